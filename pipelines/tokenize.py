@@ -1,0 +1,151 @@
+"""The Ray Data graph of a build: slices -> tokenize and write -> receipts.
+
+Read top to bottom. The driver sends descriptions of slices and gets receipts back; rows and tokens
+stay in the tasks that read, tokenize and write them. A task that is run again writes the same part.
+
+Always true:
+- one slice is one task and one part;
+- a slice whose receipt is in the store is not done again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raysvc import errors
+from raysvc.cache.manifest import Receipt
+from raysvc.cache.writer import EntryWriter
+from raysvc.chat.tokenize import SliceResult, SliceTokenizer
+from raysvc.config import PoolConfig, TextSpec
+from raysvc.errors import RaysvcError
+from raysvc.pipelines.readers import read_lines, read_rows
+from raysvc.pipelines.sources import Slice
+
+if TYPE_CHECKING:
+    import ray.data
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BuildTask:
+    """What every worker of a build knows.
+
+    Attributes:
+        spec: what decides the tokens.
+        writer: of the entry that is built.
+        storage_options: to read the source with.
+    """
+
+    spec: TextSpec
+    writer: EntryWriter
+    storage_options: dict[str, Any]
+
+
+class SliceWorker:
+    """Tokenizes slices in a Ray Data actor; the tokenizer is loaded once.
+
+    What a user has to mend comes back as data: Ray Data would wrap it until its type is lost.
+    """
+
+    def __init__(self, task: BuildTask) -> None:
+        # one actor has one CPU: threads of the encoder would only fight the other actors
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        os.environ["RAYON_NUM_THREADS"] = "1"
+        self._task = task
+
+    @cached_property
+    def _tokenizer(self) -> SliceTokenizer:
+        return SliceTokenizer(self._task.spec)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        results = [self._try(Slice(**json.loads(text))) for text in batch["slice"]]
+        return {
+            name: np.array([result[name] for result in results], dtype=object)
+            for name in ("receipt", "error")
+        }
+
+    def _try(self, piece: Slice) -> dict[str, str]:
+        try:
+            return {"receipt": self._build(piece), "error": ""}
+        except RaysvcError as error:
+            return {"receipt": "", "error": json.dumps([type(error).__name__, *error.args])}
+
+    def _build(self, piece: Slice) -> str:
+        result = tokenize_slice(self._tokenizer, piece, self._task.storage_options)
+        receipt = self._task.writer.write_part(piece.index, result.table, part_meta(piece, result))
+        return receipt.to_json().decode()
+
+
+def tokenize_slice(tokenizer: SliceTokenizer, piece: Slice, storage_options: dict[str, Any]) -> SliceResult:
+    """Read and tokenize one slice."""
+    if piece.kind == "lines":
+        return tokenizer.run_json_lines(read_lines(piece, storage_options), piece.first_row)
+    return tokenizer.run(read_rows(piece, storage_options))
+
+
+def part_meta(piece: Slice, result: SliceResult) -> dict[str, Any]:
+    """What a receipt remembers of its slice, so that a later builder can tell and report it."""
+    return {
+        "slice": identity_of(piece),
+        "books": result.books.to_json(),
+        "examples": [asdict(example) for example in result.examples],
+        "encoder": result.encoder,
+        "switched": result.switched,
+        "sampled": result.sampled,
+    }
+
+
+def identity_of(piece: Slice) -> dict[str, Any]:
+    """What makes two slices the same piece of work, wherever the file lies."""
+    fields = piece.to_json()
+    return {name: fields[name] for name in ("index", "start", "end", "first_row", "num_rows")}
+
+
+def split_done(writer: EntryWriter, slices: Sequence[Slice]) -> tuple[dict[int, Receipt], list[Slice]]:
+    """Receipts of an earlier builder that still fit, and the slices that are left to do."""
+    found = writer.receipts()
+    done = {s.index: found[s.index] for s in slices if _fits(found.get(s.index), s)}
+    return done, [piece for piece in slices if piece.index not in done]
+
+
+def _fits(receipt: Receipt | None, piece: Slice) -> bool:
+    return receipt is not None and receipt.meta.get("slice") == identity_of(piece)
+
+
+def receipts_of(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> Iterator[Receipt]:
+    """Run the graph; receipts come as slices finish, in any order.
+
+    Raises:
+        RaysvcError: what a task raised on purpose, as it was raised there.
+    """
+    for row in build_graph(task, slices, pool).iter_rows():
+        if row["error"]:
+            name, *args = json.loads(row["error"])
+            error: RaysvcError = getattr(errors, name)(*args)
+            raise error
+        yield Receipt.from_json(row["receipt"].encode(), "receipt")
+
+
+def build_graph(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> ray.data.Dataset:
+    """The Ray Data graph over some slices; lazy."""
+    import ray.data
+
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    most = min(len(slices), pool.max or len(slices))
+    compute = ray.data.ActorPoolStrategy(min_size=min(pool.min, most), max_size=most)
+    rows = [{"slice": json.dumps(piece.to_json())} for piece in slices]
+    data = ray.data.from_items(rows, override_num_blocks=len(rows))
+    return data.map_batches(
+        SliceWorker, fn_constructor_args=(task,), batch_size=1, compute=compute, num_cpus=1
+    )

@@ -1,0 +1,46 @@
+"""Ray-native distributed data service for LLM post-training.
+
+Always true:
+- importing starts nothing, and pulls in neither ray nor torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from raysvc import errors
+
+if TYPE_CHECKING:
+    from raysvc.api import CacheEntry, ServerHandle, open_cache, serve, tokenize
+    from raysvc.client import BatchClient, attach
+    from raysvc.trainer import train
+
+__version__ = "0.1.0"
+__all__ = [
+    "BatchClient",
+    "CacheEntry",
+    "ServerHandle",
+    "attach",
+    "errors",
+    "open_cache",
+    "serve",
+    "tokenize",
+    "train",
+]
+_HOMES = {
+    "BatchClient": "raysvc.client",
+    "CacheEntry": "raysvc.api",
+    "ServerHandle": "raysvc.api",
+    "attach": "raysvc.client",
+    "open_cache": "raysvc.api",
+    "serve": "raysvc.api",
+    "tokenize": "raysvc.api",
+    "train": "raysvc.trainer",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'raysvc' has no attribute {name!r}; public names are {', '.join(__all__)}")

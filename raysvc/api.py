@@ -1,0 +1,210 @@
+"""The two verbs that make something: `tokenize` a source into a cache entry, `serve` an entry.
+
+Always true:
+- `tokenize` returns a finished entry; when one with the same key is there, nothing is built;
+- a build that was killed goes on from its finished slices;
+- `serve` returns when the server answers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raysvc.config import JobConfig, TokenizerConfig
+from raysvc.jobfile import load_job
+from raysvc.progress import Progress, silent
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from raysvc.cache.reader import Entry
+    from raysvc.plan.schedule import Schedule
+
+DEFAULT_ROOT = ".raysvc/cache"
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """A finished entry, opened.
+
+    Attributes:
+        entry: random access to its rows.
+        hit: whether it was there already.
+        reason: why it was used or built, one clause.
+    """
+
+    entry: Entry
+    hit: bool = True
+    reason: str = "opened by its address"
+
+    @property
+    def uri(self) -> str:
+        """Folder or URL."""
+        return self.entry.uri
+
+    @property
+    def key(self) -> str:
+        """64 hex digits: the hash of what decided the bytes."""
+        return self.entry.key
+
+    @property
+    def num_rows(self) -> int:
+        """Rows."""
+        return self.entry.num_rows
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows, context included."""
+        return self.entry.num_tokens
+
+    @property
+    def report(self) -> Mapping[str, Any]:
+        """What the builder reported: books, quarantined examples, encoder, lengths."""
+        return self.entry.report
+
+    def table(self) -> pa.Table:
+        """All rows, memory-mapped."""
+        return self.entry.table()
+
+    def row(self, index: int) -> dict[str, Any]:
+        """One row: column name -> list or value."""
+        return self.entry.row(index)
+
+    def text(self, index: int) -> str:
+        """One row as the tokenizer decodes it, special tokens included.
+
+        Raises:
+            TokenizerError: the tokenizer that the entry was built with is not found here.
+        """
+        from raysvc.chat.tokenizer import LoadedTokenizer
+
+        tokenizer = LoadedTokenizer(TokenizerConfig.model_validate(self.report["tokenizer"]))
+        return str(tokenizer.hf.decode(self.row(index)["input_ids"]))
+
+
+@dataclass(frozen=True)
+class ServerHandle:
+    """A running server.
+
+    Attributes:
+        name: to attach by.
+        namespace: Ray namespace of the actor.
+        num_rows: rows that it serves.
+        schedule: steps, epochs and mini-batches.
+        actor: Ray handle; a server that is not detached ends when the last handle is gone.
+    """
+
+    name: str
+    namespace: str
+    num_rows: int
+    schedule: Schedule
+    actor: Any
+
+
+def open_cache(uri: str, storage_options: Mapping[str, Any] | None = None) -> CacheEntry:
+    """Open a finished entry by its folder or URL.
+
+    Raises:
+        EntryError: no finished entry there, or a damaged one.
+    """
+    from raysvc.cache.reader import open_entry
+
+    return CacheEntry(open_entry(uri, dict(storage_options or {})))
+
+
+def tokenize(
+    config: str | Path | Mapping[str, Any] | JobConfig | None = None,
+    *,
+    address: str | None = None,
+    progress: Progress = silent,
+    **overrides: Any,
+) -> CacheEntry:
+    """Tokenize a job's source into the cache, or find it there.
+
+    Args:
+        config: path of a `job.yaml`, a mapping or a config; None: all from keyword arguments.
+        address: Ray cluster to use; default RAY_ADDRESS, else a local Ray (only when something must be built).
+        progress: called with a phase's progress.
+        overrides: sections merged over `config`, e.g. `source={"path": ...}`, `cache={"root": ...}`.
+
+    Raises:
+        UserMistake: files, columns, tokenizer, template or cache root that cannot be used.
+    """
+    from raysvc.build import find_or_build
+
+    job = load_job(config, **overrides)
+    entry, hit, reason = find_or_build(job, cache_root(job), address, progress)
+    return CacheEntry(entry, hit, reason)
+
+
+def serve(
+    config: str | Path | Mapping[str, Any] | JobConfig | None = None,
+    *,
+    address: str | None = None,
+    detached: bool = True,
+    progress: Progress = silent,
+    **overrides: Any,
+) -> ServerHandle:
+    """Start the job's server, tokenizing first when needed.
+
+    Args:
+        detached: the server outlives this process; False: it ends with it.
+
+    Raises:
+        ServerError: the name is served with another spec.
+    """
+    job = load_job(config, **overrides)
+    entry = tokenize(job, address=address, progress=progress)
+    return serve_entry(job, entry, address=address, detached=detached)
+
+
+def serve_entry(
+    job: JobConfig, entry: CacheEntry, *, address: str | None = None, detached: bool
+) -> ServerHandle:
+    """Start the server of a job on an entry that is there."""
+    from raysvc.actors.launch import NAMESPACE, start_server, wait_for
+    from raysvc.cluster import connect
+    from raysvc.plan.schedule import Schedule
+
+    connect(address, need_cpus=cpus_held(job))
+    actor = start_server(serve_spec(job, entry), detached=detached)
+    facts = wait_for(actor.describe.remote(), f"server {job.server.name!r} to start")
+    return ServerHandle(
+        job.server.name, NAMESPACE, entry.num_rows, Schedule.from_json(facts["schedule"]), actor
+    )
+
+
+def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
+    """The spec of a job's server."""
+    from raysvc.actors.batch_server import ServeSpec
+
+    return ServeSpec(
+        name=job.server.name,
+        entry_uri=entry.uri,
+        plan=job.plan,
+        pad_token_id=int(entry.report["pad_token_id"]),
+        journal=f"{absolute(job.run_dir)}/server",
+        storage_options=job.cache.storage_options,
+        lease_ttl_s=job.server.lease_ttl_s,
+        collate_threads=job.server.collate_threads,
+        num_cpus=job.server.num_cpus,
+    )
+
+
+def cpus_held(job: JobConfig) -> float:
+    """CPUs that a job's server and workers hold at the same time."""
+    return job.server.num_cpus + job.trainer.dp_size * job.trainer.cpus_per_worker
+
+
+def cache_root(job: JobConfig) -> str:
+    """Where entries live: `cache.root`, RAYSVC_CACHE_DIR, or a folder here; absolute when local."""
+    return absolute(job.cache.root or os.environ.get("RAYSVC_CACHE_DIR") or DEFAULT_ROOT)
+
+
+def absolute(path: str) -> str:
+    """A path that means the same in another process; URLs stay as they are."""
+    return path if "://" in path else str(Path(path).expanduser().absolute())

@@ -1,0 +1,255 @@
+"""One build: look at the source, name the entry, use it or make it.
+
+Always true:
+- the key is known before any row is tokenized;
+- a finished entry is used as it is; a started one goes on from its receipts;
+- an entry is finished only when its books balance and not too many rows were set aside.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raysvc.cache.key import cache_key, nearest
+from raysvc.cache.manifest import Manifest
+from raysvc.cache.reader import Entry, find_entry, list_entries, next_generation, open_entry
+from raysvc.cache.store import Store, open_store
+from raysvc.cache.writer import EntryWriter
+from raysvc.chat.books import Books, Quarantined, check_quarantine
+from raysvc.chat.formats import resolve_format
+from raysvc.chat.tokenize import FORMAT_VERSION
+from raysvc.chat.tokenizer import LoadedTokenizer
+from raysvc.config import Format, JobConfig, TextSpec
+from raysvc.errors import EntryError, SourceError
+from raysvc.progress import Progress, Tick
+
+if TYPE_CHECKING:
+    from raysvc.cache.manifest import Receipt
+    from raysvc.pipelines.sources import Source
+
+log = logging.getLogger(__name__)
+EXAMPLES_KEPT = 20
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """What is known before tokenizing.
+
+    Attributes:
+        spec: with the format resolved.
+        recipe: what decides the bytes; `key` is its hash.
+    """
+
+    source: Source
+    spec: TextSpec
+    tokenizer: LoadedTokenizer
+    recipe: dict[str, Any]
+    key: str
+
+
+def plan_build(job: JobConfig) -> BuildPlan:
+    """Look through the source and load the tokenizer.
+
+    Raises:
+        SourceError: no rows, or not the columns that the format needs.
+        TokenizerError: it cannot be used for this format.
+    """
+    from raysvc.pipelines.sources import scan
+
+    source = scan(job.source, None if job.workers.slice_mb is None else int(job.workers.slice_mb * 1e6))
+    kind = _format_of(job, source)
+    spec = job.text.model_copy(update={"format": kind})
+    tokenizer = LoadedTokenizer(job.tokenizer)
+    if kind in ("chat", "alpaca"):
+        tokenizer.template_name(has_tools=False)  # refuse before anything starts
+    recipe = {
+        "format_version": FORMAT_VERSION,
+        "source": source.identity,
+        "format": kind,
+        "columns": dict(spec.columns),
+        "tokenizer": _identity(tokenizer, kind),
+        "train_on": spec.train_on,
+        "max_length": spec.max_length,
+        "truncation": spec.truncation if spec.max_length else None,
+    }
+    return BuildPlan(source, spec, tokenizer, recipe, cache_key(recipe))
+
+
+def find_or_build(
+    job: JobConfig, root: str, address: str | None, progress: Progress
+) -> tuple[Entry, bool, str]:
+    """The job's entry, whether it was there, and why it was used or built."""
+    store = open_store(root, job.cache.storage_options, job.cache.unsafe_store)
+    plan = plan_build(job)
+    if not job.cache.enabled:
+        private = cache_key({**plan.recipe, "private": uuid.uuid4().hex})
+        return _build(job, plan, store, private, 0, address, progress), False, "cache.enabled is false"
+    entry = None if job.cache.force else find_entry(store, plan.key)
+    if entry is not None:
+        return entry, True, "same source, tokenizer, template and options"
+    reason = "cache.force is true" if job.cache.force else _why_missed(store, plan)
+    generation = next_generation(store, plan.key)
+    return _build(job, plan, store, plan.key, generation, address, progress), False, reason
+
+
+def _format_of(job: JobConfig, source: Source) -> Format:
+    from raysvc.pipelines.readers import first_row
+
+    rows = (first_row(piece, job.source.storage_options) for piece in source.slices)
+    row = next((row for row in rows if row is not None), None)
+    if row is None:
+        where = ", ".join(job.source.path) or str(job.source.dataset)
+        raise SourceError(
+            "source", f"{where} holds no row that can be read", "give files with one JSON object per line"
+        )
+    return resolve_format(job.text, row).name
+
+
+def _why_missed(store: Store, plan: BuildPlan) -> str:
+    recipes = {}
+    for item in list_entries(store):
+        if item.state != "finished":
+            continue
+        try:
+            recipes[item.folder] = Entry.open(store, item.folder).recipe
+        except EntryError:
+            continue
+    close = nearest(plan.recipe, recipes)
+    if close is None:
+        return "the cache holds no finished entry yet"
+    key, differences = close
+    first = f"{differences[0]}" if differences else "nothing"
+    more = f" and {len(differences) - 1} more" if len(differences) > 1 else ""
+    return f"nearest entry {key[:12]} differs in {first}{more}"
+
+
+def _build(
+    job: JobConfig,
+    plan: BuildPlan,
+    store: Store,
+    key: str,
+    generation: int,
+    address: str | None,
+    progress: Progress,
+) -> Entry:
+    from raysvc.cluster import connect
+    from raysvc.pipelines.tokenize import BuildTask, receipts_of, split_done
+
+    store.probe()
+    begin = time.perf_counter()
+    writer = EntryWriter(store, key, generation)
+    task = BuildTask(plan.spec, writer, job.source.storage_options)
+    done, left = split_done(writer, plan.source.slices)
+    meter = _Meter(progress, plan, done.values())
+    if left:
+        connect(address)
+        for receipt in receipts_of(task, left, job.workers):
+            done[receipt.slice_index] = receipt
+            meter.add(receipt)
+    receipts = [done[piece.index] for piece in plan.source.slices]
+    report = make_report(job, plan, receipts, time.perf_counter() - begin)
+    report["length_percentiles"] = percentiles(_lengths(writer, receipts))
+    writer.commit(receipts, plan.recipe, report)
+    meter.finish()
+    return open_entry(writer.uri, job.cache.storage_options)
+
+
+def make_report(
+    job: JobConfig, plan: BuildPlan, receipts: Sequence[Receipt], seconds: float
+) -> dict[str, Any]:
+    """What the user is told of a build; stored with the entry.
+
+    Raises:
+        QuarantineExceeded: more rows than `max_quarantine` could not be proved.
+        SourceError: no row is left.
+    """
+    books = sum((Books.from_json(one.meta["books"]) for one in receipts), Books())
+    books.check()
+    examples = [Quarantined(**item) for one in receipts for item in one.meta["examples"]]
+    check_quarantine(books, examples, job.max_quarantine)
+    if books.rows_written == 0:
+        reasons = ", ".join(f"{name}: {count}" for name, count in books.dropped.items()) or "none were read"
+        raise SourceError(
+            "source", f"no row is left to train on ({reasons})", "check train_on, max_length and truncation"
+        )
+    return {
+        "tokenizer": job.tokenizer.model_dump(),
+        "pad_token_id": _pad_token_id(plan.tokenizer.hf),
+        "vocab_size": len(plan.tokenizer.hf),
+        "books": books.to_json(),
+        "examples": [asdict(example) for example in examples[:EXAMPLES_KEPT]],
+        "proof": {
+            "rows_compared_with_the_reference": sum(int(one.meta["sampled"]) for one in receipts),
+            "switched_to_the_reference": sorted({str(one.meta["switched"]) for one in receipts} - {""}),
+        },
+        "encoders": dict(Counter(str(one.meta["encoder"]) for one in receipts)),
+        "seconds": round(seconds, 3),
+        "source_bytes": plan.source.num_bytes,
+        "paths": list(job.source.path) or [str(job.source.dataset)],
+    }
+
+
+def _pad_token_id(hf: Any) -> int:
+    """What fills padding cells; any id will do, since no cell of padding is attended to or trained."""
+    candidates = (hf.pad_token_id, hf.eos_token_id, 0)
+    return next(int(one) for one in candidates if one is not None)
+
+
+def _identity(tokenizer: LoadedTokenizer, kind: Format) -> dict[str, Any]:
+    """What of the tokenizer decides the bytes; a template does only where conversations are rendered."""
+    identity = tokenizer.identity()
+    if kind in ("text", "pretokenized"):
+        return {name: identity[name] for name in identity if not name.startswith("template")}
+    return identity
+
+
+def _lengths(writer: EntryWriter, receipts: Sequence[Receipt]) -> npt.NDArray[np.int32]:
+    parts = tuple(one.part for one in receipts)
+    return Entry(writer.store, writer.folder, Manifest(writer.key, parts, receipts[0].columns, {})).lengths()
+
+
+class _Meter:
+    """Turns receipts into ticks."""
+
+    def __init__(self, progress: Progress, plan: BuildPlan, done: Iterable[Receipt]) -> None:
+        self._progress = progress
+        self._total = plan.source.num_rows
+        self._begin = time.perf_counter()
+        self._rows = {piece.index: piece.num_rows for piece in plan.source.slices}
+        self._done = sum(self._rows[one.slice_index] for one in done)
+        self._resumed = self._done
+        self._tokens = 0
+        self._tick(final=False)
+
+    def add(self, receipt: Receipt) -> None:
+        self._done += self._rows[receipt.slice_index]
+        self._tokens += receipt.part.num_tokens
+        self._tick(final=False)
+
+    def finish(self) -> None:
+        self._tick(final=True)
+
+    def _tick(self, *, final: bool) -> None:
+        seconds = max(time.perf_counter() - self._begin, 1e-9)
+        rate = (self._done - self._resumed) / seconds
+        facts: dict[str, Any] = {"rows/s": round(rate), "tokens/s": round(self._tokens / seconds)}
+        if rate > 0 and not final:
+            facts["ETA"] = f"{(self._total - self._done) / rate:.0f} s"
+        if self._resumed:
+            facts["resumed rows"] = self._resumed
+        self._progress(Tick("tokenize", self._done, self._total, "rows", facts, final))
+
+
+def percentiles(lengths: npt.NDArray[np.int32]) -> dict[str, int]:
+    """Tokens per row at some shares of the rows."""
+    names = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
+    return {name: int(np.percentile(lengths, q)) for name, q in names.items()} if len(lengths) else {}

@@ -1,0 +1,271 @@
+"""A finished entry, read at random.
+
+Axes: N rows.
+
+Always true:
+- opening reads the manifest and a listing, never a part: it costs the same for any number of rows;
+- a part is memory-mapped when the first row of it is asked for; at most `OPEN_PARTS` stay mapped;
+- a remote part is a checked copy on this node's disk, fetched ahead when reading is sequential or announced;
+- a part whose size or structure is not what the manifest says raises EntryError and is never served;
+- every method may be called from several threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raysvc.cache import names
+from raysvc.cache.copies import PartCopies, node_copies
+from raysvc.cache.manifest import Manifest
+from raysvc.cache.part_source import LocalParts, PartSource, RemoteParts
+from raysvc.cache.store import Found, Store
+from raysvc.cache.use import Hold
+from raysvc.cache.verify import Problem, verify_folder
+from raysvc.errors import EntryError
+from raysvc.rows import RowBatch
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from raysvc.cache.parts import PartView
+
+OPEN_PARTS = 4096  # mappings cost no file handle, and Linux allows 65530 of them
+READ_AHEAD = 2
+THREADS = 16
+
+
+class Entry:
+    """One generation of one key."""
+
+    def __init__(
+        self, store: Store, folder: str, manifest: Manifest, copies: PartCopies | None = None
+    ) -> None:
+        """Use `Entry.open`, `open_entry` or `find_entry`.
+
+        Args:
+            copies: where copies of remote parts lie; None: what `node_copies` says.
+        """
+        self.store = store
+        self.folder = folder
+        self.manifest = manifest
+        self._parts = _source_of(store, folder, copies)
+        self._lock = threading.Lock()  # guards _views, _mapped_bytes and _last_part
+        self._views: OrderedDict[int, PartView] = OrderedDict()  # mapped parts, least recently used first
+        self._mapped_bytes = 0  # of _views
+        self._last_part = -1  # where the newest read ended
+        counts = [part.num_rows for part in manifest.parts]
+        self._starts: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+    @classmethod
+    def open(cls, store: Store, key: str) -> Entry:
+        """The entry in folder `key`.
+
+        Args:
+            store: where.
+            key: of the recipe; `<key>.<n>` names a rebuild.
+
+        Raises:
+            EntryError: there is none, or it is damaged, or newer than this raysvc.
+        """
+        if names.split_folder(key) is None:
+            names.folder_of(key)
+        found = {item.name: item for item in store.scan(key)}
+        where = f"{store.url}/{key}"
+        if names.MANIFEST not in found:
+            what = "its build has not finished" if found else "there is no such entry"
+            raise EntryError(where, what, "build it with raysvc tokenize, or look at raysvc cache ls")
+        for marker in (names.DAMAGED, names.DOOMED):
+            if marker in found:
+                what = "it is marked as damaged" if marker == names.DAMAGED else "it is being removed by gc"
+                raise EntryError(where, what, "build it again with raysvc tokenize")
+        manifest = Manifest.from_json(store.read(f"{key}/{names.MANIFEST}"), f"{where}/{names.MANIFEST}")
+        if key.partition(".")[0] != manifest.key:
+            raise EntryError(
+                where, f"its manifest belongs to {manifest.key}", "build it again with raysvc tokenize"
+            )
+        _check_parts(where, manifest, found)
+        return cls(store, key, manifest)
+
+    @property
+    def uri(self) -> str:
+        """Path or URL, good for `open_entry` and `datasets.load_from_disk`."""
+        return f"{self.store.url}/{self.folder}"
+
+    @property
+    def key(self) -> str:
+        """Hash of the recipe."""
+        return self.manifest.key
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all parts."""
+        return int(self._starts[-1])
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens of all parts."""
+        return self.manifest.num_tokens
+
+    @property
+    def report(self) -> Mapping[str, Any]:
+        """What the builder told."""
+        return self.manifest.report
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """What decided the bytes."""
+        return dict(self.manifest.recipe)
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __repr__(self) -> str:
+        return f"Entry({self.uri!r}, rows={self.num_rows}, tokens={self.num_tokens})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Entry, (self.store, self.folder, self.manifest)
+
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Tokens of every row, int32 [N]; reads the offsets alone."""
+        out = np.empty(self.num_rows, np.int32)
+
+        def fill(index: int) -> None:
+            out[self._starts[index] : self._starts[index + 1]] = np.diff(self._offsets(index))
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(fill, range(len(self.manifest.parts))))
+        return out
+
+    def read(self, row_ids: npt.NDArray[np.integer[Any]]) -> RowBatch:
+        """Rows in the given order.
+
+        Args:
+            row_ids: int [N], 0-based positions in the entry; may repeat.
+
+        Raises:
+            IndexError: a row that is not there.
+            EntryError: a damaged part.
+            StoreError: a store that cannot be reached.
+        """
+        from raysvc.cache.gather import gather
+
+        ids = np.asarray(row_ids, np.int64)
+        used = self._used(ids)
+        self._fetch_ahead([*used, *self._next_parts(used)])
+        return gather(ids, self._starts, {index: self._view(index) for index in used or [0]})
+
+    def prefetch(self, row_ids: npt.NDArray[np.integer[Any]]) -> None:
+        """Announce rows that will be read soon, in that order; never blocks.
+
+        Args:
+            row_ids: int [N].
+        """
+        ids = np.asarray(row_ids, np.int64)
+        self._fetch_ahead(self._used(ids))
+
+    def row(self, row_id: int) -> dict[str, Any]:
+        """One row as plain Python values."""
+        batch = self.read(np.array([row_id]))
+        tokens = {name: values.tolist() for name, values in batch.tokens.items()}
+        return tokens | {name: values.tolist()[0] for name, values in batch.rows.items()}
+
+    def table(self) -> pa.Table:
+        """All parts as one table, memory-mapped."""
+        import pyarrow as pa
+
+        everything = range(len(self.manifest.parts))
+        self._fetch_ahead(list(everything))
+        return pa.concat_tables([self._view(index).table for index in everything])
+
+    def verify(self) -> list[Problem]:
+        """Read every byte and compare checksums; empty when all is well."""
+        return verify_folder(self.store, self.folder)
+
+    def hold(self, owner: str) -> Hold:
+        """Keep `collect_garbage` away from the entry while it is read.
+
+        Args:
+            owner: who reads, for people.
+
+        Raises:
+            EntryError: a removal has begun.
+        """
+        return Hold(self.store, self.folder, owner)
+
+    def _used(self, ids: npt.NDArray[np.int64]) -> list[int]:
+        """Parts that hold the rows, in the order in which they are first needed."""
+        from raysvc.cache.gather import parts_of
+
+        used, firsts = np.unique(parts_of(ids, self._starts), return_index=True)
+        ordered: list[int] = used[np.argsort(firsts)].tolist()
+        return ordered
+
+    def _next_parts(self, used: list[int]) -> list[int]:
+        """The parts after these when the reads go from front to back, else none."""
+        if not used:
+            return []
+        with self._lock:
+            goes_on = used == sorted(used) and self._last_part <= used[0] <= self._last_part + 1
+            self._last_part = used[-1]
+        after = range(used[-1] + 1, min(used[-1] + 1 + READ_AHEAD, len(self.manifest.parts)))
+        return list(after) if goes_on else []
+
+    def _fetch_ahead(self, indexes: list[int]) -> None:
+        with self._lock:
+            new = [index for index in indexes if index not in self._views]
+        self._parts.prefetch([self.manifest.parts[index] for index in new])
+
+    def _view(self, index: int) -> PartView:
+        with self._lock:
+            if index in self._views:
+                self._views.move_to_end(index)
+                return self._views[index]
+        from raysvc.cache.parts import decode_part
+
+        part = self.manifest.parts[index]
+        view = decode_part(self._parts.buffer(part), part, self.uri)
+        with self._lock:
+            self._keep(index, view)
+        return view
+
+    def _keep(self, index: int, view: PartView) -> None:
+        parts = self.manifest.parts
+        if index not in self._views:
+            self._mapped_bytes += parts[index].num_bytes
+        self._views[index] = view
+        limit = self._parts.max_mapped_bytes
+        while len(self._views) > 1 and (len(self._views) > OPEN_PARTS or self._mapped_bytes > limit):
+            self._mapped_bytes -= parts[self._views.popitem(last=False)[0]].num_bytes
+
+    def _offsets(self, index: int) -> npt.NDArray[np.int32]:
+        from raysvc.cache.parts import decode_offsets
+
+        part = self.manifest.parts[index]
+        end = part.offsets_start + 4 * (part.num_rows + 1)
+        path = f"{self.folder}/{part.name}"
+        data = self.store.read(path, part.offsets_start, end) if part.num_rows else b""
+        return decode_offsets(data, part, self.uri)
+
+
+def _source_of(store: Store, folder: str, copies: PartCopies | None) -> PartSource:
+    if store.local_path(folder) is not None:
+        return LocalParts(store, folder)
+    return RemoteParts(store, folder, copies or node_copies())
+
+
+def _check_parts(where: str, manifest: Manifest, found: Mapping[str, Found]) -> None:
+    for part in manifest.parts:
+        there = found.get(part.name)
+        if there is None or there.size != part.num_bytes:
+            what = "is missing" if there is None else f"has {there.size} bytes instead of {part.num_bytes}"
+            raise EntryError(
+                f"{where}/{part.name}", f"it {what}", "run raysvc cache verify, then raysvc tokenize again"
+            )

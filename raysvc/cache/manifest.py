@@ -1,0 +1,229 @@
+"""What a finished entry says of itself: parts, counts, checksums, report and recipe.
+
+Always true:
+- a manifest that parses is safe to act on: part names stay in the folder, counts add up, types are right;
+- its own checksum covers every other field, so a flipped byte anywhere in it is found;
+- a manifest of a newer format is refused with the version that reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from raysvc.cache import names
+from raysvc.cache.key import canonical_json
+from raysvc.errors import EntryError, EntryTooNew
+
+FORMAT = 1
+READABLE_SINCE = "0.1.0"
+MAX_BYTES = 1 << 28
+REBUILD = "build it again with cache.force: true"
+_VERSION = re.compile(r"[0-9A-Za-z.+-]{1,40}")
+_CHECKSUM = re.compile(r"[0-9a-f]{32}")
+_NUMBERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+_NUMBERS += ["float16", "float32", "float64", "bool"]
+COLUMN_TYPES = frozenset(_NUMBERS) | {"string"} | {f"list<{name}>" for name in _NUMBERS}
+
+
+@dataclass(frozen=True)
+class PartInfo:
+    """One Arrow IPC stream file that holds exactly one record batch.
+
+    Attributes:
+        name: file in the entry's folder.
+        num_rows, num_tokens: what it holds.
+        num_bytes: size of the file.
+        checksum: XXH3-128 of the whole file, 32 hex digits.
+        offsets_start: where in the file the token offsets lie, int32 [num_rows + 1]; 0 without rows.
+        offsets_checksum: of these bytes, so that lengths can be read alone.
+    """
+
+    name: str
+    num_rows: int
+    num_tokens: int
+    num_bytes: int
+    checksum: str
+    offsets_start: int
+    offsets_checksum: str
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Proof that one slice is finished: its part is complete and durable.
+
+    Attributes:
+        slice_index: which slice.
+        part: the file that holds its rows.
+        columns: column name -> type.
+        meta: JSON of the slice's maker (books, quarantined examples).
+    """
+
+    slice_index: int
+    part: PartInfo
+    columns: Mapping[str, str]
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        """Bytes of the receipt's file."""
+        return canonical_json(_sealed(asdict(self)))
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str) -> Receipt:
+        """Parse and check; EntryError with `where` when anything is off."""
+        raw = _opened(data, where)
+        receipt = cls(
+            slice_index=_count(raw, "slice_index", where),
+            part=_part(_mapping(raw, "part", where), where),
+            columns=_columns(raw, where),
+            meta=_mapping(raw, "meta", where),
+        )
+        if not (match := names.PART.fullmatch(receipt.part.name)) or int(match[1]) != receipt.slice_index:
+            raise _damaged(where, f"the part {receipt.part.name!r} belongs to another slice")
+        return receipt
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The file whose presence means "finished".
+
+    Attributes:
+        key: hash of the recipe.
+        parts: in row order.
+        columns: column name -> type.
+        recipe: what decided the bytes.
+        report: what the builder tells the user.
+    """
+
+    key: str
+    parts: tuple[PartInfo, ...]
+    columns: Mapping[str, str]
+    recipe: Mapping[str, Any]
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all parts."""
+        return sum(part.num_rows for part in self.parts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all parts."""
+        return sum(part.num_tokens for part in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.num_bytes for part in self.parts)
+
+    def to_json(self) -> bytes:
+        """Bytes of `manifest.json`."""
+        counts = {"num_rows": self.num_rows, "num_tokens": self.num_tokens, "num_bytes": self.num_bytes}
+        version = {"format": FORMAT, "readable_since": READABLE_SINCE}
+        return canonical_json(_sealed(version | counts | asdict(self)))
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str) -> Manifest:
+        """Parse and check; EntryError with `where` when anything is off."""
+        raw = _opened(data, where)
+        parts = raw.get("parts")
+        if not isinstance(parts, list) or not isinstance(raw.get("key"), str):
+            raise _damaged(where, "the fields key and parts are missing or of a wrong type")
+        manifest = cls(
+            key=raw["key"],
+            parts=tuple(_part(part, where) for part in parts),
+            columns=_columns(raw, where),
+            recipe=_mapping(raw, "recipe", where),
+            report=_mapping(raw, "report", where),
+        )
+        if not names.KEY.fullmatch(manifest.key):
+            raise _damaged(where, f"{manifest.key[:80]!r} is not a key")
+        if len({part.name for part in manifest.parts}) != len(manifest.parts):
+            raise _damaged(where, "a part is named twice")
+        if raw.get("num_rows") != manifest.num_rows or raw.get("num_tokens") != manifest.num_tokens:
+            raise _damaged(where, "the counts of the parts do not add up to the entry's")
+        return manifest
+
+
+def _sealed(fields: dict[str, Any]) -> dict[str, Any]:
+    return fields | {"sha256": hashlib.sha256(canonical_json(fields)).hexdigest()}
+
+
+def _opened(data: bytes, where: str) -> dict[str, Any]:
+    if len(data) > MAX_BYTES:
+        raise _damaged(where, f"{len(data)} bytes are more than any manifest has")
+    try:
+        raw = json.loads(data)
+        seal = raw.pop("sha256", None)
+        refused = _newer(raw, where)
+        intact = refused or seal == hashlib.sha256(canonical_json(raw)).hexdigest()
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise _damaged(where, f"it is not the JSON that was written ({type(error).__name__})") from None
+    if refused is not None:
+        raise refused
+    if not intact:
+        raise _damaged(where, "its checksum does not match its content")
+    return dict(raw)
+
+
+def _newer(raw: Mapping[str, Any], where: str) -> EntryTooNew | None:
+    version, reader = raw.get("format", FORMAT), str(raw.get("readable_since"))
+    if type(version) is int and version <= FORMAT:
+        return None
+    reader = reader if _VERSION.fullmatch(reader) else "a newer version"
+    return EntryTooNew(
+        where,
+        f"it has format {str(version)[:20]}, this raysvc reads up to {FORMAT}",
+        f"install raysvc {reader} or newer, or use another cache.root",
+    )
+
+
+def _part(raw: Any, where: str) -> PartInfo:
+    if not isinstance(raw, dict):
+        raise _damaged(where, "a part is not an object")
+    part = PartInfo(
+        name=str(raw.get("name")),
+        num_rows=_count(raw, "num_rows", where),
+        num_tokens=_count(raw, "num_tokens", where),
+        num_bytes=_count(raw, "num_bytes", where),
+        checksum=str(raw.get("checksum")),
+        offsets_start=_count(raw, "offsets_start", where),
+        offsets_checksum=str(raw.get("offsets_checksum")),
+    )
+    if not names.PART.fullmatch(part.name):
+        raise _damaged(where, f"{part.name[:80]!r} is not the name of a part")
+    if not (_CHECKSUM.fullmatch(part.checksum) and _CHECKSUM.fullmatch(part.offsets_checksum)):
+        raise _damaged(where, f"a checksum of {part.name} is not one")
+    if part.offsets_start + 4 * (part.num_rows + 1) > part.num_bytes:
+        raise _damaged(where, f"the offsets of {part.name} lie outside the file")
+    return part
+
+
+def _count(raw: Mapping[str, Any], name: str, where: str) -> int:
+    value = raw.get(name)
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise _damaged(where, f"{name} is {str(value)[:40]!r}, not a count")
+    return value
+
+
+def _mapping(raw: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
+    value = raw.get(name)
+    if not isinstance(value, dict):
+        raise _damaged(where, f"{name} is not an object")
+    return value
+
+
+def _columns(raw: Mapping[str, Any], where: str) -> dict[str, str]:
+    value = raw.get("columns")
+    pairs_ok = isinstance(value, dict) and all(kind in COLUMN_TYPES for kind in value.values())
+    if not pairs_ok or not isinstance(value, dict):
+        raise _damaged(where, "columns are not known types")
+    return value
+
+
+def _damaged(where: str, what: str) -> EntryError:
+    return EntryError(where, what, REBUILD)

@@ -1,0 +1,59 @@
+"""Names inside a cache root, and the only shapes that are accepted from outside.
+
+    <root>/<key>/           first build of a key
+    <root>/<key>.<n>/       n-th rebuild of it (`force`, or after damage)
+        part-<slice>-<uid>.arrow       receipt-<slice>-<uid>.json
+        manifest.json   state.json   dataset_info.json
+        use-<uid>.json  doomed.json  damaged.json
+
+Always true:
+- a name that matches holds no separator and no dot at its start, so it cannot leave its folder.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from raysvc.errors import EntryError
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+DATASET_INFO = "dataset_info.json"
+DOOMED = "doomed.json"
+DAMAGED = "damaged.json"
+KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+FOLDER = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]{0,127})(?:\.([1-9][0-9]{0,5}))?")
+PART = re.compile(r"part-([0-9]{5,9})-[0-9a-f]{16}\.arrow")
+RECEIPT = re.compile(r"receipt-([0-9]{5,9})-[0-9a-f]{16}\.json")
+USE = re.compile(r"use-[0-9a-f]{16}\.json")
+
+
+def new_part(slice_index: int) -> tuple[str, str]:
+    """Fresh names of a part and of its receipt."""
+    uid = uuid.uuid4().hex[:16]
+    return f"part-{slice_index:05d}-{uid}.arrow", f"receipt-{slice_index:05d}-{uid}.json"
+
+
+def new_use() -> str:
+    """A fresh name of a marker that says an entry is in use."""
+    return f"use-{uuid.uuid4().hex[:16]}.json"
+
+
+def folder_of(key: str, generation: int = 0) -> str:
+    """The folder of one generation of a key.
+
+    Raises:
+        EntryError: a key that is not one plain name.
+    """
+    if not KEY.fullmatch(key):
+        raise EntryError(
+            repr(key), "is not the key of an entry", "use the 64 hex digits that `raysvc cache ls` shows"
+        )
+    return f"{key}.{generation}" if generation else key
+
+
+def split_folder(folder: str) -> tuple[str, int] | None:
+    """Key and generation of a folder's name; None when it is no entry's."""
+    match = FOLDER.fullmatch(folder)
+    return (match[1], int(match[2] or 0)) if match else None

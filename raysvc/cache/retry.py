@@ -1,0 +1,130 @@
+"""Which failures of a remote store pass by themselves, and how long to wait for that.
+
+Always true:
+- pauses double from `FIRST_PAUSE_S`, with jitter; after `ATTEMPTS` attempts or `DEADLINE_S` no other one begins;
+- refused credentials and missing buckets are never tried again: they are StoreErrors that say what to do.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from raysvc.errors import StoreError
+
+T = TypeVar("T")
+ATTEMPTS = 6
+DEADLINE_S = 120.0
+FIRST_PAUSE_S = 0.2
+PASSING = {
+    errno.EBUSY,
+    errno.EREMOTEIO,
+    errno.EAGAIN,
+    errno.ETIMEDOUT,
+    errno.ECONNRESET,
+    errno.ECONNREFUSED,
+    errno.ECONNABORTED,
+    errno.EPIPE,
+    errno.ESTALE,
+}
+logger = logging.getLogger(__name__)
+
+
+def retried(url: str, what: str, action: Callable[[], T], sleep: Callable[[float], None] = time.sleep) -> T:
+    """The action's result, after as many attempts as it takes.
+
+    Args:
+        url: of the store, for messages.
+        what: the operation in one word.
+        action: one attempt; safe to repeat.
+        sleep: how to pause, in seconds.
+
+    Raises:
+        StoreError: credentials, bucket, or a store that did not answer.
+        OSError: what cannot be mended by trying again, such as FileNotFoundError.
+    """
+    deadline_s = time.monotonic() + DEADLINE_S
+    for attempt in range(ATTEMPTS):
+        try:
+            return action()
+        except Exception as error:
+            refusal = _refusal(url, error)
+            if refusal is not None:
+                raise refusal from error
+            if not passes_by_itself(error):
+                raise
+            if attempt == ATTEMPTS - 1 or time.monotonic() > deadline_s:
+                raise StoreError(
+                    url,
+                    f"{what} failed {attempt + 1} times ({_said(error)})",
+                    "check the network and the store, then run again",
+                ) from error
+            pause_s = FIRST_PAUSE_S * 2**attempt * random.uniform(0.5, 1.0)
+            logger.warning(
+                "store retry url=%s what=%s attempt=%d pause_s=%.2f error=%s",
+                url,
+                what,
+                attempt,
+                pause_s,
+                _said(error),
+            )
+            sleep(pause_s)
+    raise AssertionError("unreachable")
+
+
+def passes_by_itself(error: BaseException) -> bool:
+    """True for time-outs, throttling, 5xx, 409 and broken connections."""
+    if isinstance(error, TimeoutError | ConnectionError):
+        return True
+    status = _status(error)
+    if status is not None:
+        return status in (408, 409, 429) or (status >= 500 and status != 501)
+    if isinstance(error, OSError) and error.errno in PASSING:
+        return True
+    names = {cls.__name__ for cls in type(error).__mro__}
+    return bool(
+        names
+        & {
+            "FSTimeoutError",
+            "ClientConnectionError",
+            "ClientPayloadError",
+            "HTTPClientError",
+            "IncompleteRead",
+        }
+    )
+
+
+def _refusal(url: str, error: BaseException) -> StoreError | None:
+    names = {cls.__name__ for cls in type(error).__mro__}
+    if isinstance(error, PermissionError) or names & {"NoCredentialsError", "PartialCredentialsError"}:
+        return StoreError(
+            url,
+            f"access is refused ({_said(error)})",
+            "check the credentials (AWS_ACCESS_KEY_ID, ..., or cache.storage_options)",
+        )
+    if isinstance(error, FileNotFoundError) and "bucket" in str(error).lower():
+        return StoreError(
+            url, f"the bucket is not there ({_said(error)})", "create it, or check the name and the endpoint"
+        )
+    return None
+
+
+def _status(error: BaseException) -> int | None:
+    for one in (error, error.__cause__):
+        response = getattr(one, "response", None)
+        if isinstance(response, dict):
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            if isinstance(status, int):
+                return status
+        status = getattr(one, "status", None)
+        if isinstance(status, int):
+            return status
+    return None
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

@@ -1,0 +1,98 @@
+"""Whether an entry is still what its builder wrote.
+
+Always true:
+- every byte that a reader can be given is read and compared;
+- a problem names the file;
+- checking changes nothing; `mark_damaged` makes sure that the entry is not served any more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+from raysvc.cache import names
+from raysvc.cache.checksum import checksum_of
+from raysvc.cache.datasets_files import datasets_files
+from raysvc.cache.manifest import Manifest, PartInfo
+from raysvc.cache.store import Found, Store
+from raysvc.errors import EntryError, EntryTooNew
+
+THREADS = 4
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with an entry.
+
+    Attributes:
+        name: file in the entry's folder.
+        kind: `missing`, `size` (truncated or longer) or `content` (a flipped byte).
+        detail: one clause.
+    """
+
+    name: str
+    kind: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.detail}"
+
+
+def verify_folder(store: Store, folder: str) -> list[Problem]:
+    """Every problem of an entry, by file name.
+
+    Raises:
+        EntryError: there is no finished entry, or it is from a newer version.
+    """
+    found = {item.name: item for item in store.scan(folder)}
+    if names.MANIFEST not in found:
+        raise EntryError(f"{store.url}/{folder}", "there is no finished entry", "look at raysvc cache ls")
+    where = f"{store.url}/{folder}/{names.MANIFEST}"
+    try:
+        manifest = Manifest.from_json(store.read(f"{folder}/{names.MANIFEST}"), where)
+    except EntryTooNew:
+        raise
+    except EntryError as error:
+        return [Problem(names.MANIFEST, "content", error.what)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        parts = list(pool.map(lambda part: _check(store, folder, part, found.get(part.name)), manifest.parts))
+    return [one for one in [*parts, *_small_files(store, folder, manifest, found)] if one is not None]
+
+
+def mark_damaged(store: Store, folder: str, problems: Sequence[Problem]) -> None:
+    """Take an entry out of service: it is not found or opened any more, and the next build replaces it."""
+    report = json.dumps([asdict(problem) for problem in problems], indent=2)
+    store.create(f"{folder}/{names.DAMAGED}", report.encode())
+
+
+def _check(store: Store, folder: str, part: PartInfo, found: Found | None) -> Problem | None:
+    if found is None:
+        return Problem(part.name, "missing", "it is not in the folder")
+    if found.size != part.num_bytes:
+        return Problem(part.name, "size", f"it has {found.size} bytes instead of {part.num_bytes}")
+    try:
+        data = store.read(f"{folder}/{part.name}")
+    except FileNotFoundError:
+        return Problem(part.name, "missing", "it was removed while it was checked")
+    if len(data) != part.num_bytes:
+        return Problem(part.name, "size", f"it has {len(data)} bytes instead of {part.num_bytes}")
+    if checksum_of(data) != part.checksum:
+        return Problem(part.name, "content", "its bytes are not those that were written (checksum)")
+    return None
+
+
+def _small_files(
+    store: Store, folder: str, manifest: Manifest, found: Mapping[str, Found]
+) -> list[Problem | None]:
+    problems: list[Problem | None] = []
+    for name, data in datasets_files(manifest).items():
+        if name not in found:
+            problems.append(
+                Problem(name, "missing", "it is not in the folder; raysvc tokenize writes it again")
+            )
+        elif store.read(f"{folder}/{name}") != data:
+            problems.append(Problem(name, "content", "it does not follow from the manifest"))
+    return problems

@@ -1,0 +1,136 @@
+"""How an entry is built: parts, a receipt for each, and one manifest at the end.
+
+Order of what becomes visible: part file, its receipt, ... , manifest, the files for `datasets`.
+
+Always true:
+- a receipt names a part that is complete and durable, so a build goes on from the receipts a listing shows;
+- the manifest names only parts that a listing shows with their right sizes;
+- of all builders exactly one manifest wins, and every `commit` returns that one;
+- a builder never renames over, changes or deletes what another one wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pyarrow as pa
+
+from raysvc.cache import names
+from raysvc.cache.datasets_files import ensure_datasets_files
+from raysvc.cache.generations import build_generation
+from raysvc.cache.key import Recipe
+from raysvc.cache.manifest import Manifest, Receipt
+from raysvc.cache.store import Found, Store
+from raysvc.errors import EntryError
+
+THREADS = 16
+
+
+class EntryWriter:
+    """Writes one entry; picklable, for the driver and for tasks on many nodes."""
+
+    def __init__(self, store: Store, key: str, generation: int | None = None) -> None:
+        """Only the listing is read.
+
+        Args:
+            store: where.
+            key: of the recipe.
+            generation: `next_generation(store, key)` builds anew beside a finished entry; None: the first
+                one, or the one after those that are damaged.
+        """
+        self.store = store
+        self.key = key
+        self.folder = names.folder_of(key, build_generation(store, key) if generation is None else generation)
+
+    @property
+    def uri(self) -> str:
+        """Where the entry lies, or will lie."""
+        return f"{self.store.url}/{self.folder}"
+
+    def receipts(self, fits: Callable[[Receipt], bool] = lambda receipt: True) -> dict[int, Receipt]:
+        """Slice index -> receipt of every finished slice, by listing; damaged receipts count as none.
+
+        Args:
+            fits: which of them are wanted, when builders may have cut the source in different ways.
+        """
+        found = {item.name: item for item in self.store.scan(self.folder)}
+        wanted = [name for name in found if names.RECEIPT.fullmatch(name)]
+        with ThreadPoolExecutor(THREADS) as pool:
+            read = list(pool.map(self._read_receipt, wanted))
+        usable = [receipt for receipt in read if receipt and _has_part(receipt, found) and fits(receipt)]
+        return {one.slice_index: one for one in sorted(usable, key=lambda one: one.part.name, reverse=True)}
+
+    def write_part(self, slice_index: int, table: pa.Table, meta: Mapping[str, Any]) -> Receipt:
+        """Make the rows of a slice durable.
+
+        Args:
+            slice_index: position of the slice in the source, from 0.
+            table: `input_ids` list<int32>, `loss_mask` list<uint8>, more per-token lists, per-row columns.
+            meta: JSON that comes back with the receipt.
+
+        Raises:
+            EntryError: a column that cannot be cached.
+            StoreError: the store cannot be written.
+        """
+        from raysvc.cache.parts import encode_part
+
+        part_name, receipt_name = names.new_part(slice_index)
+        part = encode_part(part_name, table)
+        receipt = Receipt(slice_index, part.info, part.columns, dict(meta))
+        self.store.write(f"{self.folder}/{part_name}", part.data)
+        self.store.write(f"{self.folder}/{receipt_name}", receipt.to_json())
+        return receipt
+
+    def commit(self, receipts: Sequence[Receipt], recipe: Recipe, report: Mapping[str, Any]) -> Manifest:
+        """Finish the entry, or take over what another builder finished first.
+
+        Args:
+            receipts: one per slice, in slice order.
+            recipe: stored in clear.
+            report: JSON for the user.
+
+        Raises:
+            EntryError: a slice is missing or twice, columns differ between slices, or a part is gone.
+        """
+        self._check(receipts)
+        columns = receipts[0].columns if receipts else {}
+        mine = Manifest(self.key, tuple(one.part for one in receipts), columns, recipe, report)
+        path = f"{self.folder}/{names.MANIFEST}"
+        if self.store.create(path, mine.to_json()):
+            winner = mine
+        else:
+            winner = Manifest.from_json(self.store.read(path), f"{self.uri}/{names.MANIFEST}")
+        ensure_datasets_files(self.store, self.folder, winner)
+        return winner
+
+    def _read_receipt(self, name: str) -> Receipt | None:
+        try:
+            return Receipt.from_json(self.store.read(f"{self.folder}/{name}"), f"{self.uri}/{name}")
+        except (EntryError, FileNotFoundError):
+            return None
+
+    def _check(self, receipts: Sequence[Receipt]) -> None:
+        if [one.slice_index for one in receipts] != list(range(len(receipts))) or not receipts:
+            raise EntryError(
+                self.uri, "the slices are not 0, 1, 2, ... without a gap", "build the missing ones"
+            )
+        for one in receipts:
+            if one.columns != receipts[0].columns:
+                raise EntryError(
+                    self.uri,
+                    f"slice {one.slice_index} has {dict(one.columns)}, slice 0 {dict(receipts[0].columns)}",
+                    "give every slice the same columns and types",
+                )
+        found = {item.name: item for item in self.store.scan(self.folder)}
+        gone = [one.part.name for one in receipts if not _has_part(one, found)]
+        if gone:
+            raise EntryError(
+                self.uri, f"{len(gone)} finished parts are gone, first {gone[0]}", "run the build again"
+            )
+
+
+def _has_part(receipt: Receipt, found: Mapping[str, Found]) -> bool:
+    part = found.get(receipt.part.name)
+    return part is not None and part.size == receipt.part.num_bytes

@@ -1,0 +1,124 @@
+"""Texts of many rows in columns, on their way to tokens.
+
+Axes: N sequences, B bytes of all texts one after the other, S spans, U places where a user begins to speak.
+Always true:
+- sequence n has the bytes `offsets[n]:offsets[n + 1]`;
+- spans and turns are ascending, inside their sequence, in bytes of the joined texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from raysvc.chat.prepare import Sequence
+
+Bytes = npt.NDArray[np.uint8]
+Ints64 = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Spans:
+    """S stretches under loss.
+
+    Attributes:
+        rows: int64 [S], sequence of each.
+        starts: int64 [S], first byte.
+        ends: int64 [S], behind the last byte.
+        closed: bool [S], whether an end-of-turn token ends it.
+    """
+
+    rows: Ints64
+    starts: Ints64
+    ends: Ints64
+    closed: Bools
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Where `keep_end_turns` may cut.
+
+    Attributes:
+        heads: int64 [N], byte where the first turn begins; the start of the sequence when there is no head.
+        rows: int64 [U], sequence of each user's turn.
+        starts: int64 [U], its first byte.
+    """
+
+    heads: Ints64
+    rows: Ints64
+    starts: Ints64
+
+
+@dataclass(frozen=True)
+class Batch:
+    """N texts.
+
+    Attributes:
+        data: uint8 [B].
+        offsets: int64 [N + 1].
+        spans: what is under loss.
+        turns: where rows may be cut.
+        prefix: ids before every text, without loss.
+        suffixes: ids behind each text, with loss; empty when no text has any.
+    """
+
+    data: Bytes
+    offsets: Ints64
+    spans: Spans
+    turns: Turns
+    prefix: tuple[int, ...] = ()
+    suffixes: Many[tuple[int, ...]] = field(default=())
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def text(self, row: int) -> str:
+        """Text of one sequence."""
+        return self.data[self.offsets[row] : self.offsets[row + 1]].tobytes().decode()
+
+
+def batch_of(sequences: Many[Sequence]) -> Batch:
+    """Sequences of one format, in columns.
+
+    Raises:
+        UnicodeEncodeError: a text holds half a surrogate pair.
+    """
+    joined = "".join([s.text for s in sequences])
+    if joined.isascii():
+        sizes = [len(s.text) for s in sequences]
+        places = [(s.spans, s.head, s.turns) for s in sequences]
+    else:
+        sizes = [len(s.text.encode()) for s in sequences]
+        places = [_byte_places(s) for s in sequences]
+    offsets = np.zeros(len(sequences) + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    flat = [(n, a, b, closed) for n, (spans, _, _) in enumerate(places) for a, b, closed in spans]
+    spans = np.array(flat, np.int64).reshape(-1, 4)
+    turns = np.array([(n, a) for n, (_, _, turns) in enumerate(places) for a in turns], np.int64).reshape(-1, 2)
+    base = offsets[:-1]
+    suffixes = [s.suffix for s in sequences] if any(s.suffix for s in sequences) else []
+    return Batch(
+        np.frombuffer(joined.encode(), np.uint8),
+        offsets,
+        Spans(spans[:, 0], spans[:, 1] + base[spans[:, 0]], spans[:, 2] + base[spans[:, 0]], spans[:, 3] > 0),
+        Turns(base + np.array([head for _, head, _ in places], np.int64), turns[:, 0], turns[:, 1] + base[turns[:, 0]]),
+        sequences[0].prefix if sequences else (),
+        suffixes,
+    )
+
+
+def _byte_places(sequence: Sequence) -> tuple[list[tuple[int, int, bool]], int, tuple[int, ...]]:
+    """Spans, head and turns of a sequence in bytes of its text."""
+    text = sequence.text
+    if text.isascii():
+        return sequence.spans, sequence.head, sequence.turns
+    spans = [(_bytes(text, a), _bytes(text, b), closed) for a, b, closed in sequence.spans]
+    return spans, _bytes(text, sequence.head), tuple(_bytes(text, turn) for turn in sequence.turns)
+
+
+def _bytes(text: str, chars: int) -> int:
+    return len(text[:chars].encode())

@@ -1,0 +1,137 @@
+"""What became of every row and every token.
+
+Always true:
+- rows_in = rows_written + dropped + quarantined;
+- tokens_rendered = tokens_trained + tokens_context + tokens_truncated, over the written rows;
+- adding books is associative, and the empty books change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysvc.errors import QuarantineExceeded
+
+COUNTS = (
+    "rows_in",
+    "rows_written",
+    "tokens_rendered",
+    "tokens_trained",
+    "tokens_context",
+    "tokens_truncated",
+)
+
+
+@dataclass(frozen=True)
+class Quarantined:
+    """One row that was set aside.
+
+    Attributes:
+        source_row: its number in the source.
+        reason: key in `Books.quarantined`.
+        detail: what is special about this row, may be empty.
+        dataset: label of the source.
+    """
+
+    source_row: int
+    reason: str
+    detail: str = ""
+    dataset: str = ""
+
+    def __str__(self) -> str:
+        place = f"{self.dataset}:{self.source_row}" if self.dataset else f"row {self.source_row}"
+        return f"{place}: {self.reason}" + (f" ({self.detail})" if self.detail else "")
+
+
+@dataclass(frozen=True)
+class Books:
+    """Counts of one slice or of a whole build.
+
+    Attributes:
+        rows_in: source rows that were read; a preference row counts once.
+        rows_written: source rows whose tokens were written.
+        dropped: reason -> rows left out by a declared policy.
+        quarantined: reason -> rows that could not be read or proved.
+        tokens_rendered: tokens of the written rows before truncation.
+        tokens_trained: of these, with loss.
+        tokens_context: of these, written without loss.
+        tokens_truncated: of these, cut away.
+    """
+
+    rows_in: int = 0
+    rows_written: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    quarantined: Mapping[str, int] = field(default_factory=dict)
+    tokens_rendered: int = 0
+    tokens_trained: int = 0
+    tokens_context: int = 0
+    tokens_truncated: int = 0
+
+    def __add__(self, other: Books) -> Books:
+        counts = {name: getattr(self, name) + getattr(other, name) for name in COUNTS}
+        return Books(
+            dropped=_merged(self.dropped, other.dropped),
+            quarantined=_merged(self.quarantined, other.quarantined),
+            **counts,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError when rows or tokens do not balance: that is our fault, never a user's."""
+        dropped, quarantined = sum(self.dropped.values()), sum(self.quarantined.values())
+        assert self.rows_in == self.rows_written + dropped + quarantined, (
+            f"rows do not balance: {self.rows_in} in, {self.rows_written} written, {dropped} dropped, "
+            f"{quarantined} quarantined"
+        )
+        parts = self.tokens_trained + self.tokens_context + self.tokens_truncated
+        assert self.tokens_rendered == parts, (
+            f"tokens do not balance: {self.tokens_rendered} rendered, {self.tokens_trained} trained, "
+            f"{self.tokens_context} context, {self.tokens_truncated} truncated"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; `from_json` gives equal books back."""
+        counts: dict[str, Any] = {name: getattr(self, name) for name in COUNTS}
+        return counts | {"dropped": dict(self.dropped), "quarantined": dict(self.quarantined)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Books:
+        """Books from what `to_json` gave."""
+        return cls(**data)
+
+
+def _merged(left: Mapping[str, int], right: Mapping[str, int]) -> dict[str, int]:
+    merged = dict(left)
+    for reason, count in right.items():
+        merged[reason] = merged.get(reason, 0) + count
+    return merged
+
+
+def check_quarantine(books: Books, examples: Sequence[Quarantined], max_share: float) -> None:
+    """Raise `QuarantineExceeded` when more than `max_share` of the rows were set aside.
+
+    Args:
+        books: of the build so far.
+        examples: rows that were set aside; one of each of the three commonest reasons is shown.
+        max_share: 0..1.
+    """
+    count = sum(books.quarantined.values())
+    if count <= max_share * books.rows_in:
+        return
+    commonest = sorted(books.quarantined.items(), key=lambda item: (-item[1], item[0]))[:3]
+    shown = [f"{reason} ({n} rows{_example(reason, examples)})" for reason, n in commonest]
+    raise QuarantineExceeded(
+        "source",
+        f"{count} of {books.rows_in} rows could not be proved, more than max_quarantine = {max_share:g}: "
+        + "; ".join(shown),
+        "mend these rows, or raise max_quarantine to go on without them",
+    )
+
+
+def _example(reason: str, examples: Sequence[Quarantined]) -> str:
+    first = next((e for e in examples if e.reason == reason), None)
+    if first is None:
+        return ""
+    place = f"{first.dataset}:{first.source_row}" if first.dataset else str(first.source_row)
+    return f", e.g. row {place}" + (f": {first.detail}" if first.detail else "")

@@ -1,0 +1,309 @@
+"""A source row -> what is to be rendered, and which of it is trained.
+
+Always true:
+- the format of a source is found from its column names, never from the content of a row;
+- a missing column is named, with the columns that are there and the nearest one;
+- a row gives one example, a preference row two: the chosen one first.
+
+A string prompt and its completion are one text, `prompt + completion`, joined as they are.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from raysvc.chat.faults import RowDropped, RowFault
+from raysvc.chat.messages import Message, read_messages, read_tools
+from raysvc.config import Format as FormatName
+from raysvc.config import TextSpec
+from raysvc.errors import ConfigError, SourceError
+
+NEEDS: dict[str, tuple[str, ...]] = {
+    "chat": ("messages",),
+    "preference": ("chosen", "rejected"),
+    "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "pretokenized": ("input_ids",),
+    "text": ("text",),
+}
+OPTIONAL = ("tools", "system", "input", "prompt", "loss_mask", "labels", "attention_mask")
+NO_LABEL = -100
+
+
+@dataclass(frozen=True, slots=True)
+class ChatExample:
+    """A conversation to render; `trained` holds the places of the messages with loss, in order.
+
+    `all_tokens` puts the whole render under loss.
+    """
+
+    messages: list[Message]
+    tools: list[Any] | None
+    trained: tuple[int, ...]
+    all_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TextExample:
+    """Plain text; `context` is without loss, `trained` with."""
+
+    context: str
+    trained: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokensExample:
+    """Tokens that came as tokens; `mask` is 0 or 1 for each."""
+
+    ids: list[int]
+    mask: list[int]
+
+
+Example = ChatExample | TextExample | TokensExample
+
+
+@dataclass(frozen=True)
+class Format:
+    """How rows of one source are read.
+
+    Attributes:
+        name: one of the format names, never "auto".
+        columns: our column name -> the source's.
+        train_on: from the spec.
+    """
+
+    name: Literal["chat", "alpaca", "prompt_completion", "text", "preference", "pretokenized"]
+    columns: Mapping[str, str]
+    train_on: str
+
+    @property
+    def sequences_per_row(self) -> int:
+        """Sequences that one source row gives."""
+        return 2 if self.name == "preference" else 1
+
+    def column(self, ours: str) -> str:
+        """The source's name of one of our columns."""
+        return self.columns.get(ours, ours)
+
+    def get(self, row: Mapping[str, Any], ours: str) -> Any:
+        """Value of one of our columns in a source row, None when it is not there."""
+        return row.get(self.columns.get(ours, ours))
+
+    def normalize(self, row: Mapping[str, Any]) -> tuple[Example, ...]:
+        """Examples of one row.
+
+        Raises:
+            RowFault: the row cannot be read.
+            RowDropped: nothing of it is to be trained.
+        """
+        for ours in NEEDS[self.name]:
+            if self.get(row, ours) is None:
+                raise RowFault(f"no value in column {self.column(ours)!r}", _columns(row))
+        if self.name == "preference":
+            prompt = self.get(row, "prompt")
+            return tuple(
+                self._completed(row, prompt, self.get(row, side), self.column(side), answer_only=True)
+                for side in ("chosen", "rejected")
+            )
+        return (getattr(self, f"_{self.name}")(row),)
+
+    def _chat(self, row: Mapping[str, Any]) -> ChatExample:
+        return self._conversation(row, read_messages(self.get(row, "messages"), self.column("messages")), 0)
+
+    def _alpaca(self, row: Mapping[str, Any]) -> ChatExample:
+        instruction, given, output = (self.get(row, name) for name in ("instruction", "input", "output"))
+        for column, value in (("instruction", instruction), ("input", given or ""), ("output", output)):
+            if not isinstance(value, str):
+                raise RowFault(f"{self.column(column)!r} is not text", f"it is a {type(value).__name__}")
+        user = f"{instruction}\n\n{given}".strip() if given else instruction
+        messages = [{"role": "user", "content": user}, {"role": "assistant", "content": output}]
+        return self._conversation(row, messages, 1)
+
+    def _prompt_completion(self, row: Mapping[str, Any]) -> Example:
+        completion = self.get(row, "completion")
+        return self._completed(row, self.get(row, "prompt"), completion, self.column("completion"))
+
+    def _text(self, row: Mapping[str, Any]) -> TextExample:
+        text = self.get(row, "text")
+        if not isinstance(text, str):
+            raise RowFault(f"{self.column('text')!r} is not text", f"it is a {type(text).__name__}")
+        return TextExample("", text)
+
+    def _pretokenized(self, row: Mapping[str, Any]) -> TokensExample:
+        ids = _ints(self.get(row, "input_ids"), "input_ids")
+        attention = self.get(row, "attention_mask")
+        if attention is not None and not all(_ints(attention, "attention_mask")):
+            raise RowFault("attention_mask holds zeros", "rows must not be padded")
+        return TokensExample(ids, self._given_mask(row, ids))
+
+    def _given_mask(self, row: Mapping[str, Any], ids: list[int]) -> list[int]:
+        mask, labels = self.get(row, "loss_mask"), self.get(row, "labels")
+        if self.train_on == "all_tokens" and mask is None and labels is None:
+            return [1] * len(ids)
+        if mask is not None:
+            mask = _ints(mask, "loss_mask")
+            if len(mask) != len(ids) or not {0, 1}.issuperset(mask):
+                raise RowFault(
+                    "loss_mask is not one 0 or 1 for each token", f"{len(mask)} for {len(ids)} tokens"
+                )
+            return mask
+        if labels is None:
+            raise RowFault("neither loss_mask nor labels", _columns(row))
+        labels = _ints(labels, "labels")
+        if len(labels) != len(ids) or any(b not in (a, NO_LABEL) for a, b in zip(ids, labels, strict=False)):
+            raise RowFault(
+                "labels are not the tokens themselves or -100", f"{len(labels)} for {len(ids)} tokens"
+            )
+        return [int(label != NO_LABEL) for label in labels]
+
+    def _completed(
+        self, row: Mapping[str, Any], prompt: Any, completion: Any, column: str, answer_only: bool = False
+    ) -> Example:
+        if isinstance(completion, str) and (prompt is None or isinstance(prompt, str)):
+            if self.train_on == "all_tokens":
+                return TextExample("", (prompt or "") + completion)
+            return TextExample(prompt or "", completion)
+        before = [] if prompt is None else read_turn(prompt, "user", self.column("prompt"))
+        messages = before + read_turn(completion, "assistant", column)
+        start = len(before)
+        if answer_only and prompt is None:
+            start = max((n for n, m in enumerate(messages) if m["role"] == "assistant"), default=0)
+        return self._conversation(row, messages, start, answer_only)
+
+    def _conversation(
+        self, row: Mapping[str, Any], messages: list[Message], start: int, answer_only: bool = False
+    ) -> ChatExample:
+        system = self.get(row, "system")
+        if isinstance(system, str) and system and messages[0]["role"] != "system":
+            messages, start = [{"role": "system", "content": system}, *messages], start + 1
+        tools = read_tools(self.get(row, "tools"))
+        if self.train_on == "all_tokens":
+            return ChatExample(messages, tools, (), all_tokens=True)
+        train_on = "completion" if answer_only else self.train_on
+        return ChatExample(messages, tools, trained_messages(messages, train_on, start))
+
+
+def trained_messages(messages: list[Message], train_on: str, start: int) -> tuple[int, ...]:
+    """Places of the messages with loss; `start` is where the completion begins.
+
+    Raises:
+        RowDropped: there are none.
+        RowFault: a weight that is not 0 or 1, or one on a message of another role.
+    """
+    if train_on == "message_weight":
+        chosen = [place for place, message in enumerate(messages) if _weight(message)]
+        if not chosen:
+            raise RowDropped("every message has weight 0")
+        return tuple(chosen)
+    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    if train_on == "completion":
+        places = [place for place in places if place >= start]
+    if not places:
+        raise RowDropped("no assistant message")
+    return tuple(places[-1:] if train_on == "last_assistant_message" else places)
+
+
+def _weight(message: Message) -> bool:
+    """`weight` (0 or 1) or `train`; an assistant message without either counts as 1."""
+    assistant = message["role"] == "assistant"
+    weight = message.get("weight", message.get("train", assistant))
+    if weight not in (0, 1):
+        raise RowFault("a message weight is not 0 or 1", f"it is {weight!r}")
+    if weight and not assistant:
+        raise RowFault(
+            "a weight on a message that is not the assistant's", f"its role is {message['role']!r}"
+        )
+    return bool(weight)
+
+
+def read_turn(value: Any, role: str, column: str) -> list[Message]:
+    """Messages; a string is one message of `role`."""
+    if isinstance(value, str) and not value.lstrip().startswith("["):
+        return [{"role": role, "content": value}]
+    return read_messages(value, column)
+
+
+def _ints(value: Any, column: str) -> list[int]:
+    values = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(values, list) or not all(isinstance(item, int) for item in values):
+        raise RowFault(f"{column!r} is not a list of integers", f"it is a {type(value).__name__}")
+    return [int(item) for item in values]
+
+
+def resolve_format(spec: TextSpec, first_row: Mapping[str, Any]) -> Format:
+    """The format of a source, from the columns of its first row.
+
+    Raises:
+        SourceError: a column that is needed is missing.
+        ConfigError: `train_on` or `truncation` that this format cannot have.
+    """
+    columns = sorted(map(str, first_row))
+    for ours, theirs in spec.columns.items():
+        _known_column(ours, theirs, columns)
+    name = _detect(spec, columns) if spec.format == "auto" else spec.format
+    for ours in NEEDS[name]:
+        theirs = spec.columns.get(ours, ours)
+        if theirs not in columns:
+            raise _missing(f"format {name} needs a column {theirs!r}", (theirs,), columns)
+    _check_policy(spec, name)
+    return Format(name, dict(spec.columns), spec.train_on)
+
+
+def _known_column(ours: str, theirs: str, columns: list[str]) -> None:
+    known = sorted({*OPTIONAL, *(name for needs in NEEDS.values() for name in needs)})
+    if ours not in known:
+        raise ConfigError(
+            f"source.columns.{ours}",
+            f"{ours!r} is not a column we use{_nearest((ours,), known)}",
+            f"use one of {', '.join(known)}",
+        )
+    if theirs not in columns:
+        raise _missing(f"columns.{ours} names {theirs!r}, which the rows do not have", (theirs,), columns)
+
+
+def _detect(spec: TextSpec, columns: list[str]) -> Any:
+    for name, needs in NEEDS.items():
+        if all(spec.columns.get(ours, ours) in columns for ours in needs):
+            return name
+    wanted = tuple(dict.fromkeys(ours for needs in NEEDS.values() for ours in needs))
+    raise _missing("no format fits the rows", wanted, columns)
+
+
+def _missing(what: str, wanted: tuple[str, ...], columns: list[str]) -> SourceError:
+    return SourceError(
+        "source",
+        f"{what}; the rows have the columns {', '.join(columns) or '(none)'}{_nearest(wanted, columns)}",
+        "set source.format, or map a column with source.columns: {messages: your_column}",
+    )
+
+
+def _nearest(wanted: Iterable[str], there: list[str]) -> str:
+    for name in wanted:
+        near = difflib.get_close_matches(name, there, 1)
+        if near:
+            return f" (did you mean {near[0]!r} for {name!r}?)"
+    return ""
+
+
+def _check_policy(spec: TextSpec, name: FormatName) -> None:
+    if spec.train_on == "completion" and name in ("chat", "text", "pretokenized"):
+        raise ConfigError(
+            "train_on",
+            f"completion needs rows with a prompt and a completion, and these are {name}",
+            "use last_assistant_message or all_assistant_messages",
+        )
+    if spec.train_on == "message_weight" and name != "chat":
+        raise ConfigError(
+            "train_on", f"message_weight needs chat rows, and these are {name}", "use completion"
+        )
+    if spec.truncation == "keep_end_turns" and name in ("text", "pretokenized"):
+        raise ConfigError(
+            "truncation", f"keep_end_turns needs turns, and {name} rows have none", "use keep_start"
+        )
+
+
+def _columns(row: Mapping[str, Any]) -> str:
+    return f"the row has {', '.join(sorted(map(str, row))) or 'no columns'}"

@@ -1,0 +1,141 @@
+"""A tokenizer as a job names it: loaded, checked, and identified by its content.
+
+Always true:
+- the identity says what decides the bytes: content hashes, template text, options; never a path or a name;
+- two copies of one tokenizer in different folders have equal identities.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+from raysvc.config import TokenizerConfig
+from raysvc.errors import TokenizerError
+
+_WHERE = "tokenizer"
+
+
+class LoadedTokenizer:
+    """A `transformers` tokenizer with the template that the job asks for.
+
+    Attributes:
+        hf: the `transformers` tokenizer.
+        config: what it was loaded from.
+        templates: name -> text; one called "default", or what the tokenizer brings.
+
+    Raises:
+        TokenizerError: not found, not a fast one, or a template file that is not there.
+    """
+
+    def __init__(self, config: TokenizerConfig) -> None:
+        self.config = config
+        self.hf: Any = _load(config)
+        self.templates = _templates(self.hf, config)
+
+    @property
+    def chat_template(self) -> str | None:
+        """Template of rows without tools, None when there is none."""
+        return self.templates.get("default")
+
+    def template_name(self, has_tools: bool) -> str:
+        """Which of the templates a row gets.
+
+        Raises:
+            TokenizerError: there is none.
+        """
+        if has_tools and "tool_use" in self.templates:
+            return "tool_use"
+        if "default" in self.templates:
+            return "default"
+        what = (
+            f"has templates {sorted(self.templates)} but no default"
+            if self.templates
+            else "has no chat template"
+        )
+        raise TokenizerError(
+            _WHERE, f"{self.config.name!r} {what}", "set tokenizer.chat_template to a file or a text"
+        )
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the template sees beside messages and tools."""
+        return {**self.hf.special_tokens_map, **self.config.template_kwargs}
+
+    def reference_ids(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[int]:
+        """What `apply_chat_template` gives: the truth that everything else is compared with."""
+        ids = self.hf.apply_chat_template(
+            messages,
+            tools=tools,
+            tokenize=True,
+            return_dict=False,
+            chat_template=self.templates[self.template_name(tools is not None)],
+            **self.config.template_kwargs,
+        )
+        return list(ids)
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the bytes, as JSON."""
+        backend: str = self.hf.backend_tokenizer.to_str()
+        return {
+            "content_sha256": hashlib.sha256(backend.encode()).hexdigest(),
+            "special_tokens": {key: str(value) for key, value in sorted(self.hf.special_tokens_map.items())},
+            "split_special_tokens": bool(getattr(self.hf, "split_special_tokens", False)),
+            "templates": {
+                name: {"sha256": hashlib.sha256(text.encode()).hexdigest(), "text": text}
+                for name, text in sorted(self.templates.items())
+            },
+            "template_kwargs": self.config.template_kwargs,
+        }
+
+
+def _load(config: TokenizerConfig) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        hf = AutoTokenizer.from_pretrained(
+            config.name, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        first = str(error).strip().split("\n")[0]
+        raise TokenizerError(
+            _WHERE,
+            f"{config.name!r} could not be loaded ({type(error).__name__}: {first})",
+            "give a folder with tokenizer.json, or a hub name that this machine can reach",
+        ) from error
+    backend = getattr(hf, "backend_tokenizer", None)
+    if backend is None:
+        raise TokenizerError(
+            _WHERE,
+            f"{config.name!r} is not a fast tokenizer, so no token can be traced to its text",
+            "use one with a tokenizer.json",
+        )
+    backend.no_truncation()
+    backend.no_padding()
+    return hf
+
+
+def _templates(hf: Any, config: TokenizerConfig) -> dict[str, str]:
+    given = config.chat_template
+    own = hf.chat_template
+    if given is not None:
+        if isinstance(own, dict) and given in own:
+            return {"default": own[given]}
+        return {"default": _template_text(given)}
+    if isinstance(own, dict):
+        return dict(own)
+    return {} if own is None else {"default": own}
+
+
+def _template_text(given: str) -> str:
+    if "{%" in given or "{{" in given:
+        return given
+    if not os.path.isfile(given):
+        raise TokenizerError(
+            "tokenizer.chat_template",
+            f"{given!r} is neither a file nor a template",
+            "give a path to a Jinja file, or the template text",
+        )
+    with open(given, encoding="utf-8") as file:
+        return file.read()

@@ -1,0 +1,5 @@
+"""`python -m raysvc.cli`."""
+
+from raysvc.cli.main import main
+
+main()

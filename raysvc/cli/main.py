@@ -1,0 +1,25 @@
+"""The `raysvc` command; one file a subcommand."""
+
+from __future__ import annotations
+
+import typer
+
+from raysvc.cli.demo import demo
+from raysvc.cli.tokenize import tokenize
+from raysvc.cli.train import train
+
+app = typer.Typer(
+    name="raysvc",
+    help="Ray-native distributed data service for LLM post-training.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(demo)
+app.command()(tokenize)
+app.command()(train)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

@@ -1,0 +1,62 @@
+"""`raysvc tokenize`: build a job's cache entry, or say that it is there."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from raysvc.api import CacheEntry
+from raysvc.cli.common import Address, AsJson, Job, Overrides, Verbose, edge, emit
+from raysvc.cli.view import View, print_table
+
+
+@edge
+def tokenize(
+    config: Job = "job.yaml",
+    overrides: Overrides = None,
+    address: Address = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Tokenize a job's source into the cache.
+
+    Example: raysvc tokenize -c job.yaml max_length=4096
+    """
+    from raysvc import api
+    from raysvc.jobfile import load_job
+
+    job = load_job(config, overrides or ())
+    with View() as view:
+        entry = api.tokenize(job, address=address, progress=view)
+    print(cache_line(entry), file=sys.stderr)
+    if as_json:
+        emit({"cache": cache_facts(entry), "report": dict(entry.report)})
+        return
+    print_table("Tokenized", report_rows(entry))
+
+
+def cache_line(entry: CacheEntry) -> str:
+    """One line that says hit or miss, key and reason."""
+    return f"cache {'hit' if entry.hit else 'miss'}: key={entry.key[:16]} ({entry.reason}) {entry.uri}"
+
+
+def cache_facts(entry: CacheEntry) -> dict[str, Any]:
+    """The same for machines."""
+    return {"key": entry.key, "hit": entry.hit, "reason": entry.reason, "uri": entry.uri}
+
+
+def report_rows(entry: CacheEntry) -> dict[str, Any]:
+    """The report as a person reads it."""
+    report = entry.report
+    books = report["books"]
+    rows: dict[str, Any] = {"rows in": books["rows_in"], "rows written": books["rows_written"]}
+    rows |= {f"dropped: {reason}": count for reason, count in books["dropped"].items()}
+    rows |= {f"set aside: {reason}": count for reason, count in books["quarantined"].items()}
+    for name in ("trained", "context", "truncated"):
+        rows[f"tokens {name}"] = books[f"tokens_{name}"]
+    rows["tokens per row"] = " ".join(
+        f"{name} {value}" for name, value in report["length_percentiles"].items()
+    )
+    rows["encoder"] = ", ".join(f"{name} ({count} slices)" for name, count in report["encoders"].items())
+    rows["seconds"] = report["seconds"]
+    return rows

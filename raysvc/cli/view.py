@@ -1,0 +1,115 @@
+"""Shows progress and tables: rich on a terminal, one plain line every few seconds otherwise.
+
+Always true:
+- progress goes to stderr, so stdout holds results alone;
+- the first tick of a phase and its last one are always shown.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+from raysvc.progress import Tick
+
+LINE_EVERY_S = 3.0
+
+
+class View:
+    """A progress callback; use it as a context manager."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._live = _live(self._console) if self._console.is_terminal else None
+        self._tasks: dict[str, Any] = {}
+        self._shown_s: dict[str, float] = {}
+
+    def __enter__(self) -> View:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def __call__(self, tick: Tick) -> None:
+        if self._live is not None:
+            self._bar(tick)
+        elif tick.final or time.monotonic() - self._shown_s.get(tick.phase, -1e9) >= LINE_EVERY_S:
+            self._shown_s[tick.phase] = time.monotonic()
+            print(plain(tick), file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        """One line above the bars."""
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    def _bar(self, tick: Tick) -> None:
+        assert self._live is not None
+        if tick.phase not in self._tasks:
+            self._tasks[tick.phase] = self._live.add_task(
+                tick.phase, total=tick.total, unit=tick.unit, facts=""
+            )
+        facts = facts_text(tick.facts)
+        self._live.update(
+            self._tasks[tick.phase], completed=tick.done, total=tick.total, facts=facts, unit=tick.unit
+        )
+        if tick.final:
+            self._live.stop_task(self._tasks[tick.phase])
+
+
+def plain(tick: Tick) -> str:
+    """A tick as one line."""
+    total = f"/{tick.total:g}" if tick.total is not None else ""
+    count = f" {tick.done:g}{total} {tick.unit}" if tick.unit else ""
+    return f"[{tick.phase}]{count} {facts_text(tick.facts)}".rstrip() + (" done" if tick.final else "")
+
+
+def facts_text(facts: Mapping[str, Any]) -> str:
+    """Figures in one line."""
+    return " ".join(f"{name}={number(value)}" for name, value in facts.items())
+
+
+def number(value: object) -> str:
+    """A figure as a person reads it."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+def print_table(title: str, rows: Mapping[str, Any]) -> None:
+    """A short two-column table on stdout."""
+    table = Table(title=title, show_header=False, title_justify="left")
+    for name, value in rows.items():
+        table.add_row(name, number(value))
+    Console(soft_wrap=False).print(table)
+
+
+def _live(console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[unit]}"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[facts]}"),
+        console=console,
+        refresh_per_second=4,
+    )

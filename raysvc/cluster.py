@@ -1,0 +1,68 @@
+"""Joining a Ray cluster, or starting a small one in this process tree.
+
+Always true:
+- a process that is connected already stays as it is;
+- without an address (argument or RAY_ADDRESS) a local Ray is started that ends with this process.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+
+from raysvc.errors import AddressError
+
+log = logging.getLogger(__name__)
+
+
+def connect(address: str | None = None, *, need_cpus: float = 0) -> str:
+    """Connect this process to Ray; returns "local" or the address.
+
+    Args:
+        address: of a running cluster; default RAY_ADDRESS, else a local Ray is started.
+        need_cpus: what the actors of a job hold at the same time; a local Ray gets at least this many.
+
+    Raises:
+        AddressError: nothing answers at the address.
+    """
+    import ray
+
+    address = address or os.environ.get("RAY_ADDRESS")
+    if ray.is_initialized():
+        return address or "local"
+    if address and address != "local":
+        _join(address)
+        return address
+    cores = max(os.cpu_count() or 1, math.ceil(need_cpus))
+    ray.init(
+        address="local",
+        num_cpus=cores,
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+    )
+    return "local"
+
+
+def _join(address: str) -> None:
+    import ray
+
+    try:
+        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        remedy = "check the address, and RAY_AUTH_MODE and the token when the cluster asks for one"
+        raise AddressError(f"--address {address}", first_line, remedy) from error
+
+
+def require_cpus(need_cpus: float) -> None:
+    """Refuse a job that can never be placed on a cluster of fixed size.
+
+    A cluster that may still grow cannot be told from a full one, so this only warns there.
+    """
+    import ray
+
+    have = float(ray.cluster_resources().get("CPU", 0))
+    if have < need_cpus:
+        log.warning("cluster has %.1f CPUs, the job holds %.1f: waiting for more nodes", have, need_cpus)

@@ -1,0 +1,104 @@
+"""Which 2-D arrays travel, with their values and padding.
+
+Axes: N rows, T used tokens, S sequences.
+Always true:
+- `labels` is -100 and `loss_mask` 0 at the first token of a row, and they agree everywhere;
+- cells of padding: the pad value, attention_mask 0, position_ids 0, segment_ids 0, labels -100, loss_mask 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from raysvc.collate.shard import Array
+from raysvc.collate.source import Source
+from raysvc.errors import ConfigError
+from raysvc.rows import RowBatch
+
+IGNORED = -100
+SEVERAL_ROWS = ("packed", "stream")  # layouts with several rows on a line
+_BUILT = ("attention_mask", "labels", "position_ids", "segment_ids")
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """One 2-D array to be.
+
+    Attributes:
+        name: of the array.
+        dtype: of its cells.
+        pad: in every cell without a token, and in the cells of dummies.
+        values: [T], one value per token; None: it follows from where the tokens lie (`attention_mask`,
+            `position_ids`, `segment_ids`; a dummy has them like a row).
+    """
+
+    name: str
+    dtype: np.dtype[np.generic]
+    pad: float | int
+    values: Array | None = None
+
+    def with_slack(self, before: int, after: int) -> Array:
+        """[before + T + after], the values between pads."""
+        assert self.values is not None
+        out = np.empty(before + len(self.values) + after, self.dtype)
+        out[:before] = self.pad
+        out[before : before + len(self.values)] = self.values
+        out[before + len(self.values) :] = self.pad
+        return out
+
+
+def column_names(names: Sequence[str], rows: RowBatch, layout: str) -> tuple[str, ...]:
+    """`names` once each, with `segment_ids` where several rows share a line.
+
+    Raises:
+        ConfigError: one that the rows do not have.
+    """
+    for name in names:
+        if name not in rows.tokens and name not in rows.rows and name not in _BUILT:
+            known = ", ".join(sorted({*rows.tokens, *rows.rows, *_BUILT}))
+            raise ConfigError("plan.columns", f"the rows have no {name!r}", f"use some of: {known}")
+    extra = ["segment_ids"] if layout in SEVERAL_ROWS else []
+    return tuple(dict.fromkeys([*names, *extra]))
+
+
+def columns_of(source: Source, names: Sequence[str], pads: Mapping[str, float | int]) -> list[Column]:
+    """The 2-D arrays among `names`."""
+    return [
+        _column(source, name, pads.get(name, 0))
+        for name in names
+        if name in _BUILT or name in source.rows.tokens
+    ]
+
+
+def row_names(names: Sequence[str], rows: RowBatch) -> list[str]:
+    """The per-row arrays among `names`."""
+    return [name for name in names if name in rows.rows and name not in rows.tokens and name not in _BUILT]
+
+
+def _column(source: Source, name: str, pad: float | int) -> Column:
+    int32, uint8 = np.dtype(np.int32), np.dtype(np.uint8)
+    if name == "input_ids":
+        return Column(name, int32, pad, source.tokens(name))
+    if name == "labels":
+        return Column(name, int32, IGNORED, _labels(source))
+    if name == "loss_mask":
+        return Column(name, uint8, 0, source.trained)
+    if name == "attention_mask":
+        return Column(name, uint8, 0)
+    if name in _BUILT:
+        return Column(name, int32, 0)
+    values = source.tokens(name)
+    return Column(name, values.dtype, pad, values)
+
+
+def _labels(source: Source) -> npt.NDArray[np.int32]:
+    """int32 [T], the id where a token is a target, else -100; without a branch per token."""
+    labels = source.tokens("input_ids").astype(np.int32, copy=True)
+    labels -= IGNORED
+    labels *= source.trained
+    labels += IGNORED
+    return labels

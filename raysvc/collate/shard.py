@@ -1,0 +1,127 @@
+"""What one rank gets of one mini-batch: named arrays, and where its micro-batches lie in them.
+
+Axes: B lines (a row, a pack or a window each), W columns, S sequences (rows) of this rank, in the order of the lines.
+Arrays of every layout:
+    2-D [B, W]   input_ids, position_ids, labels, segment_ids int32; attention_mask, loss_mask uint8; extra per-token columns
+    seq_lengths      int32 [S]   tokens of each row
+    row_tokens       int32 [S]   targets of each row
+    row_group        int32 [S]   number of the row's group in the mini-batch, -1 for a dummy
+    row_group_rows   int32 [S]   rows of that group in the mini-batch
+    extra per-row columns [S]
+and with several rows on a line (`packed`, `stream`):
+    cu_seqlens          int32 [S + B]   for each line 0 and the end of each of its rows, alignment included
+    cu_seqlens_offsets  int32 [B + 1]   where each line begins in `cu_seqlens`
+Always true:
+- a shard pickles (protocol 5) with its arrays out of band, and back without a copy;
+- `micro(i)` copies nothing;
+- the micro-batches cover every line once, in order;
+- denominators are those of the whole mini-batch, the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from raysvc.config import Layout
+
+Array = npt.NDArray[Any]
+
+
+class MicroBatch(NamedTuple):
+    """Lines [start, stop) of a shard, their first `width` columns (`padded_left`: the last ones).
+
+    Attributes:
+        num_tokens: tokens of real rows and dummies, without padding.
+    """
+
+    start: int
+    stop: int
+    width: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Counts of a whole mini-batch, real rows only.
+
+    Attributes:
+        tokens: targets, positions whose label is not -100.
+        rows: rows (`stream`: windows), whether they have a target or not.
+        groups: groups.
+    """
+
+    tokens: int
+    rows: int
+    groups: int
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """The arrays of one (step, mini-batch, rank); see the module for their names.
+
+    Attributes:
+        step: index of the step.
+        mini: number of the mini-batch in the step.
+        rank: data-parallel rank.
+        layout: of the arrays.
+        arrays: name -> array; read-only once it went through an object store.
+        row_ids: int64 [S], -1 for a dummy.
+        denominators: of the whole mini-batch.
+        micro_batches: ranges over the lines.
+    """
+
+    step: int
+    mini: int
+    rank: int
+    layout: Layout
+    arrays: dict[str, Array]
+    row_ids: npt.NDArray[np.int64]
+    denominators: Denominators
+    micro_batches: tuple[MicroBatch, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays.values()) + self.row_ids.nbytes
+
+    def micro(self, index: int) -> dict[str, Array]:
+        """Views of the arrays of micro-batch `index`; 2-D ones are [lines, width]."""
+        micro = self.micro_batches[index]
+        lines = slice(micro.start, micro.stop)
+        sequences, bounds = lines, slice(0, 0)
+        if "cu_seqlens_offsets" in self.arrays:
+            offsets = self.arrays["cu_seqlens_offsets"]
+            bounds = slice(int(offsets[micro.start]), int(offsets[micro.stop]))
+            sequences = slice(bounds.start - micro.start, bounds.stop - micro.stop)
+        columns = slice(-micro.width, None) if self.layout == "padded_left" else slice(0, micro.width)
+        out: dict[str, Array] = {}
+        for name, array in self.arrays.items():
+            if array.ndim == 2:
+                out[name] = array[lines, columns]
+            elif name == "cu_seqlens":
+                out[name] = array[bounds]
+            elif name == "cu_seqlens_offsets":
+                out[name] = array[micro.start : micro.stop + 1]
+            else:
+                out[name] = array[sequences]
+        return out
+
+    def __reduce__(self) -> tuple[Callable[..., Shard], tuple[Any, ...]]:
+        return rebuild_shard, tuple(getattr(self, field.name) for field in fields(self))
+
+
+def rebuild_shard(*values: Any) -> Shard:
+    """The shard of the values of its fields; what unpickling calls."""
+    return Shard(*values)
+
+
+def same_arrays(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
+    """Whether both hold the same names, dtypes and bytes."""
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and np.array_equal(one[name], other[name]) for name in one
+    )

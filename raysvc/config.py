@@ -1,0 +1,245 @@
+"""One `job.yaml`: source, tokenizer, cache, plan, server and trainer.
+
+Always true:
+- a config is frozen, and checked when it is made;
+- an unknown key is an error that names the nearest known one;
+- `None` means "no limit" or "derive it", never -1.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Format = Literal["auto", "chat", "alpaca", "prompt_completion", "text", "preference", "pretokenized"]
+TrainOn = Literal[
+    "last_assistant_message", "all_assistant_messages", "completion", "all_tokens", "message_weight"
+]
+Truncation = Literal["error", "drop", "keep_start", "keep_end_turns"]
+Layout = Literal["padded_right", "padded_left", "packed", "stream"]
+Tail = Literal["pad", "drop", "wrap"]
+Oversize = Literal["error", "truncate", "drop", "alone"]
+PositiveInt = Annotated[int, Field(ge=1)]
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+
+
+class Model(BaseModel):
+    """Frozen, closed base of every section."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class SourceConfig(Model):
+    """Where rows come from: files (`path`) or a `datasets` name or folder (`dataset`)."""
+
+    path: tuple[str, ...] = Field(default=(), description="Files, globs or folders; any fsspec URL.")
+    dataset: str | None = Field(default=None, description="A `datasets` hub name or a `save_to_disk` folder.")
+    subset: str | None = Field(default=None, description="Configuration name of the dataset.")
+    revision: str | None = Field(default=None, description="Commit, tag or branch of the dataset.")
+    split: str | None = Field(default=None, description='Split with an optional slice, like "train[:10%]".')
+    format: Format = Field(
+        default="auto", description="What a row holds; `auto` looks at the first row's columns."
+    )
+    columns: dict[str, str] = Field(
+        default_factory=dict, description="Our name -> your column, e.g. {messages: conversations}."
+    )
+    storage_options: dict[str, Any] = Field(default_factory=dict, repr=False, description="Passed to fsspec.")
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> SourceConfig:
+        if bool(self.path) == (self.dataset is not None):
+            raise ValueError("give exactly one of `path` and `dataset`")
+        return self
+
+
+class TokenizerConfig(Model):
+    """Which tokenizer, and with which template."""
+
+    name: str = Field(description="Folder or hub name.")
+    revision: str | None = Field(default=None, description="Commit, tag or branch on the hub.")
+    chat_template: str | None = Field(default=None, description="A file, or the template text itself.")
+    template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Extra variables for the template."
+    )
+    trust_remote_code: bool = Field(
+        default=False, description="Run Python code that comes with the tokenizer."
+    )
+
+
+class CacheConfig(Model):
+    """Where finished entries live."""
+
+    root: str | None = Field(
+        default=None,
+        description="Folder or fsspec URL; default RAYSVC_CACHE_DIR, else .raysvc/cache.",
+    )
+    enabled: bool = Field(
+        default=True, description="false: build into a private entry that nobody else finds."
+    )
+    force: bool = Field(default=False, description="Build again even when the entry is there.")
+    unsafe_store: bool = Field(default=False, description="Allow a store without create-if-absent.")
+    storage_options: dict[str, Any] = Field(default_factory=dict, repr=False, description="Passed to fsspec.")
+
+
+class PoolConfig(Model):
+    """CPU workers that tokenize."""
+
+    min: PositiveInt = 1
+    max: PositiveInt | None = Field(default=None, description="None: as many as there are slices.")
+    slice_mb: float | None = Field(
+        default=None, gt=0, description="Source MB per slice; None: a 64th of the source, from 1 to 32."
+    )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> PoolConfig:
+        if self.max is not None and self.max < self.min:
+            raise ValueError(f"max ({self.max}) is below min ({self.min})")
+        return self
+
+
+class PlanConfig(Model):
+    """Which rows go where, and in which shape."""
+
+    batch_size: PositiveInt = Field(default=32, description="Groups per step (for SFT a row is a group).")
+    mini_batch_size: PositiveInt | None = Field(
+        default=None, description="Groups per optimizer step; default batch_size."
+    )
+    epochs: PositiveInt = 1
+    update_epochs: PositiveInt = Field(
+        default=1, description="Passes over the mini-batches of one step (RL)."
+    )
+    seed: int = Field(default=0, ge=0)
+    shuffle: str = Field(default="full", description="none, full, or block(n): shuffle blocks of n rows.")
+    tail: Tail = Field(default="pad", description="What happens to a last step that is not full.")
+    layout: Layout = "padded_right"
+    micro_batch_size: PositiveInt | None = Field(
+        default=None, description="Rows per forward on one rank; default 8 unless micro_batch_tokens is set."
+    )
+    micro_batch_tokens: PositiveInt | None = Field(
+        default=None, description="Token budget of one forward on one rank; for `packed` the row capacity."
+    )
+    oversize: Oversize = Field(default="error", description="A row over the token budget.")
+    pad_to_multiple: PositiveInt = Field(default=1, description="Widths are rounded up to this.")
+    align: PositiveInt = Field(default=1, description="Packed: every sequence starts at a multiple of this.")
+    window: PositiveInt | None = Field(default=None, description="layout=stream: tokens per window.")
+    columns: tuple[str, ...] = Field(
+        default=("input_ids", "attention_mask", "position_ids", "labels"),
+        description="Arrays that travel; of input_ids, attention_mask, position_ids, loss_mask, labels, extras.",
+    )
+    skip_rows: tuple[int, ...] = Field(default=(), description="Row ids that are never trained.")
+
+    @field_validator("shuffle")
+    @classmethod
+    def _known_shuffle(cls, value: str) -> str:
+        if not re.fullmatch(r"none|full|block\([1-9]\d*\)", value):
+            raise ValueError(f"{value!r} is none of: none, full, block(n) with n >= 1")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PlanConfig:
+        if self.micro_batch_size is not None and self.micro_batch_tokens is not None:
+            raise ValueError("give micro_batch_size or micro_batch_tokens, not both")
+        if self.layout == "packed" and self.micro_batch_tokens is None:
+            raise ValueError("layout: packed needs micro_batch_tokens, the capacity of one packed row")
+        if self.layout == "stream" and self.window is None:
+            raise ValueError("layout: stream needs window, the tokens of one row")
+        if self.mini_batch_size is not None and self.mini_batch_size > self.batch_size:
+            raise ValueError(
+                f"mini_batch_size ({self.mini_batch_size}) is above batch_size ({self.batch_size})"
+            )
+        return self
+
+
+class ServerConfig(Model):
+    """The named actor that plans and collates."""
+
+    name: str = Field(default="default", pattern=NAME, description="Actor name; a trainer attaches by it.")
+    look_ahead_steps: int = Field(default=2, ge=0, description="Steps fetched before they are asked for.")
+    lease_ttl_s: float = Field(default=30.0, gt=0, description="A lease without heartbeats ends after this.")
+    collate_threads: PositiveInt = Field(default=2, description="Steps collated at the same time.")
+    num_cpus: float = Field(default=0.5, ge=0, description="CPUs that Ray reserves for the server.")
+
+
+class TrainerConfig(Model):
+    """The built-in trainer of `raysvc train`."""
+
+    dp_size: PositiveInt = 1
+    model: str = Field(default="tiny", description="`tiny` (random, for trying), a folder, or a hub name.")
+    learning_rate: float = Field(default=1e-4, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    loss: Literal["token_mean", "sequence_mean"] = "token_mean"
+    seed: int = Field(default=0, ge=0)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    cpus_per_worker: float = Field(default=0.5, ge=0, description="CPUs that Ray reserves for a worker.")
+    max_steps: PositiveInt | None = Field(default=None, description="Stop after this many steps.")
+    run_dir: str | None = Field(
+        default=None, description="Checkpoints, row log, summary; default runs/<server.name>."
+    )
+    checkpoint_every_steps: PositiveInt | None = Field(default=50, description="None: only at the end.")
+    keep_checkpoints: PositiveInt = 2
+    resume: bool = Field(default=True, description="Go on from the newest checkpoint in run_dir.")
+
+
+class JobConfig(Model):
+    """A whole job. `TextSpec`, the part that decides what tokens come out, is `job.text`."""
+
+    source: SourceConfig
+    tokenizer: TokenizerConfig
+    train_on: TrainOn = "all_assistant_messages"
+    max_length: PositiveInt | None = Field(default=None, description="Tokens of one row; None: no limit.")
+    truncation: Truncation = Field(default="drop", description="What happens to a longer row.")
+    max_quarantine: float = Field(
+        default=0.01, ge=0, le=1, description="Share of rows that may be set aside."
+    )
+    workers: PoolConfig = PoolConfig()
+    cache: CacheConfig = CacheConfig()
+    plan: PlanConfig = PlanConfig()
+    server: ServerConfig = ServerConfig()
+    trainer: TrainerConfig = TrainerConfig()
+
+    @field_validator("tokenizer", mode="before")
+    @classmethod
+    def _bare_name(cls, value: object) -> object:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _limit_has_length(self) -> JobConfig:
+        if self.max_length is None and "truncation" in self.model_fields_set and self.truncation != "drop":
+            raise ValueError(f"truncation: {self.truncation} needs max_length")
+        return self
+
+    @property
+    def text(self) -> TextSpec:
+        """What decides the tokens of a row."""
+        return TextSpec(
+            format=self.source.format,
+            columns=self.source.columns,
+            tokenizer=self.tokenizer,
+            train_on=self.train_on,
+            max_length=self.max_length,
+            truncation=self.truncation,
+        )
+
+    @property
+    def run_dir(self) -> str:
+        """Folder of checkpoints, row log and summary."""
+        return self.trainer.run_dir or f"runs/{self.server.name}"
+
+
+class TextSpec(Model):
+    """What decides the tokens and the mask of a row, and nothing else."""
+
+    format: Format = "auto"
+    columns: dict[str, str] = Field(default_factory=dict)
+    tokenizer: TokenizerConfig
+    train_on: TrainOn = "all_assistant_messages"
+    max_length: PositiveInt | None = None
+    truncation: Truncation = "drop"

@@ -1,0 +1,188 @@
+"""Every error that raysvc raises on purpose.
+
+RaysvcError
+├── UserMistake             the input is wrong; the CLI prints one line and exits with 2
+│   ├── ConfigError         a key or value of job.yaml
+│   ├── SourceError         files or columns of the rows
+│   ├── TokenizerError      the tokenizer or its chat template
+│   ├── QuarantineExceeded  too many rows could not be proved
+│   ├── StoreError          a cache root that cannot be written or cannot promise create-if-absent
+│   ├── EntryError          a cache entry that is missing or damaged
+│   │   └── EntryTooNew     a cache entry that a newer version wrote
+│   ├── PlanError           rows, groups and budgets that no plan can satisfy
+│   ├── StateMismatch       a checkpoint of another run
+│   ├── ServerError         a name that is not served, or served with another spec
+│   └── AddressError        a Ray cluster that cannot be reached
+├── LeaseError
+│   ├── LeaseHeld           somebody else holds the server
+│   ├── FencedError         this holder was replaced
+│   └── StepOutOfOrder      a step number that the contract does not allow
+├── StepFailed              collation of one step failed; carries the step and the cause
+└── WorkerFailed            a worker did not answer, or answered with an error
+
+Always true:
+- constructor arguments are positional and all of them reach `super().__init__`, so an error survives pickling;
+- the text is built in `__str__` and ends with the next thing to do.
+"""
+
+from __future__ import annotations
+
+
+class RaysvcError(Exception):
+    """Root of every error raised on purpose."""
+
+
+class UserMistake(RaysvcError, ValueError):
+    """Something that only the user can mend: where it is, what is wrong, what to do.
+
+    Args:
+        where: the config key, file or name that is wrong.
+        what: one clause that says what is wrong with it, with the value.
+        remedy: one clause that says what to do.
+    """
+
+    def __init__(self, where: str, what: str, remedy: str) -> None:
+        super().__init__(where, what, remedy)
+        self.where, self.what, self.remedy = where, what, remedy
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}; {self.remedy}"
+
+
+class ConfigError(UserMistake):
+    """A key or a value of the job."""
+
+
+class SourceError(UserMistake):
+    """Files, columns or rows of the source."""
+
+
+class TokenizerError(UserMistake):
+    """The tokenizer or its chat template."""
+
+
+class QuarantineExceeded(UserMistake):
+    """More rows than `max_quarantine` could not be proved."""
+
+
+class StoreError(UserMistake):
+    """A cache root that cannot be used safely."""
+
+
+class EntryError(UserMistake):
+    """A cache entry that is missing, damaged, or written by a newer version."""
+
+
+class EntryTooNew(EntryError):
+    """A cache entry of a format that this version cannot read."""
+
+
+class PlanError(UserMistake):
+    """Rows, groups and budgets that no plan can satisfy."""
+
+
+class StateMismatch(UserMistake):
+    """A state that belongs to another plan, entry or run."""
+
+
+class ServerError(UserMistake):
+    """A server name that is not served, or is served with another spec."""
+
+
+class AddressError(UserMistake):
+    """A Ray cluster that cannot be reached or used."""
+
+
+class LeaseError(RaysvcError):
+    """Something about who may advance a server."""
+
+
+class LeaseHeld(LeaseError):
+    """A second trainer asked for a server that is held.
+
+    Args:
+        name: of the server.
+        holder: who holds it.
+        since_s: for how many seconds.
+    """
+
+    def __init__(self, name: str, holder: str, since_s: float) -> None:
+        super().__init__(name, holder, since_s)
+        self.name, self.holder, self.since_s = name, holder, since_s
+
+    def __str__(self) -> str:
+        return (
+            f"server {self.name!r} is held by {self.holder} since {self.since_s:.0f} s; "
+            "wait until it detaches, or attach with takeover=True to fence it"
+        )
+
+
+class FencedError(LeaseError):
+    """A call with a fence that is no longer the newest.
+
+    Args:
+        name: of the server.
+        fence: of the caller.
+        newest: fence that the server would accept, None when nobody holds it.
+    """
+
+    def __init__(self, name: str, fence: int, newest: int | None) -> None:
+        super().__init__(name, fence, newest)
+        self.name, self.fence, self.newest = name, fence, newest
+
+    def __str__(self) -> str:
+        return (
+            f"server {self.name!r} refused fence {self.fence}: the newest is {self.newest}; "
+            "another trainer took over or the lease ran out, stop this one or attach again"
+        )
+
+
+class StepOutOfOrder(LeaseError, IndexError):
+    """A step that may not be fetched or committed now.
+
+    Args:
+        name: of the server.
+        step: that was asked for.
+        expected: what would be right, in words.
+    """
+
+    def __init__(self, name: str, step: int, expected: str) -> None:
+        super().__init__(name, step, expected)
+        self.name, self.step, self.expected = name, step, expected
+
+    def __str__(self) -> str:
+        return f"server {self.name!r} refused step {self.step}: expected {self.expected}; ask for that, or rewind"
+
+
+class StepFailed(RaysvcError):
+    """Planning or collating one step failed.
+
+    Args:
+        name: of the server.
+        step: that failed.
+        cause: the first line of the error below.
+    """
+
+    def __init__(self, name: str, step: int, cause: str) -> None:
+        super().__init__(name, step, cause)
+        self.name, self.step, self.cause = name, step, cause
+
+    def __str__(self) -> str:
+        return f"server {self.name!r} could not make step {self.step}: {self.cause}; look at the server's log"
+
+
+class WorkerFailed(RaysvcError):
+    """A worker died, hung or raised.
+
+    Args:
+        rank: of the worker.
+        call: the method that was called.
+        cause: the first line of the error below.
+    """
+
+    def __init__(self, rank: int, call: str, cause: str) -> None:
+        super().__init__(rank, call, cause)
+        self.rank, self.call, self.cause = rank, call, cause
+
+    def __str__(self) -> str:
+        return f"worker of rank {self.rank} failed in {self.call}: {self.cause}; run again to go on from the last checkpoint"

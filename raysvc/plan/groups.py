@@ -1,0 +1,106 @@
+"""Which rows form a group.
+
+Axes: N rows, G groups.
+Always true:
+- groups are numbered by first appearance, and a group's rows keep their order;
+- rows of one uid are gathered even when other rows lie between them;
+- an empty or doubled group is an error that names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from raysvc.errors import PlanError
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Rows by group; without `rows` every row is its own group and nothing is held.
+
+    Attributes:
+        num_rows: N.
+        num_groups: G.
+        rows: int64 [N], row numbers, group after group; None: group g is row g.
+        bounds: int64 [G + 1], where each group begins in `rows`.
+        digest: sha256 of the uids, "" without.
+    """
+
+    num_rows: int
+    num_groups: int
+    rows: Int64s | None = None
+    bounds: Int64s | None = None
+    digest: str = ""
+
+    @classmethod
+    def singles(cls, num_rows: int) -> Groups:
+        """Every row is its own group."""
+        return cls(num_rows, num_rows)
+
+    @classmethod
+    def of_uids(cls, uids: Sequence[str]) -> Groups:
+        """Groups of a list with one uid per row.
+
+        Raises:
+            PlanError: a row without a uid.
+        """
+        numbers: dict[str, int] = {}
+        group_of_row = np.fromiter(
+            (numbers.setdefault(uid, len(numbers)) for uid in uids), np.int64, len(uids)
+        )
+        if "" in numbers:
+            row = uids.index("")
+            raise PlanError("uid", f"row {row} has an empty uid", "give every row the uid of its prompt")
+        sizes = np.bincount(group_of_row, minlength=len(numbers))
+        return cls(
+            num_rows=len(uids),
+            num_groups=len(numbers),
+            rows=np.argsort(group_of_row, kind="stable").astype(np.int64),
+            bounds=_bounds(sizes),
+            digest=_digest(uids),
+        )
+
+    @classmethod
+    def of_sizes(cls, uids: Sequence[str], sizes: Sequence[int]) -> Groups:
+        """Groups that lie one after the other, with one uid and one number of rows per group.
+
+        Raises:
+            PlanError: a uid that comes twice, or a group without rows.
+        """
+        seen: set[str] = set()
+        for uid, size in zip(uids, sizes, strict=True):
+            if size < 1:
+                raise PlanError("uid", f"group {uid!r} has {size} rows", "leave out groups without rows")
+            if uid in seen:
+                raise PlanError("uid", f"group {uid!r} comes twice", "give every prompt its own uid")
+            seen.add(uid)
+        return cls.of_uids([uid for uid, size in zip(uids, sizes, strict=True) for _ in range(size)])
+
+    def rows_of(self, groups: Int64s) -> tuple[Int64s, npt.NDArray[np.int32]]:
+        """Rows of `groups` [P], group after group: row numbers int64 [n], and index into `groups` int32 [n]."""
+        if self.rows is None or self.bounds is None:
+            return groups, np.arange(len(groups), dtype=np.int32)
+        starts, sizes = self.bounds[groups], self.bounds[groups + 1] - self.bounds[groups]
+        index = np.repeat(np.arange(len(groups), dtype=np.int32), sizes)
+        firsts = _bounds(sizes)[:-1]
+        return self.rows[np.arange(len(index)) + (starts - firsts)[index]], index
+
+
+def _bounds(sizes: npt.NDArray[np.int64]) -> Int64s:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+
+
+def _digest(uids: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for uid in uids:
+        data = uid.encode()
+        digest.update(len(data).to_bytes(4, "little"))
+        digest.update(data)
+    return digest.hexdigest()

@@ -1,0 +1,216 @@
+"""Several sources in one stream of groups, by exact counts.
+
+Axes: K sources, P positions of the stream, epochs counted through.
+A stage gives every source a count; the pattern that spreads these counts evenly has the sum of the counts as its
+period and goes on until the next stage begins.
+Always true:
+- over every period of a stage each source comes exactly as often as its count;
+- over the first q positions of a stage a source with share w comes q * w times, but for at most K / 2;
+- each group of a source comes once before any of that source comes again, through stages and epochs;
+- positions before a stage do not depend on it: a source or a weight can be added at a later step;
+- time and memory depend on the positions asked for, K and the stages, never on the size of a source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raysvc.errors import PlanError
+from raysvc.plan.order import Order
+
+Int64s = npt.NDArray[np.int64]
+_LARGEST_PERIOD = 3_000_000_000  # its square fits int64
+
+
+@dataclass(frozen=True)
+class MixtureSource:
+    """One cache entry of a mixture.
+
+    Attributes:
+        key: of the entry; its order depends on it, not on its place in the list.
+        num_groups: groups of the entry.
+    """
+
+    key: str
+    num_groups: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """From stream position `first` on, `counts` groups of each source per period; missing ones are 0."""
+
+    first: int
+    counts: tuple[int, ...]
+
+    @property
+    def period(self) -> int:
+        """Positions after which the pattern starts again."""
+        return sum(self.counts)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A stream of groups of several sources; group numbers run through the sources in their order.
+
+    Attributes:
+        sources: K of them; new ones are appended.
+        stages: by ascending `first`, the first one at 0; its period is the length of an epoch.
+        seed: of the run.
+        block: see `Order`.
+
+    Raises:
+        PlanError: an empty source, two with one key, or stages that do not fit together.
+    """
+
+    sources: tuple[MixtureSource, ...]
+    stages: tuple[Stage, ...]
+    seed: int = 0
+    block: int | None = 0
+
+    def __post_init__(self) -> None:
+        keys = [source.key for source in self.sources]
+        firsts = [stage.first for stage in self.stages]
+        problem = ""
+        if empty := [source.key for source in self.sources if source.num_groups < 1]:
+            problem = f"source {empty[0]!r} has no groups"
+        elif len(set(keys)) < len(keys):
+            problem = f"source {max(keys, key=keys.count)!r} comes twice"
+        elif not firsts or firsts[0] != 0 or sorted(set(firsts)) != firsts:
+            problem = f"stages begin at {firsts}, not at 0 and ascending"
+        elif not all(0 < stage.period < _LARGEST_PERIOD for stage in self.stages):
+            problem = f"a stage has a period of {[stage.period for stage in self.stages]} groups"
+        elif any(len(stage.counts) > len(keys) or min(stage.counts) < 0 for stage in self.stages):
+            problem = "a stage has more counts than there are sources, or a negative one"
+        if problem:
+            raise PlanError("plan.mixture", problem, "give each source groups, and stages with counts")
+
+    @property
+    def num_groups(self) -> int:
+        """Positions of one epoch."""
+        return self.stages[0].period
+
+    def at(self, epoch: int, positions: Int64s) -> Int64s:
+        """Groups at `positions` (int64 [P], each in [0, num_groups)) of `epoch`."""
+        stream = positions + epoch * self.num_groups
+        source_of, turn = self._turns(stream)
+        out = np.empty_like(stream)
+        offset = 0
+        for number, source in enumerate(self.sources):
+            here = np.flatnonzero(source_of == number)
+            out[here] = offset + self._groups(source, turn[here])
+            offset += source.num_groups
+        return out
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the stream, as JSON."""
+        return {
+            "sources": [[source.key, source.num_groups] for source in self.sources],
+            "stages": [[stage.first, list(stage.counts)] for stage in self.stages],
+        }
+
+    def _groups(self, source: MixtureSource, turns: Int64s) -> Int64s:
+        """The groups of `source` at its own turns, pass after pass."""
+        order = Order(source.num_groups, self.seed, self.block, salt=source.key)
+        passes, places = np.divmod(turns, source.num_groups)
+        out = np.empty_like(turns)
+        for number in np.unique(passes).tolist():
+            here = passes == number
+            out[here] = order.at(number, places[here])
+        return out
+
+    def _turns(self, stream: Int64s) -> tuple[Int64s, Int64s]:
+        """Which source each stream position is of, and the how-manieth of that source."""
+        stage_of = np.searchsorted([stage.first for stage in self.stages], stream, side="right") - 1
+        source_of, turn = np.empty_like(stream), np.empty_like(stream)
+        before = np.zeros(len(self.sources), np.int64)
+        for number, stage in enumerate(self.stages):
+            here = np.flatnonzero(stage_of == number)
+            source_of[here], within = _pattern(stage, stream[here] - stage.first)
+            turn[here] = within + before[source_of[here]]
+            if number + 1 < len(self.stages):
+                before += _counts_until(stage, self.stages[number + 1].first - stage.first, len(self.sources))
+        return source_of, turn
+
+
+def apportion(weights: Sequence[Fraction | float | int], total: int) -> tuple[int, ...]:
+    """Whole numbers in proportion to `weights` that sum to `total`, by largest remainder (ties: the earlier one)."""
+    exact = [Fraction(weight) for weight in weights]
+    whole = sum(exact, Fraction(0))
+    if whole <= 0 or min(exact) < 0:
+        raise PlanError("plan.mixture", f"weights {list(map(float, weights))}", "give weights above 0")
+    shares = [weight * total / whole for weight in exact]
+    counts = [int(share) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda k: (counts[k] - shares[k], k))
+    for k in by_remainder[: total - sum(counts)]:
+        counts[k] += 1
+    return tuple(counts)
+
+
+def counts_by_epochs(epochs: Sequence[float], num_groups: Sequence[int]) -> tuple[int, ...]:
+    """Counts of a stage in which source k is passed `epochs[k]` times."""
+    return tuple(round(Fraction(times) * size) for times, size in zip(epochs, num_groups, strict=True))
+
+
+def counts_by_weight(
+    weights: Sequence[float], num_groups: Sequence[int], num_tokens: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Counts of a stage in which the sources come by `weights`, and the scarcest is passed once.
+
+    Args:
+        weights: shares of groups; with `num_tokens`, shares of tokens.
+        num_groups: [K], groups of each source.
+        num_tokens: [K], tokens of each source.
+    """
+    shares = [Fraction(weight) for weight in weights]
+    if num_tokens is not None:
+        shares = [w * g / t for w, g, t in zip(shares, num_groups, num_tokens, strict=True)]
+    whole = sum(shares, Fraction(0))
+    if whole <= 0:
+        return apportion(shares, 1)
+    total = min(int(size * whole / share) for share, size in zip(shares, num_groups, strict=True) if share)
+    return apportion(shares, max(total, 1))
+
+
+def _pattern(stage: Stage, positions: Int64s) -> tuple[Int64s, Int64s]:
+    """Source of each position since the stage began, and how many of that source came before it."""
+    rounds, rest = np.divmod(positions, stage.period)
+    source_of = np.full(len(rest), -1, np.int64)
+    turn = np.zeros_like(rest)
+    left = stage.period
+    for number, count in enumerate(stage.counts):
+        open_ = np.flatnonzero(source_of < 0)
+        if not count or not len(open_):
+            continue
+        before, after = _shared(rest[open_], count, left), _shared(rest[open_] + 1, count, left)
+        mine = after > before
+        source_of[open_[mine]] = number
+        turn[open_[mine]] = before[mine]
+        rest[open_] -= before
+        left -= count
+    counts = np.array(stage.counts, np.int64)
+    return source_of, turn + rounds * counts[source_of]
+
+
+def _counts_until(stage: Stage, positions: int, num_sources: int) -> Int64s:
+    """int64 [K], how often each source comes in the first `positions` of the stage."""
+    rounds, rest = divmod(positions, stage.period)
+    out = np.zeros(num_sources, np.int64)
+    left = stage.period
+    for number, count in enumerate(stage.counts):
+        if count:
+            here = (rest * count + left // 2) // left
+            out[number] = rounds * count + here
+            rest -= here
+            left -= count
+    return out
+
+
+def _shared(positions: Int64s, count: int, whole: int) -> Int64s:
+    """How many of the first `positions` slots fall to the one that gets `count` of every `whole`, spread evenly."""
+    return (positions * count + whole // 2) // whole

@@ -1,0 +1,161 @@
+"""In which order the groups of an epoch come: a keyed permutation with random access.
+
+Axes: G groups, P positions asked for.
+Always true:
+- `order.at(epoch, positions)` is a pure function of (seed, epoch, shuffle, G): pure integers, the same on every machine;
+- over all positions of an epoch every group comes exactly once;
+- time and memory depend on the positions asked for, never on G.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+Int64s = npt.NDArray[np.int64]
+UInt64s = npt.NDArray[np.uint64]
+
+_ROUNDS = 8
+_TABLE_SIZE = (
+    1024  # below this a permutation is a sorted table of hashes, uniform even where a Feistel network is not
+)
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_S27, _S30, _S31, _S32 = (np.uint64(bits) for bits in (27, 30, 31, 32))
+
+
+@dataclass(frozen=True)
+class Order:
+    """Order of `num_groups` groups in every epoch.
+
+    Attributes:
+        num_groups: groups of one epoch.
+        seed: of the run.
+        block: None: as they lie; 0: all shuffled; n: blocks of n groups shuffled, and the groups inside each block.
+        salt: tells orders of the same seed apart (the key of a mixture's source).
+    """
+
+    num_groups: int
+    seed: int
+    block: int | None
+    salt: str = ""
+
+    def at(self, epoch: int, positions: Int64s) -> Int64s:
+        """Groups at `positions` (int64 [P], each in [0, G)) of `epoch`."""
+        if self.block is None:
+            return positions
+        if self.block == 0:
+            return Permutation.keyed(self.num_groups, f"{self.salt}/{self.seed}/{epoch}").at(positions)
+        return self._blocks(epoch).at(positions)
+
+    def _blocks(self, epoch: int) -> _Blocks:
+        assert self.block
+        return _Blocks(self.num_groups, self.block, f"{self.salt}/{self.seed}/{epoch}")
+
+
+def parse_shuffle(shuffle: str) -> int | None:
+    """`Order.block` of a checked `plan.shuffle`: none, full or block(n)."""
+    if shuffle == "none":
+        return None
+    return 0 if shuffle == "full" else int(shuffle[len("block(") : -1])
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """A keyed permutation of [0, size).
+
+    A generalized Feistel network over Z_rows x Z_columns (Black and Rogaway 2002, "Ciphers with arbitrary finite
+    domains"), with rows * columns < size + rows, so that cycle walking almost never takes a second walk.
+    Attributes: size, keys (uint64 round keys).
+    """
+
+    size: int
+    keys: tuple[int, ...]
+
+    @classmethod
+    def keyed(cls, size: int, key: str) -> Permutation:
+        """The permutation of [0, size) that `key` names."""
+        return cls(size, _round_keys(key))
+
+    def at(self, positions: Int64s) -> Int64s:
+        """Images of `positions`."""
+        if self.size <= _TABLE_SIZE:
+            return _table(self.size, self.keys)[positions]
+        return self._walk(positions, forward=True)
+
+    def find(self, images: Int64s) -> Int64s:
+        """The inverse of `at`."""
+        if self.size <= _TABLE_SIZE:
+            return np.argsort(_table(self.size, self.keys)).astype(np.int64)[images]
+        return self._walk(images, forward=False)
+
+    def _walk(self, values: Int64s, forward: bool) -> Int64s:
+        out = self._pass(values.astype(np.uint64), forward)
+        size = np.uint64(self.size)
+        while len(outside := np.flatnonzero(out >= size)):
+            out[outside] = self._pass(out[outside], forward)
+        return out.astype(np.int64)
+
+    def _pass(self, values: UInt64s, forward: bool) -> UInt64s:
+        rows = math.isqrt(self.size - 1) + 1
+        columns = -(-self.size // rows)
+        left, right = np.divmod(values, np.uint64(columns))
+        sides, moduli = [left, right], (np.uint64(rows), np.uint64(columns))
+        for number in range(_ROUNDS) if forward else reversed(range(_ROUNDS)):
+            moved, fixed, modulus = number % 2, 1 - number % 2, moduli[number % 2]
+            shift = _mix(sides[fixed] + np.uint64(self.keys[number])) >> _S32
+            shift = (shift * modulus) >> _S32
+            total = sides[moved] + (shift if forward else modulus - shift)
+            sides[moved] = np.where(total >= modulus, total - modulus, total)
+        return sides[0] * moduli[1] + sides[1]
+
+
+class _Blocks:
+    """Blocks of n groups in shuffled order, shuffled inside; the short last block comes where its turn is."""
+
+    def __init__(self, num_groups: int, block: int, key: str) -> None:
+        self.block, self.key = block, key
+        self.num_blocks = -(-num_groups // block)
+        self.short = num_groups - (self.num_blocks - 1) * block
+        self.outer = Permutation.keyed(self.num_blocks, key)
+        self.short_slot = int(self.outer.find(np.array([self.num_blocks - 1]))[0])
+
+    def at(self, positions: Int64s) -> Int64s:
+        missing = self.block - self.short
+        after = positions >= self.short_slot * self.block + self.short
+        slots, inside = np.divmod(positions + np.where(after, missing, 0), self.block)
+        blocks = self.outer.at(slots)
+        return blocks * self.block + self._inside(blocks, inside)
+
+    def _inside(self, blocks: Int64s, inside: Int64s) -> Int64s:
+        out = np.empty_like(inside)
+        for number in np.unique(blocks).tolist():
+            size = self.short if number == self.num_blocks - 1 else self.block
+            inner = Permutation.keyed(size, f"{self.key}/{number}")
+            here = blocks == number
+            out[here] = inner.at(inside[here])
+        return out
+
+
+def _mix(values: UInt64s) -> UInt64s:
+    """The finalizer of splitmix64 (Steele, Lea and Flood 2014)."""
+    values = (values ^ (values >> _S30)) * _MIX_1
+    values = (values ^ (values >> _S27)) * _MIX_2
+    return values ^ (values >> _S31)
+
+
+@lru_cache(maxsize=1024)
+def _round_keys(key: str) -> tuple[int, ...]:
+    digest = hashlib.sha512(f"raysvc order 1: {key}".encode()).digest()
+    return tuple(int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS))
+
+
+@lru_cache(maxsize=256)
+def _table(size: int, keys: tuple[int, ...]) -> Int64s:
+    """int64 [size], a uniform permutation: the indices sorted by their keyed hashes."""
+    hashes = _mix(_mix(np.arange(size, dtype=np.uint64) + np.uint64(keys[0])) ^ np.uint64(keys[1]))
+    return np.argsort(hashes, kind="stable").astype(np.int64)

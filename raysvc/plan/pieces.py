@@ -1,0 +1,77 @@
+"""The rows of a mini-batch before they are dealt to ranks.
+
+Axes: N pieces; a piece is a row, or the part of a row that lies in a window.
+Always true:
+- `group_index` ascends by at most one from piece to piece, from 0;
+- what is left out leaves a hole: the other pieces stay, in their order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from raysvc.config import Oversize
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Rows or parts of rows, group after group.
+
+    Attributes:
+        row_ids: int64 [N].
+        starts: int32 [N], first token that is used.
+        lengths: int32 [N], tokens that are used.
+        group_index: int32 [N], number of the group in the mini-batch.
+        num_truncated: rows that were cut.
+        num_dropped: rows that were left out.
+    """
+
+    row_ids: Int64s
+    starts: Int32s
+    lengths: Int32s
+    group_index: Int32s
+    num_truncated: int = 0
+    num_dropped: int = 0
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that have a piece."""
+        return int(self.group_index[-1]) + 1 if len(self.group_index) else 0
+
+    def without(self, skip: Int64s) -> Pieces:
+        """Leave out the rows in `skip` (sorted)."""
+        return self._kept(~np.isin(self.row_ids, skip)) if len(skip) else self
+
+    def within(self, budget: int | None, oversize: Oversize) -> Pieces:
+        """Apply the policy for rows over `budget` tokens; None: no limit."""
+        if (
+            budget is None
+            or oversize not in ("truncate", "drop")
+            or not (over := self.lengths > budget).any()
+        ):
+            return self
+        if oversize == "drop":
+            return self._kept(~over)
+        return replace(
+            self, lengths=np.minimum(self.lengths, np.int32(budget)), num_truncated=int(over.sum())
+        )
+
+    def _kept(self, keep: npt.NDArray[np.bool_]) -> Pieces:
+        dropped = len(keep) - int(keep.sum())
+        if not dropped:
+            return self
+        groups = np.unique(self.group_index[keep], return_inverse=True)[1].astype(np.int32)
+        return replace(
+            self,
+            row_ids=self.row_ids[keep],
+            starts=self.starts[keep],
+            lengths=self.lengths[keep],
+            group_index=groups,
+            num_dropped=self.num_dropped + dropped,
+        )

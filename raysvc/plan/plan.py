@@ -1,0 +1,253 @@
+"""Which rows are in which step, mini-batch, rank and micro-batch.
+
+Axes: N rows, G groups, R ranks.
+Always true:
+- `step(k, dp_size)` is a pure function of the plan: same bytes on every machine, in any order of calls, after any restart;
+- the rows of a step and of its mini-batches do not depend on dp_size, micro-batches, packing or layout (but `stream`);
+- the rows of a group are in one mini-batch;
+- over an epoch every row comes exactly once (`tail: drop` leaves some out, `tail: wrap` takes some again);
+- a row in `skip_rows`, or over the budget with `oversize: drop`, leaves a hole: no other row moves;
+- time and memory of a step depend on its rows, never on N.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raysvc.config import PlanConfig
+from raysvc.errors import PlanError
+from raysvc.plan.cost import CostModel
+from raysvc.plan.groups import Groups
+from raysvc.plan.mixture import Mixture
+from raysvc.plan.order import Order, parse_shuffle
+from raysvc.plan.pieces import Pieces
+from raysvc.plan.ranks import Packing, RankPlan, Rules, deal, deal_windows
+from raysvc.plan.schedule import Schedule
+from raysvc.plan.windows import Windows
+
+PLAN_VERSION = 1
+DEFAULT_MICRO_BATCH_SIZE = 8
+
+
+@dataclass(frozen=True, eq=False)
+class MiniBatchPlan:
+    """One mini-batch: rows, and what each rank gets of them.
+
+    Attributes:
+        row_ids: int64 [N], the real rows, group after group; no dummies.
+        lengths: int32 [N], tokens that are used of each row.
+        starts: int32 [N], the first token that is used of each row; 0 but for `layout: stream`.
+        group_index: int32 [N], number of the row's group in this mini-batch, ascending.
+        num_groups: groups with at least one row here.
+        ranks: one plan for each rank.
+        num_truncated: rows that were cut to the budget.
+        num_dropped: rows left out because they are over the budget or in `skip_rows`.
+    """
+
+    row_ids: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int32]
+    starts: npt.NDArray[np.int32]
+    group_index: npt.NDArray[np.int32]
+    num_groups: int
+    ranks: tuple[RankPlan, ...]
+    num_truncated: int = 0
+    num_dropped: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """One step: `index` counted from 0 over the run, its `epoch`, its `mini_batches`."""
+
+    index: int
+    epoch: int
+    mini_batches: tuple[MiniBatchPlan, ...]
+
+
+class Plan:
+    """All steps of a run.
+
+    Args:
+        config: section `plan` of the job.
+        lengths: int [N], tokens of every row of the entry; may be a memory map, is never copied.
+        uids: one uid per row; rows of one uid are a group. None: every row is its own group.
+        entry_keys: keys of the cache entries that the rows come from.
+        mixture: the stream of groups when there are several entries; rows lie one entry after the other.
+        cost: what balances ranks and packs.
+        packing: which packer, for `layout: packed`.
+
+    Attributes:
+        schedule: step arithmetic.
+        identity: what decides which rows are in which mini-batch, by name.
+        hash: sha256 of `identity`.
+
+    Raises:
+        PlanError: no plan can satisfy rows and config.
+    """
+
+    def __init__(
+        self,
+        config: PlanConfig,
+        lengths: npt.NDArray[np.integer[Any]],
+        *,
+        uids: Sequence[str] | None = None,
+        entry_keys: Sequence[str] = (),
+        mixture: Mixture | None = None,
+        cost: CostModel | None = None,
+        packing: Packing = "balanced",
+    ) -> None:
+        _refuse_contradictions(config, lengths, uids, mixture)
+        self.config, self.lengths = config, lengths
+        self.groups = Groups.singles(len(lengths)) if uids is None else Groups.of_uids(uids)
+        self.windows = (
+            Windows(lengths, config.window) if config.layout == "stream" and config.window else None
+        )
+        num_groups = self.windows.num_windows if self.windows else self.groups.num_groups
+        if (
+            mixture is not None
+            and (known := sum(source.num_groups for source in mixture.sources)) != num_groups
+        ):
+            raise PlanError(
+                "plan.mixture", f"{known} groups for {num_groups}", "name the groups of every entry"
+            )
+        self.order = mixture or Order(num_groups, config.seed, parse_shuffle(config.shuffle))
+        self.schedule = schedule_of(config, self.order.num_groups)
+        self.rules = _rules(config, cost or CostModel(), packing)
+        self.identity = _identity(config, self.schedule, self.groups, entry_keys, mixture)
+        self.hash = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
+        self._skip = np.unique(np.array(config.skip_rows, np.int64))
+
+    def step(self, step: int, dp_size: int) -> StepPlan:
+        """The plan of `step` (0-based, over all epochs) for `dp_size` ranks.
+
+        Raises:
+            PlanError: there is no such step.
+        """
+        groups = self.groups_of(step)
+        size = self.schedule.mini_batch_size
+        parts = [groups[start : start + size] for start in range(0, len(groups), size)]
+        return StepPlan(
+            step, self.schedule.epoch_of(step), tuple(self._mini_batch(part, dp_size) for part in parts)
+        )
+
+    def groups_of(self, step: int) -> npt.NDArray[np.int64]:
+        """int64 [B], groups of `step`, in the order of the epoch.
+
+        Raises:
+            PlanError: there is no such step.
+        """
+        if not 0 <= step < self.schedule.num_steps:
+            raise PlanError(
+                "step", f"{step} is none of the {self.schedule.num_steps} steps", "ask for one of them"
+            )
+        first = self.schedule.position_of(step)
+        positions = np.arange(first, first + self.schedule.groups_at(step), dtype=np.int64)
+        return self.order.at(self.schedule.epoch_of(step), positions % self.schedule.num_groups)
+
+    def _mini_batch(self, groups: npt.NDArray[np.int64], dp_size: int) -> MiniBatchPlan:
+        pieces = self._pieces(groups)
+        if self.windows is None:
+            ranks = deal(pieces.lengths, dp_size, self.rules)
+        else:
+            ranks = deal_windows(pieces.group_index, dp_size, self._windows_per_micro_batch())
+        return MiniBatchPlan(
+            row_ids=pieces.row_ids,
+            lengths=pieces.lengths,
+            starts=pieces.starts,
+            group_index=pieces.group_index,
+            num_groups=pieces.num_groups,
+            ranks=ranks,
+            num_truncated=pieces.num_truncated,
+            num_dropped=pieces.num_dropped,
+        )
+
+    def _pieces(self, groups: npt.NDArray[np.int64]) -> Pieces:
+        if self.windows is not None:
+            return self.windows.pieces_of(groups).without(self._skip)
+        row_ids, group_index = self.groups.rows_of(groups)
+        lengths = np.asarray(self.lengths[row_ids], np.int32)
+        pieces = Pieces(row_ids, np.zeros(len(row_ids), np.int32), lengths, group_index)
+        return pieces.without(self._skip).within(self.rules.tokens, self.config.oversize)
+
+    def _windows_per_micro_batch(self) -> int:
+        if self.rules.rows is not None or self.rules.tokens is None:
+            return self.rules.rows or 1
+        return max(1, self.rules.tokens // (self.config.window or 1))
+
+
+def schedule_of(config: PlanConfig, num_groups: int) -> Schedule:
+    """The schedule of `num_groups` groups per epoch.
+
+    Raises:
+        PlanError: no step can be made.
+    """
+    return Schedule(
+        num_groups=num_groups,
+        batch_size=config.batch_size,
+        mini_batch_size=config.mini_batch_size or config.batch_size,
+        epochs=config.epochs,
+        tail=config.tail,
+        update_epochs=config.update_epochs,
+    )
+
+
+def _refuse_contradictions(
+    config: PlanConfig,
+    lengths: npt.NDArray[np.integer[Any]],
+    uids: Sequence[str] | None,
+    mixture: Mixture | None,
+) -> None:
+    if uids is not None and len(uids) != len(lengths):
+        raise PlanError("uid", f"{len(uids)} uids for {len(lengths)} rows", "give one uid per row")
+    if config.layout == "stream" and (uids is not None or mixture is not None):
+        raise PlanError(
+            "plan.layout", "stream cuts rows without regard to groups", "use packed for groups or mixtures"
+        )
+    budget = config.micro_batch_tokens
+    if budget is None or config.oversize != "error" or config.layout == "stream" or not len(lengths):
+        return
+    row = int(lengths.argmax())
+    if lengths[row] > budget:
+        raise PlanError(
+            "plan.micro_batch_tokens",
+            f"{int((lengths > budget).sum())} rows are over its {budget} tokens (row {row} has {lengths[row]})",
+            "raise it, or set plan.oversize to truncate, drop or alone",
+        )
+
+
+def _rules(config: PlanConfig, cost: CostModel, packing: Packing) -> Rules:
+    by_tokens = config.micro_batch_tokens is not None
+    return Rules(
+        layout=config.layout,
+        rows=None if by_tokens else config.micro_batch_size or DEFAULT_MICRO_BATCH_SIZE,
+        tokens=config.micro_batch_tokens,
+        pad_to_multiple=config.pad_to_multiple,
+        align=config.align,
+        packing=packing,
+        cost=cost,
+    )
+
+
+def _identity(
+    config: PlanConfig, schedule: Schedule, groups: Groups, entry_keys: Sequence[str], mixture: Mixture | None
+) -> dict[str, Any]:
+    return {
+        "version": PLAN_VERSION,
+        "batch_size": schedule.batch_size,
+        "mini_batch_size": schedule.mini_batch_size,
+        "tail": schedule.tail,
+        "seed": config.seed,
+        "shuffle": config.shuffle,
+        "num_rows": groups.num_rows,
+        "num_groups": schedule.num_groups,
+        "uids": groups.digest,
+        "window": config.window if config.layout == "stream" else None,
+        "entry_keys": list(entry_keys),
+        "mixture": mixture.identity() if mixture else None,
+    }

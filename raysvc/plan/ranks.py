@@ -1,0 +1,169 @@
+"""Which rank gets which rows of a mini-batch, in which micro-batches.
+
+Axes: N rows of the mini-batch, R ranks, S rows of one rank, B lines of one rank. A line is one row of the rank's 2-D
+arrays: a row where rows are padded, a pack or a window of several rows otherwise.
+Always true:
+- every row is on exactly one rank, in exactly one line, in exactly one micro-batch;
+- every rank has the same number of micro-batches, none of them empty;
+- a dummy (-1) fills a micro-batch that has no row, or, with a fixed number of rows, evens out the ranks: fewer than R
+  of them then;
+- a micro-batch keeps to the token budget, except for a row that is over it by itself;
+- micro-batches come costliest first, and the i-th ones of all ranks cost about the same (`balance`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from raysvc.config import Layout
+from raysvc.plan.balance import deal_even
+from raysvc.plan.cost import CostModel
+from raysvc.plan.pack import Packs, aligned, pack_best_fit, pack_first_fit, split_to, spread
+
+Packing = Literal["balanced", "best_fit", "first_fit"]
+DUMMY = -1
+DUMMY_LENGTH = 2
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How rows become micro-batches.
+
+    Attributes:
+        layout: of the arrays.
+        rows: rows per micro-batch; None: by tokens.
+        tokens: cells per micro-batch (rows x width), or capacity of a pack; None: by rows.
+        pad_to_multiple: widths are rounded up to this.
+        align: packed sequences are rounded up to this.
+        packing: which packer.
+        cost: what balances the ranks.
+    """
+
+    layout: Layout
+    rows: int | None
+    tokens: int | None
+    pad_to_multiple: int = 1
+    align: int = 1
+    packing: Packing = "balanced"
+    cost: CostModel = field(default_factory=CostModel)
+
+
+@dataclass(frozen=True, eq=False)
+class RankPlan:
+    """What one rank gets of a mini-batch.
+
+    Attributes:
+        rows: int32 [S], positions into the mini-batch's `row_ids`, -1 for a dummy.
+        lines: int32 [B + 1], where each line begins in `rows`; `arange(B + 1)` where rows are padded.
+        micro_batches: [start, stop) ranges over the lines.
+    """
+
+    rows: npt.NDArray[np.int32]
+    lines: npt.NDArray[np.int32]
+    micro_batches: tuple[tuple[int, int], ...]
+
+
+def deal(lengths: npt.NDArray[np.int32], dp_size: int, rules: Rules) -> tuple[RankPlan, ...]:
+    """The plan of each of `dp_size` ranks for rows of `lengths` (int32 [N])."""
+    sizes = lengths.astype(np.int64)
+    if rules.layout == "packed":
+        return _deal_lines(_packs(sizes, dp_size, rules), sizes, dp_size, rules)
+    if rules.rows is not None:
+        return _deal_rows(sizes, dp_size, rules.rows, rules.cost)
+    return _deal_micro_batches(sizes, dp_size, rules)
+
+
+def deal_windows(
+    window_of: npt.NDArray[np.int32], dp_size: int, windows_per_micro_batch: int
+) -> tuple[RankPlan, ...]:
+    """The plan of each rank for pieces of documents; `window_of` (int32 [N], ascending) is a piece's window."""
+    bounds = np.flatnonzero(np.diff(window_of, prepend=-1, append=window_of[-1:] + 1)).tolist()
+    windows = _filled([list(range(start, stop)) for start, stop in pairwise(bounds)], dp_size)
+    micro_batches = _ranges(len(windows) // dp_size, windows_per_micro_batch)
+    return tuple(_rank_plan(windows[rank::dp_size], micro_batches) for rank in range(dp_size))
+
+
+def _deal_rows(
+    sizes: npt.NDArray[np.int64], dp_size: int, rows: int, cost: CostModel
+) -> tuple[RankPlan, ...]:
+    """Fixed rows per micro-batch: sorted by length and dealt in stripes of R, so that neighbours need little padding."""
+    per_rank = max(1, -(-len(sizes) // dp_size))
+    order = np.full(per_rank * dp_size, DUMMY, np.int32)
+    order[: len(sizes)] = np.argsort(-sizes, kind="stable")
+    costs = cost.of(np.append(sizes, DUMMY_LENGTH))  # the last one is a dummy's
+    rows_BR = deal_even(order, costs, dp_size)
+    lines = np.arange(per_rank + 1, dtype=np.int32)
+    return tuple(
+        RankPlan(np.ascontiguousarray(rows_BR[:, rank]), lines, _ranges(per_rank, rows))
+        for rank in range(dp_size)
+    )
+
+
+def _deal_micro_batches(sizes: npt.NDArray[np.int64], dp_size: int, rules: Rules) -> tuple[RankPlan, ...]:
+    """Token budget, padded: runs of similar length, as many as fit; then whole micro-batches are dealt."""
+    assert rules.tokens is not None
+    order = np.argsort(-sizes, kind="stable")
+    widths = aligned(sizes[order], rules.pad_to_multiple).tolist()
+    runs: Packs = []
+    start = 0
+    while start < len(order):
+        stop = start + max(1, rules.tokens // widths[start]) if widths[start] else len(order)
+        runs.append(order[start:stop].tolist())
+        start = stop
+    runs = split_to(runs, dp_size, rules.cost.of(sizes), in_order=True)
+    dealt = _deal_runs(_filled(runs, dp_size), sizes, dp_size, rules.cost)
+    return tuple(_padded_plan(runs, sizes) for runs in dealt)
+
+
+def _deal_lines(
+    packs: Packs, sizes: npt.NDArray[np.int64], dp_size: int, rules: Rules
+) -> tuple[RankPlan, ...]:
+    dealt = _deal_runs(_filled(packs, dp_size), sizes, dp_size, rules.cost)
+    return tuple(_rank_plan(lines, _ranges(len(lines), 1)) for lines in dealt)
+
+
+def _packs(sizes: npt.NDArray[np.int64], dp_size: int, rules: Rules) -> Packs:
+    """Packs, a multiple of R of them where the sequences allow it."""
+    assert rules.tokens is not None
+    packer = pack_first_fit if rules.packing == "first_fit" else pack_best_fit
+    packs = packer(sizes, rules.tokens, rules.align)
+    wanted = -(-len(packs) // dp_size) * dp_size
+    if rules.packing == "balanced" and wanted <= len(sizes):
+        even = spread(sizes, wanted, rules.tokens, rules.align, rules.cost)
+        if even is not None and all(even):
+            return even
+    return split_to(packs, dp_size, rules.cost.of(sizes))
+
+
+def _filled(runs: Packs, dp_size: int) -> Packs:
+    missing = max(dp_size, -(-len(runs) // dp_size) * dp_size) - len(runs)
+    return runs + [[DUMMY]] * missing
+
+
+def _deal_runs(runs: Packs, sizes: npt.NDArray[np.int64], dp_size: int, cost: CostModel) -> list[Packs]:
+    """Equal numbers of `runs` (a multiple of R) for every rank, costliest first."""
+    costs = cost.of(np.append(sizes, DUMMY_LENGTH))
+    run_costs = np.array([costs[run].sum() for run in runs], np.int64)
+    order = np.argsort(-run_costs, kind="stable").astype(np.int32)
+    numbers_BR = deal_even(order, run_costs, dp_size)
+    return [[runs[number] for number in numbers_BR[:, rank].tolist()] for rank in range(dp_size)]
+
+
+def _padded_plan(runs: Packs, sizes: npt.NDArray[np.int64]) -> RankPlan:
+    rows = np.array([row for run in runs for row in run], np.int32)
+    bounds = np.cumsum([0] + [len(run) for run in runs]).tolist()
+    return RankPlan(rows, np.arange(len(rows) + 1, dtype=np.int32), tuple(pairwise(bounds)))
+
+
+def _rank_plan(lines: Packs, micro_batches: tuple[tuple[int, int], ...]) -> RankPlan:
+    rows = np.array([row for line in lines for row in line], np.int32)
+    return RankPlan(rows, np.cumsum([0] + [len(line) for line in lines], dtype=np.int32), micro_batches)
+
+
+def _ranges(num_lines: int, size: int) -> tuple[tuple[int, int], ...]:
+    return tuple((start, min(start + size, num_lines)) for start in range(0, num_lines, size))

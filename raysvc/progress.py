@@ -1,0 +1,37 @@
+"""How long-running phases say where they are; what is shown is decided by whoever passes the callback."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Where a phase is.
+
+    Attributes:
+        phase: tokenize, start, train.
+        done, total: in `unit`; total is None when it is not known.
+        facts: short figures to show beside, name -> value.
+        final: the phase is over.
+    """
+
+    phase: str
+    done: float
+    total: float | None
+    unit: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    final: bool = False
+
+
+class Progress(Protocol):
+    """Called often; must be cheap and must not raise."""
+
+    def __call__(self, tick: Tick) -> None:
+        """Take notice."""
+        ...
+
+
+def silent(tick: Tick) -> None:
+    """Shows nothing."""

@@ -1,0 +1,140 @@
+"""Sample material that is made here: chat rows, and a small tokenizer with a chat template.
+
+Always true:
+- the same arguments give the same bytes;
+- rows of every kind are there: single-turn, multi-turn, with a system prompt, with tool calls.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+NAMES = ("Ada", "Bo", "Chen", "Dora", "Emil", "Fay", "Goran", "Hana")
+THINGS = ("apples", "books", "cups", "drums", "eggs", "forks", "gloves", "hats")
+CITIES = ("Lima", "Oslo", "Kyoto", "Accra", "Turin", "Quito", "Porto", "Hanoi")
+WEATHER = ("sunny", "rainy", "windy", "foggy", "cloudy")
+
+# ChatML with tools; the generation marks say what an assistant wrote
+TEMPLATE = """\
+{%- if tools %}{{ '<|im_start|>system\\n' }}
+{%- if messages[0].role == 'system' %}{{ messages[0].content + '\\n' }}{% endif %}
+{{- 'You may call:' }}{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}{{ '<|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}{{ '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}
+{%- generation %}{{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}{{ '<tool_call>' + (call.function | tojson) + '</tool_call>' }}{% endfor %}
+{{- '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}
+{%- elif message.role != 'system' %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
+        },
+    }
+]
+
+
+def chat_rows(num_rows: int, seed: int = 0) -> Iterable[Row]:
+    """Chat rows with `messages`, and `tools` where a tool is called."""
+    rng = random.Random(seed)
+    makers = (_sum, _talk, _poet, _weather)
+    for number in range(num_rows):
+        yield makers[number % len(makers)](rng)
+
+
+def write_rows(path: Path, num_rows: int, seed: int = 0) -> Path:
+    """Write chat rows as JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in chat_rows(num_rows, seed)))
+    return path
+
+
+def write_tokenizer(
+    folder: Path, texts: Iterable[str], vocab_size: int = 1024, template: str = TEMPLATE
+) -> Path:
+    """Train a byte-level BPE tokenizer on some texts and save it with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    core.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=32768
+    )
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def row_texts(rows: Iterable[Row]) -> Iterable[str]:
+    """What a row says, for training a tokenizer."""
+    for row in rows:
+        for message in row["messages"]:
+            yield f"{message['role']}\n{message['content']}"
+        if "tools" in row:
+            yield json.dumps(row["tools"])
+
+
+def _sum(rng: random.Random) -> Row:
+    name, thing, a, b = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, 60), rng.randint(2, 39)
+    question = f"{name} has {a} {thing} and gets {b} more. How many {thing} does {name} have?"
+    return _row(("user", question), ("assistant", f"{a} + {b} = {a + b}. {name} has {a + b} {thing}."))
+
+
+def _talk(rng: random.Random) -> Row:
+    turns: list[tuple[str, str]] = []
+    for _ in range(rng.randint(2, 4)):
+        a, b = rng.randint(2, 12), rng.randint(2, 12)
+        turns += [("user", f"And {a} times {b}?"), ("assistant", f"{a} times {b} is {a * b}.")]
+    return _row(*turns)
+
+
+def _poet(rng: random.Random) -> Row:
+    name, thing, city = rng.choice(NAMES), rng.choice(THINGS), rng.choice(CITIES)
+    answer = f"{name} went down to {city} town, with {thing} of red and {thing} of brown."
+    return _row(
+        ("system", "You answer in one rhyme."), ("user", f"{name}, {thing}, {city}!"), ("assistant", answer)
+    )
+
+
+def _weather(rng: random.Random) -> Row:
+    city, sky, degrees = rng.choice(CITIES), rng.choice(WEATHER), rng.randint(-5, 35)
+    call = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": city}}}
+    row = _row(("user", f"How is {city} today?"))
+    row["messages"] += [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": json.dumps({"sky": sky, "celsius": degrees})},
+        {"role": "assistant", "content": f"It is {sky} in {city}, at {degrees} degrees."},
+    ]
+    return {**row, "tools": TOOLS}
+
+
+def _row(*turns: tuple[str, str]) -> Row:
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}

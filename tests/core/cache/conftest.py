@@ -1,0 +1,32 @@
+"""Servers and stores that several files use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raysvc.cache import copies, retry
+
+from .servers import S3, moto_server
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    """A real S3 server."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        with moto_server() as server:
+            yield server
+
+
+@pytest.fixture(autouse=True)
+def private_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Copies of remote parts go to the test's own folder, and pauses between attempts are short."""
+    monkeypatch.setenv("RAYSVC_PART_CACHE_DIR", str(tmp_path / "copies"))
+    monkeypatch.setenv("RAYSVC_PART_CACHE_GB", "1")
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.001)
+    copies.node_copies.cache_clear()
+    yield tmp_path / "copies"
+    copies.node_copies.cache_clear()

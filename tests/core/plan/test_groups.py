@@ -1,0 +1,66 @@
+"""Groups from uids, and trajectories of step-wise rows."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raysvc.errors import PlanError
+from raysvc.plan.groups import Groups
+from raysvc.plan.trajectories import trajectories_of
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=40), st.data())
+def test_groups_gather_the_rows_of_a_uid_by_first_appearance(uids, data):
+    groups = Groups.of_uids(uids)
+    names = list(dict.fromkeys(uids))
+    assert groups.num_groups == len(names)
+    asked = data.draw(st.lists(st.integers(0, len(names) - 1), max_size=8))
+    rows, index = groups.rows_of(np.array(asked, np.int64))
+    want = [(row, at) for at, g in enumerate(asked) for row, uid in enumerate(uids) if uid == names[g]]
+    assert list(zip(rows.tolist(), index.tolist(), strict=True)) == want
+
+
+def test_without_uids_every_row_is_a_group_and_nothing_is_held():
+    groups = Groups.singles(10**12)
+    rows, index = groups.rows_of(np.array([5, 10**11]))
+    assert rows.tolist() == [5, 10**11]
+    assert index.tolist() == [0, 1]
+
+
+def test_a_row_without_uid_is_named():
+    with pytest.raises(PlanError, match="row 2 has an empty uid"):
+        Groups.of_uids(["a", "b", "", "a"])
+
+
+def test_an_empty_or_doubled_group_is_named():
+    with pytest.raises(PlanError, match="group 'b' has 0 rows"):
+        Groups.of_sizes(["a", "b"], [2, 0])
+    with pytest.raises(PlanError, match="group 'a' comes twice"):
+        Groups.of_sizes(["a", "b", "a"], [1, 1, 2])
+    assert Groups.of_sizes(["a", "b"], [2, 1]).digest == Groups.of_uids(["a", "a", "b"]).digest
+
+
+def test_the_digest_tells_partitions_apart():
+    assert Groups.of_uids(["ab", "c"]).digest != Groups.of_uids(["a", "bc"]).digest
+
+
+def test_rows_of_a_trajectory_point_to_its_last_step():
+    uids = ["p", "p", "p", "q", "p"]
+    last = trajectories_of(uids, ["t0", "t1", "t0", "t2", "t1"], [False, False, True, True, True])
+    assert last.tolist() == [2, 4, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("uids", "names", "lasts", "message"),
+    [
+        (["p", "q"], ["t", "t"], [False, True], "rows of the prompts 'p' and 'q'"),
+        (["p", "p"], ["t", "t"], [False, False], "no last step"),
+        (["p", "p"], ["t", "t"], [True, True], "row 1 after its last step, row 0"),
+        (["p", "p"], ["t", "t"], [True, False], "row 1 after its last step"),
+    ],
+)
+def test_a_broken_trajectory_is_named(uids, names, lasts, message):
+    with pytest.raises(PlanError, match=message):
+        trajectories_of(uids, names, lasts)

@@ -1,0 +1,144 @@
+"""A user's mistakes: one line, exit code 2, no traceback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from raysvc.cli.main import app
+
+runner = CliRunner()
+
+
+def job_file(folder: Path, **sections: object) -> Path:
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump({"cache": {"root": str(folder / "cache")}, **sections}))
+    return path
+
+
+def mistake(*arguments: str) -> str:
+    """Run a command that must fail as a user's mistake; returns its one line."""
+    result = runner.invoke(app, list(arguments))
+    assert result.exit_code == 2, (result.exit_code, result.stderr, result.exception)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    assert "; " in lines[0], "the line ends with what to do"
+    return lines[0]
+
+
+def test_a_job_file_that_is_not_there(tmp_path: Path) -> None:
+    assert "nowhere.yaml" in mistake("train", "-c", str(tmp_path / "nowhere.yaml"))
+
+
+def test_an_unknown_key_names_the_nearest_one(tmp_path: Path, sample: dict[str, str]) -> None:
+    job = job_file(
+        tmp_path, source={"path": sample["rows"]}, tokenizer=sample["tokenizer"], plan={"bach_size": 4}
+    )
+    line = mistake("train", "-c", str(job))
+    assert "plan.bach_size" in line
+    assert "batch_size" in line.split("; ")[1]
+
+
+def test_an_override_with_a_wrong_value_names_field_and_value(tmp_path: Path, sample: dict[str, str]) -> None:
+    job = job_file(tmp_path, source={"path": sample["rows"]}, tokenizer=sample["tokenizer"])
+    line = mistake("tokenize", "-c", str(job), "plan.batch_size=0")
+    assert "plan.batch_size" in line
+    assert "given 0" in line
+
+
+def test_a_source_file_that_is_not_there(tmp_path: Path, sample: dict[str, str]) -> None:
+    job = job_file(tmp_path, source={"path": str(tmp_path / "none.jsonl")}, tokenizer=sample["tokenizer"])
+    assert "none.jsonl" in mistake("tokenize", "-c", str(job))
+
+
+def test_a_folder_without_rows(tmp_path: Path, sample: dict[str, str]) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "notes.txt").write_text("no rows here")
+    job = job_file(tmp_path, source={"path": str(tmp_path / "data")}, tokenizer=sample["tokenizer"])
+    assert "matches no file" in mistake("tokenize", "-c", str(job))
+
+
+def test_a_file_of_blank_lines_has_no_rows(tmp_path: Path, sample: dict[str, str]) -> None:
+    (tmp_path / "blank.jsonl").write_text("\n\n  \n")
+    job = job_file(tmp_path, source={"path": str(tmp_path / "blank.jsonl")}, tokenizer=sample["tokenizer"])
+    assert "row" in mistake("tokenize", "-c", str(job))
+
+
+def test_a_wrong_column_names_those_that_are_there(tmp_path: Path, sample: dict[str, str]) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"mesages": [], "id": 1}) + "\n")
+    source = {"path": str(tmp_path / "rows.jsonl"), "format": "chat"}
+    line = mistake("tokenize", "-c", str(job_file(tmp_path, source=source, tokenizer=sample["tokenizer"])))
+    assert "mesages" in line
+
+
+def test_a_tokenizer_that_is_not_there(tmp_path: Path, sample: dict[str, str]) -> None:
+    job = job_file(tmp_path, source={"path": sample["rows"]}, tokenizer=str(tmp_path / "no-tokenizer"))
+    assert "no-tokenizer" in mistake("tokenize", "-c", str(job))
+
+
+def test_a_tokenizer_without_a_chat_template(tmp_path: Path, sample: dict[str, str]) -> None:
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(sample["tokenizer"], folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    job = job_file(tmp_path, source={"path": sample["rows"]}, tokenizer=str(folder))
+    assert "chat template" in mistake("tokenize", "-c", str(job))
+
+
+def test_a_cache_folder_that_cannot_be_written(tmp_path: Path, sample: dict[str, str]) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    source, cache = {"path": sample["rows"]}, {"root": str(tmp_path / "file" / "cache")}
+    job = job_file(tmp_path, source=source, tokenizer=sample["tokenizer"], cache=cache)
+    assert str(tmp_path / "file") in mistake("tokenize", "-c", str(job))
+
+
+@pytest.mark.ray
+def test_a_name_that_is_served_with_another_spec_says_the_difference(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    import raysvc
+    from raysvc.actors.launch import stop_server
+
+    job = job_file(
+        tmp_path,
+        source={"path": sample["rows"]},
+        tokenizer=sample["tokenizer"],
+        server={"name": "taken"},
+        trainer={"run_dir": str(tmp_path / "run")},
+    )
+    server = raysvc.serve(job)
+    try:
+        line = mistake("train", "-c", str(job), "plan.batch_size=8")
+        assert "batch_size (32 -> 8)" in line
+        assert server.name in line
+    finally:
+        stop_server("taken")
+
+
+@pytest.mark.ray
+def test_a_broken_line_and_a_bad_row_are_set_aside_and_stop_nothing(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    import raysvc
+
+    good = Path(sample["rows"]).read_text().splitlines()
+    rows = [*good[:100], '{"messages": [', *good[100:200], '{"messages": 7}', *good[200:]]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    entry = raysvc.tokenize(
+        source={"path": str(tmp_path / "rows.jsonl"), "format": "chat"},
+        tokenizer=sample["tokenizer"],
+        cache={"root": str(tmp_path / "cache")},
+        max_quarantine=0.05,
+    )
+    books = entry.report["books"]
+    assert (books["rows_in"], books["rows_written"]) == (242, 240)
+    assert sum(books["quarantined"].values()) == 2
+    assert {example["source_row"] for example in entry.report["examples"]} == {100, 201}

@@ -1,0 +1,168 @@
+"""The whole service: rows in, a trained model and its logs out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.ray
+
+
+def make_job(folder: Path, sample: dict[str, str], name: str, **trainer: Any) -> Path:
+    job = {
+        "source": {"path": sample["rows"], "format": "chat"},
+        "tokenizer": sample["tokenizer"],
+        "cache": {"root": str(folder / "cache")},
+        "plan": {"batch_size": 16, "mini_batch_size": 8, "epochs": 2, "micro_batch_tokens": 1024},
+        "server": {"name": name},
+        "trainer": {
+            "dp_size": 2,
+            "model": "tiny",
+            "learning_rate": 3.0e-3,
+            "run_dir": str(folder / name),
+            "checkpoint_every_steps": 4,
+            **trainer,
+        },
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(job))
+    return path
+
+
+def test_a_run_trains_every_row_once_an_epoch_and_its_loss_falls(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    import raysvc
+
+    summary = raysvc.train(make_job(tmp_path, sample, "whole"))
+    assert summary["steps"] == 30
+    assert summary["optimizer_steps"] == 60
+    assert summary["rows"] == 480
+    assert summary["loss_last"] < 0.8 * summary["loss_first"]
+    assert summary["cache"]["hit"] is False
+    assert summary["resumed_from"] is None
+    assert json.loads((tmp_path / "whole" / "summary.json").read_text()) == summary
+    rows = [json.loads(line) for line in (tmp_path / "whole" / "rows.jsonl").read_text().splitlines()]
+    for epoch in (0, 1):
+        assert sorted(row for line in rows if line["epoch"] == epoch for row in line["row_ids"]) == list(
+            range(240)
+        )
+
+
+def test_the_second_run_hits_the_cache_and_a_finished_run_is_not_run_again(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    import raysvc
+
+    job = make_job(tmp_path, sample, "twice", max_steps=2)
+    first = raysvc.train(job)
+    again = raysvc.train(job)
+    assert (again["cache"]["hit"], again["cache"]["key"]) == (True, first["cache"]["key"])
+    assert again["resumed_from"] == again["steps"] == 2
+    anew = raysvc.train(job, trainer={"resume": False})
+    assert anew["resumed_from"] is None
+    assert (tmp_path / "twice.1" / "summary.json").exists()
+
+
+def test_the_driver_never_opens_a_shard(
+    tmp_path: Path, sample: dict[str, str], ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    import raysvc
+    from raysvc.actors.launch import stop_server
+    from raysvc.collate import shard
+
+    def trap(*values: object) -> object:
+        raise AssertionError("a shard was opened in the driver")
+
+    monkeypatch.setattr(shard, "rebuild_shard", trap)
+    job = make_job(tmp_path, sample, "shut", max_steps=3)
+    assert raysvc.train(job)["steps"] == 3
+
+    # the trap does spring: opening one by hand in this process fails
+    server = raysvc.serve(job, name="trap")
+    with raysvc.attach(server.name, dp_size=2) as client:
+        step = next(iter(client))
+        with pytest.raises(Exception, match="opened in the driver"):
+            ray.get(step.mini_batches[0].shards[0])
+    stop_server("trap")
+
+
+def start(job: Path, *arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "raysvc.cli", "train", "-c", str(job), "--json", *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}
+    )
+
+
+def wait_for_lines(path: Path, count: int, process: subprocess.Popen[str], timeout_s: float = 90) -> None:
+    begin = time.monotonic()
+    while not path.exists() or path.read_bytes().count(b"\n") < count:
+        assert process.poll() is None, process.communicate()[1][-2000:]
+        assert time.monotonic() - begin < timeout_s, "the run did not get so far in time"
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_the_middle_goes_on_and_ends_like_one_that_was_not(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    import raysvc
+
+    undisturbed = raysvc.train(make_job(tmp_path, sample, "calm", max_steps=12))
+    job = make_job(tmp_path, sample, "killed", max_steps=12)
+    process = start(job)
+    wait_for_lines(tmp_path / "killed" / "rows.jsonl", 13, process)  # past the checkpoint of step 4
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    summary = raysvc.train(job)
+    assert summary["resumed_from"] in (4, 8)
+    assert (tmp_path / "killed" / "rows.jsonl").read_bytes() == (
+        tmp_path / "calm" / "rows.jsonl"
+    ).read_bytes()
+    for name in ("steps", "optimizer_steps", "rows", "tokens_trained", "loss_first"):
+        assert summary[name] == undisturbed[name]
+    assert summary["loss_last"] == pytest.approx(undisturbed["loss_last"], rel=1e-5)
+
+
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80 * 2**20})
+for _ in range(2):
+    cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_the_same_job_runs_on_a_cluster_of_several_nodes(tmp_path: Path, sample: dict[str, str]) -> None:
+    job = make_job(tmp_path, sample, "cluster", max_steps=2, cpus_per_worker=1)
+    cluster = subprocess.Popen(
+        [sys.executable, "-c", CLUSTER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert cluster.stdout is not None
+    try:
+        address = cluster.stdout.readline().strip()
+        out, err = start(job, "--address", address, "server.num_cpus=1").communicate(timeout=110)
+    finally:
+        cluster.communicate(input="")
+    summary = json.loads(out.splitlines()[-1]) if out else {}
+    assert summary.get("steps") == 2, err[-3000:]

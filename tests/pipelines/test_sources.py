@@ -1,0 +1,130 @@
+"""Files are found, identified by content and cut into slices that lose no row."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv as pc
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raysvc.config import SourceConfig
+from raysvc.errors import SourceError
+from raysvc.pipelines.readers import first_row, read_lines, read_rows
+from raysvc.pipelines.sources import _LineCutter, even_cuts, scan
+
+ROWS = [{"text": f"row {number} " + "x" * (number % 17)} for number in range(100)]
+
+
+def lines_of(rows: list[dict[str, str]]) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def rows_through(path: str, slice_bytes: int) -> list[tuple[int, str]]:
+    """(number, text) of every row, read slice by slice."""
+    found = []
+    for piece in scan(SourceConfig(path=(path,)), slice_bytes).slices:
+        if piece.kind == "lines":
+            for number, line in enumerate(read_lines(piece, {}).splitlines(), start=piece.first_row):
+                found.append((number, json.loads(line)["text"]))
+        else:
+            found += [(row.source_row, row.data["text"]) for row in read_rows(piece, {}) if row.data]
+    return found
+
+
+def write(folder: Path, kind: str) -> str:
+    path = folder / f"rows.{kind}"
+    table = pa.Table.from_pylist(ROWS)
+    if kind == "jsonl":
+        path.write_bytes(lines_of(ROWS))
+    elif kind == "jsonl.gz":
+        path.write_bytes(gzip.compress(lines_of(ROWS)))
+    elif kind == "json":
+        path.write_text(json.dumps(ROWS))
+    elif kind == "csv":
+        pc.write_csv(table, path)
+    elif kind == "parquet":
+        pq.write_table(table, path, row_group_size=7)
+    else:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "csv", "parquet", "arrow"])
+@pytest.mark.parametrize("slice_bytes", [200, 1 << 20])
+def test_every_row_of_every_kind_of_file_is_read_once_with_its_number(
+    tmp_path: Path, kind: str, slice_bytes: int
+) -> None:
+    expected = [(number, row["text"]) for number, row in enumerate(ROWS)]
+    assert rows_through(write(tmp_path, kind), slice_bytes) == expected
+
+
+def test_rows_are_numbered_over_all_files_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines_of(ROWS[:40]))
+    (tmp_path / "b.jsonl").write_bytes(lines_of(ROWS[40:]))
+    (tmp_path / "_notes.jsonl").write_text("hidden")
+    assert rows_through(str(tmp_path), 300) == [(number, row["text"]) for number, row in enumerate(ROWS)]
+
+
+def test_a_saved_dataset_with_a_split_slice_gives_these_rows(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+    source = scan(SourceConfig(dataset=str(tmp_path / "saved"), split="train[10%:30%]"))
+    rows = [row.data for piece in source.slices for row in read_rows(piece, {})]
+    assert rows == ROWS[10:30]
+
+
+def test_the_identity_is_the_content_and_never_the_place(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.jsonl").write_bytes(lines_of(ROWS))
+    first, second = (scan(SourceConfig(path=(str(tmp_path / name),))).identity for name in "ab")
+    assert first == second
+    (tmp_path / "b" / "b.jsonl").write_bytes(lines_of([*ROWS[:-1], {"text": "other"}]))
+    assert scan(SourceConfig(path=(str(tmp_path / "b"),))).identity != first
+
+
+def test_the_first_row_skips_lines_that_are_no_objects(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"broken\n[1]\n{"text": "good"}\n')
+    (piece,) = scan(SourceConfig(path=(str(tmp_path / "a.jsonl"),))).slices
+    assert first_row(piece, {}) == {"text": "good"}
+
+
+def test_an_unknown_ending_says_which_are_known(tmp_path: Path) -> None:
+    (tmp_path / "rows.xlsx").write_text("x")
+    with pytest.raises(SourceError, match=r"\.jsonl"):
+        scan(SourceConfig(path=(str(tmp_path / "rows.xlsx"),)))
+
+
+def test_31_rows_over_16_slices_are_balanced() -> None:
+    sizes = [rows for _, _, rows in even_cuts(31, 16)]
+    assert (sum(sizes), max(sizes), min(sizes)) == (31, 2, 1)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    data=st.lists(st.binary(max_size=30).map(lambda b: b.replace(b"\n", b"")), max_size=40),
+    last_newline=st.booleans(),
+    slice_bytes=st.integers(1, 80),
+    block=st.integers(1, 50),
+)
+def test_line_slices_touch_end_at_line_ends_and_count_their_lines(
+    data: list[bytes], last_newline: bool, slice_bytes: int, block: int
+) -> None:
+    text = b"\n".join(data) + (b"\n" if last_newline and data else b"")
+    cutter = _LineCutter(slice_bytes)
+    for start in range(0, len(text), block):
+        cutter.feed(text[start : start + block])
+    cuts = cutter.finish()
+    assert [start for start, _, _ in cuts] == ([0] + [end for _, end, _ in cuts])[: len(cuts)]
+    assert (cuts[-1][1] if cuts else 0) == len(text)
+    for start, end, rows in cuts:
+        assert rows == len(text[start:end].split(b"\n")) - (text[end - 1 : end] == b"\n")
+        assert end == len(text) or text[end - 1 : end] == b"\n"
