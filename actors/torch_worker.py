@@ -11,7 +11,7 @@ Always true:
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -20,6 +20,9 @@ from raysvc.collate.loss import Reduction
 
 if TYPE_CHECKING:
     import torch
+
+# float32 logits held at once: on a CPU what malloc keeps and reuses, on a GPU what makes large matrices
+LOGIT_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
 
 
 class ModelSpec(BaseModel):
@@ -58,6 +61,72 @@ def tiny_model(vocab_size: int) -> torch.nn.Module:
     return model
 
 
+def token_loss(model: Any) -> torch.nn.Module:
+    """Wraps a causal LM into a module whose forward gives the weighted sum of token losses.
+
+    forward(inputs, labels_BL, weights_BL) -> scalar; labels lie at their own token, -100 has no loss.
+    Where the model's head is a plain projection of the last hidden state (checked here on a few
+    tokens, not assumed), it is applied to the targets alone, some at a time, and computed again in the
+    backward pass: a vocabulary of 150 k then costs megabytes instead of gigabytes.
+    """
+    import torch
+
+    class TokenLoss(torch.nn.Module):
+        def __init__(self, lm: Any) -> None:
+            super().__init__()
+            self.lm = lm
+            self.plain_head = _head_is_plain(lm)
+            self.at_once = max(16, LOGIT_BYTES[lm.device.type] // (4 * lm.config.vocab_size))
+
+        def forward(
+            self, inputs: dict[str, torch.Tensor], labels_BL: torch.Tensor, weights_BL: torch.Tensor
+        ) -> torch.Tensor:
+            labels_T, weights_T = labels_BL[:, 1:].flatten(), weights_BL[:, 1:].flatten()
+            (targets,) = torch.nonzero(labels_T != -100, as_tuple=True)
+            if self.plain_head:
+                hidden_BLD = self.lm.base_model(**inputs, use_cache=False).last_hidden_state
+                rows_TD = hidden_BLD[:, :-1].flatten(0, 1)
+                head = self.lm.get_output_embeddings()
+            else:
+                rows_TD = self.lm(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
+                head = torch.nn.Identity()
+            total = (
+                rows_TD.sum() * 0.0
+            )  # a micro-batch without a target still takes part in the backward pass
+            for some in targets.split(self.at_once):
+                total = total + torch.utils.checkpoint.checkpoint(
+                    _cross_entropy, head, rows_TD[some], labels_T[some], weights_T[some], use_reentrant=False
+                )
+            return total
+
+    return TokenLoss(model)
+
+
+def _cross_entropy(
+    head: torch.nn.Module, rows_TD: torch.Tensor, labels_T: torch.Tensor, weights_T: torch.Tensor
+) -> torch.Tensor:
+    import torch.nn.functional as F
+
+    return (F.cross_entropy(head(rows_TD).float(), labels_T, reduction="none") * weights_T).sum()
+
+
+def _head_is_plain(model: Any) -> bool:
+    """Whether logits are just the output embedding of the last hidden state (no soft-capping, no scale)."""
+    import torch
+
+    if model.get_output_embeddings() is None or model.base_model is model:
+        return False
+    ids_BL = torch.arange(8, device=model.device)[None]
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        expected = model(input_ids=ids_BL, use_cache=False).logits
+        hidden = model.base_model(input_ids=ids_BL, use_cache=False).last_hidden_state
+        same = torch.allclose(expected, model.get_output_embeddings()(hidden), rtol=1e-4, atol=1e-5)
+    model.train(training)
+    return bool(same)
+
+
 class CausalLMWorker(Worker):
     """Trains a causal LM on token cross-entropy."""
 
@@ -77,25 +146,20 @@ class CausalLMWorker(Worker):
             model = AutoModelForCausalLM.from_pretrained(self.spec.model)
         model.to(self.device).train()
         self._module = model
-        self.model = torch.nn.parallel.DistributedDataParallel(model) if self.dp_size > 1 else model
+        loss = token_loss(model)
+        self.model = torch.nn.parallel.DistributedDataParallel(loss) if self.dp_size > 1 else loss
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=self.spec.learning_rate, weight_decay=self.spec.weight_decay
         )
 
     def micro_loss(self, tensors: dict[str, torch.Tensor], layout: str) -> torch.Tensor:
         """Weighted token cross-entropy of one micro-batch; a scalar."""
-        import torch.nn.functional as F
-
         names = ["input_ids", "position_ids"]
         if layout.startswith("padded"):
             names.append("attention_mask")  # elsewhere restarting positions make the attention block-diagonal
         inputs = {name: tensors[name].long() for name in names}
-        logits_BLV = self.model(**inputs, use_cache=False).logits[:, :-1].float()
-        labels_BL = tensors["labels"][:, 1:].long()
-        loss_T = F.cross_entropy(
-            logits_BLV.flatten(0, 1), labels_BL.flatten(), ignore_index=-100, reduction="none"
-        )
-        return (loss_T * tensors["loss_weights"][:, 1:].flatten()).sum()
+        loss: torch.Tensor = self.model(inputs, tensors["labels"].long(), tensors["loss_weights"])
+        return loss
 
     def save_checkpoint(self, folder: str) -> None:
         """Write this rank's part of a checkpoint into an existing folder (weights by rank 0)."""

@@ -137,13 +137,16 @@ def receipts_of(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> I
 
 def build_graph(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> ray.data.Dataset:
     """The Ray Data graph over some slices; lazy."""
+    import ray
     import ray.data
 
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     most = min(len(slices), pool.max or len(slices))
-    compute = ray.data.ActorPoolStrategy(min_size=min(pool.min, most), max_size=most)
+    least = min(pool.min, most)
+    free = int(ray.available_resources().get("CPU", 0))  # start on what is there; a growing cluster adds to it
+    compute = ray.data.ActorPoolStrategy(min_size=least, initial_size=max(least, min(most, free)), max_size=most)
     rows = [{"slice": json.dumps(piece.to_json())} for piece in slices]
     data = ray.data.from_items(rows, override_num_blocks=len(rows))
     return data.map_batches(

@@ -142,7 +142,8 @@ def _build(
     progress: Progress,
 ) -> Entry:
     from raysvc.cluster import connect
-    from raysvc.pipelines.tokenize import BuildTask, receipts_of, split_done
+    from raysvc.pipelines.builder import shared_receipts
+    from raysvc.pipelines.tokenize import BuildTask, split_done
 
     store.probe()
     begin = time.perf_counter()
@@ -152,9 +153,10 @@ def _build(
     meter = _Meter(progress, plan, done.values())
     if left:
         connect(address)
-        for receipt in receipts_of(task, left, job.workers):
-            done[receipt.slice_index] = receipt
-            meter.add(receipt)
+        for receipt in shared_receipts(task, left, job.workers):
+            if receipt.slice_index not in done:
+                done[receipt.slice_index] = receipt
+                meter.add(receipt)
     receipts = [done[piece.index] for piece in plan.source.slices]
     report = make_report(job, plan, receipts, time.perf_counter() - begin)
     report["length_percentiles"] = percentiles(_lengths(writer, receipts))

@@ -159,8 +159,15 @@ class Entry:
 
         ids = np.asarray(row_ids, np.int64)
         used = self._used(ids)
-        self._fetch_ahead([*used, *self._next_parts(used)])
-        return gather(ids, self._starts, {index: self._view(index) for index in used or [0]})
+        goes_on = self._goes_on(used)
+        ahead = (
+            range(used[-1] + 1, min(used[-1] + 1 + READ_AHEAD, len(self.manifest.parts))) if goes_on else ()
+        )
+        self._fetch_ahead([*used, *ahead])
+        batch = gather(ids, self._starts, {index: self._view(index) for index in used or [0]})
+        if goes_on:
+            self._let_go_before(used[0])
+        return batch
 
     def prefetch(self, row_ids: npt.NDArray[np.integer[Any]]) -> None:
         """Announce rows that will be read soon, in that order; never blocks.
@@ -208,15 +215,20 @@ class Entry:
         ordered: list[int] = used[np.argsort(firsts)].tolist()
         return ordered
 
-    def _next_parts(self, used: list[int]) -> list[int]:
-        """The parts after these when the reads go from front to back, else none."""
+    def _goes_on(self, used: list[int]) -> bool:
+        """Whether the reads go from front to back."""
         if not used:
-            return []
+            return False
         with self._lock:
-            goes_on = used == sorted(used) and self._last_part <= used[0] <= self._last_part + 1
-            self._last_part = used[-1]
-        after = range(used[-1] + 1, min(used[-1] + 1 + READ_AHEAD, len(self.manifest.parts)))
-        return list(after) if goes_on else []
+            last, self._last_part = self._last_part, used[-1]
+        return used == sorted(used) and last <= used[0] <= last + 1
+
+    def _let_go_before(self, first: int) -> None:
+        """Unmap what a scan has left behind, so that it needs the same memory for any number of rows."""
+        with self._lock:
+            for index in [index for index in self._views if index < first]:
+                del self._views[index]
+                self._mapped_bytes -= self.manifest.parts[index].num_bytes
 
     def _fetch_ahead(self, indexes: list[int]) -> None:
         with self._lock:

@@ -45,7 +45,9 @@ def gather(row_ids: Ids, starts: Ids, views: Mapping[int, PartView]) -> RowBatch
     """
     first = next(iter(views.values()))
     begins, ends = np.empty(len(row_ids), np.int64), np.empty(len(row_ids), np.int64)
-    rows = {name: np.empty(len(row_ids), values.dtype) for name, values in first.rows.items()}
+    kinds = {name: values.dtype for name, values in first.rows.items()}
+    kinds |= dict.fromkeys(first.texts, np.dtype(object))
+    rows = {name: np.empty(len(row_ids), kind) for name, kind in kinds.items()}
     slices: dict[str, list[Array]] = {
         name: [values[:0]] * len(row_ids) for name, values in first.tokens.items()
     }
@@ -54,6 +56,8 @@ def gather(row_ids: Ids, starts: Ids, views: Mapping[int, PartView]) -> RowBatch
         begins[places], ends[places] = view.offsets[local], view.offsets[local + 1]
         for name, values in view.rows.items():
             rows[name][places] = values[local]
+        for name, texts in view.texts.items():
+            rows[name][places] = [texts[row].as_py() for row in local.tolist()]
         _slice_tokens(view, places, begins, ends, slices)
     offsets = np.zeros(len(row_ids) + 1, np.int64)
     np.cumsum(ends - begins, out=offsets[1:])

@@ -7,6 +7,7 @@ Always true:
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +21,7 @@ from raysvc.errors import EntryError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-DOWNLOADS = 8
+DOWNLOADS = max(4, min(16, 2 * (os.cpu_count() or 1)))  # a connection gives some 100 MB/s and half a core
 NO_LIMIT = 1 << 62
 
 

@@ -49,13 +49,15 @@ class PartView:
         table: the whole part.
         offsets: int32 [N + 1], from 0 to T.
         tokens: name -> [T].
-        rows: name -> [N]; text as objects.
+        rows: name -> [N], numbers.
+        texts: name -> [N], text, decoded only for the rows that are asked for.
     """
 
     table: pa.Table
     offsets: npt.NDArray[np.int32]
     tokens: Mapping[str, Array]
     rows: Mapping[str, Array] = field(default_factory=dict)
+    texts: Mapping[str, pa.StringArray] = field(default_factory=dict)
 
 
 def encode_part(name: str, table: pa.Table) -> PartBytes:
@@ -116,9 +118,9 @@ def _one_batch(table: pa.Table) -> tuple[pa.RecordBatch, dict[str, str]]:
     for name, kind in REQUIRED.items():
         if columns.get(name) != kind:
             raise EntryError(f"column {name}", f"it is {columns.get(name, 'missing')}", f"it must be {kind}")
-    offsets = arrays["input_ids"].offsets
+    lengths = _lengths(arrays["input_ids"])
     for name, array in arrays.items():
-        if pa.types.is_list(array.type) and not _rebased(array.offsets).equals(_rebased(offsets)):
+        if pa.types.is_list(array.type) and not np.array_equal(_lengths(array), lengths):
             raise EntryError(
                 f"column {name}", "its lists are not as long as input_ids", "give one value per token"
             )
@@ -162,9 +164,8 @@ def _canonical(kind: pa.DataType) -> pa.DataType:
     return pa.list_(pa.field("item", kind.value_type)) if pa.types.is_list(kind) else kind
 
 
-def _rebased(offsets: pa.Array) -> pa.Array:
-    values = offsets.to_numpy()
-    return pa.array(values - values[0])
+def _lengths(lists: pa.ListArray) -> npt.NDArray[np.int32]:
+    return np.diff(_numpy(lists.offsets))
 
 
 def _locate_offsets(buffer: pa.Buffer) -> tuple[int, int]:
@@ -181,13 +182,17 @@ def _view(table: pa.Table, info: PartInfo) -> PartView:
         raise ValueError(f"{table.num_rows} rows instead of {info.num_rows}")
     arrays = {name: _single(table.column(name)) for name in table.column_names}
     lists = {name: array for name, array in arrays.items() if pa.types.is_list(array.type)}
-    offsets = lists["input_ids"].offsets.to_numpy() if info.num_rows else np.zeros(1, np.int32)
+    offsets = np.zeros(1, np.int32)
+    if info.num_rows:
+        offsets = _numpy(lists["input_ids"].offsets).view(np.int32)
     if offsets[0] != 0 or offsets[-1] != info.num_tokens or (np.diff(offsets) < 0).any():
         raise ValueError("its token offsets are impossible")
     tokens = {name: _numpy(array.values)[: info.num_tokens] for name, array in lists.items()}
     if any(len(values) != info.num_tokens for values in tokens.values()):
         raise ValueError("a per-token column is too short")
-    return PartView(table, offsets, tokens, {n: _numpy(a) for n, a in arrays.items() if n not in lists})
+    texts = {name: array for name, array in arrays.items() if pa.types.is_string(array.type)}
+    rows = {n: _numpy(a) for n, a in arrays.items() if n not in lists and n not in texts}
+    return PartView(table, offsets, tokens, rows, texts)
 
 
 def _single(column: pa.ChunkedArray) -> pa.Array:
@@ -200,6 +205,12 @@ def _single(column: pa.ChunkedArray) -> pa.Array:
 
 
 def _numpy(array: pa.Array) -> Array:
-    zero_copy = pa.types.is_integer(array.type) or pa.types.is_floating(array.type)
-    values: Array = array.to_numpy(zero_copy_only=zero_copy)
-    return values
+    """Numbers as a view of the array's buffer; `to_numpy` would import pandas, which takes half a second."""
+    name, buffer = _scalar_name(array.type), array.buffers()[1]
+    if len(array) == 0 or buffer is None:
+        return np.zeros(0, np.dtype(name))
+    if name == "bool":
+        bits = np.unpackbits(np.frombuffer(buffer, np.uint8), bitorder="little")
+        return bits[array.offset : array.offset + len(array)].astype(np.bool_)
+    dtype = np.dtype(name)
+    return np.frombuffer(buffer, dtype, len(array), array.offset * dtype.itemsize)

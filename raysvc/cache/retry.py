@@ -100,7 +100,8 @@ def passes_by_itself(error: BaseException) -> bool:
 
 def _refusal(url: str, error: BaseException) -> StoreError | None:
     names = {cls.__name__ for cls in type(error).__mro__}
-    if isinstance(error, PermissionError) or names & {"NoCredentialsError", "PartialCredentialsError"}:
+    forbidden = isinstance(error, PermissionError) or str(error).startswith("Forbidden")  # s3fs, gcsfs
+    if forbidden or names & {"NoCredentialsError", "PartialCredentialsError"}:
         return StoreError(
             url,
             f"access is refused ({_said(error)})",
@@ -120,9 +121,10 @@ def _status(error: BaseException) -> int | None:
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
             if isinstance(status, int):
                 return status
-        status = getattr(one, "status", None)
-        if isinstance(status, int):
-            return status
+        for name in ("status", "code"):  # aiohttp, gcsfs
+            status = getattr(one, name, None)
+            if isinstance(status, int | str) and str(status).isdigit():
+                return int(status)
     return None
 
 

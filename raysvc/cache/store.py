@@ -109,12 +109,13 @@ def open_store(
         StoreError: a scheme that fsspec does not know, or whose package is missing.
     """
     from raysvc.cache.posix import PosixStore
-    from raysvc.cache.remote import FsspecStore
 
     if root.startswith("file://"):
         root = root.removeprefix("file://")
     if "://" not in root:
         return PosixStore(os.path.abspath(os.path.expanduser(root)), unsafe_store)
+    from raysvc.cache.remote import FsspecStore
+
     return FsspecStore(root.rstrip("/"), dict(storage_options or {}), unsafe_store)
 
 

@@ -86,7 +86,9 @@ def differing_rows(encoded: Encoded, token_ends: Ints64, decoded: Bytes, batch: 
     return np.array(sorted(different), np.int64)
 
 
-def align(encoded: Encoded, token_ends: Ints64, batch: Batch, table: TokenTable, skip: set[int]) -> TokenSpans:
+def align(
+    encoded: Encoded, token_ends: Ints64, batch: Batch, table: TokenTable, skip: set[int]
+) -> TokenSpans:
     """Tokens of the spans of rows that decode to their text.
 
     Args:
@@ -122,11 +124,9 @@ def _check_controls(
 ) -> None:
     if not len(ids):
         return
-    control = table.is_control[ids]
-    counts = np.zeros(len(ids) + 1, np.int64)
-    np.cumsum(control, out=counts[1:])
-    held = counts[ends] - counts[starts]
-    ended = np.where(ends > starts, control[np.maximum(ends - 1, 0)], False)
+    at = np.flatnonzero(table.is_control[ids])
+    held = np.searchsorted(at, ends) - np.searchsorted(at, starts)
+    ended = np.where(ends > starts, table.is_control[ids[np.maximum(ends - 1, 0)]], False)
     wrong_end = spans.closed & table.is_control.any() & ~ended
     for index in np.flatnonzero(wrong_end).tolist():
         faults.setdefault(int(spans.rows[index]), NO_EOT)

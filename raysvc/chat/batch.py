@@ -98,14 +98,20 @@ def batch_of(sequences: Many[Sequence]) -> Batch:
     np.cumsum(sizes, out=offsets[1:])
     flat = [(n, a, b, closed) for n, (spans, _, _) in enumerate(places) for a, b, closed in spans]
     spans = np.array(flat, np.int64).reshape(-1, 4)
-    turns = np.array([(n, a) for n, (_, _, turns) in enumerate(places) for a in turns], np.int64).reshape(-1, 2)
+    turns = np.array([(n, a) for n, (_, _, turns) in enumerate(places) for a in turns], np.int64).reshape(
+        -1, 2
+    )
     base = offsets[:-1]
     suffixes = [s.suffix for s in sequences] if any(s.suffix for s in sequences) else []
     return Batch(
         np.frombuffer(joined.encode(), np.uint8),
         offsets,
         Spans(spans[:, 0], spans[:, 1] + base[spans[:, 0]], spans[:, 2] + base[spans[:, 0]], spans[:, 3] > 0),
-        Turns(base + np.array([head for _, head, _ in places], np.int64), turns[:, 0], turns[:, 1] + base[turns[:, 0]]),
+        Turns(
+            base + np.array([head for _, head, _ in places], np.int64),
+            turns[:, 0],
+            turns[:, 1] + base[turns[:, 0]],
+        ),
         sequences[0].prefix if sequences else (),
         suffixes,
     )

@@ -16,7 +16,6 @@ from typing import Any
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.environment import Environment
-from jinja2.runtime import LoopContext
 
 LOOP_FIELDS = frozenset({"first", "last", "index", "index0", "length", "revindex", "revindex0"})
 _DICT_NAMES = frozenset(dir(dict))
@@ -30,7 +29,7 @@ class MarkingCodeGenerator(CodeGenerator):
         self._bodies: dict[int, nodes.Expr] = {}
         self._depth = 0
 
-    def visit_For(self, node: nodes.For, frame: Frame) -> None:
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:  # noqa: N802
         self._bodies[id(node.body)] = node.target
         self._depth += 1
         super().visit_For(node, frame)
@@ -52,7 +51,7 @@ class ChatCodeGenerator(MarkingCodeGenerator):
         super().__init__(*args, **kwargs)
         self._temporaries = 0
 
-    def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:
+    def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:  # noqa: N802
         if self._plain_name(node.attr):
             self._lookup(node.node, node.attr, "getattr", frame)
         elif isinstance(node.node, nodes.Name) and node.node.name == "loop" and node.attr in LOOP_FIELDS:
@@ -60,7 +59,7 @@ class ChatCodeGenerator(MarkingCodeGenerator):
         else:
             super().visit_Getattr(node, frame)
 
-    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
         arg = node.arg
         if isinstance(arg, nodes.Const) and isinstance(arg.value, str) and self._plain_name(arg.value):
             self._lookup(node.node, arg.value, "getitem", frame)
@@ -73,7 +72,7 @@ class ChatCodeGenerator(MarkingCodeGenerator):
             self.visit(arg, frame)
             self.write(")")
 
-    def visit_Not(self, node: nodes.Not, frame: Frame) -> None:
+    def visit_Not(self, node: nodes.Not, frame: Frame) -> None:  # noqa: N802
         """`not x.y` needs no Undefined object: a missing key is false anyway."""
         inner = node.node
         if isinstance(inner, nodes.Getattr) and self._plain_name(inner.attr):

@@ -129,7 +129,9 @@ class GigatokenEncoder:
         if len(offsets) == 1:
             return _joined([])
         chars = ak.contents.NumpyArray(data, parameters={"__array__": "char"})
-        strings = ak.contents.ListOffsetArray(ak.index.Index64(offsets), chars, parameters={"__array__": "string"})
+        strings = ak.contents.ListOffsetArray(
+            ak.index.Index64(offsets), chars, parameters={"__array__": "string"}
+        )
         return self._encoded(ak.Array(strings))
 
     def _encoded(self, texts: Any) -> Encoded:
@@ -149,7 +151,9 @@ def _joined(lists: list[list[int]]) -> Encoded:
 def probe_texts(tokenizer: LoadedTokenizer) -> list[str]:
     """Texts on which an encoder has to prove itself: hard ones, and every added token inside some text."""
     added = sorted({token.content for token in tokenizer.hf.added_tokens_decoder.values()})
-    inside = [form.replace("{}", token) for token in added[:256] for form in ("{}", "a {} b", "a{}b", " {} \n")]
+    inside = [
+        form.replace("{}", token) for token in added[:256] for form in ("{}", "a {} b", "a{}b", " {} \n")
+    ]
     return [*PROBES, *inside, "".join(added[:64]), " ".join(PROBES)]
 
 

@@ -21,12 +21,12 @@ OTHER = "other faults"
 class Ledger:
     """Fates of the rows of one slice.
 
-    Args:
+    Attributes:
         dataset: label for the examples.
     """
 
     def __init__(self, dataset: str) -> None:
-        self._dataset = dataset
+        self.dataset = dataset
         self._dropped: Counter[str] = Counter()
         self._quarantined: Counter[str] = Counter()
         self._examples: list[Quarantined] = []
@@ -45,7 +45,7 @@ class Ledger:
         self._quarantined[reason] += 1
         if self._quarantined[reason] <= EXAMPLES:
             detail = why.detail if reason == why.reason else str(why)
-            self._examples.append(Quarantined(source_row, reason, detail, self._dataset))
+            self._examples.append(Quarantined(source_row, reason, detail, self.dataset))
 
     def books(self, written: int, rendered: int, trained: int, context: int) -> Books:
         """Closed books of the slice.

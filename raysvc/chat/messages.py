@@ -8,6 +8,7 @@ Always true:
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from raysvc.chat.faults import RowFault
@@ -89,12 +90,18 @@ def flatten_parts(messages: list[Message]) -> None:
 def read_tools(value: Any) -> list[Any] | None:
     """Tools from a list or a JSON string; an empty one means no tools."""
     if isinstance(value, str):
-        value = parse_json(value, "tools") if value.strip() else None
+        return _tools_of(value)
     if value is None:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise RowFault("'tools' is not a list of tools", f"it is {_kind(value)}")
     return value or None
+
+
+@lru_cache(maxsize=1024)
+def _tools_of(text: str) -> list[Any] | None:
+    """Rows repeat a few sets of tools; nobody changes what comes out."""
+    return read_tools(parse_json(text, "tools")) if text.strip() else None
 
 
 def parse_json(text: str, column: str) -> Any:

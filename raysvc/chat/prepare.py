@@ -14,12 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysvc.chat.faults import RowFault
+from raysvc.chat.faults import RowDropped, RowFault
 from raysvc.chat.formats import ChatExample, Example, Format, TextExample, TokensExample
 from raysvc.chat.messages import flatten_parts
+from raysvc.chat.shapes import Filled, Shapes
 from raysvc.chat.template import ChatTemplate, Render
 from raysvc.chat.tokenizer import LoadedTokenizer
-from raysvc.chat.turns import PROBE, TurnFinder
+from raysvc.chat.turns import ALL_EMPTY, PROBE, TurnFinder
 
 SYSTEM_ROLES = ("system", "developer")
 
@@ -63,7 +64,7 @@ class Preparer:
     def __init__(self, tokenizer: LoadedTokenizer, fast: bool = True) -> None:
         self._tokenizer = tokenizer
         self._fast = fast
-        self._templates: dict[str, tuple[ChatTemplate, TurnFinder, bool]] = {}
+        self._templates: dict[str, tuple[ChatTemplate, TurnFinder, bool, Shapes | None]] = {}
         self._around, self._eos = _added_around(tokenizer.hf)
         for has_tools in (False, True) if tokenizer.chat_template else ():
             self._template(has_tools)
@@ -71,7 +72,7 @@ class Preparer:
     @property
     def control_tokens(self) -> tuple[str, ...]:
         """Texts of the tokens that open a header or end a turn, in any of the templates."""
-        found = (text for _, finder, _ in self._templates.values() for text in finder.control_tokens)
+        found = (text for _, finder, _, _ in self._templates.values() for text in finder.control_tokens)
         return tuple(dict.fromkeys(found))
 
     def sequences(self, row: Mapping[str, Any], form: Format) -> list[Sequence]:
@@ -92,9 +93,13 @@ class Preparer:
         return Sequence("", [], example=example, tokens=example)
 
     def _chat(self, example: ChatExample) -> Sequence:
-        template, finder, takes_parts = self._template(example.tools is not None)
+        template, finder, takes_parts, shapes = self._template(example.tools is not None)
         if not takes_parts:
             flatten_parts(example.messages)
+        if shapes is not None:
+            filled = shapes.fill(example)
+            if filled is not None:
+                return _filled(filled, example)
         render = template.render(example.messages, example.tools)
         if example.all_tokens:
             text = render.text
@@ -122,15 +127,26 @@ class Preparer:
         if min(example.ids) < 0 or max(example.ids) >= size:
             raise RowFault("a token id is not in the vocabulary", f"{max(example.ids)} of {size}")
 
-    def _template(self, has_tools: bool) -> tuple[ChatTemplate, TurnFinder, bool]:
+    def _template(self, has_tools: bool) -> tuple[ChatTemplate, TurnFinder, bool, Shapes | None]:
         name = self._tokenizer.template_name(has_tools)
         if name not in self._templates:
             hf = self._tokenizer.hf
-            template = ChatTemplate(self._tokenizer.templates[name], self._tokenizer.template_variables, self._fast)
+            template = ChatTemplate(
+                self._tokenizer.templates[name], self._tokenizer.template_variables, self._fast
+            )
             added = [token.content for token in hf.added_tokens_decoder.values()]
             finder = TurnFinder(template, added, [str(text) for text in hf.special_tokens_map.values()])
-            self._templates[name] = (template, finder, _takes_parts(template))
+            shapes = Shapes(template, finder) if self._fast else None
+            self._templates[name] = (template, finder, _takes_parts(template), shapes)
         return self._templates[name]
+
+
+def _filled(filled: Filled, example: ChatExample) -> Sequence:
+    if example.all_tokens:
+        return Sequence(filled.text, [(0, len(filled.text), False)], example=example)
+    if not filled.spans:
+        raise RowDropped(ALL_EMPTY)
+    return Sequence(filled.text, filled.spans, head=filled.head, turns=filled.turns, example=example)
 
 
 def _takes_parts(template: ChatTemplate) -> bool:

@@ -68,7 +68,9 @@ class RowEncoder:
         odd = set(differing_rows(encoded, token_ends, decoded, batch).tolist())
         found = align(encoded, token_ends, batch, self._table, odd)
         mask = _mask(len(encoded.ids), found.starts, found.ends)
-        rows = TokenRows(encoded.ids, mask, encoded.offsets, {r: RowFault(w) for r, w in found.faults.items()})
+        rows = TokenRows(
+            encoded.ids, mask, encoded.offsets, {r: RowFault(w) for r, w in found.faults.items()}
+        )
         for row in sorted(odd):
             self._align_odd(rows, batch, row)
         if batch.prefix or batch.suffixes:
@@ -89,7 +91,11 @@ class RowEncoder:
             start = len(data[: batch.spans.starts[index] - base].decode())
             end = len(data[: batch.spans.ends[index] - base].decode())
             place = align_by_offsets(offsets, text, start, end)
-            fault = place if isinstance(place, str) else self._odd_fault(ids, place, text[start:end], batch, index)
+            fault = (
+                place
+                if isinstance(place, str)
+                else self._odd_fault(ids, place, text[start:end], batch, index)
+            )
             if fault:
                 rows.faults[row] = RowFault(fault, text[start:end][:60])
                 return

@@ -24,7 +24,15 @@ Question = tuple[Any, ...]
 Answer = Callable[[list[Message], int], Any]
 ABSENT = "absent"
 
-_KINDS = {str: "str", list: "list", dict: "dict", bool: "bool", int: "number", float: "number", type(None): ABSENT}
+KINDS = {
+    str: "str",
+    list: "list",
+    dict: "dict",
+    bool: "bool",
+    int: "number",
+    float: "number",
+    type(None): ABSENT,
+}
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
@@ -73,7 +81,17 @@ def _step(name: str, arguments: tuple[Any, ...]) -> Callable[[Any], Any]:
         return _encode
     if name == "item":
         return lambda value: value[arguments[0]]
-    if name in ("strip", "lstrip", "rstrip", "split", "replace", "lower", "upper", "removeprefix", "removesuffix"):
+    if name in (
+        "strip",
+        "lstrip",
+        "rstrip",
+        "split",
+        "replace",
+        "lower",
+        "upper",
+        "removeprefix",
+        "removesuffix",
+    ):
         return lambda value: getattr(value, name)(*arguments)
     raise NotDerivable(f"step {name}")
 
@@ -137,14 +155,15 @@ def answerer(question: Question) -> Answer:
 def _kind_of(path: Path) -> Answer:
     *front, key = path
     if len(front) == 1 and front[0] == ("rel", 0):
-        return lambda messages, at: _KINDS[type(messages[at].get(key))]
+        return lambda messages, at: KINDS[type(messages[at].get(key))]
     get = getter(path)
 
     def kind(messages: list[Message], at: int) -> str:
         try:
-            return _KINDS[type(get(messages, at))]
+            value = get(messages, at)
         except (KeyError, IndexError):
             return ABSENT
+        return "none" if value is None else KINDS[type(value)]
 
     return kind
 

@@ -16,6 +16,9 @@ from itertools import pairwise
 from types import MethodType
 from typing import Any
 
+from jinja2 import nodes
+
+from raysvc.chat.derive import Messages
 from raysvc.chat.faults import RowFault
 from raysvc.chat.messages import Message, is_plain
 from raysvc.errors import TokenizerError
@@ -59,16 +62,17 @@ class ChatTemplate:
 
     def __init__(self, text: str, variables: Mapping[str, Any], fast: bool = True) -> None:
         self.text = text
-        self._environment, self._template = _compile(text, fast)
-        self._environment.enter_item = self._enter
-        self._environment.leave_loop = self._leave
+        self.environment, self._template = _compile(text, fast)
+        self.tree: nodes.Template = self.environment.parse(text)
+        self.environment.enter_item = self._enter
+        self.environment.leave_loop = self._leave
         self._root = self._template.root_render_func
         self._variables = dict(variables)
         self._pieces: list[str] = []
         self._entered: list[tuple[int, int]] = []
         self._generated: list[tuple[int, int]] = []
         self.marks_generation = bool(_MARK.search(text))
-        _listen_to_marks(self._environment, self._generation)
+        _listen_to_marks(self.environment, self._generation)
 
     def render(self, messages: list[Message], tools: list[Any] | None, prompt: bool = False) -> Render:
         """Render one conversation.
@@ -115,6 +119,11 @@ class ChatTemplate:
         blocks = [text[a:b] for a, b in pairwise(cuts)]
         owners = [place for place, block in enumerate(blocks) if block]
         return Render([block for block in blocks if block], owners)
+
+    def scope(self, tools: list[Any] | None) -> dict[str, Any]:
+        """What the template sees of a conversation, messages as something to ask about."""
+        given = {"documents": None, **self._variables}
+        return {**given, "messages": Messages(), "tools": tools, "add_generation_prompt": False}
 
     def _enter(self, item: Any) -> None:
         self._entered.append((len(self._pieces), id(item)))

@@ -24,7 +24,7 @@ import pyarrow as pa
 from raysvc.chat.align import TokenTable
 from raysvc.chat.batch import Batch, batch_of
 from raysvc.chat.books import Books, Quarantined
-from raysvc.chat.encode import Encoder, ReferenceEncoder, choose_encoder
+from raysvc.chat.encode import ReferenceEncoder, choose_encoder
 from raysvc.chat.faults import RowDropped, RowFault
 from raysvc.chat.formats import ChatExample, Format, resolve_format
 from raysvc.chat.ledger import Ledger

@@ -66,7 +66,10 @@ def _end_turns(rows: TokenRows, row: int, batch: Batch | None, limit: int) -> Ra
     if batch is None or rows.token_bytes is None:
         raise RowDropped(NO_TURNS)
     shift = int(rows.token_bytes[first] - batch.offsets[row])
-    cuts = np.concatenate([batch.turns.heads[row : row + 1], batch.turns.starts[batch.turns.rows == row]]) + shift
+    cuts = (
+        np.concatenate([batch.turns.heads[row : row + 1], batch.turns.starts[batch.turns.rows == row]])
+        + shift
+    )
     tokens = np.searchsorted(rows.token_bytes, cuts, "left")
     if not np.array_equal(rows.token_bytes[tokens], cuts):
         raise RowDropped(NO_TURNS)

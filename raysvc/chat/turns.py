@@ -24,6 +24,7 @@ from raysvc.chat.messages import Message
 from raysvc.chat.proof import is_empty, prove_span, tags_of
 from raysvc.chat.template import ChatTemplate, Render
 
+ALL_EMPTY = "every trained message is empty"
 PROBE = "Seven quiet words that nobody ever writes"
 
 
@@ -81,13 +82,25 @@ class TurnFinder:
         spans = []
         for place in example.trained:
             if not is_empty(example.messages[place]):
-                block = _block_of(render, place)
-                spans.append(
-                    self._plain(render, example, place, block) or self._general(render, example, place, block)
-                )
+                spans.append(self.span(render, example, place))
         if not spans:
-            raise RowDropped("every trained message is empty")
+            raise RowDropped(ALL_EMPTY)
         return spans
+
+    def span(self, render: Render, example: ChatExample, place: int) -> Span:
+        """Span of one message that says something.
+
+        Raises:
+            RowFault: it cannot be found or proved.
+        """
+        block = _block_of(render, place)
+        plain = self._plain(render, example, place, block)
+        return plain or self._general(render, example, place, block)
+
+    def heads(self, render: Render, example: ChatExample, place: int) -> list[str]:
+        """Headers that the block of a message may begin with."""
+        prompt = self._prompt(render, example, place, _block_of(render, place))
+        return [head for head in (prompt, *(f.head for f in (self._middle, self._last) if f)) if head]
 
     def _plain(self, render: Render, example: ChatExample, place: int, block: int) -> Span | None:
         """The usual case, proved by equality: head + content + end of turn + trailer is the block."""

@@ -1,17 +1,22 @@
-"""Rows into arrays: layouts, dummies, denominators, loss weights."""
+"""Rows into arrays: layouts, dummies, denominators, loss weights; and what a plan will cost."""
 
 from raysvc.collate.collate import collate_mini_batch
 from raysvc.collate.info import MiniBatchInfo, info_of
 from raysvc.collate.loss import row_weights, token_weights
+from raysvc.collate.report import PlanReport, StepRow, plan_report, rows_of_step
 from raysvc.collate.shard import Denominators, MicroBatch, Shard
 
 __all__ = [
     "Denominators",
     "MicroBatch",
     "MiniBatchInfo",
+    "PlanReport",
     "Shard",
+    "StepRow",
     "collate_mini_batch",
     "info_of",
+    "plan_report",
     "row_weights",
+    "rows_of_step",
     "token_weights",
 ]

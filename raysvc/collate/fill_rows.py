@@ -43,7 +43,7 @@ def fill_rows(columns: Sequence[Column], sheets: Sequence[Array], starts: Int64s
     Args:
         starts: int64 [S], index of each line's first token; T for a dummy.
     """
-    slack = max(int(frame.lengths.max()), 1)
+    slack = max(micro.width for micro_batches in frame.micro_batches for micro in micro_batches)
     sources = [None if column.values is None else column.with_slack(slack, slack) for column in columns]
     for column, sheet in zip(columns, sheets, strict=True):
         sheet.fill(column.pad)

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from raysvc.collate.columns import IGNORED
 from raysvc.collate.shard import Array, Denominators
 
 Reduction = Literal["token_mean", "sequence_mean", "group_mean", "constant"]
@@ -72,7 +73,7 @@ def token_weights(
 
     It lies like `labels`: shift both alike, multiply with the loss of each target, sum.
     """
-    rows = row_weights(arrays, denominators, reduction, dp_size=dp_size, constant=constant)
+    rows = row_weights(arrays, denominators, reduction, dp_size=dp_size, constant=constant).astype(dtype)
     labels = arrays["labels"]
     if "segment_ids" not in arrays:
         per_token = np.broadcast_to(rows[:, None], labels.shape)
@@ -80,4 +81,4 @@ def token_weights(
         offsets = arrays["cu_seqlens_offsets"]
         firsts = offsets[:-1] - offsets[0] - np.arange(len(offsets) - 1)
         per_token = rows[np.maximum(arrays["segment_ids"] - 1, 0) + firsts[:, None]]
-    return np.where(labels != -100, per_token, 0).astype(dtype)
+    return np.where(labels != IGNORED, per_token, np.zeros((), dtype))

@@ -1,9 +1,25 @@
 """Which rows go where: pure functions of (config, seed, step)."""
 
 from raysvc.plan.cost import CostModel
+from raysvc.plan.mixture import Mixture, MixtureSource, Stage
 from raysvc.plan.plan import MiniBatchPlan, Plan, StepPlan
 from raysvc.plan.ranks import RankPlan
+from raysvc.plan.restore import restore_rows
+from raysvc.plan.roles import step_by_role
 from raysvc.plan.schedule import Schedule
 from raysvc.plan.state import PlanState
 
-__all__ = ["CostModel", "MiniBatchPlan", "Plan", "PlanState", "RankPlan", "Schedule", "StepPlan"]
+__all__ = [
+    "CostModel",
+    "MiniBatchPlan",
+    "Mixture",
+    "MixtureSource",
+    "Plan",
+    "PlanState",
+    "RankPlan",
+    "Schedule",
+    "Stage",
+    "StepPlan",
+    "restore_rows",
+    "step_by_role",
+]

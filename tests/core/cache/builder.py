@@ -111,7 +111,7 @@ def in_child(action: Callable[[], None]) -> int:
         return pid
     try:
         action()
-    except BaseException:  # the child must not go on as its parent
+    except BaseException:  # noqa: BLE001  the child must not go on as its parent
         traceback.print_exc()
         os._exit(1)
     os._exit(0)

@@ -29,6 +29,7 @@ def make_table(num_rows: int, seed: int = 0, first_row: int = 0, max_length: int
             "loss_mask": per_token(rng.integers(0, 2, total).astype(np.uint8)),
             "logprobs": per_token(rng.normal(size=total).astype(np.float32)),
             "source_row": pa.array(np.arange(first_row, first_row + num_rows)),
+            "solved": pa.array(rng.integers(0, 2, num_rows).astype(bool)),
             "reward": pa.array(rng.normal(size=num_rows).astype(np.float32)),
             "uid": pa.array([f"prompt-{i // 2}" for i in range(num_rows)], pa.string()),
         }

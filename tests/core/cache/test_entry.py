@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import subprocess
+import sys
 import threading
 import uuid
 from pathlib import Path
@@ -136,6 +139,7 @@ def test_datasets_opens_an_entry_as_it_is(tmp_path):
             "loss_mask": datasets.List(datasets.Value("uint8")),
             "logprobs": datasets.List(datasets.Value("float32")),
             "reward": datasets.Value("float32"),
+            "solved": datasets.Value("bool"),
             "source_row": datasets.Value("int64"),
             "uid": datasets.Value("string"),
         }
@@ -162,6 +166,18 @@ def test_opening_reads_no_part_of_a_remote_entry(s3: S3):
         entry = open_entry(f"{store.url}/{KEY}", seen.options)
         assert entry.num_rows == 12
         assert [line for line in seen.proxy.seen if ".arrow" in line] == []
+
+
+def test_reading_imports_nothing_heavy(tmp_path):
+    build(open_store(str(tmp_path)))
+    code = (
+        "import sys, numpy; from raysvc.cache.reader import open_entry;"
+        f"e = open_entry({str(tmp_path / KEY)!r}); e.read(numpy.arange(12)); e.lengths(); e.table(); e.verify();"
+        "print({'pandas', 'ray', 'torch', 'datasets', 'fsspec'} & set(sys.modules))"
+    )
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
+    assert done.stdout.strip() == "set()", done.stderr
 
 
 def test_opening_costs_the_same_for_any_number_of_rows(tmp_path):

@@ -119,7 +119,7 @@ def test_the_least_recently_used_entries_go_until_the_rest_fits(store):
         age(store, key, days * DAY_S)
     use.Hold(store, keys[1], "reader").release()
     size = sum(item.num_bytes for item in list_entries(store)) / 3
-    marks = [one for one in collect_garbage(store, max_bytes=int(2.5 * size), grace_s=30 * DAY_S)]
+    marks = collect_garbage(store, max_bytes=int(2.5 * size), grace_s=30 * DAY_S)
     assert [one.folder for one in marks] == [keys[1]]
     with use.Hold(store, keys[2], "reader") as hold:
         age(store, keys[2], 2 * use.USE_TTL_S, hold._marker)

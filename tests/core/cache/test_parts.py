@@ -30,7 +30,9 @@ def assert_contract(table: pa.Table, view: PartView) -> None:
         assert not values.flags.owndata
     for name, values in view.rows.items():
         assert values.tolist() == [row[name] for row in rows]
-    assert set(view.tokens) | set(view.rows) == set(table.column_names)
+    for name, texts in view.texts.items():
+        assert texts.to_pylist() == [row[name] for row in rows]
+    assert set(view.tokens) | set(view.rows) | set(view.texts) == set(table.column_names)
 
 
 @quick
@@ -116,10 +118,10 @@ def test_a_column_that_a_part_cannot_hold_is_named(columns, what):
 
 
 def test_text_may_be_missing():
-    table = make_table(2).set_column(5, "uid", pa.array(["a", None]))
+    table = make_table(2).drop(["uid"]).append_column("uid", pa.array(["a", None]))
     part = encode_part(NAME, table)
     view = decode_part(pa.py_buffer(part.data), part.info, "here")
-    assert view.rows["uid"].tolist() == ["a", None]
+    assert view.texts["uid"].to_pylist() == ["a", None]
 
 
 @given(st.data())

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from raysvc.cache import posix, remote
+from raysvc.cache import posix, remote, retry
 from raysvc.cache.posix import PosixStore
 from raysvc.cache.remote import FsspecStore
 from raysvc.cache.store import Store, default_root, open_store, probe_create
@@ -314,9 +314,10 @@ class TestRemoteDetails:
             FsspecStore(store.url, seen.options).create("big", bytes(120 << 20))
             assert [line.split()[0] for line in seen.proxy.seen] == ["PUT"]
 
-    def test_a_store_that_stays_down_is_named_in_the_end(self, s3: S3):
+    def test_a_store_that_stays_down_is_named_in_the_end(self, s3: S3, monkeypatch):
+        monkeypatch.setattr(retry, "ATTEMPTS", 2)
         store = s3.store()
-        with proxy(s3, fail=10000) as bad:
+        with proxy(s3, fail=10000, status=500) as bad:
             with pytest.raises(StoreError, match=r"s3://.*failed \d times.*check the network"):
                 FsspecStore(store.url, bad.options).read("a")
 

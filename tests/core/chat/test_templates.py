@@ -62,7 +62,9 @@ def test_words_as_headers_have_no_end_of_turn_token(slice_tokenizer: Any, tokeni
     assert all("###" not in text for text in row.trained)
 
 
-def test_a_refusing_template_sets_its_row_aside_with_its_own_words(slice_tokenizer: Any, tokenize: Any) -> None:
+def test_a_refusing_template_sets_its_row_aside_with_its_own_words(
+    slice_tokenizer: Any, tokenize: Any
+) -> None:
     bad = talk((U, "a"), (U, "b"), (A, "c"))
     rows, result = tokenize(slice_tokenizer("must_alternate"), two_turns(), bad, two_turns())
     assert len(rows) == 2
@@ -96,7 +98,11 @@ def test_reasoning_that_a_template_leaves_out_is_no_fault(slice_tokenizer: Any, 
     assert tokens.trained == ["first<|im_end|>"]
 
 
-CALL = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}}
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}},
+}
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
 
 

@@ -1,5 +1,7 @@
 """Arrays of every layout against a collator that goes token by token."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -54,10 +56,8 @@ def sequence(data, config, mini, row, number, column):
             place = column + k if config.layout == "stream" else k
             target = data.tokens["loss_mask"][at + k] and place > 0
             token = data.tokens["input_ids"][at + k]
-            cells.append(
-                (token, 1, place, int(target), token if target else -100)
-                + (data.tokens["advantages"][at + k], data.tokens["router"][at + k], number + 1)
-            )
+            extra = data.tokens["advantages"][at + k], data.tokens["router"][at + k]
+            cells.append((token, 1, place, int(target), token if target else -100, *extra, number + 1))
     align = config.align if config.layout == "packed" else 1
     empty = (PAD_TOKEN, 0, 0, 0, -100, PADS["advantages"], PADS["router"], 0)
     return cells + [empty] * (-len(cells) % align)
@@ -139,11 +139,11 @@ def check_boundaries(config, arrays):
         return
     offsets = arrays["cu_seqlens_offsets"] - arrays["cu_seqlens_offsets"][0]
     sequence = 0
-    for line, (start, stop) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for line, (start, stop) in enumerate(pairwise(offsets)):
         bounds = arrays["cu_seqlens"][start:stop].tolist()
         assert bounds[0] == 0
         assert bounds[-1] <= arrays["input_ids"].shape[1]
-        for number, (first, last) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for number, (first, last) in enumerate(pairwise(bounds)):
             length = int(arrays["seq_lengths"][sequence])
             sequence += 1
             if config.layout == "packed":

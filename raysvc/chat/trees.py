@@ -1,0 +1,126 @@
+"""A tree of questions and answers, grown by the rows that are met, and compiled once it stops growing.
+
+Always true:
+- `find` gives the leaf whose questions have the answers of this conversation, or None when there is none yet;
+- the compiled function and the walk give the same leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysvc.chat.messages import Message
+from raysvc.chat.symbols import KINDS, Answer, Question, answerer
+
+Find = Callable[[list[Message], int], Any]
+QUIET_FINDS = 64
+
+
+@dataclass(slots=True)
+class Node:
+    """A question, and where its answers lead: to nodes or leaves."""
+
+    question: Question
+    answer: Answer
+    children: dict[Any, Any] = field(default_factory=dict)
+
+
+class Tree:
+    """What is known so far about what a template asks.
+
+    Attributes:
+        root: a node, a leaf, or None while nothing is known.
+        find: the leaf of a conversation and a place in it, None when it is a new one.
+    """
+
+    def __init__(self) -> None:
+        self.root: Any = None
+        self._quiet = 0
+        self.find: Find = self._walk
+
+    def _walk(self, messages: list[Message], at: int) -> Any:
+        node = self.root
+        while node.__class__ is Node:
+            node = node.children.get(node.answer(messages, at))
+        self._quiet += 1
+        if self._quiet == QUIET_FINDS:
+            self.find = compiled(self.root)
+        return node
+
+    def learn(
+        self, make: Callable[[Callable[[Question], Any]], Any], messages: list[Message], at: int
+    ) -> Any:
+        """Run `make` for a conversation and keep what it returns as the leaf of the answers it asked for."""
+        asked: dict[Question, tuple[Answer, Any]] = {}
+
+        def ask(question: Question) -> Any:
+            if question not in asked:
+                answer = answerer(question)
+                asked[question] = (answer, answer(messages, at))
+            return asked[question][1]
+
+        leaf = make(ask)
+        self.root = _grown(self.root, [(q, answer, given) for q, (answer, given) in asked.items()], leaf)
+        self._quiet, self.find = 0, self._walk
+        return leaf
+
+
+def _grown(root: Any, path: list[tuple[Question, Answer, Any]], leaf: Any) -> Any:
+    """The tree with one more leaf; a path asks the questions of the nodes it goes through, in their order."""
+    if not path:
+        return leaf
+    question, answer, given = path[0]
+    node = root if root.__class__ is Node else Node(question, answer)
+    assert node.question == question
+    node.children[given] = _grown(node.children.get(given), path[1:], leaf)
+    return node
+
+
+def compiled(root: Any) -> Find:
+    """The tree as one Python function of nested ifs."""
+    names: dict[str, Any] = {"K": KINDS}
+    lines = ["def find(messages, at):", "    message = messages[at]"]
+    _write(root, 1, lines, names)
+    exec("\n".join(lines), names)
+    found: Find = names["find"]
+    return found
+
+
+def _write(node: Any, depth: int, lines: list[str], names: dict[str, Any]) -> None:
+    indent = "    " * depth
+    if node.__class__ is not Node:
+        lines.append(f"{indent}return {_named(node, names)}")
+        return
+    lines.append(f"{indent}a{depth} = {_expression(node, names)}")
+    for given, child in node.children.items():
+        test = (
+            f"a{depth} is {given}"
+            if given is True or given is False
+            else f"a{depth} == {_named(given, names)}"
+        )
+        lines.append(f"{indent}if {test}:")
+        _write(child, depth + 1, lines, names)
+    lines.append(f"{indent}return None")
+
+
+def _expression(node: Node, names: dict[str, Any]) -> str:
+    kind, *about = node.question
+    if kind in ("kind", "value") and len(about[0]) == 2 and about[0][0][0] == "rel":
+        (_, offset), key = about[0]
+        if offset == 0:
+            return f"K[type(message.get({key!r}))]" if kind == "kind" else f"message[{key!r}]"
+    if kind == "first":
+        return f"at == {about[0]}"
+    if kind == "last":
+        return "at == len(messages) - 1"
+    return f"{_named(node.answer, names)}(messages, at)"
+
+
+def _named(value: Any, names: dict[str, Any]) -> str:
+    if isinstance(value, str | int) and not isinstance(value, bool):
+        return repr(value)
+    name = f"v{len(names)}"
+    names[name] = value
+    return name
