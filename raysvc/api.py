@@ -8,9 +8,11 @@ Always true:
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from raysvc.cache.reader import Entry
+    from raysvc.plan.plan import Plan
     from raysvc.plan.schedule import Schedule
 
 DEFAULT_ROOT = ".raysvc/cache"
@@ -80,10 +83,21 @@ class CacheEntry:
         Raises:
             TokenizerError: the tokenizer that the entry was built with is not found here.
         """
+        return str(self._tokenizer.decode(self.row(index)["input_ids"]))
+
+    def spans(self, index: int) -> list[tuple[str, bool]]:
+        """One row as stretches of text: (text, trained)."""
+        row = self.row(index)
+        ids, mask = row["input_ids"], row["loss_mask"]
+        cuts = [i for i, (a, b) in enumerate(itertools.pairwise(mask), start=1) if a != b]
+        edges = itertools.pairwise([0, *cuts, len(ids)])
+        return [(str(self._tokenizer.decode(ids[a:b])), bool(mask[a])) for a, b in edges if a < b]
+
+    @cached_property
+    def _tokenizer(self) -> Any:
         from raysvc.chat.tokenizer import LoadedTokenizer
 
-        tokenizer = LoadedTokenizer(TokenizerConfig.model_validate(self.report["tokenizer"]))
-        return str(tokenizer.hf.decode(self.row(index)["input_ids"]))
+        return LoadedTokenizer(TokenizerConfig.model_validate(self.report["tokenizer"])).hf
 
 
 @dataclass(frozen=True)
@@ -195,14 +209,26 @@ def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
     )
 
 
+def plan_of(job: JobConfig, entry: CacheEntry) -> Plan:
+    """The plan that the job's server would follow."""
+    from raysvc.plan.plan import Plan
+
+    return Plan(job.plan, entry.entry.lengths(), entry_keys=[entry.key])
+
+
 def cpus_held(job: JobConfig) -> float:
     """CPUs that a job's server and workers hold at the same time."""
     return job.server.num_cpus + job.trainer.dp_size * job.trainer.cpus_per_worker
 
 
 def cache_root(job: JobConfig) -> str:
-    """Where entries live: `cache.root`, RAYSVC_CACHE_DIR, or a folder here; absolute when local."""
-    return absolute(job.cache.root or os.environ.get("RAYSVC_CACHE_DIR") or DEFAULT_ROOT)
+    """Where the entries of a job live; absolute when local."""
+    return default_root(job.cache.root)
+
+
+def default_root(root: str | None = None) -> str:
+    """A cache root: the given one, RAYSVC_CACHE_DIR, or a folder here; absolute when local."""
+    return absolute(root or os.environ.get("RAYSVC_CACHE_DIR") or DEFAULT_ROOT)
 
 
 def absolute(path: str) -> str:

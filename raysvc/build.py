@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.cache.key import cache_key, nearest
+from raysvc.cache.generations import build_generation, next_generation
+from raysvc.cache.key import Difference, cache_key, nearest
 from raysvc.cache.manifest import Manifest
-from raysvc.cache.reader import Entry, find_entry, list_entries, next_generation, open_entry
+from raysvc.cache.reader import Entry, find_entry, list_entries, open_entry
 from raysvc.cache.store import Store, open_store
 from raysvc.cache.writer import EntryWriter
 from raysvc.chat.books import Books, Quarantined, check_quarantine
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 EXAMPLES_KEPT = 20
+HIT = "same source, tokenizer, template and options"
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,9 @@ def find_or_build(
         return _build(job, plan, store, private, 0, address, progress), False, "cache.enabled is false"
     entry = None if job.cache.force else find_entry(store, plan.key)
     if entry is not None:
-        return entry, True, "same source, tokenizer, template and options"
-    reason = "cache.force is true" if job.cache.force else _why_missed(store, plan)
-    generation = next_generation(store, plan.key)
+        return entry, True, HIT
+    reason = "cache.force is true" if job.cache.force else _why_missed(store, plan)[0]
+    generation = (next_generation if job.cache.force else build_generation)(store, plan.key)
     return _build(job, plan, store, plan.key, generation, address, progress), False, reason
 
 
@@ -114,7 +116,19 @@ def _format_of(job: JobConfig, source: Source) -> Format:
     return resolve_format(job.text, row).name
 
 
-def _why_missed(store: Store, plan: BuildPlan) -> str:
+def explain_job(job: JobConfig, root: str) -> dict[str, Any]:
+    """Whether a job would hit the cache, and in what it differs from the nearest entry; builds nothing."""
+    store = open_store(root, job.cache.storage_options, job.cache.unsafe_store)
+    plan = plan_build(job)
+    entry = find_entry(store, plan.key)
+    if entry is not None:
+        return {"hit": True, "key": plan.key, "reason": HIT, "uri": entry.uri, "differences": []}
+    reason, differences = _why_missed(store, plan)
+    return {"hit": False, "key": plan.key, "reason": reason, "differences": [str(one) for one in differences]}
+
+
+def _why_missed(store: Store, plan: BuildPlan) -> tuple[str, list[Difference]]:
+    """One clause, and every field in which the nearest finished entry differs."""
     recipes = {}
     for item in list_entries(store):
         if item.state != "finished":
@@ -125,11 +139,11 @@ def _why_missed(store: Store, plan: BuildPlan) -> str:
             continue
     close = nearest(plan.recipe, recipes)
     if close is None:
-        return "the cache holds no finished entry yet"
+        return "the cache holds no finished entry yet", []
     key, differences = close
-    first = f"{differences[0]}" if differences else "nothing"
-    more = f" and {len(differences) - 1} more" if len(differences) > 1 else ""
-    return f"nearest entry {key[:12]} differs in {first}{more}"
+    names = [one.path for one in differences]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"nearest entry {key[:12]} differs in {', '.join(names[:3])}{more}", differences
 
 
 def _build(

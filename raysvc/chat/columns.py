@@ -57,9 +57,7 @@ class ChatColumns:
     def messages(self, row: int) -> list[Message]:
         """One conversation as `read_messages` gives it."""
         places = range(int(self.starts[row]), int(self.starts[row + 1]))
-        return [
-            {"role": self.role_names[self.roles[n]], "content": self.contents[n].as_py()} for n in places
-        ]
+        return [{"role": self.role_names[self.roles[n]], "content": self.contents[n].as_py()} for n in places]
 
 
 def columns_of_json_lines(
@@ -122,7 +120,9 @@ def _columns(flat: pa.StructArray, starts: Ints64, source_rows: Ints64) -> ChatC
 
 
 def _is_plain(kind: Any) -> bool:
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(
+        kind.value_type
+    ):
         return False
     fields = {field.name: field.type for field in kind.value_type}
     texts = all(_is_text(fields.pop(name, pa.null())) for name in ("role", "content"))

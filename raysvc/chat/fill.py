@@ -69,6 +69,8 @@ class ColumnFiller:
         columns, row_of = self._columns, self._answers.row_of
         silent = _blank(columns.contents) & (self._trained | self._answers.is_role("assistant"))
         self._slow[row_of[silent]] = True
+        if not self._all_tokens:
+            self._slow |= np.bincount(row_of[self._trained], minlength=len(columns)) == 0
         rows = np.flatnonzero(~self._slow)
         row_shapes, shape_of = self._leaves(self._shapes.row_tree, columns.starts[rows])
         for number, shape in enumerate(row_shapes):
@@ -131,11 +133,7 @@ class ColumnFiller:
         if answered is None:
             return [(SLOW, some, again)]
         codes, values = answered
-        return [
-            (node.children.get(value), some[codes == code], again)
-            for code, value in enumerate(values)
-            if value in node.children or (codes == code).any()
-        ]
+        return [(node.children.get(value), some[codes == code], again) for code, value in enumerate(values)]
 
     def _learn(self, row: int) -> None:
         self._shapes.fill(ChatExample(self._columns.messages(row), None, ()))
@@ -180,7 +178,9 @@ class ColumnAnswers:
             return codes, values.tolist()
         return self._about_text(kind, about[0], about[1], places) if len(about) == 2 else None
 
-    def _about_text(self, kind: str, hole: Hole, other: Any, places: Ints64) -> tuple[Ints64, list[Any]] | None:
+    def _about_text(
+        self, kind: str, hole: Hole, other: Any, places: Ints64
+    ) -> tuple[Ints64, list[Any]] | None:
         if not _is_content(hole):
             return None
         texts = text_of(hole, self._columns.contents.take(pa.array(self._at(hole.path[0], places))))

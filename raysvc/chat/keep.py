@@ -104,7 +104,11 @@ def _ranges(tokens: TokenRows, place: int, batch: Batch | None, spec: TextSpec, 
 
 
 def _gathered(
-    tokens: TokenRows, ranges: list[Ranges], left_out: npt.NDArray[np.bool_], source_rows: Ints64, per_row: int
+    tokens: TokenRows,
+    ranges: list[Ranges],
+    left_out: npt.NDArray[np.bool_],
+    source_rows: Ints64,
+    per_row: int,
 ) -> Kept:
     there = np.flatnonzero(~left_out)
     flat = np.array([pair for row in there.tolist() for pair in ranges[row]], np.int64).reshape(-1, 2)

@@ -32,6 +32,11 @@ class Ledger:
         self._examples: list[Quarantined] = []
 
     @property
+    def count(self) -> int:
+        """Rows that were left out so far."""
+        return self._dropped.total() + self._quarantined.total()
+
+    @property
     def examples(self) -> tuple[Quarantined, ...]:
         """A few quarantined rows of each reason."""
         return tuple(self._examples)
@@ -56,9 +61,8 @@ class Ledger:
             trained: tokens with loss that were written.
             context: tokens without loss that were written.
         """
-        left_out = self._dropped.total() + self._quarantined.total()
         books = Books(
-            rows_in=written + left_out,
+            rows_in=written + self.count,
             rows_written=written,
             dropped=dict(self._dropped),
             quarantined=dict(self._quarantined),

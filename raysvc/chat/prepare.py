@@ -75,6 +75,11 @@ class Preparer:
         found = (text for _, finder, _, _ in self._templates.values() for text in finder.control_tokens)
         return tuple(dict.fromkeys(found))
 
+    @property
+    def shapes(self) -> Shapes | None:
+        """Shapes of rows without tools, None when there is no template or it is rendered with Jinja's own code."""
+        return self._template(False)[3] if self._tokenizer.chat_template else None
+
     def sequences(self, row: Mapping[str, Any], form: Format) -> list[Sequence]:
         """Sequences of one row: one, or two of a preference row.
 

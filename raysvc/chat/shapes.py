@@ -128,7 +128,7 @@ class Shapes:
 
         key = b"" if tools is None else orjson.dumps(tools)
         if key not in self._trees:
-            if len(self._trees) >= MAX_TOOL_SETS:
+            if tools is not None and len(self._trees) >= MAX_TOOL_SETS:
                 return None
             self._trees[key] = (tools, Tree())
         return self._trees[key]

@@ -24,15 +24,18 @@ Question = tuple[Any, ...]
 Answer = Callable[[list[Message], int], Any]
 ABSENT = "absent"
 
-KINDS = {
-    str: "str",
-    list: "list",
-    dict: "dict",
-    bool: "bool",
-    int: "number",
-    float: "number",
-    type(None): ABSENT,
-}
+
+
+class _Kinds(dict[type, str]):
+    """Kind of a value by its type; what JSON does not have is "other"."""
+
+    def __missing__(self, key: type) -> str:
+        return "other"
+
+
+KINDS = _Kinds(
+    {str: "str", list: "list", dict: "dict", bool: "bool", int: "int", float: "float", type(None): ABSENT}
+)
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
@@ -146,10 +149,17 @@ def answerer(question: Question) -> Answer:
     if kind == "count":
         return lambda messages, _: len(messages)
     if kind == "silent":
-        return lambda messages, at: is_empty(messages[at])
+        return _silent(about[0])
     if kind == "role before":
         return lambda messages, at: messages[at - 1]["role"] if at else ""
     return _about_text(kind, about[0], about[1])
+
+
+def _silent(place: Place) -> Answer:
+    if place == ("rel", 0):
+        return lambda messages, at: is_empty(messages[at])
+    get = getter((place,))
+    return lambda messages, at: is_empty(get(messages, at))
 
 
 def _kind_of(path: Path) -> Answer:

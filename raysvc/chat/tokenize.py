@@ -12,33 +12,40 @@ A preference row is written as two sequences, the chosen one first, with the sam
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from raysvc.chat.align import TokenTable
 from raysvc.chat.batch import Batch, batch_of
 from raysvc.chat.books import Books, Quarantined
+from raysvc.chat.columns import ChatColumns, columns_of_json_lines
 from raysvc.chat.encode import ReferenceEncoder, choose_encoder
 from raysvc.chat.faults import RowDropped, RowFault
+from raysvc.chat.fill import ColumnFiller
 from raysvc.chat.formats import ChatExample, Format, resolve_format
+from raysvc.chat.keep import Kept, keep
 from raysvc.chat.ledger import Ledger
 from raysvc.chat.prepare import Preparer, Sequence
 from raysvc.chat.rows import EncoderDiffers, RowEncoder, TokenRows, rows_of_tokens
+from raysvc.chat.sample import RenderDiffers, compare, sample_places
 from raysvc.chat.tokenizer import LoadedTokenizer
-from raysvc.chat.truncate import kept_ranges
 from raysvc.config import TextSpec
 
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 ROWS_PER_CHUNK = 2048
-CHARS_PER_CHUNK = 1 << 23
+BLOCK_BYTES = 1 << 25
+COLUMN_MODES = ("last_assistant_message", "all_assistant_messages", "all_tokens")
 SCHEMA = pa.schema(
     [("input_ids", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.uint8())), ("source_row", pa.int64())]
 )
@@ -81,23 +88,6 @@ class SliceResult:
     sampled: int = 0
 
 
-class RenderDiffers(Exception):
-    """The short code of a template gave another text than `apply_chat_template`."""
-
-
-@dataclass
-class _Slice:
-    """What a slice has made so far: arrays of written sequences, and counts for its books."""
-
-    ids: list[np.ndarray[Any, np.dtype[np.int32]]]
-    mask: list[np.ndarray[Any, np.dtype[np.uint8]]]
-    lengths: list[int]
-    source_rows: list[int]
-    written: int = 0
-    rendered: int = 0
-    sampled: int = 0
-
-
 class SliceTokenizer:
     """Tokenizes slices of one source. Loads the tokenizer and probes the encoder once.
 
@@ -118,6 +108,7 @@ class SliceTokenizer:
         self._preparer = Preparer(self.tokenizer)
         self._table = TokenTable(self.tokenizer, self._preparer.control_tokens)
         self._format: Format | None = None
+        self._may_be_plain = True
 
     @property
     def encoder_name(self) -> str:
@@ -131,7 +122,7 @@ class SliceTokenizer:
             SourceError: a column that is needed is missing, or a row is too long and `truncation` is `error`.
         """
         held = rows if isinstance(rows, list) else list(rows)
-        return self._run(lambda: iter(held))
+        return self._run(lambda ledger: self._made_of_rows(iter(held), ledger))
 
     def run_json_lines(self, data: bytes | bytearray | memoryview, first_row: int) -> SliceResult:
         """Tokenize one slice of complete JSON lines; blank lines are no rows but keep their number.
@@ -140,44 +131,99 @@ class SliceTokenizer:
             data: UTF-8 bytes.
             first_row: number of the first line in the source.
         """
-        return self._run(lambda: json_rows(data, first_row))
+        return self._run(lambda ledger: self._made_of_lines(bytes(data), first_row, ledger))
 
-    def _run(self, read: Callable[[], Iterator[SourceRow]]) -> SliceResult:
-        while True:
-            try:
-                return self._attempt(read())
-            except EncoderDiffers as differs:
-                self._switched = f"{self._encoder.name} differs from the reference on {differs}"
-                self._encoder = self._reference
-            except RenderDiffers as differs:
-                self._switched = f"the short template code differs from the reference on {differs}"
-                self._preparer = Preparer(self.tokenizer, fast=False)
-            logger.warning("dataset=%s switched to the reference: %s", self._label, self._switched)
+    def _run(self, make: Callable[[Ledger], Iterator[tuple[Kept, int]]]) -> SliceResult:
+        with no_collection():
+            while True:
+                ledger = Ledger(self._label)
+                try:
+                    return self._result(list(make(ledger)), ledger)
+                except EncoderDiffers as differs:
+                    self._switched = f"{self._encoder.name} differs from the reference on {differs}"
+                    self._encoder = self._reference
+                except RenderDiffers as differs:
+                    self._switched = f"the short template code differs from the reference on {differs}"
+                    self._preparer = Preparer(self.tokenizer, fast=False)
+                logger.warning("dataset=%s switched to the reference: %s", self._label, self._switched)
 
-    def _attempt(self, rows: Iterator[SourceRow]) -> SliceResult:
-        ledger = Ledger(self._label)
-        made = _Slice([], [], [], [])
-        for chunk in _chunks(rows):
-            self._chunk(chunk, made, ledger)
-        return self._result(made, ledger)
+    def _made_of_lines(self, data: bytes, first_row: int, ledger: Ledger) -> Iterator[tuple[Kept, int]]:
+        for block, number in _blocks(data, first_row):
+            columns = self._columns(block, number)
+            if columns is None:
+                yield from self._made_of_rows(json_rows(block, number), ledger)
+            else:
+                yield from self._made_of_columns(columns, ledger)
 
-    def _chunk(self, chunk: list[SourceRow], made: _Slice, ledger: Ledger) -> None:
-        numbers, prepared = [], []
-        for row in chunk:
-            try:
-                prepared.append(self._prepare(row))
-                numbers.append(row.source_row)
-            except (RowFault, RowDropped) as why:
-                ledger.leave_out(row.source_row, why)
-        flat = [sequence for sequences in prepared for sequence in sequences]
-        if not flat:
-            return
+    def _columns(self, block: bytes, first_row: int) -> ChatColumns | None:
+        """Columns of a block, when this build can use them and the block holds nothing else."""
+        if self._format is None:
+            first = next((row for row in json_rows(block, first_row) if row.data is not None), None)
+            if first is None or first.data is None:
+                return None
+            self._format = resolve_format(self.spec, first.data)
+        columnar = self._format.name == "chat" and self.spec.train_on in COLUMN_MODES
+        if not columnar or self._preparer.shapes is None or not self._may_be_plain:
+            return None
+        columns = columns_of_json_lines(block, first_row, self._format.columns)
+        self._may_be_plain = columns is not None
+        return columns
+
+    def _made_of_columns(self, columns: ChatColumns, ledger: Ledger) -> Iterator[tuple[Kept, int]]:
+        shapes, form = self._preparer.shapes, self._format
+        assert shapes is not None
+        assert form is not None
+        every = self.spec.train_on == "all_tokens"
+        filled = ColumnFiller(shapes, columns, _trained(columns, self.spec.train_on), every).fill()
+        if len(filled.rows):
+            tokens = RowEncoder(self._encoder, self._reference, self._table).encode(filled.batch)
+            compared = compare(
+                sample_places(np.diff(filled.batch.offsets), ledger.count),
+                tokens,
+                lambda place: ChatExample(columns.messages(int(filled.rows[place])), None, ()),
+                lambda place: ((), filled.batch.text(place), ()),
+                self.tokenizer,
+                self._reference,
+            )
+            numbers = columns.source_rows[filled.rows]
+            yield keep(tokens, filled.batch, numbers, 1, self.spec, ledger), compared
+        name = form.column("messages")
+        left = (
+            SourceRow(int(columns.source_rows[n]), {name: columns.messages(n)}) for n in filled.left.tolist()
+        )
+        yield from self._made_of_rows(left, ledger)
+
+    def _made_of_rows(self, rows: Iterator[SourceRow], ledger: Ledger) -> Iterator[tuple[Kept, int]]:
+        while chunk := list(islice(rows, ROWS_PER_CHUNK)):
+            numbers: list[int] = []
+            flat: list[Sequence] = []
+            for row in chunk:
+                try:
+                    sequences = self._prepare(row)
+                except (RowFault, RowDropped) as why:
+                    ledger.leave_out(row.source_row, why)
+                    continue
+                flat += sequences
+                numbers += [row.source_row] * len(sequences)
+            if flat:
+                yield self._chunk(flat, np.array(numbers, np.int64), ledger)
+
+    def _chunk(
+        self, flat: list[Sequence], numbers: npt.NDArray[np.int64], ledger: Ledger
+    ) -> tuple[Kept, int]:
         tokens, batch = self._encode(flat)
-        self._compare_sample(flat, tokens, made)
-        at = 0
-        for number, sequences in zip(numbers, prepared, strict=True):
-            self._write(number, range(at, at + len(sequences)), tokens, batch, made, ledger)
-            at += len(sequences)
+        compared = 0
+        if batch is not None:
+            compared = compare(
+                sample_places(np.diff(batch.offsets), ledger.count),
+                tokens,
+                lambda place: flat[place].example,
+                lambda place: (flat[place].prefix, flat[place].text, flat[place].suffix),
+                self.tokenizer,
+                self._reference,
+            )
+        assert self._format is not None
+        return keep(tokens, batch, numbers, self._format.sequences_per_row, self.spec, ledger), compared
 
     def _prepare(self, row: SourceRow) -> list[Sequence]:
         if row.data is None:
@@ -198,70 +244,24 @@ class SliceTokenizer:
         batch = batch_of(flat)
         return RowEncoder(self._encoder, self._reference, self._table).encode(batch), batch
 
-    def _write(
-        self, number: int, places: range, tokens: TokenRows, batch: Batch | None, made: _Slice, ledger: Ledger
-    ) -> None:
-        """Both sequences of a row, or neither."""
-        try:
-            for place in places:
-                if place in tokens.faults:
-                    raise tokens.faults[place]
-            label = f"{self._label or 'source'}:{number}"
-            kept = [kept_ranges(tokens, place, batch, self.spec, label) for place in places]
-        except (RowFault, RowDropped) as why:
-            ledger.leave_out(number, why)
-            return
-        made.written += 1
-        made.rendered += int(tokens.offsets[places[-1] + 1] - tokens.offsets[places[0]])
-        for ranges in kept:
-            made.ids += [tokens.ids[a:b] for a, b in ranges]
-            made.mask += [tokens.mask[a:b] for a, b in ranges]
-            made.lengths.append(sum(b - a for a, b in ranges))
-            made.source_rows.append(number)
-
-    def _compare_sample(self, flat: list[Sequence], tokens: TokenRows, made: _Slice) -> None:
-        """Hold a few rows against `apply_chat_template`, or plain texts against the reference encoder.
-
-        Raises:
-            EncoderDiffers: the ids differ though the text is the same.
-            RenderDiffers: the text differs.
-        """
-        for place in _sample(len(flat)):
-            sequence = flat[place]
-            if sequence.tokens is not None or place in tokens.faults:
-                continue
-            ids = tokens.ids[tokens.offsets[place] : tokens.offsets[place + 1]].tolist()
-            if isinstance(sequence.example, ChatExample):
-                truth = self.tokenizer.reference_ids(sequence.example.messages, sequence.example.tools)
-            else:
-                inner, _ = self._reference.encode_with_offsets(sequence.text)
-                truth = [*sequence.prefix, *inner, *sequence.suffix]
-            made.sampled += 1
-            if ids != truth:
-                inner, _ = self._reference.encode_with_offsets(sequence.text)
-                self._differs(sequence, [*sequence.prefix, *inner, *sequence.suffix] == ids)
-
-    def _differs(self, sequence: Sequence, encoder_is_right: bool) -> None:
-        shown = repr(sequence.text[:80])
-        if encoder_is_right:
-            raise RenderDiffers(shown)
-        raise EncoderDiffers(shown)
-
-    def _result(self, made: _Slice, ledger: Ledger) -> SliceResult:
-        ids = np.concatenate(made.ids) if made.ids else np.zeros(0, np.int32)
-        mask = np.concatenate(made.mask) if made.mask else np.zeros(0, np.uint8)
-        trained = int(mask.sum(dtype=np.int64))
-        books = ledger.books(made.written, made.rendered, trained, len(mask) - trained)
+    def _result(self, made: list[tuple[Kept, int]], ledger: Ledger) -> SliceResult:
+        kept = [part for part, _ in made]
+        trained = sum(int(part.mask.sum(dtype=np.int64)) for part in kept)
+        tokens = sum(len(part.ids) for part in kept)
+        rendered, rows = sum(part.rendered for part in kept), sum(part.rows for part in kept)
+        books = ledger.books(rows, rendered, trained, tokens - trained)
         preference = self._format is not None and self._format.name == "preference"
-        table = _table(ids, mask, made, preference)
-        return SliceResult(table, books, ledger.examples, self._encoder.name, self._switched, made.sampled)
+        compared = sum(count for _, count in made)
+        return SliceResult(
+            _table(kept, preference), books, ledger.examples, self._encoder.name, self._switched, compared
+        )
 
 
-def json_rows(data: bytes | bytearray | memoryview, first_row: int) -> Iterator[SourceRow]:
+def json_rows(data: bytes, first_row: int) -> Iterator[SourceRow]:
     """Rows of complete JSON lines; one that is broken comes with its error."""
     import orjson
 
-    for number, line in enumerate(bytes(data).split(b"\n"), first_row):
+    for number, line in enumerate(data.split(b"\n"), first_row):
         if not line.strip():
             continue
         try:
@@ -275,13 +275,46 @@ def json_rows(data: bytes | bytearray | memoryview, first_row: int) -> Iterator[
             yield SourceRow(number, None, f"not a JSON object: it is a {type(value).__name__}")
 
 
-def _chunks(rows: Iterator[SourceRow]) -> Iterator[list[SourceRow]]:
-    while chunk := list(islice(rows, ROWS_PER_CHUNK)):
-        yield chunk
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Pause the cycle collector: rows hold no cycles, and looking for some takes a third of the time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
-def _sample(count: int) -> list[int]:
-    return sorted({0, count // 2, count - 1}) if count else []
+def _blocks(data: bytes, first_row: int) -> Iterator[tuple[bytes, int]]:
+    """(lines, number of the first) of at most `BLOCK_BYTES`, or one line."""
+    at = 0
+    while at < len(data):
+        end = len(data)
+        if end - at > BLOCK_BYTES:
+            end = data.rfind(b"\n", at, at + BLOCK_BYTES) + 1 or data.find(b"\n", at) + 1 or len(data)
+        block = data if (at, end) == (0, len(data)) else data[at:end]
+        yield block, first_row
+        first_row += block.count(b"\n")
+        at = end
+
+
+def _trained(columns: ChatColumns, train_on: str) -> npt.NDArray[np.bool_]:
+    """bool [M], messages under loss."""
+    names = columns.role_names
+    assistant: npt.NDArray[np.bool_] = columns.roles == (
+        names.index("assistant") if "assistant" in names else -1
+    )
+    if train_on == "all_assistant_messages":
+        return assistant
+    chosen = np.zeros(len(assistant), np.bool_)
+    if train_on == "last_assistant_message":
+        rows = np.repeat(np.arange(len(columns)), np.diff(columns.starts))
+        places = np.flatnonzero(assistant)
+        last = np.append(np.diff(rows[places]) != 0, True)[: len(places)]
+        chosen[places[last]] = True
+    return chosen
 
 
 def _check_text(text: str) -> None:
@@ -291,14 +324,25 @@ def _check_text(text: str) -> None:
         raise RowFault("a text holds half a surrogate pair") from None
 
 
-def _table(ids: Any, mask: Any, made: _Slice, preference: bool) -> pa.Table:
-    offsets = np.zeros(len(made.lengths) + 1, np.int32)
-    np.cumsum(made.lengths, out=offsets[1:])
+def _table(kept: list[Kept], preference: bool) -> pa.Table:
+    """The written sequences, by source row."""
+    schema = PREFERENCE_SCHEMA if preference else SCHEMA
+    tables = [_part(part, preference) for part in kept if len(part.lengths)]
+    table = pa.concat_tables(tables) if tables else schema.empty_table()
+    numbers = table["source_row"].to_numpy()
+    if np.all(numbers[1:] >= numbers[:-1]):
+        return table
+    return table.take(pa.array(np.argsort(numbers, kind="stable")))
+
+
+def _part(kept: Kept, preference: bool) -> pa.Table:
+    offsets = np.zeros(len(kept.lengths) + 1, np.int32)
+    np.cumsum(kept.lengths, out=offsets[1:])
     columns = [
-        pa.ListArray.from_arrays(pa.array(offsets), pa.array(ids)),
-        pa.ListArray.from_arrays(pa.array(offsets), pa.array(mask)),
-        pa.array(made.source_rows, pa.int64()),
+        pa.ListArray.from_arrays(pa.array(offsets), pa.array(kept.ids)),
+        pa.ListArray.from_arrays(pa.array(offsets), pa.array(kept.mask)),
+        pa.array(kept.source_rows),
     ]
     if preference:
-        columns.append(pa.array([1, 0] * (len(made.lengths) // 2), pa.uint8()))
+        columns.append(pa.array(np.tile(np.array([1, 0], np.uint8), len(kept.lengths) // 2)))
     return pa.table(columns, schema=PREFERENCE_SCHEMA if preference else SCHEMA)

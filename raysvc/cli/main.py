@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import typer
 
+from raysvc.cli.cache import app as cache
 from raysvc.cli.demo import demo
+from raysvc.cli.plan import plan
+from raysvc.cli.show import show
 from raysvc.cli.tokenize import tokenize
 from raysvc.cli.train import train
 
@@ -16,6 +19,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
+app.command()(plan)
+app.command()(show)
+app.add_typer(cache, name="cache")
 app.command()(tokenize)
 app.command()(train)
 

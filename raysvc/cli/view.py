@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -98,6 +98,17 @@ def print_table(title: str, rows: Mapping[str, Any]) -> None:
     table = Table(title=title, show_header=False, title_justify="left")
     for name, value in rows.items():
         table.add_row(name, number(value))
+    Console(soft_wrap=False).print(table)
+
+
+def print_rows(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table on stdout; the first row's names are the columns."""
+    if not rows:
+        print(f"{title}: none")
+        return
+    table = Table(*rows[0], title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*(number(value) for value in row.values()))
     Console(soft_wrap=False).print(table)
 
 

@@ -1,0 +1,73 @@
+"""Hold a few rows of every slice against the truth.
+
+Always true:
+- a chat is compared with `apply_chat_template(tokenize=True)`, a text with the reference encoder;
+- a difference says whose it is: the encoder's, or that of the text we rendered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from raysvc.chat.encode import ReferenceEncoder
+from raysvc.chat.formats import ChatExample, Example
+from raysvc.chat.rows import EncoderDiffers, TokenRows
+from raysvc.chat.tokenizer import LoadedTokenizer
+
+ROWS_PER_CHUNK = 4
+LONGEST_CHARS = 1 << 16
+
+
+class RenderDiffers(Exception):
+    """We rendered another text than `apply_chat_template`; the argument says on what."""
+
+
+def sample_places(lengths: np.ndarray, seed: int) -> list[int]:  # type: ignore[type-arg]
+    """Rows to compare: the first, the last and some in between, without giants; other ones in every chunk."""
+    fit = np.flatnonzero(lengths <= max(LONGEST_CHARS, int(lengths.min(initial=LONGEST_CHARS))))
+    if not len(fit):
+        return []
+    between = np.random.default_rng(seed).integers(0, len(fit), max(ROWS_PER_CHUNK - 2, 0))
+    return sorted({int(fit[0]), int(fit[-1]), *fit[between].tolist()})
+
+
+def compare(
+    places: Iterable[int],
+    tokens: TokenRows,
+    example: Callable[[int], Example | None],
+    around: Callable[[int], tuple[tuple[int, ...], str, tuple[int, ...]]],
+    tokenizer: LoadedTokenizer,
+    reference: ReferenceEncoder,
+) -> int:
+    """Compare some rows; how many were compared.
+
+    Args:
+        places: of the rows in `tokens`.
+        tokens: what was made of them.
+        example: what a row came from.
+        around: (ids before, text, ids behind) of a row.
+        tokenizer: for the truth of a chat.
+        reference: for the truth of a text.
+
+    Raises:
+        EncoderDiffers: the ids are not those of the text.
+        RenderDiffers: the text is not the true one.
+    """
+    compared = 0
+    for place in places:
+        if place in tokens.faults:
+            continue
+        ids = tokens.ids[tokens.offsets[place] : tokens.offsets[place + 1]].tolist()
+        before, text, behind = around(place)
+        chat = example(place)
+        if isinstance(chat, ChatExample):
+            truth = tokenizer.reference_ids(chat.messages, chat.tools)
+        else:
+            truth = [*before, *reference.encode_with_offsets(text)[0], *behind]
+        compared += 1
+        if ids != truth:
+            own = [*before, *reference.encode_with_offsets(text)[0], *behind]
+            raise (RenderDiffers if own == ids else EncoderDiffers)(repr(text[:80]))
+    return compared

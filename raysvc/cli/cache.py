@@ -1,0 +1,215 @@
+"""`raysvc cache ls | info | explain | verify | gc`: look after cache entries."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from raysvc.cli.common import AsJson, Verbose, edge, emit
+from raysvc.cli.view import print_rows, print_table
+
+app = typer.Typer(help="Look after cache entries.", no_args_is_help=True)
+
+Root = Annotated[str | None, typer.Option(help="Cache root; default RAYSVC_CACHE_DIR, else .raysvc/cache.")]
+Key = Annotated[str, typer.Argument(help="Key of an entry, or the beginning of it.")]
+Config = Annotated[
+    str | None, typer.Option("-c", "--config", help="Explain this job instead of two entries.")
+]
+Days = Annotated[float | None, typer.Option(help="Entries not used for so many days go.", min=0)]
+MaxGB = Annotated[float | None, typer.Option(help="Least recently used entries go above this size.", min=0)]
+GraceHours = Annotated[float, typer.Option(help="Nothing younger is removed.", min=0)]
+
+
+@app.command()
+@edge
+def ls(root: Root = None, as_json: AsJson = False, verbose: Verbose = False) -> None:
+    """List every entry, finished or not.
+
+    Example: raysvc cache ls --root s3://bucket/cache
+    """
+    from raysvc.cache.reader import list_entries
+
+    entries = list_entries(_store(root))
+    if as_json:
+        emit({"entries": [asdict(entry) for entry in entries]})
+        return
+    rows = [
+        {
+            "entry": entry.folder[:16] + entry.folder[64:],
+            "state": entry.state,
+            "MB": round(entry.num_bytes / 1e6, 1),
+            "files": entry.num_files,
+            "changed": datetime.datetime.fromtimestamp(entry.modified_s).isoformat(" ", "minutes"),
+        }
+        for entry in entries
+    ]
+    print_rows(f"Entries in {_store(root).url}", rows)
+
+
+@app.command()
+@edge
+def info(key: Key, root: Root = None, as_json: AsJson = False, verbose: Verbose = False) -> None:
+    """Show what an entry holds and what decided its bytes.
+
+    Example: raysvc cache info 3f2a
+    """
+    entry = _entry(root, key)
+    facts = {"uri": entry.uri, "key": entry.key, "rows": entry.num_rows, "tokens": entry.num_tokens}
+    if as_json:
+        emit({**facts, "recipe": entry.recipe, "report": dict(entry.report)})
+        return
+    print_table("Entry", {**facts, "parts": len(entry.manifest.parts)})
+    print_table("Recipe", {name: _short(value) for name, value in flat(entry.recipe).items()})
+
+
+@app.command()
+@edge
+def explain(
+    keys: Annotated[list[str] | None, typer.Argument(help="Two entries; or none with -c.")] = None,
+    config: Config = None,
+    root: Root = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Say whether a job hits the cache and why not, or how two entries differ.
+
+    Example: raysvc cache explain -c job.yaml
+    """
+    from raysvc.cache import key as keys_module
+    from raysvc.errors import ConfigError
+
+    if config is not None:
+        _explain_job(config, keys or [], as_json)
+        return
+    if keys is None or len(keys) != 2:
+        raise ConfigError("raysvc cache explain", "needs two entries, or -c job.yaml", "give one of these")
+    first, second = (_entry(root, key) for key in keys)
+    differences = keys_module.explain(first.recipe, second.recipe)
+    if as_json:
+        emit({"differences": [asdict(difference) for difference in differences]})
+        return
+    for difference in differences:
+        print(difference)
+    print(f"{len(differences)} fields differ")
+
+
+@app.command()
+@edge
+def verify(
+    key: Key,
+    root: Root = None,
+    mark: Annotated[bool, typer.Option(help="Take a damaged entry out of service.")] = True,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Read every byte of an entry and compare; exit code 1 when something is wrong.
+
+    Example: raysvc cache verify 3f2a
+    """
+    from raysvc.cache.verify import mark_damaged, verify_folder
+
+    store = _store(root)
+    folder = _folder(root, key)
+    problems = verify_folder(store, folder)
+    if problems and mark:
+        mark_damaged(store, folder, problems)
+    if as_json:
+        emit({"entry": folder, "problems": [asdict(problem) for problem in problems]})
+    for problem in problems:
+        print(f"damaged: {problem}", file=sys.stderr)
+    if problems:
+        raise typer.Exit(1)
+    if not as_json:
+        print(f"{folder}: every byte is as it was written")
+
+
+@app.command()
+@edge
+def gc(
+    root: Root = None,
+    days: Days = None,
+    max_gb: MaxGB = None,
+    grace_hours: GraceHours = 24.0,
+    dry_run: Annotated[bool, typer.Option(help="Only say what would go.")] = False,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Remove leftovers of dead builds, and old entries when asked; never one in use.
+
+    Example: raysvc cache gc --days 30 --dry-run
+    """
+    from raysvc.cache.garbage import collect_garbage
+
+    removals = collect_garbage(
+        _store(root),
+        older_than_s=None if days is None else days * 86400,
+        max_bytes=None if max_gb is None else int(max_gb * 1e9),
+        grace_s=grace_hours * 3600,
+        dry_run=dry_run,
+    )
+    if as_json:
+        emit({"dry_run": dry_run, "removals": [asdict(removal) for removal in removals]})
+        return
+    rows = [
+        {"entry": r.folder[:20], "what": r.action, "why": r.reason, "MB": round(r.num_bytes / 1e6, 1)}
+        for r in removals
+    ]
+    print_rows("Would remove" if dry_run else "Removed", rows)
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """A nested mapping as dotted names."""
+    if isinstance(value, Mapping) and value:
+        return {
+            name: leaf for key, item in value.items() for name, leaf in flat(item, f"{prefix}{key}.").items()
+        }
+    return {prefix.rstrip("."): value}
+
+
+def _explain_job(config: str, overrides: list[str], as_json: bool) -> None:
+    from raysvc.api import cache_root
+    from raysvc.build import explain_job
+    from raysvc.jobfile import load_job
+
+    job = load_job(config, overrides)
+    found = explain_job(job, cache_root(job))
+    if as_json:
+        emit(found)
+        return
+    print(f"{'hit' if found['hit'] else 'miss'}: key={found['key']} ({found['reason']})")
+    for line in found["differences"]:
+        print(f"  {line}")
+
+
+def _store(root: str | None) -> Any:
+    from raysvc.api import default_root
+    from raysvc.cache.store import open_store
+
+    return open_store(default_root(root))
+
+
+def _folder(root: str | None, key: str) -> str:
+    from raysvc.cache.reader import list_entries
+    from raysvc.errors import EntryError
+
+    names = [entry.folder for entry in list_entries(_store(root)) if entry.folder.startswith(key)]
+    if len(names) != 1:
+        what = "is no entry" if not names else f"is the beginning of {len(names)} entries"
+        raise EntryError(repr(key), what, "look at raysvc cache ls, and give more digits")
+    return names[0]
+
+
+def _entry(root: str | None, key: str) -> Any:
+    from raysvc.cache.entry import Entry
+
+    return Entry.open(_store(root), _folder(root, key))
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 70 else f"{text[:60]}... ({len(text)} characters)"

@@ -1,0 +1,71 @@
+"""`raysvc plan`: what a run will look like, from lengths alone."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from raysvc.cli.common import Address, AsJson, Job, Overrides, Verbose, edge, emit
+from raysvc.cli.view import View, print_rows, print_table
+
+StepNumber = Annotated[int | None, typer.Option(help="Show the rows of this step.", min=0)]
+BAR = 30
+
+
+@edge
+def plan(
+    config: Job = "job.yaml",
+    overrides: Overrides = None,
+    step: StepNumber = None,
+    address: Address = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show steps, padding, packing, balance and bytes of a job before it runs; tokenizes when needed.
+
+    Example: raysvc plan -c job.yaml plan.layout=packed plan.micro_batch_tokens=8192
+    """
+    from raysvc import api
+    from raysvc.collate.report import plan_report, rows_of_step
+    from raysvc.errors import PlanError
+    from raysvc.jobfile import load_job
+
+    job = load_job(config, overrides or ())
+    with View() as view:
+        entry = api.tokenize(job, address=address, progress=view)
+    steps = api.plan_of(job, entry)
+    dp_size = job.trainer.dp_size
+    if step is not None:
+        if step >= steps.schedule.num_steps:
+            raise PlanError(
+                "--step", f"{step} is not below the {steps.schedule.num_steps} steps", "give a smaller one"
+            )
+        rows = [row._asdict() for row in rows_of_step(steps, step, dp_size)]
+        sources = entry.entry.read(np.array([row["row_id"] for row in rows])).rows["source_row"].tolist()
+        rows = [{**row, "source_row": source} for row, source in zip(rows, sources, strict=True)]
+        if as_json:
+            emit({"step": step, "epoch": steps.schedule.epoch_of(step), "rows": rows})
+        else:
+            print_rows(f"Step {step}, epoch {steps.schedule.epoch_of(step)}", rows)
+        return
+    report = plan_report(steps, dp_size, look_ahead_steps=job.server.look_ahead_steps)
+    if as_json:
+        emit({"dp_size": dp_size, **asdict(report)})
+        return
+    print_table(f"Plan for {dp_size} ranks", _facts(asdict(report)))
+    for start, stop, count in report.histogram:
+        bar = "█" * round(BAR * count / max(n for _, _, n in report.histogram))
+        print(f"{start:>10,} – {stop:>10,} tokens {bar} {count}")
+
+
+def _facts(report: dict[str, Any]) -> dict[str, Any]:
+    shown = {name: value for name, value in report.items() if name not in ("histogram", "tokens_per_step")}
+    for name in ("bytes_per_step", "bytes_look_ahead"):
+        shown[name] = f"{report[name] / 1e6:,.2f} MB"
+    for name in ("share_padding", "share_dummies", "packing_efficiency"):
+        shown[name] = "–" if report[name] is None else f"{report[name]:.2%}"
+    percentiles = report["tokens_per_step"].items()
+    return {**shown, "tokens_per_step": " ".join(f"p{name} {value:,}" for name, value in percentiles)}

@@ -1,0 +1,105 @@
+"""Builds go through Ray Data, are shared, and go on where a killed one stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import raysvc
+from raysvc.cache.store import open_store
+from raysvc.cache.writer import EntryWriter
+from raysvc.sample import write_rows
+
+pytestmark = pytest.mark.ray
+
+
+def sections(folder: Path, sample: dict[str, str], rows: int, slices: int) -> dict[str, Any]:
+    path = write_rows(folder / "rows.jsonl", rows)
+    return {
+        "source": {"path": str(path), "format": "chat"},
+        "tokenizer": sample["tokenizer"],
+        "workers": {"max": 2, "slice_mb": path.stat().st_size / slices / 1e6},
+    }
+
+
+def rows_of(entry: raysvc.CacheEntry) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = entry.table().to_pylist()
+    return found
+
+
+def test_a_job_without_parallelism_and_one_with_many_slices_give_the_same_rows(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    job = sections(tmp_path, sample, 150, 6)
+    many = raysvc.tokenize(**job, cache={"root": str(tmp_path / "many")})
+    one = raysvc.tokenize(**{**job, "workers": {"max": 1}}, cache={"root": str(tmp_path / "one")})
+    assert len(many.entry.manifest.parts) > 3
+    assert len(one.entry.manifest.parts) == 1
+    assert many.key == one.key
+    assert rows_of(many) == rows_of(one)
+
+
+def test_two_that_ask_at_once_share_one_build(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    job = {**sections(tmp_path, sample, 200, 4), "cache": {"root": str(tmp_path / "cache")}}
+    entries: list[raysvc.CacheEntry] = []
+    threads = [threading.Thread(target=lambda: entries.append(raysvc.tokenize(**job))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert entries[0].uri == entries[1].uri
+    parts = list(Path(entries[0].uri).glob("part-*.arrow"))
+    assert len(parts) == len(entries[0].entry.manifest.parts), "no slice was made twice"
+
+
+def test_an_error_in_a_task_arrives_as_what_it_was(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    job = {**sections(tmp_path, sample, 50, 1), "cache": {"root": str(tmp_path / "cache")}}
+    with pytest.raises(raysvc.errors.SourceError, match="max_length"):
+        raysvc.tokenize(**job, max_length=8, truncation="error")
+
+
+def wait_for_receipts(root: Path, count: int, process: subprocess.Popen[bytes]) -> dict[int, Any]:
+    begin = time.monotonic()
+    while True:
+        folders = [path.name for path in root.iterdir() if len(path.name) == 64] if root.exists() else []
+        finished = EntryWriter(open_store(str(root)), folders[0]).receipts() if folders else {}
+        if len(finished) >= count:
+            return finished
+        assert process.poll() is None, process.communicate()[1][-2000:]
+        assert time.monotonic() - begin < 90, "no slice was finished in time"
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_a_killed_build_goes_on_from_its_finished_slices(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    job = {**sections(tmp_path, sample, 20000, 24), "cache": {"root": str(tmp_path / "cache")}}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    command = [sys.executable, "-m", "raysvc.cli", "tokenize", "-c", str(tmp_path / "job.yaml")]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=dict(os.environ)
+    )
+    try:
+        finished = wait_for_receipts(tmp_path / "cache", 2, process)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    resumed = raysvc.tokenize(**job)
+    names = {part.name for part in resumed.entry.manifest.parts}
+    assert {receipt.part.name for receipt in finished.values()} <= names, "finished slices are not made again"
+    calm = raysvc.tokenize(**{**job, "cache": {"root": str(tmp_path / "calm")}})
+    assert resumed.table().equals(calm.table())
