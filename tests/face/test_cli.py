@@ -34,7 +34,7 @@ def job(
     }
     path.write_text(yaml.safe_dump(sections))
     raysvc.tokenize(path)
-    yield path
+    return path
 
 
 def run(*arguments: str) -> str:
