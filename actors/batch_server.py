@@ -1,108 +1,67 @@
-"""The named actor that plans and collates the steps of one trainer.
+"""The named actor that plans and collates the steps of one trainer (or, shared, of a sweep of them).
 
 Always true:
-- `fetch(step)` is pure in (plan, step, dp_size): the same call gives the same bytes, before and after a
+- `fetch(step)` is pure in (plan, step, dp sizes): the same call gives the same bytes, before and after a
   restart of this process, so Ray may retry it and rebuild lost shards with it;
 - shards are returned by value: the caller owns them, and they outlive this process;
-- nothing is kept per step; what must outlive the process (leases, frontier) is in the journal;
-- `control` calls never wait for a collation (a concurrency group of their own; the lock below is held
-  for microseconds).
+- every call that changes something may come twice: Ray repeats it when the server died before it answered;
+- what must outlive the process (leases, frontiers) is in the journal: at once for leases and moves, within
+  a second for commits;
+- `control` calls never wait for a collation, nor for the journal (a concurrency group of their own; the lock
+  below is held for microseconds).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import threading
 import time
-from typing import Any
-
-from pydantic import BaseModel, ConfigDict, Field
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from raysvc.actors.journal import Journal
 from raysvc.actors.ledger import Ledger
-from raysvc.cache.reader import Entry, open_entry
-from raysvc.collate.collate import collate_mini_batch
-from raysvc.collate.info import MiniBatchInfo, info_of
+from raysvc.actors.ledgers import Ledgers
+from raysvc.actors.making import Recipe
+from raysvc.actors.serving import TRAIN as TRAIN
+from raysvc.actors.serving import Lease as Lease
+from raysvc.actors.serving import ServeSpec as ServeSpec
+from raysvc.actors.serving import StepInfo as StepInfo
+from raysvc.actors.serving import StepOutline as StepOutline
+from raysvc.actors.shared_steps import SharedSteps
+from raysvc.actors.stream import EntryStream, eval_plan
 from raysvc.collate.shard import Shard
-from raysvc.config import PlanConfig
-from raysvc.errors import RaysvcError, StateMismatch, StepFailed, StepOutOfOrder
-from raysvc.plan.plan import MiniBatchPlan, Plan
+from raysvc.errors import LeaseError, RaysvcError, ServerError, StepFailed, StepOutOfOrder
+from raysvc.plan.schedule import Schedule
 
 log = logging.getLogger(__name__)
 COMMIT_FLUSH_S = 1.0
+Made = tuple[StepInfo, tuple[Shard, ...]]
 
 
-class ServeSpec(BaseModel):
-    """Everything a server needs to start, and to start again after its process died."""
+class Stream(Protocol):
+    """Where steps come from."""
 
-    model_config = ConfigDict(frozen=True)
-    name: str
-    entry_uri: str
-    plan: PlanConfig
-    pad_token_id: int
-    journal: str | None = Field(description="fsspec URL of the ledger's folder; None: kept in memory only")
-    storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
-    lease_ttl_s: float = 30.0
-    collate_threads: int = 2
-    num_cpus: float = 0.5
-
-    def difference(self, other: ServeSpec) -> str | None:
-        """The first field in which two specs differ, as "field (this -> other)"; None when equal."""
-        hidden = {"storage_options"}  # may hold credentials
-        theirs = other._flat()
-        for name, value in self._flat().items():
-            if value != theirs[name]:
-                return name if name in hidden else f"{name} ({value!r} -> {theirs[name]!r})"
-        return None
-
-    def _flat(self) -> dict[str, Any]:
-        return {**self.model_dump(exclude={"plan"}), **self.plan.model_dump()}
-
-
-@dataclasses.dataclass(frozen=True)
-class Lease:
-    """The right to advance a server.
-
-    Attributes:
-        fence: number that every call of the holder carries.
-        ttl_s: the lease ends when nothing is heard of the holder for this long.
-        frontier: next step to train.
-        plan_hash: identity of the order of rows.
-        schedule: JSON of `raysvc.plan.schedule.Schedule`.
-    """
-
-    name: str
-    fence: int
-    ttl_s: float
-    frontier: int
-    plan_hash: str
-    entry_key: str
-    schedule: dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class StepInfo:
-    """What the driver learns of a step: no tensors.
-
-    Attributes:
-        index: step, 0-based.
-        epoch: 0-based.
-        mini_batches: one info per mini-batch.
-        read_s: reading rows from the cache.
-        collate_s: writing arrays.
-    """
-
-    index: int
-    epoch: int
-    mini_batches: tuple[MiniBatchInfo, ...]
-    read_s: float
-    collate_s: float
+    @property
+    def schedule(self) -> Schedule: ...
+    @property
+    def plan_hash(self) -> str: ...
+    @property
+    def identity(self) -> dict[str, Any]: ...
+    @property
+    def entry_key(self) -> str: ...
+    @property
+    def num_rows(self) -> int: ...
+    def make(self, step: int, dp_sizes: tuple[int, ...]) -> Made: ...
+    def outline(self, step: int, dp_size: int) -> StepOutline: ...
+    def check(self, state: dict[str, Any]) -> None: ...
+    def free(self) -> bool: ...
 
 
 class BatchServer:
-    """See the module. One per trainer; constructed from text, so that a restart needs nothing else.
+    """See the module. Constructed from text, so that a restart needs nothing else, and never fails to start: what
+    cannot be opened is told to whoever asks for it.
 
     Args:
         spec_json: a `ServeSpec`.
@@ -112,175 +71,350 @@ class BatchServer:
     def __init__(self, spec_json: str, born: str) -> None:
         self.spec = ServeSpec.model_validate_json(spec_json)
         self._born = born
-        self._entry: Entry = open_entry(self.spec.entry_uri, self.spec.storage_options)
-        self._plan = Plan(self.spec.plan, self._entry.lengths(), entry_keys=[self._entry.key])
+        self._began_s = time.time()
+        self._streams = self._make_streams()
+        self._collating = threading.Semaphore(self.spec.collate_threads)
+        self._shared: SharedSteps[Made] = SharedSteps(self.spec.share_bytes)
         self._lock = threading.Lock()
-        self._journal = Journal(self.spec.journal) if self.spec.journal else None
-        self._ledger = self._restore()  # guarded by self._lock
-        self._saved_s = 0.0  # guarded by self._lock; when the ledger was last written
-        log.info(
-            "serving name=%s rows=%d steps=%d", self.spec.name, len(self._entry.lengths()), self.num_steps
-        )
+        self._journal_lock = threading.Lock()  # taken before _lock; held while writing
+        self._journal = Journal(self.spec.journal, self.spec.storage_options) if self.spec.journal else None
+        self._ledgers: Ledgers | None = None  # guarded by _lock; None until it was read from the journal
+        self._dirty = False  # guarded by _lock; commits that are not in the journal yet
+        self._idle_since_s = time.monotonic()  # when a living lease was last seen
+        self._closed = threading.Event()
+        threading.Thread(target=self._keep_house, name="raysvc-house", daemon=True).start()
 
     @property
     def num_steps(self) -> int:
         """Steps of all epochs."""
-        return self._plan.schedule.num_steps
+        return self._train.schedule.num_steps
 
     def spec_json(self) -> str:
         """The spec this server runs with."""
         return self.spec.model_dump_json()
 
     def describe(self) -> dict[str, Any]:
-        """What this server serves; no lease needed."""
-        rows = self._entry.num_rows
-        return {"name": self.spec.name, "num_rows": rows, "schedule": self._plan.schedule.to_json()}
+        """What this server serves; no lease needed.
 
-    def attach(self, holder: str, takeover: bool = False) -> Lease:
+        Raises:
+            EntryError: the entry cannot be opened.
+            PlanError: no plan can satisfy rows and config.
+        """
+        evals = {name: self._stream(name).schedule.to_json() for name in self.spec.evals}
+        rows = self._train.num_rows
+        return {
+            "name": self.spec.name,
+            "num_rows": rows,
+            "schedule": self._train.schedule.to_json(),
+            "evals": evals,
+        }
+
+    def attach(self, holder: str, takeover: bool = False, reader: str = "") -> Lease:
         """Give out the next fence.
 
         Raises:
             LeaseHeld: another trainer holds a living lease and `takeover` is False.
         """
-        with self._lock:
-            self._ledger = self._ledger.attach(holder, time.time(), self.spec.lease_ttl_s, takeover=takeover)
-            self._save()
-            ledger = self._ledger
-        log.info("attached name=%s holder=%s fence=%d", self.spec.name, holder, ledger.fence)
-        return Lease(
-            self.spec.name,
-            ledger.fence,
-            self.spec.lease_ttl_s,
-            ledger.frontier,
-            self._plan.hash,
-            self._entry.key,
-            self._plan.schedule.to_json(),
-        )
+
+        def change(ledger: Ledger, fence: int) -> Ledger:
+            return ledger.attach(holder, time.time(), self.spec.lease_ttl_s, takeover=takeover, fence=fence)
+
+        return self._attach(reader, holder, change)
+
+    def attach_rank(
+        self, group: str, holder: str, rank: int, num_ranks: int, takeover: bool = False, reader: str = ""
+    ) -> Lease:
+        """Give a rank its seat; the ranks of one group share a fence.
+
+        Raises:
+            LeaseHeld: another trainer, or another process on that seat, holds a living lease.
+        """
+
+        def change(ledger: Ledger, fence: int) -> Ledger:
+            return ledger.attach_rank(
+                group, holder, rank, num_ranks, time.time(), self.spec.lease_ttl_s,
+                takeover=takeover, fence=fence,
+            )  # fmt: skip
+
+        return self._attach(reader, holder, change, rank)
 
     def heartbeat(self, fence: int) -> int:
         """A sign of life; returns the frontier."""
-        with self._lock:
-            self._ledger = self._ledger.beat(fence, time.time())
-            return self._ledger.frontier
+        return self._change(fence, lambda ledger: ledger).frontier
 
-    def commit(self, fence: int, step: int, skipped: bool = False) -> int:
+    def commit(self, fence: int, step: int, skipped: bool = False, rank: int | None = None) -> int:
         """Move the frontier past `step`; returns it. Committing twice is a no-op."""
-        with self._lock:
-            ledger = self._ledger.commit(fence, step, skipped=skipped)
-            self._ledger = ledger.beat(fence, time.time())
-            if time.monotonic() - self._saved_s > COMMIT_FLUSH_S or ledger.frontier == self.num_steps:
-                self._save()
-            return ledger.frontier
+        ledger = self._change(fence, lambda ledger: ledger.commit(fence, step, skipped=skipped, rank=rank))
+        self._after_commit(ledger)
+        if ledger.frontier == self.num_steps:
+            self.flush()
+        return ledger.frontier
 
-    def move(self, fence: int, frontier: int, plan_hash: str, entry_key: str) -> int:
-        """Go to the frontier of the trainer's checkpoint.
+    def move(
+        self, fence: int, frontier: int, state: dict[str, Any] | None = None, rank: int | None = None
+    ) -> int:
+        """Go to the frontier of the trainer's checkpoint, `state` being a `PlanState`.
 
         Raises:
             StateMismatch: the checkpoint was made with other rows or another order.
+            StepOutOfOrder: there is no such step.
         """
-        self._same("entry", self._entry.key, entry_key)
-        self._same("plan", self._plan.hash, plan_hash)
+        if state is not None:
+            self._train.check(state)
+        steps = self.num_steps
+        self._change(fence, lambda ledger: ledger.move(fence, frontier, steps, rank))
+        self.flush()
+        return frontier
+
+    def detach(self, fence: int, rank: int | None = None) -> None:
+        """Give the lease (or a rank's seat) back; the frontier stays, and is in the journal when this returns."""
+        self._change(fence, lambda ledger: ledger.detach(fence, rank), beat=False)
         with self._lock:
-            self._ledger = self._ledger.move(fence, frontier, self.num_steps)
-            self._save()
-            return frontier
+            nobody = all(ledger.holder is None for ledger in self._known().by_reader.values())
+        if nobody:
+            self._shared.clear()
+        self.flush()
 
-    def detach(self, fence: int) -> None:
-        """Give the lease back; the frontier stays."""
-        with self._lock:
-            self._ledger = self._ledger.detach(fence)
-            self._save()
+    def flush(self) -> None:
+        """Write what changed to the journal."""
+        with self._journal_lock:
+            with self._lock:
+                record = self._record()
+                self._dirty = False
+            if self._journal:
+                self._journal.save(record)
 
-    def peek(self, step: int, dp_size: int = 1) -> StepInfo:
-        """Row ids, lengths and counts of a step; no tensors are sent."""
-        return self._make(step, dp_size)[0]
+    def peek(self, step: int, dp_size: int = 1, stream: str = TRAIN) -> StepOutline:
+        """Row ids, lengths and counts of a step, from the plan alone.
 
-    def fetch(self, fence: int, step: int, dp_size: int) -> tuple[StepInfo | Shard, ...]:
-        """The step's info, then its shards: mini-batch 0 rank 0, mini-batch 0 rank 1, ...
+        Raises:
+            StepOutOfOrder: there is no such step.
+        """
+        source = self._stream(stream)
+        self._in_range(step, source)
+        return source.outline(step, dp_size)
+
+    def sizes(self, first: int, stop: int, dp_sizes: tuple[int, ...], stream: str = TRAIN) -> list[int]:
+        """Bytes of the shards of the steps `first` to `stop - 1`, all roles together."""
+        source = self._stream(stream)
+        return [
+            sum(source.outline(step, dp_size).nbytes for dp_size in dp_sizes) for step in range(first, stop)
+        ]
+
+    def num_micro_batches(self, first: int, stop: int, dp_size: int, stream: str = TRAIN) -> int:
+        """Micro-batches of one rank in the steps `first` to `stop - 1`; plans them all."""
+        source = self._stream(stream)
+        outlines = (source.outline(step, dp_size) for step in range(first, stop))
+        return sum(mini.num_micro_batches for outline in outlines for mini in outline.mini_batches)
+
+    def fetch(
+        self, fence: int, step: int, dp_sizes: tuple[int, ...], stream: str = TRAIN
+    ) -> tuple[StepInfo | Shard, ...]:
+        """The step's info, then its shards: mini-batch after mini-batch, role after role, rank after rank.
 
         Raises:
             FencedError: the caller was replaced.
             StepOutOfOrder: there is no such step.
             StepFailed: the step could not be made; carries the cause.
         """
-        with self._lock:
-            self._ledger.check(fence)
-        info, shards = self._make(step, dp_size)
+        self._checked(fence)
+        if self.spec.share == "none":
+            info, shards = self._make(step, dp_sizes, stream)
+        else:
+            info, shards = self._make_shared(step, dp_sizes, stream, readers=None)
         return (info, *shards)
+
+    def fetch_rank(
+        self, fence: int, step: int, rank: int, num_ranks: int, stream: str = TRAIN
+    ) -> tuple[StepInfo | Shard, ...]:
+        """The step's info, then this rank's shard of each mini-batch; collated once for all ranks.
+
+        Raises:
+            FencedError, StepOutOfOrder, StepFailed: as `fetch`.
+        """
+        self._checked(fence)
+        readers = num_ranks if self.spec.share == "none" else None
+        info, shards = self._make_shared(step, (num_ranks,), stream, readers)
+        return (info, *shards[rank::num_ranks])
 
     def stats(self) -> dict[str, Any]:
         """Plain facts about this server."""
         with self._lock:
-            ledger = self._ledger
-        facts = {
+            readers = {name: _facts(ledger) for name, ledger in self._known().by_reader.items()}
+            dirty = self._dirty
+        own = readers.get("") or next(iter(readers.values()), _facts(Ledger(self.spec.name)))
+        return {
             "name": self.spec.name,
             "pid": os.getpid(),
-            "entry_key": self._entry.key,
+            "up_s": time.time() - self._began_s,
+            "entry_key": self._train.entry_key,
             "num_steps": self.num_steps,
+            **own,
+            "readers": readers,
+            "made": self._shared.made,
+            "shared_bytes": self._shared.nbytes,
+            "flushed": not dirty,
+            "rss_bytes": _rss_bytes(),
         }
-        return {**facts, "holder": ledger.holder, "fence": ledger.fence, "frontier": ledger.frontier}
 
-    def _make(self, step: int, dp_size: int) -> tuple[StepInfo, list[Shard]]:
-        if not 0 <= step < self.num_steps:
-            raise StepOutOfOrder(self.spec.name, step, f"a step from 0 to {self.num_steps - 1}")
+    @property
+    def _train(self) -> Stream:
+        return self._streams[TRAIN]
+
+    def _make_streams(self) -> dict[str, Stream]:
+        spec = self.spec
+        streams: dict[str, Stream] = {}
+        if spec.entry_uri is not None:
+            recipe = Recipe(spec.plan, spec.pad_token_id)
+            streams[TRAIN] = EntryStream(spec.entry_uri, spec.storage_options, recipe)
+        for name, evaluation in spec.evals.items():
+            recipe = Recipe(eval_plan(spec.plan, evaluation.batch_size), spec.pad_token_id)
+            streams[name] = EntryStream(evaluation.entry_uri, spec.storage_options, recipe)
+        return streams
+
+    def _stream(self, name: str) -> Stream:
+        if name not in self._streams:
+            known = ", ".join(name for name in self._streams if name) or "none"
+            where, what = f"server.name {self.spec.name!r}", f"has no eval {name!r} (there are: {known})"
+            raise ServerError(where, what, "name it in the job's `evals`, and serve again")
+        return self._streams[name]
+
+    def _in_range(self, step: int, source: Stream) -> None:
+        if not 0 <= step < source.schedule.num_steps:
+            expected = f"a step from 0 to {source.schedule.num_steps - 1}"
+            raise StepOutOfOrder(self.spec.name, step, expected)
+
+    def _make_shared(
+        self, step: int, dp_sizes: tuple[int, ...], stream: str, readers: int | None
+    ) -> Made:
+        def size(made: Made) -> int:
+            return sum(shard.nbytes for shard in made[1])
+
+        key = (stream, step, dp_sizes)
+        return self._shared.get(key, readers, lambda: self._make(step, dp_sizes, stream), size)
+
+    def _make(self, step: int, dp_sizes: tuple[int, ...], stream: str) -> Made:
+        source = self._stream(stream)
+        self._in_range(step, source)
         try:
-            return self._make_step(step, dp_size)
-        except RaysvcError:
+            with self._collating:
+                return source.make(step, dp_sizes)
+        except LeaseError:
             raise
         except Exception as error:
             log.exception("step failed name=%s step=%d", self.spec.name, step)
-            raise StepFailed(self.spec.name, step, f"{type(error).__name__}: {error}") from error
+            cause = str(error) if isinstance(error, RaysvcError) else f"{type(error).__name__}: {error}"
+            raise StepFailed(self.spec.name, step, cause) from error
 
-    def _make_step(self, step: int, dp_size: int) -> tuple[StepInfo, list[Shard]]:
-        plan = self._plan.step(step, dp_size)
-        infos: list[MiniBatchInfo] = []
-        shards: list[Shard] = []
-        read_s = collate_s = 0.0
-        for index, mini in enumerate(plan.mini_batches):
-            begin = time.perf_counter()
-            rows = self._entry.read(mini.row_ids)
-            middle = time.perf_counter()
-            made = self._collate(rows, mini, step, index)
-            collate_s += time.perf_counter() - middle
-            read_s += middle - begin
-            shards.extend(made)
-            infos.append(info_of(mini, made))
-        return StepInfo(step, plan.epoch, tuple(infos), read_s, collate_s), shards
-
-    def _collate(self, rows: Any, mini: MiniBatchPlan, step: int, index: int) -> tuple[Shard, ...]:
-        config = self.spec.plan
-        return collate_mini_batch(
-            rows,
-            mini,
-            step=step,
-            mini_index=index,
-            layout=config.layout,
-            pad_token_id=self.spec.pad_token_id,
-            columns=config.columns,
-            pad_to_multiple=config.pad_to_multiple,
-            align=config.align,
+    def _attach(
+        self, reader: str, holder: str, change: Callable[[Ledger, int], Ledger], rank: int | None = None
+    ) -> Lease:
+        schedule = self._train.schedule.to_json()
+        with self._lock:
+            self._ledgers, ledger = self._known().attached(reader, change)
+            self._idle_since_s = time.monotonic()
+        self.flush()
+        log.info("attached name=%s holder=%s fence=%d", self.spec.name, holder, ledger.fence)
+        frontier = ledger.frontier if rank is None else ledger.seats[rank].frontier
+        return Lease(
+            name=self.spec.name,
+            fence=ledger.fence,
+            ttl_s=self.spec.lease_ttl_s,
+            frontier=frontier or 0,
+            plan_hash=self._train.plan_hash,
+            identity=self._train.identity,
+            entry_key=self._train.entry_key,
+            schedule=schedule,
         )
 
-    def _restore(self) -> Ledger:
-        record = self._journal.load() if self._journal else None
-        if record is None or record.get("plan_hash") != self._plan.hash:
-            fence = int(record["ledger"]["fence"]) if record else 0
-            return Ledger(self.spec.name, fence=fence)  # other rows: start over, but never reuse a fence
-        ledger = Ledger.from_json(record["ledger"])
-        # a holder of an earlier actor of this name cannot reach this one: only a restart keeps the lease
-        return ledger if record.get("born") == self._born else dataclasses.replace(ledger, holder=None)
-
-    def _save(self) -> None:
-        self._saved_s = time.monotonic()
-        if self._journal:
-            record = {"born": self._born, "plan_hash": self._plan.hash, "ledger": self._ledger.to_json()}
-            self._journal.save(record)
-
-    def _same(self, what: str, here: str, there: str) -> None:
-        if here != there:
-            finding = f"the checkpoint was made with {there[:12]}, this server has {here[:12]}"
-            raise StateMismatch(
-                f"state.{what}",
-                finding,
-                "train with the same source, tokenizer and plan, or start a new run_dir",
+    def _change(self, fence: int, change: Callable[[Ledger], Ledger], beat: bool = True) -> Ledger:
+        """Apply a holder's call; every one of them is a sign of life."""
+        with self._lock:
+            before = self._known()
+            after, ledger = before.changed(
+                fence, lambda ledger: change(ledger).beat(fence, time.time()) if beat else change(ledger)
             )
+            self._ledgers = after
+            self._dirty = True
+            return ledger
+
+    def _checked(self, fence: int) -> None:
+        with self._lock:
+            self._known().check(fence)
+
+    def _known(self) -> Ledgers:
+        """The ledgers; the first call reads the journal. Called under `_lock`."""
+        if self._ledgers is None:
+            fresh = Ledgers(self.spec.name, shared=self.spec.share != "none")
+            self._ledgers = self._restored(fresh, self._journal.load() if self._journal else None)
+        return self._ledgers
+
+    def _restored(self, fresh: Ledgers, record: dict[str, Any] | None) -> Ledgers:
+        if record is None:
+            return fresh
+        ledgers = fresh.restored(record["ledgers"])
+        if record["plan_hash"] != self._train.plan_hash:
+            return ledgers.without_frontiers()
+        # a holder of an earlier actor of this name cannot reach this one: only a restart keeps the lease
+        return ledgers if record["born"] == self._born else ledgers.without_holders()
+
+    def _record(self) -> dict[str, Any]:
+        return {"born": self._born, "plan_hash": self._train.plan_hash, "ledgers": self._known().to_json()}
+
+    def _after_commit(self, ledger: Ledger) -> None:
+        """Let go of shared steps that nobody will ask for again."""
+        if self.spec.share == "none":
+            return
+        with self._lock:
+            done = self._known().committed()
+        self._shared.clear(unless=lambda key: not isinstance(key, tuple) or key[1] >= done)
+
+    def _keep_house(self) -> None:
+        """Write commits once a second; free data, or end, when nobody holds a lease for long."""
+        period_s = min(COMMIT_FLUSH_S, self.spec.orphan_ttl_s / 4)
+        while not self._closed.wait(period_s):
+            try:
+                with self._lock:
+                    dirty = self._dirty
+                    if self._ledgers is None or self._ledgers.lives(time.time(), self.spec.lease_ttl_s):
+                        self._idle_since_s = time.monotonic()
+                    idle_s = time.monotonic() - self._idle_since_s
+                if dirty:
+                    self.flush()
+                if idle_s > self.spec.orphan_ttl_s:
+                    self._orphaned()
+            except Exception:  # the next round tries again; a failing journal must not end the server
+                log.exception("keeping house failed name=%s", self.spec.name)
+
+    def _orphaned(self) -> None:
+        self._shared.clear()
+        freed = [stream.free() for stream in self._streams.values()]
+        if any(freed):
+            log.info("freed name=%s: no lease for %.0f s", self.spec.name, self.spec.orphan_ttl_s)
+        if self.spec.reap:
+            self.flush()
+            self._end()
+
+    def _end(self) -> None:
+        import ray
+
+        self._closed.set()
+        log.warning("reaped name=%s: no lease for %.0f s", self.spec.name, self.spec.orphan_ttl_s)
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+def _facts(ledger: Ledger) -> dict[str, Any]:
+    now_s = time.time()
+    return {
+        "holder": ledger.holder,
+        "fence": ledger.fence,
+        "frontier": ledger.frontier,
+        "skipped": len(ledger.skipped),
+        "since_s": now_s - ledger.since_s if ledger.holder else None,
+        "seen_s": now_s - ledger.seen_s if ledger.holder else None,
+    }
+
+
+def _rss_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

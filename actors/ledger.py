@@ -83,7 +83,9 @@ class Ledger:
         if self.lives(now_s, ttl_s) and not takeover:
             raise LeaseHeld(self.name, str(self.holder), now_s - self.since_s)
         new = self.fence + 1 if fence is None else fence
-        return replace(self, fence=new, holder=holder, since_s=now_s, seen_s=now_s, seats=())
+        return replace(
+            self, fence=new, holder=holder, since_s=now_s, seen_s=now_s, seats=(), restored=False
+        )
 
     def attach_rank(
         self,
@@ -166,7 +168,7 @@ class Ledger:
             raise StepOutOfOrder(self.name, frontier, f"a step from 0 to {num_steps}")
         if rank is not None:
             return self._seated(rank, replace(self.seats[rank], frontier=frontier))
-        return self._at(frontier)
+        return replace(self._at(frontier), restored=False)
 
     def _seated(self, rank: int, seat: Seat) -> Ledger:
         """With another seat; the frontier is the smallest of all seats once they are taken."""

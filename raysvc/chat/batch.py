@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -96,8 +97,10 @@ def batch_of(sequences: Many[Sequence]) -> Batch:
         places = [_byte_places(s) for s in sequences]
     offsets = np.zeros(len(sequences) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
-    flat = [(n, a, b, closed) for n, (spans, _, _) in enumerate(places) for a, b, closed in spans]
-    spans = np.array(flat, np.int64).reshape(-1, 4)
+    counts = [len(spans) for spans, _, _ in places]
+    numbers = chain.from_iterable(chain.from_iterable(spans for spans, _, _ in places))
+    flat = np.fromiter(numbers, np.int64, 3 * sum(counts)).reshape(-1, 3)
+    rows = np.repeat(np.arange(len(sequences)), counts)
     turns = np.array([(n, a) for n, (_, _, turns) in enumerate(places) for a in turns], np.int64).reshape(
         -1, 2
     )
@@ -106,7 +109,7 @@ def batch_of(sequences: Many[Sequence]) -> Batch:
     return Batch(
         np.frombuffer(joined.encode(), np.uint8),
         offsets,
-        Spans(spans[:, 0], spans[:, 1] + base[spans[:, 0]], spans[:, 2] + base[spans[:, 0]], spans[:, 3] > 0),
+        Spans(rows, flat[:, 0] + base[rows], flat[:, 1] + base[rows], flat[:, 2] > 0),
         Turns(
             base + np.array([head for _, head, _ in places], np.int64),
             turns[:, 0],

@@ -10,7 +10,6 @@ Always true:
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from jinja2 import nodes
@@ -131,5 +130,5 @@ class Tracer(Expressions):
 def _frozen(value: Any) -> Any:
     """A variable as it is when a loop begins; a namespace may change later."""
     if isinstance(value, Namespace):
-        return copy.deepcopy(value)
+        return type(value)(**value._Namespace__attrs)  # type: ignore[attr-defined]
     return value

@@ -21,13 +21,13 @@ import pyarrow.compute as pc
 from raysvc.chat.batch import Batch, Spans, Turns
 from raysvc.chat.columns import ChatColumns
 from raysvc.chat.formats import ChatExample
+from raysvc.chat.messages import SYSTEM_ROLES
 from raysvc.chat.shapes import SLOW, LoopShape, RowShape, Shapes, TurnShape
 from raysvc.chat.symbols import ABSENT, Hole, Place, Question
 from raysvc.chat.trees import Node, Tree
 
 Ints64 = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class ColumnFiller:
         self._turns += turns
         self._turn_of[places] = base + turn_of
         bad = np.array([not _fits(turn) for turn in turns], np.bool_)
-        unprovable = np.array([turn is SLOW or turn.start < 0 for turn in turns], np.bool_)
+        unprovable = np.array([not isinstance(turn, TurnShape) or turn.start < 0 for turn in turns], np.bool_)
         wrong = bad[turn_of] | (unprovable[turn_of] & self._trained[places])
         self._slow[self._answers.row_of[places[wrong]]] = True
 
@@ -366,4 +366,4 @@ def _bools(found: Any) -> tuple[Ints64, list[Any]]:
     return np.asarray(found, np.int64), [False, True]
 
 
-EMPTY = TurnShape("", None, "", (), -1)
+EMPTY = TurnShape((), "", None, "", ())

@@ -1,7 +1,7 @@
 """Messages as a row spells them -> messages as the template gets them.
 
 Always true:
-- a message comes out as a fresh dict, so an object stands for one place in the conversation;
+- no object stands for two places of a conversation, and what came in is not changed;
 - keys whose value is None are left out, as `apply_chat_template` does;
 - fields we do not know pass through untouched.
 """
@@ -14,6 +14,7 @@ from typing import Any
 from raysvc.chat.faults import RowFault
 
 Message = dict[str, Any]
+SYSTEM_ROLES = ("system", "developer")
 _PLAIN = (str, int, float, bool)
 
 
@@ -27,18 +28,23 @@ def read_messages(value: Any, column: str = "messages") -> list[Message]:
         value = parse_json(value, column)
     if not isinstance(value, list) or not value:
         raise RowFault(f"{column!r} is not a list of messages", f"it is {_kind(value)}")
-    return [_message(item, place, column) for place, item in enumerate(value)]
+    messages = [_message(item, place, column) for place, item in enumerate(value)]
+    if len(set(map(id, messages))) != len(messages):
+        return [dict(message) for message in messages]
+    return messages
 
 
 def _message(item: Any, place: int, column: str) -> Message:
-    if not isinstance(item, dict):
+    if type(item) is not dict:
         raise RowFault(f"{column!r} holds something that is not a message", f"[{place}] is {_kind(item)}")
-    message = {key: value for key, value in item.items() if value is not None}
-    if type(message.get("role")) is not str:
+    if type(item.get("role")) is not str:
         raise RowFault("a message has no role", f"{column}[{place}] has the keys {sorted(map(str, item))}")
-    calls = message.get("tool_calls")
-    if calls is not None:
-        _put_tool_calls(message, calls)
+    plain = type(item.get("content")) is str and "tool_calls" not in item
+    if plain and None not in item.values():
+        return item
+    message = {key: value for key, value in item.items() if value is not None}
+    if "tool_calls" in message:
+        _put_tool_calls(message, message["tool_calls"])
     content = message.get("content")
     if content is not None and type(content) is not str:
         message["content"] = _content(content, f"{column}[{place}]")
@@ -79,12 +85,14 @@ def _content(content: Any, place: str) -> Any:
     return parts
 
 
-def flatten_parts(messages: list[Message]) -> None:
-    """Join text parts without a separator, in place: for templates that know only string contents."""
-    for message in messages:
-        content = message.get("content")
-        if type(content) is list:
-            message["content"] = "".join(part["text"] for part in content)
+def flatten_parts(messages: list[Message]) -> list[Message]:
+    """The same messages with text parts joined, without a separator: for templates that know only string contents."""
+    return [
+        {**message, "content": "".join(part["text"] for part in message["content"])}
+        if type(message.get("content")) is list
+        else message
+        for message in messages
+    ]
 
 
 def read_tools(value: Any) -> list[Any] | None:

@@ -11,18 +11,16 @@ the end: appended, unless the text or the tokenizer put it there. What the token
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raysvc.chat.faults import RowDropped, RowFault
 from raysvc.chat.formats import ChatExample, Example, Format, TextExample, TokensExample
-from raysvc.chat.messages import flatten_parts
+from raysvc.chat.messages import SYSTEM_ROLES, flatten_parts
 from raysvc.chat.shapes import Filled, Shapes
 from raysvc.chat.template import ChatTemplate, Render
 from raysvc.chat.tokenizer import LoadedTokenizer
 from raysvc.chat.turns import ALL_EMPTY, PROBE, TurnFinder
-
-SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclass(slots=True)
@@ -55,15 +53,16 @@ class Preparer:
 
     Args:
         tokenizer: loaded.
-        fast: use the short code for templates; false renders with Jinja's own.
+        fast: use shapes and short code for templates; false renders every row with Jinja's own.
+        with_turns: note where turns begin, for `keep_end_turns`.
 
     Raises:
         TokenizerError: the template does not compile.
     """
 
-    def __init__(self, tokenizer: LoadedTokenizer, fast: bool = True) -> None:
+    def __init__(self, tokenizer: LoadedTokenizer, fast: bool = True, with_turns: bool = False) -> None:
         self._tokenizer = tokenizer
-        self._fast = fast
+        self._fast, self._with_turns = fast, with_turns
         self._templates: dict[str, tuple[ChatTemplate, TurnFinder, bool, Shapes | None]] = {}
         self._around, self._eos = _added_around(tokenizer.hf)
         for has_tools in (False, True) if tokenizer.chat_template else ():
@@ -100,7 +99,7 @@ class Preparer:
     def _chat(self, example: ChatExample) -> Sequence:
         template, finder, takes_parts, shapes = self._template(example.tools is not None)
         if not takes_parts:
-            flatten_parts(example.messages)
+            example = replace(example, messages=flatten_parts(example.messages))
         if shapes is not None:
             filled = shapes.fill(example)
             if filled is not None:
@@ -141,17 +140,18 @@ class Preparer:
             )
             added = [token.content for token in hf.added_tokens_decoder.values()]
             finder = TurnFinder(template, added, [str(text) for text in hf.special_tokens_map.values()])
-            shapes = Shapes(template, finder) if self._fast else None
+            shapes = Shapes(template, finder, self._with_turns) if self._fast else None
             self._templates[name] = (template, finder, _takes_parts(template), shapes)
         return self._templates[name]
 
 
 def _filled(filled: Filled, example: ChatExample) -> Sequence:
+    text = "".join(filled.parts)
     if example.all_tokens:
-        return Sequence(filled.text, [(0, len(filled.text), False)], example=example)
+        return Sequence(text, [(0, len(text), False)], example=example)
     if not filled.spans:
         raise RowDropped(ALL_EMPTY)
-    return Sequence(filled.text, filled.spans, head=filled.head, turns=filled.turns, example=example)
+    return Sequence(text, filled.spans, head=max(filled.head, 0), turns=filled.turns, example=example)
 
 
 def _takes_parts(template: ChatTemplate) -> bool:

@@ -57,6 +57,9 @@ def prove_span(stretch: str, message: Message, tags: tuple[str, ...], controls: 
 def is_empty(message: Message) -> bool:
     """Whether a message says nothing: its end of turn alone teaches only to be silent."""
     said = [*_texts(message.get("content")), *_texts(message.get("reasoning_content"))]
+    content = message.get("content")
+    if type(content) is str and content and not content.isspace():
+        return False
     return not message.get("tool_calls") and not any(text.strip() for text in said)
 
 

@@ -1,6 +1,6 @@
-"""A template taken apart: which literals and texts a conversation gives, learned from the template itself.
+"""A template taken apart: the literals and texts that a conversation gives, joined without running the template.
 
-The first row of a shape is traced (`derive`) and rendered; its questions and answers lead later rows of that shape to the
+The first row of a shape is traced and rendered (`learn`); its questions and answers lead later rows of that shape to the
 same literals, which are then joined with their own texts. What cannot be traced is rendered as ever.
 
 Always true:
@@ -14,17 +14,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
-
-from raysvc.chat.derive import Ask, LoopState, MessageLoop, OneMessage, Tracer
-from raysvc.chat.faults import RowFault
 from raysvc.chat.formats import ChatExample
-from raysvc.chat.symbols import Answer, Hole, NotDerivable, filler
-from raysvc.chat.template import ChatTemplate, Render
+from raysvc.chat.messages import SYSTEM_ROLES
+from raysvc.chat.symbols import Answer, Hole
+from raysvc.chat.template import ChatTemplate
 from raysvc.chat.trees import Tree
 from raysvc.chat.turns import TurnFinder
+from raysvc.chat.values import MessageLoop
 
 MAX_TOOL_SETS = 256
+NO_SPAN = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +31,24 @@ class TurnShape:
     """What a message gives.
 
     Attributes:
+        segments: literals and holes.
         before: literal before the only text; the whole literal when there is none.
-        fill: gives that text; None when there is none.
+        fill: gives that text; None when there is none, or several.
         after: literal behind it.
-        parts: the segments when there are several texts, else empty.
-        start: first character under loss, from the start; below zero when a loss cannot be proved here.
+        parts: literals and functions in order, when there are several texts; else empty.
+        start: first character under loss, counted from the start; `NO_SPAN` when no loss can be proved here.
         trailer: characters behind the end of turn.
         silent: the message says nothing, and is not trained.
-        segments: the same as literals and holes.
     """
 
+    segments: tuple[str | Hole, ...]
     before: str
     fill: Answer | None
     after: str
     parts: tuple[str | Answer, ...]
-    start: int = -1
+    start: int = NO_SPAN
     trailer: int = 0
     silent: bool = False
-    segments: tuple[str | Hole, ...] = ()
 
 
 @dataclass(slots=True)
@@ -61,15 +60,28 @@ class LoopShape:
 
 
 @dataclass(frozen=True, slots=True)
-class RowShape:
-    """What a conversation gives: literals, texts and loops, in order."""
+class FixedTurn:
+    """The turn of one message in a loop that is written out."""
 
-    items: tuple[str | Answer | LoopShape, ...]
-    segments: tuple[str | Hole | LoopShape, ...] = ()
+    place: int
+    turn: TurnShape
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """What a conversation gives.
+
+    Attributes:
+        items: literals, functions for texts, loops and turns, in order.
+        segments: the same with holes for the functions.
+    """
+
+    items: tuple[Any, ...]
+    segments: tuple[Any, ...]
 
 
 class Slow:
-    """A leaf for what has to be rendered."""
+    """The leaf of what has to be rendered."""
 
 
 SLOW = Slow()
@@ -80,16 +92,18 @@ class Filled:
     """A conversation as its shape gives it.
 
     Attributes:
-        text: the render.
+        parts: texts that make the render.
         spans: (start, end, closed) characters under loss.
-        head: characters before the first turn that is not the system's.
+        length: characters so far.
+        head: characters before the first turn that is not the system's, below zero until it comes.
         turns: characters where the user begins to speak.
     """
 
-    text: str
+    parts: list[str]
     spans: list[tuple[int, int, bool]]
-    head: int
-    turns: tuple[int, ...]
+    length: int = 0
+    head: int = -1
+    turns: tuple[int, ...] = ()
 
 
 class Shapes:
@@ -98,198 +112,116 @@ class Shapes:
     Args:
         template: for its syntax tree, and to compare with.
         finder: finds the spans of the row a shape is learned from.
+        with_turns: note where turns begin, for `keep_end_turns`.
     """
 
-    def __init__(self, template: ChatTemplate, finder: TurnFinder) -> None:
-        self._template, self._finder = template, finder
+    def __init__(self, template: ChatTemplate, finder: TurnFinder, with_turns: bool) -> None:
+        from raysvc.chat.learn import Learner
+
+        self._learner = Learner(template, finder, self)
+        self._with_turns = with_turns
         self._trees: dict[bytes, tuple[list[Any] | None, Tree]] = {}
-        self._loops: dict[Any, LoopShape] = {}
 
     def fill(self, example: ChatExample) -> Filled | None:
         """The conversation from its shape, or None when it has to be rendered."""
-        known = self._tree(example.tools)
+        known = self._known(example.tools)
         if known is None:
             return None
         tools, tree = known
-        messages = example.messages
-        shape = tree.find(messages, 0)
+        shape = tree.find(example.messages, 0)
         if shape is None:
-            shape = self._learn_row(tree, example, tools)
-        return self._join(shape, example) if shape is not SLOW else None
+            shape = self._learner.row(tree, example, tools)
+        return None if shape is SLOW else self.join(shape, example)
 
     def row_tree(self) -> Tree:
         """What is known of rows without tools."""
-        known = self._tree(None)
+        known = self._known(None)
         assert known is not None
         return known[1]
 
-    def _tree(self, tools: list[Any] | None) -> tuple[list[Any] | None, Tree] | None:
+    def join(self, shape: RowShape, example: ChatExample) -> Filled | None:
+        """A conversation of a known shape, None when one of its turns has to be rendered."""
+        filled = Filled([], [])
+        for item in shape.items:
+            kind = item.__class__
+            if kind is LoopShape:
+                if not self._join_loop(item, example, filled):
+                    return None
+            elif kind is FixedTurn:
+                if not self._add(item.turn, item.place, example, filled):
+                    return None
+            else:
+                text = item if kind is str else item(example.messages, 0)
+                filled.parts.append(text)
+                filled.length += len(text)
+        return filled
+
+    def _known(self, tools: list[Any] | None) -> tuple[list[Any] | None, Tree] | None:
+        """One object for all tools that are written alike, and what is known of rows that have them."""
         import orjson
 
         key = b"" if tools is None else orjson.dumps(tools)
-        if key not in self._trees:
-            if tools is not None and len(self._trees) >= MAX_TOOL_SETS:
-                return None
-            self._trees[key] = (tools, Tree())
-        return self._trees[key]
+        known = self._trees.get(key)
+        if known is None and (tools is None or len(self._trees) < MAX_TOOL_SETS):
+            known = self._trees[key] = (tools, Tree())
+        return known
 
-    def _join(self, shape: RowShape, example: ChatExample) -> Filled | None:
-        messages = example.messages
-        parts: list[str] = []
-        filled = Filled("", [], -1, ())
-        at = 0
-        for item in shape.items:
-            if item.__class__ is LoopShape:
-                end = self._join_loop(item, example, parts, at, filled)
-                if end < 0:
-                    return None
-                at = end
-            else:
-                text = item if item.__class__ is str else item(messages, 0)
-                parts.append(text)
-                at += len(text)
-        filled.text = "".join(parts)
-        filled.head = max(filled.head, 0)
-        return filled
-
-    def _join_loop(
-        self, shape: LoopShape, example: ChatExample, parts: list[str], at: int, filled: Filled
-    ) -> int:
-        """Add the turns of a loop; the new length of the text, or -1 when a turn has to be rendered."""
+    def _join_loop(self, shape: LoopShape, example: ChatExample, filled: Filled) -> bool:
+        """Add the turns of a loop; false when one of them has to be rendered."""
+        if self._with_turns:
+            return self._join_slowly(shape, example, filled)
         messages, trained, find = example.messages, set(example.trained), shape.tree.find
-        turns = []
+        parts, spans, at = filled.parts, filled.spans, filled.length
         for place in range(shape.loop.start, len(messages)):
             turn = find(messages, place)
-            if turn is None:
-                turn = self._learn_turn(shape, example, place)
-            if turn is SLOW:
-                return -1
+            if turn.__class__ is not TurnShape:
+                turn = self._learner.turn(shape, example, place) if turn is None else turn
+                if turn is SLOW:
+                    return False
             begin = at
             if turn.fill is not None:
                 text = turn.fill(messages, place)
                 parts += (turn.before, text, turn.after)
                 at += len(turn.before) + len(text) + len(turn.after)
-            elif turn.parts:
-                text = "".join([p if p.__class__ is str else p(messages, place) for p in turn.parts])
+            else:
+                text = _text(turn, messages, place)
                 parts.append(text)
                 at += len(text)
-            else:
-                parts.append(turn.before)
-                at += len(turn.before)
-            role = messages[place]["role"]
-            if role == "user":
-                turns.append(begin)
-            if filled.head < 0 and at > begin and role not in ("system", "developer"):
-                filled.head = begin
             if place in trained and not turn.silent:
                 if turn.start < 0:
-                    return -1
-                filled.spans.append((begin + turn.start, at - turn.trailer, True))
-        filled.turns += tuple(turns)
-        return at
+                    return False
+                spans.append((begin + turn.start, at - turn.trailer, True))
+        filled.length = at
+        return True
 
-    def _learn_row(self, tree: Tree, example: ChatExample, tools: list[Any] | None) -> Any:
-        def make(ask: Ask) -> Any:
-            try:
-                tracer = Tracer(self._template.environment, ask, in_message=False)
-                tracer.run(self._template.tree.body, self._template.scope(tools))
-                items = tuple(self._item(part, tools is not None) for part in tracer.written)
-                segments = tuple(
-                    item if isinstance(item, LoopShape) else part
-                    for item, part in zip(items, tracer.written, strict=True)
-                )
-                shape = RowShape(items, segments)
-                filled = self._join(shape, example)
-                same = filled is not None and filled.text == self._render(example).text
-            except UNKNOWN:
-                return SLOW
-            return shape if same else SLOW
+    def _join_slowly(self, shape: LoopShape, example: ChatExample, filled: Filled) -> bool:
+        for place in range(shape.loop.start, len(example.messages)):
+            turn = shape.tree.find(example.messages, place)
+            if turn is None:
+                turn = self._learner.turn(shape, example, place)
+            if turn is SLOW or not self._add(turn, place, example, filled):
+                return False
+        return True
 
-        return tree.learn(make, example.messages, 0)
-
-    def _item(self, part: str | Hole | MessageLoop, has_tools: bool) -> str | Answer | LoopShape:
-        if isinstance(part, Hole):
-            return filler(part)
-        if isinstance(part, str):
-            return part
-        key = (id(part.node), part.start, has_tools, repr(part.scope))
-        return self._loops.setdefault(key, LoopShape(part, Tree()))
-
-    def _learn_turn(self, shape: LoopShape, example: ChatExample, place: int) -> Any:
-        def make(ask: Ask) -> Any:
-            loop = shape.loop
-            scope = {**self._template.scope(None), **dict(loop.scope)}
-            scope |= {loop.node.target.name: OneMessage(("rel", 0)), "loop": LoopState(loop.start)}
-            try:
-                tracer = Tracer(self._template.environment, ask, in_message=True)
-                tracer.run(loop.node.body, scope)
-                return self._turn(tracer.written, ask, example, place)
-            except UNKNOWN:
-                return SLOW
-
-        return shape.tree.learn(make, example.messages, place)
-
-    def _turn(self, written: list[Any], ask: Ask, example: ChatExample, place: int) -> TurnShape:
-        segments = _merged(written)
-        start, trailer, silent = -1, 0, False
-        if ask(("value", (("rel", 0), "role"))) == "assistant":
-            ask(("role before",))
-            ask(("last",))
-            silent = ask(("silent",))
-        render = self._render(example)
-        text = "".join(p if isinstance(p, str) else filler(p)(example.messages, place) for p in segments)
-        blocks = [block for block, owner in zip(render.blocks, render.owners, strict=True) if owner == place]
-        if "".join(blocks) != text:
-            raise NotDerivable("the render differs")
-        if example.messages[place]["role"] == "assistant" and not silent:
-            start, trailer = self._span(render, example, place, segments)
-        return _turn_shape(segments, start, trailer, silent)
-
-    def _span(
-        self, render: Render, example: ChatExample, place: int, segments: tuple[str | Hole, ...]
-    ) -> tuple[int, int]:
-        """(start, trailer) of a span that no text of such a message can move, or (-1, 0)."""
-        first = segments[0] if segments and isinstance(segments[0], str) else ""
-        last = segments[-1] if segments and isinstance(segments[-1], str) else ""
-        try:
-            if any(
-                head.startswith(first) and head != first
-                for head in self._finder.heads(render, example, place)
-            ):
-                return -1, 0
-            span = self._finder.span(render, example, place)
-        except RowFault:
-            return -1, 0
-        trailer = len(render.blocks[span.block]) - span.end
-        closed = span.end > span.said and len(last) >= len(render.blocks[span.block]) - span.said
-        return (span.start, trailer) if closed and span.start <= len(first) else (-1, 0)
-
-    def _render(self, example: ChatExample) -> Render:
-        return self._template.render(example.messages, example.tools)
+    def _add(self, turn: TurnShape, place: int, example: ChatExample, filled: Filled) -> bool:
+        """Add one turn, and note where it begins."""
+        begin, text = filled.length, _text(turn, example.messages, place)
+        filled.parts.append(text)
+        filled.length += len(text)
+        role = example.messages[place]["role"]
+        if text and role == "user":
+            filled.turns += (begin,)
+        if text and filled.head < 0 and role not in SYSTEM_ROLES:
+            filled.head = begin
+        if place in example.trained and not turn.silent:
+            filled.spans.append((begin + turn.start, filled.length - turn.trailer, True))
+            return turn.start >= 0
+        return True
 
 
-UNKNOWN = (NotDerivable, RowFault, TemplateError, ArithmeticError, LookupError, TypeError, ValueError)
-
-
-def _merged(written: list[Any]) -> tuple[str | Hole, ...]:
-    segments: list[str | Hole] = []
-    for part in written:
-        if not isinstance(part, str | Hole):
-            raise NotDerivable("loop in a loop")
-        if segments and isinstance(part, str) and isinstance(segments[-1], str):
-            segments[-1] += part
-        else:
-            segments.append(part)
-    return tuple(segments)
-
-
-def _turn_shape(segments: tuple[str | Hole, ...], start: int, trailer: int, silent: bool) -> TurnShape:
-    holes = [part for part in segments if isinstance(part, Hole)]
-    if len(holes) > 1:
-        parts = tuple(part if isinstance(part, str) else filler(part) for part in segments)
-        return TurnShape("", None, "", parts, start, trailer, silent, segments)
-    if not holes:
-        return TurnShape("".join(map(str, segments)), None, "", (), start, trailer, silent, segments)
-    where = segments.index(holes[0])
-    before, after = "".join(map(str, segments[:where])), "".join(map(str, segments[where + 1 :]))
-    return TurnShape(before, filler(holes[0]), after, (), start, trailer, silent, segments)
+def _text(turn: TurnShape, messages: list[dict[str, Any]], place: int) -> str:
+    if turn.fill is not None:
+        return f"{turn.before}{turn.fill(messages, place)}{turn.after}"
+    if turn.parts:
+        return "".join([p if p.__class__ is str else p(messages, place) for p in turn.parts])  # type: ignore[operator,misc]
+    return turn.before

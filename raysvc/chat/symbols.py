@@ -25,7 +25,6 @@ Answer = Callable[[list[Message], int], Any]
 ABSENT = "absent"
 
 
-
 class _Kinds(dict[type, str]):
     """Kind of a value by its type; what JSON does not have is "other"."""
 

@@ -105,7 +105,7 @@ class SliceTokenizer:
         self._label = dataset_label
         self._reference = ReferenceEncoder(self.tokenizer)
         self._encoder, self._switched = choose_encoder(self.tokenizer, self._reference)
-        self._preparer = Preparer(self.tokenizer)
+        self._preparer = self._new_preparer(fast=True)
         self._table = TokenTable(self.tokenizer, self._preparer.control_tokens)
         self._format: Format | None = None
         self._may_be_plain = True
@@ -144,8 +144,11 @@ class SliceTokenizer:
                     self._encoder = self._reference
                 except RenderDiffers as differs:
                     self._switched = f"the short template code differs from the reference on {differs}"
-                    self._preparer = Preparer(self.tokenizer, fast=False)
+                    self._preparer = self._new_preparer(fast=False)
                 logger.warning("dataset=%s switched to the reference: %s", self._label, self._switched)
+
+    def _new_preparer(self, fast: bool) -> Preparer:
+        return Preparer(self.tokenizer, fast, with_turns=self.spec.truncation == "keep_end_turns")
 
     def _made_of_lines(self, data: bytes, first_row: int, ledger: Ledger) -> Iterator[tuple[Kept, int]]:
         for block, number in _blocks(data, first_row):

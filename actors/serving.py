@@ -1,0 +1,162 @@
+"""What travels between a batch server and its clients.
+
+Axes: N rows of a mini-batch, R ranks, S rows and dummies of one rank.
+Always true:
+- every type pickles, and holds no tensors and no handle;
+- a spec holds all that a server needs to start again after its process died.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field
+
+from raysvc.collate.info import MiniBatchInfo
+from raysvc.config import PlanConfig
+
+Share = Literal["none", "stream"]
+TRAIN = ""  # name of the stream that is trained; others are evals
+
+
+class EvalSpec(BaseModel):
+    """An entry that is read beside training."""
+
+    model_config = ConfigDict(frozen=True)
+    entry_uri: str
+    batch_size: int
+
+
+class RolloutSpec(BaseModel):
+    """Steps are made of groups that producers put, instead of the rows of an entry."""
+
+    model_config = ConfigDict(frozen=True)
+    max_staleness: int | None = Field(description="Weight versions a trained row may be old; None: any.")
+    wait_s: float = Field(default=600.0, description="How long a fetch waits for enough groups.")
+
+
+class ServeSpec(BaseModel):
+    """Everything a server needs to start, and to start again after its process died."""
+
+    model_config = ConfigDict(frozen=True)
+    name: str
+    entry_uri: str | None = Field(description="What is trained; None: `rollouts`.")
+    plan: PlanConfig
+    pad_token_id: int
+    journal: str | None = Field(description="fsspec URL of the ledger's folder; None: kept in memory only")
+    storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
+    evals: dict[str, EvalSpec] = Field(default_factory=dict)
+    rollouts: RolloutSpec | None = None
+    share: Share = "none"
+    share_bytes: int = 256 << 20
+    lease_ttl_s: float = 30.0
+    orphan_ttl_s: float = 900.0
+    reap: bool = False
+    collate_threads: int = 2
+    num_cpus: float = 0.5
+
+    def difference(self, other: ServeSpec) -> str | None:
+        """The fields in which two specs differ, each as "field (this -> other)"; None when equal."""
+        hidden = {"storage_options"}  # may hold credentials
+        theirs = other._flat()
+        found = [
+            name if name in hidden else f"{name} ({value!r} -> {theirs[name]!r})"
+            for name, value in self._flat().items()
+            if value != theirs[name]
+        ]
+        return ", ".join(found) or None
+
+    def _flat(self) -> dict[str, Any]:
+        return {**self.model_dump(exclude={"plan"}), **self.plan.model_dump()}
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The right to advance a server.
+
+    Attributes:
+        name: of the server.
+        fence: number that every call of the holder carries.
+        ttl_s: the lease ends when nothing is heard of the holder for this long.
+        frontier: next step to train; in rank mode of this rank.
+        plan_hash: identity of the order of rows.
+        identity: the fields under that hash.
+        entry_key: of the entry that is served, "" for rollouts.
+        schedule: JSON of `raysvc.plan.schedule.Schedule`.
+    """
+
+    name: str
+    fence: int
+    ttl_s: float
+    frontier: int
+    plan_hash: str
+    identity: dict[str, Any]
+    entry_key: str
+    schedule: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class StepInfo:
+    """What the driver learns of a step: no tensors.
+
+    Attributes:
+        index: step, 0-based.
+        epoch: 0-based.
+        mini_batches: one info per mini-batch, of the first role.
+        rows: rows[mini][role][rank], int32 [S], where each of the rank's rows stands in the mini-batch's `row_ids`,
+            -1 for a dummy.
+        read_s: reading rows.
+        collate_s: writing arrays.
+        weight_versions: oldest and newest weight version of the rows (rollouts), else None.
+    """
+
+    index: int
+    epoch: int
+    mini_batches: tuple[MiniBatchInfo, ...]
+    rows: tuple[tuple[tuple[npt.NDArray[np.int32], ...], ...], ...]
+    read_s: float
+    collate_s: float
+    weight_versions: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class MiniOutline:
+    """What the plan alone says of a mini-batch: no row was read.
+
+    Attributes:
+        row_ids: int64 [N].
+        lengths: int32 [N].
+        num_groups: groups.
+        rank_tokens: [R], tokens of each rank, dummies included.
+        rank_bytes: [R], bytes of each rank's shard.
+        num_micro_batches: of each rank.
+    """
+
+    row_ids: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int32]
+    num_groups: int
+    rank_tokens: tuple[int, ...]
+    rank_bytes: tuple[int, ...]
+    num_micro_batches: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all shards."""
+        return sum(self.rank_bytes)
+
+
+@dataclass(frozen=True, eq=False)
+class StepOutline:
+    """A step as `peek` shows it: index, epoch, and one outline per mini-batch."""
+
+    index: int
+    epoch: int
+    mini_batches: tuple[MiniOutline, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all shards."""
+        return sum(mini.nbytes for mini in self.mini_batches)

@@ -1,0 +1,100 @@
+"""Steps that several callers ask for are made once and kept for a while, up to a number of bytes.
+
+Always true:
+- callers that ask for one key at the same time wait for one making;
+- a failure goes to everybody who waited for it, and is not kept: who asks again makes again;
+- what is kept is at most `max_bytes`, but for one step; what fell out is made again, with the same bytes;
+- a step that its number of readers have taken is let go.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Kept(Generic[T]):
+    future: Future[T] = field(default_factory=Future)
+    nbytes: int = 0
+    taken: int = 0
+
+
+class SharedSteps(Generic[T]):
+    """Made values by key.
+
+    Args:
+        max_bytes: of all that is kept.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Hashable, _Kept[T]] = OrderedDict()  # guarded by _lock; oldest use first
+        self.made = 0  # guarded by _lock; how often `make` was called
+
+    def get(
+        self, key: Hashable, readers: int | None, make: Callable[[], T], size: Callable[[T], int]
+    ) -> T:
+        """The value of a key, made by the first who asks.
+
+        Args:
+            readers: let go after so many have taken it; None: only when there is no room.
+            make: called outside the lock, by one caller at a time per key.
+            size: bytes of a value.
+        """
+        with self._lock:
+            kept = self._kept.get(key)
+            mine = kept is None
+            if kept is None:
+                kept = self._kept[key] = _Kept()
+                self.made += 1
+            self._kept.move_to_end(key)
+        if mine:
+            self._fill(key, kept, make, size)
+        value = kept.future.result()
+        with self._lock:
+            kept.taken += 1
+            if readers is not None and kept.taken >= readers and self._kept.get(key) is kept:
+                del self._kept[key]
+        return value
+
+    def clear(self, unless: Callable[[Hashable], bool] = lambda key: False) -> None:
+        """Let go of what is made already, but for the keys of which `unless` is true."""
+        with self._lock:
+            for key in [key for key, kept in self._kept.items() if kept.future.done() and not unless(key)]:
+                del self._kept[key]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        with self._lock:
+            return sum(kept.nbytes for kept in self._kept.values())
+
+    def _fill(
+        self, key: Hashable, kept: _Kept[T], make: Callable[[], T], size: Callable[[T], int]
+    ) -> None:
+        try:
+            value = make()
+        except BaseException as error:
+            with self._lock:
+                self._kept.pop(key, None)
+            kept.future.set_exception(error)
+            return
+        with self._lock:
+            kept.nbytes = size(value)
+            self._make_room(key)
+        kept.future.set_result(value)
+
+    def _make_room(self, newest: Hashable) -> None:
+        total = sum(kept.nbytes for kept in self._kept.values())
+        for key in [key for key, kept in self._kept.items() if kept.future.done() and key != newest]:
+            if total <= self._max_bytes:
+                return
+            total -= self._kept.pop(key).nbytes

@@ -1,0 +1,123 @@
+"""The steps of one cache entry: plan, read, collate. No Ray; what it holds can be freed and opened again.
+
+Always true:
+- `make(step, dp_sizes)` is pure in (entry, plan, step, dp_sizes);
+- after `free` the next call opens the entry again and gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raysvc.actors.making import Recipe, Sizes, make_step, outline
+from raysvc.actors.serving import StepInfo, StepOutline
+from raysvc.cache.reader import Entry, open_entry
+from raysvc.collate.shard import Shard
+from raysvc.config import PlanConfig
+from raysvc.plan.plan import MiniBatchPlan, Plan
+from raysvc.plan.schedule import Schedule
+from raysvc.plan.state import PlanState
+from raysvc.rows import RowBatch
+
+
+@dataclass(frozen=True)
+class _Open:
+    entry: Entry
+    plan: Plan
+    sizes: Sizes
+
+    def read(self, mini: MiniBatchPlan) -> RowBatch:
+        return self.entry.read(mini.row_ids)
+
+
+class EntryStream:
+    """Steps of an entry.
+
+    Args:
+        uri: of the entry.
+        storage_options: for fsspec.
+        recipe: plan and padding.
+    """
+
+    def __init__(self, uri: str, storage_options: Mapping[str, Any], recipe: Recipe) -> None:
+        self._uri, self._storage_options, self._recipe = uri, dict(storage_options), recipe
+        self._lock = threading.Lock()
+        self._open: _Open | None = None  # guarded by self._lock
+
+    @property
+    def schedule(self) -> Schedule:
+        """Steps, epochs and mini-batches."""
+        return self._opened().plan.schedule
+
+    @property
+    def plan_hash(self) -> str:
+        """Identity of the order of rows."""
+        return self._opened().plan.hash
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The fields under `plan_hash`."""
+        return self._opened().plan.identity
+
+    @property
+    def entry_key(self) -> str:
+        """Of the entry."""
+        return self._opened().entry.key
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the entry."""
+        return self._opened().entry.num_rows
+
+    def make(self, step: int, dp_sizes: Sequence[int]) -> tuple[StepInfo, tuple[Shard, ...]]:
+        """Info and shards of a step, for one dp size per role."""
+        opened = self._opened()
+        plans = [opened.plan.step(step, dp_size) for dp_size in dp_sizes]
+        return make_step(plans, opened.read, self._recipe)
+
+    def outline(self, step: int, dp_size: int) -> StepOutline:
+        """What the plan says of a step."""
+        opened = self._opened()
+        return outline(opened.plan.step(step, dp_size), self._recipe.plan, opened.sizes)
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state of another plan.
+
+        Raises:
+            StateMismatch: names every field that differs.
+        """
+        PlanState.from_json(state).check(self._opened().plan)
+
+    def free(self) -> bool:
+        """Let go of mapped parts and plan; whether anything was held."""
+        with self._lock:
+            held, self._open = self._open is not None, None
+        return held
+
+    def _opened(self) -> _Open:
+        with self._lock:
+            if self._open is None:
+                entry = open_entry(self._uri, self._storage_options)
+                plan = Plan(self._recipe.plan, entry.lengths(), entry_keys=[entry.key])
+                self._open = _Open(entry, plan, Sizes.of(entry.read(np.arange(1)), self._recipe.plan))
+            return self._open
+
+
+def eval_plan(config: PlanConfig, batch_size: int) -> PlanConfig:
+    """The plan of an eval: every row once, in the order of the entry, in the shape of training."""
+    return config.model_copy(
+        update={
+            "batch_size": batch_size,
+            "mini_batch_size": None,
+            "epochs": 1,
+            "update_epochs": 1,
+            "shuffle": "none",
+            "tail": "pad",
+            "skip_rows": (),
+        }
+    )
