@@ -17,7 +17,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from raysvc.actors.journal import Journal
@@ -53,6 +54,8 @@ class Stream(Protocol):
     def entry_key(self) -> str: ...
     @property
     def num_rows(self) -> int: ...
+    @property
+    def is_open(self) -> bool: ...
     def make(self, step: int, dp_sizes: tuple[int, ...]) -> Made: ...
     def outline(self, step: int, dp_size: int) -> StepOutline: ...
     def check(self, state: dict[str, Any]) -> None: ...
@@ -74,6 +77,7 @@ class BatchServer:
         self._began_s = time.time()
         self._streams = self._make_streams()
         self._collating = threading.Semaphore(self.spec.collate_threads)
+        self._num_collating = 0  # guarded by _lock
         self._shared: SharedSteps[Made] = SharedSteps(self.spec.share_bytes)
         self._lock = threading.Lock()
         self._journal_lock = threading.Lock()  # taken before _lock; held while writing
@@ -89,9 +93,9 @@ class BatchServer:
         """Steps of all epochs."""
         return self._train.schedule.num_steps
 
-    def spec_json(self) -> str:
-        """The spec this server runs with."""
-        return self.spec.model_dump_json()
+    def spec_json(self) -> tuple[str, str]:
+        """The spec this server runs with, and its `born`."""
+        return self.spec.model_dump_json(), self._born
 
     def describe(self) -> dict[str, Any]:
         """What this server serves; no lease needed.
@@ -108,6 +112,14 @@ class BatchServer:
             "schedule": self._train.schedule.to_json(),
             "evals": evals,
         }
+
+    def eval_schedule(self, name: str) -> dict[str, Any]:
+        """JSON of the schedule of an eval.
+
+        Raises:
+            ServerError: there is no such eval; the error lists those that are there.
+        """
+        return self._stream(name).schedule.to_json()
 
     def attach(self, holder: str, takeover: bool = False, reader: str = "") -> Lease:
         """Give out the next fence.
@@ -241,21 +253,28 @@ class BatchServer:
         """Plain facts about this server."""
         with self._lock:
             readers = {name: _facts(ledger) for name, ledger in self._known().by_reader.items()}
-            dirty = self._dirty
+            dirty, collating = self._dirty, self._num_collating
         own = readers.get("") or next(iter(readers.values()), _facts(Ledger(self.spec.name)))
         return {
             "name": self.spec.name,
             "pid": os.getpid(),
+            "node": _node_id(),
             "up_s": time.time() - self._began_s,
             "entry_key": self._train.entry_key,
             "num_steps": self.num_steps,
+            "lease_ttl_s": self.spec.lease_ttl_s,
             **own,
             "readers": readers,
+            "collating": collating,
             "made": self._shared.made,
             "shared_bytes": self._shared.nbytes,
             "flushed": not dirty,
             "rss_bytes": _rss_bytes(),
         }
+
+    def holds_data(self) -> bool:
+        """Whether an entry is open."""
+        return any(stream.is_open for stream in self._streams.values())
 
     @property
     def _train(self) -> Stream:
@@ -284,9 +303,7 @@ class BatchServer:
             expected = f"a step from 0 to {source.schedule.num_steps - 1}"
             raise StepOutOfOrder(self.spec.name, step, expected)
 
-    def _make_shared(
-        self, step: int, dp_sizes: tuple[int, ...], stream: str, readers: int | None
-    ) -> Made:
+    def _make_shared(self, step: int, dp_sizes: tuple[int, ...], stream: str, readers: int | None) -> Made:
         def size(made: Made) -> int:
             return sum(shard.nbytes for shard in made[1])
 
@@ -297,7 +314,7 @@ class BatchServer:
         source = self._stream(stream)
         self._in_range(step, source)
         try:
-            with self._collating:
+            with self._counted():
                 return source.make(step, dp_sizes)
         except LeaseError:
             raise
@@ -305,6 +322,18 @@ class BatchServer:
             log.exception("step failed name=%s step=%d", self.spec.name, step)
             cause = str(error) if isinstance(error, RaysvcError) else f"{type(error).__name__}: {error}"
             raise StepFailed(self.spec.name, step, cause) from error
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """As many at a time as may collate, and counted."""
+        with self._collating:
+            with self._lock:
+                self._num_collating += 1
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._num_collating -= 1
 
     def _attach(
         self, reader: str, holder: str, change: Callable[[Ledger, int], Ledger], rank: int | None = None
@@ -376,7 +405,7 @@ class BatchServer:
             try:
                 with self._lock:
                     dirty = self._dirty
-                    if self._ledgers is None or self._ledgers.lives(time.time(), self.spec.lease_ttl_s):
+                    if self._known().lives(time.time(), self.spec.lease_ttl_s):
                         self._idle_since_s = time.monotonic()
                     idle_s = time.monotonic() - self._idle_since_s
                 if dirty:
@@ -413,6 +442,12 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
         "since_s": now_s - ledger.since_s if ledger.holder else None,
         "seen_s": now_s - ledger.seen_s if ledger.holder else None,
     }
+
+
+def _node_id() -> str | None:
+    import ray
+
+    return ray.get_runtime_context().get_node_id() if ray.is_initialized() else None
 
 
 def _rss_bytes() -> int:

@@ -14,7 +14,9 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from raysvc.actors.batch_server import BatchServer, ServeSpec
+from raysvc.actors.batch_server import BatchServer
+from raysvc.actors.rollout_server import RolloutServer
+from raysvc.actors.serving import ServeSpec
 from raysvc.actors.torch_worker import CausalLMWorker, ModelSpec
 from raysvc.errors import RaysvcError, ServerError
 
@@ -22,18 +24,25 @@ log = logging.getLogger(__name__)
 NAMESPACE = "raysvc"
 REPORT_EVERY_S = 5.0
 STOP_TIMEOUT_S = 30.0
+FETCH_THREADS = 16
 
 
 def start_server(spec: ServeSpec, *, detached: bool) -> ActorHandle:
     """The server of that name: a new actor, or the running one when its spec is the same.
 
-    Calls of the default group run one at a time; `fetch` collates in threads of its own, and `control`
-    (leases, commits, statistics) never queues behind a collation.
+    `fetch` calls may wait for each other (one step for several ranks, rollouts that are not there yet), so they have
+    more threads than may collate; what changes the ledger runs in the order it was sent, in one thread; `control`
+    (heartbeats, statistics) never queues behind either. A server keeps off nodes that may be taken away
+    (`ray.io/market-type: spot`) where there are others.
 
     Raises:
-        ServerError: the name is served with another spec; the error names the first difference.
+        ServerError: the name is served with another spec; the error names every difference.
+        UserMistake: the entry cannot be opened, or no plan can be made of it.
     """
-    actor = ray.remote(concurrency_groups={"fetch": spec.collate_threads, "control": 2})(BatchServer)
+    cls = BatchServer if spec.rollouts is None else RolloutServer
+    threads = {"fetch": FETCH_THREADS, "ledger": 1, "control": 3}
+    born = uuid.uuid4().hex
+    actor = ray.remote(concurrency_groups=threads)(cls)
     handle = actor.options(
         name=spec.name,
         namespace=NAMESPACE,
@@ -42,16 +51,23 @@ def start_server(spec: ServeSpec, *, detached: bool) -> ActorHandle:
         num_cpus=spec.num_cpus,
         max_restarts=-1,
         max_task_retries=-1,
-    ).remote(spec.model_dump_json(), uuid.uuid4().hex)
-    running = ServeSpec.model_validate_json(
-        wait_for(handle.spec_json.remote(), f"server {spec.name!r} to start")
-    )
-    difference = running.difference(spec)
+        label_selector={"ray.io/market-type": "!spot"},
+        fallback_strategy=[{"label_selector": {}}],
+    ).remote(spec.model_dump_json(), born)
+    what = f"server {spec.name!r} to start"
+    text, its_born = wait_for(handle.spec_json.remote(), what)
+    difference = ServeSpec.model_validate_json(text).difference(spec)
     if difference:
         remedy = f"stop it with `raysvc stop {spec.name}`, or choose another server.name"
         raise ServerError(
             f"server.name {spec.name!r}", f"is served already with another {difference}", remedy
         )
+    try:
+        wait_for(handle.describe.remote(), what)
+    except RaysvcError:
+        if its_born == born:  # a server of ours that can serve nothing
+            ray.kill(handle, no_restart=True)
+        raise
     return handle
 
 
@@ -71,12 +87,19 @@ def find_server(name: str) -> ActorHandle:
 
 
 def stop_server(name: str) -> None:
-    """End a server for good and wait until its name is free.
+    """End a server for good, its commits written, and wait until its name is free.
 
     Raises:
         ServerError: no such server.
     """
-    ray.kill(find_server(name), no_restart=True)
+    handle = find_server(name)
+    try:
+        ray.get(handle.flush.options(concurrency_group="ledger").remote(), timeout=STOP_TIMEOUT_S)
+    except (
+        ray.exceptions.RayError
+    ) as error:  # it is to end in any case; the trainer's checkpoint knows better
+        log.warning("last commits not written name=%s error=%s", name, type(error).__name__)
+    ray.kill(handle, no_restart=True)
     begin = time.monotonic()
     while name in server_names():
         if time.monotonic() - begin > STOP_TIMEOUT_S:

@@ -83,9 +83,7 @@ class Ledger:
         if self.lives(now_s, ttl_s) and not takeover:
             raise LeaseHeld(self.name, str(self.holder), now_s - self.since_s)
         new = self.fence + 1 if fence is None else fence
-        return replace(
-            self, fence=new, holder=holder, since_s=now_s, seen_s=now_s, seats=(), restored=False
-        )
+        return replace(self, fence=new, holder=holder, since_s=now_s, seen_s=now_s, seats=(), restored=False)
 
     def attach_rank(
         self,

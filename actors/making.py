@@ -23,10 +23,17 @@ from raysvc.collate.info import MiniBatchInfo, info_of
 from raysvc.collate.shard import Shard
 from raysvc.config import PlanConfig
 from raysvc.plan.plan import MiniBatchPlan, StepPlan
-from raysvc.rows import RowBatch
+from raysvc.rows import Array, RowBatch
 
 Read = Callable[[MiniBatchPlan], RowBatch]
-_OWN_2D = {"input_ids": 4, "labels": 4, "position_ids": 4, "segment_ids": 4, "attention_mask": 1, "loss_mask": 1}
+_OWN_2D = {
+    "input_ids": 4,
+    "labels": 4,
+    "position_ids": 4,
+    "segment_ids": 4,
+    "attention_mask": 1,
+    "loss_mask": 1,
+}
 _OWN_PER_ROW = 4 * 4 + 8  # seq_lengths, row_tokens, row_group, row_group_rows; row_ids
 
 
@@ -123,5 +130,5 @@ def _outline_mini(mini: MiniBatchPlan, config: PlanConfig, sizes: Sizes) -> Mini
     )
 
 
-def _itemsize(columns: Mapping[str, np.ndarray], name: str) -> int:  # type: ignore[type-arg]
+def _itemsize(columns: Mapping[str, Array], name: str) -> int:
     return columns[name].dtype.itemsize if name in columns else 0

@@ -39,9 +39,7 @@ class SharedSteps(Generic[T]):
         self._kept: OrderedDict[Hashable, _Kept[T]] = OrderedDict()  # guarded by _lock; oldest use first
         self.made = 0  # guarded by _lock; how often `make` was called
 
-    def get(
-        self, key: Hashable, readers: int | None, make: Callable[[], T], size: Callable[[T], int]
-    ) -> T:
+    def get(self, key: Hashable, readers: int | None, make: Callable[[], T], size: Callable[[T], int]) -> T:
         """The value of a key, made by the first who asks.
 
         Args:
@@ -77,12 +75,10 @@ class SharedSteps(Generic[T]):
         with self._lock:
             return sum(kept.nbytes for kept in self._kept.values())
 
-    def _fill(
-        self, key: Hashable, kept: _Kept[T], make: Callable[[], T], size: Callable[[T], int]
-    ) -> None:
+    def _fill(self, key: Hashable, kept: _Kept[T], make: Callable[[], T], size: Callable[[T], int]) -> None:
         try:
             value = make()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - handed to everybody who waits
             with self._lock:
                 self._kept.pop(key, None)
             kept.future.set_exception(error)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -75,12 +76,22 @@ class StagedShard:
         copy_s: seconds of the copy out of the object store.
         fetch_s: seconds until the object was on this node, where that is measured (`timing`).
         h2d_s: seconds of the copy to the device, where that is measured (`timing`).
+        nbytes: bytes of the shard.
     """
 
     shard: Shard
     copy_s: float
     fetch_s: float = 0.0
     h2d_s: float = 0.0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A shard, or a list of one ref to it, and what to make of it before it is copied."""
+
+    shard: Shard | list[Any]
+    prepare: Callable[[Shard], Shard] | None
 
 
 @dataclass(frozen=True)
@@ -117,20 +128,21 @@ class Staging:
         self._options = options or StagingOptions()
         self._device: Device | None = None if isinstance(device, str) else device
         self._changed = threading.Condition()  # guards everything below
-        self._staged: dict[Key, _Lot | Shard | list[Any] | BaseException] = {}
+        self._staged: dict[Key, _Lot | _Source | BaseException] = {}
         self._held: _Lot | None = None  # taken last; compute may still use it
         self._wanted: Key | None = None  # the training thread waits for it
         self._ring: _Memory | None = None
         self._stats = StagingStats(0, 0, 0, 0, 0, 0.0)
 
-    def put(self, key: Key, shard: Shard | list[Any]) -> int:
+    def put(self, key: Key, shard: Shard | list[Any], prepare: Callable[[Shard], Shard] | None = None) -> int:
         """Take in a shard, or a list of one ref to it; returns its bytes (0 for what is opened when taken).
 
-        A failure is raised by `take` too.
+        `prepare` is what to make of a shard before it is copied. A failure is raised by `take` too.
         """
+        source = _Source(shard, prepare)
         lazy = self._options.timing or not self._options.prefetch
         try:
-            lot = shard if lazy else self._load(key, shard)
+            lot = source if lazy else self._load(key, source)
         except Exception as error:
             self._offer(key, error)
             raise
@@ -179,7 +191,7 @@ class Staging:
         with self._changed:
             return self._stats
 
-    def _offer(self, key: Key, lot: _Lot | Shard | list[Any] | BaseException) -> None:
+    def _offer(self, key: Key, lot: _Lot | _Source | BaseException) -> None:
         with self._changed:
             before = self._staged.get(key)
             if isinstance(before, _Lot):
@@ -187,7 +199,7 @@ class Staging:
             self._staged[key] = lot
             self._changed.notify_all()
 
-    def _wait_for(self, key: Key, timeout_s: float, begin: float) -> _Lot | Shard | list[Any] | BaseException:
+    def _wait_for(self, key: Key, timeout_s: float, begin: float) -> _Lot | _Source | BaseException:
         with self._changed:
             self._wanted = key
             self._changed.notify_all()
@@ -204,7 +216,7 @@ class Staging:
                 self._wanted = None
             return self._staged.pop(key)
 
-    def _load(self, key: Key, source: Shard | list[Any]) -> _Lot:
+    def _load(self, key: Key, source: _Source) -> _Lot:
         """Bring a shard to the device; returns while the copy to it may still run."""
         shard, fetch_s = _opened_shard(source)
         memory, room = self._room(key, sum(aligned(array.nbytes) for array in shard.arrays.values()))
@@ -294,14 +306,16 @@ class Staging:
             self._stats = self._stats._replace(**{name: old[name] + value for name, value in more.items()})
 
 
-def _opened_shard(source: Shard | list[Any]) -> tuple[Shard, float]:
-    if isinstance(source, Shard):
-        return source, 0.0
-    import ray
-
+def _opened_shard(source: _Source) -> tuple[Shard, float]:
     begin = time.perf_counter()
-    shard: Shard = ray.get(source[0])
-    return shard, time.perf_counter() - begin
+    shard = source.shard
+    if not isinstance(shard, Shard):
+        import ray
+
+        shard = ray.get(shard[0])
+        assert isinstance(shard, Shard)
+    fetch_s = time.perf_counter() - begin
+    return (shard if source.prepare is None else source.prepare(shard)), fetch_s
 
 
 def _copy(shard: Shard, memory: _Memory, room: Room) -> dict[str, Any]:

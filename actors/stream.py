@@ -26,6 +26,17 @@ from raysvc.rows import RowBatch
 
 
 @dataclass(frozen=True)
+class _Facts:
+    """What stays known when the data are freed."""
+
+    schedule: Schedule
+    plan_hash: str
+    identity: dict[str, Any]
+    entry_key: str
+    num_rows: int
+
+
+@dataclass(frozen=True)
 class _Open:
     entry: Entry
     plan: Plan
@@ -48,31 +59,38 @@ class EntryStream:
         self._uri, self._storage_options, self._recipe = uri, dict(storage_options), recipe
         self._lock = threading.Lock()
         self._open: _Open | None = None  # guarded by self._lock
+        self._known: _Facts | None = None  # written once, under self._lock
 
     @property
     def schedule(self) -> Schedule:
         """Steps, epochs and mini-batches."""
-        return self._opened().plan.schedule
+        return self._facts().schedule
 
     @property
     def plan_hash(self) -> str:
         """Identity of the order of rows."""
-        return self._opened().plan.hash
+        return self._facts().plan_hash
 
     @property
     def identity(self) -> dict[str, Any]:
         """The fields under `plan_hash`."""
-        return self._opened().plan.identity
+        return self._facts().identity
 
     @property
     def entry_key(self) -> str:
         """Of the entry."""
-        return self._opened().entry.key
+        return self._facts().entry_key
 
     @property
     def num_rows(self) -> int:
         """Rows of the entry."""
-        return self._opened().entry.num_rows
+        return self._facts().num_rows
+
+    @property
+    def is_open(self) -> bool:
+        """Whether data are held."""
+        with self._lock:
+            return self._open is not None
 
     def make(self, step: int, dp_sizes: Sequence[int]) -> tuple[StepInfo, tuple[Shard, ...]]:
         """Info and shards of a step, for one dp size per role."""
@@ -105,7 +123,14 @@ class EntryStream:
                 entry = open_entry(self._uri, self._storage_options)
                 plan = Plan(self._recipe.plan, entry.lengths(), entry_keys=[entry.key])
                 self._open = _Open(entry, plan, Sizes.of(entry.read(np.arange(1)), self._recipe.plan))
+                self._known = _Facts(plan.schedule, plan.hash, plan.identity, entry.key, entry.num_rows)
             return self._open
+
+    def _facts(self) -> _Facts:
+        if self._known is None:
+            self._opened()
+        assert self._known is not None
+        return self._known
 
 
 def eval_plan(config: PlanConfig, batch_size: int) -> PlanConfig:

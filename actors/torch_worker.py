@@ -1,28 +1,31 @@
-"""The shipped worker: supervised fine-tuning of a `transformers` causal LM with DDP.
+"""The shipped worker: `transformers` language models and critics with DDP or FSDP2.
 
-Axes: B rows of a micro-batch, L its width, V vocabulary.
+Axes: B lines of a micro-batch, L its width, V vocabulary.
 
 Always true:
 - the loss of a position is weighted by the mini-batch's denominators, so the gradient does not depend on
   dp_size, micro-batching, padding or packing;
-- all ranks start from the same weights (seeded, then broadcast by DDP).
+- all ranks start from the same weights: the same seed, then broadcast by DDP or sharded by FSDP;
+- weights of losses and the losses themselves stay float32 in mixed precision.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from raysvc.actors.learning_rate import LearningRate
+from raysvc.actors.losses import Loss, LossSum, SftLoss, ValueLoss
+from raysvc.actors.staging import StagingOptions
 from raysvc.actors.worker import Worker
 from raysvc.collate.loss import Reduction
 
 if TYPE_CHECKING:
     import torch
-
-# float32 logits held at once: on a CPU what malloc keeps and reuses, on a GPU what makes large matrices
-LOGIT_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
 
 
 class ModelSpec(BaseModel):
@@ -31,6 +34,14 @@ class ModelSpec(BaseModel):
     Attributes:
         model: `tiny`, a folder, or a hub name.
         vocab_size: of the tokenizer; only `tiny` uses it.
+        learning_rate: where there is no schedule.
+        max_grad_norm: None: no clipping.
+        loss: which mean over a mini-batch.
+        role: `policy` and `critic` are trained, a `reference` runs forward only.
+        strategy: what holds the weights on several ranks: a copy each (`ddp`) or a share each (`fsdp`, FSDP2).
+        precision: `bf16`: float32 weights, bfloat16 forward and backward.
+        schedule: learning rate by optimizer step; None: `learning_rate`, or what `set_lr` says.
+        staging: how shards are staged.
     """
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
@@ -41,11 +52,16 @@ class ModelSpec(BaseModel):
     max_grad_norm: float | None
     loss: Reduction
     seed: int
+    role: Literal["policy", "critic", "reference"] = "policy"
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    precision: Literal["fp32", "bf16"] = "fp32"
+    schedule: LearningRate | None = None
+    staging: StagingOptions = StagingOptions()
 
 
-def tiny_model(vocab_size: int) -> torch.nn.Module:
+def tiny_model(vocab_size: int, critic: bool = False) -> torch.nn.Module:
     """A randomly initialised Llama of two layers and width 64: big enough for its loss to fall."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
 
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -55,128 +71,208 @@ def tiny_model(vocab_size: int) -> torch.nn.Module:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=32768,
-        tie_word_embeddings=True,
+        tie_word_embeddings=not critic,
+        num_labels=1,
     )
-    model: torch.nn.Module = LlamaForCausalLM(config)
+    model: torch.nn.Module = LlamaForTokenClassification(config) if critic else LlamaForCausalLM(config)
     return model
 
 
-def token_loss(model: Any) -> torch.nn.Module:
-    """Wraps a causal LM into a module whose forward gives the weighted sum of token losses.
-
-    forward(inputs, labels_BL, weights_BL) -> scalar; labels lie at their own token, -100 has no loss.
-    Where the model's head is a plain projection of the last hidden state (checked here on a few
-    tokens, not assumed), it is applied to the targets alone, some at a time, and computed again in the
-    backward pass: a vocabulary of 150 k then costs megabytes instead of gigabytes.
-    """
-    import torch
-
-    class TokenLoss(torch.nn.Module):
-        def __init__(self, lm: Any) -> None:
-            super().__init__()
-            self.lm = lm
-            self.plain_head = _head_is_plain(lm)
-            self.at_once = max(16, LOGIT_BYTES[lm.device.type] // (4 * lm.config.vocab_size))
-
-        def forward(
-            self, inputs: dict[str, torch.Tensor], labels_BL: torch.Tensor, weights_BL: torch.Tensor
-        ) -> torch.Tensor:
-            labels_T, weights_T = labels_BL[:, 1:].flatten(), weights_BL[:, 1:].flatten()
-            (targets,) = torch.nonzero(labels_T != -100, as_tuple=True)
-            if self.plain_head:
-                hidden_BLD = self.lm.base_model(**inputs, use_cache=False).last_hidden_state
-                rows_TD = hidden_BLD[:, :-1].flatten(0, 1)
-                head = self.lm.get_output_embeddings()
-            else:
-                rows_TD = self.lm(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
-                head = torch.nn.Identity()
-            total = (
-                rows_TD.sum() * 0.0
-            )  # a micro-batch without a target still takes part in the backward pass
-            for some in targets.split(self.at_once):
-                total = total + torch.utils.checkpoint.checkpoint(
-                    _cross_entropy, head, rows_TD[some], labels_T[some], weights_T[some], use_reentrant=False
-                )
-            return total
-
-    return TokenLoss(model)
-
-
-def _cross_entropy(
-    head: torch.nn.Module, rows_TD: torch.Tensor, labels_T: torch.Tensor, weights_T: torch.Tensor
-) -> torch.Tensor:
-    import torch.nn.functional as F
-
-    return (F.cross_entropy(head(rows_TD).float(), labels_T, reduction="none") * weights_T).sum()
-
-
-def _head_is_plain(model: Any) -> bool:
-    """Whether logits are just the output embedding of the last hidden state (no soft-capping, no scale)."""
-    import torch
-
-    if model.get_output_embeddings() is None or model.base_model is model:
-        return False
-    ids_BL = torch.arange(8, device=model.device)[None]
-    training = model.training
-    model.eval()
-    with torch.no_grad():
-        expected = model(input_ids=ids_BL, use_cache=False).logits
-        hidden = model.base_model(input_ids=ids_BL, use_cache=False).last_hidden_state
-        same = torch.allclose(expected, model.get_output_embeddings()(hidden), rtol=1e-4, atol=1e-5)
-    model.train(training)
-    return bool(same)
-
-
 class CausalLMWorker(Worker):
-    """Trains a causal LM on token cross-entropy."""
+    """Trains a causal LM, or a critic with one value per token."""
 
     def __init__(self, rank: int, dp_size: int, device: str, spec_json: str) -> None:
         self.spec = ModelSpec.model_validate_json(spec_json)
-        super().__init__(rank, dp_size, device, self.spec.loss)
+        super().__init__(rank, dp_size, device, self.spec.loss, staging=self.spec.staging)
         self.max_grad_norm = self.spec.max_grad_norm
+        self.learning_rate = self.spec.schedule
+        self._own_loss: Loss = ValueLoss() if self.spec.role == "critic" else SftLoss()
 
     def build(self) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
+
+        from raysvc.actors.token_model import TokenModel
 
         torch.manual_seed(self.spec.seed)
-        if self.spec.model == "tiny":
-            model = tiny_model(self.spec.vocab_size)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(self.spec.model)
-        model.to(self.device).train()
-        self._module = model
-        loss = token_loss(model)
-        self.model = torch.nn.parallel.DistributedDataParallel(loss) if self.dp_size > 1 else loss
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=self.spec.learning_rate, weight_decay=self.spec.weight_decay
-        )
+        module = TokenModel(self.load_lm().to(self.device).train(), critic=self.spec.role == "critic")
+        if self.spec.role == "reference":
+            module.requires_grad_(False)
+        self.model = self._spread(module)
+        if self.spec.role != "reference":
+            self.optimizer = torch.optim.AdamW(
+                self.model.parameters(), lr=self.spec.learning_rate, weight_decay=self.spec.weight_decay
+            )
 
-    def micro_loss(self, tensors: dict[str, torch.Tensor], layout: str) -> torch.Tensor:
-        """Weighted token cross-entropy of one micro-batch; a scalar."""
-        names = ["input_ids", "position_ids"]
-        if layout.startswith("padded"):
-            names.append("attention_mask")  # elsewhere restarting positions make the attention block-diagonal
-        inputs = {name: tensors[name].long() for name in names}
-        loss: torch.Tensor = self.model(inputs, tensors["labels"].long(), tensors["loss_weights"])
-        return loss
+    def load_lm(self) -> torch.nn.Module:
+        """The model, in host memory; override it for another way to make one."""
+        critic = self.spec.role == "critic"
+        if self.spec.model == "tiny":
+            return tiny_model(self.spec.vocab_size, critic)
+        from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+        model: torch.nn.Module = (
+            AutoModelForTokenClassification.from_pretrained(self.spec.model, num_labels=1)
+            if critic
+            else AutoModelForCausalLM.from_pretrained(self.spec.model)
+        )
+        return model
+
+    def micro_loss(self, tensors: dict[str, torch.Tensor], layout: str, loss: Loss | None) -> LossSum:
+        """Weighted sum of the losses of one micro-batch."""
+        loss = loss or self._own_loss
+        with self._precision():
+            total, metrics = self.model(
+                _inputs(tensors, layout),
+                tensors["labels"].long(),
+                tensors["loss_weights"],
+                {name: _column(tensors, name) for name in loss.columns},
+                loss,
+            )
+        return LossSum(total, metrics)
+
+    def micro_forward(self, tensors: dict[str, torch.Tensor], layout: str) -> dict[str, torch.Tensor]:
+        """`logprobs` and `entropy` (critic: `values`) at every target, 0 elsewhere."""
+        with self._precision():
+            _, outputs = self.model(
+                _inputs(tensors, layout), tensors["labels"].long(), tensors["loss_weights"], {}, None
+            )
+        return dict(outputs)
 
     def save_checkpoint(self, folder: str) -> None:
-        """Write this rank's part of a checkpoint into an existing folder (weights by rank 0)."""
-        import torch
+        """Write this rank's part of a checkpoint into an existing folder."""
+        from raysvc.actors import checkpoint
 
-        torch.save({"torch_rng": torch.get_rng_state()}, Path(folder) / f"rng-{self.rank:05d}.pt")
-        if self.rank == 0:
-            state = {"model": self._module.state_dict(), "optimizer": self.optimizer.state_dict()}
-            torch.save(state, Path(folder) / "weights.pt")
+        checkpoint.save(Path(folder), self.rank, self.model, self.optimizer, self.optimizer_steps)
 
     def load_checkpoint(self, folder: str) -> None:
-        """Read what `save_checkpoint` wrote; dp_size may differ. Only tensors are unpickled."""
+        """Read what `save_checkpoint` wrote; dp_size and strategy may differ."""
+        from raysvc.actors import checkpoint
+
+        self.optimizer_steps = checkpoint.load(Path(folder), self.rank, self.model, self.optimizer)
+
+    def save_hf_model(self, folder: str) -> None:
+        """Write the model as `transformers` reads it; rank 0 writes, all ranks call it."""
+        from raysvc.actors import checkpoint
+
+        weights = checkpoint.full_weights(self.model)
+        if self.rank == 0:
+            lm = getattr(self.model, "module", self.model).lm
+            own = {name.removeprefix("lm."): weight for name, weight in weights.items()}
+            lm.save_pretrained(folder, state_dict=own)
+
+    def export_weights(self) -> dict[str, Any] | None:
+        """The whole model as numpy arrays with their torch dtype (bfloat16 as uint16); None but on rank 0."""
         import torch
 
-        state = torch.load(Path(folder) / "weights.pt", map_location=self.device, weights_only=True)
-        self._module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        rng = Path(folder) / f"rng-{self.rank:05d}.pt"
-        if rng.exists():
-            torch.set_rng_state(torch.load(rng, weights_only=True)["torch_rng"])
+        from raysvc.actors import checkpoint
+
+        weights = checkpoint.full_weights(self.model)
+        if self.rank:
+            return None
+        bf16 = torch.bfloat16
+        return {
+            name: (str(w.dtype), (w.view(torch.uint16) if w.dtype == bf16 else w).numpy())
+            for name, w in weights.items()
+        }
+
+    def import_weights(self, weights: dict[str, Any]) -> None:
+        """Take over the weights of another group's `export_weights`."""
+        import torch
+
+        from raysvc.actors import checkpoint
+
+        full = {}
+        for name, (dtype, array) in weights.items():
+            tensor = torch.tensor(array)
+            full[name] = tensor.view(torch.bfloat16) if dtype == "torch.bfloat16" else tensor
+        checkpoint.load_full_weights(self.model, full)
+
+    def place(self, part: Literal["model", "optimizer"], on_device: bool) -> None:
+        """Bring weights and gradients, or the optimizer's state, to the device or to host memory."""
+        import torch
+
+        target = self.device if on_device else "cpu"
+        if part == "model":
+            self.model.to(target)
+        elif self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.dim():  # step counters stay where they are
+                        state[name] = value.to(target)
+        if self.device.startswith("cuda") and not on_device:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def _spread(self, module: torch.nn.Module) -> torch.nn.Module:
+        """The module on all ranks."""
+        import torch
+
+        if self.dp_size == 1:
+            return module
+        if self.spec.strategy == "ddp":
+            if self.spec.role == "reference":
+                return module  # DDP refuses a module without gradients
+            return torch.nn.parallel.DistributedDataParallel(module)
+        return _sharded(module, self.device, self.dp_size, self.spec.precision == "bf16")
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        import torch
+
+        if self.spec.precision == "fp32" or (self.spec.strategy == "fsdp" and self.dp_size > 1):
+            return nullcontext()  # FSDP has its own
+        context: AbstractContextManager[Any] = torch.autocast(self.device.split(":")[0], torch.bfloat16)
+        return context
+
+    def _no_sync(self) -> AbstractContextManager[None]:
+        if hasattr(self.model, "set_requires_gradient_sync"):
+            return _unsynced(self.model)
+        return super()._no_sync()
+
+
+@contextmanager
+def _unsynced(model: Any) -> Iterator[None]:
+    """FSDP2's `no_sync`: gradients stay whole and unreduced on every rank."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def _sharded(module: Any, device: str, dp_size: int, bf16: bool) -> torch.nn.Module:
+    """FSDP2: every decoder layer a unit, the rest (embedding, norm, head) another."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(device.split(":")[0], (dp_size,))
+    dtype = torch.bfloat16 if bf16 else None
+    reduce = torch.float32 if bf16 else None
+    for layer in _layers(module.lm):
+        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype, reduce))
+    # casting the root's inputs would round loss weights and advantages to 8 bits
+    root = MixedPrecisionPolicy(dtype, reduce, cast_forward_inputs=False)
+    sharded: torch.nn.Module = fully_shard(module, mesh=mesh, mp_policy=root)
+    return sharded
+
+
+def _layers(lm: Any) -> list[Any]:
+    names = set(lm._no_split_modules or ())
+    return [module for module in lm.modules() if type(module).__name__ in names]
+
+
+def _inputs(tensors: dict[str, torch.Tensor], layout: str) -> dict[str, torch.Tensor]:
+    names = ["input_ids", "position_ids"]
+    if layout.startswith("padded"):
+        names.append("attention_mask")  # elsewhere restarting positions make the attention block-diagonal
+    return {name: tensors[name].long() for name in names}
+
+
+def _column(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    from raysvc.errors import ConfigError
+
+    if name not in tensors:
+        there = ", ".join(sorted(tensors))
+        remedy = "name it in plan.columns, or give it with the call"
+        raise ConfigError(f"column {name!r}", f"the loss needs it, the shard has {there}", remedy)
+    return tensors[name]

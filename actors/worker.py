@@ -1,15 +1,16 @@
 """A data-parallel worker: stages shards, runs micro-batches, steps the optimizer.
 
-`Worker` is plain and knows no model. A subclass gives `build` (model and optimizer) and
-`micro_loss` (the weighted sum of the token losses of one micro-batch); the loop over micro-batches,
-weights from the denominators, gradient accumulation, data-parallel reduction and staging are here.
+`Worker` is plain and knows no model. A subclass gives `build` (model and optimizer) and `micro_loss`
+(the loss of one micro-batch, weighted), and `micro_forward` where its outputs are asked for; the loop over
+micro-batches, weights from the denominators, gradient accumulation, data-parallel reduction and staging are here.
 
-Axes: B rows of a micro-batch, L its width.
+Axes: B lines of a shard or micro-batch, L its width.
 
 Always true:
 - the gradient of an optimizer step is that of the whole mini-batch, whatever dp_size and micro-batches;
 - every rank runs the same number of micro-batches, so collectives match;
-- `stage` runs beside `train_step` (another concurrency group); everything else runs in turn.
+- `stage` runs beside everything else (another concurrency group), which runs in turn;
+- the learning rate is a function of the number of optimizer steps.
 """
 
 from __future__ import annotations
@@ -17,40 +18,23 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from raysvc.actors.staging import Key, Staging
+from raysvc.actors.learning_rate import LearningRate
+from raysvc.actors.losses import Loss, LossSum
+from raysvc.actors.results import Metrics, MiniResult
+from raysvc.actors.row_values import RowValues, gather_rows, with_columns
+from raysvc.actors.staging import Key, StagedShard, Staging, StagingOptions, StagingStats
+from raysvc.actors.timing import Timer
 from raysvc.collate.loss import Reduction, token_weights
 from raysvc.collate.shard import Shard
 
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["MiniResult", "Worker"]
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class MiniResult:
-    """What one rank reports of one optimizer step.
-
-    Attributes:
-        loss: this rank's share; the sum over ranks is the loss of the mini-batch.
-        grad_norm: before clipping, of the reduced gradient (equal on all ranks).
-        wait_s: waited for the shard after the step was asked for.
-        idle_s: nothing was computed since the optimizer step before; holds `wait_s`.
-        compute_s: forward, backward and optimizer.
-        copy_s: copying the shard to the device, beside other work.
-        nbytes: bytes of the shard.
-    """
-
-    loss: float
-    grad_norm: float
-    wait_s: float
-    idle_s: float
-    compute_s: float
-    copy_s: float
-    nbytes: int
 
 
 class Worker:
@@ -62,6 +46,7 @@ class Worker:
         device: torch device string.
         reduction: which mean of the token losses is the loss.
         take_timeout_s: how long a step may wait for its shard.
+        staging: how shards are staged; `timing` there measures every part of a step.
     """
 
     def __init__(
@@ -71,25 +56,40 @@ class Worker:
         device: str,
         reduction: Reduction = "token_mean",
         take_timeout_s: float = 600.0,
+        staging: StagingOptions | None = None,
     ) -> None:
         self.rank = rank
         self.dp_size = dp_size
         self.device = device
         self._reduction: Reduction = reduction
         self._take_timeout_s = take_timeout_s
-        self._staging = Staging(rank, device)
+        options = staging or StagingOptions()
+        self._staging = Staging(rank, device, options)
+        self._timer = Timer(self._synchronize if options.timing else None)
         self.model: torch.nn.Module
-        self.optimizer: torch.optim.Optimizer
+        self.optimizer: torch.optim.Optimizer | None = None
         self.max_grad_norm: float | None = None
+        self.learning_rate: LearningRate | None = None  # None: what the optimizer has, until `set_lr`
+        self.optimizer_steps = 0
         self._ended = 0.0  # when the last optimizer step ended, 0.0 before the first
 
     def build(self) -> None:
         """Make `self.model` and `self.optimizer`; called once, after the process group is up."""
         raise TypeError(f"{type(self).__name__} must define build()")
 
-    def micro_loss(self, tensors: dict[str, torch.Tensor], layout: str) -> torch.Tensor:
-        """The sum over a micro-batch of `tensors["loss_weights"]` times the loss of each target: a scalar."""
+    def micro_loss(self, tensors: dict[str, torch.Tensor], layout: str, loss: Loss | None) -> LossSum:
+        """The sum over a micro-batch of `tensors["loss_weights"]` times the loss of each target, and metrics.
+
+        Args:
+            tensors: of the micro-batch, on the device.
+            layout: of the tensors.
+            loss: what the caller asked for; None: the worker's own.
+        """
         raise TypeError(f"{type(self).__name__} must define micro_loss()")
+
+    def micro_forward(self, tensors: dict[str, torch.Tensor], layout: str) -> dict[str, torch.Tensor]:
+        """Outputs [B, L] by name, each number at its token."""
+        raise TypeError(f"{type(self).__name__} must define micro_forward()")
 
     def address(self) -> str:
         """An address on this worker's node where the ranks can meet (rank 0 is asked)."""
@@ -109,60 +109,198 @@ class Worker:
         if self.device == "cpu":
             torch.set_num_threads(1)
         if self.dp_size > 1:
-            backend = "nccl" if self.device.startswith("cuda") else "gloo"
+            backend = "cpu:gloo,cuda:nccl" if self.device.startswith("cuda") else "gloo"
             dist.init_process_group(backend, init_method, rank=self.rank, world_size=self.dp_size)
         self.build()
 
-    def stage(self, key: Key, shard: Shard) -> int:
-        """Take in one shard (Ray has already brought it to this node); returns its bytes."""
-        weights = token_weights(shard.arrays, shard.denominators, self._reduction, dp_size=self.dp_size)
-        return self._staging.put(key, replace(shard, arrays={**shard.arrays, "loss_weights": weights}))
+    def stage(
+        self, key: Key, shard: Shard | list[Any], columns: RowValues | None = None, loss_weight: float = 1.0
+    ) -> int:
+        """Take in one shard (Ray has already brought it to this node); returns its bytes.
+
+        Args:
+            key: what the call that trains it will name.
+            shard: with `timing` a list of one ref, opened when it is taken.
+            columns: per-token columns of the mini-batch's rows, laid out like the shard's own.
+            loss_weight: factor of the loss.
+        """
+        if isinstance(shard, Shard):
+            return self._staging.put(key, self._prepared(shard, columns, loss_weight))
+        return self._staging.put(key, shard, prepare=lambda s: self._prepared(s, columns, loss_weight))
 
     def clear(self) -> None:
         """Forget staged shards."""
         self._staging.clear()
 
-    def train_step(self, keys: list[Key], learning_rate: float) -> list[MiniResult]:
-        """One optimizer step per key, in order."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        return [self._train_mini(key) for key in keys]
+    def train_step(self, keys: list[Key], learning_rate: float | None = None) -> list[MiniResult]:
+        """One optimizer step per key, in order; `learning_rate` None: that of the schedule."""
+        return [self._train_mini(key, learning_rate) for key in keys]
 
-    def _train_mini(self, key: Key) -> MiniResult:
-        staged, wait_s = self._staging.take(key, self._take_timeout_s)
-        begin = time.perf_counter()
-        idle_s = begin - self._ended if self._ended else wait_s
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = self._accumulate(staged.shard)
-        grad_norm = self._clip()
-        self.optimizer.step()
-        self._ended = time.perf_counter()
-        compute_s = self._ended - begin
-        return MiniResult(loss, grad_norm, wait_s, idle_s, compute_s, staged.copy_s, staged.shard.nbytes)
-
-    def _accumulate(self, shard: Shard) -> float:
-        """Backward over all micro-batches; DDP reduces in the last one. Returns this rank's share of the loss."""
-        total = 0.0
-        last = len(shard.micro_batches) - 1
-        for index in range(last + 1):
-            with nullcontext() if index == last else self._no_sync():
-                loss = self.micro_loss(shard.micro(index), shard.layout)
-                loss.backward()
-            total += float(loss.detach())
-        return total / self.dp_size  # the weights hold dp_size, because DDP averages
-
-    def _no_sync(self) -> AbstractContextManager[None]:
-        context: Any = getattr(self.model, "no_sync", nullcontext)
-        return context()  # type: ignore[no-any-return]
-
-    def _clip(self) -> float:
+    def forward(self, key: Key) -> RowValues:
+        """Outputs of the shard's real rows, in its order; no gradient."""
         import torch
 
-        limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
-        return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+        staged, _ = self._take(key)
+        shard = staged.shard
+        sheets: dict[str, torch.Tensor] = {}
+        with torch.no_grad(), self._timer.span("forward"):
+            for index, micro in enumerate(shard.micro_batches):
+                outputs = self.micro_forward(shard.micro(index), shard.layout)
+                for name, values_BL in outputs.items():
+                    sheet = sheets.setdefault(name, values_BL.new_zeros(shard.arrays["input_ids"].shape))
+                    left = shard.layout == "padded_left"
+                    columns = slice(-micro.width, None) if left else slice(0, micro.width)
+                    sheet[micro.start : micro.stop, columns] = values_BL
+        host = {name: sheet.cpu().numpy() for name, sheet in sheets.items()}
+        values = gather_rows(_on_host(shard), host)
+        self._staging.release()
+        return values
+
+    def forward_backward(self, key: Key, loss: Loss | None = None) -> Metrics:
+        """Add the gradient of a mini-batch; this rank's shares of the loss and its metrics."""
+        staged, _ = self._take(key)
+        metrics = self._accumulate(staged.shard, loss)
+        self._staging.release()
+        return metrics
+
+    def optim_step(self) -> Metrics:
+        """Clip, step, forget the gradient; `grad_norm` before clipping and `lr`, equal on all ranks."""
+        optimizer = self._optimizer()
+        if self.learning_rate is not None:
+            self.set_lr(self.learning_rate.at(self.optimizer_steps))
+        with self._timer.span("clip"):
+            grad_norm = self._clip()
+        with self._timer.span("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.optimizer_steps += 1
+        lr = float(optimizer.param_groups[0]["lr"])
+        return {"grad_norm": grad_norm, "lr": lr, "optimizer_step": float(self.optimizer_steps)}
+
+    def set_lr(self, learning_rate: float) -> None:
+        """The rate of every parameter group (of the next step only, where there is a schedule)."""
+        for group in self._optimizer().param_groups:
+            group["lr"] = learning_rate
+
+    def timing(self) -> Metrics:
+        """Seconds by part since it was asked for last; empty unless measured."""
+        return self._timer.take()
+
+    def staging_stats(self) -> StagingStats:
+        """Counters of the ring."""
+        return self._staging.stats()
+
+    def node_id(self) -> str:
+        """The Ray node this worker is on."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
 
     def pid(self) -> int:
         """Process id, so that a test can kill exactly this worker."""
         import os
 
         return os.getpid()
+
+    def _train_mini(self, key: Key, learning_rate: float | None) -> MiniResult:
+        staged, wait_s = self._take(key)
+        begin = time.perf_counter()
+        idle_s = begin - self._ended if self._ended else wait_s
+        if learning_rate is not None:
+            self.set_lr(learning_rate)
+        metrics = self._accumulate(staged.shard, None)
+        self._staging.release()
+        stepped = self.optim_step()
+        self._ended = time.perf_counter()
+        timing = self.timing()
+        if timing:
+            log.info("timing rank=%d step=%d mini=%d %s", self.rank, *key, _in_ms(timing))
+        return MiniResult(
+            loss=metrics.pop("loss"),
+            grad_norm=stepped["grad_norm"],
+            wait_s=wait_s,
+            idle_s=idle_s,
+            compute_s=self._ended - begin,
+            copy_s=staged.copy_s,
+            nbytes=staged.nbytes,
+            metrics={**metrics, "lr": stepped["lr"]},
+            timing=timing,
+        )
+
+    def _take(self, key: Key) -> tuple[StagedShard, float]:
+        staged, wait_s = self._staging.take(key, self._take_timeout_s)
+        for part, seconds in (
+            ("wait", wait_s),
+            ("fetch", staged.fetch_s),
+            ("copy", staged.copy_s),
+            ("h2d", staged.h2d_s),
+        ):
+            self._timer.add(part, seconds)
+        return staged, wait_s
+
+    def _prepared(self, shard: Shard, columns: RowValues | None, loss_weight: float) -> Shard:
+        """With `columns`, and with the weight of every target; both in the thread that stages."""
+        shard = shard if columns is None else with_columns(shard, columns)
+        weights = token_weights(shard.arrays, shard.denominators, self._reduction, dp_size=self.dp_size)
+        if loss_weight != 1.0:
+            weights *= loss_weight
+        return replace(shard, arrays={**shard.arrays, "loss_weights": weights})
+
+    def _accumulate(self, shard: Shard, loss: Loss | None) -> Metrics:
+        """Backward over all micro-batches, reduced over ranks in the last one; this rank's shares."""
+        from raysvc.actors.token_model import merge_metrics
+
+        total: dict[str, torch.Tensor] = {}
+        last = len(shard.micro_batches) - 1
+        for index in range(last + 1):
+            with nullcontext() if index == last else self._no_sync():
+                with self._timer.span("forward"):
+                    part = self.micro_loss(shard.micro(index), shard.layout, loss)
+                with self._timer.span("backward"):
+                    part.total.backward()
+            total = merge_metrics(total, {"loss": part.total.detach(), **part.metrics})
+        return {name: self._share(name, float(value)) for name, value in total.items()}
+
+    def _share(self, name: str, value: float) -> float:
+        """The weights hold dp_size, because the reduction averages over ranks; shares do not."""
+        return value if name.endswith(("_max", "_min")) else value / self.dp_size
+
+    def _no_sync(self) -> AbstractContextManager[None]:
+        """Within it a backward pass reduces nothing over ranks."""
+        context: Any = getattr(self.model, "no_sync", nullcontext)
+        return context()  # type: ignore[no-any-return]
+
+    def _clip(self) -> float:
+        """Clip by the norm of the whole, reduced gradient; the norm before."""
+        import torch
+
+        limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
+        return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise TypeError(
+                f"{type(self).__name__} of rank {self.rank} has no optimizer: it only runs forward"
+            )
+        return self.optimizer
+
+    def _synchronize(self) -> None:
+        if self.device.startswith("cuda"):
+            import torch
+
+            torch.cuda.synchronize()
+
+
+def _on_host(shard: Shard) -> Shard:
+    """The arrays that say where rows lie, as numpy."""
+    names = ("seq_lengths", "cu_seqlens", "cu_seqlens_offsets")
+    arrays: dict[str, Any] = {
+        name: shard.arrays[name].cpu().numpy()  # type: ignore[attr-defined]  # tensors, once staged
+        for name in names
+        if name in shard.arrays
+    }
+    return replace(shard, arrays={**arrays, "input_ids": shard.arrays["input_ids"]})
+
+
+def _in_ms(timing: Metrics) -> str:
+    return " ".join(f"{part}_ms={seconds * 1e3:.2f}" for part, seconds in timing.items())

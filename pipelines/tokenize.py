@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -135,6 +135,22 @@ def receipts_of(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> I
         yield Receipt.from_json(row["receipt"].encode(), "receipt")
 
 
+def free_cpus(
+    nodes: Sequence[Mapping[str, Any]], available: Mapping[str, float], selector: Mapping[str, str]
+) -> int:
+    """CPUs to start on: what is free of the nodes that the selector admits; a growing cluster adds to it."""
+
+    def admits(labels: Mapping[str, str]) -> bool:
+        for name, wanted in selector.items():
+            has = labels.get(name)
+            if "(" not in wanted and ((has == wanted[1:]) if wanted[:1] == "!" else (has != wanted)):
+                return False  # in(...) and !in(...) are left to Ray
+        return True
+
+    fit = [node["Resources"] for node in nodes if node["Alive"] and admits(node.get("Labels") or {})]
+    return int(min(available.get("CPU", 0), sum(resources.get("CPU", 0) for resources in fit)))
+
+
 def build_graph(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> ray.data.Dataset:
     """The Ray Data graph over some slices; lazy."""
     import ray
@@ -143,10 +159,14 @@ def build_graph(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> r
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
+    # on the whole execution: given to map_batches alone, Ray Data's own requests still start a node of every pool
+    context.execution_options.label_selector = dict(pool.label_selector) or None
     most = min(len(slices), pool.max or len(slices))
     least = min(pool.min, most)
-    free = int(ray.available_resources().get("CPU", 0))  # start on what is there; a growing cluster adds to it
-    compute = ray.data.ActorPoolStrategy(min_size=least, initial_size=max(least, min(most, free)), max_size=most)
+    free = free_cpus(ray.nodes(), ray.available_resources(), pool.label_selector)
+    compute = ray.data.ActorPoolStrategy(
+        min_size=least, initial_size=max(least, min(most, free)), max_size=most
+    )
     rows = [{"slice": json.dumps(piece.to_json())} for piece in slices]
     data = ray.data.from_items(rows, override_num_blocks=len(rows))
     return data.map_batches(

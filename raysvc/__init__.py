@@ -14,12 +14,14 @@ from raysvc import errors
 if TYPE_CHECKING:
     from raysvc.api import CacheEntry, ServerHandle, open_cache, serve, tokenize
     from raysvc.client import BatchClient, attach
+    from raysvc.rank_client import RankClient
     from raysvc.trainer import train
 
 __version__ = "0.1.0"
 __all__ = [
     "BatchClient",
     "CacheEntry",
+    "RankClient",
     "ServerHandle",
     "attach",
     "errors",
@@ -31,6 +33,7 @@ __all__ = [
 _HOMES = {
     "BatchClient": "raysvc.client",
     "CacheEntry": "raysvc.api",
+    "RankClient": "raysvc.rank_client",
     "ServerHandle": "raysvc.api",
     "attach": "raysvc.client",
     "open_cache": "raysvc.api",

@@ -194,8 +194,12 @@ def serve_entry(
 
 def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
     """The spec of a job's server."""
-    from raysvc.actors.batch_server import ServeSpec
+    from raysvc.actors.serving import EvalSpec, ServeSpec
 
+    evals = {
+        name: EvalSpec(entry_uri=_eval_entry(job, name).uri, batch_size=each.batch_size or job.plan.batch_size)
+        for name, each in job.evals.items()
+    }
     return ServeSpec(
         name=job.server.name,
         entry_uri=entry.uri,
@@ -203,7 +207,12 @@ def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
         pad_token_id=int(entry.report["pad_token_id"]),
         journal=f"{absolute(job.run_dir)}/server",
         storage_options=job.cache.storage_options,
+        evals=evals,
+        share=job.server.share,
+        share_bytes=job.server.share_mb << 20,
         lease_ttl_s=job.server.lease_ttl_s,
+        orphan_ttl_s=job.server.orphan_ttl_s,
+        reap=job.server.reap,
         collate_threads=job.server.collate_threads,
         num_cpus=job.server.num_cpus,
     )
@@ -214,6 +223,11 @@ def plan_of(job: JobConfig, entry: CacheEntry) -> Plan:
     from raysvc.plan.plan import Plan
 
     return Plan(job.plan, entry.entry.lengths(), entry_keys=[entry.key])
+
+
+def _eval_entry(job: JobConfig, name: str) -> CacheEntry:
+    """The entry of one of the job's evals, tokenized like the training rows."""
+    return tokenize(job.model_copy(update={"source": job.evals[name].source}))
 
 
 def cpus_held(job: JobConfig) -> float:

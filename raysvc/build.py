@@ -12,8 +12,8 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from raysvc.chat.tokenize import FORMAT_VERSION
 from raysvc.chat.tokenizer import LoadedTokenizer
 from raysvc.config import Format, JobConfig, TextSpec
 from raysvc.errors import EntryError, SourceError
+from raysvc.metrics import record
 from raysvc.progress import Progress, Tick
 
 if TYPE_CHECKING:
@@ -97,7 +98,10 @@ def find_or_build(
         return _build(job, plan, store, private, 0, address, progress), False, "cache.enabled is false"
     entry = None if job.cache.force else find_entry(store, plan.key)
     if entry is not None:
+        _check_share(job, entry.report)  # a stricter job than the one that built it
+        record("cache_hits", 1, source=source_tag(job))
         return entry, True, HIT
+    record("cache_misses", 1, source=source_tag(job))
     reason = "cache.force is true" if job.cache.force else _why_missed(store, plan)[0]
     generation = (next_generation if job.cache.force else build_generation)(store, plan.key)
     return _build(job, plan, store, plan.key, generation, address, progress), False, reason
@@ -164,7 +168,7 @@ def _build(
     writer = EntryWriter(store, key, generation)
     task = BuildTask(plan.spec, writer, job.source.storage_options)
     done, left = split_done(writer, plan.source.slices)
-    meter = _Meter(progress, plan, done.values())
+    meter = _Meter(progress, plan, done.values(), source_tag(job))
     if left:
         connect(address)
         for receipt in shared_receipts(task, left, job.workers):
@@ -190,8 +194,8 @@ def make_report(
     """
     books = sum((Books.from_json(one.meta["books"]) for one in receipts), Books())
     books.check()
-    examples = [Quarantined(**item) for one in receipts for item in one.meta["examples"]]
-    check_quarantine(books, examples, job.max_quarantine)
+    examples = [item for one in receipts for item in one.meta["examples"]]
+    _check_share(job, {"books": books.to_json(), "examples": examples})
     if books.rows_written == 0:
         reasons = ", ".join(f"{name}: {count}" for name, count in books.dropped.items()) or "none were read"
         raise SourceError(
@@ -202,7 +206,7 @@ def make_report(
         "pad_token_id": _pad_token_id(plan.tokenizer.hf),
         "vocab_size": len(plan.tokenizer.hf),
         "books": books.to_json(),
-        "examples": [asdict(example) for example in examples[:EXAMPLES_KEPT]],
+        "examples": examples[:EXAMPLES_KEPT],
         "proof": {
             "rows_compared_with_the_reference": sum(int(one.meta["sampled"]) for one in receipts),
             "switched_to_the_reference": sorted({str(one.meta["switched"]) for one in receipts} - {""}),
@@ -236,8 +240,9 @@ def _lengths(writer: EntryWriter, receipts: Sequence[Receipt]) -> npt.NDArray[np
 class _Meter:
     """Turns receipts into ticks."""
 
-    def __init__(self, progress: Progress, plan: BuildPlan, done: Iterable[Receipt]) -> None:
+    def __init__(self, progress: Progress, plan: BuildPlan, done: Iterable[Receipt], source: str) -> None:
         self._progress = progress
+        self._source = source
         self._total = plan.source.num_rows
         self._begin = time.perf_counter()
         self._rows = {piece.index: piece.num_rows for piece in plan.source.slices}
@@ -249,10 +254,20 @@ class _Meter:
     def add(self, receipt: Receipt) -> None:
         self._done += self._rows[receipt.slice_index]
         self._tokens += receipt.part.num_tokens
+        self._record(receipt)
         self._tick(final=False)
 
     def finish(self) -> None:
+        record("build_seconds", time.perf_counter() - self._begin, source=self._source)
         self._tick(final=True)
+
+    def _record(self, receipt: Receipt) -> None:
+        books = Books.from_json(receipt.meta["books"])
+        record("build_rows", books.rows_in, source=self._source)
+        record("build_tokens", receipt.part.num_tokens, source=self._source)
+        record("quarantined_rows", sum(books.quarantined.values()), source=self._source)
+        record("dropped_rows", sum(books.dropped.values()), source=self._source)
+        record("truncated_tokens", books.tokens_truncated, source=self._source)
 
     def _tick(self, *, final: bool) -> None:
         seconds = max(time.perf_counter() - self._begin, 1e-9)
@@ -263,6 +278,16 @@ class _Meter:
         if self._resumed:
             facts["resumed rows"] = self._resumed
         self._progress(Tick("tokenize", self._done, self._total, "rows", facts, final))
+
+
+def source_tag(job: JobConfig) -> str:
+    """A short name of the source for metrics: the dataset, or the last name of the first path."""
+    return (job.source.dataset or job.source.path[0]).rstrip("/").rpartition("/")[2]
+
+
+def _check_share(job: JobConfig, report: Mapping[str, Any]) -> None:
+    examples = [Quarantined(**item) for item in report["examples"]]
+    check_quarantine(Books.from_json(report["books"]), examples, job.max_quarantine)
 
 
 def percentiles(lengths: npt.NDArray[np.int32]) -> dict[str, int]:

@@ -5,72 +5,37 @@ pending refs go straight to the workers and are never opened here.
 
 Always true:
 - steps come in order, from the frontier to the last one, each once;
-- at most `look_ahead_steps` fetches are outstanding beyond the current step;
+- look-ahead is bounded in steps and in bytes, and changes no byte of what comes;
 - `state_dict` is the committed frontier, never the look-ahead;
 - after `detach` no thread, ref or lease of this client is left.
 """
 
 from __future__ import annotations
 
-import collections
 import logging
-import os
-import socket
-import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, overload
 
-from raysvc.errors import LeaseError, StateMismatch, StepOutOfOrder
+from raysvc.connection import Connection, new_holder
+from raysvc.errors import StepOutOfOrder
+from raysvc.eval_stream import EvalStream
+from raysvc.look_ahead import Limit, LookAhead
 from raysvc.plan.schedule import Schedule
+from raysvc.state import frontier_of, state_of
+from raysvc.steps import ClientStats as ClientStats
+from raysvc.steps import Mini as Mini
+from raysvc.steps import Step as Step
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from raysvc.actors.batch_server import Lease, StepInfo
-    from raysvc.collate.info import MiniBatchInfo
+    from raysvc.actors.serving import Lease, StepInfo, StepOutline
+    from raysvc.rank_client import RankClient
 
 log = logging.getLogger(__name__)
-STATE_VERSION = 1
-
-
-@dataclass(frozen=True)
-class Mini:
-    """One optimizer step's worth of a step.
-
-    Attributes:
-        shards: one ObjectRef per data-parallel rank; pass them on, do not open them here.
-        info: row ids, lengths, denominators; None while the step is only fetched ahead.
-    """
-
-    shards: tuple[Any, ...]
-    info: MiniBatchInfo | None
-
-
-@dataclass(frozen=True)
-class Step:
-    """What a trainer asks for by number.
-
-    Attributes:
-        index: 0-based.
-        epoch: 0-based.
-        mini_batches: each ends in one optimizer step.
-    """
-
-    index: int
-    epoch: int
-    mini_batches: tuple[Mini, ...]
-
-
-class ClientStats(NamedTuple):
-    """What a client has done since it attached."""
-
-    steps: int  # yielded
-    wait_s: float  # the caller waited for steps, all together
-    last_wait_s: float  # ... for the newest one
-    outstanding: int  # fetches not yet yielded
 
 
 @dataclass(frozen=True)
@@ -81,24 +46,26 @@ class _Fetch:
 
 
 class BatchClient:
-    """Holder of a lease; make it with `raysvc.attach`."""
+    """Holder of a lease; make it with `raysvc.attach`.
 
-    def __init__(self, server: Any, lease: Lease, dp_size: int, look_ahead_steps: int) -> None:
-        self._server = server
+    Args:
+        server: Ray handle.
+        lease: of this client.
+        roles: role -> data-parallel size; the first one's shards are `Mini.shards`.
+        limit: of the look-ahead.
+    """
+
+    def __init__(self, server: Any, lease: Lease, roles: Mapping[str, int], limit: Limit) -> None:
         self.lease = lease
-        self.dp_size = dp_size
+        self.roles = dict(roles)
         self.schedule = Schedule.from_json(lease.schedule)
-        self._look_ahead_steps = look_ahead_steps
+        self._connection = Connection(server, lease)
+        self._limit = limit
         self._frontier = lease.frontier
-        self._outstanding: collections.deque[_Fetch] = collections.deque()
-        self._commits: collections.deque[Any] = collections.deque()
+        self._window: LookAhead[_Fetch] | None = None  # of the newest iteration; an older one is refused
         self._steps = 0
         self._wait_s = 0.0
         self._last_wait_s = 0.0
-        self._stop = threading.Event()
-        self._lost: BaseException | None = None
-        self._heart = threading.Thread(target=self._beat, name=f"raysvc-lease-{lease.name}", daemon=True)
-        self._heart.start()
 
     def __iter__(self) -> Iterator[Step]:
         return self.steps()
@@ -106,6 +73,11 @@ class BatchClient:
     def __len__(self) -> int:
         """Steps that are left."""
         return self.schedule.num_steps - self._frontier
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks of the first role."""
+        return next(iter(self.roles.values()))
 
     @property
     def frontier(self) -> int:
@@ -124,20 +96,36 @@ class BatchClient:
 
         Raises:
             StepFailed: the step that would come next could not be made.
+            StepOutOfOrder: another iteration, a rewind or a state came between.
         """
-        self._outstanding.clear()
-        upcoming = self._frontier
+
+        def ask(index: int) -> _Fetch:
+            fetch = self._fetch(index)
+            if on_fetch is not None:
+                on_fetch(fetch.step)
+            return fetch
+
+        window = self._window = LookAhead(ask, self._sizes, self._limit)
         end = self.schedule.num_steps if stop is None else min(stop, self.schedule.num_steps)
-        while True:
-            current = self._outstanding[0].index if self._outstanding else upcoming
-            while upcoming < min(current + 1 + self._look_ahead_steps, end):
-                self._outstanding.append(self._fetch(upcoming))
-                if on_fetch is not None:
-                    on_fetch(self._outstanding[-1].step)
-                upcoming += 1
-            if not self._outstanding:
-                return
-            yield self._arrive(self._outstanding.popleft())
+        with closing(window.run(self._frontier, end)) as fetches:
+            while True:
+                if self._window is not window:
+                    expected = f"a new iteration from step {self._frontier}, after the rewind"
+                    raise StepOutOfOrder(self.lease.name, self._frontier, expected)
+                fetch = next(fetches, None)
+                if fetch is None:
+                    return
+                yield self._arrive(fetch)
+
+    def fetch(self, index: int) -> Step:
+        """Any one step, now; the same bytes every time. Moves nothing.
+
+        Raises:
+            StepOutOfOrder: there is no such step.
+            StepFailed: it could not be made.
+        """
+        self._in_range(index)
+        return self._arrive(self._fetch(index))
 
     def commit(self, step: int, *, skipped: bool = False) -> None:
         """Say that `step` is trained (or was skipped). Returns at once; a refusal is raised by the next call.
@@ -145,7 +133,7 @@ class BatchClient:
         Raises:
             StepOutOfOrder: a step before it is not committed.
         """
-        self._check()
+        self._connection.check()
         if step > self._frontier:
             raise StepOutOfOrder(
                 self.lease.name, step, f"step {self._frontier}, the first that is not committed"
@@ -153,20 +141,11 @@ class BatchClient:
         if step < self._frontier:
             return
         self._frontier = step + 1
-        self._commits.append(self._control("commit", step, skipped))
-        while len(self._commits) > 1 and self._ready(self._commits[0]):
-            self._get(self._commits.popleft())
+        self._connection.commit(step, skipped)
 
     def state_dict(self) -> dict[str, Any]:
         """The committed frontier, as small JSON; safe with fetches in flight."""
-        return {
-            "version": STATE_VERSION,
-            "frontier": self._frontier,
-            "epoch": self.schedule.epoch_of(min(self._frontier, self.schedule.num_steps - 1)),
-            "plan_hash": self.lease.plan_hash,
-            "entry_key": self.lease.entry_key,
-            "dp_size": self.dp_size,
-        }
+        return {**state_of(self.lease, self.schedule, self._frontier), "dp_size": self.dp_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state: the trainer's checkpoint wins over the server's memory. dp_size may differ.
@@ -174,36 +153,58 @@ class BatchClient:
         Raises:
             StateMismatch: the state belongs to other rows or another order; it says which.
         """
-        if state.get("version") != STATE_VERSION:
-            remedy = "use the raysvc version that wrote it"
-            raise StateMismatch("state.version", f"{state.get('version')!r} is not {STATE_VERSION}", remedy)
-        self._move(state["frontier"], state["plan_hash"], state["entry_key"])
+        self._move(frontier_of(state), state["plan"])
 
     def rewind(self, step: int) -> None:
         """Make `step` the next one to train, earlier or later than the frontier."""
-        self._move(step, self.lease.plan_hash, self.lease.entry_key)
+        self._move(step, None)
 
-    def peek(self, step: int) -> StepInfo:
-        """Row ids, lengths and counts of any step; no tensors."""
-        info: StepInfo = self._get(self._control("peek", step, self.dp_size, fenced=False))
-        return info
+    def peek(self, step: int) -> StepOutline:
+        """Row ids, lengths and counts of any step, from the plan alone; no row is read.
+
+        Raises:
+            StepOutOfOrder: there is no such step.
+        """
+        self._in_range(step)
+        outline: StepOutline = self._connection.get(self._connection.control("peek", step, self.dp_size))
+        return outline
+
+    def eval(self, name: str, *, look_ahead_steps: int | None = None) -> EvalStream:
+        """An eval of the job, from its first step; training does not notice.
+
+        Args:
+            look_ahead_steps: None: as in training.
+
+        Raises:
+            ServerError: the server has no eval of that name.
+        """
+        steps = self._limit.steps if look_ahead_steps is None else look_ahead_steps
+        return EvalStream(self._connection, name, self.dp_size, Limit(steps, self._limit.nbytes))
+
+    def put_groups(self, groups: Any) -> Any:
+        """Put rollouts; as `Rollouts.put_groups`."""
+        from raysvc.rollouts import Rollouts
+
+        return Rollouts(self.lease.name, self._connection.server).put_groups(groups)
+
+    def set_weight_version(self, version: int) -> None:
+        """Say which weights train from now on (rollouts).
+
+        Raises:
+            ConfigError: it would make rows of a step that is planned already too old.
+        """
+        self._connection.get(self._connection.ledger("set_weight_version", version))
 
     def stats(self) -> ClientStats:
         """Counters since attach."""
-        return ClientStats(self._steps, self._wait_s, self._last_wait_s, len(self._outstanding))
+        window = self._window
+        outstanding, nbytes = (window.num_outstanding, window.nbytes) if window else (0, 0)
+        return ClientStats(self._steps, self._wait_s, self._last_wait_s, outstanding, nbytes)
 
     def detach(self) -> None:
         """Give the lease back; safe to call twice, and with fetches in flight."""
-        if self._stop.is_set():
-            return
-        self._stop.set()
-        self._outstanding.clear()
-        try:
-            while self._commits:
-                self._get(self._commits.popleft())
-            self._get(self._control("detach"))
-        finally:
-            self._heart.join(timeout=5.0)
+        self._window = None
+        self._connection.close()
 
     def __enter__(self) -> BatchClient:
         return self
@@ -219,96 +220,123 @@ class BatchClient:
         except Exception:
             log.warning("detach failed name=%s", self.lease.name, exc_info=True)
 
-    def _move(self, frontier: int, plan_hash: str, entry_key: str) -> None:
-        self._frontier = self._get(self._control("move", frontier, plan_hash, entry_key))
-        self._outstanding.clear()
+    def _in_range(self, step: int) -> None:
+        if not 0 <= step < self.schedule.num_steps:
+            raise StepOutOfOrder(self.lease.name, step, f"a step from 0 to {self.schedule.num_steps - 1}")
+
+    def _move(self, frontier: int, plan_state: dict[str, Any] | None) -> None:
+        self._frontier = self._connection.get(self._connection.ledger("move", frontier, plan_state))
+        self._window = None
+
+    def _sizes(self, first: int, stop: int) -> Callable[[], list[int]]:
+        ref = self._connection.control("sizes", first, stop, tuple(self.roles.values()))
+        return lambda: list(self._connection.get(ref))
 
     def _fetch(self, index: int) -> _Fetch:
-        count = self.schedule.mini_batches_at(index)
-        method = self._server.fetch.options(
-            num_returns=1 + count * self.dp_size, concurrency_group="fetch", max_task_retries=-1
-        )
-        refs = method.remote(self.lease.fence, index, self.dp_size)
-        info, shards = (refs[0], refs[1:]) if isinstance(refs, list) else (refs, [])
-        minis = tuple(
-            Mini(tuple(shards[m * self.dp_size : (m + 1) * self.dp_size]), None) for m in range(count)
-        )
-        return _Fetch(index, info, Step(index, self.schedule.epoch_of(index), minis))
+        count, sizes = self.schedule.mini_batches_at(index), tuple(self.roles.values())
+        info, *shards = self._connection.fetch("fetch", 1 + count * sum(sizes), index, sizes)
+        minis = tuple(self._mini(shards[m * sum(sizes) : (m + 1) * sum(sizes)]) for m in range(count))
+        step = Step(index, self.schedule.epoch_of(index), minis, self.schedule.update_epochs)
+        return _Fetch(index, info, step)
+
+    def _mini(self, shards: list[Any]) -> Mini:
+        by_role: dict[str, tuple[Any, ...]] = {}
+        for role, dp_size in self.roles.items():
+            by_role[role], shards = tuple(shards[:dp_size]), shards[dp_size:]
+        return Mini(next(iter(by_role.values())), None, {} if "" in by_role else by_role)
 
     def _arrive(self, fetch: _Fetch) -> Step:
         begin = time.perf_counter()
-        info: StepInfo = self._get(fetch.info)
+        info: StepInfo = self._connection.get(fetch.info)
+        if info.index != fetch.index:
+            raise StepOutOfOrder(self.lease.name, info.index, f"step {fetch.index}")
         self._last_wait_s = time.perf_counter() - begin
         self._wait_s += self._last_wait_s
         self._steps += 1
         minis = tuple(
-            Mini(m.shards, i) for m, i in zip(fetch.step.mini_batches, info.mini_batches, strict=True)
+            Mini(mini.shards, made, mini.by_role, rows)
+            for mini, made, rows in zip(fetch.step.mini_batches, info.mini_batches, info.rows, strict=True)
         )
-        return Step(fetch.index, fetch.step.epoch, minis)
-
-    def _control(self, name: str, *args: Any, fenced: bool = True) -> Any:
-        method = getattr(self._server, name).options(concurrency_group="control")
-        return method.remote(*((self.lease.fence,) if fenced else ()), *args)
-
-    def _get(self, ref: Any) -> Any:
-        from raysvc.actors.launch import wait_for
-
-        self._check()
-        return wait_for(ref, f"server {self.lease.name!r}")
-
-    @staticmethod
-    def _ready(ref: Any) -> bool:
-        import ray
-
-        return bool(ray.wait([ref], timeout=0)[0])
-
-    def _check(self) -> None:
-        if self._lost is not None:
-            raise self._lost
-
-    def _beat(self) -> None:
-        import ray
-
-        from raysvc.actors.launch import wait_for
-
-        period_s = self.lease.ttl_s / 3
-        while not self._stop.wait(period_s):
-            try:
-                wait_for(self._control("heartbeat"), f"server {self.lease.name!r}", self.lease.ttl_s)
-            except LeaseError as error:
-                self._lost = error
-                log.error("lease lost name=%s fence=%d", self.lease.name, self.lease.fence)
-                return
-            except (ray.exceptions.RayError, TimeoutError) as error:
-                log.warning("heartbeat failed name=%s error=%s", self.lease.name, type(error).__name__)
+        return Step(fetch.index, fetch.step.epoch, minis, fetch.step.update_epochs, info.weight_versions)
 
 
+@overload
 def attach(
     name: str,
     dp_size: int = 1,
     *,
+    rank: None = None,
+    roles: Mapping[str, int] | None = None,
     takeover: bool = False,
+    reader: str = "",
+    group: str | None = None,
     look_ahead_steps: int = 2,
+    look_ahead_bytes: int | None = None,
     address: str | None = None,
-) -> BatchClient:
+) -> BatchClient: ...
+@overload
+def attach(
+    name: str,
+    dp_size: int = 1,
+    *,
+    rank: int,
+    takeover: bool = False,
+    reader: str = "",
+    group: str | None = None,
+    look_ahead_steps: int = 2,
+    look_ahead_bytes: int | None = None,
+    address: str | None = None,
+) -> RankClient: ...
+def attach(
+    name: str,
+    dp_size: int = 1,
+    *,
+    rank: int | None = None,
+    roles: Mapping[str, int] | None = None,
+    takeover: bool = False,
+    reader: str = "",
+    group: str | None = None,
+    look_ahead_steps: int = 2,
+    look_ahead_bytes: int | None = None,
+    address: str | None = None,
+) -> BatchClient | RankClient:
     """Take the lease of a running server.
 
     Args:
         name: the server's name.
         dp_size: data-parallel ranks; every mini-batch comes in so many shards.
+        rank: of this process, when every rank attaches by itself; then a `RankClient` comes back.
+        roles: role -> data-parallel size, when several models train on the same rows; instead of `dp_size`.
         takeover: fence whoever holds the lease.
+        reader: which trainer of a sweep this is, where the server has `share: stream`.
+        group: what the ranks of one run have in common; None: from the launcher's environment.
         look_ahead_steps: steps fetched before they are asked for; 0 fetches on demand.
+        look_ahead_bytes: of those steps together; None: a quarter of the smallest node's object store.
         address: of the Ray cluster; only used when this process is not connected yet.
+
+    Returns:
+        A `BatchClient`, or with `rank` a `RankClient`.
 
     Raises:
         ServerError: no such server.
-        LeaseHeld: another trainer holds it.
+        LeaseHeld: another trainer holds it; says who, and since when.
     """
     from raysvc.actors.launch import find_server, wait_for
     from raysvc.cluster import connect
 
     connect(address)
     server = find_server(name)
-    holder = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
-    ref = server.attach.options(concurrency_group="control").remote(holder, takeover)
-    return BatchClient(server, wait_for(ref, f"server {name!r}"), dp_size, look_ahead_steps)
+    limit = Limit(look_ahead_steps, _quarter_of_store() if look_ahead_bytes is None else look_ahead_bytes)
+    if rank is not None:
+        from raysvc.rank_client import attach_rank
+
+        return attach_rank(server, name, rank, dp_size, group, reader, takeover, limit)
+    ref = server.attach.options(concurrency_group="ledger").remote(new_holder(), takeover, reader)
+    return BatchClient(server, wait_for(ref, f"server {name!r}"), roles or {"": dp_size}, limit)
+
+
+def _quarter_of_store() -> int | None:
+    import ray
+
+    stores = [node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"]]
+    return int(min(stores, default=0) // 4) or None

@@ -96,6 +96,10 @@ class PoolConfig(Model):
     slice_mb: float | None = Field(
         default=None, gt=0, description="Source MB per slice; None: a 64th of the source, from 1 to 32."
     )
+    label_selector: dict[str, str] = Field(
+        default={"raysvc-pool": "!gpu"},
+        description="Labels of the nodes that tokenize; by default all but those labelled as the GPU pool.",
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> PoolConfig:
@@ -165,6 +169,24 @@ class ServerConfig(Model):
     lease_ttl_s: float = Field(default=30.0, gt=0, description="A lease without heartbeats ends after this.")
     collate_threads: PositiveInt = Field(default=2, description="Steps collated at the same time.")
     num_cpus: float = Field(default=0.5, ge=0, description="CPUs that Ray reserves for the server.")
+    orphan_ttl_s: float = Field(
+        default=900.0, gt=0, description="Without a lease for this long, the server frees its data."
+    )
+    reap: bool = Field(default=False, description="... and ends.")
+    detached: bool = Field(default=False, description="The server of `raysvc train` outlives the run.")
+    share: Literal["none", "stream"] = Field(
+        default="none", description="stream: several trainers read the same steps, each collated once."
+    )
+    share_mb: PositiveInt = Field(
+        default=256, description="Collated steps that are kept for other ranks and readers."
+    )
+
+
+class EvalConfig(Model):
+    """Rows that are read beside training, each once."""
+
+    source: SourceConfig
+    batch_size: PositiveInt | None = Field(default=None, description="Rows per step; default plan.batch_size.")
 
 
 class TrainerConfig(Model):
@@ -204,6 +226,7 @@ class JobConfig(Model):
     plan: PlanConfig = PlanConfig()
     server: ServerConfig = ServerConfig()
     trainer: TrainerConfig = TrainerConfig()
+    evals: dict[str, EvalConfig] = Field(default_factory=dict, description="Name -> rows of an eval.")
 
     @field_validator("tokenizer", mode="before")
     @classmethod

@@ -129,6 +129,11 @@ class RunFolder:
         draft.write_text(json.dumps(summary, indent=1) + "\n")
         return draft.rename(self.path / "summary.json")
 
+    def summary(self) -> dict[str, Any] | None:
+        """What `write_summary` wrote; None before a run has ended."""
+        path = self.path / "summary.json"
+        return dict(json.loads(path.read_text())) if path.exists() else None
+
     def lines(self, path: Path) -> Iterator[dict[str, Any]]:
         """The lines of a log."""
         if path.exists():

@@ -19,8 +19,10 @@ from raysvc.client import BatchClient, Step, attach
 from raysvc.config import JobConfig
 from raysvc.errors import ConfigError, LeaseHeld
 from raysvc.jobfile import load_job
+from raysvc.observe import observe_step
 from raysvc.progress import Progress, Tick, silent
 from raysvc.runfolder import Checkpoint, RunFolder, StepLog
+from raysvc.stall import StallBook
 
 if TYPE_CHECKING:
     from raysvc.actors.dispatch import Running, WorkerGroup
@@ -86,7 +88,7 @@ class _Run:
     checkpoint: Checkpoint | None
     progress: Progress
     begin: float
-    stall_s: float = 0.0
+    stalls: StallBook = field(default_factory=StallBook)
     tokens: int = 0
     last_end: float = 0.0
 
@@ -104,12 +106,12 @@ class _Run:
         )
         try:
             # a server that is not detached lives as long as its handle
-            server = serve_entry(job, self.entry, address=address, detached=False)
+            server = serve_entry(job, self.entry, address=address, detached=job.server.detached)
             with _attach_when_free(job, server) as client:
                 return self._train(client, group)
         finally:
             group.stop()
-            if not was_there and job.server.name in server_names():
+            if not was_there and not job.server.detached and job.server.name in server_names():
                 stop_server(job.server.name)
 
     def _train(self, client: BatchClient, group: WorkerGroup) -> dict[str, Any]:
@@ -131,7 +133,7 @@ class _Run:
             metrics.close()
         loop_s = time.perf_counter() - loop_begin
         resumed = start if self.checkpoint is not None else None
-        return _summary(self.folder, self.entry, stop, resumed, loop_s, self.stall_s, self.tokens)
+        return _summary(self.folder, self.entry, stop, resumed, loop_s, self.stalls, self.tokens)
 
     def _loop(
         self, client: BatchClient, group: WorkerGroup, stop: int, rows: StepLog, metrics: StepLog
@@ -158,7 +160,10 @@ class _Run:
         step_s = time.perf_counter() - max(started.begin, self.last_end)
         self.last_end = time.perf_counter()
         stall_s = max(_stall_s(rank, started.waited_s) for rank in results)
-        self.stall_s += stall_s
+        times = observe_step(self.entry.uri, client, started.step, results, step_s, stall_s)
+        verdict = self.stalls.add(times)
+        if verdict is not None:
+            log.info("stalled server=%s %s", self.job.server.name, verdict)
         self._log_step(started.step, results, rows, metrics, step_s, stall_s)
         client.commit(started.step.index)
 
@@ -251,7 +256,7 @@ def _summary(
     steps: int,
     resumed_from: int | None,
     loop_s: float,
-    stall_s: float = 0.0,
+    stalls: StallBook | None = None,
     tokens: int = 0,
 ) -> dict[str, Any]:
     """What a run says at its end; losses, rows and tokens are of the whole run, rates of this process."""
@@ -266,7 +271,8 @@ def _summary(
         "loss_first": lines[0]["loss"],
         "loss_last": lines[-1]["loss"],
         "tokens_per_s": round(tokens / loop_s, 1) if loop_s else 0.0,
-        "stall_fraction": round(stall_s / loop_s, 4) if loop_s else 0.0,
+        "stall_fraction": round(stalls.total_s / loop_s, 4) if loop_s and stalls else 0.0,
+        "stalls": dict((stalls or StallBook()).summary()),
         "cache": {"key": entry.key, "hit": entry.hit, "reason": entry.reason, "uri": entry.uri},
         "resumed_from": resumed_from,
     }

@@ -22,6 +22,7 @@ from raysvc.errors import StoreError
 
 T = TypeVar("T")
 ATTEMPTS = 4
+SEEMS_MISSING = {errno.ENOENT, errno.ESTALE}  # until the folder above was listed
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _probed: set[str] = set()
 
@@ -45,18 +46,16 @@ class PosixStore:
 
     def scan(self, folder: str = "") -> Sequence[Found]:
         """What lies directly in a folder, by listing the root first and the folder then."""
-        if folder not in ("", *self._fresh_listing(self.root)):
+        if folder not in ("", *self._names_in(self.root)):
             return ()
-        try:
-            return _reopening(lambda: self._scandir(self._path(folder)))
-        except FileNotFoundError:
-            return ()
+        path = self._path(folder)
+        return self._unless_missing(path, lambda: self._scandir(path)) or ()
 
     def list(self, folder: str = "") -> Sequence[str]:
         """The names in a folder."""
-        if folder not in ("", *self._fresh_listing(self.root)):
+        if folder not in ("", *self._names_in(self.root)):
             return ()
-        return self._fresh_listing(self._path(folder))
+        return self._names_in(self._path(folder))
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
         """Bytes of a file; an absence is believed only after a fresh listing."""
@@ -67,12 +66,10 @@ class PosixStore:
                 file.seek(start or 0)
                 return file.read(-1 if end is None else end - (start or 0))
 
-        try:
-            return _reopening(attempt)
-        except FileNotFoundError:
-            if os.path.basename(path) not in self._fresh_listing(os.path.dirname(path)):
-                raise
-            return _reopening(attempt)
+        data = self._unless_missing(path, attempt)
+        if data is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return data
 
     def download(self, name: str, target: BinaryIO) -> None:
         """Copy a whole file."""
@@ -172,7 +169,7 @@ class PosixStore:
                 "this file system has no hard links, so two builders could overwrite each other",
                 "use another cache.root, or set cache.unsafe_store: true and build from one place at a time",
             )
-        if os.path.basename(path) in self._fresh_listing(os.path.dirname(path)):
+        if os.path.basename(path) in self._names_in(os.path.dirname(path)):
             return False
         os.rename(staged, path)
         return True
@@ -192,19 +189,22 @@ class PosixStore:
             found = [_found(item) for item in items]
         return tuple(sorted((item for item in found if item is not None), key=lambda item: item.name))
 
-    def _fresh_listing(self, path: str) -> tuple[str, ...]:
-        """Names in a folder; where it seems to be missing, the folders above it are listed first."""
+    def _names_in(self, path: str) -> tuple[str, ...]:
+        return self._unless_missing(path, lambda: self._listdir(path)) or ()
+
+    def _unless_missing(self, path: str, action: Callable[[], T]) -> T | None:
+        """The action's result; None when a fresh listing of the folder above does not show the path either."""
         try:
-            return _reopening(lambda: self._listdir(path))
+            return _reopening(action)
         except (PermissionError, NotADirectoryError) as error:
-            raise StoreError(self.root, f"cannot be listed ({error})", "choose another cache.root") from error
-        except FileNotFoundError:
-            parent = os.path.dirname(path)
-            if parent == path or os.path.basename(path) not in self._fresh_listing(parent):
-                return ()
-        with contextlib.suppress(FileNotFoundError):
-            return self._listdir(path)
-        return ()
+            raise StoreError(self.root, f"cannot be read ({error})", "choose another cache.root") from error
+        except OSError as error:
+            if error.errno not in SEEMS_MISSING:
+                raise
+        if os.path.basename(path) in self._names_in(os.path.dirname(path)):
+            with contextlib.suppress(FileNotFoundError):
+                return _reopening(action)
+        return None
 
 
 def _found(item: os.DirEntry[str]) -> Found | None:

@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from raysvc.chat.batch import Batch, Bytes, Spans
 from raysvc.chat.encode import Encoded, Ints32, Ints64
+from raysvc.chat.sequence import CLOSED_TURN, FREE
 from raysvc.chat.tokenizer import LoadedTokenizer
 
 _BLANK = np.zeros(256, np.bool_)
@@ -53,9 +54,11 @@ class TokenTable:
         for text in control_texts:
             self.is_control[tokenizer.hf.backend_tokenizer.token_to_id(text)] = True
 
-    def control_fault(self, ids: Ints32, closed: bool) -> str:
+    def control_fault(self, ids: Ints32, kind: int) -> str:
         """What is wrong with the control tokens of one span, or nothing."""
-        held = self.is_control[ids]
+        if kind == FREE:
+            return ""
+        held, closed = self.is_control[ids], kind == CLOSED_TURN
         if closed and self.is_control.any() and not (len(held) and held[-1]):
             return NO_EOT
         return EXTRA_CONTROL if held[: len(held) - closed].any() else ""
@@ -101,7 +104,7 @@ def align(
     spans, text, text_offsets = batch.spans, batch.data, batch.offsets
     if skip:
         there = ~np.isin(spans.rows, list(skip))
-        spans = Spans(spans.rows[there], spans.starts[there], spans.ends[there], spans.closed[there])
+        spans = Spans(spans.rows[there], spans.starts[there], spans.ends[there], spans.kinds[there])
     shift = token_ends[encoded.offsets[spans.rows]] - text_offsets[spans.rows]
     starts_at, ends_at = spans.starts + shift, spans.ends + shift
     starts = np.searchsorted(token_ends, starts_at, "left")
@@ -127,10 +130,11 @@ def _check_controls(
     at = np.flatnonzero(table.is_control[ids])
     held = np.searchsorted(at, ends) - np.searchsorted(at, starts)
     ended = np.where(ends > starts, table.is_control[ids[np.maximum(ends - 1, 0)]], False)
-    wrong_end = spans.closed & table.is_control.any() & ~ended
+    closed = spans.kinds == CLOSED_TURN
+    wrong_end = closed & table.is_control.any() & ~ended
     for index in np.flatnonzero(wrong_end).tolist():
         faults.setdefault(int(spans.rows[index]), NO_EOT)
-    too_many = held > (spans.closed & ended)
+    too_many = (held > (closed & ended)) & (spans.kinds != FREE)
     for index in np.flatnonzero(too_many).tolist():
         faults.setdefault(int(spans.rows[index]), EXTRA_CONTROL)
 

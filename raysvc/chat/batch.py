@@ -15,7 +15,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.chat.prepare import Sequence
+from raysvc.chat.sequence import Sequence, Span
 
 Bytes = npt.NDArray[np.uint8]
 Ints64 = npt.NDArray[np.int64]
@@ -30,13 +30,13 @@ class Spans:
         rows: int64 [S], sequence of each.
         starts: int64 [S], first byte.
         ends: int64 [S], behind the last byte.
-        closed: bool [S], whether an end-of-turn token ends it.
+        kinds: int8 [S], FREE, OPEN_TURN or CLOSED_TURN of `sequence`.
     """
 
     rows: Ints64
     starts: Ints64
     ends: Ints64
-    closed: Bools
+    kinds: npt.NDArray[np.int8]
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def batch_of(sequences: Many[Sequence]) -> Batch:
     return Batch(
         np.frombuffer(joined.encode(), np.uint8),
         offsets,
-        Spans(rows, flat[:, 0] + base[rows], flat[:, 1] + base[rows], flat[:, 2] > 0),
+        Spans(rows, flat[:, 0] + base[rows], flat[:, 1] + base[rows], flat[:, 2].astype(np.int8)),
         Turns(
             base + np.array([head for _, head, _ in places], np.int64),
             turns[:, 0],
@@ -120,12 +120,12 @@ def batch_of(sequences: Many[Sequence]) -> Batch:
     )
 
 
-def _byte_places(sequence: Sequence) -> tuple[list[tuple[int, int, bool]], int, tuple[int, ...]]:
+def _byte_places(sequence: Sequence) -> tuple[list[Span], int, tuple[int, ...]]:
     """Spans, head and turns of a sequence in bytes of its text."""
     text = sequence.text
     if text.isascii():
         return sequence.spans, sequence.head, sequence.turns
-    spans = [(_bytes(text, a), _bytes(text, b), closed) for a, b, closed in sequence.spans]
+    spans = [(_bytes(text, a), _bytes(text, b), kind) for a, b, kind in sequence.spans]
     return spans, _bytes(text, sequence.head), tuple(_bytes(text, turn) for turn in sequence.turns)
 
 

@@ -26,7 +26,7 @@ class MarkingCodeGenerator(CodeGenerator):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._bodies: dict[int, nodes.Expr] = {}
+        self._bodies: dict[int, nodes.Node] = {}
         self._depth = 0
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:  # noqa: N802
@@ -72,7 +72,7 @@ class ChatCodeGenerator(MarkingCodeGenerator):
             self.visit(arg, frame)
             self.write(")")
 
-    def visit_Not(self, node: nodes.Not, frame: Frame) -> None:  # noqa: N802
+    def visit_Not(self, node: nodes.UnaryExpr, frame: Frame) -> None:  # noqa: N802
         """`not x.y` needs no Undefined object: a missing key is false anyway."""
         inner = node.node
         if isinstance(inner, nodes.Getattr) and self._plain_name(inner.attr):

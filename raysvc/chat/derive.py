@@ -130,5 +130,5 @@ class Tracer(Expressions):
 def _frozen(value: Any) -> Any:
     """A variable as it is when a loop begins; a namespace may change later."""
     if isinstance(value, Namespace):
-        return type(value)(**value._Namespace__attrs)  # type: ignore[attr-defined]
+        return type(value)(**value._Namespace__attrs)
     return value

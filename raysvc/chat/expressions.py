@@ -263,7 +263,9 @@ class Expressions:
     def _of_condexpr(self, node: nodes.CondExpr, scope: Scope) -> Any:
         if self.true(self.value(node.test, scope)):
             return self.value(node.expr1, scope)
-        return self._environment.undefined() if node.expr2 is None else self.value(node.expr2, scope)
+        if node.expr2 is not None:
+            return self.value(node.expr2, scope)
+        return self._environment.undefined()
 
     def _of_compare(self, node: nodes.Compare, scope: Scope) -> bool:
         if len(node.ops) != 1:
@@ -287,6 +289,8 @@ class Expressions:
         return bool(self._environment.call_test(node.name, value, arguments))
 
     def _of_filter(self, node: nodes.Filter, scope: Scope) -> Any:
+        if node.node is None:
+            raise NotDerivable("filter block")
         value = self.value(node.node, scope)
         arguments = [self._known(argument, scope) for argument in node.args]
         named = {pair.key: self._known(pair.value, scope) for pair in node.kwargs}

@@ -22,6 +22,7 @@ from raysvc.chat.batch import Batch, Spans, Turns
 from raysvc.chat.columns import ChatColumns
 from raysvc.chat.formats import ChatExample
 from raysvc.chat.messages import SYSTEM_ROLES
+from raysvc.chat.sequence import CLOSED_TURN, FREE
 from raysvc.chat.shapes import SLOW, LoopShape, RowShape, Shapes, TurnShape
 from raysvc.chat.symbols import ABSENT, Hole, Place, Question
 from raysvc.chat.trees import Node, Tree
@@ -98,7 +99,7 @@ class ColumnFiller:
         places = np.arange(int(sizes.sum())) + np.repeat(starts - np.cumsum(sizes) + sizes, sizes)
         turns, turn_of = self._leaves(lambda: loop.tree, places)
         base = len(self._turns)
-        self._turns += turns
+        self._turns += [turn if _fits(turn) else EMPTY for turn in turns]
         self._turn_of[places] = base + turn_of
         bad = np.array([not _fits(turn) for turn in turns], np.bool_)
         unprovable = np.array([not isinstance(turn, TurnShape) or turn.start < 0 for turn in turns], np.bool_)
@@ -164,7 +165,8 @@ class ColumnAnswers:
         if kind == "silent":
             return _all(False, places)
         if kind == "value" and about[0][1:] == ("role",):
-            return self._columns.roles[self._at(about[0][0], places)], list(self._columns.role_names)
+            roles = self._columns.roles[self._at(about[0][0], places)]
+            return roles.astype(np.int64), list(self._columns.role_names)
         if kind == "role before":
             codes = np.where(places > starts[rows], self._columns.roles[places - 1], -1)
             return codes + 1, ["", *self._columns.role_names]
@@ -192,6 +194,8 @@ class ColumnAnswers:
             found = pc.match_substring(texts, other)
         elif kind == "starts":
             found = pc.starts_with(texts, other)
+        elif kind == "meets":
+            found = pc.or_(pc.starts_with(texts, other), pc.is_in(texts, pa.array(_beginnings(other))))
         elif kind == "ends":
             found = pc.ends_with(texts, other)
         else:
@@ -242,7 +246,7 @@ class Texts:
         offsets = bounds[starts]
         if all_tokens:
             rows = np.arange(len(self.columns))
-            spans = Spans(rows, offsets[:-1], offsets[1:], np.zeros(len(rows), np.bool_))
+            spans = Spans(rows, offsets[:-1], offsets[1:], np.full(len(rows), FREE, np.int8))
         else:
             spans = self._spans(turns, begins, ends)
         return Batch(data, offsets, spans, self._turn_places(begins, ends))
@@ -299,8 +303,8 @@ class Texts:
         start = np.array([turn.start for turn in turns], np.int64)[which]
         trailer = np.array([turn.trailer for turn in turns], np.int64)[which]
         rows = np.repeat(np.arange(len(self.columns)), np.diff(self.columns.starts))[places]
-        closed = np.ones(len(places), np.bool_)
-        return Spans(rows, begins[places] + start, ends[places] - trailer, closed)
+        kinds = np.full(len(places), CLOSED_TURN, np.int8)
+        return Spans(rows, begins[places] + start, ends[places] - trailer, kinds)
 
     def _turn_places(self, begins: Ints64, ends: Ints64) -> Turns:
         answers = ColumnAnswers(self.columns)
@@ -317,6 +321,10 @@ def text_of(hole: Hole, texts: pa.Array) -> pa.Array:
     return pc.utf8_trim_whitespace(texts) if hole.steps else texts
 
 
+def _beginnings(text: str) -> list[str]:
+    return [text[:count] for count in range(len(text) + 1)]
+
+
 def _is_content(hole: Hole) -> bool:
     return hole.path[1:] == ("content",) and hole.steps in ((), (("strip", ()),))
 
@@ -331,12 +339,12 @@ def _around_loop(shape: Any) -> tuple[tuple[str | Hole, ...], LoopShape, tuple[s
     before, behind = shape.segments[: loops[0]], shape.segments[loops[0] + 1 :]
     if any(isinstance(part, Hole) and not _is_content(part) for part in (*before, *behind)):
         return None
-    return before, shape.segments[loops[0]], behind  # type: ignore[return-value]
+    return before, shape.segments[loops[0]], behind
 
 
 def _fits(turn: Any) -> bool:
-    """Whether a turn is literals around at most its own content."""
-    if not isinstance(turn, TurnShape) or turn.parts:
+    """Whether a turn is literals around at most its own content, and needs no more proof."""
+    if not isinstance(turn, TurnShape) or turn.parts or turn.said >= 0:
         return False
     holes = [part for part in turn.segments if isinstance(part, Hole)]
     return all(_is_content(hole) and hole.path[0] == ("rel", 0) for hole in holes)

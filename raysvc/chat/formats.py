@@ -167,9 +167,12 @@ class Format:
                 return TextExample("", (prompt or "") + completion)
             return TextExample(prompt or "", completion)
         before = [] if prompt is None else read_turn(prompt, "user", self.column("prompt"))
-        messages = before + read_turn(completion, "assistant", column)
+        after = read_turn(completion, "assistant", column)
+        if isinstance(prompt, str) and any(message["role"] == "user" for message in after[:2]):
+            before, prompt = [], None  # the completion is the whole conversation, and holds the prompt
+        messages = before + after
         start = len(before)
-        if answer_only and prompt is None:
+        if prompt is None:
             start = max((n for n, m in enumerate(messages) if m["role"] == "assistant"), default=0)
         return self._conversation(row, messages, start, answer_only)
 
@@ -221,7 +224,7 @@ def _weight(message: Message) -> bool:
 
 def read_turn(value: Any, role: str, column: str) -> list[Message]:
     """Messages; a string is one message of `role`."""
-    if isinstance(value, str) and not value.lstrip().startswith("["):
+    if isinstance(value, str):
         return [{"role": role, "content": value}]
     return read_messages(value, column)
 

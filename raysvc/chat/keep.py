@@ -90,7 +90,7 @@ def _odd(tokens: TokenRows, lengths: Ints64, limit: int | None) -> npt.NDArray[n
     there = np.flatnonzero(lengths)
     if len(there):
         trained[there] = np.add.reduceat(tokens.mask, tokens.offsets[there], dtype=np.int64)
-    odd = trained == 0
+    odd: npt.NDArray[np.bool_] = trained == 0
     if limit is not None:
         odd |= lengths > limit
     odd[list(tokens.faults)] = True

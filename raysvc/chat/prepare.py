@@ -1,7 +1,7 @@
 """A source row -> texts to encode, with the places of what is trained.
 
 Always true:
-- a sequence's text is its blocks, joined; spans are characters of that text, ascending, not overlapping;
+- a row gives one sequence, a preference row two;
 - whatever a template or a field raises is this row's fault and comes out as `RowFault`.
 
 Plain text is `tokenizer(text)` with the special tokens that the tokenizer adds, and its end-of-sequence token once at
@@ -11,41 +11,17 @@ the end: appended, unless the text or the tokenizer put it there. What the token
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from raysvc.chat.faults import RowDropped, RowFault
 from raysvc.chat.formats import ChatExample, Example, Format, TextExample, TokensExample
 from raysvc.chat.messages import SYSTEM_ROLES, flatten_parts
+from raysvc.chat.sequence import CLOSED_TURN, FREE, OPEN_TURN, Sequence
 from raysvc.chat.shapes import Filled, Shapes
 from raysvc.chat.template import ChatTemplate, Render
 from raysvc.chat.tokenizer import LoadedTokenizer
 from raysvc.chat.turns import ALL_EMPTY, PROBE, TurnFinder
-
-
-@dataclass(slots=True)
-class Sequence:
-    """One text on its way to tokens.
-
-    Attributes:
-        text: to encode.
-        spans: (start, end, closed) characters under loss; `closed` when an end-of-turn token ends it.
-        prefix: ids before the text, without loss.
-        suffix: ids behind it, with loss.
-        head: characters before the first turn, kept by `keep_end_turns`.
-        turns: characters where the user begins to speak.
-        example: what it came from.
-        tokens: ids and mask that came as tokens, instead of a text.
-    """
-
-    text: str
-    spans: list[tuple[int, int, bool]]
-    prefix: tuple[int, ...] = ()
-    suffix: tuple[int, ...] = ()
-    head: int = 0
-    turns: tuple[int, ...] = ()
-    example: Example | None = None
-    tokens: TokensExample | None = None
 
 
 class Preparer:
@@ -107,10 +83,13 @@ class Preparer:
         render = template.render(example.messages, example.tools)
         if example.all_tokens:
             text = render.text
-            return Sequence(text, [(0, len(text), False)], example=example)
+            return Sequence(text, [(0, len(text), FREE)], example=example)
         found = finder.spans(render, example)
         starts = _starts(render)
-        spans = [(starts[s.block] + s.start, starts[s.block] + s.end, s.end > s.said) for s in found]
+        spans = [
+            (starts[s.block] + s.start, starts[s.block] + s.end, CLOSED_TURN if s.end > s.said else OPEN_TURN)
+            for s in found
+        ]
         head, turns = _turns(render, starts, example)
         return Sequence(render.text, spans, head=head, turns=turns, example=example)
 
@@ -122,7 +101,7 @@ class Preparer:
         closed = (suffix and suffix[-1] == self._eos[0]) or (self._eos[1] and text.endswith(self._eos[1]))
         if self._eos[0] is not None and not closed:
             suffix = (*suffix, self._eos[0])
-        return Sequence(text, [(len(example.context), len(text), False)], prefix, suffix, example=example)
+        return Sequence(text, [(len(example.context), len(text), FREE)], prefix, suffix, example=example)
 
     def _check_ids(self, example: TokensExample) -> None:
         size = len(self._tokenizer.hf)
@@ -148,7 +127,7 @@ class Preparer:
 def _filled(filled: Filled, example: ChatExample) -> Sequence:
     text = "".join(filled.parts)
     if example.all_tokens:
-        return Sequence(text, [(0, len(text), False)], example=example)
+        return Sequence(text, [(0, len(text), FREE)], example=example)
     if not filled.spans:
         raise RowDropped(ALL_EMPTY)
     return Sequence(text, filled.spans, head=max(filled.head, 0), turns=filled.turns, example=example)

@@ -35,7 +35,8 @@ class TokenRows:
         mask: uint8 [T].
         offsets: int64 [N + 1].
         faults: row -> why it cannot be used.
-        token_bytes: int64 [T + 1], where each token begins in the batch's bytes; None when that is unknown.
+        token_bytes: int64 [T + 1], bytes before each token; None when tokens were put around the texts.
+        odd: rows whose tokens do not add up to their bytes.
     """
 
     ids: Ints32
@@ -43,6 +44,7 @@ class TokenRows:
     offsets: Ints64
     faults: dict[int, RowFault] = field(default_factory=dict)
     token_bytes: Ints64 | None = None
+    odd: frozenset[int] = frozenset()
 
 
 class RowEncoder:
@@ -75,7 +77,7 @@ class RowEncoder:
             self._align_odd(rows, batch, row)
         if batch.prefix or batch.suffixes:
             return _surrounded(rows, batch)
-        rows.token_bytes = None if odd else token_ends
+        rows.token_bytes, rows.odd = token_ends, frozenset(odd)
         return rows
 
     def _align_odd(self, rows: TokenRows, batch: Batch, row: int) -> None:
@@ -106,7 +108,7 @@ class RowEncoder:
         span = ids[place[0] : place[1]]
         if not self._reference.says(span, text):
             return UNDECODABLE
-        return self._table.control_fault(np.array(span, np.int32), bool(batch.spans.closed[index]))
+        return self._table.control_fault(np.array(span, np.int32), int(batch.spans.kinds[index]))
 
 
 def rows_of_tokens(examples: list[TokensExample]) -> TokenRows:

@@ -10,27 +10,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
+from raysvc.chat.batch import Batch
 from raysvc.chat.encode import ReferenceEncoder
 from raysvc.chat.formats import ChatExample, Example
 from raysvc.chat.rows import EncoderDiffers, TokenRows
 from raysvc.chat.tokenizer import LoadedTokenizer
 
-ROWS_PER_CHUNK = 4
-LONGEST_CHARS = 1 << 16
+HARD_ROWS = 2
+LONGEST_BYTES = 1 << 15
 
 
 class RenderDiffers(Exception):
     """We rendered another text than `apply_chat_template`; the argument says on what."""
 
 
-def sample_places(lengths: np.ndarray, seed: int) -> list[int]:  # type: ignore[type-arg]
-    """Rows to compare: the first, the last and some in between, without giants; other ones in every chunk."""
-    fit = np.flatnonzero(lengths <= max(LONGEST_CHARS, int(lengths.min(initial=LONGEST_CHARS))))
+def sample_places(batch: Batch, seed: int) -> list[int]:
+    """Rows to compare: the first, the last, some in between and some that are not ASCII; no giants."""
+    lengths = np.diff(batch.offsets)
+    fit = np.flatnonzero(lengths <= max(LONGEST_BYTES, int(lengths.min(initial=LONGEST_BYTES))))
     if not len(fit):
         return []
-    between = np.random.default_rng(seed).integers(0, len(fit), max(ROWS_PER_CHUNK - 2, 0))
-    return sorted({int(fit[0]), int(fit[-1]), *fit[between].tolist()})
+    random = np.random.default_rng(seed)
+    buffers = [None, pa.py_buffer(batch.offsets), pa.py_buffer(batch.data)]
+    texts = pa.Array.from_buffers(pa.large_string(), len(batch), buffers)
+    plain = pc.string_is_ascii(texts).to_numpy(zero_copy_only=False)
+    hard = fit[~plain[fit]]
+    chosen = {int(fit[0]), int(fit[-1]), int(random.choice(fit))}
+    return sorted(chosen | set(random.choice(hard, HARD_ROWS).tolist() if len(hard) else ()))
 
 
 def compare(

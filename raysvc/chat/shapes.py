@@ -16,6 +16,7 @@ from typing import Any
 
 from raysvc.chat.formats import ChatExample
 from raysvc.chat.messages import SYSTEM_ROLES
+from raysvc.chat.sequence import CLOSED_TURN, Span
 from raysvc.chat.symbols import Answer, Hole
 from raysvc.chat.template import ChatTemplate
 from raysvc.chat.trees import Tree
@@ -39,6 +40,7 @@ class TurnShape:
         start: first character under loss, counted from the start; `NO_SPAN` when no loss can be proved here.
         trailer: characters behind the end of turn.
         silent: the message says nothing, and is not trained.
+        said: characters behind what is said, when each row has to prove that its message is in it; else `NO_SPAN`.
     """
 
     segments: tuple[str | Hole, ...]
@@ -49,6 +51,7 @@ class TurnShape:
     start: int = NO_SPAN
     trailer: int = 0
     silent: bool = False
+    said: int = NO_SPAN
 
 
 @dataclass(slots=True)
@@ -93,14 +96,14 @@ class Filled:
 
     Attributes:
         parts: texts that make the render.
-        spans: (start, end, closed) characters under loss.
+        spans: (start, end, kind) characters under loss.
         length: characters so far.
         head: characters before the first turn that is not the system's, below zero until it comes.
         turns: characters where the user begins to speak.
     """
 
     parts: list[str]
-    spans: list[tuple[int, int, bool]]
+    spans: list[Span]
     length: int = 0
     head: int = -1
     turns: tuple[int, ...] = ()
@@ -119,6 +122,7 @@ class Shapes:
         from raysvc.chat.learn import Learner
 
         self._learner = Learner(template, finder, self)
+        self._prove = finder.prove
         self._with_turns = with_turns
         self._trees: dict[bytes, tuple[list[Any] | None, Tree]] = {}
 
@@ -190,9 +194,20 @@ class Shapes:
             if place in trained and not turn.silent:
                 if turn.start < 0:
                     return False
-                spans.append((begin + turn.start, at - turn.trailer, True))
+                if turn.said >= 0:
+                    self._prove_again(turn, place, example)
+                spans.append((begin + turn.start, at - turn.trailer, CLOSED_TURN))
         filled.length = at
         return True
+
+    def _prove_again(self, turn: TurnShape, place: int, example: ChatExample) -> None:
+        """Where a template cuts a text apart, the proof of one row says nothing about another.
+
+        Raises:
+            RowFault: the turn does not hold its message.
+        """
+        text = _text(turn, example.messages, place)
+        self._prove(text[turn.start : len(text) - turn.said], example.messages[place])
 
     def _join_slowly(self, shape: LoopShape, example: ChatExample, filled: Filled) -> bool:
         for place in range(shape.loop.start, len(example.messages)):
@@ -214,7 +229,9 @@ class Shapes:
         if text and filled.head < 0 and role not in SYSTEM_ROLES:
             filled.head = begin
         if place in example.trained and not turn.silent:
-            filled.spans.append((begin + turn.start, filled.length - turn.trailer, True))
+            if turn.start >= 0 and turn.said >= 0:
+                self._prove_again(turn, place, example)
+            filled.spans.append((begin + turn.start, filled.length - turn.trailer, CLOSED_TURN))
             return turn.start >= 0
         return True
 
@@ -223,5 +240,5 @@ def _text(turn: TurnShape, messages: list[dict[str, Any]], place: int) -> str:
     if turn.fill is not None:
         return f"{turn.before}{turn.fill(messages, place)}{turn.after}"
     if turn.parts:
-        return "".join([p if p.__class__ is str else p(messages, place) for p in turn.parts])  # type: ignore[operator,misc]
+        return "".join([p if p.__class__ is str else p(messages, place) for p in turn.parts])  # type: ignore[operator]
     return turn.before

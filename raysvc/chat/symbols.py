@@ -177,6 +177,11 @@ def _kind_of(path: Path) -> Answer:
     return kind
 
 
+def _meet(text: str, other: str) -> bool:
+    """Whether a text could be the beginning of what begins with the other."""
+    return text.startswith(other) or other.startswith(text)
+
+
 def _about_text(kind: str, hole: Hole, other: Any) -> Answer:
     fill = filler(hole)
     if kind == "truth":
@@ -187,6 +192,8 @@ def _about_text(kind: str, hole: Hole, other: Any) -> Answer:
         return lambda messages, at: other in fill(messages, at)
     if kind == "among":
         return lambda messages, at: fill(messages, at) in other
+    if kind == "meets":
+        return lambda messages, at: _meet(fill(messages, at), other)
     if kind == "starts":
         return lambda messages, at: fill(messages, at).startswith(other)
     if kind == "ends":

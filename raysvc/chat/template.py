@@ -18,9 +18,9 @@ from typing import Any
 
 from jinja2 import nodes
 
-from raysvc.chat.derive import Messages
 from raysvc.chat.faults import RowFault
 from raysvc.chat.messages import Message, is_plain
+from raysvc.chat.values import Messages
 from raysvc.errors import TokenizerError
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -228,10 +228,9 @@ def _as_transformers_gives_them(messages: list[Message]) -> list[Message]:
     from transformers.utils import chat_template_utils as theirs
 
     for message in messages:
-        for key, value in message.items():
-            if type(value) is not str and not is_plain(value):
-                messages = theirs._plain_template_data(messages)
-                break
+        if not all(type(value) is str or is_plain(value) for value in message.values()):
+            messages = theirs._plain_template_data(messages)
+            break
     if any(key in message for message in messages for key in _REASONING):
         return list(theirs._alias_reasoning_fields(messages))
     return messages

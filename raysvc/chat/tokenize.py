@@ -12,6 +12,7 @@ A preference row is written as two sequences, the chosen one first, with the sam
 
 from __future__ import annotations
 
+import codecs
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -34,9 +35,10 @@ from raysvc.chat.fill import ColumnFiller
 from raysvc.chat.formats import ChatExample, Format, resolve_format
 from raysvc.chat.keep import Kept, keep
 from raysvc.chat.ledger import Ledger
-from raysvc.chat.prepare import Preparer, Sequence
+from raysvc.chat.prepare import Preparer
 from raysvc.chat.rows import EncoderDiffers, RowEncoder, TokenRows, rows_of_tokens
 from raysvc.chat.sample import RenderDiffers, compare, sample_places
+from raysvc.chat.sequence import Sequence
 from raysvc.chat.tokenizer import LoadedTokenizer
 from raysvc.config import TextSpec
 
@@ -45,6 +47,7 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 ROWS_PER_CHUNK = 2048
 BLOCK_BYTES = 1 << 25
+MOST_FAILURES = 3  # blocks in a row that were no plain chats, before columns are given up
 COLUMN_MODES = ("last_assistant_message", "all_assistant_messages", "all_tokens")
 SCHEMA = pa.schema(
     [("input_ids", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.uint8())), ("source_row", pa.int64())]
@@ -108,7 +111,7 @@ class SliceTokenizer:
         self._preparer = self._new_preparer(fast=True)
         self._table = TokenTable(self.tokenizer, self._preparer.control_tokens)
         self._format: Format | None = None
-        self._may_be_plain = True
+        self._not_plain = 0
 
     @property
     def encoder_name(self) -> str:
@@ -131,7 +134,10 @@ class SliceTokenizer:
             data: UTF-8 bytes.
             first_row: number of the first line in the source.
         """
-        return self._run(lambda ledger: self._made_of_lines(bytes(data), first_row, ledger))
+        lines = bytes(data)
+        if first_row == 0:
+            lines = lines.removeprefix(codecs.BOM_UTF8)
+        return self._run(lambda ledger: self._made_of_lines(lines, first_row, ledger))
 
     def _run(self, make: Callable[[Ledger], Iterator[tuple[Kept, int]]]) -> SliceResult:
         with no_collection():
@@ -166,10 +172,10 @@ class SliceTokenizer:
                 return None
             self._format = resolve_format(self.spec, first.data)
         columnar = self._format.name == "chat" and self.spec.train_on in COLUMN_MODES
-        if not columnar or self._preparer.shapes is None or not self._may_be_plain:
+        if not columnar or self._preparer.shapes is None or self._not_plain >= MOST_FAILURES:
             return None
         columns = columns_of_json_lines(block, first_row, self._format.columns)
-        self._may_be_plain = columns is not None
+        self._not_plain = self._not_plain + 1 if columns is None else 0
         return columns
 
     def _made_of_columns(self, columns: ChatColumns, ledger: Ledger) -> Iterator[tuple[Kept, int]]:
@@ -181,7 +187,7 @@ class SliceTokenizer:
         if len(filled.rows):
             tokens = RowEncoder(self._encoder, self._reference, self._table).encode(filled.batch)
             compared = compare(
-                sample_places(np.diff(filled.batch.offsets), ledger.count),
+                sample_places(filled.batch, int(columns.source_rows[0])),
                 tokens,
                 lambda place: ChatExample(columns.messages(int(filled.rows[place])), None, ()),
                 lambda place: ((), filled.batch.text(place), ()),
@@ -218,7 +224,7 @@ class SliceTokenizer:
         compared = 0
         if batch is not None:
             compared = compare(
-                sample_places(np.diff(batch.offsets), ledger.count),
+                sample_places(batch, int(numbers[0])),
                 tokens,
                 lambda place: flat[place].example,
                 lambda place: (flat[place].prefix, flat[place].text, flat[place].suffix),

@@ -111,6 +111,8 @@ def _load(config: TokenizerConfig) -> Any:
             f"{config.name!r} is not a fast tokenizer, so no token can be traced to its text",
             "use one with a tokenizer.json",
         )
+    # rows may be long, and whether they are too long is the job's decision
+    hf.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     backend.no_truncation()
     backend.no_padding()
     return hf

@@ -15,6 +15,7 @@ from raysvc.chat.messages import Message
 from raysvc.chat.symbols import KINDS, Answer, Question, answerer
 
 Find = Callable[[list[Message], int], Any]
+Asking = tuple[Question, Answer, Any]
 QUIET_FINDS = 64
 
 
@@ -25,6 +26,30 @@ class Node:
     question: Question
     answer: Answer
     children: dict[Any, Any] = field(default_factory=dict)
+
+
+class Asked:
+    """Answers questions for one conversation, and remembers them in order."""
+
+    def __init__(self, messages: list[Message], at: int) -> None:
+        self._messages, self._at = messages, at
+        self._known: dict[Question, tuple[Answer, Any]] = {}
+
+    def __call__(self, question: Question) -> Any:
+        """The answer, asked now if it was not before."""
+        if question not in self._known:
+            answer = answerer(question)
+            self._known[question] = (answer, answer(self._messages, self._at))
+        return self._known[question][1]
+
+    def known(self, question: Question) -> Any:
+        """The answer when it was asked before, else None."""
+        return self._known[question][1] if question in self._known else None
+
+    @property
+    def path(self) -> list[Asking]:
+        """Questions with how to answer them and what was answered."""
+        return [(question, answer, given) for question, (answer, given) in self._known.items()]
 
 
 class Tree:
@@ -49,25 +74,13 @@ class Tree:
             self.find = compiled(self.root)
         return node
 
-    def learn(
-        self, make: Callable[[Callable[[Question], Any]], Any], messages: list[Message], at: int
-    ) -> Any:
-        """Run `make` for a conversation and keep what it returns as the leaf of the answers it asked for."""
-        asked: dict[Question, tuple[Answer, Any]] = {}
-
-        def ask(question: Question) -> Any:
-            if question not in asked:
-                answer = answerer(question)
-                asked[question] = (answer, answer(messages, at))
-            return asked[question][1]
-
-        leaf = make(ask)
-        self.root = _grown(self.root, [(q, answer, given) for q, (answer, given) in asked.items()], leaf)
+    def insert(self, path: list[Asking], leaf: Any) -> None:
+        """Keep a leaf for conversations that answer alike."""
+        self.root = _grown(self.root, path, leaf)
         self._quiet, self.find = 0, self._walk
-        return leaf
 
 
-def _grown(root: Any, path: list[tuple[Question, Answer, Any]], leaf: Any) -> Any:
+def _grown(root: Any, path: list[Asking], leaf: Any) -> Any:
     """The tree with one more leaf; a path asks the questions of the nodes it goes through, in their order."""
     if not path:
         return leaf

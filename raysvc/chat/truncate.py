@@ -63,7 +63,7 @@ def kept_ranges(rows: TokenRows, row: int, batch: Batch | None, spec: TextSpec, 
 def _end_turns(rows: TokenRows, row: int, batch: Batch | None, limit: int) -> Ranges:
     """The head and as many whole last turns as fit; a turn begins where a user begins to speak."""
     first, last = int(rows.offsets[row]), int(rows.offsets[row + 1])
-    if batch is None or rows.token_bytes is None:
+    if batch is None or rows.token_bytes is None or row in rows.odd:
         raise RowDropped(NO_TURNS)
     shift = int(rows.token_bytes[first] - batch.offsets[row])
     cuts = (

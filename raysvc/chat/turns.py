@@ -97,6 +97,10 @@ class TurnFinder:
         plain = self._plain(render, example, place, block)
         return plain or self._general(render, example, place, block)
 
+    def prove(self, stretch: str, message: Message) -> None:
+        """`prove_span` with what this template needs."""
+        prove_span(stretch, message, self._tags, self.control_tokens)
+
     def heads(self, render: Render, example: ChatExample, place: int) -> list[str]:
         """Headers that the block of a message may begin with."""
         prompt = self._prompt(render, example, place, _block_of(render, place))
@@ -104,9 +108,11 @@ class TurnFinder:
 
     def _plain(self, render: Render, example: ChatExample, place: int, block: int) -> Span | None:
         """The usual case, proved by equality: head + content + end of turn + trailer is the block."""
-        frame = self._frame(example, place)
-        content = example.messages[place].get("content")
+        frame, message = self._frame(example, place), example.messages[place]
+        content = message.get("content")
         if frame is None or not frame.eot or self._template.marks_generation or type(content) is not str:
+            return None
+        if message.get("tool_calls"):
             return None
         head = self._prompt(render, example, place, block) or frame.head
         if render.blocks[block] != f"{head}{content}{frame.eot}{frame.trailer}":
@@ -124,7 +130,7 @@ class TurnFinder:
         else:
             start, stop = self._start(render, example, place, block), len(text)
         said, end = self._close(text, start, stop, frame)
-        prove_span(text[start:said], example.messages[place], self._tags, self.control_tokens)
+        self.prove(text[start:said], example.messages[place])
         return Span(block, start, said, end)
 
     def _start(self, render: Render, example: ChatExample, place: int, block: int) -> int:
@@ -230,7 +236,7 @@ def _block_of(render: Render, place: int) -> int:
 
 
 def _marked(render: Render, block: int) -> tuple[int, int]:
-    inside = [(start, end) for owner, start, end in render.marks if owner == block and end > start]
+    inside = [(start, end) for owner, start, end in render.marks if owner == block]
     if len(inside) != 1:
         raise RowFault("a trained message does not have one generation mark", f"it has {len(inside)}")
     return inside[0]

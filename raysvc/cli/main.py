@@ -6,9 +6,15 @@ import typer
 
 from raysvc.cli.cache import app as cache
 from raysvc.cli.demo import demo
+from raysvc.cli.doctor import doctor
 from raysvc.cli.plan import plan
+from raysvc.cli.ps import ps
+from raysvc.cli.report import report
+from raysvc.cli.serve import serve
 from raysvc.cli.show import show
+from raysvc.cli.stop import stop
 from raysvc.cli.tokenize import tokenize
+from raysvc.cli.top import top
 from raysvc.cli.train import train
 
 app = typer.Typer(
@@ -19,10 +25,16 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
+app.command()(doctor)
 app.command()(plan)
+app.command()(ps)
+app.command()(report)
+app.command()(serve)
 app.command()(show)
+app.command()(stop)
 app.add_typer(cache, name="cache")
 app.command()(tokenize)
+app.command()(top)
 app.command()(train)
 
 

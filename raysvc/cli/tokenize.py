@@ -9,6 +9,8 @@ from raysvc.api import CacheEntry
 from raysvc.cli.common import Address, AsJson, Job, Overrides, Verbose, edge, emit
 from raysvc.cli.view import View, print_table
 
+EXAMPLES_SHOWN = 5
+
 
 @edge
 def tokenize(
@@ -33,6 +35,8 @@ def tokenize(
         emit({"cache": cache_facts(entry), "report": dict(entry.report)})
         return
     print_table("Tokenized", report_rows(entry))
+    for example in entry.report["examples"][:EXAMPLES_SHOWN]:
+        print(f"set aside: row {example['source_row']}: {example['reason']} {example['detail']}".rstrip())
 
 
 def cache_line(entry: CacheEntry) -> str:
@@ -58,5 +62,9 @@ def report_rows(entry: CacheEntry) -> dict[str, Any]:
         f"{name} {value}" for name, value in report["length_percentiles"].items()
     )
     rows["encoder"] = ", ".join(f"{name} ({count} slices)" for name, count in report["encoders"].items())
+    proof = report["proof"]
+    rows["rows compared with the reference"] = proof["rows_compared_with_the_reference"]
+    for reason in proof["switched_to_the_reference"]:
+        rows["switched to the reference encoder"] = reason
     rows["seconds"] = report["seconds"]
     return rows

@@ -35,7 +35,9 @@ def show_summary(run_dir: str, summary: dict[str, Any], as_json: bool) -> None:
         emit(summary)
         return
     cache = summary["cache"]
-    rows = {name: value for name, value in summary.items() if name != "cache"}
+    stalls = summary["stalls"]
+    rows = {name: value for name, value in summary.items() if name not in ("cache", "stalls")}
+    rows |= {f"stalled: {cause} s": seconds for cause, seconds in stalls["by_cause"].items()}
     rows["cache"] = f"{'hit' if cache['hit'] else 'miss'} {cache['key'][:16]} ({cache['reason']})"
     print_table(f"Run {run_dir}", rows)
-    print(f"summary: {run_dir}/summary.json")
+    print(*stalls["last"][-3:], f"summary: {run_dir}/summary.json", sep="\n")

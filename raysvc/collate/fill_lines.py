@@ -1,11 +1,13 @@
 """Tokens into cells where a line holds several rows (`packed`, `stream`).
 
 Axes: T used tokens, S sequences of all ranks, C cells of all ranks.
-The cells are cut into runs: a sequence, the gap after it, the next sequence. What is constant over a run is repeated,
-positions are a count that starts anew, and values are gathered once per column; a gap gathers from index T, the pad.
+The cells are cut into runs: a sequence, the gap after it, the next sequence. What is constant over a run is
+repeated, positions are a count that starts anew, and values are gathered once per column; a gap gathers from
+index T, the pad.
 Always true:
 - a cell holds its token's value, or the column's pad;
-- positions restart at each row (`stream`: at each line) and are 0 in gaps, like segment_ids and attention_mask;
+- positions restart at each row (`stream`: at each line) and are 0 in gaps, like segment_ids and
+  attention_mask;
 - no Python runs per token or per row.
 """
 

@@ -1,9 +1,9 @@
 """Tokens into cells where every line holds one row (`padded_right`, `padded_left`).
 
 Axes: T used tokens, S = B lines of all ranks, W columns.
-A window of the flat tokens as wide as a line is a row and what follows it, so that one indexing of windows copies many
-rows at the speed of memory; a mask then keeps what belongs to the row. Lines come longest first: bands of lines of
-similar length leave out most of the padding.
+A window of the flat tokens as wide as a line is a row and what follows it, so that one indexing of windows
+copies many rows at the speed of memory; a mask then keeps what belongs to the row. Lines come longest first:
+bands of lines of similar length leave out most of the padding.
 Always true:
 - a cell holds its token's value, or the column's pad;
 - a dummy's two cells hold pads, with attention 1 and positions 0 and 1;

@@ -3,7 +3,8 @@
 Axes: N real rows, R ranks.
 Always true:
 - the size does not depend on the number of tokens;
-- `rank_tokens` sums to the tokens of all rows and dummies; the padding share is of all cells that micro-batches compute.
+- `rank_tokens` sums to the tokens of all rows and dummies; the padding share is of all cells that
+  micro-batches compute.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class MiniBatchInfo:
         rank_bytes: [R], bytes of each rank's arrays.
         num_micro_batches: of each rank.
         num_truncated: rows cut to the budget.
-        num_dropped: rows left out.
+        num_dropped: rows over the budget that were left out.
+        num_alone: rows over the budget, in a micro-batch of their own.
+        num_skipped: rows in `skip_rows`.
     """
 
     row_ids: npt.NDArray[np.int64]
@@ -47,6 +50,8 @@ class MiniBatchInfo:
     num_micro_batches: int
     num_truncated: int = 0
     num_dropped: int = 0
+    num_alone: int = 0
+    num_skipped: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -69,4 +74,6 @@ def info_of(mini: MiniBatchPlan, shards: Sequence[Shard]) -> MiniBatchInfo:
         num_micro_batches=len(shards[0].micro_batches),
         num_truncated=mini.num_truncated,
         num_dropped=mini.num_dropped,
+        num_alone=mini.num_alone,
+        num_skipped=mini.num_skipped,
     )

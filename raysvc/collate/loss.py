@@ -1,15 +1,15 @@
 """Denominators into loss weights, so that summed gradients are those of the whole mini-batch at once.
 
-With l_t the loss of target t, T targets, S rows, G groups of the mini-batch (`Denominators`), n_s targets of row s and
-m_g rows of group g, the loss of a mini-batch is
+With l_t the loss of target t, T targets, S rows, G groups of the mini-batch (`Denominators`), n_s targets of
+row s and m_g rows of group g, the loss of a mini-batch is
 
     token_mean      sum_t l_t / T
     sequence_mean   sum_s (1 / S) sum_{t in s} l_t / n_s
     group_mean      sum_g (1 / G) sum_{s in g} (1 / m_g) sum_{t in s} l_t / n_s
     constant        sum_t l_t / c
 
-Each is sum_t w_t l_t with w_t known before the split. A rank adds `dp_size * w_t * l_t` over its micro-batches where
-the gradient reducer averages over ranks (DDP, FSDP), `w_t * l_t` where it sums.
+Each is sum_t w_t l_t with w_t known before the split. A rank adds `dp_size * w_t * l_t` over its
+micro-batches where the gradient reducer averages over ranks (DDP, FSDP), `w_t * l_t` where it sums.
 Always true:
 - a row without a target weighs nothing, and counts in S and in its group;
 - weights of dummies and padding are 0;
@@ -69,7 +69,7 @@ def token_weights(
     constant: float | None = None,
     dtype: npt.DTypeLike = np.float32,
 ) -> npt.NDArray[Any]:
-    """[B, W] in `dtype`, the weight of each label of `arrays` (`labels`, and `segment_ids` where rows share a line).
+    """[B, W] in `dtype`, the weight of each label in `arrays`.
 
     It lies like `labels`: shift both alike, multiply with the loss of each target, sum.
     """

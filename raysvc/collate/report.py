@@ -3,7 +3,8 @@
 Axes: K sampled steps, R ranks.
 Always true:
 - nothing is read but lengths: a report takes seconds for any number of rows;
-- counts of steps are exact; shares and percentiles are of the sampled steps, which are spread evenly over the run;
+- counts of steps are exact; shares and percentiles are of the sampled steps, which are spread evenly over the
+  run;
 - `share_*` lie in [0, 1]; imbalance is the largest rank over the mean, 1 where all are equal.
 """
 
@@ -46,7 +47,9 @@ class PlanReport:
         micro_batches_per_step: mean per rank.
         dummies: in the sampled steps.
         truncated: rows cut to the budget in the sampled steps.
-        dropped: rows left out of the sampled steps.
+        dropped: rows over the budget that were left out of the sampled steps.
+        alone: rows over the budget in a micro-batch of their own in the sampled steps.
+        skipped: rows of `skip_rows` in the sampled steps.
         bytes_per_step: mean bytes of all shards of a step.
         bytes_look_ahead: bytes of the largest step, times look-ahead and the step in use.
     """
@@ -68,6 +71,8 @@ class PlanReport:
     dummies: int
     truncated: int
     dropped: int
+    alone: int
+    skipped: int
     bytes_per_step: int
     bytes_look_ahead: int
 
@@ -75,8 +80,8 @@ class PlanReport:
 class StepRow(NamedTuple):
     """Where one real row of a step goes.
 
-    Attributes: number of the mini-batch, rank, micro-batch on that rank, group in the mini-batch; row id; first token
-    and number of tokens that are used.
+    Attributes: number of the mini-batch, rank, micro-batch on that rank, group in the mini-batch; row id;
+    first token and number of tokens that are used.
     """
 
     mini: int
@@ -101,6 +106,8 @@ class _Measured(NamedTuple):
     imbalance_cost: float
     truncated: int
     dropped: int
+    alone: int
+    skipped: int
 
 
 def plan_report(plan: Plan, dp_size: int, sample_steps: int = 64, look_ahead_steps: int = 2) -> PlanReport:
@@ -135,6 +142,8 @@ def plan_report(plan: Plan, dp_size: int, sample_steps: int = 64, look_ahead_ste
         dummies=sum(mini.dummies for mini in minis),
         truncated=sum(mini.truncated for mini in minis),
         dropped=sum(mini.dropped for mini in minis),
+        alone=sum(mini.alone for mini in minis),
+        skipped=sum(mini.skipped for mini in minis),
         bytes_per_step=sum(step_bytes) // count,
         bytes_look_ahead=max(step_bytes) * (look_ahead_steps + 1),
     )
@@ -175,6 +184,8 @@ def _measure(plan: Plan, mini: MiniBatchPlan, dp_size: int) -> _Measured:
         imbalance_cost=float(costs.max() / costs.mean()),
         truncated=mini.num_truncated,
         dropped=mini.num_dropped,
+        alone=mini.num_alone,
+        skipped=mini.num_skipped,
     )
 
 

@@ -1,14 +1,16 @@
 """What one rank gets of one mini-batch: named arrays, and where its micro-batches lie in them.
 
-Axes: B lines (a row, a pack or a window each), W columns, S sequences (rows) of this rank, in the order of the lines.
+Axes: B lines (a row, a pack or a window each), W columns, S sequences (rows) of this rank, line after line.
 Arrays of every layout:
-    2-D [B, W]   input_ids, position_ids, labels, segment_ids int32; attention_mask, loss_mask uint8; extra per-token columns
-    seq_lengths      int32 [S]   tokens of each row
-    row_tokens       int32 [S]   targets of each row
-    row_group        int32 [S]   number of the row's group in the mini-batch, -1 for a dummy
-    row_group_rows   int32 [S]   rows of that group in the mini-batch
-    extra per-row columns [S]
+    input_ids, position_ids, labels                 int32 [B, W]
+    attention_mask, loss_mask                       uint8 [B, W]
+    extra per-token columns [B, W], extra per-row columns [S]
+    seq_lengths         int32 [S]       tokens of each row
+    row_tokens          int32 [S]       targets of each row (`stream`: of its window)
+    row_group           int32 [S]       number of the row's group in the mini-batch, -1 for a dummy
+    row_group_rows      int32 [S]       rows of that group in the mini-batch (`stream`: 1)
 and with several rows on a line (`packed`, `stream`):
+    segment_ids         int32 [B, W]    number of the row on its line, from 1; 0 in padding
     cu_seqlens          int32 [S + B]   for each line 0 and the end of each of its rows, alignment included
     cu_seqlens_offsets  int32 [B + 1]   where each line begins in `cu_seqlens`
 Always true:

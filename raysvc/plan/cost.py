@@ -19,8 +19,8 @@ import numpy.typing as npt
 class CostModel:
     """Cost of a sequence of L tokens: `linear * L + quadratic * L^2`; only the ratio matters.
 
-    The default is a decoder of hidden size 2048: dense layers cost 24 h^2 per token and causal attention 2 h L, which
-    is 12 h * L + L^2.
+    The default is a decoder of hidden size 2048: dense layers cost 24 h^2 per token and causal attention 2 h
+    L, which is 12 h * L + L^2.
     """
 
     linear: int = 24576
@@ -28,10 +28,10 @@ class CostModel:
 
     @classmethod
     def of_model(cls, model_config: Mapping[str, Any]) -> CostModel:
-        """Coefficients of a `transformers` model config (`hidden_size`, `num_hidden_layers`, `intermediate_size`, ...).
+        """Coefficients of a `transformers` model config (`hidden_size`, `num_hidden_layers`, ...).
 
-        Multiply-adds of one layer: projections per token, and L * width of heads for the two products of causal
-        attention; the output layer is added to the linear part.
+        Multiply-adds of one layer: projections per token, and L * width of heads for the two products of
+        causal attention; the output layer is added to the linear part.
         """
         hidden = int(model_config["hidden_size"])
         layers = int(model_config["num_hidden_layers"])

@@ -84,7 +84,7 @@ class Groups:
         return cls.of_uids([uid for uid, size in zip(uids, sizes, strict=True) for _ in range(size)])
 
     def rows_of(self, groups: Int64s) -> tuple[Int64s, npt.NDArray[np.int32]]:
-        """Rows of `groups` [P], group after group: row numbers int64 [n], and index into `groups` int32 [n]."""
+        """Rows of `groups` [P], group after group: numbers int64 [n], and index into `groups` int32 [n]."""
         if self.rows is None or self.bounds is None:
             return groups, np.arange(len(groups), dtype=np.int32)
         starts, sizes = self.bounds[groups], self.bounds[groups + 1] - self.bounds[groups]

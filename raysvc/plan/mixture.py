@@ -1,8 +1,8 @@
 """Several sources in one stream of groups, by exact counts.
 
 Axes: K sources, P positions of the stream, epochs counted through.
-A stage gives every source a count; the pattern that spreads these counts evenly has the sum of the counts as its
-period and goes on until the next stage begins.
+A stage gives every source a count; the pattern that spreads these counts evenly has the sum of the counts as
+its period and goes on until the next stage begins.
 Always true:
 - over every period of a stage each source comes exactly as often as its count;
 - over the first q positions of a stage a source with share w comes q * w times, but for at most K / 2;
@@ -112,6 +112,7 @@ class Mixture:
         return {
             "sources": [[source.key, source.num_groups] for source in self.sources],
             "stages": [[stage.first, list(stage.counts)] for stage in self.stages],
+            "order": [self.seed, self.block],
         }
 
     def _groups(self, source: MixtureSource, turns: Int64s) -> Int64s:
@@ -139,7 +140,7 @@ class Mixture:
 
 
 def apportion(weights: Sequence[Fraction | float | int], total: int) -> tuple[int, ...]:
-    """Whole numbers in proportion to `weights` that sum to `total`, by largest remainder (ties: the earlier one)."""
+    """Whole numbers like `weights` that sum to `total`, by largest remainder (ties: the earlier one)."""
     exact = [Fraction(weight) for weight in weights]
     whole = sum(exact, Fraction(0))
     if whole <= 0 or min(exact) < 0:
@@ -212,5 +213,5 @@ def _counts_until(stage: Stage, positions: int, num_sources: int) -> Int64s:
 
 
 def _shared(positions: Int64s, count: int, whole: int) -> Int64s:
-    """How many of the first `positions` slots fall to the one that gets `count` of every `whole`, spread evenly."""
+    """How many of the first `positions` slots fall to who gets `count` of every `whole`, spread evenly."""
     return (positions * count + whole // 2) // whole

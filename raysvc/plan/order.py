@@ -2,7 +2,8 @@
 
 Axes: G groups, P positions asked for.
 Always true:
-- `order.at(epoch, positions)` is a pure function of (seed, epoch, shuffle, G): pure integers, the same on every machine;
+- `order.at(epoch, positions)` is a pure function of (seed, epoch, shuffle, G): pure integers, the same on
+  every machine;
 - over all positions of an epoch every group comes exactly once;
 - time and memory depend on the positions asked for, never on G.
 """
@@ -35,7 +36,8 @@ class Order:
     Attributes:
         num_groups: groups of one epoch.
         seed: of the run.
-        block: None: as they lie; 0: all shuffled; n: blocks of n groups shuffled, and the groups inside each block.
+        block: None: as they lie; 0: all shuffled; n: blocks of n groups shuffled, and the groups inside each
+            block.
         salt: tells orders of the same seed apart (the key of a mixture's source).
     """
 
@@ -68,8 +70,9 @@ def parse_shuffle(shuffle: str) -> int | None:
 class Permutation:
     """A keyed permutation of [0, size).
 
-    A generalized Feistel network over Z_rows x Z_columns (Black and Rogaway 2002, "Ciphers with arbitrary finite
-    domains"), with rows * columns < size + rows, so that cycle walking almost never takes a second walk.
+    A generalized Feistel network over Z_rows x Z_columns (Black and Rogaway 2002, "Ciphers with arbitrary
+    finite domains"), with rows * columns < size + rows, so that cycle walking almost never takes a second
+    walk.
     Attributes: size, keys (uint64 round keys).
     """
 

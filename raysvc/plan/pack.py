@@ -3,13 +3,14 @@
 Axes: N sequences, P packs.
 Always true:
 - every sequence is in exactly one pack;
-- a pack's sequences, each rounded up to `align`, fit the capacity; only a sequence that does not fit by itself is
-  alone in a wider pack;
+- a pack's sequences, each rounded up to `align`, fit the capacity; only a sequence that does not fit by
+  itself is alone in a wider pack;
 - the result is a pure function of the lengths, with ties broken by position.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from heapq import heapify, heappop, heappush, heapreplace
 
@@ -22,6 +23,16 @@ Int64s = npt.NDArray[np.int64]
 Packs = list[list[int]]
 
 _FULL = -1  # room of a pack that is over the capacity: not even an empty sequence fits
+
+
+def alignment(tp_size: int = 1, cp_size: int = 1, fp8: bool = False) -> int:
+    """Multiple to which packed sequences are rounded up for a model that is split.
+
+    Sequence parallelism needs multiples of `tp_size`, context parallelism of `2 * tp_size * cp_size`, and FP8
+    products 16 tokens on each context rank.
+    """
+    align = 2 * tp_size * cp_size if cp_size > 1 else tp_size
+    return math.lcm(align, 16 * cp_size) if fp8 else align
 
 
 def aligned(lengths: Int64s, align: int) -> Int64s:
@@ -93,8 +104,8 @@ def spread(lengths: Int64s, num_packs: int, capacity: int, align: int, cost: Cos
 def split_to(packs: Packs, multiple: int, costs: Int64s, *, in_order: bool = False) -> Packs:
     """More packs, until their number is a multiple of `multiple` or no pack has two sequences.
 
-    The costliest pack with two or more sequences is split into two of similar cost, again and again; with `in_order`
-    into its first and its second half, so that sequences of similar length stay together.
+    The costliest pack with two or more sequences is split into two of similar cost, again and again; with
+    `in_order` into its first and its second half, so that sequences of similar length stay together.
     """
     heap = [(-int(costs[pack].sum()), number) for number, pack in enumerate(packs) if len(pack) > 1]
     heapify(heap)

@@ -28,8 +28,10 @@ class Pieces:
         starts: int32 [N], first token that is used.
         lengths: int32 [N], tokens that are used.
         group_index: int32 [N], number of the group in the mini-batch.
-        num_truncated: rows that were cut.
-        num_dropped: rows that were left out.
+        num_truncated: rows that were cut to the budget.
+        num_dropped: rows over the budget that were left out.
+        num_alone: rows over the budget that stay as they are.
+        num_skipped: rows in `skip_rows`.
     """
 
     row_ids: Int64s
@@ -38,6 +40,8 @@ class Pieces:
     group_index: Int32s
     num_truncated: int = 0
     num_dropped: int = 0
+    num_alone: int = 0
+    num_skipped: int = 0
 
     @property
     def num_groups(self) -> int:
@@ -46,32 +50,26 @@ class Pieces:
 
     def without(self, skip: Int64s) -> Pieces:
         """Leave out the rows in `skip` (sorted)."""
-        return self._kept(~np.isin(self.row_ids, skip)) if len(skip) else self
+        if not len(skip) or not (found := np.isin(self.row_ids, skip)).any():
+            return self
+        return replace(self._kept(~found), num_skipped=int(found.sum()))
 
     def within(self, budget: int | None, oversize: Oversize) -> Pieces:
         """Apply the policy for rows over `budget` tokens; None: no limit."""
-        if (
-            budget is None
-            or oversize not in ("truncate", "drop")
-            or not (over := self.lengths > budget).any()
-        ):
+        if budget is None or not (over := self.lengths > budget).any():
             return self
+        count = int(over.sum())
+        if oversize == "truncate":
+            return replace(self, lengths=np.minimum(self.lengths, np.int32(budget)), num_truncated=count)
         if oversize == "drop":
-            return self._kept(~over)
-        return replace(
-            self, lengths=np.minimum(self.lengths, np.int32(budget)), num_truncated=int(over.sum())
-        )
+            return replace(self._kept(~over), num_dropped=count)
+        return replace(self, num_alone=count)
 
     def _kept(self, keep: npt.NDArray[np.bool_]) -> Pieces:
-        dropped = len(keep) - int(keep.sum())
-        if not dropped:
-            return self
-        groups = np.unique(self.group_index[keep], return_inverse=True)[1].astype(np.int32)
         return replace(
             self,
             row_ids=self.row_ids[keep],
             starts=self.starts[keep],
             lengths=self.lengths[keep],
-            group_index=groups,
-            num_dropped=self.num_dropped + dropped,
+            group_index=np.unique(self.group_index[keep], return_inverse=True)[1].astype(np.int32),
         )

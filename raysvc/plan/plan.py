@@ -2,8 +2,10 @@
 
 Axes: N rows, G groups, R ranks.
 Always true:
-- `step(k, dp_size)` is a pure function of the plan: same bytes on every machine, in any order of calls, after any restart;
-- the rows of a step and of its mini-batches do not depend on dp_size, micro-batches, packing or layout (but `stream`);
+- `step(k, dp_size)` is a pure function of the plan: same bytes on every machine, in any order of calls, after
+  any restart;
+- the rows of a step and of its mini-batches do not depend on dp_size, micro-batches, packing or layout (but
+  `stream`);
 - the rows of a group are in one mini-batch;
 - over an epoch every row comes exactly once (`tail: drop` leaves some out, `tail: wrap` takes some again);
 - a row in `skip_rows`, or over the budget with `oversize: drop`, leaves a hole: no other row moves;
@@ -37,28 +39,18 @@ DEFAULT_MICRO_BATCH_SIZE = 8
 
 
 @dataclass(frozen=True, eq=False)
-class MiniBatchPlan:
-    """One mini-batch: rows, and what each rank gets of them.
+class MiniBatchPlan(Pieces):
+    """One mini-batch: its real rows, group after group, and what each rank gets of them.
 
     Attributes:
-        row_ids: int64 [N], the real rows, group after group; no dummies.
+        row_ids: int64 [N], the real rows; no dummies.
         lengths: int32 [N], tokens that are used of each row.
         starts: int32 [N], the first token that is used of each row; 0 but for `layout: stream`.
         group_index: int32 [N], number of the row's group in this mini-batch, ascending.
-        num_groups: groups with at least one row here.
         ranks: one plan for each rank.
-        num_truncated: rows that were cut to the budget.
-        num_dropped: rows left out because they are over the budget or in `skip_rows`.
     """
 
-    row_ids: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int32]
-    starts: npt.NDArray[np.int32]
-    group_index: npt.NDArray[np.int32]
-    num_groups: int
-    ranks: tuple[RankPlan, ...]
-    num_truncated: int = 0
-    num_dropped: int = 0
+    ranks: tuple[RankPlan, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,16 +148,7 @@ class Plan:
             ranks = deal(pieces.lengths, dp_size, self.rules)
         else:
             ranks = deal_windows(pieces.group_index, dp_size, self._windows_per_micro_batch())
-        return MiniBatchPlan(
-            row_ids=pieces.row_ids,
-            lengths=pieces.lengths,
-            starts=pieces.starts,
-            group_index=pieces.group_index,
-            num_groups=pieces.num_groups,
-            ranks=ranks,
-            num_truncated=pieces.num_truncated,
-            num_dropped=pieces.num_dropped,
-        )
+        return MiniBatchPlan(**vars(pieces), ranks=ranks)
 
     def _pieces(self, groups: npt.NDArray[np.int64]) -> Pieces:
         if self.windows is not None:
@@ -242,7 +225,7 @@ def _identity(
         "batch_size": schedule.batch_size,
         "mini_batch_size": schedule.mini_batch_size,
         "tail": schedule.tail,
-        "seed": config.seed,
+        "seed": None if config.shuffle == "none" else config.seed,
         "shuffle": config.shuffle,
         "num_rows": groups.num_rows,
         "num_groups": schedule.num_groups,

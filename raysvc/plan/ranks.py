@@ -1,12 +1,12 @@
 """Which rank gets which rows of a mini-batch, in which micro-batches.
 
-Axes: N rows of the mini-batch, R ranks, S rows of one rank, B lines of one rank. A line is one row of the rank's 2-D
+Axes: N rows of the mini-batch, R ranks, S rows and B lines of one rank. A line is one row of the rank's 2-D
 arrays: a row where rows are padded, a pack or a window of several rows otherwise.
 Always true:
 - every row is on exactly one rank, in exactly one line, in exactly one micro-batch;
 - every rank has the same number of micro-batches, none of them empty;
-- a dummy (-1) fills a micro-batch that has no row, or, with a fixed number of rows, evens out the ranks: fewer than R
-  of them then;
+- a dummy (-1) fills a micro-batch that has no row, or, with a fixed number of rows, evens out the ranks:
+  fewer than R of them then;
 - a micro-batch keeps to the token budget, except for a row that is over it by itself;
 - micro-batches come costliest first, and the i-th ones of all ranks cost about the same (`balance`).
 """
@@ -81,7 +81,7 @@ def deal(lengths: npt.NDArray[np.int32], dp_size: int, rules: Rules) -> tuple[Ra
 def deal_windows(
     window_of: npt.NDArray[np.int32], dp_size: int, windows_per_micro_batch: int
 ) -> tuple[RankPlan, ...]:
-    """The plan of each rank for pieces of documents; `window_of` (int32 [N], ascending) is a piece's window."""
+    """The plan of each rank for pieces of documents; `window_of` (int32 [N]) is a piece's window, ascending."""
     bounds = np.flatnonzero(np.diff(window_of, prepend=-1, append=window_of[-1:] + 1)).tolist()
     windows = _filled([list(range(start, stop)) for start, stop in pairwise(bounds)], dp_size)
     micro_batches = _ranges(len(windows) // dp_size, windows_per_micro_batch)
@@ -91,7 +91,7 @@ def deal_windows(
 def _deal_rows(
     sizes: npt.NDArray[np.int64], dp_size: int, rows: int, cost: CostModel
 ) -> tuple[RankPlan, ...]:
-    """Fixed rows per micro-batch: sorted by length and dealt in stripes of R, so that neighbours need little padding."""
+    """Fixed rows per micro-batch: dealt longest first, so that neighbours need little padding."""
     per_rank = max(1, -(-len(sizes) // dp_size))
     order = np.full(per_rank * dp_size, DUMMY, np.int32)
     order[: len(sizes)] = np.argsort(-sizes, kind="stable")

@@ -20,7 +20,8 @@ def restore_rows(mini: MiniBatchPlan, per_rank: Sequence[npt.NDArray[Any]]) -> n
 
     Args:
         mini: the plan that dealt the rows.
-        per_rank: for each rank [S, ...], one entry for each of its rows and dummies, in the order of `RankPlan.rows`.
+        per_rank: for each rank [S, ...], one entry for each of its rows and dummies, in the order of
+            `RankPlan.rows`.
     """
     rows = np.concatenate([rank.rows for rank in mini.ranks])
     values = np.concatenate(list(per_rank))

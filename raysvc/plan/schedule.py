@@ -4,7 +4,8 @@ Axes: G groups of one epoch, B groups of a full step, M groups of a full mini-ba
 Always true:
 - the arithmetic needs no lengths: trainer, client and server agree on it from a few integers;
 - a step lies in one epoch; every full step holds B groups, only the last step of an epoch may hold fewer;
-- `optimizer_steps` depends on groups, B, M, epochs, tail and update epochs, never on rows per group, ranks or packing.
+- `optimizer_steps` depends on groups, B, M, epochs, tail and update epochs, never on rows per group, ranks or
+  packing.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Always true:
 - a state says which plan it belongs to, field by field, so that a refusal can name the difference;
-- dp_size, layout, packing, look-ahead, epochs and `skip_rows` may change between saving and loading, and a mixture
-  may have grown by sources or stages that begin after the committed groups;
+- dp_size, layout, packing, look-ahead, epochs and `skip_rows` may change between saving and loading, and a
+  mixture may have grown by sources or stages that begin after the committed groups;
 - `from_json(to_json(state)) == state`.
 """
 
@@ -102,13 +102,14 @@ class PlanState:
 
 
 def _has_grown(old: Mapping[str, Any], new: Mapping[str, Any], groups: int) -> bool:
-    """Whether the mixture of `new` is that of `old` with more sources or stages, all of them after `groups`."""
+    """Whether the mixture of `new` is that of `old` with more sources or stages, all after `groups`."""
     was, is_ = old.get("mixture"), new["mixture"]
     if was is None or is_ is None or was == is_:
         return False
     sources, stages = len(was["sources"]), len(was["stages"])
     return (
         new["entry_keys"][: len(old["entry_keys"])] == old["entry_keys"]
+        and is_["order"] == was["order"]
         and is_["sources"][:sources] == was["sources"]
         and is_["stages"][:stages] == was["stages"]
         and all(first >= groups for first, _ in is_["stages"][stages:])

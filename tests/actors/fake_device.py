@@ -22,7 +22,7 @@ class FakeDevice:
         self.now = 0.0
         self.compute_free = 0.0
         self._copy_free = 0.0
-        self._effects: list[tuple[float, int, Callable[[], None]]] = []
+        self._effects: list[tuple[float, int, Callable[[], object]]] = []
         self._count = 0
         self.buffers = 0
 
@@ -67,7 +67,7 @@ class FakeDevice:
 
     def _at(self, time: float, effect: Callable[[], object]) -> None:
         self._count += 1
-        heapq.heappush(self._effects, (time, self._count, lambda: None if effect() is None else None))
+        heapq.heappush(self._effects, (time, self._count, effect))
 
 
 class ForgetsConsumed(FakeDevice):

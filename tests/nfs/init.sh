@@ -13,6 +13,5 @@ for module in nfs nfsv3 nfsv4; do modprobe -d "$LAB/modroot" "$module"; done
 ip link set lo up
 ip addr add "$IP/24" dev vec0
 ip link set vec0 up
-mkdir -p /mnt/nfs
 export PYTHONPATH=$REPO PYTHONDONTWRITEBYTECODE=1 TMPDIR=/run HOME=/run
 exec "$PYTHON" "$AGENT" "$IP"

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,8 +30,8 @@ HERE = Path(__file__).resolve().parent
 SERVER = "10.77.0.1"
 CLONE_NEWNET = 0x40000000
 MOUNTS = {
-    "4.1": f"mount -t nfs4 -o vers=4.1,proto=tcp {SERVER}:/exp /mnt/nfs",
-    "3": f"mount -t nfs -o vers=3,proto=tcp,nolock,mountport=20048 {SERVER}:EXPORT /mnt/nfs",
+    "4.1": f"mount -t nfs4 -o vers=4.1,proto=tcp {SERVER}:/exp",
+    "3": f"mount -t nfs -o vers=3,proto=tcp,nolock,mountport=20048 {SERVER}:EXPORT",
 }
 CONFIG = """
 NFS_CORE_PARAM {{ Protocols = 3,4; NFS_Port = 2049; MNT_Port = 20048; Enable_UDP = None; Enable_NLM = false;
@@ -63,15 +64,17 @@ class Client:
             raise RuntimeError(f"client {self.ip}: {answer['error']}")
         return answer["result"]
 
-    def mount(self, version: str, export: Path) -> None:
-        """Mount the export afresh, so that nothing is cached."""
-        command = MOUNTS[version].replace("EXPORT", str(export))
+    def mount(self, version: str, export: Path) -> str:
+        """Mount the export; the folder where it is."""
+        where = f"/mnt/v{version}"
+        command = f"mkdir -p {where}; {MOUNTS[version].replace('EXPORT', str(export))} {where}"
         self.run(
-            "import subprocess\n"
-            "subprocess.run('umount -f /mnt/nfs', shell=True, capture_output=True)\n"
-            f"done = subprocess.run({command!r}, shell=True, capture_output=True, text=True)\n"
-            "assert done.returncode == 0, done.stderr\n"
+            "import os, subprocess\n"
+            f"if not os.path.ismount({where!r}):\n"
+            f"    done = subprocess.run({command!r}, shell=True, capture_output=True, text=True)\n"
+            "    assert done.returncode == 0, done.stderr\n"
         )
+        return where
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,12 @@ class Lab:
     export: Path
     clients: tuple[Client, Client]
 
-    def mount(self, version: str) -> tuple[Client, Client]:
-        """Both clients with an empty export."""
-        for item in self.export.iterdir():
-            shutil.rmtree(item)
-        for client in self.clients:
-            client.mount(version, self.export)
-        return self.clients
+    def fresh_folder(self, version: str) -> str:
+        """A folder that no client has seen, as both of them will see it; it is on the server alone as yet."""
+        name = uuid.uuid4().hex
+        (where,) = {client.mount(version, self.export) for client in self.clients}
+        (self.export / name).mkdir()
+        return f"{where}/{name}"
 
 
 def missing() -> str | None:
@@ -96,7 +98,9 @@ def missing() -> str | None:
         return "needs root"
     if not os.path.exists("/dev/net/tun"):
         return "needs /dev/net/tun"
-    absent = [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
+    absent = [
+        name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None
+    ]
     return f"{', '.join(absent)} not found: apt-get install {PACKAGES}" if absent else None
 
 
@@ -110,7 +114,16 @@ def laboratory(folder: Path) -> Iterator[Lab]:
         stack.enter_context(_process(["rpcbind", "-f", "-w"], folder / "rpcbind.log"))
         config = folder / "ganesha.conf"
         config.write_text(CONFIG.format(server=SERVER, export=export))
-        command = ["ganesha.nfsd", "-F", "-L", str(folder / "ganesha.log"), "-f", str(config), "-p", str(folder / "pid")]
+        command = [
+            "ganesha.nfsd",
+            "-F",
+            "-L",
+            str(folder / "ganesha.log"),
+            "-f",
+            str(config),
+            "-p",
+            str(folder / "pid"),
+        ]
         stack.enter_context(_process(command, folder / "ganesha.out"))
         _wait_for(SERVER, 2049, folder / "ganesha.log")
         for number in (1, 2):
@@ -125,7 +138,12 @@ def _own_network() -> None:
     """Leave the machine's network for one that holds a bridge and two taps."""
     if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), "a network namespace of its own was refused")
-    commands = ["link set lo up", "link add br0 type bridge", f"addr add {SERVER}/24 dev br0", "link set br0 up"]
+    commands = [
+        "link set lo up",
+        "link add br0 type bridge",
+        f"addr add {SERVER}/24 dev br0",
+        "link set br0 up",
+    ]
     for number in (1, 2):
         commands += [f"tuntap add tap{number} mode tap", f"link set tap{number} master br0 up"]
     for command in commands:
@@ -143,7 +161,12 @@ def _guest(folder: Path, number: int) -> Any:
         "PYTHON": sys.executable,
         "REPO": HERE.parent.parent,
     }
-    command = ["linux.uml", f"mem={os.environ.get('UML_MEM', '512M')}", f"umid=g{number}", f"uml_dir={folder}"]
+    command = [
+        "linux.uml",
+        f"mem={os.environ.get('UML_MEM', '512M')}",
+        f"umid=g{number}",
+        f"uml_dir={folder}",
+    ]
     command += ["root=/dev/root", "rootfstype=hostfs", "rootflags=/", "ro", f"init={HERE / 'init.sh'}"]
     command += ["con=null", "con0=null,fd:1", f"vec0:transport=tap,ifname=tap{number},depth=128,gro=1"]
     command += [f"{name}={value}" for name, value in words.items()]

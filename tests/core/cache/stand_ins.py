@@ -88,9 +88,16 @@ class ForgetfulLink(PosixStore):
 
 @dataclass(frozen=True)
 class StaleHandles(PosixStore):
-    """Every other open finds a stale handle."""
+    """Every other open finds a stale handle, and the root's handle is stale until the folder above it is listed."""
 
     calls: list[str] = field(default_factory=list)
+
+    def _listdir(self, path: str) -> tuple[str, ...]:
+        before = self.calls[-1:]
+        self.calls.append(path)
+        if path == self.root and before != [os.path.dirname(self.root)]:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return super()._listdir(path)
 
     def _open(self, path: str) -> BinaryIO:
         self.calls.append(path)

@@ -188,6 +188,12 @@ class TestNfs30s:
         build(a)
         assert find_entry(b, KEY).num_rows == 12
 
+    def test_a_root_that_was_missing_is_listed_as_soon_as_it_is_there(self, clients):
+        a, b = clients
+        assert b.scan() == b.list() == ()
+        a.write("entry/name", b"1")
+        assert [item.name for item in b.scan()] == ["entry"]
+
     def test_parts_can_be_mapped_at_once(self, clients):
         from raysvc.cache.reader import find_entry
 

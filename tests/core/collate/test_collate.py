@@ -1,5 +1,6 @@
 """Arrays of every layout against a collator that goes token by token."""
 
+import sys
 from itertools import pairwise
 
 import numpy as np
@@ -7,8 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from raysvc.collate import collate_mini_batch
 from raysvc.config import PlanConfig
 from raysvc.errors import ConfigError
+from raysvc.plan import Plan
 
 COLUMNS = (
     "input_ids", "attention_mask", "position_ids", "loss_mask", "labels", "advantages", "router", "reward", "source_row",
@@ -206,3 +209,32 @@ def test_input_that_cannot_be_written_to_is_left_alone(make_data, make_shards):
         values.flags.writeable = False
     make_shards(data, PlanConfig(batch_size=3, columns=COLUMNS), 2)
     assert all(np.array_equal(before[name], data.tokens[name]) for name in before)
+
+
+@pytest.mark.parametrize("layout", ["padded_right", "padded_left", "packed", "stream"])
+def test_no_python_runs_per_token_or_per_row(make_data, make_shards, layout):
+    def calls(num_rows, length):
+        config = PlanConfig(
+            layout=layout, batch_size=num_rows, columns=COLUMNS, window=num_rows * length,
+            micro_batch_tokens=num_rows * length,
+        )  # fmt: skip
+        data = make_data([length] * num_rows)
+        plan = Plan(config, data.lengths)
+        mini = plan.step(0, 1).mini_batches[0]
+        rows, count = data.take(mini.row_ids), 0
+
+        def on_event(frame, event, arg):
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        arguments = {"step": 0, "mini_index": 0, "layout": layout, "pad_token_id": 0, "columns": COLUMNS}
+        sys.setprofile(on_event)
+        try:
+            collate_mini_batch(rows, mini, **arguments)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    few = calls(16, 10)
+    assert calls(160, 10) <= few + 5
+    assert calls(16, 200) <= few + 5

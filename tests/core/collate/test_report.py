@@ -55,7 +55,7 @@ def test_packing_efficiency_is_of_the_capacity():
 def test_rows_over_the_budget_are_counted():
     config = PlanConfig(batch_size=4, micro_batch_tokens=50, oversize="truncate", skip_rows=(0,))
     report = plan_report(Plan(config, np.array([10, 60, 20, 70])), 2)
-    assert (report.truncated, report.dropped) == (2, 1)
+    assert (report.truncated, report.skipped, report.dropped, report.alone) == (2, 1, 0, 0)
 
 
 def test_the_rows_of_a_step_are_listed_with_their_place():

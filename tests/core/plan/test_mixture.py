@@ -87,6 +87,14 @@ def test_a_source_added_later_moves_nothing_that_came_before(mixture, later, siz
     assert "new" in {sources[number].key for number in stream(grown, first + len(sources))[0][first:]}
 
 
+def test_a_source_has_an_order_of_its_own_wherever_it_stands_in_the_list():
+    one, two = MixtureSource("one", 50), MixtureSource("two", 50)
+    source, group = stream(Mixture((one, two), (Stage(0, (50, 50)),)), 100)
+    assert group[source == 0].tolist() != group[source == 1].tolist()
+    turned, again = stream(Mixture((two, one), (Stage(0, (50, 50)),)), 100)
+    assert again[turned == 1].tolist() == group[source == 0].tolist()
+
+
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=6).filter(any), st.integers(0, 1000))
 def test_apportioned_counts_sum_up_and_are_within_one_of_exact(weights, total):

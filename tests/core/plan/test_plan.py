@@ -135,7 +135,7 @@ def test_a_skipped_row_leaves_a_hole_and_moves_nothing(run, skip):
         for mini, full in zip(
             holed.step(step, 2).mini_batches, whole.step(step, 2).mini_batches, strict=True
         ):
-            assert mini.num_dropped == len(full.row_ids) - len(mini.row_ids)
+            assert mini.num_skipped == len(full.row_ids) - len(mini.row_ids)
             assert np.array_equal(np.unique(mini.group_index), np.arange(mini.num_groups))
 
 
@@ -152,6 +152,7 @@ def test_rows_over_the_budget_follow_the_policy(layout):
     assert less.row_ids.tolist() == [0, 2, 4]
     assert less.num_dropped == 2
     alone = Plan(PlanConfig(**base, oversize="alone"), lengths).step(0, 1).mini_batches[0].ranks[0]
+    assert Plan(PlanConfig(**base, oversize="alone"), lengths).step(0, 1).mini_batches[0].num_alone == 2
     assert alone.micro_batches[:2] == ((0, 1), (1, 2))
     assert alone.rows[:2].tolist() == [3, 1]
 
@@ -182,6 +183,7 @@ def test_what_decides_membership_changes_the_hash_and_nothing_else_does():
     assert hash_of(keys=("other",)) != hash_of()
     assert hash_of(rows=lengths[:-1]) != hash_of()
     assert Plan(PlanConfig(**base), lengths, uids=["u"] * 39).hash != Plan(PlanConfig(**base), lengths).hash
+    assert hash_of(shuffle="none", seed=1) == hash_of(shuffle="none", seed=2)
     for same in ({"epochs": 5}, {"micro_batch_size": 2}, {"pad_to_multiple": 8}, {"skip_rows": (1, 2)}):
         assert hash_of(**same) == hash_of()
 

@@ -1,0 +1,182 @@
+"""Losses of single targets, summed with weights that already hold the denominators of the whole mini-batch.
+
+Axes: T targets of some micro-batch (or of a piece of it), V vocabulary.
+
+A loss is plain data that a driver can send; called in a worker it gives sum_t w_t l_t and metrics. With r_t the
+log-probability now less `old_logprobs`, d_t `ref_logprobs` less the log-probability now, and A_t `advantages`:
+
+    SftLoss      l_t = -logprob_t
+    PolicyLoss   l_t = -min(e^r A, clip(e^r, 1 - low, 1 + high) A), for A < 0 at most -c A   (PPO, arXiv:1707.06347;
+                       c: dual clip, arXiv:1912.09729) + kl_coef KL_t - entropy_coef H_t
+                 KL_t by `k1` -d, `k2` d^2 / 2, `k3` e^d - d - 1 (joschu.net/blog/kl-approx.html; GRPO takes k3)
+    ValueLoss    l_t = (v - returns)^2 / 2, with `clip` the larger of that and of v held within `clip` of `old_values`
+
+Always true:
+- every term of a loss (KL, entropy, clip share) has the weight of its target, so dummies, padding and the way a
+  mini-batch is split are in none of them;
+- a metric is a share: the sum over micro-batches and ranks is the mean over the mini-batch (`*_max`: the largest).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a loss may look at; every tensor is [T], float32 or wider.
+
+    Attributes:
+        weights: of each target, denominators included.
+        columns: per-token columns that came with the shard, at the targets.
+        logprobs: of the labels; None for a critic.
+        entropy: of the distribution, where the loss asked for it.
+        values: of a critic.
+    """
+
+    weights: torch.Tensor
+    columns: Mapping[str, torch.Tensor]
+    logprobs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+
+
+class LossSum(NamedTuple):
+    """A weighted sum over targets."""
+
+    total: torch.Tensor  # scalar with a gradient
+    metrics: dict[str, torch.Tensor]  # scalars without
+
+
+class Loss(Protocol):
+    """Something that sums the losses of targets.
+
+    Attributes:
+        columns: per-token columns that it needs.
+        needs_entropy: whether the entropy has to be computed.
+    """
+
+    @property
+    def columns(self) -> tuple[str, ...]: ...
+
+    @property
+    def needs_entropy(self) -> bool: ...
+
+    def __call__(self, targets: Targets) -> LossSum: ...
+
+
+@dataclass(frozen=True)
+class SftLoss:
+    """Cross-entropy of the targets."""
+
+    columns: tuple[str, ...] = ()
+    needs_entropy: bool = False
+
+    def __call__(self, targets: Targets) -> LossSum:
+        assert targets.logprobs is not None
+        return LossSum(-(targets.logprobs * targets.weights).sum(), {})
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """PPO and GRPO: clipped policy gradient with KL to a reference and entropy.
+
+    Attributes:
+        clip_low: the ratio counts down to 1 - clip_low.
+        clip_high: ... and up to 1 + clip_high.
+        dual_clip: bound c > 1 of the loss where the advantage is negative; None: no bound.
+        kl_coef: weight of the KL term; 0 needs no reference.
+        kl: which estimator.
+        entropy_coef: weight of the entropy.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    kl_coef: float = 0.0
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coef: float = 0.0
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Per-token columns that it needs."""
+        return ("advantages", "old_logprobs", *(("ref_logprobs",) if self.kl_coef else ()))
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the entropy is a term of it."""
+        return self.entropy_coef != 0
+
+    def __call__(self, targets: Targets) -> LossSum:
+        import torch
+
+        assert targets.logprobs is not None
+        weights, advantages = targets.weights, targets.columns["advantages"]
+        log_ratio = targets.logprobs - targets.columns["old_logprobs"]
+        ratio = log_ratio.exp()
+        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        policy = -torch.minimum(ratio * advantages, clipped * advantages)
+        if self.dual_clip is not None:
+            bounded = torch.minimum(policy, -self.dual_clip * advantages)
+            policy = torch.where(advantages < 0, bounded, policy)
+        terms = policy
+        moved = (clipped * advantages < ratio * advantages).to(weights.dtype)
+        metrics = {
+            "policy_loss": (policy * weights).sum(),
+            "clip_share": (moved * weights).sum(),
+            "old_kl": ((ratio - log_ratio - 1) * weights).sum(),
+            "ratio_max": torch.where(weights > 0, ratio, 0.0).amax() if len(ratio) else weights.sum(),
+        }
+        if self.kl_coef:
+            kl = kl_estimate(targets.columns["ref_logprobs"] - targets.logprobs, self.kl)
+            terms = terms + self.kl_coef * kl
+            metrics["kl"] = (kl * weights).sum()
+        if self.needs_entropy:
+            assert targets.entropy is not None
+            terms = terms - self.entropy_coef * targets.entropy
+            metrics["entropy"] = (targets.entropy * weights).sum()
+        return LossSum((terms * weights).sum(), {name: value.detach() for name, value in metrics.items()})
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """Squared error of a critic.
+
+    Attributes:
+        clip: how far a value may move from `old_values` before moving further pays nothing; None: no bound.
+    """
+
+    clip: float | None = None
+    needs_entropy: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Per-token columns that it needs."""
+        return ("returns",) if self.clip is None else ("returns", "old_values")
+
+    def __call__(self, targets: Targets) -> LossSum:
+        import torch
+
+        assert targets.values is not None
+        values, returns, weights = targets.values, targets.columns["returns"], targets.weights
+        error = (values - returns) ** 2
+        if self.clip is not None:
+            old = targets.columns["old_values"]
+            held = old + (values - old).clamp(-self.clip, self.clip)
+            error = torch.maximum(error, (held - returns) ** 2)
+        metrics = {"value_mean": (values * weights).sum().detach()}
+        return LossSum((0.5 * error * weights).sum(), metrics)
+
+
+def kl_estimate(log_ratio_T: torch.Tensor, kind: str) -> torch.Tensor:
+    """[T], an estimate of KL(now | reference) from reference less present log-probabilities."""
+    if kind == "k1":
+        return -log_ratio_T
+    if kind == "k2":
+        return 0.5 * log_ratio_T**2
+    return log_ratio_T.exp() - log_ratio_T - 1

@@ -1,0 +1,42 @@
+"""One text on its way to tokens.
+
+Always true:
+- spans are characters of the text, ascending, not overlapping;
+- a sequence has a text, or tokens that came as tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raysvc.chat.formats import Example, TokensExample
+
+FREE = 0  # text under loss that is no turn: any token may be in it
+OPEN_TURN = 1  # a turn that the template does not end with a token
+CLOSED_TURN = 2  # a turn that ends with its end-of-turn token
+Span = tuple[int, int, int]
+
+
+@dataclass(slots=True)
+class Sequence:
+    """A text, and what of it is trained.
+
+    Attributes:
+        text: to encode.
+        spans: (start, end, kind) characters under loss; the kind is FREE, OPEN_TURN or CLOSED_TURN.
+        prefix: ids before the text, without loss.
+        suffix: ids behind it, with loss.
+        head: characters before the first turn, kept by `keep_end_turns`.
+        turns: characters where the user begins to speak.
+        example: what it came from.
+        tokens: ids and mask that came as tokens, instead of a text.
+    """
+
+    text: str
+    spans: list[Span]
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    head: int = 0
+    turns: tuple[int, ...] = ()
+    example: Example | None = None
+    tokens: TokensExample | None = None

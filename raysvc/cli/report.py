@@ -1,0 +1,42 @@
+"""`raysvc report`: one HTML page about a job's entry, plan and run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raysvc.cli.common import Address, AsJson, Job, Overrides, Verbose, edge, emit
+from raysvc.cli.view import View
+
+Html = Annotated[Path, typer.Option("--html", help="Where to write the page.")]
+
+
+@edge
+def report(
+    config: Job = "job.yaml",
+    overrides: Overrides = None,
+    html: Html = Path("report.html"),
+    address: Address = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Write a self-contained HTML page: lengths, masks, books, plan and, after a run, its curves.
+
+    Example: raysvc report -c job.yaml --html report.html
+    """
+    from raysvc import api
+    from raysvc.jobfile import load_job
+    from raysvc.report.facts import gather
+    from raysvc.report.page import render
+
+    job = load_job(config, overrides or ())
+    with View() as view:
+        entry = api.tokenize(job, address=address, progress=view)
+    html.parent.mkdir(parents=True, exist_ok=True)
+    html.write_text(render(gather(job, entry)))
+    if as_json:
+        emit({"html": str(html)})
+    else:
+        print(f"report: {html}")

@@ -1,0 +1,42 @@
+"""`raysvc serve`: start a job's batch server and leave it running."""
+
+from __future__ import annotations
+
+import sys
+
+from raysvc.cli.common import Address, AsJson, Job, Overrides, Verbose, edge, emit
+from raysvc.cli.view import View, print_table
+
+
+@edge
+def serve(
+    config: Job = "job.yaml",
+    overrides: Overrides = None,
+    address: Address = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Tokenize a job when needed, and start its server on a running cluster; trainers attach by its name.
+
+    Example: raysvc serve -c job.yaml server.name=sft-2
+    """
+    from raysvc import api
+    from raysvc.jobfile import load_job
+    from raysvc.servers import join_cluster
+
+    job = load_job(config, overrides or ())
+    join_cluster(address)
+    with View() as view:
+        handle = api.serve(job, progress=view)
+    facts = {
+        "name": handle.name,
+        "namespace": handle.namespace,
+        "num_rows": handle.num_rows,
+        "num_steps": handle.schedule.num_steps,
+        "steps_per_epoch": handle.schedule.steps_per_epoch,
+    }
+    if as_json:
+        emit(facts)
+        return
+    print_table("Serving", facts)
+    print(f'attach with raysvc.attach("{handle.name}", dp_size=...)', file=sys.stderr)

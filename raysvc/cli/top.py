@@ -1,0 +1,73 @@
+"""`raysvc top`: all servers of a cluster, live."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from raysvc.cli.common import Address, AsJson, Verbose, edge, emit
+from raysvc.top import Line, Snapshot, cells_of, lines, scrape, snapshot, text
+
+Interval = Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)]
+Count = Annotated[int | None, typer.Option(help="Looks; default: until Ctrl-C.", min=1)]
+
+
+@edge
+def top(
+    address: Address = None,
+    interval: Interval = 2.0,
+    count: Count = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Watch the servers of a cluster: trainer, step, rate, stalls, look-ahead, memory, lease, node.
+
+    Example: raysvc top --address auto --interval 5
+    """
+    from raysvc.servers import join_cluster
+
+    join_cluster(address)
+    if as_json:
+        *_, last = _looks(interval, count or 2)
+        emit({"servers": [asdict(line) for line in last]})
+        return
+    console = Console()
+    if not console.is_terminal:
+        for found in _looks(interval, count):
+            print("\n".join(text(line) for line in found) or "no servers", flush=True)
+        return
+    with Live(console=console, screen=False, auto_refresh=False) as live:
+        for found in _looks(interval, count):
+            live.update(_table(found), refresh=True)
+
+
+def _looks(interval: float, count: int | None) -> Iterator[list[Line]]:
+    import ray
+
+    from raysvc.servers import list_servers
+
+    before: Snapshot | None = None
+    done = 0
+    while True:
+        now = snapshot(time.monotonic(), list_servers(), scrape(ray.nodes()))
+        yield lines(now, before)
+        before, done = now, done + 1
+        if done == count:
+            return
+        time.sleep(interval)
+
+
+def _table(found: Sequence[Line]) -> Table | str:
+    if not found:
+        return "no servers"
+    table = Table(*cells_of(found[0]))
+    for line in found:
+        table.add_row(*cells_of(line).values())
+    return table

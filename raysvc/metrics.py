@@ -1,0 +1,141 @@
+"""Every metric that the service exports, in one table, and the one call that records.
+
+Seconds and bytes are the units; the only tags are `server`, `role` and `source`. Ray's agent on each node
+exports them to Prometheus under the name `ray_raysvc_<name>` (counters with `_total`).
+
+Always true:
+- recording never imports ray and never fails; what is counted before the process is connected is kept (bounded)
+  and recorded with the first call after;
+- a name or tag that the table does not have is an error of the programmer, at once;
+- the metrics of a process that ended disappear: Prometheus keeps what it scraped.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal["counter", "gauge", "histogram"]
+PREFIX = "raysvc_"
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row of the table.
+
+    Attributes:
+        name: without prefix; ends in its unit.
+        kind: what Prometheus calls it.
+        help: one clause.
+        tags: which every record has.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    tags: tuple[str, ...] = ("server",)
+
+    @property
+    def exported(self) -> str:
+        """The name in Prometheus; a histogram adds _bucket, _sum and _count to it."""
+        return f"ray_{PREFIX}{self.name}" + ("_total" if self.kind == "counter" else "")
+
+
+_ROLE = ("server", "role")
+_SOURCE = ("source",)
+TABLE = (
+    Metric("steps", "counter", "Steps that were trained."),
+    Metric("step_seconds", "histogram", "From the end of a step to the end of the next one."),
+    Metric("stall_seconds", "counter", "Time in which a trainer waited for data.", _ROLE),
+    Metric("fetch_seconds", "histogram", "A trainer's wait for a step it needs."),
+    Metric("read_seconds", "histogram", "Reading the rows of a step from the cache."),
+    Metric("collate_seconds", "histogram", "Writing the arrays of a step."),
+    Metric(
+        "stage_seconds", "histogram", "A worker's wait for a shard after it was asked for the step.", _ROLE
+    ),
+    Metric("h2d_seconds", "histogram", "Copying a shard to where the worker computes.", _ROLE),
+    Metric("shard_bytes", "counter", "Bytes of shards that workers took.", _ROLE),
+    Metric("look_ahead_steps", "gauge", "Fetches that are outstanding."),
+    Metric("look_ahead_bytes", "gauge", "Bytes of the outstanding fetches, as far as they are limited."),
+    Metric("padding_share", "gauge", "Cells of the newest step without a token of a real row, 0 to 1."),
+    Metric("packing_share", "gauge", "Cells of the newest step with a token of a real row, 0 to 1."),
+    Metric("imbalance_ratio", "gauge", "Tokens of the fullest rank over the mean, newest step; 1 is even."),
+    Metric("trained_tokens", "counter", "Tokens that the loss counted."),
+    Metric("leases_granted", "counter", "Leases given out."),
+    Metric("leases_refused", "counter", "Attaches that a living lease turned away."),
+    Metric("fenced_calls", "counter", "Calls with the fence of a holder that was replaced."),
+    Metric("cache_hits", "counter", "Jobs that found their entry.", _SOURCE),
+    Metric("cache_misses", "counter", "Jobs that had to build.", _SOURCE),
+    Metric("build_rows", "counter", "Rows of the source that were tokenized.", _SOURCE),
+    Metric("build_tokens", "counter", "Tokens that were written.", _SOURCE),
+    Metric("build_seconds", "counter", "Wall time of builds.", _SOURCE),
+    Metric("quarantined_rows", "counter", "Rows set aside because they could not be proved.", _SOURCE),
+    Metric("dropped_rows", "counter", "Rows left out for a reason that the job asked for.", _SOURCE),
+    Metric("truncated_tokens", "counter", "Tokens cut off rows over max_length.", _SOURCE),
+)
+BY_NAME = {metric.name: metric for metric in TABLE}
+SPILLED = 'ray_spill_manager_objects_bytes{State="Spilled"}'  # Ray's own; there is nothing to add to it
+
+KEPT = 100  # counts of a process that is not connected yet
+
+_made: dict[str, Any] = {}  # guarded by _lock: two objects of one name would overwrite each other
+_early: list[tuple[Metric, float, dict[str, str]]] = []  # guarded by _lock
+_lock = threading.Lock()
+
+
+def record(name: str, value: float, **tags: str) -> None:
+    """Add to a counter, set a gauge, or observe a histogram.
+
+    Args:
+        name: of the table.
+        value: seconds, bytes or a count.
+        tags: exactly those of the table's row.
+    """
+    metric = BY_NAME[name]
+    assert set(tags) == set(metric.tags), f"{name} has the tags {metric.tags}, not {tuple(tags)}"
+    if not _connected():
+        with _lock:
+            if metric.kind == "counter" and len(_early) < KEPT:
+                _early.append((metric, value, tags))
+        return
+    with _lock:
+        early = _early[:]
+        _early.clear()
+    for one in (*early, (metric, value, tags)):
+        _write(*one)
+
+
+def _write(metric: Metric, value: float, tags: dict[str, str]) -> None:
+    made = _object(metric)
+    if metric.kind == "gauge":
+        made.set(value, tags)
+    elif metric.kind == "histogram":
+        made.observe(value, tags)
+    elif value > 0:  # Ray refuses 0
+        made.inc(value, tags)
+
+
+def _connected() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(getattr(ray, "is_initialized", bool)())
+
+
+def _object(metric: Metric) -> Any:
+    with _lock:
+        if metric.name not in _made:
+            _made[metric.name] = _make(metric)
+        return _made[metric.name]
+
+
+def _make(metric: Metric) -> Any:
+    from ray.util import metrics
+
+    name, tags = PREFIX + metric.name, metric.tags
+    if metric.kind == "counter":
+        return metrics.Counter(name, metric.help, tag_keys=tags)
+    if metric.kind == "gauge":
+        return metrics.Gauge(name, metric.help, tag_keys=tags)
+    return metrics.Histogram(name, metric.help, boundaries=list(SECONDS), tag_keys=tags)

@@ -1,0 +1,1 @@
+"""One self-contained HTML page about an entry, a plan and a run."""

@@ -1,0 +1,112 @@
+"""What a report tells, gathered from an entry, its plan and a run folder.
+
+Always true:
+- nothing is estimated: figures are counts of the entry, of the plan's steps, or lines of the run's own log;
+- a section whose material is not there is absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raysvc.api import absolute, plan_of
+from raysvc.collate.report import PlanReport, plan_report
+from raysvc.runfolder import RunFolder
+
+if TYPE_CHECKING:
+    from raysvc.api import CacheEntry
+    from raysvc.config import JobConfig
+
+MASK_EXAMPLES = 4
+TRAINED_SAMPLE = 20_000
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Material of one page.
+
+    Attributes:
+        title: of the page.
+        overview: name -> value.
+        lengths: tokens of every row.
+        trained: trained tokens of the sampled rows.
+        examples: rows as stretches (text, trained), by row number.
+        books: the entry's books.
+        set_aside: quarantined examples.
+        plan: for `dp_size` ranks.
+        steps: lines of the run's metrics; empty without a run.
+        summary: of the run; None without one.
+    """
+
+    title: str
+    overview: Mapping[str, Any]
+    lengths: Sequence[int]
+    trained: Sequence[int]
+    examples: Mapping[int, Sequence[tuple[str, bool]]]
+    books: Mapping[str, Any]
+    set_aside: Sequence[Mapping[str, Any]]
+    plan: PlanReport
+    dp_size: int
+    steps: Sequence[Mapping[str, Any]]
+    summary: Mapping[str, Any] | None
+
+
+def gather(job: JobConfig, entry: CacheEntry) -> Facts:
+    """Everything that is known about a job: its entry, its plan and, where it ran, its run."""
+    folder = RunFolder(absolute(job.run_dir))
+    lengths = entry.entry.lengths()
+    steps = list(folder.lines(folder.metrics))
+    report = entry.report
+    return Facts(
+        title=f"{job.server.name}: {', '.join(report['paths'])}",
+        overview={
+            "rows": entry.num_rows,
+            "tokens": entry.num_tokens,
+            "key": entry.key,
+            "encoder": ", ".join(report["encoders"]),
+            "train_on": job.train_on,
+            "built in": f"{report['seconds']:.1f} s",
+        },
+        lengths=lengths.tolist(),
+        trained=_trained(entry),
+        examples={row: entry.spans(row) for row in _spread(entry.num_rows, MASK_EXAMPLES)},
+        books=report["books"],
+        set_aside=report["examples"],
+        plan=plan_report(
+            plan_of(job, entry), job.trainer.dp_size, look_ahead_steps=job.server.look_ahead_steps
+        ),
+        dp_size=job.trainer.dp_size,
+        steps=steps,
+        summary=folder.summary(),
+    )
+
+
+def plan_rows(plan: PlanReport) -> dict[str, Any]:
+    """The plan's figures without its histogram."""
+    return {
+        name: value for name, value in asdict(plan).items() if name not in ("histogram", "tokens_per_step")
+    }
+
+
+def worst_stalls(steps: Sequence[Mapping[str, Any]], most: int = 5) -> list[Mapping[str, Any]]:
+    """The steps that waited longest for data, longest first; those that did not wait are left out."""
+    waited = [step for step in steps if step["stall_s"] > 0.001]
+    return sorted(waited, key=lambda step: -float(step["stall_s"]))[:most]
+
+
+def _trained(entry: CacheEntry) -> list[int]:
+    rows = np.array(_spread(entry.num_rows, TRAINED_SAMPLE))
+    batch = entry.entry.read(rows)
+    mask = np.concatenate([[0], np.cumsum(batch.tokens["loss_mask"], dtype=np.int64)])
+    counts: list[int] = (mask[batch.offsets[1:]] - mask[batch.offsets[:-1]]).tolist()
+    return counts
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """At most `most` numbers below `count`, evenly spread."""
+    take = min(count, most)
+    return [index * count // take for index in range(take)]

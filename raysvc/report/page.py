@@ -1,0 +1,143 @@
+"""Facts into one HTML page: style and charts inside, no script, nothing to fetch.
+
+Always true:
+- every text of a row is escaped; a page of hostile rows is only text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from raysvc.report.charts import bar_chart, histogram, line_chart, short
+from raysvc.report.facts import Facts, plan_rows, worst_stalls
+
+STYLE = """
+:root{color-scheme:light dark;--ink:#1b2430;--soft:#5b6878;--line:#d9dfe7;--back:#fff;--card:#f6f8fb;--hue:#2f6fde;--on:#127a3d;--onb:#e2f5e9}
+@media(prefers-color-scheme:dark){:root{--ink:#e6ebf2;--soft:#9aa8ba;--line:#313b49;--back:#12161c;--card:#1a212b;--hue:#6ea2ff;--on:#7fe0a5;--onb:#143323}}
+body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--back);margin:0 auto;max-width:1180px;padding:24px}
+h1{font-size:24px;margin:0 0 4px;overflow-wrap:anywhere}h2{font-size:18px;margin:36px 0 10px;border-bottom:1px solid var(--line);padding-bottom:4px}
+p,figcaption{color:var(--soft)}figcaption{font-size:13px;margin-bottom:4px}
+.grid2{display:grid;grid-template-columns:repeat(auto-fit,minmax(440px,1fr));gap:16px}
+figure,.card{margin:0;background:var(--card);border:1px solid var(--line);border-radius:8px;padding:12px}
+svg{width:100%;height:auto}svg text{font-size:11px;fill:var(--soft)}svg .end{text-anchor:end}svg .mid{text-anchor:middle}
+svg rect{fill:var(--hue)}svg polyline{fill:none;stroke:var(--hue);stroke-width:1.5}svg .grid{stroke:var(--line);stroke-width:1}
+table{border-collapse:collapse;width:100%;font-size:14px}td,th{padding:4px 10px;border-bottom:1px solid var(--line);text-align:left;overflow-wrap:anywhere}
+td.n{text-align:right;font-variant-numeric:tabular-nums}
+.row{font:13px/1.6 ui-monospace,monospace;white-space:pre-wrap;overflow-wrap:anywhere;color:var(--soft);max-height:320px;overflow:auto}
+.row b{font-weight:600;color:var(--on);background:var(--onb);border-radius:3px}
+.big{display:flex;flex-wrap:wrap;gap:12px}.big div{flex:1;min-width:130px}.big strong{display:block;font-size:22px}
+"""
+
+
+def render(facts: Facts) -> str:
+    """The whole page."""
+    sections = [
+        _entry(facts),
+        _books(facts),
+        _masks(facts),
+        _plan(facts),
+        _run(facts) if facts.steps else "",
+    ]
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(facts.title)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>'
+        f"<h1>{escape(facts.title)}</h1>{''.join(sections)}</body></html>\n"
+    )
+
+
+def _entry(facts: Facts) -> str:
+    charts = histogram("Tokens per row", facts.lengths, "tokens")
+    charts += histogram("Trained tokens per row", facts.trained, "trained tokens")
+    return f"{_table(facts.overview)}<h2>Lengths</h2><div class='grid2'>{charts}</div>"
+
+
+def _books(facts: Facts) -> str:
+    books = facts.books
+    rows = {"rows in": books["rows_in"], "rows written": books["rows_written"]}
+    rows |= {f"dropped: {name}": count for name, count in books["dropped"].items()}
+    rows |= {f"set aside: {name}": count for name, count in books["quarantined"].items()}
+    tokens = {name: books[f"tokens_{name}"] for name in ("rendered", "trained", "context", "truncated")}
+    aside = _records(facts.set_aside, ("source_row", "reason", "detail")) if facts.set_aside else ""
+    return (
+        "<h2>Books</h2><p>Rows in = written + dropped + set aside; tokens rendered = trained + context + truncated."
+        f"</p><div class='grid2'><div class='card'>{_table(rows)}</div><div class='card'>{_table(tokens)}</div></div>{aside}"
+    )
+
+
+def _masks(facts: Facts) -> str:
+    cards = [
+        f"<div class='card'><p>row {row}</p><div class='row'>{_spans(spans)}</div></div>"
+        for row, spans in facts.examples.items()
+    ]
+    return f"<h2>What is trained</h2><p>Marked text has loss.</p><div class='grid2'>{''.join(cards)}</div>"
+
+
+def _plan(facts: Facts) -> str:
+    bars = [(float(start), float(stop), float(count)) for start, stop, count in facts.plan.histogram]
+    chart = bar_chart("Steps by their tokens", bars, "tokens per step")
+    return (
+        f"<h2>Plan for {facts.dp_size} ranks</h2><div class='grid2'><div class='card'>{_table(plan_rows(facts.plan))}</div>"
+        f"{chart}</div>"
+    )
+
+
+def _run(facts: Facts) -> str:
+    steps = facts.steps
+    xs = [float(step["step"]) for step in steps]
+    rate = [step["tokens"] / max(step["step_s"], 1e-9) for step in steps]
+    charts = line_chart("Loss", xs, [float(step["loss"]) for step in steps], "step")
+    charts += line_chart("Trained tokens per second", xs, rate, "step")
+    charts += line_chart("Waited for data, ms", xs, [step["stall_s"] * 1e3 for step in steps], "step")
+    charts += line_chart("Gradient norm", xs, [float(step["grad_norm"]) for step in steps], "step")
+    return f"<h2>Run</h2>{_headline(facts)}<div class='grid2'>{charts}</div>{_verdict(facts)}"
+
+
+def _headline(facts: Facts) -> str:
+    if facts.summary is None:
+        return "<p>The run has not ended yet.</p>"
+    names = ("steps", "optimizer_steps", "rows", "tokens_trained", "loss_first", "loss_last", "tokens_per_s")
+    cells = [
+        f"<div class='card'><strong>{_figure(facts.summary[name])}</strong>{name}</div>" for name in names
+    ]
+    share = f"<div class='card'><strong>{facts.summary['stall_fraction']:.2%}</strong>waited for data</div>"
+    return f"<div class='big'>{''.join(cells)}{share}</div><p></p>"
+
+
+def _verdict(facts: Facts) -> str:
+    worst = worst_stalls(facts.steps)
+    if not worst:
+        return "<p>No step waited for data.</p>"
+    rows = [
+        {"step": s["step"], "waited ms": round(s["stall_s"] * 1e3, 1), "of ms": round(s["step_s"] * 1e3, 1)}
+        for s in worst
+    ]
+    return f"<h2>Longest waits</h2><div class='card'>{_records(rows, tuple(rows[0]))}</div>"
+
+
+def _spans(spans: Sequence[tuple[str, bool]]) -> str:
+    return "".join(f"<b>{escape(text)}</b>" if trained else escape(text) for text, trained in spans)
+
+
+def _table(rows: Mapping[str, Any]) -> str:
+    cells = (
+        f"<tr><td>{escape(str(name))}</td><td class='n'>{_figure(value)}</td></tr>"
+        for name, value in rows.items()
+    )
+    return f"<table>{''.join(cells)}</table>"
+
+
+def _records(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(str(row.get(name, '')))}</td>" for name in names) + "</tr>"
+        for row in rows
+    )
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return escape("–" if value is None else str(value))
+    return f"{value:,}" if isinstance(value, int) else short(value)

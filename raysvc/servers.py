@@ -1,0 +1,70 @@
+"""The servers of a cluster, for people: list them, end one.
+
+Always true:
+- a server that a living trainer holds is not ended unless it is forced;
+- an actor that does not answer in time is listed all the same.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from raysvc.errors import ServerError
+
+ANSWER_TIMEOUT_S = 5.0
+
+
+def join_cluster(address: str | None) -> None:
+    """Connect to a cluster that is there: the address, RAY_ADDRESS, or one on this machine. Starts none.
+
+    Raises:
+        AddressError: there is none.
+    """
+    from raysvc.cluster import connect
+
+    connect(address or os.environ.get("RAY_ADDRESS") or "auto")
+
+
+def list_servers() -> list[dict[str, Any]]:
+    """`BatchServer.stats` of every server by name; {"name", "state": "silent"} for one that does not answer."""
+    import ray
+
+    from raysvc.actors.launch import find_server, server_names
+
+    names = server_names()
+    asked = {}
+    for name in names:
+        try:
+            asked[name] = find_server(name).stats.options(concurrency_group="control").remote()
+        except ServerError:
+            continue  # it ended just now
+    ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_TIMEOUT_S) if asked else None
+    return [_facts(name, ref) for name, ref in asked.items()]
+
+
+def stop(name: str, *, force: bool = False) -> None:
+    """End a server; its frontier stays in the run folder.
+
+    Raises:
+        ServerError: no such server, or a living trainer holds it and `force` is False.
+    """
+    from raysvc.actors.launch import find_server, stop_server, wait_for
+
+    if not force:
+        facts = wait_for(find_server(name).stats.options(concurrency_group="control").remote(), f"server {name!r}")
+        for reader in facts["readers"].values():
+            if reader["holder"] and reader["seen_s"] <= facts["lease_ttl_s"]:
+                what = f"is held by {reader['holder']} since {reader['since_s']:.0f} s"
+                raise ServerError(f"server.name {name!r}", what, "stop that trainer first, or give --force")
+    stop_server(name)
+
+
+def _facts(name: str, ref: Any) -> dict[str, Any]:
+    import ray
+
+    try:
+        facts: dict[str, Any] = ray.get(ref, timeout=0.1)
+    except ray.exceptions.RayError as error:
+        return {"name": name, "state": "silent", "cause": type(error).__name__}
+    return {**facts, "state": "held" if facts["holder"] else "free"}

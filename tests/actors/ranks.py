@@ -1,0 +1,116 @@
+"""Real processes for tests of several ranks: three Ray actors that run a worker each, in worlds of one to three."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from raysvc.actors.torch_worker import CausalLMWorker, ModelSpec
+from raysvc.collate import Shard
+
+VOCAB = 64
+
+
+def tiny_spec(**changes: Any) -> ModelSpec:
+    spec = ModelSpec(
+        model="tiny",
+        vocab_size=VOCAB,
+        learning_rate=1e-2,
+        weight_decay=0.0,
+        max_grad_norm=None,
+        loss="token_mean",
+        seed=0,
+    )
+    return spec.model_copy(update=changes)
+
+
+class DoubleWorker(CausalLMWorker):
+    """The shipped worker in float64, so that a wrong weight cannot hide in rounding."""
+
+    def load_lm(self) -> Any:
+        import torch
+
+        lm = super().load_lm()
+        return lm.double() if self.spec.precision == "fp32" else lm.to(torch.float32)
+
+
+class Rank:
+    """One process; makes a worker, runs a function on it, forgets it."""
+
+    def run(
+        self,
+        rank: int,
+        world: int,
+        meeting: str,
+        spec_json: str,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+    ) -> Any:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        worker = DoubleWorker(rank, world, "cpu", spec_json)
+        worker.setup(f"file://{meeting}")
+        try:
+            return function(worker, *arguments)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+class Ranks:
+    """Three processes that outlive a test."""
+
+    def __init__(self) -> None:
+        import ray
+
+        actor = ray.remote(Rank)
+        self._actors = [actor.options(num_cpus=0).remote() for _ in range(3)]
+
+    def run(
+        self, spec: ModelSpec, function: Callable[..., Any], per_rank: Sequence[tuple[Any, ...]]
+    ) -> list[Any]:
+        """`function(worker, *arguments)` in as many ranks as there are arguments."""
+        import ray
+
+        meeting = os.path.join(tempfile.mkdtemp(prefix="raysvc-ranks-"), "meet")
+        world = len(per_rank)
+        calls = [
+            self._actors[rank].run.remote(
+                rank, world, meeting, spec.model_dump_json(), function, per_rank[rank]
+            )
+            for rank in range(world)
+        ]
+        return list(ray.get(calls, timeout=110))
+
+
+def gradients(worker: Any) -> dict[str, np.ndarray]:
+    """Every gradient by name, whole on every rank."""
+    out = {}
+    for name, parameter in worker.model.named_parameters():
+        grad = parameter.grad
+        grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        out[name.removeprefix("module.")] = grad.double().numpy().copy()
+    return out
+
+
+def gradients_of(
+    worker: Any, shards: list[Shard], losses: list[Any], weights: Sequence[float] = (1.0,)
+) -> list[tuple[dict[str, np.ndarray], dict[str, float]]]:
+    """Gradients and metrics of each loss, over one rank's shards."""
+    out = []
+    for number, loss in enumerate(losses):
+        worker.optimizer.zero_grad(set_to_none=True)
+        total: dict[str, float] = {}
+        for index, shard in enumerate(shards):
+            key = (number, index)
+            worker.stage(key, shard, loss_weight=weights[index % len(weights)])
+            for name, value in worker.forward_backward(key, loss).items():
+                total[name] = total.get(name, 0.0) + value
+        out.append((gradients(worker), total))
+    return out

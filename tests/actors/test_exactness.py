@@ -1,0 +1,146 @@
+"""The gradient of a mini-batch is that of one process, row by row, whatever the ranks, layout and micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raysvc.actors.losses import PolicyLoss, SftLoss, ValueLoss
+from raysvc.actors.torch_worker import CausalLMWorker
+
+from . import reference
+from .ranks import Ranks, gradients_of, tiny_spec
+from .reference import distance, reference_gradient
+from .shards import minis_of, random_rows
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+# float64 models; loss weights and columns travel as float32
+EXACT = 3e-7
+POLICY = PolicyLoss(clip_low=0.2, clip_high=0.3, dual_clip=1.5, kl_coef=0.1, entropy_coef=0.05)
+LOSSES = [SftLoss(), POLICY]
+FORMULAS = [reference.sft, reference.policy(0.2, 0.3, 0.1, 0.05, dual=1.5)]
+COLUMNS = ("advantages", "old_logprobs", "ref_logprobs", "returns", "old_values")
+UIDS = ["a", "a", "a", "b", "b", "c", "d"]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "rows": {"layout": "padded_right", "micro_batch_size": 2},
+    "left": {"layout": "padded_left", "micro_batch_size": 1},
+    "tokens": {"layout": "padded_right", "micro_batch_tokens": 40},
+    "packed": {"layout": "packed", "micro_batch_tokens": 30, "align": 4},
+}
+
+
+def plan_of(name: str) -> dict[str, Any]:
+    return {"batch_size": 7, "shuffle": "none", "oversize": "alone", **LAYOUTS[name]}
+
+
+def model_of(role: str = "policy") -> Any:
+    """The model that every worker starts from."""
+    torch.manual_seed(0)
+    worker = CausalLMWorker(0, 1, "cpu", tiny_spec(role=role).model_dump_json())
+    return worker.load_lm().double()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("dp_size", [1, 2, 3])
+def test_gradients_equal_those_of_one_process_row_by_row(ranks: Ranks, dp_size: int, strategy: str) -> None:
+    if dp_size == 1 and strategy == "fsdp":
+        pytest.skip("one rank shards nothing")
+    rows = random_rows(7, seed=3)
+    expected = [
+        reference_gradient(model_of(), rows, formula, "logits", list(range(7)), "token_mean")
+        for formula in FORMULAS
+    ]
+    for layout in LAYOUTS:
+        ((_, shards, info),) = minis_of(rows, plan_of(layout), dp_size, columns=COLUMNS)
+        results = ranks.run(
+            tiny_spec(strategy=strategy), gradients_of, [([shard], LOSSES) for shard in shards]
+        )
+        for number, (grads, loss) in enumerate(expected):
+            assert sum(rank[number][1]["loss"] for rank in results) == pytest.approx(loss, rel=1e-6), layout
+            for rank in results:
+                assert distance(rank[number][0], grads) < EXACT, (layout, number)
+        assert info.num_dummies == int(sum((shard.row_ids < 0).sum() for shard in shards))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_of_dummies_changes_nothing(ranks: Ranks, strategy: str) -> None:
+    rows = random_rows(2, seed=5)
+    for layout in ("rows", "packed"):
+        plan = {**plan_of(layout), "batch_size": 2}
+        ((_, shards, _),) = minis_of(rows, plan, 3, columns=COLUMNS)
+        assert (shards[2].row_ids == -1).all()
+        results = ranks.run(
+            tiny_spec(strategy=strategy), gradients_of, [([shard], LOSSES) for shard in shards]
+        )
+        for number, formula in enumerate(FORMULAS):
+            grads, loss = reference_gradient(model_of(), rows, formula, "logits", [0, 1], "token_mean")
+            assert sum(rank[number][1]["loss"] for rank in results) == pytest.approx(loss, rel=1e-6)
+            assert all(value == 0 for value in results[2][number][1].values())
+            assert distance(results[0][number][0], grads) < EXACT
+
+
+@pytest.mark.parametrize("reduction", ["sequence_mean", "group_mean"])
+def test_means_over_rows_and_groups_are_exact_too(ranks: Ranks, reduction: str) -> None:
+    rows = random_rows(7, seed=8)
+    groups = [UIDS.index(uid) for uid in UIDS]
+    plan = {**plan_of("rows"), "batch_size": 4}
+    ((_, shards, _),) = minis_of(rows, plan, 3, uids=UIDS, columns=COLUMNS)
+    results = ranks.run(tiny_spec(loss=reduction), gradients_of, [([shard], LOSSES) for shard in shards])
+    for number, formula in enumerate(FORMULAS):
+        grads, loss = reference_gradient(model_of(), rows, formula, "logits", groups, reduction)
+        assert sum(rank[number][1]["loss"] for rank in results) == pytest.approx(loss, rel=1e-6)
+        assert distance(results[1][number][0], grads) < EXACT
+
+
+def test_a_critic_is_exact_on_two_ranks(ranks: Ranks) -> None:
+    rows = random_rows(7, seed=9)
+    ((_, shards, _),) = minis_of(rows, plan_of("packed"), 2, columns=COLUMNS)
+    results = ranks.run(
+        tiny_spec(role="critic"), gradients_of, [([shard], [ValueLoss(clip=0.2)]) for shard in shards]
+    )
+    grads, loss = reference_gradient(
+        model_of("critic"), rows, reference.value(0.2), "values", list(range(7)), "token_mean"
+    )
+    assert sum(rank[0][1]["loss"] for rank in results) == pytest.approx(loss, rel=1e-6)
+    assert distance(results[0][0][0], grads) < EXACT
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_mini_batches_may_be_added_up_with_weights_of_their_own(ranks: Ranks, strategy: str) -> None:
+    rows = random_rows(7, seed=4)
+    plan = {**plan_of("rows"), "mini_batch_size": 4}
+    minis = minis_of(rows, plan, 2, columns=COLUMNS)
+    shards = [[mini[1][rank] for mini in minis] for rank in range(2)]
+    results = ranks.run(
+        tiny_spec(strategy=strategy), gradients_of, [(mine, [SftLoss()], (0.25, 0.75)) for mine in shards]
+    )
+    expected: dict[str, np.ndarray] = {}
+    for weight, (mini, _, _) in zip((0.25, 0.75), minis, strict=True):
+        from .shards import some_rows
+
+        part = some_rows(rows, mini.row_ids)
+        grads, _ = reference_gradient(
+            model_of(), part, reference.sft, "logits", list(range(len(mini.row_ids))), "token_mean"
+        )
+        expected = {name: expected.get(name, 0.0) + weight * grad for name, grad in grads.items()}
+    assert distance(results[0][0][0], expected) < EXACT
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_bfloat16_rounds_like_bfloat16_and_no_weight_is_rounded_with_it(ranks: Ranks, strategy: str) -> None:
+    rows = random_rows(7, seed=3)
+    grads, loss = reference_gradient(model_of(), rows, reference.sft, "logits", list(range(7)), "token_mean")
+    apart = {}
+    for dp_size, layout in ((1, "rows"), (2, "rows"), (3, "tokens"), (2, "packed")):
+        ((_, shards, _),) = minis_of(rows, plan_of(layout), dp_size)
+        spec = tiny_spec(strategy=strategy, precision="bf16")
+        results = ranks.run(spec, gradients_of, [([shard], [SftLoss()]) for shard in shards])
+        # bfloat16 has 8 bits: 0.4 % a number, and the mean over targets less than that
+        assert sum(rank[0][1]["loss"] for rank in results) == pytest.approx(loss, rel=2e-3)
+        apart[dp_size, layout] = distance(results[0][0][0], grads)
+    assert max(apart.values()) < 0.03
+    # no way to split the mini-batch adds to what bfloat16 itself rounds
+    assert max(apart.values()) < 2 * min(apart.values())

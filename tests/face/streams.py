@@ -1,0 +1,61 @@
+"""What a client delivered, as plain data that can be compared."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+
+def digest(shard: Any) -> str:
+    """A hash over every byte of a shard and over all that describes it."""
+    out = hashlib.sha256(
+        repr(
+            (
+                shard.step,
+                shard.mini,
+                shard.rank,
+                shard.layout,
+                shard.denominators,
+                shard.micro_batches,
+                shard.row_ids.tolist(),
+            )
+        ).encode()
+    )
+    for name, array in sorted(shard.arrays.items()):
+        out.update(f"{name} {array.dtype} {array.shape}".encode())
+        out.update(array.tobytes())
+    return out.hexdigest()
+
+
+def opened(step: Any) -> list[list[str]]:
+    """[mini][rank], a hash of every shard of a step."""
+    import ray
+
+    return [[digest(shard) for shard in ray.get(list(mini.shards))] for mini in step.mini_batches]
+
+
+def take(client: Any, steps: Iterable[Any] | None = None, stop: int | None = None) -> dict[int, Any]:
+    """step -> hashes, every step committed."""
+    out = {}
+    for step in steps or client.steps(stop=stop):
+        out[step.index] = opened(step)
+        client.commit(step.index)
+    return out
+
+
+def threads() -> set[str]:
+    """Names of this process's threads of ours."""
+    import threading
+
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("raysvc")}
+
+
+def num_refs() -> int:
+    """Object refs that this process holds."""
+    import gc
+
+    import ray
+
+    gc.collect()
+    return len(ray._private.worker.global_worker.core_worker.get_all_reference_counts())

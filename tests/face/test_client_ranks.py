@@ -1,0 +1,161 @@
+"""Rank mode: every rank attaches by itself. And sweeps: several trainers read one stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.ray
+Served = Callable[..., Any]
+
+
+def stats(server: Any) -> dict[str, Any]:
+    from raysvc.actors.launch import wait_for
+
+    facts: dict[str, Any] = wait_for(server.stats.options(concurrency_group="control").remote(), "stats")
+    return facts
+
+
+def attach_ranks(name: str, num_ranks: int = 2, **options: Any) -> list[Any]:
+    import raysvc
+
+    return [raysvc.attach(name, dp_size=num_ranks, rank=rank, group="g", **options) for rank in range(num_ranks)]
+
+
+def test_ranks_get_the_bytes_of_the_controller_and_a_step_is_collated_once(
+    serve: Served, streams: Any
+) -> None:
+    import raysvc
+
+    server = serve("ranks")
+    with raysvc.attach("ranks", dp_size=3) as client:
+        expected = streams.take(client)
+        client.rewind(0)
+    made = stats(server)["made"]
+    ranks = attach_ranks("ranks", 3, look_ahead_steps=2)
+    got: dict[int, Any] = {}
+    for steps in zip(*(rank.steps() for rank in ranks), strict=True):
+        index = steps[0].index
+        got[index] = [[streams.digest(shard) for shard in mini] for mini in zip(*(s.shards for s in steps), strict=True)]
+        for rank in ranks:
+            assert stats(server)["frontier"] == index, "committed when all ranks did"
+            rank.commit(index)
+        eventually_frontier(server, index + 1)
+    assert got == expected
+    assert stats(server)["made"] - made == len(expected)
+    assert stats(server)["shared_bytes"] == 0, "every rank took every step, nothing is kept"
+    for rank in ranks:
+        rank.detach()
+    assert stats(server)["holder"] is None
+
+
+def eventually_frontier(server: Any, frontier: int) -> None:
+    import time
+
+    begin = time.monotonic()
+    while stats(server)["frontier"] != frontier:
+        assert time.monotonic() - begin < 30
+
+
+def test_a_process_of_another_group_or_on_a_taken_seat_is_refused_or_fences_all_ranks(serve: Served) -> None:
+    import raysvc
+    from raysvc.errors import ConfigError, FencedError, LeaseHeld
+
+    serve("seats")
+    old = attach_ranks("seats")
+    assert old[0].lease.fence == old[1].lease.fence
+    with pytest.raises(LeaseHeld, match="rank 1"):
+        raysvc.attach("seats", dp_size=2, rank=1, group="g")
+    with pytest.raises(LeaseHeld):
+        raysvc.attach("seats", dp_size=2, rank=0, group="other")
+    with pytest.raises(LeaseHeld):
+        raysvc.attach("seats", dp_size=2)
+    with pytest.raises(ConfigError, match="2 is none of 2 ranks"):
+        raysvc.attach("seats", dp_size=2, rank=2)
+    new = [raysvc.attach("seats", dp_size=2, rank=rank, group="g", takeover=True) for rank in (1, 0)]
+    assert {client.lease.fence for client in new} == {old[0].lease.fence + 1}
+    for client in old:
+        with pytest.raises(FencedError):
+            next(client.steps())
+        with pytest.raises(FencedError):
+            client.detach()
+    for client in new:
+        client.detach()
+
+
+def test_a_torch_dataset_knows_its_length_and_goes_on_in_the_middle_of_a_step(serve: Served) -> None:
+    import torch
+    from torch.utils.data import DataLoader
+
+    serve("torch", plan={"micro_batch_size": 2, "batch_size": 16, "mini_batch_size": 8, "epochs": 1})
+
+    def ids(item: dict[str, torch.Tensor]) -> list[int]:
+        return item["row_ids"].tolist()
+
+    def read(from_state: Any = None, stop: int | None = None) -> tuple[list[list[int]], list[Any], int]:
+        clients = attach_ranks("torch", takeover=True)
+        for client in clients:
+            client.rewind(0)
+        dataset = clients[0].as_torch_dataset()
+        if from_state is not None:
+            dataset.load_state_dict(from_state)
+        loader = DataLoader(dataset, batch_size=None, num_workers=0)
+        length, items, states = len(loader), [], []
+        for item in loader:
+            assert item["input_ids"].dtype == torch.int32
+            assert int(item["num_rows"]) in (8, 2)
+            items.append(ids(item))
+            states.append(dataset.state_dict())
+            if len(items) == stop:
+                break
+        if stop is None:
+            assert clients[0].frontier == clients[0].schedule.num_steps
+        for client in clients:
+            client.detach()
+        return items, states, length
+
+    items, states, length = read()
+    assert length == len(items) == 13  # 16, 16, 16 and 2 rows on 2 ranks, 2 at a time
+    for at in (1, 3, 4, 5, 11):
+        rest, _, left = read(states[at - 1])
+        assert (rest, left) == (items[at:], length - at)
+
+
+def test_a_worker_process_of_a_loader_is_refused(serve: Served) -> None:
+    from torch.utils.data import DataLoader
+
+    import raysvc
+
+    serve("workers")
+    with raysvc.attach("workers", rank=0, group="g") as client:
+        from raysvc.torch_dataset import RankDataset
+
+        dataset = client.as_torch_dataset()
+        assert isinstance(dataset, RankDataset)
+        loader = DataLoader(dataset, batch_size=None, num_workers=1)
+        with pytest.raises(Exception, match=r"num_workers|pickle"):
+            next(iter(loader))
+
+
+def test_trainers_of_a_sweep_read_one_stream_each_at_its_own_pace(serve: Served, streams: Any) -> None:
+    import raysvc
+    from raysvc.errors import ServerError
+
+    server = serve("sweep", share="stream")
+    readers = [raysvc.attach("sweep", reader=f"trial-{number}", look_ahead_steps=1) for number in range(3)]
+    assert len({reader.lease.fence for reader in readers}) == 3
+    heads = [streams.take(reader, stop=stop) for reader, stop in zip(readers, (3, 6, 9), strict=True)]
+    made = stats(server)["made"]
+    assert made <= 12, "steps within the window are collated once"
+    wholes = [{**head, **streams.take(reader)} for head, reader in zip(heads, readers, strict=True)]
+    assert wholes[0] == wholes[1] == wholes[2]
+    readers[0].rewind(0)
+    assert streams.take(readers[0], stop=1)[0] == wholes[0][0], "what fell out is made again"
+    for reader in readers:
+        reader.detach()
+    assert stats(server)["shared_bytes"] == 0
+    serve("alone")
+    with pytest.raises(ServerError, match="is not shared"):
+        raysvc.attach("alone", reader="trial-1")
