@@ -91,7 +91,7 @@ class CacheConfig(Model):
 class PoolConfig(Model):
     """CPU workers that tokenize."""
 
-    min: PositiveInt = 1
+    min: PositiveInt = Field(default=1, description="Workers that are kept while a build runs.")
     max: PositiveInt | None = Field(default=None, description="None: as many as there are slices.")
     slice_mb: float | None = Field(
         default=None, gt=0, description="Source MB per slice; None: a 64th of the source, from 1 to 32."
@@ -115,14 +115,14 @@ class PlanConfig(Model):
     mini_batch_size: PositiveInt | None = Field(
         default=None, description="Groups per optimizer step; default batch_size."
     )
-    epochs: PositiveInt = 1
+    epochs: PositiveInt = Field(default=1, description="Passes over all groups, each in an order of its own.")
     update_epochs: PositiveInt = Field(
         default=1, description="Passes over the mini-batches of one step (RL)."
     )
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, description="Of the order of rows.")
     shuffle: str = Field(default="full", description="none, full, or block(n): shuffle blocks of n rows.")
     tail: Tail = Field(default="pad", description="What happens to a last step that is not full.")
-    layout: Layout = "padded_right"
+    layout: Layout = Field(default="padded_right", description="Shape of the arrays; see docs/concepts.md.")
     micro_batch_size: PositiveInt | None = Field(
         default=None, description="Rows per forward on one rank; default 8 unless micro_batch_tokens is set."
     )
@@ -185,28 +185,34 @@ class ServerConfig(Model):
 class EvalConfig(Model):
     """Rows that are read beside training, each once."""
 
-    source: SourceConfig
-    batch_size: PositiveInt | None = Field(default=None, description="Rows per step; default plan.batch_size.")
+    source: SourceConfig = Field(description="Same keys as the section source.")
+    batch_size: PositiveInt | None = Field(
+        default=None, description="Rows per step; default plan.batch_size."
+    )
 
 
 class TrainerConfig(Model):
     """The built-in trainer of `raysvc train`."""
 
-    dp_size: PositiveInt = 1
+    dp_size: PositiveInt = Field(default=1, description="Data-parallel ranks, one worker each.")
     model: str = Field(default="tiny", description="`tiny` (random, for trying), a folder, or a hub name.")
-    learning_rate: float = Field(default=1e-4, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    max_grad_norm: float | None = Field(default=1.0, gt=0)
-    loss: Literal["token_mean", "sequence_mean"] = "token_mean"
-    seed: int = Field(default=0, ge=0)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    learning_rate: float = Field(default=1e-4, gt=0, description="Of AdamW.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Of AdamW.")
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="None: gradients are not clipped.")
+    loss: Literal["token_mean", "sequence_mean"] = Field(
+        default="token_mean", description="Which mean of the token losses, over the whole mini-batch."
+    )
+    seed: int = Field(default=0, ge=0, description="Of the initial weights.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: CUDA where the cluster has a GPU for every rank."
+    )
     cpus_per_worker: float = Field(default=0.5, ge=0, description="CPUs that Ray reserves for a worker.")
     max_steps: PositiveInt | None = Field(default=None, description="Stop after this many steps.")
     run_dir: str | None = Field(
         default=None, description="Checkpoints, row log, summary; default runs/<server.name>."
     )
     checkpoint_every_steps: PositiveInt | None = Field(default=50, description="None: only at the end.")
-    keep_checkpoints: PositiveInt = 2
+    keep_checkpoints: PositiveInt = Field(default=2, description="Newest complete checkpoints that stay.")
     resume: bool = Field(default=True, description="Go on from the newest checkpoint in run_dir.")
 
 
@@ -215,7 +221,7 @@ class JobConfig(Model):
 
     source: SourceConfig
     tokenizer: TokenizerConfig
-    train_on: TrainOn = "all_assistant_messages"
+    train_on: TrainOn = Field(default="all_assistant_messages", description="Which tokens have loss.")
     max_length: PositiveInt | None = Field(default=None, description="Tokens of one row; None: no limit.")
     truncation: Truncation = Field(default="drop", description="What happens to a longer row.")
     max_quarantine: float = Field(

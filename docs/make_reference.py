@@ -1,0 +1,88 @@
+"""Writes docs/reference.md from the config models: `python docs/make_reference.py`.
+
+A test holds the file against the models, so it cannot go stale.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from raysvc.config import JobConfig
+
+INTRO = """# job.yaml
+
+Every key, with its default. Made from the config models by `python docs/make_reference.py`.
+
+The same keys work as keyword arguments of `raysvc.tokenize`, `raysvc.serve` and `raysvc.train`, and as dotted
+overrides of every command (`plan.batch_size=64`). An unknown key is an error that names the nearest known one.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    top, sections = [], []
+    for name, field in JobConfig.model_fields.items():
+        model = model_of(field.annotation)
+        if model is None:
+            top.append(line(name, field, JobConfig.model_json_schema()))
+        else:
+            summary = (model.__doc__ or "").strip().splitlines()[0]
+            schema = model.model_json_schema()
+            rows = [line(key, item, schema) for key, item in model.model_fields.items()]
+            sections.append(table(f"## {name}\n\n{summary}", rows))
+    return "\n".join([INTRO, table("## Top level", top), *sections])
+
+
+def table(head: str, rows: list[str]) -> str:
+    """A headed Markdown table."""
+    return "\n".join([head, "", "| key | type | default | |", "| --- | --- | --- | --- |", *rows, ""])
+
+
+def line(name: str, field: Any, schema: dict[str, Any]) -> str:
+    """One key."""
+    kind = kind_of(schema["properties"][name])
+    return f"| `{name}` | {escape(kind)} | {escape(default_of(field))} | {escape(field.description or '')} |"
+
+
+def kind_of(schema: dict[str, Any]) -> str:
+    """A JSON schema as a user reads it."""
+    if "$ref" in schema:
+        return "section"
+    if "anyOf" in schema:
+        return " or ".join(kind_of(one) for one in schema["anyOf"] if one.get("type") != "null")
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    limits = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤"}
+    bounds = "".join(f" {sign} {schema[name]:g}" for name, sign in limits.items() if name in schema)
+    inner = f" of {kind_of(schema['items'])}" if "items" in schema else ""
+    names = {"array": "list", "object": "mapping", "string": "text", "boolean": "true or false"}
+    kind = schema.get("type", "any")
+    return f"{names.get(kind, kind)}{inner}{bounds}"
+
+
+def default_of(field: Any) -> str:
+    """The default as YAML would say it."""
+    if field.default is PydanticUndefined:
+        return "**needed**" if field.default_factory is None else f"`{field.default_factory()!r}`"
+    return (
+        f"`{field.default!r}`" if not isinstance(field.default, bool) else f"`{str(field.default).lower()}`"
+    )
+
+
+def model_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, None for a plain value."""
+    kinds = [annotation, *get_args(annotation)]
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def escape(text: str) -> str:
+    """Text inside a table cell."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+if __name__ == "__main__":
+    Path(__file__).with_name("reference.md").write_text(render())
