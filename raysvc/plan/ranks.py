@@ -13,6 +13,7 @@ Always true:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -105,19 +106,33 @@ def _deal_rows(
 
 
 def _deal_micro_batches(sizes: npt.NDArray[np.int64], dp_size: int, rules: Rules) -> tuple[RankPlan, ...]:
-    """Token budget, padded: runs of similar length, as many as fit; then whole micro-batches are dealt."""
+    """Token budget, padded: runs of similar length, as few as fit; then whole micro-batches are dealt.
+
+    As many micro-batches as R divides are made anyway, so the rows are cut to the smallest budget that needs no
+    more of them: full ones beside a nearly empty rest would leave ranks idle.
+    """
     assert rules.tokens is not None
     order = np.argsort(-sizes, kind="stable")
     widths = aligned(sizes[order], rules.pad_to_multiple).tolist()
-    runs: Packs = []
-    start = 0
-    while start < len(order):
-        stop = start + max(1, rules.tokens // widths[start]) if widths[start] else len(order)
-        runs.append(order[start:stop].tolist())
-        start = stop
+    fewest = len(_cut(widths, rules.tokens))
+    wanted = -(-fewest // dp_size) * dp_size
+    budgets = range(min(max(widths, default=0), rules.tokens), rules.tokens + 1)
+    least = bisect_left(budgets, -wanted, key=lambda budget: -len(_cut(widths, budget)))
+    runs = [order[start:stop].tolist() for start, stop in _cut(widths, budgets[least])]
     runs = split_to(runs, dp_size, rules.cost.of(sizes), in_order=True)
     dealt = _deal_runs(_filled(runs, dp_size), sizes, dp_size, rules.cost)
     return tuple(_padded_plan(runs, sizes) for runs in dealt)
+
+
+def _cut(widths: list[int], budget: int) -> list[tuple[int, int]]:
+    """Runs [start, stop) of rows in descending width, each of at most `budget` cells or one row."""
+    runs = []
+    start = 0
+    while start < len(widths):
+        stop = start + max(1, budget // widths[start]) if widths[start] else len(widths)
+        runs.append((start, min(stop, len(widths))))
+        start = stop
+    return runs
 
 
 def _deal_lines(

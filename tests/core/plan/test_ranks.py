@@ -138,3 +138,13 @@ def test_windows_stay_whole_and_even_out_over_ranks(sizes, dp_size, per_micro):
     assert real == [np.flatnonzero(window_of == window).tolist() for window in range(len(sizes))]
     assert len({len(rank.micro_batches) for rank in ranks}) == 1
     assert len(lines) - len(real) < dp_size or not sizes
+
+
+@pytest.mark.parametrize("dp_size", [2, 3, 4])
+def test_a_budget_that_would_hold_everything_still_shares_the_work(dp_size):
+    """Filled to the budget, the first micro-batch would take most rows and leave the others idle."""
+    lengths = np.array([157] * 8 + [84] * 2 + [63] * 6 + [40] * 16, np.int32)
+    ranks = deal(lengths, dp_size, Rules("padded_right", None, 4096))
+    cells = [len(rank.rows) * int(lengths[rank.rows].max()) for rank in ranks]
+    assert {len(rank.micro_batches) for rank in ranks} == {1}
+    assert max(cells) <= 1.35 * (sum(cells) / dp_size)
