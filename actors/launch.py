@@ -40,7 +40,7 @@ def start_server(spec: ServeSpec, *, detached: bool) -> ActorHandle:
         UserMistake: the entry cannot be opened, or no plan can be made of it.
     """
     cls = BatchServer if spec.rollouts is None else RolloutServer
-    threads = {"fetch": FETCH_THREADS, "ledger": 1, "control": 3}
+    threads = {"fetch": FETCH_THREADS, "ledger": 1, "put": 2, "control": 3}
     born = uuid.uuid4().hex
     actor = ray.remote(concurrency_groups=threads)(cls)
     handle = actor.options(

@@ -68,14 +68,12 @@ def cells_of(shard: Shard) -> Int64s:
     lengths = shard.arrays["seq_lengths"].astype(np.int64)
     if "cu_seqlens_offsets" not in shard.arrays:
         first = width - lengths if shard.layout == "padded_left" else np.zeros(lines, np.int64)
-        cells: Int64s = np.arange(lines) * width + first
-        return cells
+        return np.asarray(np.arange(lines) * width + first, np.int64)
     offsets = shard.arrays["cu_seqlens_offsets"].astype(np.int64)
     begins = np.ones(int(offsets[-1]), bool)
     begins[offsets[1:] - 1] = False  # the end of a line's last row begins none
     line = np.repeat(np.arange(lines), np.diff(offsets) - 1)
-    cells = line * width + shard.arrays["cu_seqlens"].astype(np.int64)[begins]
-    return cells
+    return np.asarray(line * width + shard.arrays["cu_seqlens"].astype(np.int64)[begins], np.int64)
 
 
 def gather_rows(shard: Shard, sheets: Mapping[str, Array]) -> RowValues:

@@ -21,10 +21,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from raysvc.actors.learning_rate import LearningRate
 from raysvc.actors.losses import Loss, LossSum
 from raysvc.actors.results import Metrics, MiniResult
-from raysvc.actors.row_values import RowValues, gather_rows, with_columns
+from raysvc.actors.row_values import RowValues, cells_of, gather_rows, with_columns
 from raysvc.actors.staging import Key, StagedShard, Staging, StagingOptions, StagingStats
 from raysvc.actors.timing import Timer
 from raysvc.collate.loss import Reduction, token_weights
@@ -71,6 +74,7 @@ class Worker:
         self.max_grad_norm: float | None = None
         self.learning_rate: LearningRate | None = None  # None: what the optimizer has, until `set_lr`
         self.optimizer_steps = 0
+        self._token_bytes: npt.NDArray[np.int32] | None = None  # for bits per byte
         self._ended = 0.0  # when the last optimizer step ended, 0.0 before the first
 
     def build(self) -> None:
@@ -138,21 +142,9 @@ class Worker:
 
     def forward(self, key: Key) -> RowValues:
         """Outputs of the shard's real rows, in its order; no gradient."""
-        import torch
-
         staged, _ = self._take(key)
-        shard = staged.shard
-        sheets: dict[str, torch.Tensor] = {}
-        with torch.no_grad(), self._timer.span("forward"):
-            for index, micro in enumerate(shard.micro_batches):
-                outputs = self.micro_forward(shard.micro(index), shard.layout)
-                for name, values_BL in outputs.items():
-                    sheet = sheets.setdefault(name, values_BL.new_zeros(shard.arrays["input_ids"].shape))
-                    left = shard.layout == "padded_left"
-                    columns = slice(-micro.width, None) if left else slice(0, micro.width)
-                    sheet[micro.start : micro.stop, columns] = values_BL
-        host = {name: sheet.cpu().numpy() for name, sheet in sheets.items()}
-        values = gather_rows(_on_host(shard), host)
+        with self._timer.span("forward"):
+            values = self._outputs(staged.shard)
         self._staging.release()
         return values
 
@@ -162,6 +154,30 @@ class Worker:
         metrics = self._accumulate(staged.shard, loss)
         self._staging.release()
         return metrics
+
+    def evaluate(self, key: Key) -> RowValues:
+        """Per real row of a shard: `nll` (nats over its targets), `targets`, and `bytes` where they are known."""
+        with self._timer.span("eval"):
+            staged, _ = self._take(key)
+            shard = staged.shard
+            values = self._outputs(shard)
+            real = shard.row_ids >= 0
+            ends = np.append(values.starts, values.lengths.sum())[1:]
+            sums = np.append(0.0, np.cumsum(values.tokens["logprobs"], dtype=np.float64))
+            rows = {"nll": sums[values.starts] - sums[ends]}
+            for name, source in (("targets", "row_tokens"), ("bytes", "row_bytes")):
+                if source in shard.arrays:
+                    rows[name] = _numpy(shard, source)[real].astype(np.int64)
+            self._staging.release()
+        return RowValues(values.row_ids, values.lengths, {}, rows)
+
+    def set_token_bytes(self, token_bytes: npt.NDArray[np.integer[Any]]) -> None:
+        """Bytes of text of every token id [V]; from then on shards are staged with the bytes of each row's targets."""
+        self._token_bytes = np.asarray(token_bytes, np.int32)
+
+    def call_after(self, name: str, arguments: tuple[Any, ...], *after: Any) -> Any:
+        """The call `name`, once everything in `after` has happened (Ray waits for it)."""
+        return getattr(self, name)(*arguments)
 
     def optim_step(self) -> Metrics:
         """Clip, step, forget the gradient; `grad_norm` before clipping and `lr`, equal on all ranks."""
@@ -227,6 +243,20 @@ class Worker:
             timing=timing,
         )
 
+    def _outputs(self, shard: Shard) -> RowValues:
+        import torch
+
+        sheets: dict[str, torch.Tensor] = {}
+        with torch.no_grad():
+            for index, micro in enumerate(shard.micro_batches):
+                for name, values_BL in self.micro_forward(shard.micro(index), shard.layout).items():
+                    if name not in sheets:
+                        sheets[name] = values_BL.new_zeros(shard.arrays["input_ids"].shape)
+                    left = shard.layout == "padded_left"
+                    columns = slice(-micro.width, None) if left else slice(0, micro.width)
+                    sheets[name][micro.start : micro.stop, columns] = values_BL
+        return gather_rows(_on_host(shard), {name: sheet.cpu().numpy() for name, sheet in sheets.items()})
+
     def _take(self, key: Key) -> tuple[StagedShard, float]:
         staged, wait_s = self._staging.take(key, self._take_timeout_s)
         for part, seconds in (
@@ -244,7 +274,10 @@ class Worker:
         weights = token_weights(shard.arrays, shard.denominators, self._reduction, dp_size=self.dp_size)
         if loss_weight != 1.0:
             weights *= loss_weight
-        return replace(shard, arrays={**shard.arrays, "loss_weights": weights})
+        arrays = {**shard.arrays, "loss_weights": weights}
+        if self._token_bytes is not None:
+            arrays["row_bytes"] = _row_bytes(shard, self._token_bytes)
+        return replace(shard, arrays=arrays)
 
     def _accumulate(self, shard: Shard, loss: Loss | None) -> Metrics:
         """Backward over all micro-batches, reduced over ranks in the last one; this rank's shares."""
@@ -294,12 +327,23 @@ class Worker:
 def _on_host(shard: Shard) -> Shard:
     """The arrays that say where rows lie, as numpy."""
     names = ("seq_lengths", "cu_seqlens", "cu_seqlens_offsets")
-    arrays: dict[str, Any] = {
-        name: shard.arrays[name].cpu().numpy()  # type: ignore[attr-defined]  # tensors, once staged
-        for name in names
-        if name in shard.arrays
-    }
+    arrays = {name: _numpy(shard, name) for name in names if name in shard.arrays}
     return replace(shard, arrays={**arrays, "input_ids": shard.arrays["input_ids"]})
+
+
+def _numpy(shard: Shard, name: str) -> Any:
+    tensor: Any = shard.arrays[name]
+    return tensor.cpu().numpy()
+
+
+def _row_bytes(shard: Shard, token_bytes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """int32 [S], bytes of each row's targets; on the CPU, in the thread that stages."""
+    labels = shard.arrays["labels"]
+    counts = np.where(labels >= 0, token_bytes[np.maximum(labels, 0)], 0)
+    lengths = shard.arrays["seq_lengths"].astype(np.int64)
+    sums = np.append(0, np.cumsum(counts.reshape(-1), dtype=np.int64))
+    first = cells_of(shard)
+    return np.asarray(sums[first + lengths] - sums[first], np.int32)
 
 
 def _in_ms(timing: Metrics) -> str:

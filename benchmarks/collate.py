@@ -5,7 +5,8 @@
 Rows are the first ones of GSM8K and SGD, tokenized with Qwen2.5 (`--shared`, default RAYSVC_SHARED or ../shared, holds
 `data` and `tokenizers`); without that folder, random rows with the same distributions of lengths. Peers run in an
 environment of their own, `.bench/peers`, made when it is not there. Every tool gets its rows in the form it likes best
-before the clock starts: ours as flat arrays, the peers as lists of ints.
+before the clock starts: ours as flat arrays, the peers as lists of ints. Times are the best of `--repeats` calls, so that
+a machine with other work on it disturbs them least.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ Rows = dict[str, np.ndarray]  # ids int32 [T], mask uint8 [T], lengths int64 [N]
 
 
 def milliseconds(call: Callable[[], object], repeats: int) -> float:
-    """Median of one call, ms; the first call is not counted."""
+    """The best of several calls, ms; the first one is not counted."""
     call()
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 2] * 1e3
+    return min(times) * 1e3
 
 
 # -- rows ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from raysvc import errors
 if TYPE_CHECKING:
     from raysvc.api import CacheEntry, ServerHandle, open_cache, serve, tokenize
     from raysvc.client import BatchClient, attach
+    from raysvc.groups import Group
+    from raysvc.producers import rollouts, serve_rollouts
     from raysvc.rank_client import RankClient
     from raysvc.trainer import train
 
@@ -21,23 +23,29 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchClient",
     "CacheEntry",
+    "Group",
     "RankClient",
     "ServerHandle",
     "attach",
     "errors",
     "open_cache",
+    "rollouts",
     "serve",
+    "serve_rollouts",
     "tokenize",
     "train",
 ]
 _HOMES = {
     "BatchClient": "raysvc.client",
     "CacheEntry": "raysvc.api",
+    "Group": "raysvc.groups",
     "RankClient": "raysvc.rank_client",
     "ServerHandle": "raysvc.api",
     "attach": "raysvc.client",
     "open_cache": "raysvc.api",
+    "rollouts": "raysvc.producers",
     "serve": "raysvc.api",
+    "serve_rollouts": "raysvc.producers",
     "tokenize": "raysvc.api",
     "train": "raysvc.trainer",
 }

@@ -128,7 +128,7 @@ class BatchClient:
         return self._arrive(self._fetch(index))
 
     def commit(self, step: int, *, skipped: bool = False) -> None:
-        """Say that `step` is trained (or was skipped). Returns at once; a refusal is raised by the next call.
+        """Say that `step` is trained (or was skipped). Returns at once; a refusal is raised by one of the next calls.
 
         Raises:
             StepOutOfOrder: a step before it is not committed.
@@ -183,7 +183,7 @@ class BatchClient:
 
     def put_groups(self, groups: Any) -> Any:
         """Put rollouts; as `Rollouts.put_groups`."""
-        from raysvc.rollouts import Rollouts
+        from raysvc.producers import Rollouts
 
         return Rollouts(self.lease.name, self._connection.server).put_groups(groups)
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 POLL_S = 0.5
+COMMITS_AT_ONCE = 8
 
 
 def new_holder() -> str:
@@ -43,6 +44,7 @@ class Connection:
     def __init__(self, server: Any, lease: Lease, rank: int | None = None) -> None:
         self.server, self.lease, self.rank = server, lease, rank
         self._commits: collections.deque[Any] = collections.deque()
+        self._methods: dict[tuple[str, str, int], Any] = {}
         self._lost: BaseException | None = None  # set once by the heartbeat thread
         self._stop = threading.Event()
         self._heart = threading.Thread(target=self._beat, name=f"raysvc-lease-{lease.name}", daemon=True)
@@ -69,28 +71,26 @@ class Connection:
     def fetch(self, method: str, num_returns: int, *args: Any) -> list[Any]:
         """Start a fetch; returns its refs."""
         self.check()
-        bound = getattr(self.server, method).options(
-            num_returns=num_returns, concurrency_group="fetch", max_task_retries=-1
-        )
-        refs = bound.remote(self.lease.fence, *args)
+        refs = self._bound(method, "fetch", num_returns).remote(self.lease.fence, *args)
         return refs if isinstance(refs, list) else [refs]
 
     def control(self, method: str, *args: Any) -> Any:
         """Start a call that needs no lease; returns its ref."""
         self.check()
-        return getattr(self.server, method).options(concurrency_group="control").remote(*args)
+        return self._bound(method, "control").remote(*args)
 
     def ledger(self, method: str, *args: Any, **named: Any) -> Any:
         """Start a call of the holder; they run in the order they were sent. Returns its ref."""
-        bound = getattr(self.server, method).options(concurrency_group="ledger")
-        return bound.remote(self.lease.fence, *args, **named)
+        return self._bound(method, "ledger").remote(self.lease.fence, *args, **named)
 
     def commit(self, step: int, skipped: bool) -> None:
-        """Send a commit and collect the answers that are there; a refusal is raised here, or by the next call."""
+        """Send a commit; a refusal is raised by this call or one of the next few."""
         import ray
 
         self.check()
         self._commits.append(self.ledger("commit", step, skipped, rank=self.rank))
+        if len(self._commits) < COMMITS_AT_ONCE:  # asking for an answer costs more than sending
+            return
         while self._commits and ray.wait([self._commits[0]], timeout=0)[0]:
             self.get(self._commits.popleft())
 
@@ -127,6 +127,14 @@ class Connection:
             self._stop.set()
             self._commits.clear()
             self._heart.join(timeout=10.0)
+
+    def _bound(self, method: str, threads: str, num_returns: int = 1) -> Any:
+        """The method with its options, made once: making them costs as much as a call."""
+        key = (method, threads, num_returns)
+        if key not in self._methods:
+            options = {"concurrency_group": threads, "num_returns": num_returns, "max_task_retries": -1}
+            self._methods[key] = getattr(self.server, method).options(**options)
+        return self._methods[key]
 
     def _beat(self) -> None:
         import ray

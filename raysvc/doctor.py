@@ -197,16 +197,20 @@ def _check_clocks(nodes: list[dict[str, Any]]) -> Finding:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    now = ray.remote(time.time).options(num_cpus=0)
+    now = ray.remote(_now)
     skew_s = {}
     for node in nodes:
         where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ask = now.options(scheduling_strategy=where)
+        ask = now.options(num_cpus=0, scheduling_strategy=where)
         ray.get(ask.remote(), timeout=60)  # the first call starts a process
         before = time.time()
         there = ray.get(ask.remote(), timeout=60)
         skew_s[node["NodeManagerAddress"]] = there - (before + time.time()) / 2
     return check_clock_skew(skew_s)
+
+
+def _now() -> float:
+    return time.time()
 
 
 def _check_gpu() -> Finding:

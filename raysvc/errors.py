@@ -18,6 +18,7 @@ RaysvcError
 │   ├── FencedError         this holder was replaced
 │   └── StepOutOfOrder      a step number that the contract does not allow
 ├── StepFailed              collation of one step failed; carries the step and the cause
+├── StepNotReady            too few rollouts came for a step
 └── WorkerFailed            a worker did not answer, or answered with an error
 
 Always true:
@@ -169,6 +170,27 @@ class StepFailed(RaysvcError):
 
     def __str__(self) -> str:
         return f"server {self.name!r} could not make step {self.step}: {self.cause}; look at the server's log"
+
+
+class StepNotReady(RaysvcError):
+    """Too few groups came in time for a step.
+
+    Args:
+        name: of the server.
+        step: that was asked for.
+        ready: groups that are there.
+        needed: groups of a step.
+    """
+
+    def __init__(self, name: str, step: int, ready: int, needed: int) -> None:
+        super().__init__(name, step, ready, needed)
+        self.name, self.step, self.ready, self.needed = name, step, ready, needed
+
+    def __str__(self) -> str:
+        return (
+            f"server {self.name!r} has {self.ready} of the {self.needed} groups of step {self.step}; "
+            "look whether the producers live, or ask again"
+        )
 
 
 class WorkerFailed(RaysvcError):

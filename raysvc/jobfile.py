@@ -2,12 +2,14 @@
 
 Always true:
 - what comes out is a checked `JobConfig`, or one ConfigError that names the field, the value and the law;
-- an unknown key is refused with the nearest known one.
+- an unknown key is refused with the nearest known one;
+- no message repeats a value of `storage_options`.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -18,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from raysvc.config import JobConfig
 from raysvc.errors import ConfigError
 
+WITH_PASSWORD = re.compile(r"[A-Za-z0-9+.:-]+://[^/@]*:[^/@]*@")
 SHORT = {"name": ("server", "name")}
 
 
@@ -44,9 +47,20 @@ def load_job(
     for text in overrides:
         _merge(tree, _override(text))
     try:
-        return JobConfig.model_validate(tree)
+        found = JobConfig.model_validate(tree)
     except ValidationError as error:
         raise _explain(error) from None
+    _refuse_credentials(found)
+    return found
+
+
+def _refuse_credentials(job: JobConfig) -> None:
+    """Addresses are printed, logged and kept in manifests; the message does not repeat what it refuses."""
+    paths = {"source.path": job.source.path, "cache.root": (job.cache.root or "",)}
+    for where, addresses in paths.items():
+        if any(WITH_PASSWORD.match(address) for address in addresses):
+            remedy = "give them in storage_options or in the environment"
+            raise ConfigError(where, "holds credentials in its address", remedy)
 
 
 def _tree(job: str | Path | Mapping[str, Any] | JobConfig | None) -> dict[str, Any]:
@@ -64,8 +78,9 @@ def _tree(job: str | Path | Mapping[str, Any] | JobConfig | None) -> dict[str, A
             str(path), f"cannot be read ({error.strerror})", "give the path of a job.yaml"
         ) from None
     except yaml.YAMLError as error:
-        first_line = " ".join(str(error).split())
-        raise ConfigError(str(path), f"is no YAML: {first_line}", "mend that line") from None
+        mark = getattr(error, "problem_mark", None)  # without the line itself, which may hold a secret
+        place = f" (line {mark.line + 1}: {getattr(error, 'problem', '')})" if mark else ""
+        raise ConfigError(str(path), f"is no YAML{place}", "mend that line") from None
     if not isinstance(tree, dict):
         raise ConfigError(str(path), "holds no keys", "begin with source: and tokenizer:")
     return tree
@@ -113,7 +128,7 @@ def _explain(error: ValidationError) -> ConfigError:
         return ConfigError(where, "is missing", "every job needs source and tokenizer")
     message = first["msg"].removeprefix("Value error, ")
     given = first["input"]
-    shown = "" if isinstance(given, Mapping) else f" (given {given!r})"
+    shown = "" if isinstance(given, Mapping) or "storage_options" in path else f" (given {given!r})"
     return ConfigError(where, f"{message}{shown}", "change this value")
 
 

@@ -5,7 +5,8 @@ Always true:
 - a rank gets the bytes that the driver of a controller would hand it;
 - a step is collated once for all ranks, and committed when all of them committed it;
 - ranks of one group share a fence; a process of another group is refused, or fences all of them;
-- arrays are private copies on the asked device, the object store's pages are let go.
+- with look-ahead, shards are brought here and copied by a thread before they are asked for;
+- arrays are private copies, the object store's pages are let go.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from raysvc.connection import Connection, new_holder
+from raysvc.connection import POLL_S, Connection, new_holder
 from raysvc.errors import ConfigError, StepOutOfOrder
 from raysvc.look_ahead import Limit, LookAhead
 from raysvc.plan.schedule import Schedule
@@ -45,7 +47,7 @@ class RankStep:
     Attributes:
         index: 0-based.
         epoch: 0-based.
-        shards: one per mini-batch, numpy, read-only.
+        shards: one per mini-batch, numpy, private.
         infos: of the mini-batches over all ranks.
     """
 
@@ -83,7 +85,7 @@ class RankMicro:
 @dataclass(frozen=True)
 class _Fetch:
     index: int
-    refs: list[Any]
+    step: Callable[[], RankStep]
 
 
 class RankClient:
@@ -96,6 +98,8 @@ class RankClient:
         self._limit = limit
         self._frontier = lease.frontier
         self._window: LookAhead[_Fetch] | None = None
+        # one thread: what is needed first is brought first
+        self._taker = ThreadPoolExecutor(1, thread_name_prefix="raysvc-take") if limit.steps else None
         self._steps = 0
         self._wait_s = 0.0
         self._last_wait_s = 0.0
@@ -162,7 +166,7 @@ class RankClient:
         return int(self._connection.get(method.remote(self._frontier, stop, self.dp_size)))
 
     def commit(self, step: int, *, skipped: bool = False) -> None:
-        """Say that this rank trained `step`; returns at once, a refusal is raised by the next call.
+        """Say that this rank trained `step`; returns at once, a refusal is raised by one of the next calls.
 
         Raises:
             StepOutOfOrder: a step before it is not committed.
@@ -200,7 +204,11 @@ class RankClient:
     def detach(self) -> None:
         """Give the seat back; safe to call twice."""
         self._window = None
-        self._connection.close()
+        try:
+            self._connection.close()
+        finally:
+            if self._taker is not None:
+                self._taker.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> RankClient:
         return self
@@ -223,8 +231,20 @@ class RankClient:
 
     def _fetch(self, index: int) -> _Fetch:
         count = self.schedule.mini_batches_at(index)
-        args = (index, self.rank, self.dp_size)
-        return _Fetch(index, self._connection.fetch("fetch_rank", 1 + count, *args))
+        refs = self._connection.fetch("fetch_rank", 1 + count, index, self.rank, self.dp_size)
+        if self._taker is None:
+            return _Fetch(index, lambda: self._take(refs))
+        return _Fetch(index, self._taker.submit(self._take, refs).result)
+
+    def _take(self, refs: list[Any]) -> RankStep:
+        """Bring a step to this process; ends early when the client is detached."""
+        import ray
+
+        while len(ray.wait(refs, num_returns=len(refs), timeout=POLL_S)[0]) < len(refs):
+            self._connection.check()
+        info: StepInfo
+        info, *shards = self._connection.get(refs)
+        return RankStep(info.index, info.epoch, tuple(map(_private, shards)), info.mini_batches)
 
     def _sizes(self, first: int, stop: int) -> Callable[[], list[int]]:
         ref = self._connection.control("sizes", first, stop, (self.dp_size,))
@@ -232,14 +252,13 @@ class RankClient:
 
     def _arrive(self, fetch: _Fetch) -> RankStep:
         begin = time.perf_counter()
-        info: StepInfo
-        info, *shards = self._connection.get(fetch.refs)
-        if info.index != fetch.index:
-            raise StepOutOfOrder(self.lease.name, info.index, f"step {fetch.index}")
+        step = fetch.step()
+        if step.index != fetch.index:
+            raise StepOutOfOrder(self.lease.name, step.index, f"step {fetch.index}")
         self._last_wait_s = time.perf_counter() - begin
         self._wait_s += self._last_wait_s
         self._steps += 1
-        return RankStep(info.index, info.epoch, tuple(shards), info.mini_batches)
+        return step
 
 
 def attach_rank(
@@ -280,4 +299,9 @@ def launched_group() -> str:
 def _on(device: str, arrays: dict[str, Any]) -> dict[str, torch.Tensor]:
     import torch
 
-    return {name: torch.tensor(array, device=device) for name, array in arrays.items()}
+    return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+
+
+def _private(shard: Shard) -> Shard:
+    arrays = {name: array.copy() for name, array in shard.arrays.items()}
+    return replace(shard, arrays=arrays, row_ids=shard.row_ids.copy())

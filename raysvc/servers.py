@@ -52,7 +52,9 @@ def stop(name: str, *, force: bool = False) -> None:
     from raysvc.actors.launch import find_server, stop_server, wait_for
 
     if not force:
-        facts = wait_for(find_server(name).stats.options(concurrency_group="control").remote(), f"server {name!r}")
+        facts = wait_for(
+            find_server(name).stats.options(concurrency_group="control").remote(), f"server {name!r}"
+        )
         for reader in facts["readers"].values():
             if reader["holder"] and reader["seen_s"] <= facts["lease_ttl_s"]:
                 what = f"is held by {reader['holder']} since {reader['since_s']:.0f} s"

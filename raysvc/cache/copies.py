@@ -78,9 +78,9 @@ class PartCopies:
             )
         return buffer
 
-    def holds(self, part: PartInfo) -> bool:
-        """Whether a copy is there."""
-        return self._path(part).exists()
+    def held_bytes(self) -> int:
+        """Bytes of all copies."""
+        return sum(size for _, size, _ in self._finished())
 
     def _path(self, part: PartInfo) -> Path:
         return self.folder / f"{part.checksum}-{part.num_bytes}.arrow"
@@ -101,13 +101,18 @@ class PartCopies:
         finally:
             staged.unlink(missing_ok=True)
 
-    def _make_room(self, num_bytes: int) -> None:
-        copies = []
+    def _finished(self) -> list[tuple[float, int, str]]:
+        """Time of last use, size and path of every copy, and of what killed processes left."""
+        found = []
         for item in os.scandir(self.folder):
             with contextlib.suppress(FileNotFoundError):
                 status = item.stat()
                 if not item.name.startswith(".tmp-") or time.time() - status.st_mtime > ABANDONED_S:
-                    copies.append((status.st_mtime, status.st_size, item.path))
+                    found.append((status.st_mtime, status.st_size, item.path))
+        return found
+
+    def _make_room(self, num_bytes: int) -> None:
+        copies = self._finished()
         total = sum(size for _, size, _ in copies) + num_bytes
         for _, size, path in sorted(copies):
             if total <= self.max_bytes // 2:
@@ -136,15 +141,9 @@ def copies_from(environ: Mapping[str, str]) -> PartCopies:
             raise StoreError(
                 "RAYSVC_PART_CACHE_GB", f"{limit_gb!r} is no number", "give gigabytes, like 50"
             ) from None
-    return PartCopies(folder, (_held(folder) + shutil.disk_usage(folder).free) // 2)
-
-
-def _held(folder: Path) -> int:
-    total = 0
-    for item in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            total += item.stat().st_size
-    return total
+    copies = PartCopies(folder, 0)
+    copies.max_bytes = (copies.held_bytes() + shutil.disk_usage(folder).free) // 2
+    return copies
 
 
 def _private(folder: Path) -> Path:

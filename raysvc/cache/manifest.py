@@ -219,7 +219,9 @@ def _mapping(raw: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
 
 def _columns(raw: Mapping[str, Any], where: str) -> dict[str, str]:
     value = raw.get("columns")
-    pairs_ok = isinstance(value, dict) and all(kind in COLUMN_TYPES for kind in value.values())
+    pairs_ok = isinstance(value, dict) and all(
+        isinstance(kind, str) and kind in COLUMN_TYPES for kind in value.values()
+    )
     if not pairs_ok or not isinstance(value, dict):
         raise _damaged(where, "columns are not known types")
     return value

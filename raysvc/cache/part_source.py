@@ -80,8 +80,8 @@ class RemoteParts:
 
     @property
     def max_mapped_bytes(self) -> int:
-        """Half of what the copies may take."""
-        return self._copies.max_bytes // 2
+        """A quarter of what the copies may take; what was announced and not read yet may take another one."""
+        return self._copies.max_bytes // 4
 
     def buffer(self, part: PartInfo) -> pa.Buffer:
         """Wait for the copy."""

@@ -14,7 +14,11 @@ Force = Annotated[bool, typer.Option("--force", help="End it even when a living 
 
 @edge
 def stop(
-    name: Name, force: Force = False, address: Address = None, as_json: AsJson = False, verbose: Verbose = False
+    name: Name,
+    force: Force = False,
+    address: Address = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
 ) -> None:
     """End a server. How far its trainer came stays in the run folder.
 

@@ -54,13 +54,11 @@ class Rank:
         import torch.distributed as dist
 
         torch.set_num_threads(1)
+        if dist.is_initialized():  # not at the end of a run: another rank may still be at its last collective
+            dist.destroy_process_group()
         worker = DoubleWorker(rank, world, "cpu", spec_json)
         worker.setup(f"file://{meeting}")
-        try:
-            return function(worker, *arguments)
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        return function(worker, *arguments)
 
 
 class Ranks:
@@ -86,7 +84,12 @@ class Ranks:
             )
             for rank in range(world)
         ]
-        return list(ray.get(calls, timeout=110))
+        pending = list(calls)
+        while pending:  # the first failure, at once: the other ranks would wait for it
+            done, pending = ray.wait(pending, timeout=100)
+            assert done, f"{len(pending)} ranks hang"
+            ray.get(done)
+        return list(ray.get(calls))
 
 
 def gradients(worker: Any) -> dict[str, np.ndarray]:

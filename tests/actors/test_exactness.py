@@ -14,7 +14,7 @@ from raysvc.actors.torch_worker import CausalLMWorker
 from . import reference
 from .ranks import Ranks, gradients_of, tiny_spec
 from .reference import distance, reference_gradient
-from .shards import minis_of, random_rows
+from .shards import minis_of, random_rows, some_rows
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 # float64 models; loss weights and columns travel as float32
@@ -40,7 +40,7 @@ def model_of(role: str = "policy") -> Any:
     """The model that every worker starts from."""
     torch.manual_seed(0)
     worker = CausalLMWorker(0, 1, "cpu", tiny_spec(role=role).model_dump_json())
-    return worker.load_lm().double()
+    return worker.load_lm().double().eval()  # its classifier has a dropout that workers leave out
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -119,8 +119,6 @@ def test_mini_batches_may_be_added_up_with_weights_of_their_own(ranks: Ranks, st
     )
     expected: dict[str, np.ndarray] = {}
     for weight, (mini, _, _) in zip((0.25, 0.75), minis, strict=True):
-        from .shards import some_rows
-
         part = some_rows(rows, mini.row_ids)
         grads, _ = reference_gradient(
             model_of(), part, reference.sft, "logits", list(range(len(mini.row_ids))), "token_mean"

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysvc.actors.ledger import Ledger
-from raysvc.errors import FencedError, LeaseHeld, RaysvcError, StateMismatch, StepOutOfOrder
+from raysvc.actors.ledgers import Ledgers
+from raysvc.errors import FencedError, LeaseHeld, RaysvcError, ServerError, StateMismatch, StepOutOfOrder
 
 TTL = 30.0
 
@@ -114,3 +115,56 @@ def test_whatever_is_called_fences_never_repeat_and_only_the_newest_moves_the_fr
         assert given_out.setdefault(ledger.fence, str(ledger.holder or before.holder)) is not None
         if ledger.frontier != before.frontier:
             assert (name, first, ledger.frontier) == ("commit", before.fence, before.frontier + 1)
+
+
+def test_ranks_of_a_group_share_a_fence_and_the_slowest_one_is_the_frontier() -> None:
+    ledger = Ledger("s")
+    for rank in range(3):
+        ledger = ledger.attach_rank("g", f"p{rank}", rank, 3, 0.0, TTL)
+    assert ledger.fence == 1
+    for rank, step in ((0, 0), (0, 1), (1, 0), (2, 0)):
+        before = ledger.frontier
+        ledger = ledger.commit(1, step, rank=rank)
+        assert ledger.frontier == (1 if rank == 2 else before)
+    with pytest.raises(StepOutOfOrder, match="expected step 1"):
+        ledger.commit(1, 2, rank=1)
+    back = Ledger.from_json(json.loads(json.dumps(ledger.to_json())))
+    assert back.seats == ledger.seats
+    assert back.commit(1, 4, rank=1).seats[1].frontier == 5, "commits that were not flushed are told again"
+
+
+def test_a_rank_that_left_still_counts_and_the_last_one_gives_the_lease_back() -> None:
+    ledger = Ledger("s").attach_rank("g", "p0", 0, 2, 0.0, TTL).attach_rank("g", "p1", 1, 2, 0.0, TTL)
+    ledger = ledger.commit(1, 0, rank=0).detach(1, 0)
+    assert (ledger.holder, ledger.frontier) == ("g", 0)
+    ledger = ledger.commit(1, 0, rank=1).detach(1, 1)
+    assert (ledger.holder, ledger.frontier) == (None, 1)
+    assert ledger.detach(1) == ledger
+
+
+def test_a_group_of_another_size_or_a_second_process_on_a_seat_needs_a_takeover() -> None:
+    ledger = Ledger("s").attach_rank("g", "p0", 0, 2, 0.0, TTL)
+    assert ledger.attach_rank("g", "p0", 0, 2, 1.0, TTL).fence == 1, "the same process asks again"
+    for group, holder, rank, num_ranks in (("g", "q0", 0, 2), ("g", "q1", 1, 3), ("h", "q1", 1, 2)):
+        with pytest.raises(LeaseHeld):
+            ledger.attach_rank(group, holder, rank, num_ranks, 1.0, TTL)
+        taken = ledger.attach_rank(group, holder, rank, num_ranks, 1.0, TTL, takeover=True)
+        assert (taken.fence, [seat.holder for seat in taken.seats if seat.holder]) == (2, [holder])
+
+
+def test_readers_get_fences_of_one_count_and_their_own_frontiers() -> None:
+    ledgers = Ledgers("s", shared=True)
+    for reader in ("a", "b", "a"):
+        ledgers, _ = ledgers.attached(
+            reader, lambda ledger, fence: ledger.attach(f"{fence}", 0.0, TTL, takeover=True, fence=fence)
+        )
+    assert {name: ledger.fence for name, ledger in ledgers.by_reader.items()} == {"a": 3, "b": 2}
+    ledgers, _ = ledgers.changed(2, lambda ledger: ledger.commit(2, 0))
+    assert (ledgers.of("a").frontier, ledgers.of("b").frontier, ledgers.committed()) == (0, 1, 0)
+    with pytest.raises(FencedError):
+        ledgers.changed(1, lambda ledger: ledger.commit(1, 0))
+    back = Ledgers("s", shared=True).restored(json.loads(json.dumps(ledgers.to_json())))
+    assert back.fence == 3
+    assert (back.without_frontiers().of("b").frontier, back.without_frontiers().fence) == (0, 3)
+    with pytest.raises(ServerError, match="not shared"):
+        Ledgers("s").of("a")

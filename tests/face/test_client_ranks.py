@@ -21,7 +21,9 @@ def stats(server: Any) -> dict[str, Any]:
 def attach_ranks(name: str, num_ranks: int = 2, **options: Any) -> list[Any]:
     import raysvc
 
-    return [raysvc.attach(name, dp_size=num_ranks, rank=rank, group="g", **options) for rank in range(num_ranks)]
+    return [
+        raysvc.attach(name, dp_size=num_ranks, rank=rank, group="g", **options) for rank in range(num_ranks)
+    ]
 
 
 def test_ranks_get_the_bytes_of_the_controller_and_a_step_is_collated_once(
@@ -38,7 +40,9 @@ def test_ranks_get_the_bytes_of_the_controller_and_a_step_is_collated_once(
     got: dict[int, Any] = {}
     for steps in zip(*(rank.steps() for rank in ranks), strict=True):
         index = steps[0].index
-        got[index] = [[streams.digest(shard) for shard in mini] for mini in zip(*(s.shards for s in steps), strict=True)]
+        got[index] = [
+            [streams.digest(shard) for shard in mini] for mini in zip(*(s.shards for s in steps), strict=True)
+        ]
         for rank in ranks:
             assert stats(server)["frontier"] == index, "committed when all ranks did"
             rank.commit(index)
@@ -49,6 +53,7 @@ def test_ranks_get_the_bytes_of_the_controller_and_a_step_is_collated_once(
     for rank in ranks:
         rank.detach()
     assert stats(server)["holder"] is None
+    assert not streams.threads(), "a detached rank leaves no thread"
 
 
 def eventually_frontier(server: Any, frontier: int) -> None:

@@ -63,7 +63,9 @@ def test_a_killed_server_comes_back_and_the_stream_goes_on(
     facts = stats(server)
     assert facts["pid"] not in pids
     assert len(pids) == (1 if point == "idle" else 2)
-    assert (facts["frontier"], facts["holder"], facts["fence"]) == (8, None, 1), "the lease outlived the process"
+    assert (facts["frontier"], facts["holder"], facts["fence"]) == (8, None, 1), (
+        "the lease outlived the process"
+    )
     assert streams.threads() == threads
     assert streams.num_refs() <= refs
 
@@ -96,7 +98,7 @@ def test_a_trainer_killed_at_four_points_ends_with_the_rows_of_one_that_was_not(
     assert run("undisturbed", "calm.json") == 0
     expected = json.loads((tmp_path / "calm.json").read_text())["applied"]
     assert len(expected) == 39
-    for death in ("fetching:3", "fetched:7", "stepped:11", "saved:15"):
+    for death in ("fetching:5", "fetched:7", "stepped:11", "saved:15"):
         assert run("trainer", "killed.json", death) == -signal.SIGKILL
         applied = json.loads((tmp_path / "killed.json").read_text())["applied"]
         assert applied == expected[: len(applied)]
@@ -210,8 +212,8 @@ def test_a_lost_node_takes_nothing_with_it_and_the_server_moves_to_one_that_stay
         [sys.executable, "-c", NODE, spec.model_dump_json(), str(HERE)],
         capture_output=True, text=True, check=False, timeout=110,
     )  # fmt: skip
-    assert done.stdout, done.stderr[-3000:]
-    report = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     assert report["got"] == expected_of(spec)
     assert report["markets"] == ["spot", "on-demand"], "it takes what there is, and then what stays"
 

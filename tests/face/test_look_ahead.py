@@ -49,7 +49,9 @@ def test_every_step_comes_once_in_order_and_what_is_ahead_keeps_to_both_limits(
             assert sum(sizes[step] for step in ahead) <= nbytes
             following = fetch.index + 1 + len(ahead)
             if len(ahead) < steps and following < len(sizes):
-                assert sum(sizes[step] for step in ahead) + sizes[following] > nbytes, "no room is left unused"
+                assert sum(sizes[step] for step in ahead) + sizes[following] > nbytes, (
+                    "no room is left unused"
+                )
     assert asked == list(range(start, len(sizes)))
     assert window.num_outstanding == 0
 

@@ -40,9 +40,7 @@ def test_the_same_spec_finds_the_running_server_and_another_is_refused_with_ever
     assert "lease_ttl_s (30.0 -> 31.0)" in str(caught.value)
 
 
-def test_a_server_that_can_serve_nothing_says_why_and_leaves_no_actor(
-    serve: Served, tmp_path: Path
-) -> None:
+def test_a_server_that_can_serve_nothing_says_why_and_leaves_no_actor(serve: Served, tmp_path: Path) -> None:
     from raysvc.actors.launch import server_names
     from raysvc.errors import ConfigError, EntryError
 
@@ -63,7 +61,10 @@ def test_a_second_trainer_is_refused_until_it_takes_over_and_then_the_first_one_
     first = raysvc.attach("held", dp_size=2)
     with pytest.raises(LeaseHeld, match="is held by") as caught:
         raysvc.attach("held")
-    assert (caught.value.holder.split(":")[1], caught.value.since_s >= 0) == (str(__import__("os").getpid()), True)
+    assert (caught.value.holder.split(":")[1], caught.value.since_s >= 0) == (
+        str(__import__("os").getpid()),
+        True,
+    )
     with raysvc.attach("held", dp_size=2, takeover=True) as second:
         for method in (lambda: next(iter(first)), lambda: first.rewind(0), lambda: first.fetch(0)):
             with pytest.raises(FencedError, match=f"the newest is {second.lease.fence}"):

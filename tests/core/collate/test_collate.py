@@ -82,6 +82,15 @@ def test_every_cell_is_what_the_slow_collator_says(make_data, make_shards, lengt
         check_counts(data, config, mini, shards)
 
 
+@pytest.mark.parametrize("layout", ["padded_right", "padded_left"])
+def test_a_costlier_micro_batch_of_shorter_rows_may_come_before_a_wider_one(make_data, make_shards, layout):
+    data = make_data([40, 40, 30, 30, 30])
+    config = PlanConfig(layout=layout, micro_batch_tokens=90, batch_size=5, columns=COLUMNS)
+    [(mini, [shard])] = make_shards(data, config, 1, pad_token_id=PAD_TOKEN, pad_values=PADS)
+    assert [micro.width for micro in shard.micro_batches] == [30, 40]
+    check_shard(data, config, mini, 0, shard)
+
+
 def check_shard(data, config, mini, rank, shard):
     arrays, plan = shard.arrays, mini.ranks[rank]
     want = naive(data, config, mini, rank, arrays["input_ids"].shape[1])

@@ -1,0 +1,179 @@
+"""Rollout groups: a prompt and its sequences, checked whole, as Arrow and back.
+
+Axes: S sequences of a group (samples, or turns of trajectories), L tokens of a sequence, N sequences of several groups.
+Always true:
+- every per-token column has the length of its sequence, every per-row column one value per sequence;
+- a group that breaks a rule is refused with its uid and the rule, and none of its call is kept;
+- `groups_of(table_of(groups))` gives the groups back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raysvc.errors import SourceError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+KEYS = ("uid", "attempt", "weight_version")
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """All that is trained of one prompt.
+
+    Attributes:
+        uid: of the prompt.
+        input_ids: [S] of int [L].
+        loss_mask: [S] of 0 or 1 [L]; 1 where a token was sampled and is trained.
+        tokens: further per-token columns, name -> [S] of numbers [L] (logprobs, advantages).
+        rows: per-row columns, name -> numbers [S] (reward, advantage).
+        attempt: counts retries of the same prompt; (uid, attempt) is put once.
+        weight_version: of the weights that sampled it; the oldest one, where they changed in between.
+    """
+
+    uid: str
+    input_ids: Sequence[Any]
+    loss_mask: Sequence[Any]
+    tokens: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    rows: Mapping[str, Any] = field(default_factory=dict)
+    attempt: int = 0
+    weight_version: int = 0
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What makes two puts the same."""
+        return self.uid, self.attempt
+
+
+def checked(group: Group) -> Group:
+    """The group with numpy columns.
+
+    Raises:
+        SourceError: it breaks a rule; names uid, column and sequence.
+    """
+    if not group.uid:
+        raise SourceError("group ''", "has no uid", "give it the uid of its prompt")
+    if group.attempt < 0 or group.weight_version < 0:
+        raise _error(group, "has a negative attempt or weight_version", "count from 0")
+    ids = [_vector(group, "input_ids", number, ids, np.int32) for number, ids in enumerate(group.input_ids)]
+    if not ids or min(len(each) for each in ids) < 1:
+        raise _error(group, "has no sequence, or an empty one", "leave it out")
+    if min(int(each.min()) for each in ids) < 0:
+        raise _error(group, "has a negative token id", "send ids as the tokenizer gave them")
+    tokens = {"loss_mask": group.loss_mask, **group.tokens}
+    columns = {name: _column(group, name, values, ids) for name, values in tokens.items()}
+    mask = [each.astype(np.uint8) for each in columns.pop("loss_mask")]
+    if any(bool((each > 1).any()) for each in mask):
+        raise _error(
+            group, "has a loss_mask that is neither 0 nor 1", "put weights into a column of their own"
+        )
+    for name in {*group.tokens, *group.rows}:
+        if name in (*KEYS, "input_ids", "loss_mask") or (name in group.tokens and name in group.rows):
+            raise _error(group, f"has two columns {name!r}", "give each column its own name")
+    rows = {name: _row_column(group, name, values, len(ids)) for name, values in group.rows.items()}
+    return Group(group.uid, ids, mask, columns, rows, group.attempt, group.weight_version)
+
+
+def table_of(groups: Sequence[Group]) -> pa.Table:
+    """One row per sequence, group after group.
+
+    Raises:
+        SourceError: groups of different columns, or a group that breaks a rule.
+    """
+    import pyarrow as pa
+
+    whole = [checked(group) for group in groups]
+    for group in whole:
+        for mine, first in ((group.tokens, whole[0].tokens), (group.rows, whole[0].rows)):
+            if set(mine) != set(first):
+                what = f"has the columns {sorted(mine)}, and {whole[0].uid!r} has {sorted(first)}"
+                raise _error(group, what, "give all groups the same columns")
+    sizes = [len(group.input_ids) for group in whole]
+    columns: dict[str, Any] = {
+        "uid": pa.array(np.repeat([group.uid for group in whole], sizes)),
+        "attempt": pa.array(np.repeat(np.array([group.attempt for group in whole], np.int64), sizes)),
+        "weight_version": pa.array(np.repeat(np.array([g.weight_version for g in whole], np.int64), sizes)),
+        "input_ids": _lists([ids for group in whole for ids in group.input_ids]),
+        "loss_mask": _lists([mask for group in whole for mask in group.loss_mask]),
+    }
+    for name in whole[0].tokens:
+        columns[f"token.{name}"] = _lists([values for group in whole for values in group.tokens[name]])
+    for name in whole[0].rows:
+        columns[f"row.{name}"] = pa.array(np.concatenate([group.rows[name] for group in whole]))
+    return pa.table(columns)
+
+
+def groups_of(table: pa.Table) -> list[Group]:
+    """The inverse of `table_of`."""
+    keys = list(zip(*(table.column(name).to_pylist() for name in KEYS), strict=True))
+    bounds = [0, *(row for row in range(1, len(keys)) if keys[row] != keys[row - 1]), len(keys)]
+    out = []
+    for first, stop in pairwise(bounds):
+        part = table.slice(first, stop - first)
+        lists = {
+            name: [np.asarray(values.values) for values in part.column(name)]
+            for name in part.column_names
+            if name in ("input_ids", "loss_mask") or name.startswith("token.")
+        }
+        rows = {
+            name.removeprefix("row."): part.column(name).to_numpy()
+            for name in part.column_names
+            if name.startswith("row.")
+        }
+        ids, mask = lists.pop("input_ids"), lists.pop("loss_mask")
+        tokens = {name.removeprefix("token."): values for name, values in lists.items()}
+        uid, attempt, version = keys[first]
+        out.append(Group(uid, ids, mask, tokens, rows, attempt, version))
+    return out
+
+
+def _column(group: Group, name: str, values: Sequence[Any], ids: list[Any]) -> list[npt.NDArray[Any]]:
+    if len(values) != len(ids):
+        what = f"has {len(values)} sequences in {name!r} and {len(ids)} in 'input_ids'"
+        raise _error(group, what, "give every sequence every column")
+    vectors = [_vector(group, name, number, each) for number, each in enumerate(values)]
+    for number, (vector, each) in enumerate(zip(vectors, ids, strict=True)):
+        if len(vector) != len(each):
+            what = f"has {len(vector)} values in {name!r} of sequence {number}, which has {len(each)} tokens"
+            raise _error(group, what, "give every token a value")
+    return vectors
+
+
+def _vector(
+    group: Group, name: str, number: int, values: Any, dtype: npt.DTypeLike | None = None
+) -> npt.NDArray[Any]:
+    vector = np.asarray(values)
+    if vector.ndim != 1 or vector.dtype.kind not in "iufb":
+        what = f"has {name!r} of sequence {number} with shape {vector.shape} of {vector.dtype}"
+        raise _error(group, what, "give one list of numbers per sequence")
+    if vector.dtype == np.float64:
+        vector = vector.astype(np.float32)
+    if vector.dtype.kind == "f" and not np.isfinite(vector).all():
+        raise _error(group, f"has a value in {name!r} of sequence {number} that is not finite", "filter it")
+    return vector if dtype is None else vector.astype(dtype)
+
+
+def _row_column(group: Group, name: str, values: Any, count: int) -> npt.NDArray[Any]:
+    column = _vector(group, name, 0, values)
+    if len(column) != count:
+        raise _error(group, f"has {len(column)} values in {name!r} for {count} sequences", "give one each")
+    return column
+
+
+def _lists(vectors: list[npt.NDArray[Any]]) -> pa.Array:
+    import pyarrow as pa
+
+    offsets = np.concatenate([[0], np.cumsum([len(vector) for vector in vectors])]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(vectors)))
+
+
+def _error(group: Group, what: str, remedy: str) -> SourceError:
+    return SourceError(f"group {group.uid!r}", what, remedy)

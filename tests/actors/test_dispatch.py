@@ -1,0 +1,268 @@
+"""Dispatch over fake workers: who gets what, in which order, what overlaps, and what is moved."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raysvc.actors.dispatch import WorkerDispatch, WorkerGroup
+from raysvc.actors.losses import SftLoss
+from raysvc.actors.mesh import Mesh
+from raysvc.actors.results import reduce_metrics
+from raysvc.actors.row_values import RowValues, cells_of, gather_rows, in_order, with_columns
+from raysvc.client import Mini
+from raysvc.errors import ConfigError, WorkerFailed
+
+from .shards import minis_of, random_rows
+
+pytestmark = pytest.mark.ray
+
+
+class FakeWorker:
+    """Answers at once and remembers when it was asked for what."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.log: list[tuple[str, Any, float]] = []
+        self.staged: dict[Any, Any] = {}
+        self.model = True
+
+    def stage(self, key: Any, shard: Any, columns: Any = None, loss_weight: float = 1.0) -> int:
+        self.staged[key] = shard if columns is None else with_columns(shard, columns)
+        return 0
+
+    def forward(self, key: Any) -> RowValues:
+        assert self.model
+        while key not in self.staged:
+            time.sleep(0.001)
+        shard = self.staged[key]
+        self._note("forward", self.number)
+        return gather_rows(shard, {"logprobs": shard.arrays["input_ids"] * 2.0})
+
+    def forward_backward(self, key: Any, loss: Any) -> dict[str, float]:
+        assert self.model
+        while key not in self.staged:
+            time.sleep(0.001)
+        shard = self.staged[key]
+        self._note("forward_backward", sorted(shard.arrays))
+        return {"loss": 0.5, "ratio_max": float(self.number), "lr": 0.1}
+
+    def optim_step(self) -> dict[str, float]:
+        self._note("optim_step", None)
+        return {"grad_norm": 1.0}
+
+    def place(self, part: str, on_device: bool) -> None:
+        self._note("place", (part, on_device))
+        if part == "model":
+            self.model = on_device
+
+    def set_lr(self, learning_rate: float) -> None:
+        self._note("set_lr", learning_rate)
+
+    def fail(self) -> None:
+        raise KeyError("broken")
+
+    def save_checkpoint(self, folder: str) -> None:
+        raise OSError(f"{folder} is full")
+
+    def node_id(self) -> str:
+        return f"node-{self.number % 2}"
+
+    def address(self) -> str:
+        return ""
+
+    def setup(self, address: str) -> None:
+        self._note("setup", address)
+
+    def call_after(self, name: str, arguments: tuple[Any, ...], *after: Any) -> Any:
+        return getattr(self, name)(*arguments)
+
+    def read(self) -> list[tuple[str, Any, float]]:
+        return self.log
+
+    def _note(self, name: str, what: Any) -> None:
+        self.log.append((name, what, time.monotonic()))
+
+
+def group_of(mesh: Mesh) -> WorkerGroup:
+    import ray
+
+    actor = ray.remote(concurrency_groups={"stage": 1})(FakeWorker).options(num_cpus=0)
+    return WorkerGroup([actor.remote(number) for number in range(mesh.size)], mesh)
+
+
+def logs_of(group: WorkerGroup) -> list[list[tuple[str, Any, float]]]:
+    return group.gather("read", group.call("read"))
+
+
+def data_of(dp_size: int, layout: str = "padded_left") -> tuple[Mini, RowValues]:
+    """A mini-batch as refs, and its ids as row values."""
+    import ray
+
+    rows = random_rows(7, seed=1)
+    ((_, shards, info),) = minis_of(
+        rows, {"batch_size": 7, "layout": layout, "micro_batch_tokens": 30, "oversize": "alone"}, dp_size
+    )
+    ids = RowValues(rows.row_ids, rows.lengths.astype(np.int64), {"ids": rows.tokens["input_ids"]})
+    return Mini(tuple(ray.put(shard) for shard in shards), info), ids
+
+
+@pytest.fixture(scope="module")
+def three(ray_session: None) -> Any:
+    """A policy of two dp ranks with two replicas each, a colocated reference, and a critic elsewhere."""
+    groups = {
+        "policy": group_of(Mesh(dp=2, tp=2)),
+        "ref": group_of(Mesh(dp=1)),
+        "critic": group_of(Mesh(dp=3)),
+    }
+    dispatch = WorkerDispatch(groups, colocated=[{"policy", "ref"}])
+    for name in groups:
+        dispatch.init_model(name)
+    yield dispatch
+    dispatch.shutdown()
+
+
+@pytest.mark.parametrize("name", ["policy", "critic"])
+@pytest.mark.parametrize("layout", ["padded_left", "padded_right", "packed"])
+def test_outputs_come_in_row_order_without_dummies(three: WorkerDispatch, name: str, layout: str) -> None:
+    data, ids = data_of(three.groups[name].mesh.dp, layout)
+    out = three.forward(name, data)
+    assert data.info is not None
+    assert out.row_ids.tolist() == data.info.row_ids.tolist()
+    expected = in_order([ids], data.info.row_ids)
+    assert out.tokens["logprobs"].tolist() == (2.0 * expected.tokens["ids"]).tolist()
+
+
+def test_replicas_share_a_shard_and_one_of_them_answers(three: WorkerDispatch) -> None:
+    data, ids = data_of(2)
+    before = [len(log) for log in logs_of(three.groups["policy"])]
+    metrics = three.forward_backward("policy", data, SftLoss(), columns=ids.renamed(advantages="ids"))
+    for log, start in zip(logs_of(three.groups["policy"]), before, strict=True):
+        (names,) = [what for name, what, _ in log[start:] if name == "forward_backward"]
+        assert "advantages" in names
+    assert metrics == {"loss": 1.0, "ratio_max": 2.0, "lr": 0.1}  # of workers 0 and 2
+
+
+def test_a_colocated_pair_moves_only_when_it_must_and_never_overlaps(three: WorkerDispatch) -> None:
+    policy, ref = three.groups["policy"], three.groups["ref"]
+    three.optim_step("policy")  # from here on: the policy is on the device
+    starts = [len(log) for log in logs_of(policy)], [len(log) for log in logs_of(ref)]
+    data, small = data_of(2)[0], data_of(1)[0]
+    pending: list[Any] = [
+        three.forward_async("policy", data),
+        three.forward_async("ref", small),
+        three.forward_async("ref", small),
+        three.forward_backward_async("policy", data),
+        three.forward_backward_async("policy", data),
+        three.optim_step_async("policy"),
+    ]
+    for one in pending:
+        one.result()
+    logs = [log[start:] for log, start in zip(logs_of(policy), starts[0], strict=True)]
+    for log in logs:
+        assert [what for name, what, _ in log if name == "place"] == [
+            ("optimizer", False),
+            ("model", False),
+            ("model", True),
+            ("optimizer", True),
+        ]
+    (there,) = [log[start:] for log, start in zip(logs_of(ref), starts[1], strict=True)]
+    assert [name for name, _, _ in there] == ["place", "forward", "forward", "place"]
+    gone = max(when for log in logs for name, what, when in log if what == ("model", False))
+    back = min(when for log in logs for name, what, when in log if what == ("model", True))
+    assert gone < there[0][2]
+    assert there[-1][2] < back
+
+
+def test_groups_that_are_not_colocated_do_not_wait_for_each_other(
+    three: WorkerDispatch, tmp_path: Path
+) -> None:
+    import ray
+
+    late, _ = data_of(3)
+    gate = tmp_path / "gate"
+
+    @ray.remote(num_cpus=0)
+    def when_open(shard: Any) -> Any:
+        while not gate.exists():
+            time.sleep(0.01)
+        return shard
+
+    critic = three.forward_async(
+        "critic", Mini(tuple(when_open.remote(ref) for ref in late.shards), late.info)
+    )
+    three.forward("policy", data_of(2)[0])  # done while the critic still waits for its data
+    gate.touch()
+    assert len(critic.result().row_ids) == 7
+
+
+def test_a_failed_call_names_the_rank_and_leaves_nothing_assumed(three: WorkerDispatch) -> None:
+    three.optim_step("policy")
+    with pytest.raises(WorkerFailed, match=r"rank \d failed in save_checkpoint: OSError: /disk is full"):
+        three.save_checkpoint("policy", "/disk")
+    assert three.memory.moves("policy", "forward") != []
+    three.memory.forget("policy")
+    assert len(three.forward("policy", data_of(2)[0]).row_ids) == 7
+
+
+def test_groups_answer_for_themselves(three: WorkerDispatch) -> None:
+    assert three.lcm_dp_size() == 6
+    assert three.node_ids() == ["node-0", "node-1"]
+    assert three.node_ids("ref") == ["node-0"]
+    three.set_lr("ref", 0.5)
+    assert logs_of(three.groups["ref"])[0][-1][:2] == ("set_lr", 0.5)
+
+
+def test_metrics_of_ranks_become_one_number_by_their_names() -> None:
+    ranks = [
+        {"loss": 0.25, "ratio_max": 1.0, "len_min": 3.0, "lr": 0.1, "wait_s": 2.0},
+        {"loss": 0.5, "ratio_max": 4.0, "len_min": 2.0, "lr": 0.1, "wait_s": 1.0},
+        {"loss": 0.0},
+    ]
+    assert reduce_metrics(ranks) == {"loss": 0.75, "ratio_max": 4.0, "len_min": 2.0, "lr": 0.1, "wait_s": 2.0}
+
+
+@pytest.mark.parametrize("mesh", [Mesh(1), Mesh(3, tp=2), Mesh(2, tp=2, pp=3, cp=2)])
+def test_a_mesh_numbers_every_worker_once_and_collects_one_per_dp_rank(mesh: Mesh) -> None:
+    ranks = [mesh.rank(index) for index in range(mesh.size)]
+    assert len(set(ranks)) == mesh.size == mesh.dp * mesh.tp * mesh.pp * mesh.cp
+    assert [ranks[index].dp for index in mesh.collected()] == list(range(mesh.dp))
+    assert all(ranks[index][1:] == (mesh.pp - 1, 0, 0) for index in mesh.collected())
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"layout": "padded_right", "micro_batch_size": 2, "pad_to_multiple": 4},
+        {"layout": "padded_left", "micro_batch_tokens": 40},
+        {"layout": "packed", "micro_batch_tokens": 40, "align": 4},
+    ],
+)
+@pytest.mark.parametrize("dp_size", [1, 3])
+def test_what_goes_in_at_a_token_comes_out_at_that_token(plan: dict[str, Any], dp_size: int) -> None:
+    rows = random_rows(11, seed=2)
+    ((mini, shards, _),) = minis_of(rows, {"batch_size": 11, "oversize": "alone", **plan}, dp_size)
+    columns = RowValues(rows.row_ids, rows.lengths.astype(np.int64), {"x": rows.tokens["advantages"]})
+    parts = []
+    for shard in shards:
+        filled = with_columns(shard, columns)
+        assert (filled.arrays["input_ids"].reshape(-1)[cells_of(shard)] > 0).all()
+        parts.append(gather_rows(filled, {"x": filled.arrays["x"], "ids": filled.arrays["input_ids"]}))
+    out = in_order(parts, mini.row_ids)
+    expected = columns.pick(mini.row_ids)
+    assert out.tokens["x"].tolist() == expected.tokens["x"].tolist()
+    for row in range(11):
+        where = slice(int(rows.offsets[mini.row_ids[row]]), int(rows.offsets[mini.row_ids[row] + 1]))
+        assert out.row(row, "ids").tolist() == rows.tokens["input_ids"][where].tolist()
+
+
+def test_columns_of_other_rows_are_refused() -> None:
+    rows = random_rows(4)
+    ((_, shards, _),) = minis_of(rows, {"batch_size": 4, "micro_batch_size": 2}, 1)
+    short = RowValues(rows.row_ids[:3], rows.lengths[:3].astype(np.int64), {"x": np.zeros(100)})
+    with pytest.raises(ConfigError, match="rows \\[3\\] are missing"):
+        with_columns(shards[0], short)

@@ -1,0 +1,287 @@
+"""Every file in deploy/ is what the tool that reads it accepts, and says what the code expects."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from raysvc.config import JobConfig, PoolConfig
+from raysvc.jobfile import load_job
+from raysvc.metrics import TABLE
+
+from .kube_schema import strict
+
+CLUSTERS = ("ray-aws.yaml", "ray-gcp.yaml")
+KUBE = ("raycluster.yaml", "rayjob-tokenize.yaml", "rayjob-train.yaml")
+
+
+def documents(path: Path) -> list[Any]:
+    return [one for one in yaml.safe_load_all(path.read_text()) if one]
+
+
+def check_core(document: Any) -> None:
+    import kubernetes_validate
+
+    kubernetes_validate.validate(document, "1.33", strict=True)
+
+
+def pods(document: Any) -> Iterator[Any]:
+    """Pod specs of a RayCluster or RayJob."""
+    spec = document["spec"]
+    if "submitterPodTemplate" in spec:
+        yield spec["submitterPodTemplate"]["spec"]
+    cluster = spec if document["kind"] == "RayCluster" else spec.get("rayClusterSpec")
+    if cluster:
+        yield cluster["headGroupSpec"]["template"]["spec"]
+        yield from (group["template"]["spec"] for group in cluster["workerGroupSpecs"])
+
+
+def groups(document: Any) -> list[Any]:
+    spec = document["spec"].get("rayClusterSpec", document["spec"])
+    found: list[Any] = spec.get("workerGroupSpecs", [])
+    return found
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_ray_accepts_the_cluster_files(deploy: Path, name: str) -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    config = yaml.safe_load((deploy / name).read_text())
+    validate_config(prepare_config(config))
+    broken = {**config, "idle_timeout": 3}
+    with pytest.raises(jsonschema.ValidationError, match="idle_timeout"):
+        validate_config(prepare_config(broken))
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_clusters_ask_for_a_token_and_have_an_empty_spot_pool_for_data(deploy: Path, name: str) -> None:
+    config = yaml.safe_load((deploy / name).read_text())
+    starts = [*config["head_start_ray_commands"], *config["worker_start_ray_commands"]]
+    assert all("RAY_AUTH_MODE=token" in line for line in starts if "ray start" in line)
+    types = config["available_node_types"]
+    assert (types["data"]["min_workers"], types["gpu"]["min_workers"]) == (0, 0)
+    assert types["head"]["resources"] == {"CPU": 0}
+    text = json.dumps(types["data"]["node_config"])
+    assert "spot" in text or "preemptible" in text
+    assert not re.search(r"spot|preemptible", json.dumps(types["gpu"]["node_config"]))
+
+
+@pytest.mark.parametrize("name", KUBE)
+def test_custom_resources_have_only_fields_that_kuberay_knows(
+    deploy: Path, name: str, crds: dict[tuple[str, str], dict[str, Any]]
+) -> None:
+    for document in documents(deploy / "kuberay" / "base" / name):
+        schema = strict(crds[document["apiVersion"], document["kind"]], root=True)
+        jsonschema.Draft7Validator(schema).validate(document)
+        document["spec"]["headGroupSpecs"] = {}
+        with pytest.raises(jsonschema.ValidationError, match="headGroupSpecs"):
+            jsonschema.Draft7Validator(schema).validate(document)
+
+
+@pytest.mark.parametrize("name", KUBE)
+def test_the_pods_in_them_are_pods(deploy: Path, name: str) -> None:
+    for document in documents(deploy / "kuberay" / "base" / name):
+        for number, spec in enumerate(pods(document)):
+            check_core({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"p{number}"}, "spec": spec})
+
+
+@pytest.mark.parametrize("name", KUBE)
+def test_no_pod_runs_as_root_and_every_container_has_limits(deploy: Path, name: str) -> None:
+    for document in documents(deploy / "kuberay" / "base" / name):
+        for spec in pods(document):
+            assert spec["securityContext"]["runAsNonRoot"] is True
+            for container in spec["containers"]:
+                assert container["securityContext"]["allowPrivilegeEscalation"] is False
+                assert {"cpu", "memory"} <= set(container["resources"]["limits"])
+
+
+@pytest.mark.parametrize("name", KUBE[:2])
+def test_clusters_have_tokens_autoscaler_v2_and_shared_memory_in_memory(deploy: Path, name: str) -> None:
+    for document in documents(deploy / "kuberay" / "base" / name):
+        cluster = document["spec"].get("rayClusterSpec", document["spec"])
+        assert cluster["authOptions"] == {"mode": "token"}
+        assert cluster["enableInTreeAutoscaling"] is True
+        assert cluster["autoscalerOptions"]["version"] == "v2"
+        for spec in pods(document):
+            (shm,) = [volume for volume in spec["volumes"] if volume["name"] == "shm"]
+            assert shm["emptyDir"]["medium"] == "Memory"
+            mounts = spec["containers"][0]["volumeMounts"]
+            assert {"mountPath": "/dev/shm", "name": "shm"} in mounts
+            assert gib(shm["emptyDir"]["sizeLimit"]) < gib(
+                spec["containers"][0]["resources"]["limits"]["memory"]
+            )
+
+
+def gib(text: str) -> float:
+    assert text.endswith("Gi")
+    return float(text[:-2])
+
+
+def test_pool_labels_are_the_ones_that_jobs_select_by(deploy: Path) -> None:
+    (name, wanted), *_ = PoolConfig().label_selector.items()
+    labels = [
+        group["labels"][name]
+        for path in KUBE
+        for document in documents(deploy / "kuberay" / "base" / path)
+        for group in groups(document)
+    ]
+    for path in CLUSTERS:
+        types = yaml.safe_load((deploy / path).read_text())["available_node_types"]
+        labels += [types[pool]["labels"][name] for pool in ("data", "gpu")]
+    assert set(labels) == {"data", "gpu"}
+    assert wanted == "!gpu"
+
+
+@pytest.mark.parametrize("path", ["base/job.yaml", "overlays/example/job.yaml"])
+def test_the_jobs_in_config_maps_are_jobs(deploy: Path, path: str) -> None:
+    job = load_job(deploy / "kuberay" / path)
+    assert isinstance(job, JobConfig)
+    assert job.workers.label_selector == {"raysvc-pool": "data"}
+
+
+def test_entrypoints_are_commands_that_exist(deploy: Path) -> None:
+    from raysvc.cli.main import app
+
+    commands = {
+        command.name or command.callback.__name__ for command in app.registered_commands if command.callback
+    }
+    for name in KUBE[1:]:
+        (document,) = documents(deploy / "kuberay" / "base" / name)
+        program, command, *_ = document["spec"]["entrypoint"].split()
+        assert program == "raysvc"
+        assert command in commands
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_the_overlay_renders_and_its_names_and_images_reach_every_pod(
+    deploy: Path, crds: dict[tuple[str, str], dict[str, Any]]
+) -> None:
+    command = ["kubectl", "kustomize", str(deploy / "kuberay" / "overlays" / "example")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = {
+        document["kind"]: document
+        for document in yaml.safe_load_all(done.stdout)
+        if document["kind"] != "RayJob"
+    }
+    assert set(found) == {"ConfigMap", "NetworkPolicy", "RayCluster"}
+    for document in yaml.safe_load_all(done.stdout):
+        assert document["metadata"]["namespace"] == "training"
+        kind = (document["apiVersion"], document["kind"])
+        if kind in crds:
+            jsonschema.Draft7Validator(strict(crds[kind], root=True)).validate(document)
+            images = [container["image"] for spec in pods(document) for container in spec["containers"]]
+            assert set(images) == {"ghcr.io/example/raysvc:0.1.0"}
+        else:
+            check_core(document)
+    assert found["RayCluster"]["spec"]["workerGroupSpecs"][0]["maxReplicas"] == 64
+    config_map = found["ConfigMap"]["metadata"]["name"]
+    assert f"name: {config_map}\n" in done.stdout.split("kind: RayJob", 1)[1]
+    assert "name: raysvc-job\n" not in done.stdout
+
+
+def test_the_image_is_slim_built_from_the_wheel_and_runs_as_nobody_special(deploy: Path) -> None:
+    text = (deploy / "Dockerfile").read_text()
+    stages = re.findall(r"^FROM (\S+)", text, re.MULTILINE)
+    assert all("slim" in stage and "latest" not in stage for stage in stages)
+    last = text.rsplit("\nFROM ", 1)[1]
+    assert re.findall(r"^USER (\S+)", last, re.MULTILINE) == ["1000"]
+    assert "COPY --from=wheel" in last
+    assert not re.search(r"^COPY (?!--from|constraints)", last, re.MULTILINE), (
+        "only the wheel goes into the image"
+    )
+    sources = [
+        word for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE) for word in line.split()
+    ]
+    kept = (deploy / "Dockerfile.dockerignore").read_text().splitlines()
+    for source in sources:
+        assert (deploy.parent / source).exists(), source
+        assert f"!{source}" in kept, source
+
+
+def test_every_field_that_is_set_says_why(deploy: Path) -> None:
+    for name in (*CLUSTERS, "kuberay/base/raycluster.yaml", "prometheus.yml"):
+        text = (deploy / name).read_text()
+        assert text.count("#") >= 10 or name == "prometheus.yml"
+        assert "default" in text.lower(), name
+
+
+def expressions(deploy: Path) -> list[str]:
+    board = json.loads((deploy / "grafana" / "raysvc.json").read_text())
+    found = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
+    rules = yaml.safe_load((deploy / "alerts.yml").read_text())
+    return [*found, *(rule["expr"] for group in rules["groups"] for rule in group["rules"])]
+
+
+def test_dashboard_and_alerts_ask_only_for_metrics_that_are_exported(deploy: Path) -> None:
+    exported = {metric.exported for metric in TABLE if metric.kind != "histogram"}
+    for metric in TABLE:
+        if metric.kind == "histogram":
+            exported |= {f"{metric.exported}{end}" for end in ("_bucket", "_sum", "_count")}
+    asked = {name for text in expressions(deploy) for name in re.findall(r"\bray_raysvc_\w+", text)}
+    assert asked <= exported
+    shown = {name for metric in TABLE for name in asked if name.startswith(metric.exported)}
+    assert shown == asked
+    missing = [metric.name for metric in TABLE if not any(name.startswith(metric.exported) for name in asked)]
+    assert missing == [], "a metric that no panel shows"
+
+
+def test_tags_in_queries_are_tags_of_the_metric(deploy: Path) -> None:
+    tags = {metric.exported: set(metric.tags) for metric in TABLE}
+    for text in expressions(deploy):
+        for name, selector in re.findall(r"\b(ray_raysvc_\w+)\{([^}]*)\}", text):
+            known = next(tags[base] for base in tags if name.startswith(base))
+            assert set(re.findall(r"(\w+)=", selector)) <= known, text
+        for listed in re.findall(r"by \(([^)]*)\)", text):
+            assert set(listed.split(", ")) <= {"le", "server", "role", "source", "NodeAddress"}, text
+
+
+def test_panels_do_not_overlap(deploy: Path) -> None:
+    board = json.loads((deploy / "grafana" / "raysvc.json").read_text())
+    taken: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+def test_both_prometheus_files_find_the_port_named_metrics(deploy: Path) -> None:
+    text = (deploy / "kuberay" / "prometheus.yml").read_text()
+    (job,) = yaml.safe_load(text)["scrape_configs"]
+    kept = [rule["regex"] for rule in job["relabel_configs"] if rule.get("action") == "keep"]
+    assert kept == [".+", "metrics"]
+    for name in KUBE[:2]:
+        for document in documents(deploy / "kuberay" / "base" / name):
+            for spec in pods(document):
+                assert [
+                    port["containerPort"]
+                    for port in spec["containers"][0]["ports"]
+                    if port["name"] == "metrics"
+                ]
+    (plain,) = yaml.safe_load((deploy / "prometheus.yml").read_text())["scrape_configs"]
+    assert plain["file_sd_configs"][0]["files"] == ["/tmp/ray/prom_metrics_service_discovery.json"]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_prometheus_accepts_its_files_and_every_query(deploy: Path, tmp_path: Path) -> None:
+    def check(*arguments: str) -> None:
+        done = subprocess.run(
+            ["promtool", "check", *arguments], cwd=deploy, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    check("config", "prometheus.yml")
+    plain = [text.replace("$__rate_interval", "1m").replace("$server", ".*") for text in expressions(deploy)]
+    rules = [{"record": f"panel:{number}", "expr": text} for number, text in enumerate(plain)]
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
+    check("rules", str(tmp_path / "rules.yml"))

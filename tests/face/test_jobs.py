@@ -1,0 +1,222 @@
+"""Jobs on a cluster that asks for a token: submitted with the code in the job, and attached to from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+ROOT = Path(__file__).parents[2]
+RAY = str(Path(sys.executable).parent / "ray")
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head of its own: own home, own token, own ports."""
+
+    address: str
+    dashboard: str
+    env: dict[str, str]
+
+    def submit(
+        self, *arguments: str, cwd: Path, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        command = [RAY, "job", "submit", "--address", self.dashboard, *arguments]
+        return subprocess.run(
+            command, cwd=cwd, env=env or self.env, capture_output=True, text=True, check=False, timeout=280
+        )
+
+    def servers(self) -> list[str]:
+        """Names of the servers of the cluster, as `raysvc ps` of another process sees them."""
+        command = [sys.executable, "-m", "raysvc.cli", "ps", "--address", self.address, "--json"]
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True, check=True, timeout=120)
+        return [server["name"] for server in json.loads(done.stdout.splitlines()[-1])["servers"]]
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [int(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    home = tmp_path_factory.mktemp("home")
+    env = {**os.environ, "HOME": str(home), "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    made = subprocess.run(
+        [RAY, "get-auth-token", "--generate"], env=env, capture_output=True, text=True, check=True
+    )
+    assert made.stdout.strip()
+    port, dashboard, client = free_ports(3)
+    command = [
+        RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=2",
+        "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}",
+        "--object-store-memory=150000000", "--disable-usage-stats", "--dashboard-agent-listen-port=0",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    found = Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", env)
+    try:
+        wait_for_dashboard(found, process)
+        yield found
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def wait_for_dashboard(head: Head, process: subprocess.Popen[bytes]) -> None:
+    for _ in range(20):
+        assert process.poll() is None, "ray start ended"
+        done = subprocess.run(
+            [RAY, "job", "list", "--address", head.dashboard],
+            env=head.env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode == 0:
+            return
+    raise AssertionError(done.stderr[-2000:])
+
+
+def write_job(folder: Path, sample: dict[str, str], cache: Path, name: str, **sections: object) -> None:
+    job = {
+        "source": {"path": sample["rows"], "format": "chat"},
+        "tokenizer": sample["tokenizer"],
+        "cache": {"root": str(cache)},
+        "plan": {"batch_size": 16, "micro_batch_tokens": 1024},
+        "server": {"name": name, "num_cpus": 0.2},
+        "trainer": {"max_steps": 2, "cpus_per_worker": 0.2, "run_dir": str(cache.parent / name)},
+        **sections,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "job.yaml").write_text(yaml.safe_dump(job))
+
+
+def last_json(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    line = [line for line in done.stdout.splitlines() if line.startswith("{")][-1]
+    found: dict[str, object] = json.loads(line)
+    return found
+
+
+def test_whoever_has_no_token_is_refused(head: Head, tmp_path: Path) -> None:
+    stranger = {**head.env, "HOME": str(tmp_path), "RAY_AUTH_MODE": "disabled"}
+    done = head.submit("--", "echo", "hello", cwd=tmp_path, env=stranger)
+    assert done.returncode != 0
+    assert "hello" not in done.stdout
+
+
+def wheel(folder: Path) -> Path:
+    """A wheel of this tree, from a copy: building leaves nothing behind."""
+    tree = folder / "tree"
+    for room in ("raysvc", "actors", "pipelines"):
+        shutil.copytree(ROOT / room, tree / room, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, tree / file)
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--wheel",
+        "--outdir",
+        str(folder / "dist"),
+        str(tree),
+    ]
+    subprocess.run(command, capture_output=True, check=True)
+    (found,) = (folder / "dist").glob("*.whl")
+    return found
+
+
+RUNS = """
+import raysvc
+from raysvc.cli.main import main
+print("code from the job" if "runtime_resources" in raysvc.__file__ else raysvc.__file__, flush=True)
+main()
+"""
+
+
+def test_a_build_and_a_training_run_as_jobs_and_leave_no_server(
+    head: Head, tmp_path: Path, sample: dict[str, str]
+) -> None:
+    folder = tmp_path / "job"
+    write_job(folder, sample, tmp_path / "cache", "submitted")
+    code = wheel(tmp_path)
+    assert "raysvc/actors/launch.py" in zipfile.ZipFile(code).namelist()
+    (folder / "run.py").write_text(RUNS)
+    shutil.copy(code, folder)
+    # as py_modules Ray would fetch torch and all else that the wheel needs; the nodes have these
+    pip = {
+        "packages": [f"${{RAY_RUNTIME_ENV_CREATE_WORKING_DIR}}/{code.name}"],
+        "pip_install_options": ["--no-index", "--no-deps", "--force-reinstall"],
+        "pip_check": False,
+    }
+    env = json.dumps({"pip": pip})
+    command = ("--", "python", "run.py", "tokenize", "-c", "job.yaml", "--json")
+    built = head.submit("--working-dir", ".", "--runtime-env-json", env, *command, cwd=folder)
+    assert last_json(built)["cache"]["hit"] is False  # type: ignore[index]
+    assert "code from the job" in built.stdout
+
+    # the same, the package's folder instead of its wheel
+    env = json.dumps({"py_modules": [str(ROOT / "raysvc")]})
+    command = ("--", "python", "run.py", "train", "-c", "job.yaml", "--json")
+    done = head.submit("--working-dir", ".", "--runtime-env-json", env, *command, cwd=folder)
+    assert "code from the job" in done.stdout
+    trained = last_json(done)
+    assert trained["cache"]["hit"] is True  # type: ignore[index]
+    assert trained["steps"] == 2
+    assert head.servers() == []
+
+
+DIES = """
+import os, raysvc
+raysvc.serve("job.yaml", detached=DETACHED)
+print("serving", flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+ATTACHES = """
+import pipelines, raysvc
+assert pipelines.MINE
+with raysvc.attach("kept", dp_size=1) as client:
+    step = next(iter(client))
+    client.commit(step.index)
+    print('{"rows": %d}' % len(step.mini_batches[0].info.row_ids), flush=True)
+"""
+
+
+def test_a_job_that_dies_leaves_a_server_only_when_it_was_asked_to_and_another_job_attaches_to_it(
+    head: Head, tmp_path: Path, sample: dict[str, str]
+) -> None:
+    for name, detached in (("gone", False), ("kept", True)):
+        folder = tmp_path / name
+        write_job(folder, sample, tmp_path / "cache", name)
+        (folder / "serve.py").write_text(DIES.replace("DETACHED", str(detached)))
+        done = head.submit("--working-dir", ".", "--", "python", "serve.py", cwd=folder)
+        assert done.returncode != 0
+        assert "serving" in done.stdout, done.stdout[-3000:]
+    assert head.servers() == ["kept"]
+
+    # a user's project with a `pipelines` package of its own
+    project = tmp_path / "project"
+    (project / "pipelines").mkdir(parents=True)
+    (project / "pipelines" / "__init__.py").write_text("MINE = True\n")
+    (project / "attach.py").write_text(ATTACHES)
+    done = head.submit("--working-dir", ".", "--", "python", "attach.py", cwd=project)
+    assert last_json(done) == {"rows": 16}

@@ -1,0 +1,89 @@
+"""`raysvc top`: lines from two snapshots, and a real cluster."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from raysvc.cli.main import app
+from raysvc.top import Line, cells_of, lines, snapshot, text
+
+FACTS = {
+    "name": "a", "state": "held", "holder": "host:1:x", "frontier": 10, "num_steps": 100,
+    "rss_bytes": 50_000_000, "seen_s": 2.0,
+}  # fmt: skip
+
+
+def exposition(stall_s: float, ahead: float) -> str:
+    return (
+        f'ray_raysvc_stall_seconds_total{{server="a",role="trainer"}} {stall_s}\n'
+        f'ray_raysvc_look_ahead_steps{{server="a"}} {ahead}\n'
+        'ray_raysvc_look_ahead_steps{server="b"} 9\nother 3\n'
+    )
+
+
+def test_rates_and_shares_are_between_two_looks() -> None:
+    before = snapshot(100.0, [FACTS], [exposition(1.0, 2)])
+    now = snapshot(104.0, [{**FACTS, "frontier": 18}], [exposition(1.5, 2), "garbage"])
+    (line,) = lines(now, before)
+    assert line == Line("a", "host:1:x", 18, 100, 2.0, 0.125, 1.5, 2, 50_000_000, 2.0, None)
+    assert text(line) == (
+        "server=a trainer=host:1:x step=18/100 steps/s=2.00 stall=12.5% stalled=1.5s ahead=2 memory=50MB lease=2s"
+    )
+
+
+def test_what_is_not_known_is_a_dash_and_not_zero() -> None:
+    (line,) = lines(snapshot(1.0, [{**FACTS, "holder": None}], []))
+    assert (line.steps_per_s, line.stall, line.stall_s, line.look_ahead, line.lease_age_s) == (None,) * 5
+    assert cells_of(line)["stall"] == "-"
+    (silent,) = lines(snapshot(1.0, [{"name": "x", "state": "silent", "cause": "dead"}], []))
+    assert silent == Line("x")
+
+
+def test_a_server_that_came_between_two_looks_has_no_rate() -> None:
+    before = snapshot(0.0, [FACTS], [])
+    now = snapshot(1.0, [FACTS, {**FACTS, "name": "b"}], [exposition(1, 1)])
+    first, second = lines(now, before)
+    assert (first.steps_per_s, second.steps_per_s) == (0.0, None)
+    assert second.look_ahead == 9
+
+
+@pytest.mark.ray
+def test_it_watches_the_servers_of_a_cluster(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    import raysvc
+    from raysvc.actors.launch import stop_server
+
+    job = {
+        "source": {"path": sample["rows"], "format": "chat"},
+        "tokenizer": sample["tokenizer"],
+        "cache": {"root": str(tmp_path / "cache")},
+        "plan": {"batch_size": 16, "micro_batch_tokens": 1024},
+        "server": {"name": "watched"},
+        "trainer": {"run_dir": str(tmp_path / "run")},
+    }
+    raysvc.serve(job)
+    with raysvc.attach("watched", look_ahead_steps=1) as client:
+        client.commit(next(iter(client)).index)
+        result = CliRunner().invoke(app, ["top", "--json", "--interval", "0.2"])
+        assert result.exit_code == 0, result.output
+        (line,) = [
+            one for one in json.loads(result.stdout.splitlines()[-1])["servers"] if one["name"] == "watched"
+        ]
+        assert set(line) == set(asdict(Line("x")))
+        assert (line["num_steps"], line["trainer"]) == (15, client_holder(client))
+        assert line["steps_per_s"] >= 0
+        plain = CliRunner().invoke(app, ["top", "--count", "1"])
+        assert "server=watched" in plain.stdout
+    stop_server("watched")
+
+
+def client_holder(client: object) -> str:
+    from raysvc.servers import list_servers
+
+    return next(str(facts["holder"]) for facts in list_servers() if facts["name"] == "watched")
