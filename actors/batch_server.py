@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from raysvc.actors.journal import Journal
 from raysvc.actors.ledger import Ledger
-from raysvc.actors.ledgers import Ledgers
+from raysvc.actors.ledger_book import LedgerBook, Owner
 from raysvc.actors.making import Recipe
 from raysvc.actors.serving import TRAIN as TRAIN
 from raysvc.actors.serving import Lease as Lease
@@ -80,10 +80,7 @@ class BatchServer:
         self._num_collating = 0  # guarded by _lock
         self._shared: SharedSteps[Made] = SharedSteps(self.spec.share_bytes)
         self._lock = threading.Lock()
-        self._journal_lock = threading.Lock()  # taken before _lock; held while writing
-        self._journal = Journal(self.spec.journal, self.spec.storage_options) if self.spec.journal else None
-        self._ledgers: Ledgers | None = None  # guarded by _lock; None until it was read from the journal
-        self._dirty = False  # guarded by _lock; commits that are not in the journal yet
+        self._book = self._open_book()
         self._idle_since_s = time.monotonic()  # when a living lease was last seen
         self._closed = threading.Event()
         threading.Thread(target=self._keep_house, name="raysvc-house", daemon=True).start()
@@ -152,11 +149,13 @@ class BatchServer:
 
     def heartbeat(self, fence: int) -> int:
         """A sign of life; returns the frontier."""
-        return self._change(fence, lambda ledger: ledger).frontier
+        return self._book.change(fence, lambda ledger: ledger).frontier
 
     def commit(self, fence: int, step: int, skipped: bool = False, rank: int | None = None) -> int:
         """Move the frontier past `step`; returns it. Committing twice is a no-op."""
-        ledger = self._change(fence, lambda ledger: ledger.commit(fence, step, skipped=skipped, rank=rank))
+        ledger = self._book.change(
+            fence, lambda ledger: ledger.commit(fence, step, skipped=skipped, rank=rank)
+        )
         self._after_commit(ledger)
         if ledger.frontier == self.num_steps:
             self.flush()
@@ -174,27 +173,20 @@ class BatchServer:
         if state is not None:
             self._train.check(state)
         steps = self.num_steps
-        self._change(fence, lambda ledger: ledger.move(fence, frontier, steps, rank))
+        self._book.change(fence, lambda ledger: ledger.move(fence, frontier, steps, rank))
         self.flush()
         return frontier
 
     def detach(self, fence: int, rank: int | None = None) -> None:
         """Give the lease (or a rank's seat) back; the frontier stays, and is in the journal when this returns."""
-        self._change(fence, lambda ledger: ledger.detach(fence, rank), beat=False)
-        with self._lock:
-            nobody = all(ledger.holder is None for ledger in self._known().by_reader.values())
-        if nobody:
+        self._book.change(fence, lambda ledger: ledger.detach(fence, rank), beat=False)
+        if all(ledger.holder is None for ledger in self._book.ledgers.by_reader.values()):
             self._shared.clear()
         self.flush()
 
     def flush(self) -> None:
         """Write what changed to the journal."""
-        with self._journal_lock:
-            with self._lock:
-                record = self._record()
-                self._dirty = False
-            if self._journal:
-                self._journal.save(record)
+        self._book.flush()
 
     def peek(self, step: int, dp_size: int = 1, stream: str = TRAIN) -> StepOutline:
         """Row ids, lengths and counts of a step, from the plan alone.
@@ -229,7 +221,7 @@ class BatchServer:
             StepOutOfOrder: there is no such step.
             StepFailed: the step could not be made; carries the cause.
         """
-        self._checked(fence)
+        self._book.check(fence)
         if self.spec.share == "none":
             info, shards = self._make(step, dp_sizes, stream)
         else:
@@ -244,16 +236,16 @@ class BatchServer:
         Raises:
             FencedError, StepOutOfOrder, StepFailed: as `fetch`.
         """
-        self._checked(fence)
+        self._book.check(fence)
         readers = num_ranks if self.spec.share == "none" else None
         info, shards = self._make_shared(step, (num_ranks,), stream, readers)
         return (info, *shards[rank::num_ranks])
 
     def stats(self) -> dict[str, Any]:
         """Plain facts about this server."""
+        readers = {name: _facts(ledger) for name, ledger in self._book.ledgers.by_reader.items()}
         with self._lock:
-            readers = {name: _facts(ledger) for name, ledger in self._known().by_reader.items()}
-            dirty, collating = self._dirty, self._num_collating
+            collating = self._num_collating
         own = readers.get("") or next(iter(readers.values()), _facts(Ledger(self.spec.name)))
         return {
             "name": self.spec.name,
@@ -268,7 +260,7 @@ class BatchServer:
             "collating": collating,
             "made": self._shared.made,
             "shared_bytes": self._shared.nbytes,
-            "flushed": not dirty,
+            "flushed": self._book.is_flushed,
             "rss_bytes": _rss_bytes(),
         }
 
@@ -339,10 +331,8 @@ class BatchServer:
         self, reader: str, holder: str, change: Callable[[Ledger, int], Ledger], rank: int | None = None
     ) -> Lease:
         schedule = self._train.schedule.to_json()
-        with self._lock:
-            self._ledgers, ledger = self._known().attached(reader, change)
-            self._idle_since_s = time.monotonic()
-        self.flush()
+        ledger = self._book.attach(reader, change)
+        self._idle_since_s = time.monotonic()
         log.info("attached name=%s holder=%s fence=%d", self.spec.name, holder, ledger.fence)
         frontier = ledger.frontier if rank is None else ledger.seats[rank].frontier
         return Lease(
@@ -356,46 +346,31 @@ class BatchServer:
             schedule=schedule,
         )
 
-    def _change(self, fence: int, change: Callable[[Ledger], Ledger], beat: bool = True) -> Ledger:
-        """Apply a holder's call; every one of them is a sign of life."""
-        with self._lock:
-            before = self._known()
-            after, ledger = before.changed(
-                fence, lambda ledger: change(ledger).beat(fence, time.time()) if beat else change(ledger)
-            )
-            self._ledgers = after
-            self._dirty = True
-            return ledger
+    def _open_book(self) -> LedgerBook:
+        spec = self.spec
+        owner = Owner(
+            name=spec.name,
+            shared=spec.share != "none",
+            lease_ttl_s=spec.lease_ttl_s,
+            born=self._born,
+            plan_hash=lambda: self._train.plan_hash,
+            more=self._more_to_keep,
+            restore_more=self._restore_more,
+        )
+        return LedgerBook(owner, Journal(spec.journal, spec.storage_options) if spec.journal else None)
 
-    def _checked(self, fence: int) -> None:
-        with self._lock:
-            self._known().check(fence)
+    def _more_to_keep(self) -> dict[str, Any]:
+        """What else belongs into the journal."""
+        return {}
 
-    def _known(self) -> Ledgers:
-        """The ledgers; the first call reads the journal. Called under `_lock`."""
-        if self._ledgers is None:
-            fresh = Ledgers(self.spec.name, shared=self.spec.share != "none")
-            self._ledgers = self._restored(fresh, self._journal.load() if self._journal else None)
-        return self._ledgers
-
-    def _restored(self, fresh: Ledgers, record: dict[str, Any] | None) -> Ledgers:
-        if record is None:
-            return fresh
-        ledgers = fresh.restored(record["ledgers"])
-        if record["plan_hash"] != self._train.plan_hash:
-            return ledgers.without_frontiers()
-        # a holder of an earlier actor of this name cannot reach this one: only a restart keeps the lease
-        return ledgers if record["born"] == self._born else ledgers.without_holders()
-
-    def _record(self) -> dict[str, Any]:
-        return {"born": self._born, "plan_hash": self._train.plan_hash, "ledgers": self._known().to_json()}
+    def _restore_more(self, record: dict[str, Any]) -> None:
+        """Take what `_more_to_keep` gave to an earlier process."""
 
     def _after_commit(self, ledger: Ledger) -> None:
         """Let go of shared steps that nobody will ask for again."""
         if self.spec.share == "none":
             return
-        with self._lock:
-            done = self._known().committed()
+        done = self._book.ledgers.committed()
         self._shared.clear(unless=lambda key: not isinstance(key, tuple) or key[1] >= done)
 
     def _keep_house(self) -> None:
@@ -403,13 +378,10 @@ class BatchServer:
         period_s = min(COMMIT_FLUSH_S, self.spec.orphan_ttl_s / 4)
         while not self._closed.wait(period_s):
             try:
-                with self._lock:
-                    dirty = self._dirty
-                    if self._known().lives(time.time(), self.spec.lease_ttl_s):
-                        self._idle_since_s = time.monotonic()
-                    idle_s = time.monotonic() - self._idle_since_s
-                if dirty:
-                    self.flush()
+                if self._book.lives():
+                    self._idle_since_s = time.monotonic()
+                self._book.flush(if_dirty=True)
+                idle_s = time.monotonic() - self._idle_since_s
                 if idle_s > self.spec.orphan_ttl_s:
                     self._orphaned()
             except Exception:  # the next round tries again; a failing journal must not end the server

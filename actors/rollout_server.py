@@ -61,7 +61,7 @@ class RolloutServer(BatchServer):
             FencedError: the caller was replaced.
             ConfigError: it goes back, or makes a planned step too old.
         """
-        self._checked(fence)
+        self._book.check(fence)
         with self._rollouts.changed:
             try:
                 self._rollouts.pool.set_version(version, self._frontier())
@@ -139,7 +139,7 @@ class RolloutServer(BatchServer):
         """Wait until the step is formed; a holder that was replaced stops waiting."""
         begin, rollouts = time.monotonic(), self._rollouts
         while True:
-            self._checked(fence)
+            self._book.check(fence)
             frontier = self._frontier()
             with rollouts.changed:
                 if rollouts.form(step, frontier):
@@ -151,10 +151,9 @@ class RolloutServer(BatchServer):
                 rollouts.changed.wait(CHECK_EVERY_S)
 
     def _frontier(self) -> int:
-        with self._lock:
-            return self._known().of("").frontier
+        return self._book.ledgers.of("").frontier
 
-    def _record(self) -> dict[str, Any]:
+    def _more_to_keep(self) -> dict[str, Any]:
         pool = self._rollouts.pool
         state = {
             "version": pool.version,
@@ -162,16 +161,16 @@ class RolloutServer(BatchServer):
             "reserved": sorted(pool.reserved),
             "dropped": list(self._dropped),
         }
-        return {**super()._record(), "pool": state}
+        return {"pool": state}
 
-    def _restored(self, fresh: Any, record: dict[str, Any] | None) -> Any:
-        if record is not None and "pool" in record:
-            state, pool = record["pool"], self._rollouts.pool
-            pool.version, pool.version_step = state["version"], state["version_step"]
-            pool.reserved |= set(state["reserved"]) - {uid for uid, _ in pool.versions}
-            self._dropped = [(uid, attempt) for uid, attempt in state["dropped"]]
-            pool.ready = [group for group in pool.ready if group.key not in self._dropped]
-        return super()._restored(fresh, record)
+    def _restore_more(self, record: dict[str, Any]) -> None:
+        if "pool" not in record:  # a server of an entry had this run folder before
+            return
+        state, pool = record["pool"], self._rollouts.pool
+        pool.version, pool.version_step = state["version"], state["version_step"]
+        pool.reserved |= set(state["reserved"]) - {uid for uid, _ in pool.versions}
+        self._dropped = [(uid, attempt) for uid, attempt in state["dropped"]]
+        pool.ready = [group for group in pool.ready if group.key not in self._dropped]
 
 
 def _table(groups: Any) -> Any:

@@ -58,7 +58,8 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
         labels_T = labels_BL[:, 1:].flatten()
         (targets,) = torch.nonzero(labels_T != IGNORED, as_tuple=True)
         pieces = targets.split(self.at_once)
-        zero = rows_TD.sum() * 0.0
+        # a micro-batch without a target takes part in the backward pass, head and all: DDP waits for every weight
+        zero = rows_TD.sum() * 0.0 + head(rows_TD[:1]).sum() * 0.0
         if loss is None:
             return zero, self._per_token(rows_TD, head, labels_BL, pieces)
         columns = {name: columns_BL[name][:, 1:].flatten() for name in loss.columns}

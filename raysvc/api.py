@@ -197,7 +197,9 @@ def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
     from raysvc.actors.serving import EvalSpec, ServeSpec
 
     evals = {
-        name: EvalSpec(entry_uri=_eval_entry(job, name).uri, batch_size=each.batch_size or job.plan.batch_size)
+        name: EvalSpec(
+            entry_uri=_eval_entry(job, name).uri, batch_size=each.batch_size or job.plan.batch_size
+        )
         for name, each in job.evals.items()
     }
     return ServeSpec(

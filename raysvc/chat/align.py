@@ -110,6 +110,7 @@ def align(
     starts = np.searchsorted(token_ends, starts_at, "left")
     ends = np.searchsorted(token_ends, ends_at, "left")
     faults: dict[int, str] = {}
+    _check_controls(encoded.ids, starts, ends, spans, table, faults)
     for index in np.flatnonzero(token_ends[starts] != starts_at).tolist():
         lost = text[spans.starts[index] : token_ends[starts[index]] - shift[index]]
         if not _BLANK[lost].all():
@@ -118,7 +119,6 @@ def align(
         extra = text[spans.ends[index] : token_ends[ends[index]] - shift[index]]
         if not _BLANK[extra].all():
             faults.setdefault(int(spans.rows[index]), OVER_END)
-    _check_controls(encoded.ids, starts, ends, spans, table, faults)
     return TokenSpans(starts, ends, faults)
 
 
@@ -131,12 +131,11 @@ def _check_controls(
     held = np.searchsorted(at, ends) - np.searchsorted(at, starts)
     ended = np.where(ends > starts, table.is_control[ids[np.maximum(ends - 1, 0)]], False)
     closed = spans.kinds == CLOSED_TURN
-    wrong_end = closed & table.is_control.any() & ~ended
-    for index in np.flatnonzero(wrong_end).tolist():
-        faults.setdefault(int(spans.rows[index]), NO_EOT)
     too_many = (held > (closed & ended)) & (spans.kinds != FREE)
     for index in np.flatnonzero(too_many).tolist():
         faults.setdefault(int(spans.rows[index]), EXTRA_CONTROL)
+    for index in np.flatnonzero(closed & table.is_control.any() & ~ended).tolist():
+        faults.setdefault(int(spans.rows[index]), NO_EOT)
 
 
 def align_by_offsets(

@@ -16,14 +16,13 @@ from jinja2 import nodes
 from jinja2.utils import Namespace
 
 from raysvc.chat.expressions import Ask, Expressions, Scope
-from raysvc.chat.symbols import NotDerivable
+from raysvc.chat.symbols import NotDerivable, Segment
 from raysvc.chat.values import (
     CountedLoop,
     Inner,
     MessageLoop,
     Messages,
     OneMessage,
-    Segment,
     TurnOf,
 )
 

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import nodes
 from jinja2.runtime import Undefined
 
-from raysvc.chat.symbols import ABSENT, Hole, NotDerivable, Path, Question
+from raysvc.chat.symbols import ABSENT, Hole, NotDerivable, Path, Question, Segment
 from raysvc.chat.values import (
     CountedLoop,
     Inner,
@@ -25,7 +25,6 @@ from raysvc.chat.values import (
     Messages,
     MethodOf,
     OneMessage,
-    Segment,
     is_open,
     is_text,
 )

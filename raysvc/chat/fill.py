@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raysvc.chat.answers import filler
 from raysvc.chat.batch import Batch, Spans, Turns
 from raysvc.chat.columns import ChatColumns
 from raysvc.chat.formats import ChatExample
@@ -257,11 +258,12 @@ class Texts:
         first[starts[:-1]] = np.arange(1, len(starts))
         last[starts[1:] - 1] = np.arange(1, len(starts))
         none = pa.array([""], pa.string())
+        before, after = _literals(turns)
         return pc.binary_join_element_wise(
             pa.concat_arrays([none, leads]).take(pa.array(first)),
-            pa.array([turn.before for turn in turns]).take(which),
+            pa.array(before).take(which),
             self._contents(turns),
-            pa.array([turn.after for turn in turns]).take(which),
+            pa.array(after).take(which),
             pa.concat_arrays([none, trails]).take(pa.array(last)),
             "",
         )
@@ -344,10 +346,22 @@ def _around_loop(shape: Any) -> tuple[tuple[str | Hole, ...], LoopShape, tuple[s
 
 def _fits(turn: Any) -> bool:
     """Whether a turn is literals around at most its own content, and needs no more proof."""
-    if not isinstance(turn, TurnShape) or turn.parts or turn.said >= 0:
+    if not isinstance(turn, TurnShape) or turn.said >= 0:
         return False
     holes = [part for part in turn.segments if isinstance(part, Hole)]
-    return all(_is_content(hole) and hole.path[0] == ("rel", 0) for hole in holes)
+    return len(holes) <= 1 and all(_is_content(hole) and hole.path[0] == ("rel", 0) for hole in holes)
+
+
+def _literals(turns: list[TurnShape]) -> tuple[list[str], list[str]]:
+    """Of every turn the literal before its text, and the one behind it; without a text, all is before."""
+    before, after = [], []
+    for turn in turns:
+        where = next(
+            (n for n, part in enumerate(turn.segments) if isinstance(part, Hole)), len(turn.segments)
+        )
+        before.append("".join(map(str, turn.segments[:where])))
+        after.append("".join(map(str, turn.segments[where + 1 :])))
+    return before, after
 
 
 def _blank(texts: pa.Array) -> Bools:
@@ -374,4 +388,4 @@ def _bools(found: Any) -> tuple[Ints64, list[Any]]:
     return np.asarray(found, np.int64), [False, True]
 
 
-EMPTY = TurnShape((), "", None, "", ())
+EMPTY = TurnShape((), filler(()))

@@ -86,10 +86,10 @@ def keep(
 
 def _odd(tokens: TokenRows, lengths: Ints64, limit: int | None) -> npt.NDArray[np.bool_]:
     """bool [N]: rows that cannot just be written."""
-    trained = np.zeros(len(lengths), np.int64)
+    trained = np.zeros(len(lengths), np.uint8)
     there = np.flatnonzero(lengths)
     if len(there):
-        trained[there] = np.add.reduceat(tokens.mask, tokens.offsets[there], dtype=np.int64)
+        trained[there] = np.maximum.reduceat(tokens.mask, tokens.offsets[there])
     odd: npt.NDArray[np.bool_] = trained == 0
     if limit is not None:
         odd |= lengths > limit

@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from raysvc.chat.answers import filler
 from raysvc.chat.derive import Tracer
 from raysvc.chat.faults import RowFault
 from raysvc.chat.formats import ChatExample
 from raysvc.chat.shapes import NO_SPAN, SLOW, FixedTurn, LoopShape, RowShape, TurnShape
-from raysvc.chat.symbols import ABSENT, Hole, NotDerivable, Path, Place, filler
+from raysvc.chat.symbols import ABSENT, Hole, NotDerivable, Path, Place, Segment
 from raysvc.chat.template import ChatTemplate, Render
 from raysvc.chat.trees import Asked, Tree
 from raysvc.chat.turns import TurnFinder
-from raysvc.chat.values import LoopState, MessageLoop, OneMessage, Segment, TurnOf
+from raysvc.chat.values import LoopState, MessageLoop, OneMessage, TurnOf
 
 if TYPE_CHECKING:
     from raysvc.chat.shapes import Shapes
@@ -146,7 +147,7 @@ class Learner:
             FixedTurn(item.place, self._compared(item, example, render)) if isinstance(item, Traced) else item
             for item in items
         )
-        return RowShape(tuple(filler(s) if isinstance(s, Hole) else s for s in segments), segments)
+        return RowShape(tuple(filler([s]) if isinstance(s, Hole) else s for s in segments), segments)
 
     def _loop(self, part: MessageLoop, example: ChatExample) -> LoopShape:
         key = (id(part.node), part.start, example.tools is not None, repr(part.scope))
@@ -192,16 +193,12 @@ class Learner:
             NotDerivable: it gives another text.
         """
         segments, place = traced.segments, traced.place
-        text = "".join(p if isinstance(p, str) else filler(p)(example.messages, place) for p in segments)
-        if (
-            "".join(t for t, owner in zip(render.blocks, render.owners, strict=True) if owner == place)
-            != text
-        ):
+        shape = TurnShape(segments, filler(segments), silent=traced.silent)
+        blocks = [text for text, owner in zip(render.blocks, render.owners, strict=True) if owner == place]
+        if "".join(blocks) != shape.fill(example.messages, place):
             raise NotDerivable("the render differs")
-        shape = replace(_shaped(segments), silent=traced.silent)
-        found = (
-            None if traced.silent or not traced.fixed_head else self._span(render, example, place, segments)
-        )
+        provable = traced.fixed_head and not traced.silent
+        found = self._span(render, example, place, segments) if provable else None
         if found is None:
             return shape
         start, behind, trailer = found
@@ -252,16 +249,3 @@ def _holds_call(call: Path, holes: set[tuple[Path, Any]], asked: Asked) -> bool:
     is_dict = asked(("kind", (*function, "arguments"))) == "dict"
     name, arguments = ((*function, "name"), ()), ((*function, "arguments"), (("tojson", ()),))
     return inner in ("dict", ABSENT) and is_dict and name in holes and arguments in holes
-
-
-def _shaped(segments: tuple[Segment, ...]) -> TurnShape:
-    holes = [n for n, part in enumerate(segments) if isinstance(part, Hole)]
-    if len(holes) > 1:
-        parts = tuple(part if isinstance(part, str) else filler(part) for part in segments)
-        return TurnShape(segments, "", None, "", parts)
-    if not holes:
-        return TurnShape(segments, "".join(map(str, segments)), None, "", ())
-    before, after = "".join(map(str, segments[: holes[0]])), "".join(map(str, segments[holes[0] + 1 :]))
-    hole = segments[holes[0]]
-    assert isinstance(hole, Hole)
-    return TurnShape(segments, before, filler(hole), after, ())

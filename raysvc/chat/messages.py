@@ -28,19 +28,31 @@ def read_messages(value: Any, column: str = "messages") -> list[Message]:
         value = parse_json(value, column)
     if not isinstance(value, list) or not value:
         raise RowFault(f"{column!r} is not a list of messages", f"it is {_kind(value)}")
-    messages = [_message(item, place, column) for place, item in enumerate(value)]
+    usual = _have_texts(value)
+    messages = [
+        item if usual and len(item) == 2 else _message(item, place, column)
+        for place, item in enumerate(value)
+    ]
     if len(set(map(id, messages))) != len(messages):
         return [dict(message) for message in messages]
     return messages
 
 
+def _have_texts(items: list[Any]) -> bool:
+    """Whether all messages have a text for role and content; one that has nothing else is fine as it is."""
+    try:
+        texts = [item["role"] for item in items] + [item["content"] for item in items]
+    except (KeyError, TypeError):
+        return False
+    return {str}.issuperset(map(type, texts)) and {dict}.issuperset(map(type, items))
+
+
 def _message(item: Any, place: int, column: str) -> Message:
-    if type(item) is not dict:
+    if not isinstance(item, dict):
         raise RowFault(f"{column!r} holds something that is not a message", f"[{place}] is {_kind(item)}")
     if type(item.get("role")) is not str:
         raise RowFault("a message has no role", f"{column}[{place}] has the keys {sorted(map(str, item))}")
-    plain = type(item.get("content")) is str and "tool_calls" not in item
-    if plain and None not in item.values():
+    if "tool_calls" not in item and None not in item.values() and type(item.get("content")) is str:
         return item
     message = {key: value for key, value in item.items() if value is not None}
     if "tool_calls" in message:

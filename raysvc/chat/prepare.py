@@ -19,7 +19,7 @@ from raysvc.chat.formats import ChatExample, Example, Format, TextExample, Token
 from raysvc.chat.messages import SYSTEM_ROLES, flatten_parts
 from raysvc.chat.sequence import CLOSED_TURN, FREE, OPEN_TURN, Sequence
 from raysvc.chat.shapes import Filled, Shapes
-from raysvc.chat.template import ChatTemplate, Render
+from raysvc.chat.template import ChatTemplate, Render, with_aliases
 from raysvc.chat.tokenizer import LoadedTokenizer
 from raysvc.chat.turns import ALL_EMPTY, PROBE, TurnFinder
 
@@ -74,8 +74,8 @@ class Preparer:
 
     def _chat(self, example: ChatExample) -> Sequence:
         template, finder, takes_parts, shapes = self._template(example.tools is not None)
-        if not takes_parts:
-            example = replace(example, messages=flatten_parts(example.messages))
+        messages = example.messages if takes_parts else flatten_parts(example.messages)
+        example = replace(example, messages=with_aliases(messages))
         if shapes is not None:
             filled = shapes.fill(example)
             if filled is not None:

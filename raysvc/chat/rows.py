@@ -121,10 +121,12 @@ def rows_of_tokens(examples: list[TokensExample]) -> TokenRows:
 
 
 def _mask(length: int, starts: Ints64, ends: Ints64) -> npt.NDArray[np.uint8]:
-    change = np.zeros(length + 1, np.int8)
-    np.add.at(change, starts, 1)
-    np.add.at(change, ends, -1)
-    return np.cumsum(change[:-1], dtype=np.int8).view(np.uint8)
+    """uint8 [length], 1 in every [start, end)."""
+    mask = np.zeros(length, np.uint8)
+    sizes = np.maximum(ends - starts, 0)
+    behind = np.cumsum(sizes)
+    mask[np.arange(int(behind[-1]) if len(behind) else 0) + np.repeat(starts - behind + sizes, sizes)] = 1
+    return mask
 
 
 def _surrounded(rows: TokenRows, batch: Batch) -> TokenRows:

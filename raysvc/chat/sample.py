@@ -19,7 +19,6 @@ from raysvc.chat.formats import ChatExample, Example
 from raysvc.chat.rows import EncoderDiffers, TokenRows
 from raysvc.chat.tokenizer import LoadedTokenizer
 
-HARD_ROWS = 2
 LONGEST_BYTES = 1 << 15
 
 
@@ -27,8 +26,8 @@ class RenderDiffers(Exception):
     """We rendered another text than `apply_chat_template`; the argument says on what."""
 
 
-def sample_places(batch: Batch, seed: int) -> list[int]:
-    """Rows to compare: the first, the last, some in between and some that are not ASCII; no giants."""
+def sample_places(batch: Batch, seed: int, ends: bool) -> list[int]:
+    """Rows to compare, other ones for every seed: any, one that is not ASCII, both `ends` if asked for; no giants."""
     lengths = np.diff(batch.offsets)
     fit = np.flatnonzero(lengths <= max(LONGEST_BYTES, int(lengths.min(initial=LONGEST_BYTES))))
     if not len(fit):
@@ -38,8 +37,8 @@ def sample_places(batch: Batch, seed: int) -> list[int]:
     texts = pa.Array.from_buffers(pa.large_string(), len(batch), buffers)
     plain = pc.string_is_ascii(texts).to_numpy(zero_copy_only=False)
     hard = fit[~plain[fit]]
-    chosen = {int(fit[0]), int(fit[-1]), int(random.choice(fit))}
-    return sorted(chosen | set(random.choice(hard, HARD_ROWS).tolist() if len(hard) else ()))
+    chosen = {int(random.choice(fit)), int(random.choice(hard if len(hard) else fit))}
+    return sorted(chosen | {int(fit[0]), int(fit[-1])} if ends else chosen)
 
 
 def compare(

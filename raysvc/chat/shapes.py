@@ -14,10 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from raysvc.chat.answers import Answer
+from raysvc.chat.faults import RowFault
 from raysvc.chat.formats import ChatExample
 from raysvc.chat.messages import SYSTEM_ROLES
 from raysvc.chat.sequence import CLOSED_TURN, Span
-from raysvc.chat.symbols import Answer, Hole
+from raysvc.chat.symbols import Segment
 from raysvc.chat.template import ChatTemplate
 from raysvc.chat.trees import Tree
 from raysvc.chat.turns import TurnFinder
@@ -33,21 +35,15 @@ class TurnShape:
 
     Attributes:
         segments: literals and holes.
-        before: literal before the only text; the whole literal when there is none.
-        fill: gives that text; None when there is none, or several.
-        after: literal behind it.
-        parts: literals and functions in order, when there are several texts; else empty.
+        fill: gives the text.
         start: first character under loss, counted from the start; `NO_SPAN` when no loss can be proved here.
         trailer: characters behind the end of turn.
         silent: the message says nothing, and is not trained.
         said: characters behind what is said, when each row has to prove that its message is in it; else `NO_SPAN`.
     """
 
-    segments: tuple[str | Hole, ...]
-    before: str
-    fill: Answer | None
-    after: str
-    parts: tuple[str | Answer, ...]
+    segments: tuple[Segment, ...]
+    fill: Answer
     start: int = NO_SPAN
     trailer: int = 0
     silent: bool = False
@@ -135,7 +131,12 @@ class Shapes:
         shape = tree.find(example.messages, 0)
         if shape is None:
             shape = self._learner.row(tree, example, tools)
-        return None if shape is SLOW else self.join(shape, example)
+        if shape is SLOW:
+            return None
+        try:
+            return self.join(shape, example)
+        except RowFault:
+            return None  # the real render says what is wrong
 
     def row_tree(self) -> Tree:
         """What is known of rows without tools."""
@@ -174,29 +175,23 @@ class Shapes:
         """Add the turns of a loop; false when one of them has to be rendered."""
         if self._with_turns:
             return self._join_slowly(shape, example, filled)
-        messages, trained, find = example.messages, set(example.trained), shape.tree.find
-        parts, spans, at = filled.parts, filled.spans, filled.length
+        messages, trained, find = example.messages, frozenset(example.trained), shape.tree.find
+        add, spans, at = filled.parts.append, filled.spans, filled.length
         for place in range(shape.loop.start, len(messages)):
             turn = find(messages, place)
             if turn.__class__ is not TurnShape:
                 turn = self._learner.turn(shape, example, place) if turn is None else turn
                 if turn is SLOW:
                     return False
-            begin = at
-            if turn.fill is not None:
-                text = turn.fill(messages, place)
-                parts += (turn.before, text, turn.after)
-                at += len(turn.before) + len(text) + len(turn.after)
-            else:
-                text = _text(turn, messages, place)
-                parts.append(text)
-                at += len(text)
+            text = turn.fill(messages, place)
             if place in trained and not turn.silent:
                 if turn.start < 0:
                     return False
                 if turn.said >= 0:
                     self._prove_again(turn, place, example)
-                spans.append((begin + turn.start, at - turn.trailer, CLOSED_TURN))
+                spans.append((at + turn.start, at + len(text) - turn.trailer, CLOSED_TURN))
+            add(text)
+            at += len(text)
         filled.length = at
         return True
 
@@ -206,7 +201,7 @@ class Shapes:
         Raises:
             RowFault: the turn does not hold its message.
         """
-        text = _text(turn, example.messages, place)
+        text = turn.fill(example.messages, place)
         self._prove(text[turn.start : len(text) - turn.said], example.messages[place])
 
     def _join_slowly(self, shape: LoopShape, example: ChatExample, filled: Filled) -> bool:
@@ -220,7 +215,7 @@ class Shapes:
 
     def _add(self, turn: TurnShape, place: int, example: ChatExample, filled: Filled) -> bool:
         """Add one turn, and note where it begins."""
-        begin, text = filled.length, _text(turn, example.messages, place)
+        begin, text = filled.length, turn.fill(example.messages, place)
         filled.parts.append(text)
         filled.length += len(text)
         role = example.messages[place]["role"]
@@ -234,11 +229,3 @@ class Shapes:
             filled.spans.append((begin + turn.start, filled.length - turn.trailer, CLOSED_TURN))
             return turn.start >= 0
         return True
-
-
-def _text(turn: TurnShape, messages: list[dict[str, Any]], place: int) -> str:
-    if turn.fill is not None:
-        return f"{turn.before}{turn.fill(messages, place)}{turn.after}"
-    if turn.parts:
-        return "".join([p if p.__class__ is str else p(messages, place) for p in turn.parts])  # type: ignore[operator]
-    return turn.before

@@ -23,7 +23,7 @@ from raysvc.chat.messages import Message, is_plain
 from raysvc.chat.values import Messages
 from raysvc.errors import TokenizerError
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+_REASONING = {"reasoning_content", "thinking", "reasoning"}
 NOBODY = -1
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -78,14 +78,13 @@ class ChatTemplate:
         """Render one conversation.
 
         Args:
-            messages: fresh dicts, as `read_messages` gives them.
+            messages: different dicts, as `read_messages` and `with_aliases` give them.
             tools: or None.
             prompt: add the generation prompt.
 
         Raises:
             RowFault: the template raised.
         """
-        messages = _as_transformers_gives_them(messages)
         render = self._render_once(messages, tools, prompt)
         if any(owner != NOBODY for owner in render.owners) or prompt:
             return render
@@ -223,17 +222,22 @@ def _listen_to_marks(environment: Any, listener: Any) -> None:
             extension._generation_support = listener
 
 
-def _as_transformers_gives_them(messages: list[Message]) -> list[Message]:
-    """What `apply_chat_template` does to messages before the template sees them."""
+def with_aliases(messages: list[Message]) -> list[Message]:
+    """Reasoning under all the names that templates read it by, as `apply_chat_template` gives it to them."""
+    if not any(len(message) > 2 and not _REASONING.isdisjoint(message) for message in messages):
+        return messages
     from transformers.utils import chat_template_utils as theirs
 
-    for message in messages:
-        if not all(type(value) is str or is_plain(value) for value in message.values()):
-            messages = theirs._plain_template_data(messages)
-            break
-    if any(key in message for message in messages for key in _REASONING):
-        return list(theirs._alias_reasoning_fields(messages))
-    return messages
+    return list(theirs._alias_reasoning_fields(messages))
+
+
+def plain_data(value: Any) -> Any:
+    """Plain JSON types, as `apply_chat_template` makes them of anything else."""
+    if is_plain(value):
+        return value
+    from transformers.utils import chat_template_utils as theirs
+
+    return theirs._plain_template_data(value)
 
 
 def _template_fault(error: Exception) -> RowFault:

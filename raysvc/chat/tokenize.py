@@ -17,7 +17,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -39,6 +39,7 @@ from raysvc.chat.prepare import Preparer
 from raysvc.chat.rows import EncoderDiffers, RowEncoder, TokenRows, rows_of_tokens
 from raysvc.chat.sample import RenderDiffers, compare, sample_places
 from raysvc.chat.sequence import Sequence
+from raysvc.chat.template import plain_data
 from raysvc.chat.tokenizer import LoadedTokenizer
 from raysvc.config import TextSpec
 
@@ -61,7 +62,7 @@ class SourceRow:
 
     Attributes:
         source_row: its number in the source.
-        data: plain JSON data, None when it could not be read.
+        data: the row, None when it could not be read; what JSON does not have becomes text as in `transformers`.
         error: why not, beginning with a short reason and a colon.
     """
 
@@ -124,7 +125,7 @@ class SliceTokenizer:
         Raises:
             SourceError: a column that is needed is missing, or a row is too long and `truncation` is `error`.
         """
-        held = rows if isinstance(rows, list) else list(rows)
+        held = [_plain(row) for row in rows]
         return self._run(lambda ledger: self._made_of_rows(iter(held), ledger))
 
     def run_json_lines(self, data: bytes | bytearray | memoryview, first_row: int) -> SliceResult:
@@ -187,7 +188,7 @@ class SliceTokenizer:
         if len(filled.rows):
             tokens = RowEncoder(self._encoder, self._reference, self._table).encode(filled.batch)
             compared = compare(
-                sample_places(filled.batch, int(columns.source_rows[0])),
+                sample_places(filled.batch, int(columns.source_rows[0]), ends=True),
                 tokens,
                 lambda place: ChatExample(columns.messages(int(filled.rows[place])), None, ()),
                 lambda place: ((), filled.batch.text(place), ()),
@@ -203,6 +204,7 @@ class SliceTokenizer:
         yield from self._made_of_rows(left, ledger)
 
     def _made_of_rows(self, rows: Iterator[SourceRow], ledger: Ledger) -> Iterator[tuple[Kept, int]]:
+        ends = True
         while chunk := list(islice(rows, ROWS_PER_CHUNK)):
             numbers: list[int] = []
             flat: list[Sequence] = []
@@ -215,16 +217,17 @@ class SliceTokenizer:
                 flat += sequences
                 numbers += [row.source_row] * len(sequences)
             if flat:
-                yield self._chunk(flat, np.array(numbers, np.int64), ledger)
+                yield self._chunk(flat, np.array(numbers, np.int64), ledger, ends)
+                ends = False
 
     def _chunk(
-        self, flat: list[Sequence], numbers: npt.NDArray[np.int64], ledger: Ledger
+        self, flat: list[Sequence], numbers: npt.NDArray[np.int64], ledger: Ledger, ends: bool
     ) -> tuple[Kept, int]:
         tokens, batch = self._encode(flat)
         compared = 0
         if batch is not None:
             compared = compare(
-                sample_places(batch, int(numbers[0])),
+                sample_places(batch, int(numbers[0]), ends),
                 tokens,
                 lambda place: flat[place].example,
                 lambda place: (flat[place].prefix, flat[place].text, flat[place].suffix),
@@ -294,6 +297,10 @@ def no_collection() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+def _plain(row: SourceRow) -> SourceRow:
+    return row if row.data is None else replace(row, data=plain_data(row.data))
 
 
 def _blocks(data: bytes, first_row: int) -> Iterator[tuple[bytes, int]]:

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysvc.chat.answers import Answer, Source, answerer
 from raysvc.chat.messages import Message
-from raysvc.chat.symbols import KINDS, Answer, Question, answerer
+from raysvc.chat.symbols import Question
 
 Find = Callable[[list[Message], int], Any]
 Asking = tuple[Question, Answer, Any]
 QUIET_FINDS = 64
+DEEPEST = 60  # Python allows 100 levels of indentation
 
 
 @dataclass(slots=True)
@@ -70,7 +72,7 @@ class Tree:
         while node.__class__ is Node:
             node = node.children.get(node.answer(messages, at))
         self._quiet += 1
-        if self._quiet == QUIET_FINDS:
+        if self._quiet == QUIET_FINDS and _depth(self.root) <= DEEPEST:
             self.find = compiled(self.root)
         return node
 
@@ -93,47 +95,24 @@ def _grown(root: Any, path: list[Asking], leaf: Any) -> Any:
 
 def compiled(root: Any) -> Find:
     """The tree as one Python function of nested ifs."""
-    names: dict[str, Any] = {"K": KINDS}
-    lines = ["def find(messages, at):", "    message = messages[at]"]
-    _write(root, 1, lines, names)
-    exec("\n".join(lines), names)
-    found: Find = names["find"]
-    return found
+    source = Source()
+    lines: list[str] = []
+    _write(root, 1, lines, source)
+    return source.function(lines)
 
 
-def _write(node: Any, depth: int, lines: list[str], names: dict[str, Any]) -> None:
-    indent = "    " * depth
+def _write(node: Any, depth: int, lines: list[str], source: Source) -> None:
+    indent = "    " * (depth - 1)
     if node.__class__ is not Node:
-        lines.append(f"{indent}return {_named(node, names)}")
+        lines.append(f"{indent}return {source.name(node)}")
         return
-    lines.append(f"{indent}a{depth} = {_expression(node, names)}")
+    lines.append(f"{indent}a{depth} = {source.question(node.question)}")
     for given, child in node.children.items():
-        test = (
-            f"a{depth} is {given}"
-            if given is True or given is False
-            else f"a{depth} == {_named(given, names)}"
-        )
-        lines.append(f"{indent}if {test}:")
-        _write(child, depth + 1, lines, names)
+        truth = given is True or given is False
+        lines.append(f"{indent}if a{depth} {f'is {given}' if truth else f'== {source.name(given)}'}:")
+        _write(child, depth + 1, lines, source)
     lines.append(f"{indent}return None")
 
 
-def _expression(node: Node, names: dict[str, Any]) -> str:
-    kind, *about = node.question
-    if kind in ("kind", "value") and len(about[0]) == 2 and about[0][0][0] == "rel":
-        (_, offset), key = about[0]
-        if offset == 0:
-            return f"K[type(message.get({key!r}))]" if kind == "kind" else f"message[{key!r}]"
-    if kind == "first":
-        return f"at == {about[0]}"
-    if kind == "last":
-        return "at == len(messages) - 1"
-    return f"{_named(node.answer, names)}(messages, at)"
-
-
-def _named(value: Any, names: dict[str, Any]) -> str:
-    if isinstance(value, str | int) and not isinstance(value, bool):
-        return repr(value)
-    name = f"v{len(names)}"
-    names[name] = value
-    return name
+def _depth(node: Any) -> int:
+    return 1 + max(map(_depth, node.children.values()), default=0) if node.__class__ is Node else 0

@@ -12,9 +12,7 @@ from typing import Any
 
 from jinja2 import nodes
 
-from raysvc.chat.symbols import Hole, Path, Place
-
-Segment = str | Hole
+from raysvc.chat.symbols import Hole, Path, Place, Segment
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,10 @@ def _looks(interval: float, count: int | None) -> Iterator[list[Line]]:
     before: Snapshot | None = None
     done = 0
     while True:
-        now = snapshot(time.monotonic(), list_servers(), scrape(ray.nodes()))
+        nodes = ray.nodes()
+        address = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}
+        servers = [{**facts, "node": address.get(facts.get("node", ""))} for facts in list_servers()]
+        now = snapshot(time.monotonic(), servers, scrape(nodes))
         yield lines(now, before)
         before, done = now, done + 1
         if done == count:

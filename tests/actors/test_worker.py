@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,18 @@ def shards_of(rows: Any, dp_size: int, **plan: Any) -> list[list[Shard]]:
     return [[shards[rank] for _, shards, _ in minis] for rank in range(dp_size)]
 
 
+def stage(worker: Any, shards: list[Shard], step: int = 0) -> list[tuple[int, int]]:
+    """Stage in a thread of its own, as Ray does: the ring may be full until the first are taken."""
+    keys = [(step, index) for index in range(len(shards))]
+
+    def put() -> None:
+        for key, shard in zip(keys, shards, strict=True):
+            worker.stage(key, shard)
+
+    threading.Thread(target=put, daemon=True).start()
+    return keys
+
+
 def weights_of(worker: Any) -> dict[str, np.ndarray]:
     """The whole model, on rank 0."""
     full = checkpoint.full_weights(worker.model)
@@ -46,10 +59,7 @@ def weights_of(worker: Any) -> dict[str, np.ndarray]:
 
 def train(worker: Any, shards: list[Shard]) -> tuple[list[Any], dict[str, np.ndarray]]:
     """One optimizer step for each shard; results and weights."""
-    keys = [(0, index) for index in range(len(shards))]
-    for key, shard in zip(keys, shards, strict=True):
-        worker.stage(key, shard)
-    return worker.train_step(keys), weights_of(worker)
+    return worker.train_step(stage(worker, shards)), weights_of(worker)
 
 
 def train_save(worker: Any, shards: list[Shard], folder: str) -> tuple[dict[str, np.ndarray], float]:
@@ -193,9 +203,7 @@ def test_weights_move_to_another_group_and_to_transformers(ranks: Ranks, tmp_pat
 def evaluate(worker: Any, shards: list[Shard]) -> list[RowValues]:
     """Bits and bytes of every mini-batch, each staged before the one before is asked for."""
     worker.set_token_bytes(np.arange(VOCAB) % 5 + 1)
-    for shard in shards:
-        worker.stage((0, shard.mini), shard)
-    return [worker.evaluate((0, shard.mini)) for shard in shards]
+    return [worker.evaluate(key) for key in stage(worker, shards)]
 
 
 def test_evaluation_counts_nats_targets_and_bytes_of_every_row(ranks: Ranks) -> None:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -34,10 +35,14 @@ def test_a_build_takes_nodes_loses_one_and_gives_all_back(tmp_path: Path, sample
         pytest.skip(missing)
     command = [sys.executable, str(LAB), sample["rows"], sample["tokenizer"], str(tmp_path)]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = tempfile.mkdtemp(
+        prefix="ra", dir="/tmp"
+    )  # /tmp/ray holds one "current cluster" for the whole machine
     done = subprocess.run(
         [*NAMESPACES, "bash", "-ec", f'{NETWORK} exec "$@"', "_", *command],
-        capture_output=True, text=True, check=False, timeout=380, env={**os.environ, "PATH": path},
+        capture_output=True, text=True, check=False, timeout=380, env={**os.environ, "PATH": path, "RAY_TMPDIR": own},
     )  # fmt: skip
+    shutil.rmtree(own, ignore_errors=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["pools"][0] == found["pools"][-1] == [], found

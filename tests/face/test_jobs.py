@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -57,7 +58,16 @@ def free_ports(count: int) -> list[int]:
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     home = tmp_path_factory.mktemp("home")
-    env = {**os.environ, "HOME": str(home), "RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
+    # own folder, with a short name for its sockets: /tmp/ray holds one "current cluster" for the whole machine
+    own = tempfile.mkdtemp(prefix="rj", dir="/tmp")
+    env = {
+        **os.environ,
+        "HOME": str(home),
+        "RAY_AUTH_MODE": "token",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TMPDIR": own,
+    }
+    env.pop("PYTHONPATH", None)  # it would win over the code that a job brings
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     made = subprocess.run(
         [RAY, "get-auth-token", "--generate"], env=env, capture_output=True, text=True, check=True
@@ -77,6 +87,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     finally:
         process.terminate()
         process.wait(timeout=60)
+        shutil.rmtree(own, ignore_errors=True)
 
 
 def wait_for_dashboard(head: Head, process: subprocess.Popen[bytes]) -> None:

@@ -90,9 +90,16 @@ def progress(tick):
         during.update(scrape())
 
 summary = raysvc.train(sys.argv[1], progress=progress)
-until = time.monotonic() + 60
-while not wanted <= scrape() and time.monotonic() < until:
-    time.sleep(0.5)
+
+def arrived():
+    names = scrape()
+    counts = {name: value for name, _, value in samples(texts[-1])} if texts else {}
+    pairs = {"ray_raysvc_steps_total": summary["steps"], "ray_raysvc_trained_tokens_total": summary["tokens_trained"]}
+    return wanted <= names and all(counts.get(name) == value for name, value in pairs.items())
+
+until = time.monotonic() + 60  # reports come every half second
+while not arrived() and time.monotonic() < until:
+    time.sleep(0.2)
 mine = [sample for sample in samples(texts[-1]) if sample[0].startswith("ray_raysvc_")]
 print(json.dumps({"mine": mine, "during": sorted(during), "all": sorted({n for n, _, _ in samples(texts[-1])}),
                   "summary": summary}), flush=True)

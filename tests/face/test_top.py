@@ -78,6 +78,7 @@ def test_it_watches_the_servers_of_a_cluster(
         assert set(line) == set(asdict(Line("x")))
         assert (line["num_steps"], line["trainer"]) == (15, client_holder(client))
         assert line["steps_per_s"] >= 0
+        assert line["node"].count(".") == 3
         plain = CliRunner().invoke(app, ["top", "--count", "1"])
         assert "server=watched" in plain.stdout
     stop_server("watched")

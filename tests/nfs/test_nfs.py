@@ -173,7 +173,9 @@ def test_a_root_that_was_removed_and_made_anew_on_the_other_client_is_found(clie
     a.run("import shutil; shutil.rmtree(f'{ROOT}/cache')")
     assert b.run("result = find_entry(store, KEY) is None and list_entries(store) == []")
     a.run("helpers.build(store)")
-    assert b.run("result = find_entry(store, KEY).read(np.arange(12)).rows['source_row'].tolist()") == list(range(12))
+    assert b.run("result = find_entry(store, KEY).read(np.arange(12)).rows['source_row'].tolist()") == list(
+        range(12)
+    )
 
 
 def test_damage_done_on_one_client_is_found_on_the_other(clients: Pair):

@@ -117,6 +117,27 @@ def test_a_column_that_a_part_cannot_hold_is_named(columns, what):
         encode_part(NAME, table)
 
 
+@pytest.mark.parametrize("value", [-1, 1 << 30])
+def test_token_offsets_that_go_back_are_refused(value):
+    part = encode_part(NAME, make_table(6))
+    damaged = bytearray(part.data)
+    place = part.info.offsets_start + 8
+    damaged[place : place + 4] = value.to_bytes(4, "little", signed=True)
+    with pytest.raises(EntryError, match="it is damaged"):
+        decode_part(pa.py_buffer(damaged), part.info, "here")
+
+
+def test_text_offsets_that_lead_out_of_the_file_are_refused():
+    part = encode_part(NAME, make_table(6))
+    buffer = pa.py_buffer(bytearray(part.data))
+    with pa.ipc.open_stream(buffer) as reader:
+        offsets = reader.read_all()["uid"].chunk(0).buffers()[1]
+    place = offsets.address - buffer.address
+    memoryview(buffer).cast("B")[place + 8 : place + 12] = (1 << 30).to_bytes(4, "little")
+    with pytest.raises(EntryError, match="it is damaged"):
+        decode_part(buffer, part.info, "here")
+
+
 def test_text_may_be_missing():
     table = make_table(2).drop(["uid"]).append_column("uid", pa.array(["a", None]))
     part = encode_part(NAME, table)

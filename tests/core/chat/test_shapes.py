@@ -84,7 +84,7 @@ def message(draw: Any) -> dict[str, Any]:
     if role == "assistant" and draw(st.integers(0, 5)) == 0:
         made["tool_calls"] = draw(st.lists(call, max_size=2))
     if role == "assistant" and draw(st.integers(0, 5)) == 0:
-        made["reasoning_content"] = draw(content)
+        made[draw(st.sampled_from(["reasoning_content", "thinking", "reasoning"]))] = draw(content)
     if draw(st.integers(0, 9)) == 0:
         made["name"] = draw(st.none() | content)
     return made

@@ -26,6 +26,15 @@ SHAPES = {
 COLUMNS = ("input_ids", "attention_mask", "position_ids", "labels")
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """The tensors are tiny: a second thread only waits, and badly so on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 class Tiny(nn.Module):
     """One attention layer over ids and positions; sees only tokens of its own segment, before and at its place."""
 
