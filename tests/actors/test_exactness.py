@@ -109,6 +109,22 @@ def test_a_critic_is_exact_on_two_ranks(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_critic_whose_head_sees_no_target_on_one_rank_does_not_hang(ranks: Ranks, strategy: str) -> None:
+    rows = random_rows(2, seed=5)
+    ((_, shards, _),) = minis_of(rows, {**plan_of("rows"), "batch_size": 2}, 3, columns=COLUMNS)
+    assert (shards[2].arrays["labels"] == -100).all()
+    results = ranks.run(
+        tiny_spec(role="critic", strategy=strategy),
+        gradients_of,
+        [([shard], [ValueLoss(clip=0.2)]) for shard in shards],
+    )
+    grads, _ = reference_gradient(
+        model_of("critic"), rows, reference.value(0.2), "values", [0, 1], "token_mean"
+    )
+    assert distance(results[2][0][0], grads) < EXACT
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_mini_batches_may_be_added_up_with_weights_of_their_own(ranks: Ranks, strategy: str) -> None:
     rows = random_rows(7, seed=4)
     plan = {**plan_of("rows"), "mini_batch_size": 4}
