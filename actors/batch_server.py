@@ -33,7 +33,8 @@ from raysvc.actors.serving import StepOutline as StepOutline
 from raysvc.actors.shared_steps import SharedSteps
 from raysvc.actors.stream import EntryStream, eval_plan
 from raysvc.collate.shard import Shard
-from raysvc.errors import LeaseError, RaysvcError, ServerError, StepFailed, StepOutOfOrder
+from raysvc.errors import LeaseError, LeaseHeld, RaysvcError, ServerError, StepFailed, StepOutOfOrder
+from raysvc.metrics import record
 from raysvc.plan.schedule import Schedule
 
 log = logging.getLogger(__name__)
@@ -307,7 +308,10 @@ class BatchServer:
         self._in_range(step, source)
         try:
             with self._counted():
-                return source.make(step, dp_sizes)
+                made = source.make(step, dp_sizes)
+            record("read_seconds", made[0].read_s, server=self.spec.name)
+            record("collate_seconds", made[0].collate_s, server=self.spec.name)
+            return made
         except LeaseError:
             raise
         except Exception as error:
@@ -331,7 +335,12 @@ class BatchServer:
         self, reader: str, holder: str, change: Callable[[Ledger, int], Ledger], rank: int | None = None
     ) -> Lease:
         schedule = self._train.schedule.to_json()
-        ledger = self._book.attach(reader, change)
+        try:
+            ledger = self._book.attach(reader, change)
+        except LeaseHeld:
+            record("leases_refused", 1, server=self.spec.name)
+            raise
+        record("leases_granted", 1, server=self.spec.name)
         self._idle_since_s = time.monotonic()
         log.info("attached name=%s holder=%s fence=%d", self.spec.name, holder, ledger.fence)
         frontier = ledger.frontier if rank is None else ledger.seats[rank].frontier

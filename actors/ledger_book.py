@@ -18,6 +18,8 @@ from typing import Any
 from raysvc.actors.journal import Journal
 from raysvc.actors.ledger import Ledger
 from raysvc.actors.ledgers import Ledgers
+from raysvc.errors import FencedError
+from raysvc.metrics import record
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,11 @@ class LedgerBook:
         Raises:
             FencedError: the holder was replaced.
         """
-        self.ledgers.check(fence)
+        try:
+            self.ledgers.check(fence)
+        except FencedError:
+            record("fenced_calls", 1, server=self._owner.name)
+            raise
 
     def flush(self, *, if_dirty: bool = False) -> None:
         """Write what changed."""

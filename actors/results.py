@@ -48,6 +48,11 @@ def reduce_metrics(ranks: Sequence[Mapping[str, float]]) -> Metrics:
     return {name: _rule(name)([rank[name] for rank in ranks if name in rank]) for name in names}
 
 
+def reduce_timing(ranks: Sequence[Mapping[str, float]]) -> Metrics:
+    """Seconds of the slowest rank by part, as `<part>_s`; empty where nothing was measured."""
+    return reduce_metrics([{f"{part}_s": seconds for part, seconds in rank.items()} for rank in ranks])
+
+
 def _rule(name: str) -> Callable[[Sequence[float]], float]:
     if name in SAME_ON_ALL:
         return lambda values: values[0]

@@ -296,7 +296,7 @@ MEASURES: dict[str, Callable[..., dict[str, float]]] = {
 def in_process(python: str, measure: str, *arguments: str) -> dict[str, float]:
     """One measurement in a fresh process."""
     environ = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    command = [python, __file__, "--measure", measure, *arguments]
+    command = [python, "-P", __file__, "--measure", measure, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environ)
     if done.returncode:
         raise SystemExit(f"{measure}: {done.stderr[-2000:]}")
@@ -395,6 +395,8 @@ def _shown(name: str, value: Any) -> str:
 
 def main() -> None:
     """Measure all, print two tables and one line of JSON."""
+    if not sys.flags.safe_path:  # beside this file lies a tokenize.py, which is no module of Python's
+        os.execv(sys.executable, [sys.executable, "-P", *sys.argv])
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -5,8 +5,8 @@
 Rows are the first ones of GSM8K and SGD, tokenized with Qwen2.5 (`--shared`, default RAYSVC_SHARED or ../shared, holds
 `data` and `tokenizers`); without that folder, random rows with the same distributions of lengths. Peers run in an
 environment of their own, `.bench/peers`, made when it is not there. Every tool gets its rows in the form it likes best
-before the clock starts: ours as flat arrays, the peers as lists of ints. Times are the best of `--repeats` calls, so that
-a machine with other work on it disturbs them least.
+before the clock starts: ours as flat arrays, the peers as lists of ints. Times are CPU times,
+the best of `--repeats` calls, so that other work on the machine disturbs them least; all tools run in one thread.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ Rows = dict[str, np.ndarray]  # ids int32 [T], mask uint8 [T], lengths int64 [N]
 
 
 def milliseconds(call: Callable[[], object], repeats: int) -> float:
-    """The best of several calls, ms; the first one is not counted."""
+    """The best of several calls, ms of CPU time; the first one is not counted."""
     call()
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.process_time()
         call()
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     return min(times) * 1e3
 
 
@@ -225,7 +225,7 @@ def peers(folder: Path, repeats: int) -> dict[str, list[tuple[str, str, float]]]
                 "--repeats",
                 str(repeats),
             ]
-            env = {**os.environ, "PYTHONPATH": str(ROOT)}
+            env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
             done = subprocess.run(command, capture_output=True, text=True, env=env)
             if done.returncode:
                 print(f"{peer} failed: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)

@@ -257,7 +257,8 @@ class BatchClient:
             Mini(mini.shards, made, mini.by_role, rows)
             for mini, made, rows in zip(fetch.step.mini_batches, info.mini_batches, info.rows, strict=True)
         )
-        return Step(fetch.index, fetch.step.epoch, minis, fetch.step.update_epochs, info.weight_versions)
+        facts = (info.weight_versions, info.read_s, info.collate_s)
+        return Step(fetch.index, fetch.step.epoch, minis, fetch.step.update_epochs, *facts)
 
 
 @overload

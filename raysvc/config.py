@@ -202,6 +202,15 @@ class TrainerConfig(Model):
     loss: Literal["token_mean", "sequence_mean"] = Field(
         default="token_mean", description="Which mean of the token losses, over the whole mini-batch."
     )
+    strategy: Literal["ddp", "fsdp"] = Field(
+        default="ddp", description="Weights on several ranks: a copy each, or a share each (FSDP2)."
+    )
+    precision: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="bf16: float32 weights, bfloat16 forward and backward."
+    )
+    timing: bool = Field(
+        default=False, description="Measure each part of an optimizer step; nothing overlaps then."
+    )
     seed: int = Field(default=0, ge=0, description="Of the initial weights.")
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: CUDA where the cluster has a GPU for every rank."

@@ -52,7 +52,7 @@ def observe_step(
     _shape(server, [mini.info for mini in step.mini_batches if mini.info is not None])
     copy_s = max((sum(mini.copy_s for mini in rank) for rank in results), default=0.0)
     # seconds of the server, where the step says them
-    read_s, collate_s = getattr(step, "read_s", 0.0), getattr(step, "collate_s", 0.0)
+    read_s, collate_s = step.read_s, step.collate_s
     scheme = entry_uri.partition("://")[0] if "://" in entry_uri else "file"
     return StepTimes(step.index, stall_s, read_s, collate_s, copy_s, scheme)
 

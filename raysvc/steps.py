@@ -62,6 +62,8 @@ class Step:
         mini_batches: each ends in one optimizer step.
         update_epochs: passes over the mini-batches.
         weight_versions: oldest and newest weight version of its rows (rollouts), else None.
+        read_s: the server read its rows.
+        collate_s: the server wrote its arrays.
     """
 
     index: int
@@ -69,6 +71,8 @@ class Step:
     mini_batches: tuple[Mini, ...]
     update_epochs: int = 1
     weight_versions: tuple[int, int] | None = None
+    read_s: float = 0.0
+    collate_s: float = 0.0
 
     def optimizer_steps(self) -> Iterator[Mini]:
         """The mini-batches as often as they are trained: all of them, `update_epochs` times."""

@@ -176,6 +176,8 @@ class _Run:
         step_s: float,
         stall_s: float,
     ) -> None:
+        from raysvc.actors.results import reduce_timing
+
         losses = [sum(rank[mini].loss for rank in results) for mini in range(len(step.mini_batches))]
         infos = [mini.info for mini in step.mini_batches if mini.info is not None]
         for index, info in enumerate(infos):
@@ -187,7 +189,11 @@ class _Run:
         counts = {"rows": sum(len(info.row_ids) for info in infos), "tokens": tokens, "minis": len(infos)}
         times = {"step_s": round(step_s, 6), "stall_s": round(stall_s, 6)}
         grad_norm = results[0][-1].grad_norm
-        metrics.append({"step": step.index, "loss": loss, "grad_norm": grad_norm, **counts, **times})
+        parts = [reduce_timing([rank[mini].timing for rank in results]) for mini in range(len(losses))]
+        timing = {"timing": parts} if any(parts) else {}
+        metrics.append(
+            {"step": step.index, "loss": loss, "grad_norm": grad_norm, **counts, **times, **timing}
+        )
         facts = {
             "loss": round(loss, 4),
             "tokens/s": round(tokens / max(step_s, 1e-9)),
@@ -208,12 +214,16 @@ class _Run:
         self.folder.prune(self.job.trainer.keep_checkpoints)
 
     def _model(self) -> Any:
+        from raysvc.actors.staging import StagingOptions
         from raysvc.actors.torch_worker import ModelSpec
 
         trainer = self.job.trainer
         return ModelSpec(
             model=trainer.model,
             vocab_size=int(self.entry.report["vocab_size"]),
+            strategy=trainer.strategy,
+            precision=trainer.precision,
+            staging=StagingOptions(timing=trainer.timing),
             learning_rate=trainer.learning_rate,
             weight_decay=trainer.weight_decay,
             max_grad_norm=trainer.max_grad_norm,

@@ -199,6 +199,7 @@ def _single(column: pa.ChunkedArray) -> pa.Array:
     if column.num_chunks != 1:
         raise ValueError(f"{column.num_chunks} record batches instead of 1")
     array = column.chunk(0)
+    array.validate()  # lengths against sizes of buffers, in no time: a view of a hostile file must not leave it
     if pa.types.is_string(array.type):
         array.validate(full=True)  # text is decoded by its own offsets, which nothing else looks at
     return array

@@ -232,13 +232,16 @@ def _num_links(path: str) -> int:
 
 
 def _make_folder(path: str) -> None:
-    try:
-        os.mkdir(path)
-    except FileExistsError:
-        return
-    except FileNotFoundError:
-        _make_folder(os.path.dirname(path))
-        _make_folder(path)
+    for _ in range(ATTEMPTS):  # gc may remove a folder above between its making and its use
+        try:
+            os.mkdir(path)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            _make_folder(os.path.dirname(path))
+        else:
+            return
+    raise StoreError(path, "no folder can be made there", "choose another cache.root")
 
 
 def _sync_folder(path: str) -> None:

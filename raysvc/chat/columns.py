@@ -72,18 +72,21 @@ def columns_of_json_lines(
     """
     import pyarrow.json as pj
 
+    lines = _lines(data)
+    if bytes(data[:1]) != b"{" or bytes(data).count(b"\n{") != lines - 1:
+        return None  # Arrow's reader crashes the process on a line that is no object
     column = names.get("messages", "messages")
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
     options = pj.ParseOptions(explicit_schema=pa.schema([(column, pa.list_(message))]))
     reading = pj.ReadOptions(use_threads=False, block_size=len(data) + 1)
     try:
         table = pj.read_json(io.BytesIO(data), read_options=reading, parse_options=options)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        if table.num_rows != lines:
+            return None
+        table.validate()
+        return columns_of_table(table, np.arange(first_row, first_row + lines, dtype=np.int64), names)
+    except pa.ArrowException:
         return None
-    lines = _lines(data)
-    if table.num_rows != lines:
-        return None
-    return columns_of_table(table, np.arange(first_row, first_row + lines, dtype=np.int64), names)
 
 
 def columns_of_table(table: pa.Table, source_rows: Ints64, names: Mapping[str, str]) -> ChatColumns | None:

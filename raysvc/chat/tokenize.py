@@ -125,7 +125,8 @@ class SliceTokenizer:
         Raises:
             SourceError: a column that is needed is missing, or a row is too long and `truncation` is `error`.
         """
-        held = [_plain(row) for row in rows]
+        ids = self.spec.columns.get("input_ids", "input_ids")
+        held = [row if row.data is None or ids in row.data else _plain(row, row.data) for row in rows]
         return self._run(lambda ledger: self._made_of_rows(iter(held), ledger))
 
     def run_json_lines(self, data: bytes | bytearray | memoryview, first_row: int) -> SliceResult:
@@ -299,8 +300,8 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _plain(row: SourceRow) -> SourceRow:
-    return row if row.data is None else replace(row, data=plain_data(row.data))
+def _plain(row: SourceRow, data: dict[str, Any]) -> SourceRow:
+    return replace(row, data=plain_data(data))
 
 
 def _blocks(data: bytes, first_row: int) -> Iterator[tuple[bytes, int]]:

@@ -34,19 +34,26 @@ class Column:
         pad: in every cell without a token, and in the cells of dummies.
         values: [T], one value per token; None: it follows from where the tokens lie (`attention_mask`,
             `position_ids`, `segment_ids`; a dummy has them like a row).
+        where: uint8 [T], 0 where the pad stands instead of an integer value; None: nowhere.
     """
 
     name: str
     dtype: np.dtype[np.generic]
     pad: float | int
     values: Array | None = None
+    where: npt.NDArray[np.uint8] | None = None
 
     def with_slack(self, before: int, after: int) -> Array:
         """[before + T + after], the values between pads."""
         assert self.values is not None
         out = np.empty(before + len(self.values) + after, self.dtype)
+        body = out[before : before + len(self.values)]
         out[:before] = self.pad
-        out[before : before + len(self.values)] = self.values
+        body[...] = self.values
+        if self.where is not None:  # without a branch per token
+            body -= self.pad
+            body *= self.where
+            body += self.pad
         out[before + len(self.values) :] = self.pad
         return out
 
@@ -84,7 +91,7 @@ def _column(source: Source, name: str, pad: float | int) -> Column:
     if name == "input_ids":
         return Column(name, int32, pad, source.tokens(name))
     if name == "labels":
-        return Column(name, int32, IGNORED, _labels(source))
+        return Column(name, int32, IGNORED, source.tokens("input_ids"), where=source.trained)
     if name == "loss_mask":
         return Column(name, uint8, 0, source.trained)
     if name == "attention_mask":
@@ -93,12 +100,3 @@ def _column(source: Source, name: str, pad: float | int) -> Column:
         return Column(name, int32, 0)
     values = source.tokens(name)
     return Column(name, values.dtype, pad, values)
-
-
-def _labels(source: Source) -> npt.NDArray[np.int32]:
-    """int32 [T], the id where a token is a target, else -100; without a branch per token."""
-    labels = source.tokens("input_ids").astype(np.int32, copy=True)
-    labels -= IGNORED
-    labels *= source.trained
-    labels += IGNORED
-    return labels

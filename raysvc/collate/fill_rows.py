@@ -71,7 +71,7 @@ def fill_rows(columns: Sequence[Column], sheets: Sequence[Array], starts: Int64s
 
 
 def _bands(frame: Frame) -> Iterator[_Band]:
-    """Runs of micro-batches of each rank, cut where the width has dropped enough to pay for another band."""
+    """Runs of micro-batches of each rank with some `_BAND_CELLS` cells, none wider than the first one."""
     for rank, micro_batches in enumerate(frame.micro_batches):
         start, width = 0, micro_batches[0].width
         for micro in micro_batches:

@@ -26,6 +26,7 @@ class NfsClient(PosixStore):
 
     clock: Callable[[], float] = time.monotonic
     missing: dict[str, float] = field(default_factory=dict)  # path -> when it was looked up in vain
+    in_vain: list[str] = field(default_factory=list)  # every path that was looked up in vain
 
     def _look_up(self, path: str) -> None:
         """What the kernel does with every part of a path."""
@@ -36,6 +37,7 @@ class NfsClient(PosixStore):
                 raise FileNotFoundError(errno.ENOENT, "a negative dentry says so", name)
             if not os.path.lexists(name):
                 self.missing[name] = self.clock()
+                self.in_vain.append(name)
                 raise FileNotFoundError(errno.ENOENT, "the server says so", name)
 
     def _refresh(self, folder: str) -> None:

@@ -16,6 +16,7 @@ CORPUS = [
     "system user assistant tool developer You are a helpful assistant.",
     '{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}',
     "<think>\nI should think about it.\n</think>\n\nHello there, how are you today?",
+    "The answer is this.\n\nThe answer is that.\n\nThe answer is neither.\n\n" * 4,
     "def f(x):\n    return x * 2\n\nprint(f(21))\n",
 ]
 CHATML_TOKENS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
@@ -32,6 +33,7 @@ TEMPLATES: dict[str, str] = {
     "chatml_default_system": """\
 {%- if messages[0].role != 'system' %}{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{% endif %}"""
     + CHATML_LOOP,
+    "chatml_bare": CHATML_LOOP,
     "llama3_trimming": """\
 {{- bos_token }}
 {%- for message in messages %}
@@ -295,18 +297,13 @@ def special_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, s
 
 @pytest.fixture(scope="session")
 def slice_tokenizer(tokenizer_folder: Callable[[str], str]) -> Callable[..., Any]:
-    """Name of a template and options of a spec -> a `SliceTokenizer`; made once for equal arguments."""
+    """Name of a template (or a folder) and options of a spec -> a `SliceTokenizer`."""
     from raysvc.chat.tokenize import SliceTokenizer
     from raysvc.config import TextSpec, TokenizerConfig
 
-    made: dict[str, Any] = {}
-
     def tokenizer(name: str, folder: str | None = None, **options: Any) -> Any:
-        key = json.dumps([name, folder, options], sort_keys=True)
-        if key not in made:
-            config = TokenizerConfig(name=folder or tokenizer_folder(name))
-            made[key] = SliceTokenizer(TextSpec(tokenizer=config, **options), "test")
-        return made[key]
+        config = TokenizerConfig(name=folder or tokenizer_folder(name))
+        return SliceTokenizer(TextSpec(tokenizer=config, **options), "test")
 
     return tokenizer
 

@@ -1,0 +1,199 @@
+"""Tokenization beside what people use: rows and tokens per second, one core and two.
+
+    python benchmarks/tokenize.py [--quick] [--out results.json]
+
+Contenders, each in fresh processes pinned to their cores:
+- ours: JSON lines -> parse, render, encode, mask, proof, sample against the reference -> Arrow file;
+- datasets.map: `apply_chat_template(return_assistant_tokens_mask=True)` row by row;
+- skyrl: `tokenize_chat_example` of SkyRL 0.3.0, in an environment of its own (`.bench/peers`);
+- encode_batch: `tokenizers` alone, on texts that are already rendered;
+- floor: parse, fast encode of texts that are already rendered, write.
+
+The best pass counts; the first one, of a cold process, is shown beside it. The last line of stdout is JSON.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [
+    p for p in sys.path if Path(p or ".").resolve() != HERE
+]  # this file must not be the stdlib's `tokenize`
+
+import argparse  # noqa: E402
+import importlib.util  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import platform  # noqa: E402
+import subprocess  # noqa: E402
+import time  # noqa: E402
+from typing import Any  # noqa: E402
+
+ROOT = HERE.parent
+SHARED = Path(os.environ.get("RAYSVC_SHARED", ROOT.parent / "shared"))
+ALL, LAST = "all_assistant_messages", "last_assistant_message"
+# contender, train_on, cores, rows of gsm8k and sgd, passes
+PLAN: list[tuple[str, str, int, int, int, int]] = [
+    ("floor", ALL, 1, 10**9, 10**9, 6),
+    ("ours", ALL, 1, 10**9, 10**9, 6),
+    ("ours", LAST, 1, 10**9, 10**9, 6),
+    ("ours", ALL, 2, 10**9, 10**9, 6),
+    ("encode_batch", ALL, 1, 2000, 500, 2),
+    ("datasets_map", ALL, 1, 2000, 300, 2),
+    ("datasets_map", ALL, 2, 2000, 600, 2),
+    ("skyrl", LAST, 1, 1000, 200, 2),
+    ("skyrl", ALL, 1, 1000, 60, 2),
+]
+
+
+def measure(job: dict[str, Any], python: str, cores: int) -> dict[str, Any]:
+    """Run one contender on `cores` cores: ours as one process a core, `datasets.map` with its own processes."""
+    cpus = sorted(os.sched_getaffinity(0))[:cores]
+    if job["contender"] == "datasets_map":
+        jobs = [{**job, "cpus": cpus, "num_proc": cores if cores > 1 else 0}]
+    else:
+        jobs = [{**job, "cpus": [cpu], "part": n, "of": cores} for n, cpu in enumerate(cpus)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "RAYON_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [python, "-P", str(HERE / "tokenize_runs.py")]
+    started = [
+        subprocess.Popen(
+            [*command, json.dumps(one)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        for one in jobs
+    ]
+    for process in started:
+        assert process.stdout is not None
+        if process.stdout.readline().strip() != "ready":
+            raise SystemExit(f"{job['contender']} did not start")
+    for process in started:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    found = [json.loads(process.communicate()[0].strip().splitlines()[-1]) for process in started]
+    return summary(job, cores, found)
+
+
+def summary(job: dict[str, Any], cores: int, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rates of one contender; with several processes a pass takes as long as its slowest process."""
+    rows, tokens = sum(one["rows"] for one in found), sum(one["tokens"] for one in found)
+    walls = [
+        max(walls) for walls in zip(*([wall for wall, _ in one["passes"]] for one in found), strict=True)
+    ]
+    best = min(walls)
+    return {
+        "data": Path(job["data"]).stem,
+        "contender": job["contender"],
+        "train_on": job["train_on"],
+        "cores": cores,
+        "rows": rows,
+        "rows_per_s": round(rows / best, 1),
+        "tokens_per_s": round(tokens / best),
+        "first_pass_rows_per_s": round(rows / walls[0], 1),
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def ratios(results: list[dict[str, Any]]) -> dict[str, float]:
+    """The claims: times SkyRL, share of the floor, scaling."""
+
+    def rate(data: str, contender: str, train_on: str = ALL, cores: int = 1) -> float:
+        return next(
+            (
+                float(r["rows_per_s"])
+                for r in results
+                if (r["data"], r["contender"], r["train_on"], r["cores"])
+                == (data, contender, train_on, cores)
+            ),
+            float("nan"),
+        )
+
+    found = {}
+    for data in dict.fromkeys(r["data"] for r in results):
+        one = rate(data, "ours")
+        found[f"{data}: ours / skyrl, all turns"] = one / rate(data, "skyrl")
+        found[f"{data}: ours / skyrl, last turn"] = rate(data, "ours", LAST) / rate(data, "skyrl", LAST)
+        found[f"{data}: ours / datasets.map"] = one / rate(data, "datasets_map")
+        found[f"{data}: ours / floor"] = one / rate(data, "floor")
+        found[f"{data}: ours on 2 cores / on 1"] = rate(data, "ours", ALL, 2) / one
+    return {name: round(value, 2) for name, value in found.items()}
+
+
+def show(results: list[dict[str, Any]], claims: dict[str, float]) -> None:
+    print(
+        f"\n{'data':12} {'contender':13} {'train_on':24} {'cores':>5} {'rows/s':>10} {'tokens/s':>12} {'first pass':>10}"
+    )
+    for r in results:
+        print(
+            f"{r['data']:12} {r['contender']:13} {r['train_on']:24} {r['cores']:5d} {r['rows_per_s']:10,.0f} "
+            f"{r['tokens_per_s']:12,d} {r['first_pass_rows_per_s']:10,.0f}"
+        )
+    print()
+    for name, value in claims.items():
+        print(f"{name:45} {value:8.2f}")
+
+
+def peers_python() -> str:
+    spec = importlib.util.spec_from_file_location("tokenize_peers", HERE / "tokenize_peers.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return str(module.peers_python(ROOT / ".bench" / "peers"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, default=SHARED / "data", help="folder with the two JSONL files")
+    parser.add_argument("--tokenizer", default=str(SHARED / "tokenizers" / "qwen2_5"))
+    parser.add_argument("--no-peers", action="store_true", help="without SkyRL and datasets.map")
+    parser.add_argument("--quick", action="store_true", help="two passes each, a tenth of the peers' rows")
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    given = parser.parse_args()
+    results = []
+    python = sys.executable if given.no_peers else peers_python()
+    for contender, train_on, cores, gsm8k, sgd, passes in PLAN:
+        if given.no_peers and contender in ("skyrl", "datasets_map"):
+            continue
+        for name, rows in (("gsm8k_train", gsm8k), ("sgd_train", sgd)):
+            job = {
+                "contender": contender,
+                "train_on": train_on,
+                "data": str(given.data / f"{name}.jsonl"),
+                "tokenizer": given.tokenizer,
+                "rows": max(rows // 10, 20) if given.quick and rows < 10**9 else rows,
+                "passes": 2 if given.quick else passes,
+            }
+            results.append(measure(job, python if contender == "skyrl" else sys.executable, cores))
+            print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+    results.sort(key=lambda r: (r["data"], PLAN_ORDER.index(r["contender"]), r["train_on"], r["cores"]))
+    report = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "date": time.strftime("%Y-%m-%d"),
+        "results": results,
+        "claims": ratios(results),
+    }
+    show(results, report["claims"])
+    if given.out:
+        given.out.write_text(json.dumps(report, indent=1))
+    print(json.dumps(report))
+
+
+PLAN_ORDER = ["ours", "floor", "encode_batch", "datasets_map", "skyrl"]
+
+if __name__ == "__main__":
+    main()
