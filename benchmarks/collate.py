@@ -11,20 +11,26 @@ the best of `--repeats` calls, so that other work on the machine disturbs them l
 
 from __future__ import annotations
 
-import argparse
-import fcntl
-import json
-import os
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != HERE]  # it has a tokenize.py
 
-ROOT = Path(__file__).resolve().parent.parent
+import argparse  # noqa: E402
+import fcntl  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import subprocess  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
+from typing import Any  # noqa: E402
+
+import numpy as np  # noqa: E402
+
+sys.path.append(str(HERE))
+
+ROOT = HERE.parent
 PEERS = ROOT / ".bench" / "peers"
 NO_DEPS = ["skyrl==0.3.0", "skyrl-gym", "trl"]
 WITH_DEPS = [

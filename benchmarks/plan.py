@@ -9,12 +9,20 @@ cache. `memory` is the peak that Python and numpy allocate while a plan is made 
 
 from __future__ import annotations
 
-import argparse
-import time
-import tracemalloc
-from typing import Any
+import sys
+from pathlib import Path
 
-import numpy as np
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != HERE]  # it has a tokenize.py
+
+import argparse  # noqa: E402
+import time  # noqa: E402
+import tracemalloc  # noqa: E402
+from typing import Any  # noqa: E402
+
+import numpy as np  # noqa: E402
+
+sys.path.append(str(HERE))
 
 SIZES = (1_000, 1_000_000, 1_000_000_000)
 BATCHES = (32, 256, 1024)
