@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test lint format type check clean
+.PHONY: install demo test test-nfs lint format type check clean
 
 install: $(STAMP)
 
@@ -20,6 +20,10 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest
+
+# Two guests with a real kernel NFS client; needs Debian's user-mode-linux and nfs-ganesha, and says so when they are missing.
+test-nfs: install
+	RAYSVC_TEST_NFS=1 $(BIN)/python -m pytest tests/nfs
 
 lint: install
 	$(BIN)/ruff check .
