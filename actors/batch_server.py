@@ -278,7 +278,7 @@ class BatchServer:
         streams: dict[str, Stream] = {}
         if spec.entry_uri is not None:
             recipe = Recipe(spec.plan, spec.pad_token_id)
-            streams[TRAIN] = EntryStream(spec.entry_uri, spec.storage_options, recipe)
+            streams[TRAIN] = EntryStream(spec.entry_uri, spec.storage_options, recipe, spec.mixture)
         for name, evaluation in spec.evals.items():
             recipe = Recipe(eval_plan(spec.plan, evaluation.batch_size), spec.pad_token_id)
             streams[name] = EntryStream(evaluation.entry_uri, spec.storage_options, recipe)

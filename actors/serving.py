@@ -30,6 +30,16 @@ class EvalSpec(BaseModel):
     batch_size: int
 
 
+class MixtureSpec(BaseModel):
+    """Several entries in one stream; see `raysvc.plan.mixture`."""
+
+    model_config = ConfigDict(frozen=True)
+    entry_uris: tuple[str, ...]
+    stages: tuple[tuple[int, tuple[int, ...]], ...] = Field(
+        description="Position of the stream at which a stage begins, and the rows of each entry in its period."
+    )
+
+
 class RolloutSpec(BaseModel):
     """Steps are made of groups that producers put, instead of the rows of an entry."""
 
@@ -43,7 +53,8 @@ class ServeSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True)
     name: str
-    entry_uri: str | None = Field(description="What is trained; None: `rollouts`.")
+    entry_uri: str | None = Field(description="What is trained; of a mixture the first; None: `rollouts`.")
+    mixture: MixtureSpec | None = None
     plan: PlanConfig
     pad_token_id: int
     journal: str | None = Field(description="fsspec URL of the ledger's folder; None: kept in memory only")

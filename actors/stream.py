@@ -1,4 +1,4 @@
-"""The steps of one cache entry: plan, read, collate. No Ray; what it holds can be freed and opened again.
+"""The steps of one cache entry, or of a mixture of several: plan, read, collate. No Ray; what it holds can be freed and opened again.
 
 Always true:
 - `make(step, dp_sizes)` is pure in (entry, plan, step, dp_sizes);
@@ -15,10 +15,13 @@ from typing import Any
 import numpy as np
 
 from raysvc.actors.making import Recipe, Sizes, make_step, outline
-from raysvc.actors.serving import StepInfo, StepOutline
+from raysvc.actors.serving import MixtureSpec, StepInfo, StepOutline
+from raysvc.cache.joined import JoinedEntry
 from raysvc.cache.reader import Entry, open_entry
 from raysvc.collate.shard import Shard
 from raysvc.config import PlanConfig
+from raysvc.plan.mixture import Mixture, MixtureSource, Stage
+from raysvc.plan.order import parse_shuffle
 from raysvc.plan.plan import MiniBatchPlan, Plan
 from raysvc.plan.schedule import Schedule
 from raysvc.plan.state import PlanState
@@ -38,7 +41,7 @@ class _Facts:
 
 @dataclass(frozen=True)
 class _Open:
-    entry: Entry
+    entry: Entry | JoinedEntry
     plan: Plan
     sizes: Sizes
 
@@ -53,10 +56,18 @@ class EntryStream:
         uri: of the entry.
         storage_options: for fsspec.
         recipe: plan and padding.
+        mixture: the entries of a mixture, of which `uri` is the first; None: one entry.
     """
 
-    def __init__(self, uri: str, storage_options: Mapping[str, Any], recipe: Recipe) -> None:
+    def __init__(
+        self,
+        uri: str,
+        storage_options: Mapping[str, Any],
+        recipe: Recipe,
+        mixture: MixtureSpec | None = None,
+    ) -> None:
         self._uri, self._storage_options, self._recipe = uri, dict(storage_options), recipe
+        self._mixture = mixture
         self._lock = threading.Lock()
         self._open: _Open | None = None  # guarded by self._lock
         self._known: _Facts | None = None  # written once, under self._lock
@@ -120,17 +131,38 @@ class EntryStream:
     def _opened(self) -> _Open:
         with self._lock:
             if self._open is None:
-                entry = open_entry(self._uri, self._storage_options)
-                plan = Plan(self._recipe.plan, entry.lengths(), entry_keys=[entry.key])
+                entry, plan = self._entry_and_plan()
                 self._open = _Open(entry, plan, Sizes.of(entry.read(np.arange(1)), self._recipe.plan))
                 self._known = _Facts(plan.schedule, plan.hash, plan.identity, entry.key, entry.num_rows)
             return self._open
+
+    def _entry_and_plan(self) -> tuple[Entry | JoinedEntry, Plan]:
+        if self._mixture is None:
+            entry = open_entry(self._uri, self._storage_options)
+            return entry, plan_of_entry(self._recipe.plan, entry)
+        joined = JoinedEntry([open_entry(uri, self._storage_options) for uri in self._mixture.entry_uris])
+        return joined, plan_of_entry(self._recipe.plan, joined, self._mixture.stages)
 
     def _facts(self) -> _Facts:
         if self._known is None:
             self._opened()
         assert self._known is not None
         return self._known
+
+
+def plan_of_entry(
+    config: PlanConfig,
+    entry: Entry | JoinedEntry,
+    stages: Sequence[tuple[int, tuple[int, ...]]] = (),
+) -> Plan:
+    """The plan over the rows of an entry, or over joined entries by stages of a mixture."""
+    entries = entry.entries if isinstance(entry, JoinedEntry) else (entry,)
+    mixture = None
+    if stages:
+        sources = tuple(MixtureSource(one.key, one.num_rows) for one in entries)
+        order = config.seed, parse_shuffle(config.shuffle)
+        mixture = Mixture(sources, tuple(Stage(*stage) for stage in stages), *order)
+    return Plan(config, entry.lengths(), entry_keys=[one.key for one in entries], mixture=mixture)
 
 
 def eval_plan(config: PlanConfig, batch_size: int) -> PlanConfig:

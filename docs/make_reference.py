@@ -6,7 +6,7 @@ A test holds the file against the models, so it cannot go stale.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -27,14 +27,29 @@ def render() -> str:
     top, sections = [], []
     for name, field in JobConfig.model_fields.items():
         model = model_of(field.annotation)
-        if model is None:
+        if model is None or named_models(field.annotation):
             top.append(line(name, field, JobConfig.model_json_schema()))
-        else:
-            summary = (model.__doc__ or "").strip().splitlines()[0]
-            schema = model.model_json_schema()
-            rows = [line(key, item, schema) for key, item in model.model_fields.items()]
-            sections.append(table(f"## {name}\n\n{summary}", rows))
+        if model is not None:
+            sections += section(f"{name}.NAME" if named_models(field.annotation) else name, model)
     return "\n".join([INTRO, table("## Top level", top), *sections])
+
+
+def section(name: str, model: type[BaseModel]) -> list[str]:
+    """One section, and those of models that it holds by name."""
+    summary = (model.__doc__ or "").strip().splitlines()[0]
+    schema = model.model_json_schema()
+    rows = [line(key, item, schema) for key, item in model.model_fields.items()]
+    inner = [
+        section(f"{name}.{key}.NAME", held)
+        for key, item in model.model_fields.items()
+        if named_models(item.annotation) and (held := model_of(item.annotation))
+    ]
+    return [table(f"## {name}\n\n{summary}", rows), *sum(inner, [])]
+
+
+def named_models(annotation: Any) -> bool:
+    """Whether a field maps names to models."""
+    return get_origin(annotation) is dict and model_of(annotation) is not None
 
 
 def table(head: str, rows: list[str]) -> str:

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from raysvc.cache.joined import JoinedEntry
 from raysvc.config import JobConfig, TokenizerConfig
 from raysvc.jobfile import load_job
 from raysvc.progress import Progress, silent
@@ -38,11 +41,13 @@ class CacheEntry:
         entry: random access to its rows.
         hit: whether it was there already.
         reason: why it was used or built, one clause.
+        sources: names of the sources of a mixture.
     """
 
-    entry: Entry
+    entry: Entry | JoinedEntry
     hit: bool = True
     reason: str = "opened by its address"
+    sources: tuple[str, ...] = ()
 
     @property
     def uri(self) -> str:
@@ -76,6 +81,15 @@ class CacheEntry:
     def row(self, index: int) -> dict[str, Any]:
         """One row: column name -> list or value."""
         return self.entry.row(index)
+
+    def origins(self, row_ids: Sequence[int]) -> list[dict[str, Any]]:
+        """Where rows come from: `source_row`, its number in the source, and `source` when there are several."""
+        ids = np.array(row_ids, np.int64)
+        found = [{"source_row": row} for row in self.entry.read(ids).rows["source_row"].tolist()]
+        if not isinstance(self.entry, JoinedEntry):
+            return found
+        names = [self.sources[number] for number in self.entry.places(ids)[0].tolist()]
+        return [{"source": name, **one} for name, one in zip(names, found, strict=True)]
 
     def text(self, index: int) -> str:
         """One row as the tokenizer decodes it, special tokens included.
@@ -149,10 +163,23 @@ def tokenize(
         UserMistake: files, columns, tokenizer, template or cache root that cannot be used.
     """
     from raysvc.build import find_or_build
+    from raysvc.mixing import jobs_of, join
 
     job = load_job(config, **overrides)
+    if job.mixture is not None:
+        parts = {
+            name: tokenize(each, address=address, progress=progress) for name, each in jobs_of(job).items()
+        }
+        return CacheEntry(join(parts), *_found(parts), sources=tuple(parts))
     entry, hit, reason = find_or_build(job, cache_root(job), address, progress)
     return CacheEntry(entry, hit, reason)
+
+
+def _found(parts: Mapping[str, CacheEntry]) -> tuple[bool, str]:
+    """Whether all entries of a mixture were there, and the reason of each."""
+    return all(one.hit for one in parts.values()), "; ".join(
+        f"{name}: {one.reason}" for name, one in parts.items()
+    )
 
 
 def serve(
@@ -195,6 +222,7 @@ def serve_entry(
 def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
     """The spec of a job's server."""
     from raysvc.actors.serving import EvalSpec, ServeSpec
+    from raysvc.mixing import mixture_spec
 
     evals = {
         name: EvalSpec(
@@ -202,9 +230,11 @@ def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
         )
         for name, each in job.evals.items()
     }
+    mixture = mixture_spec(job, entry.entry)
     return ServeSpec(
         name=job.server.name,
-        entry_uri=entry.uri,
+        entry_uri=entry.uri if mixture is None else mixture.entry_uris[0],
+        mixture=mixture,
         plan=job.plan,
         pad_token_id=int(entry.report["pad_token_id"]),
         journal=f"{absolute(job.run_dir)}/server",
@@ -222,14 +252,16 @@ def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
 
 def plan_of(job: JobConfig, entry: CacheEntry) -> Plan:
     """The plan that the job's server would follow."""
-    from raysvc.plan.plan import Plan
+    from raysvc.actors.stream import plan_of_entry
+    from raysvc.mixing import mixture_spec
 
-    return Plan(job.plan, entry.entry.lengths(), entry_keys=[entry.key])
+    mixture = mixture_spec(job, entry.entry)
+    return plan_of_entry(job.plan, entry.entry, mixture.stages if mixture else ())
 
 
 def _eval_entry(job: JobConfig, name: str) -> CacheEntry:
     """The entry of one of the job's evals, tokenized like the training rows."""
-    return tokenize(job.model_copy(update={"source": job.evals[name].source}))
+    return tokenize(job.model_copy(update={"source": job.evals[name].source, "mixture": None}))
 
 
 def cpus_held(job: JobConfig) -> float:

@@ -121,7 +121,7 @@ def _format_of(job: JobConfig, source: Source) -> Format:
 
 
 def explain_job(job: JobConfig, root: str) -> dict[str, Any]:
-    """Whether a job would hit the cache, and in what it differs from the nearest entry; builds nothing."""
+    """Whether a job of one source would hit the cache, and in what it differs from the nearest entry; builds nothing."""
     store = open_store(root, job.cache.storage_options, job.cache.unsafe_store)
     plan = plan_build(job)
     entry = find_entry(store, plan.key)

@@ -9,6 +9,7 @@ Always true:
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -20,6 +21,7 @@ TrainOn = Literal[
 Truncation = Literal["error", "drop", "keep_start", "keep_end_turns"]
 Layout = Literal["padded_right", "padded_left", "packed", "stream"]
 Tail = Literal["pad", "drop", "wrap"]
+Packing = Literal["balanced", "best_fit", "first_fit"]
 Oversize = Literal["error", "truncate", "drop", "alone"]
 PositiveInt = Annotated[int, Field(ge=1)]
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
@@ -129,6 +131,10 @@ class PlanConfig(Model):
     micro_batch_tokens: PositiveInt | None = Field(
         default=None, description="Token budget of one forward on one rank; for `packed` the row capacity."
     )
+    packing: Packing = Field(
+        default="balanced",
+        description="Which rows share a line of `packed`: even ranks; fewest lines; first-fit-decreasing.",
+    )
     oversize: Oversize = Field(default="error", description="A row over the token budget.")
     pad_to_multiple: PositiveInt = Field(default=1, description="Widths are rounded up to this.")
     align: PositiveInt = Field(default=1, description="Packed: every sequence starts at a multiple of this.")
@@ -182,6 +188,40 @@ class ServerConfig(Model):
     )
 
 
+class MixtureSourceConfig(Model):
+    """One source of a mixture."""
+
+    source: SourceConfig = Field(description="Same keys as the section source.")
+    weight: float | None = Field(
+        default=None, ge=0, description="Share of the stream, relative to the others'."
+    )
+    epochs: float | None = Field(default=None, gt=0, description="Passes over this source in one epoch.")
+    from_step: int = Field(
+        default=0, ge=0, description="The source joins at this step; what came before stays."
+    )
+
+
+class MixtureConfig(Model):
+    """Several sources in one stream, by exact counts; each is tokenized into a cache entry of its own."""
+
+    sources: dict[str, MixtureSourceConfig] = Field(
+        min_length=1, description="Name -> source, with a weight or with epochs; append new ones at the end."
+    )
+    by: Literal["rows", "tokens"] = Field(default="rows", description="What weights are shares of.")
+
+    @model_validator(mode="after")
+    def _weights_or_epochs(self) -> MixtureConfig:
+        sources = self.sources.values()
+        kinds = {(each.weight is None, each.epochs is None) for each in sources}
+        if kinds not in ({(False, True)}, {(True, False)}):
+            raise ValueError("give every source a weight, or every source epochs")
+        if self.by == "tokens" and kinds == {(True, False)}:
+            raise ValueError("by: tokens needs weights")
+        if not any(each.from_step == 0 and each.weight != 0 for each in sources):
+            raise ValueError("no source begins at step 0")
+        return self
+
+
 class EvalConfig(Model):
     """Rows that are read beside training, each once."""
 
@@ -229,6 +269,9 @@ class JobConfig(Model):
     """A whole job. `TextSpec`, the part that decides what tokens come out, is `job.text`."""
 
     source: SourceConfig
+    mixture: MixtureConfig | None = Field(
+        default=None, description="Several sources instead of the section source."
+    )
     tokenizer: TokenizerConfig
     train_on: TrainOn = Field(default="all_assistant_messages", description="Which tokens have loss.")
     max_length: PositiveInt | None = Field(default=None, description="Tokens of one row; None: no limit.")
@@ -242,6 +285,19 @@ class JobConfig(Model):
     server: ServerConfig = ServerConfig()
     trainer: TrainerConfig = TrainerConfig()
     evals: dict[str, EvalConfig] = Field(default_factory=dict, description="Name -> rows of an eval.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_of_the_mixture(cls, value: Any) -> Any:
+        """`source` stands for one source: of a mixture, the first."""
+        mixture = value.get("mixture") if isinstance(value, Mapping) else None
+        sources = mixture.get("sources") if isinstance(mixture, Mapping) else None
+        first = next(iter(sources.values()), None) if isinstance(sources, Mapping) else None
+        if not isinstance(first, Mapping) or "source" not in first:
+            return value
+        if value.get("source", first["source"]) != first["source"]:
+            raise ValueError("give source or mixture, not both")
+        return {**value, "source": first["source"]}
 
     @field_validator("tokenizer", mode="before")
     @classmethod

@@ -56,8 +56,14 @@ def load_job(
 
 def _refuse_credentials(job: JobConfig) -> None:
     """Addresses are printed, logged and kept in manifests; the message does not repeat what it refuses."""
-    paths = {"source.path": job.source.path, "cache.root": (job.cache.root or "",)}
-    for where, addresses in paths.items():
+    sources = {
+        "source": job.source,
+        **{f"evals.{name}.source": each.source for name, each in job.evals.items()},
+    }
+    for name, each in (job.mixture.sources if job.mixture else {}).items():
+        sources[f"mixture.sources.{name}.source"] = each.source
+    paths = {f"{where}.path": source.path for where, source in sources.items()}
+    for where, addresses in {**paths, "cache.root": (job.cache.root or "",)}.items():
         if any(WITH_PASSWORD.match(address) for address in addresses):
             remedy = "give them in storage_options or in the environment"
             raise ConfigError(where, "holds credentials in its address", remedy)

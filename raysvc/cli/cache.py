@@ -175,15 +175,19 @@ def _explain_job(config: str, overrides: list[str], as_json: bool) -> None:
     from raysvc.api import cache_root
     from raysvc.build import explain_job
     from raysvc.jobfile import load_job
+    from raysvc.mixing import jobs_of
 
     job = load_job(config, overrides)
-    found = explain_job(job, cache_root(job))
+    jobs = jobs_of(job) if job.mixture else {"": job}
+    found = {name: explain_job(one, cache_root(job)) for name, one in jobs.items()}
     if as_json:
-        emit(found)
+        emit(found if job.mixture else found[""])
         return
-    print(f"{'hit' if found['hit'] else 'miss'}: key={found['key']} ({found['reason']})")
-    for line in found["differences"]:
-        print(f"  {line}")
+    for name, one in found.items():
+        label = f"{name}: " if name else ""
+        print(f"{label}{'hit' if one['hit'] else 'miss'}: key={one['key']} ({one['reason']})")
+        for line in one["differences"]:
+            print(f"  {line}")
 
 
 def _store(root: str | None) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 
 from raysvc.cli.common import Address, AsJson, Job, Overrides, Verbose, edge, emit
@@ -44,8 +43,8 @@ def plan(
                 "--step", f"{step} is not below the {steps.schedule.num_steps} steps", "give a smaller one"
             )
         rows = [row._asdict() for row in rows_of_step(steps, step, dp_size)]
-        sources = entry.entry.read(np.array([row["row_id"] for row in rows])).rows["source_row"].tolist()
-        rows = [{**row, "source_row": source} for row, source in zip(rows, sources, strict=True)]
+        origins = entry.origins([row["row_id"] for row in rows])
+        rows = [{**row, **origin} for row, origin in zip(rows, origins, strict=True)]
         if as_json:
             emit({"step": step, "epoch": steps.schedule.epoch_of(step), "rows": rows})
         else:

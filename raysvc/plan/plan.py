@@ -30,7 +30,7 @@ from raysvc.plan.groups import Groups
 from raysvc.plan.mixture import Mixture
 from raysvc.plan.order import Order, parse_shuffle
 from raysvc.plan.pieces import Pieces
-from raysvc.plan.ranks import Packing, RankPlan, Rules, deal, deal_windows
+from raysvc.plan.ranks import RankPlan, Rules, deal, deal_windows
 from raysvc.plan.schedule import Schedule
 from raysvc.plan.windows import Windows
 
@@ -72,7 +72,6 @@ class Plan:
         entry_keys: keys of the cache entries that the rows come from.
         mixture: the stream of groups when there are several entries; rows lie one entry after the other.
         cost: what balances ranks and packs.
-        packing: which packer, for `layout: packed`.
 
     Attributes:
         schedule: step arithmetic.
@@ -92,7 +91,6 @@ class Plan:
         entry_keys: Sequence[str] = (),
         mixture: Mixture | None = None,
         cost: CostModel | None = None,
-        packing: Packing = "balanced",
     ) -> None:
         _refuse_contradictions(config, lengths, uids, mixture)
         self.config, self.lengths = config, lengths
@@ -110,7 +108,7 @@ class Plan:
             )
         self.order = mixture or Order(num_groups, config.seed, parse_shuffle(config.shuffle))
         self.schedule = schedule_of(config, self.order.num_groups)
-        self.rules = _rules(config, cost or CostModel(), packing)
+        self.rules = _rules(config, cost or CostModel())
         self.identity = _identity(config, self.schedule, self.groups, entry_keys, mixture)
         self.hash = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
         self._skip = np.unique(np.array(config.skip_rows, np.int64))
@@ -204,7 +202,7 @@ def _refuse_contradictions(
         )
 
 
-def _rules(config: PlanConfig, cost: CostModel, packing: Packing) -> Rules:
+def _rules(config: PlanConfig, cost: CostModel) -> Rules:
     by_tokens = config.micro_batch_tokens is not None
     return Rules(
         layout=config.layout,
@@ -212,7 +210,7 @@ def _rules(config: PlanConfig, cost: CostModel, packing: Packing) -> Rules:
         tokens=config.micro_batch_tokens,
         pad_to_multiple=config.pad_to_multiple,
         align=config.align,
-        packing=packing,
+        packing=config.packing,
         cost=cost,
     )
 

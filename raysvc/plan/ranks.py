@@ -16,17 +16,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.config import Layout
+from raysvc.config import Layout, Packing
 from raysvc.plan.balance import deal_even
 from raysvc.plan.cost import CostModel
 from raysvc.plan.pack import Packs, aligned, pack_best_fit, pack_first_fit, split_to, spread
 
-Packing = Literal["balanced", "best_fit", "first_fit"]
 DUMMY = -1
 DUMMY_LENGTH = 2
 

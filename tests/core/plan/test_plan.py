@@ -79,7 +79,7 @@ def test_every_row_comes_once_per_epoch_and_the_tail_is_as_stated(run):
 def test_membership_does_not_depend_on_ranks_layout_or_packing(run, dp_size, shape):
     lengths, uids, config = run
     plain = Plan(PlanConfig(**config), lengths, uids=uids)
-    other = Plan(PlanConfig(**config, **shape), lengths, uids=uids, packing="first_fit")
+    other = Plan(PlanConfig(**config, **shape, packing="first_fit"), lengths, uids=uids)
     assert members(plain) == members(other, dp_size)
     assert plain.hash == other.hash
 

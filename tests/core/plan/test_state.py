@@ -38,7 +38,7 @@ def test_a_run_goes_on_exactly_under_other_ranks_packing_and_layout(committed, m
     state.check(again)
     middle = (state.next_step + len(every)) // 2
     applied += rows(again, every[state.next_step : middle], dp_size=2)
-    third = Plan(PlanConfig(**BASE, micro_batch_tokens=300), LENGTHS, mixture=mixture, packing="first_fit")
+    third = Plan(PlanConfig(**BASE, micro_batch_tokens=300, packing="first_fit"), LENGTHS, mixture=mixture)
     saved(again, middle - 1 if middle else None).check(third)
     applied += rows(third, every[middle:], dp_size=6)
     assert applied == want
