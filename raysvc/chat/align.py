@@ -127,15 +127,24 @@ def _check_controls(
 ) -> None:
     if not len(ids):
         return
-    at = np.flatnonzero(table.is_control[ids])
-    held = np.searchsorted(at, ends) - np.searchsorted(at, starts)
-    ended = np.where(ends > starts, table.is_control[ids[np.maximum(ends - 1, 0)]], False)
+    sizes = np.maximum(ends - starts, 0)
+    behind = np.cumsum(sizes)
+    at = np.flatnonzero(table.is_control[ids[tokens_within(starts, ends)]])
+    held = np.searchsorted(at, behind) - np.searchsorted(at, behind - sizes)
+    ended = np.where(sizes > 0, table.is_control[ids[np.maximum(ends - 1, 0)]], False)
     closed = spans.kinds == CLOSED_TURN
     too_many = (held > (closed & ended)) & (spans.kinds != FREE)
     for index in np.flatnonzero(too_many).tolist():
         faults.setdefault(int(spans.rows[index]), EXTRA_CONTROL)
     for index in np.flatnonzero(closed & table.is_control.any() & ~ended).tolist():
         faults.setdefault(int(spans.rows[index]), NO_EOT)
+
+
+def tokens_within(starts: Ints64, ends: Ints64) -> Ints64:
+    """Indices of all tokens in [starts, ends), one span after the other."""
+    sizes = np.maximum(ends - starts, 0)
+    behind = np.cumsum(sizes)
+    return np.asarray(np.arange(int(sizes.sum())) + np.repeat(starts - behind + sizes, sizes))
 
 
 def align_by_offsets(

@@ -31,6 +31,20 @@ _KINDS = _Kinds(
 )
 
 
+def _json_encoder() -> Callable[[Any], str]:
+    """`json.dumps(x, ensure_ascii=False)`, without making the encoder anew for every value."""
+    make: Any = getattr(json.encoder, "c_make_encoder", None)
+    usual = json.JSONEncoder(ensure_ascii=False)
+    if make is None:
+        return usual.encode
+    separators = usual.key_separator, usual.item_separator
+    encode = make(None, usual.default, json.encoder.encode_basestring, None, *separators, False, False, True)
+    return lambda value: "".join(encode(value, 0))
+
+
+to_json = _json_encoder()
+
+
 class Source:
     """Python source that is being written, and the values that it names."""
 
@@ -38,7 +52,7 @@ class Source:
         self.names: dict[str, Any] = {
             "kinds": _KINDS,
             "kind_at": _kind_at,
-            "encode": json.JSONEncoder(ensure_ascii=False).encode,
+            "encode": to_json,
             "is_empty": is_empty,
             "meet": _meet,
         }

@@ -8,6 +8,7 @@ Always true:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -28,23 +29,34 @@ def read_messages(value: Any, column: str = "messages") -> list[Message]:
         value = parse_json(value, column)
     if not isinstance(value, list) or not value:
         raise RowFault(f"{column!r} is not a list of messages", f"it is {_kind(value)}")
-    usual = _have_texts(value)
-    messages = [
-        item if usual and len(item) == 2 else _message(item, place, column)
-        for place, item in enumerate(value)
-    ]
-    if len(set(map(id, messages))) != len(messages):
-        return [dict(message) for message in messages]
+    odd = _odd_places(value)
+    if odd:
+        value = list(value)
+        for place in odd:
+            value[place] = _message(value[place], place, column)
+    if len(set(map(id, value))) != len(value):
+        return [dict(message) for message in value]
+    messages: list[Message] = value
     return messages
 
 
-def _have_texts(items: list[Any]) -> bool:
-    """Whether all messages have a text for role and content; one that has nothing else is fine as it is."""
+def _odd_places(items: list[Any]) -> Sequence[int]:
+    """Places of messages that are more than a text for role and one for content."""
     try:
         texts = [item["role"] for item in items] + [item["content"] for item in items]
+        sizes = list(map(len, items))
     except (KeyError, TypeError):
-        return False
-    return {str}.issuperset(map(type, texts)) and {dict}.issuperset(map(type, items))
+        return range(len(items))
+    if not {str}.issuperset(map(type, texts)) or not {dict}.issuperset(map(type, items)):
+        return range(len(items))
+    if max(sizes) == 2:
+        return ()
+    return [n for n, size in enumerate(sizes) if size != 2 and not _only_texts(items[n])]
+
+
+def _only_texts(item: Message) -> bool:
+    """Whether a message has nothing but texts, none of them tool calls."""
+    return "tool_calls" not in item and {str}.issuperset(map(type, item.values()))
 
 
 def _message(item: Any, place: int, column: str) -> Message:

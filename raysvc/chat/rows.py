@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.chat.align import TokenTable, align, align_by_offsets, differing_rows
+from raysvc.chat.align import TokenTable, align, align_by_offsets, differing_rows, tokens_within
 from raysvc.chat.batch import Batch
 from raysvc.chat.encode import Encoded, Encoder, Ints32, Ints64, ReferenceEncoder
 from raysvc.chat.faults import RowFault
@@ -123,9 +123,7 @@ def rows_of_tokens(examples: list[TokensExample]) -> TokenRows:
 def _mask(length: int, starts: Ints64, ends: Ints64) -> npt.NDArray[np.uint8]:
     """uint8 [length], 1 in every [start, end)."""
     mask = np.zeros(length, np.uint8)
-    sizes = np.maximum(ends - starts, 0)
-    behind = np.cumsum(sizes)
-    mask[np.arange(int(behind[-1]) if len(behind) else 0) + np.repeat(starts - behind + sizes, sizes)] = 1
+    mask[tokens_within(starts, ends)] = 1
     return mask
 
 

@@ -27,7 +27,7 @@ class RenderDiffers(Exception):
 
 
 def sample_places(batch: Batch, seed: int, ends: bool) -> list[int]:
-    """Rows to compare, other ones for every seed: any, one that is not ASCII, both `ends` if asked for; no giants."""
+    """Rows to compare, others for every seed: one that is not ASCII; with `ends` also any, and both ends. No giants."""
     lengths = np.diff(batch.offsets)
     fit = np.flatnonzero(lengths <= max(LONGEST_BYTES, int(lengths.min(initial=LONGEST_BYTES))))
     if not len(fit):
@@ -37,8 +37,8 @@ def sample_places(batch: Batch, seed: int, ends: bool) -> list[int]:
     texts = pa.Array.from_buffers(pa.large_string(), len(batch), buffers)
     plain = pc.string_is_ascii(texts).to_numpy(zero_copy_only=False)
     hard = fit[~plain[fit]]
-    chosen = {int(random.choice(fit)), int(random.choice(hard if len(hard) else fit))}
-    return sorted(chosen | {int(fit[0]), int(fit[-1])} if ends else chosen)
+    chosen = {int(random.choice(hard if len(hard) else fit))}
+    return sorted(chosen | {int(fit[0]), int(random.choice(fit)), int(fit[-1])} if ends else chosen)
 
 
 def compare(

@@ -14,9 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from raysvc.chat.answers import Answer
+from raysvc.chat.answers import Answer, to_json
 from raysvc.chat.faults import RowFault
 from raysvc.chat.formats import ChatExample
+from raysvc.chat.loops import Loop, compile_loop
 from raysvc.chat.messages import SYSTEM_ROLES
 from raysvc.chat.sequence import CLOSED_TURN, Span
 from raysvc.chat.symbols import Segment
@@ -27,6 +28,7 @@ from raysvc.chat.values import MessageLoop
 
 MAX_TOOL_SETS = 256
 NO_SPAN = -1
+Known = tuple[list[Any] | None, Tree]  # tools, and what is known of rows that have them
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class LoopShape:
 
     loop: MessageLoop
     tree: Tree
+    compiled: Loop | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,8 @@ class Shapes:
         self._learner = Learner(template, finder, self)
         self._prove = finder.prove
         self._with_turns = with_turns
-        self._trees: dict[bytes, tuple[list[Any] | None, Tree]] = {}
+        self._trees: dict[str, Known] = {}  # by the JSON of the tools
+        self._by_object: dict[int, Known] = {}  # by id: the value keeps its object alive
 
     def fill(self, example: ChatExample) -> Filled | None:
         """The conversation from its shape, or None when it has to be rendered."""
@@ -161,20 +165,23 @@ class Shapes:
                 filled.length += len(text)
         return filled
 
-    def _known(self, tools: list[Any] | None) -> tuple[list[Any] | None, Tree] | None:
+    def _known(self, tools: list[Any] | None) -> Known | None:
         """One object for all tools that are written alike, and what is known of rows that have them."""
-        import orjson
-
-        key = b"" if tools is None else orjson.dumps(tools)
+        known = self._by_object.get(id(tools))
+        if known is not None:
+            return known
+        key = "" if tools is None else to_json(tools)
         known = self._trees.get(key)
         if known is None and (tools is None or len(self._trees) < MAX_TOOL_SETS):
-            known = self._trees[key] = (tools, Tree())
+            known = self._trees[key] = self._by_object[id(tools)] = (tools, Tree())
         return known
 
     def _join_loop(self, shape: LoopShape, example: ChatExample, filled: Filled) -> bool:
         """Add the turns of a loop; false when one of them has to be rendered."""
         if self._with_turns:
             return self._join_slowly(shape, example, filled)
+        if self._run_loop(shape, example, filled):
+            return True
         messages, trained, find = example.messages, frozenset(example.trained), shape.tree.find
         add, spans, at = filled.parts.append, filled.spans, filled.length
         for place in range(shape.loop.start, len(messages)):
@@ -193,6 +200,23 @@ class Shapes:
             add(text)
             at += len(text)
         filled.length = at
+        return True
+
+    def _run_loop(self, shape: LoopShape, example: ChatExample, filled: Filled) -> bool:
+        """Run the compiled loop, once its tree has settled; false when there is something new or slow in this row."""
+        if not shape.tree.settled:
+            shape.compiled = None
+            return False
+        if shape.compiled is None:
+            shape.compiled = compile_loop(shape.tree.root, shape.loop.start, self._prove)
+        texts, spans = len(filled.parts), len(filled.spans)
+        length = shape.compiled(
+            example.messages, frozenset(example.trained), filled.length, filled.parts, filled.spans
+        )
+        if length < 0:
+            del filled.parts[texts:], filled.spans[spans:]
+            return False
+        filled.length = length
         return True
 
     def _prove_again(self, turn: TurnShape, place: int, example: ChatExample) -> None:

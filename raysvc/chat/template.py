@@ -18,6 +18,7 @@ from typing import Any
 
 from jinja2 import nodes
 
+from raysvc.chat.answers import to_json
 from raysvc.chat.faults import RowFault
 from raysvc.chat.messages import Message, is_plain
 from raysvc.chat.values import Messages
@@ -203,15 +204,12 @@ def _compile(text: str, fast: bool) -> tuple[Any, Any]:
         ) from error
 
 
-_encode = json.JSONEncoder(ensure_ascii=False).encode
-
-
 def _tojson(
     x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """`transformers`' filter, with the encoder of the usual case made once."""
     if not ensure_ascii and indent is None and separators is None and not sort_keys:
-        return _encode(x)
+        return to_json(x)
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -222,10 +220,13 @@ def _listen_to_marks(environment: Any, listener: Any) -> None:
             extension._generation_support = listener
 
 
+def has_reasoning(message: Message) -> bool:
+    """Whether a message has reasoning, under any name."""
+    return not _REASONING.isdisjoint(message)
+
+
 def with_aliases(messages: list[Message]) -> list[Message]:
     """Reasoning under all the names that templates read it by, as `apply_chat_template` gives it to them."""
-    if not any(len(message) > 2 and not _REASONING.isdisjoint(message) for message in messages):
-        return messages
     from transformers.utils import chat_template_utils as theirs
 
     return list(theirs._alias_reasoning_fields(messages))

@@ -60,10 +60,12 @@ class Tree:
     Attributes:
         root: a node, a leaf, or None while nothing is known.
         find: the leaf of a conversation and a place in it, None when it is a new one.
+        settled: whether no leaf was added for a while, so that compiling pays.
     """
 
     def __init__(self) -> None:
         self.root: Any = None
+        self.settled = False
         self._quiet = 0
         self.find: Find = self._walk
 
@@ -73,13 +75,13 @@ class Tree:
             node = node.children.get(node.answer(messages, at))
         self._quiet += 1
         if self._quiet == QUIET_FINDS and _depth(self.root) <= DEEPEST:
-            self.find = compiled(self.root)
+            self.find, self.settled = compiled(self.root), True
         return node
 
     def insert(self, path: list[Asking], leaf: Any) -> None:
         """Keep a leaf for conversations that answer alike."""
         self.root = _grown(self.root, path, leaf)
-        self._quiet, self.find = 0, self._walk
+        self._quiet, self.find, self.settled = 0, self._walk, False
 
 
 def _grown(root: Any, path: list[Asking], leaf: Any) -> Any:
@@ -97,21 +99,39 @@ def compiled(root: Any) -> Find:
     """The tree as one Python function of nested ifs."""
     source = Source()
     lines: list[str] = []
-    _write(root, 1, lines, source)
+    write_tree(root, 0, lines, source, lambda leaf, names: [f"return {names.name(leaf)}"], "return None")
     return source.function(lines)
 
 
-def _write(node: Any, depth: int, lines: list[str], source: Source) -> None:
-    indent = "    " * (depth - 1)
+def write_tree(
+    node: Any,
+    depth: int,
+    lines: list[str],
+    source: Source,
+    write_leaf: Callable[[Any, Source], list[str]],
+    unknown: str,
+) -> None:
+    """Write nested ifs for a tree.
+
+    Args:
+        node: its root.
+        depth: of the indentation.
+        lines: to add to.
+        source: names what the lines need; they see `messages`, `at` and `message`.
+        write_leaf: lines for a leaf.
+        unknown: line for answers that lead nowhere.
+    """
+    indent = "    " * depth
     if node.__class__ is not Node:
-        lines.append(f"{indent}return {source.name(node)}")
+        leaf_lines = [unknown] if node is None else write_leaf(node, source)
+        lines.extend(f"{indent}{line}" for line in leaf_lines)
         return
     lines.append(f"{indent}a{depth} = {source.question(node.question)}")
     for given, child in node.children.items():
         truth = given is True or given is False
         lines.append(f"{indent}if a{depth} {f'is {given}' if truth else f'== {source.name(given)}'}:")
-        _write(child, depth + 1, lines, source)
-    lines.append(f"{indent}return None")
+        write_tree(child, depth + 1, lines, source, write_leaf, unknown)
+    lines.append(f"{indent}{unknown}")
 
 
 def _depth(node: Any) -> int:

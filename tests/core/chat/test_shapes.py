@@ -104,6 +104,14 @@ def conversation(draw: Any) -> dict[str, Any]:
     return row
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _trees_settle_at_once() -> Any:
+    """So that few rows meet every way of filling: the walk, the compiled tree, and the compiled loop."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("raysvc.chat.trees.QUIET_FINDS", 2)
+        yield
+
+
 @pytest.fixture(scope="module")
 def pairs(tokenizer_folder: Any) -> Any:
     """Template -> (tokenizer with everything, one that only renders and uses the reference encoder)."""
@@ -183,3 +191,14 @@ def test_usual_conversations_have_shapes(template: str, pairs: Any) -> None:
 
 
 WITHOUT_PROVED_SPANS = {"plain_words"}
+
+
+def test_tools_that_json_cannot_spell_stay_their_rows_own(pairs: Any) -> None:
+    def with_tool(described: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        return {"messages": messages, "tools": [{"name": "f", "description": described}]}
+
+    fast, slow = pairs("merges_tools")
+    rows = [with_tool(odd) for odd in (None, float("nan"), "\ud800", 2**70, "plain")]
+    same(run(fast, rows), run(slow, rows))
+    assert run(fast, rows).books.rows_written == 4
