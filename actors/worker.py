@@ -175,9 +175,9 @@ class Worker:
         """Bytes of text of every token id [V]; from then on shards are staged with the bytes of each row's targets."""
         self._token_bytes = np.asarray(token_bytes, np.int32)
 
-    def call_after(self, name: str, arguments: tuple[Any, ...], *after: Any) -> Any:
-        """The call `name`, once everything in `after` has happened (Ray waits for it)."""
-        return getattr(self, name)(*arguments)
+    def call_after(self, name: str, num_after: int, *after_and_arguments: Any) -> Any:
+        """The call `name`, once the first `num_after` values are there (Ray waits for them); the rest are its own."""
+        return getattr(self, name)(*after_and_arguments[num_after:])
 
     def optim_step(self) -> Metrics:
         """Clip, step, forget the gradient; `grad_norm` before clipping and `lr`, equal on all ranks."""

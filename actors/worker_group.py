@@ -59,10 +59,19 @@ class WorkerGroup:
         workers = start_workers(spec, dp_size, pick_device(device, dp_size), num_cpus)
         return cls(workers, timing=spec.staging.timing)
 
-    def setup(self, after: Sequence[Any] = ()) -> None:
+    def setup(self) -> None:
         """Wait for the actors, let the ranks meet, build the models."""
-        (address,) = self.gather("address", self.call("address", workers=self.workers[:1], after=after))
-        self.gather("setup", self.call("setup", address))
+        self.wait_for_setup(self.start_setup())
+
+    def start_setup(self, after: Sequence[Any] = ()) -> tuple[list[Any], list[Any]]:
+        """Ask rank 0 where to meet, and every rank to meet there and build; returns at once."""
+        address = self.call("address", workers=self.workers[:1], after=after)
+        return address, self.call("setup", *address)
+
+    def wait_for_setup(self, refs: tuple[list[Any], list[Any]]) -> None:
+        """Wait for what `start_setup` asked for."""
+        self.gather("address", refs[0])
+        self.gather("setup", refs[1])
 
     def stage(self, step: Step) -> None:
         """Hand a step's pending shards to the ranks; never blocks."""
@@ -110,10 +119,13 @@ class WorkerGroup:
     def call(
         self, name: str, *arguments: Any, after: Sequence[Any] = (), workers: Sequence[Any] | None = None
     ) -> list[Any]:
-        """Ask every worker (or some); refs in their order. The call starts when all of `after` are there."""
+        """Ask every worker (or some); refs in their order. The call starts when all of `after` are there.
+
+        An argument may be a ref: it arrives as what it refers to, and the call fails when it failed.
+        """
         chosen = self.workers if workers is None else workers
         if after:
-            return [worker.call_after.remote(name, arguments, *after) for worker in chosen]
+            return [worker.call_after.remote(name, len(after), *after, *arguments) for worker in chosen]
         return [getattr(worker, name).remote(*arguments) for worker in chosen]
 
     def collect(self, call: str, refs: list[Any]) -> list[Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from raysvc.actors.dispatch import WorkerDispatch, WorkerGroup
+from raysvc.actors.dispatch import Pending, WorkerDispatch, WorkerGroup
 from raysvc.actors.losses import SftLoss
 from raysvc.actors.mesh import Mesh
 from raysvc.actors.results import reduce_metrics
@@ -30,6 +31,7 @@ class FakeWorker:
         self.log: list[tuple[str, Any, float]] = []
         self.staged: dict[Any, Any] = {}
         self.model = True
+        self.broken = -1
 
     def stage(self, key: Any, shard: Any, columns: Any = None, loss_weight: float = 1.0) -> int:
         self.staged[key] = shard if columns is None else with_columns(shard, columns)
@@ -63,11 +65,34 @@ class FakeWorker:
     def set_lr(self, learning_rate: float) -> None:
         self._note("set_lr", learning_rate)
 
-    def fail(self) -> None:
-        raise KeyError("broken")
+    def evaluate(self, key: Any) -> RowValues:
+        self._note("evaluate", self.number)
+        return gather_rows(self.staged[key], {})
 
     def save_checkpoint(self, folder: str) -> None:
-        raise OSError(f"{folder} is full")
+        if folder == "/disk":
+            raise OSError(f"{folder} is full")
+        self._note("save_checkpoint", folder)
+
+    def load_checkpoint(self, folder: str) -> None:
+        self._note("load_checkpoint", folder)
+
+    def save_hf_model(self, folder: str) -> None:
+        self._note("save_hf_model", folder)
+
+    def export_weights(self) -> Any:
+        assert self.model
+        if self.number == self.broken:
+            raise KeyError("broken")
+        self._note("export_weights", self.number)
+        return f"weights of {self.number}" if self.number == 0 else None
+
+    def import_weights(self, weights: Any) -> None:
+        assert self.model
+        self._note("import_weights", weights)
+
+    def break_(self, number: int) -> None:
+        self.broken = number
 
     def node_id(self) -> str:
         return f"node-{self.number % 2}"
@@ -78,8 +103,8 @@ class FakeWorker:
     def setup(self, address: str) -> None:
         self._note("setup", address)
 
-    def call_after(self, name: str, arguments: tuple[Any, ...], *after: Any) -> Any:
-        return getattr(self, name)(*arguments)
+    def call_after(self, name: str, num_after: int, *values: Any) -> Any:
+        return getattr(self, name)(*values[num_after:])
 
     def read(self) -> list[tuple[str, Any, float]]:
         return self.log
@@ -178,26 +203,89 @@ def test_a_colocated_pair_moves_only_when_it_must_and_never_overlaps(three: Work
     assert there[-1][2] < back
 
 
-def test_groups_that_are_not_colocated_do_not_wait_for_each_other(
-    three: WorkerDispatch, tmp_path: Path
-) -> None:
+def behind(gate: Path, data: Mini) -> Mini:
+    """The mini-batch, its shards not there before `gate` is."""
     import ray
-
-    late, _ = data_of(3)
-    gate = tmp_path / "gate"
 
     @ray.remote(num_cpus=0)
     def when_open(shard: Any) -> Any:
         while not gate.exists():
-            time.sleep(0.01)
+            time.sleep(0.005)
         return shard
 
-    critic = three.forward_async(
-        "critic", Mini(tuple(when_open.remote(ref) for ref in late.shards), late.info)
-    )
-    three.forward("policy", data_of(2)[0])  # done while the critic still waits for its data
+    return Mini(tuple(when_open.remote(ref) for ref in data.shards), data.info)
+
+
+def ask_everything(dispatch: WorkerDispatch, name: str, data: Mini) -> dict[str, Pending[Any]]:
+    """Every call of a group that waits for workers, in this order; none is waited for."""
+    return {
+        "forward": dispatch.forward_async(name, data),
+        "forward_backward": dispatch.forward_backward_async(name, data),
+        "optim_step": dispatch.optim_step_async(name),
+        "evaluate": dispatch.evaluate_async(name, data),
+        "set_lr": dispatch.set_lr_async(name, 0.25),
+        "save_checkpoint": dispatch.save_checkpoint_async(name, "/there"),
+        "load_checkpoint": dispatch.load_checkpoint_async(name, "/there"),
+        "save_hf_model": dispatch.save_hf_model_async(name, "/there"),
+        "export_weights": dispatch.sync_weights_async(name, name),
+        "node_id": dispatch.node_ids_async(name),
+        "setup": dispatch.init_model_async(name),
+    }
+
+
+def test_every_call_has_a_twin_that_returns_at_once_and_runs_in_its_turn(
+    three: WorkerDispatch, tmp_path: Path
+) -> None:
+    critic, gate = three.groups["critic"], tmp_path / "gate"
+    starts = [len(log) for log in logs_of(critic)]
+    pending = ask_everything(three, "critic", behind(gate, data_of(3)[0]))
+    # the critic has not begun, and a group of other devices is not kept up by it
+    three.forward("policy", data_of(2)[0])
+    three.optim_step("policy")
+    assert not gate.exists()
     gate.touch()
-    assert len(critic.result().row_ids) == 7
+    answers = {name: one.result() for name, one in pending.items()}
+    for log, start in zip(logs_of(critic), starts, strict=True):
+        names = [name for name, _, _ in log[start:] if name != "import_weights"]
+        assert names == [name for name in pending if name != "node_id"]
+    assert len(answers["forward"].row_ids) == len(answers["evaluate"].row_ids) == 7
+    assert answers["node_id"] == ["node-0", "node-1"]
+    assert pending["forward"].result() is answers["forward"]
+
+
+def test_everything_asked_of_colocated_groups_queues_and_finds_its_memory(
+    three: WorkerDispatch, tmp_path: Path
+) -> None:
+    policy, ref, gate = three.groups["policy"], three.groups["ref"], tmp_path / "gate"
+    starts = [len(log) for log in logs_of(policy)], [len(log) for log in logs_of(ref)]
+    first = three.forward_async("policy", behind(gate, data_of(2)[0]))
+    pending = [ask_everything(three, "ref", data_of(1)[0]), ask_everything(three, "policy", data_of(2)[0])]
+    third = three.sync_weights_async("policy", "ref")
+    critic = three.forward("critic", data_of(3)[0])  # elsewhere: done while both still wait
+    assert len(critic.row_ids) == 7
+    gate.touch()
+    for one in [first, *pending[0].values(), *pending[1].values(), third]:
+        one.result()
+    mine = [log[start:] for log, start in zip(logs_of(policy), starts[0], strict=True)]
+    (theirs,) = [log[start:] for log, start in zip(logs_of(ref), starts[1], strict=True)]
+    for log in mine:  # each has its turn, to the end, on every rank
+        turns = sorted([(when, "policy") for *_, when in log] + [(when, "ref") for *_, when in theirs])
+        assert [who for who, _ in groupby(who for _, who in turns)] == ["policy", "ref", "policy", "ref"]
+    assert theirs[-1][:2] == ("import_weights", "weights of 0")
+
+
+def test_weights_that_one_group_cannot_give_are_its_fault_and_nothing_is_assumed_of_either(
+    three: WorkerDispatch,
+) -> None:
+    critic = three.groups["critic"]
+    critic.gather("break_", critic.call("break_", 0))
+    with pytest.raises(WorkerFailed, match=r"rank 0 failed in export_weights: KeyError: 'broken'"):
+        three.sync_weights("critic", "policy")
+    critic.gather("break_", critic.call("break_", -1))
+    assert three.memory.moves("policy", "forward") != []
+    three.memory.forget("policy")
+    three.sync_weights("critic", "policy")
+    assert {log[-1][:2] for log in logs_of(three.groups["policy"])} == {("import_weights", "weights of 0")}
 
 
 def test_a_failed_call_names_the_rank_and_leaves_nothing_assumed(three: WorkerDispatch) -> None:
