@@ -18,7 +18,6 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != HERE]  # it has a tokenize.py
 
 import argparse  # noqa: E402
-import fcntl  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import subprocess  # noqa: E402
@@ -31,23 +30,6 @@ import numpy as np  # noqa: E402
 sys.path.append(str(HERE))
 
 ROOT = HERE.parent
-PEERS = ROOT / ".bench" / "peers"
-NO_DEPS = ["skyrl==0.3.0", "skyrl-gym", "trl"]
-WITH_DEPS = [
-    "loguru",
-    "jaxtyping",
-    "tensordict",
-    "omegaconf",
-    "hydra-core",
-    "torchdata",
-    "peft",
-    "accelerate",
-    "func_timeout",
-    "httpx",
-    "prometheus-client",
-    "cloudpathlib",
-    "pybase64",
-]
 CAPACITY = {"gsm8k": 4096, "sgd": 8192}
 DP_SIZE = 8
 COLUMNS = ("input_ids", "attention_mask", "position_ids", "labels")
@@ -195,35 +177,17 @@ def floor(rows: Rows, repeats: int) -> Iterator[tuple[str, str, float]]:
 # -- peers --------------------------------------------------------------------------------------------------------
 
 
-def peers_python() -> Path:
-    """The interpreter of `.bench/peers`, made when it is not there; one process at a time."""
-    PEERS.parent.mkdir(exist_ok=True)
-    python = PEERS / "bin" / "python"
-    with (PEERS.parent / "peers.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not python.exists():
-            subprocess.run([sys.executable, "-m", "venv", str(PEERS)], check=True)
-        site = next((PEERS / "lib").glob("python*/site-packages"))
-        (site / "zz_project.pth").write_text(
-            "\n".join(path for path in sys.path if path.endswith("site-packages"))
-        )
-        pip = [str(python), "-m", "pip", "install", "-q"]
-        if subprocess.run([str(python), "-c", "import importlib.metadata as m; m.version('trl'); m.version('skyrl')"],
-                          capture_output=True).returncode:  # fmt: skip
-            subprocess.run([*pip, "--no-deps", *NO_DEPS], check=True)
-            subprocess.run([*pip, *WITH_DEPS], check=True)
-    return python
-
-
 def peers(folder: Path, repeats: int) -> dict[str, list[tuple[str, str, float]]]:
     """Data set -> (tool, what, ms) of every peer, measured in processes of their own."""
     found: dict[str, list[tuple[str, str, float]]] = {}
+    from peers import peers_python
+
     python = peers_python()
     for name in CAPACITY:
         found[name] = []
         for peer in PEER_CALLS:
             command = [
-                str(python),
+                python,
                 __file__,
                 "--peer",
                 peer,
@@ -247,7 +211,7 @@ class FakeTokenizer:
     padding_side = "left"
 
     def pad(self, encoded: dict[str, Any], **_: Any) -> Any:
-        raise NotImplementedError
+        raise AssertionError("these collators pad by themselves")
 
 
 def skyrl(rows: Rows, name: str, repeats: int) -> list[tuple[str, str, float]]:

@@ -11,7 +11,7 @@ what a step takes beyond the compute time is on the critical path.
 - `put`: the batch lies in the driver as numpy; one `ray.put` of all of it, every worker takes its rows.
 
 `driver_ms` is the driver's own time per step, `driver_mb` what it put into the object store, `worker_copy_ms` the
-copy inside a worker, `critical_ms` as above. Peers run in `.bench/peers`, which `benchmarks/collate.py` makes.
+copy inside a worker, `critical_ms` as above. Peers run in `.bench/peers`, which `benchmarks/peers.py` makes.
 """
 
 from __future__ import annotations

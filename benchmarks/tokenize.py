@@ -146,12 +146,12 @@ def show(results: list[dict[str, Any]], claims: dict[str, float]) -> None:
 
 
 def peers_python() -> str:
-    spec = importlib.util.spec_from_file_location("tokenize_peers", HERE / "tokenize_peers.py")
+    spec = importlib.util.spec_from_file_location("peers", HERE / "peers.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return str(module.peers_python(ROOT / ".bench" / "peers"))
+    return str(module.peers_python())
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ A test holds the file against the models, so it cannot go stale.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -44,7 +45,7 @@ def section(name: str, model: type[BaseModel]) -> list[str]:
         for key, item in model.model_fields.items()
         if named_models(item.annotation) and (held := model_of(item.annotation))
     ]
-    return [table(f"## {name}\n\n{summary}", rows), *sum(inner, [])]
+    return [table(f"## {name}\n\n{summary}", rows), *itertools.chain(*inner)]
 
 
 def named_models(annotation: Any) -> bool:
