@@ -97,7 +97,7 @@ class CacheEntry:
         Raises:
             TokenizerError: the tokenizer that the entry was built with is not found here.
         """
-        return str(self._tokenizer.decode(self.row(index)["input_ids"]))
+        return str(self.tokenizer.decode(self.row(index)["input_ids"]))
 
     def spans(self, index: int) -> list[tuple[str, bool]]:
         """One row as stretches of text: (text, trained)."""
@@ -105,10 +105,15 @@ class CacheEntry:
         ids, mask = row["input_ids"], row["loss_mask"]
         cuts = [i for i, (a, b) in enumerate(itertools.pairwise(mask), start=1) if a != b]
         edges = itertools.pairwise([0, *cuts, len(ids)])
-        return [(str(self._tokenizer.decode(ids[a:b])), bool(mask[a])) for a, b in edges if a < b]
+        return [(str(self.tokenizer.decode(ids[a:b])), bool(mask[a])) for a, b in edges if a < b]
 
     @cached_property
-    def _tokenizer(self) -> Any:
+    def tokenizer(self) -> Any:
+        """The tokenizer that the entry was built with.
+
+        Raises:
+            TokenizerError: it is not found here.
+        """
         from raysvc.chat.tokenizer import LoadedTokenizer
 
         return LoadedTokenizer(TokenizerConfig.model_validate(self.report["tokenizer"])).hf

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from raysvc.skip_rows import read_row_ids
+
 Format = Literal["auto", "chat", "alpaca", "prompt_completion", "text", "preference", "pretokenized"]
 TrainOn = Literal[
     "last_assistant_message", "all_assistant_messages", "completion", "all_tokens", "message_weight"
@@ -143,7 +145,15 @@ class PlanConfig(Model):
         default=("input_ids", "attention_mask", "position_ids", "labels"),
         description="Arrays that travel; of input_ids, attention_mask, position_ids, loss_mask, labels, extras.",
     )
-    skip_rows: tuple[int, ...] = Field(default=(), description="Row ids that are never trained.")
+    skip_rows: tuple[int, ...] = Field(
+        default=(),
+        description="Row ids that are never trained: a list, or a file (one id a line, or a JSON list).",
+    )
+
+    @field_validator("skip_rows", mode="before")
+    @classmethod
+    def _ids_of_a_file(cls, value: object) -> object:
+        return read_row_ids(value) if isinstance(value, str) else value
 
     @field_validator("shuffle")
     @classmethod

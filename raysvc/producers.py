@@ -118,6 +118,7 @@ def serve_rollouts(
     from raysvc.api import ServerHandle, absolute
     from raysvc.cluster import connect
     from raysvc.plan.schedule import Schedule
+    from raysvc.served import write_served
 
     connect(address)
     spec = ServeSpec(
@@ -132,6 +133,7 @@ def serve_rollouts(
         num_cpus=num_cpus,
     )
     actor = start_server(spec, detached=detached)
+    write_served(absolute(run_dir), spec)
     facts = wait_for(actor.describe.remote(), f"server {name!r} to start")
     return ServerHandle(name, NAMESPACE, facts["num_rows"], Schedule.from_json(facts["schedule"]), actor)
 

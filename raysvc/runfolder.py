@@ -2,6 +2,7 @@
 
     <run_dir>/rows.jsonl         one line per optimizer step: which rows were applied
     <run_dir>/metrics.jsonl      one line per step: loss, tokens, times
+    <run_dir>/served.jsonl       how the steps were made, from which step on; see `raysvc.served`
     <run_dir>/checkpoints/step-<n>.<uid>/   weights; state.json, written last, makes it count
     <run_dir>/summary.json       written at the end
 
@@ -22,6 +23,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from raysvc.served import FILE as SERVED
 
 STATE = "state.json"
 
@@ -78,6 +81,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """Loss and times per step."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def served(self) -> Path:
+        """How steps were made."""
+        return self.path / SERVED
 
     def checkpoints(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first."""

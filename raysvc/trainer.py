@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysvc.api import CacheEntry, ServerHandle, absolute, cpus_held, serve_entry, tokenize
+from raysvc.api import CacheEntry, ServerHandle, absolute, cpus_held, serve_entry, serve_spec, tokenize
 from raysvc.client import BatchClient, Step, attach
 from raysvc.config import JobConfig
 from raysvc.errors import ConfigError, LeaseHeld
@@ -22,6 +22,7 @@ from raysvc.jobfile import load_job
 from raysvc.observe import observe_step
 from raysvc.progress import Progress, Tick, silent
 from raysvc.runfolder import Checkpoint, RunFolder, StepLog
+from raysvc.served import read_served, served_line
 from raysvc.stall import StallBook
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ class _Run:
         start = client.frontier
         stop = min(client.schedule.num_steps, self.job.trainer.max_steps or client.schedule.num_steps)
         rows, metrics = StepLog(self.folder.rows, start), StepLog(self.folder.metrics, start)
+        self._write_served(start)
         loop_begin = time.perf_counter()
         try:
             self._loop(client, group, stop, rows, metrics)
@@ -134,6 +136,18 @@ class _Run:
         loop_s = time.perf_counter() - loop_begin
         resumed = start if self.checkpoint is not None else None
         return _summary(self.folder, self.entry, stop, resumed, loop_s, self.stalls, self.tokens)
+
+    def _write_served(self, start: int) -> None:
+        """Say how the steps from here on are made."""
+        spec = serve_spec(self.job.model_copy(update={"evals": {}}), self.entry)
+        before = read_served(str(self.folder.path), start - 1)
+        if before is not None and before.spec.plan.skip_rows != spec.plan.skip_rows:
+            counts = len(before.spec.plan.skip_rows), len(spec.plan.skip_rows)
+            log.warning("plan.skip_rows changed at step %d: it had %d rows and has %d", start, *counts)
+        served = StepLog(self.folder.served, start)
+        served.append(served_line(start, self.job.trainer.dp_size, spec))
+        served.sync()
+        served.close()
 
     def _loop(
         self, client: BatchClient, group: WorkerGroup, stop: int, rows: StepLog, metrics: StepLog

@@ -9,6 +9,7 @@ from raysvc.cli.demo import demo
 from raysvc.cli.doctor import doctor
 from raysvc.cli.plan import plan
 from raysvc.cli.ps import ps
+from raysvc.cli.replay import replay
 from raysvc.cli.report import report
 from raysvc.cli.serve import serve
 from raysvc.cli.show import show
@@ -28,6 +29,7 @@ app.command()(demo)
 app.command()(doctor)
 app.command()(plan)
 app.command()(ps)
+app.command()(replay)
 app.command()(report)
 app.command()(serve)
 app.command()(show)

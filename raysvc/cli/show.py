@@ -1,19 +1,42 @@
-"""`raysvc show`: one row as a person wants to see it, trained tokens coloured."""
+"""`raysvc show`: rows as a person wants to see them: one of the entry, or those of a step as its trainer got them."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from raysvc.cli.common import Address, AsJson, Job, Overrides, Verbose, edge, emit
-from raysvc.cli.view import View
+from raysvc.cli.view import View, print_rows
+from raysvc.picture import DUMMY, Kind, RowPicture, padding_cells, row_picture, shard_pictures
+
+if TYPE_CHECKING:
+    from raysvc.api import CacheEntry
+    from raysvc.config import JobConfig
 
 RowNumber = Annotated[int, typer.Option(help="Row of the entry, 0-based.", min=0)]
-TRAINED = "bold green"
-CONTEXT = "dim"
+StepNumber = Annotated[
+    int | None, typer.Option(help="Show this step instead of a row; no server is needed.", min=0)
+]
+Rank = Annotated[int | None, typer.Option(help="Only this rank's shards.", min=0)]
+Rows = Annotated[bool, typer.Option("--rows", help="List where each row comes from and lies, without text.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Write a page to share instead.")]
+STYLES: dict[Kind, str] = {"trained": "bold green", "context": "dim", "special": "cyan"}
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What is shown: a title, facts about the whole, and each row with its headline."""
+
+    title: str
+    facts: Sequence[str]
+    rows: Sequence[tuple[str, RowPicture]]
 
 
 @edge
@@ -21,32 +44,135 @@ def show(
     config: Job = "job.yaml",
     overrides: Overrides = None,
     row: RowNumber = 0,
+    step: StepNumber = None,
+    rank: Rank = None,
+    rows: Rows = False,
+    html: Html = None,
     address: Address = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Print a row's text; trained tokens are green and stand between » and «.
+    """Print rows; trained tokens are green and stand between » and «, special tokens are blue.
 
     Example: raysvc show -c job.yaml --row 17
+    Example: raysvc show -c job.yaml --step 812 --rank 1
+    Example: raysvc show -c job.yaml --step 812 --rows
     """
-    from raysvc import api
-    from raysvc.errors import EntryError
+    from raysvc.errors import ConfigError
     from raysvc.jobfile import load_job
 
     job = load_job(config, overrides or ())
+    if step is None and (rows or rank is not None):
+        raise ConfigError("--rows, --rank", "are about a step", "give --step too")
+    if step is not None:
+        found, result = _step(job, step, rank, rows)
+    else:
+        found, result = _row(job, row, address)
+    if as_json:
+        emit(result)
+    elif html is not None:
+        from raysvc.report.rows_page import render_rows
+
+        html.parent.mkdir(parents=True, exist_ok=True)
+        html.write_text(render_rows(found.title, found.facts, found.rows))
+        print(f"page: {html}")
+    elif rows:
+        print(*found.facts, sep="\n", file=sys.stderr)
+        print_rows(found.title, [_cells(line) for line in result["rows"]])
+    else:
+        _print(found)
+
+
+def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[str, Any]]:
+    from raysvc import api
+    from raysvc.errors import EntryError
+
     with View() as view:
         entry = api.tokenize(job, address=address, progress=view)
     if row >= entry.num_rows:
         raise EntryError("--row", f"{row} is not below the {entry.num_rows} rows", "give a smaller one")
-    spans = entry.spans(row)
-    if as_json:
-        emit(
-            {"row": row, "source_row": entry.row(row)["source_row"], "spans": [list(span) for span in spans]}
-        )
-        return
-    text = Text()
-    for words, trained in spans:
-        text.append(f"»{words}«" if trained else words, style=TRAINED if trained else CONTEXT)
-    count = len(entry.row(row)["input_ids"])
-    Console().print(text, soft_wrap=True)
-    print(f"\nrow {row} of {entry.num_rows}, source row {entry.row(row)['source_row']}, {count} tokens")
+    values = entry.row(row)
+    picture = row_picture(row, values["input_ids"], values["loss_mask"], entry.tokenizer)
+    head = f"row {row} of {entry.num_rows}, source row {values['source_row']}, {_tokens(picture)}"
+    spans = [list(span) for span in entry.spans(row)]
+    facts = [f"source: {', '.join(entry.report['paths'])}"]
+    result = {"row": row, "source_row": values["source_row"], "spans": spans}
+    return _Shown(f"Row {row}", facts, [(head, picture)]), result
+
+
+def _step(job: JobConfig, step: int, rank: int | None, only_rows: bool) -> tuple[_Shown, dict[str, Any]]:
+    from raysvc import api
+    from raysvc.lineage import lineage
+    from raysvc.replay import replay_job
+
+    again = replay_job(job, step)
+    assert again.spec.entry_uri is not None, "a job has an entry"
+    entry = api.open_cache(again.spec.entry_uri, storage_options=job.cache.storage_options)
+    shards = again.chosen(rank)
+    tokenizer = None if only_rows else _tokenizer(entry)
+    pictures = [picture for shard in shards for picture in shard_pictures(shard, tokenizer)]
+    lines = lineage(pictures, step, again.schedule, entry)
+    padding, cells = (sum(both) for both in zip(*(padding_cells(shard) for shard in shards), strict=True))
+    plan = again.spec.plan
+    facts = [
+        f"source: {', '.join(entry.report['paths'])}",
+        f"epoch {again.info.epoch}, {len(again.shards)} mini-batches on {again.dp_size} ranks, layout {plan.layout}; "
+        f"made as {'the run was served' if again.recorded else 'the job file says'}",
+        f"{len(pictures)} rows, {sum(p.row_id == DUMMY for p in pictures)} of them dummies; "
+        f"padding: {padding} of {cells} cells",
+    ]
+    heads = [_head(picture, line.source_row) for picture, line in zip(pictures, lines, strict=True)]
+    shown = _Shown(
+        f"Step {step}" + ("" if rank is None else f", rank {rank}"),
+        facts,
+        list(zip(heads, pictures, strict=True)),
+    )
+    return shown, {"step": step, "epoch": again.info.epoch, "dp_size": again.dp_size,
+                   "rows": [asdict(line) for line in lines]}  # fmt: skip
+
+
+def _tokenizer(entry: CacheEntry) -> Any:
+    from raysvc.errors import TokenizerError
+
+    try:
+        return entry.tokenizer
+    except TokenizerError as error:
+        print(f"showing ids: {error}", flush=True)
+        return None
+
+
+def _head(picture: RowPicture, source_row: int | None) -> str:
+    place = picture.place
+    assert place is not None
+    where = f"mini {place.mini} rank {place.rank} micro {place.micro} line {place.line}"
+    where += f" columns {place.column}–{place.column + picture.length - 1}"
+    if picture.row_id == DUMMY:
+        return f"{where} | dummy: {picture.length} tokens without loss, so that all ranks do the same work"
+    row = f"row {picture.row_id} (source row {source_row})"
+    return f"{where} | {row}, {_tokens(picture)}, positions {picture.first}–{picture.last}"
+
+
+def _tokens(picture: RowPicture) -> str:
+    turns = sum(stretch.kind == "trained" for stretch in picture.stretches)
+    return f"{picture.length} tokens, {picture.trained} trained in {turns} turns"
+
+
+def _cells(line: dict[str, Any]) -> dict[str, Any]:
+    """What fits a line of a terminal; the source is said once, above."""
+    dummy = line["row_id"] is None
+    return {name: ("dummy" if name == "row_id" else "") if dummy and value is None else value
+            for name, value in line.items() if name != "source"}  # fmt: skip
+
+
+def _print(shown: _Shown) -> None:
+    console = Console()
+    if len(shown.rows) != 1:
+        console.rule(shown.title, align="left", characters="─")
+        print(*shown.facts, sep="\n")
+    for head, picture in shown.rows:
+        text = Text()
+        for words, kind in picture.stretches:
+            text.append(f"»{words}«" if kind == "trained" else words, style=STYLES[kind])
+        console.print(Text(f"\n── {head}", style="bold"), soft_wrap=True)
+        if picture.row_id != DUMMY:
+            console.print(text, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 Always true:
 - progress goes to stderr, so stdout holds results alone;
+- where stdout is no terminal, nothing is cut to a width and nothing is drawn;
 - the first tick of a phase and its last one are always shown.
 """
 
@@ -94,7 +95,10 @@ def number(value: object) -> str:
 
 
 def print_table(title: str, rows: Mapping[str, Any]) -> None:
-    """A short two-column table on stdout."""
+    """A short two-column table on stdout; `name: value` lines where that is no terminal."""
+    if not sys.stdout.isatty():
+        print(title, *(f"{name}: {number(value)}" for name, value in rows.items()), sep="\n")
+        return
     table = Table(title=title, show_header=False, title_justify="left")
     for name, value in rows.items():
         table.add_row(name, number(value))
@@ -102,9 +106,14 @@ def print_table(title: str, rows: Mapping[str, Any]) -> None:
 
 
 def print_rows(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A table on stdout; the first row's names are the columns."""
+    """A table on stdout; the first row's names are the columns. Tabs between them where that is no terminal."""
     if not rows:
         print(f"{title}: none")
+        return
+    if not sys.stdout.isatty():
+        print("\t".join(rows[0]))
+        for row in rows:
+            print("\t".join(str(value) for value in row.values()))
         return
     table = Table(*rows[0], title=title, title_justify="left")
     for row in rows:

@@ -22,6 +22,7 @@ Always true:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -90,6 +91,14 @@ class Shard:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays.values()) + self.row_ids.nbytes
+
+    def digest(self) -> str:
+        """sha256 of names, types, shapes and bytes of all arrays, 64 hex digits; `raysvc replay` prints it too."""
+        found = hashlib.sha256()
+        for name, array in sorted({**self.arrays, "row_ids": self.row_ids}.items()):
+            found.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+            found.update(np.ascontiguousarray(array).data)
+        return found.hexdigest()
 
     def micro(self, index: int) -> dict[str, Array]:
         """Views of the arrays of micro-batch `index`; 2-D ones are [lines, width]."""

@@ -190,6 +190,9 @@ def _refuse_contradictions(
         raise PlanError(
             "plan.layout", "stream cuts rows without regard to groups", "use packed for groups or mixtures"
         )
+    if config.skip_rows and not 0 <= min(config.skip_rows) <= max(config.skip_rows) < len(lengths):
+        row = next(row for row in config.skip_rows if not 0 <= row < len(lengths))
+        raise PlanError("plan.skip_rows", f"{row} is none of the {len(lengths)} rows", "take it out")
     budget = config.micro_batch_tokens
     if budget is None or config.oversize != "error" or config.layout == "stream" or not len(lengths):
         return

@@ -127,6 +127,7 @@ def as_bytes(step):
 def test_a_skipped_row_leaves_a_hole_and_moves_nothing(run, skip):
     lengths, uids, config = run
     whole = Plan(PlanConfig(**config), lengths, uids=uids)
+    skip = {row for row in skip if row < len(lengths)}
     holed = Plan(PlanConfig(**config, skip_rows=tuple(skip)), lengths, uids=uids)
     want = [[[row for row in mini if row not in skip] for mini in step] for step in members(whole)]
     assert members(holed) == want
@@ -216,3 +217,8 @@ def test_a_billion_rows_are_planned_in_a_millisecond_without_memory():
     tracemalloc.stop()
     assert peak < 2 * 2**20
     assert min(seconds) < 0.01  # 0.2 ms alone on the machine; see benchmarks/plan.py
+
+
+def test_a_row_to_skip_that_is_not_there_is_refused():
+    with pytest.raises(PlanError, match="9 is none of the 9 rows"):
+        Plan(PlanConfig(batch_size=2, skip_rows=(3, 9)), np.full(9, 4, np.int32))

@@ -1,0 +1,62 @@
+"""`raysvc replay`: the bytes of a step once more, with their checksums."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from raysvc.cli.common import AsJson, Overrides, Verbose, edge, emit
+from raysvc.cli.view import print_rows
+
+StepNumber = Annotated[int, typer.Option(help="Which step, 0-based.", min=0)]
+Rank = Annotated[int | None, typer.Option(help="Only this rank's shards.", min=0)]
+Out = Annotated[Path | None, typer.Option(help="Write the arrays to a .safetensors or .npz file.")]
+OptionalJob = Annotated[
+    str | None, typer.Option("-c", "--config", help="Path of a job.yaml.", metavar="JOB.YAML")
+]
+Run = Annotated[str | None, typer.Option(help="A run folder instead of a job, as rollout servers have.")]
+DpSize = Annotated[int | None, typer.Option(help="Ranks; default those of the run.", min=1)]
+
+
+@edge
+def replay(
+    step: StepNumber,
+    config: OptionalJob = None,
+    overrides: Overrides = None,
+    rank: Rank = None,
+    out: Out = None,
+    run: Run = None,
+    dp_size: DpSize = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Make a step again, byte for byte as its trainer got it, and print the checksums (`Shard.digest()`).
+
+    Example: raysvc replay -c job.yaml --step 812 --rank 0 --out step812.safetensors
+    """
+    from raysvc.jobfile import load_job
+    from raysvc.replay import replay_job, replay_run, save
+
+    if run is not None:
+        again = replay_run(run, step, dp_size)
+    else:
+        again = replay_job(load_job(config or "job.yaml", overrides or ()), step, dp_size)
+    shards = again.chosen(rank)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        save(shards, out)
+    rows: list[dict[str, Any]] = [
+        {"mini": shard.mini, "rank": shard.rank, "rows": len(shard.row_ids),
+         "dummies": int((shard.row_ids < 0).sum()), "bytes": shard.nbytes, "sha256": shard.digest()}
+        for shard in shards
+    ]  # fmt: skip
+    if as_json:
+        emit({"step": step, "dp_size": again.dp_size, "recorded": again.recorded, "shards": rows,
+              "checksum": again.checksum(rank), "out": str(out) if out else None})  # fmt: skip
+        return
+    for row in rows:
+        row["sha256"] = row["sha256"][:16]
+    print_rows(f"Step {step} of {again.spec.name} on {again.dp_size} ranks", rows)
+    print(f"checksum: {again.checksum(rank)}" + (f"\nwritten: {out}" if out else ""))
