@@ -25,7 +25,7 @@ from raysvc.actors.pending import Pending, waiting
 from raysvc.actors.results import Metrics, reduce_metrics
 from raysvc.actors.row_values import RowValues, in_order
 from raysvc.actors.worker_group import Running, WorkerGroup, pick_device
-from raysvc.errors import RaysvcError
+from raysvc.errors import ConfigError, RaysvcError
 
 if TYPE_CHECKING:
     from raysvc.client import Mini
@@ -70,7 +70,7 @@ class WorkerDispatch:
 
         Args:
             name: of the group.
-            data: one mini-batch.
+            data: one mini-batch; the shards of the role `name`, or its own where it has no such role.
             loss: None: the worker's own.
             loss_weight: factor of the loss, for mini-batches that are added up before a step.
             columns: per-token columns of its rows (advantages, old log-probabilities, ...), in any row order.
@@ -152,9 +152,14 @@ class WorkerDispatch:
             group.stop()
 
     def _stage(self, name: str, data: Mini, columns: RowValues | None, loss_weight: float) -> tuple[int, int]:
+        """Hand the group its shards: those of the role of its name, or the mini-batch's own."""
+        group, shards = self.groups[name], data.by_role.get(name, data.shards)
+        if len(shards) != group.mesh.dp:
+            cause = f"the mini-batch has {len(shards)} shards, group {name!r} has {group.mesh.dp} dp ranks"
+            raise ConfigError("roles", cause, f"attach with roles={{{name!r}: {group.mesh.dp}, ...}}")
         self._calls += 1
         key = (self._calls, 0)
-        self.groups[name].stage_mini(key, data.shards, columns, loss_weight)
+        group.stage_mini(key, shards, columns, loss_weight)
         return key
 
     def _call(self, name: str, call: str, *arguments: Any) -> list[Any]:

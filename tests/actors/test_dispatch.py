@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,17 +40,13 @@ class FakeWorker:
 
     def forward(self, key: Any) -> RowValues:
         assert self.model
-        while key not in self.staged:
-            time.sleep(0.001)
-        shard = self.staged[key]
+        shard = self._take(key)
         self._note("forward", self.number)
         return gather_rows(shard, {"logprobs": shard.arrays["input_ids"] * 2.0})
 
     def forward_backward(self, key: Any, loss: Any) -> dict[str, float]:
         assert self.model
-        while key not in self.staged:
-            time.sleep(0.001)
-        shard = self.staged[key]
+        shard = self._take(key)
         self._note("forward_backward", sorted(shard.arrays))
         return {"loss": 0.5, "ratio_max": float(self.number), "lr": 0.1}
 
@@ -66,8 +63,10 @@ class FakeWorker:
         self._note("set_lr", learning_rate)
 
     def evaluate(self, key: Any) -> RowValues:
+        assert self.model
+        shard = self._take(key)
         self._note("evaluate", self.number)
-        return gather_rows(self.staged[key], {})
+        return gather_rows(shard, {})
 
     def save_checkpoint(self, folder: str) -> None:
         if folder == "/disk":
@@ -108,6 +107,11 @@ class FakeWorker:
 
     def read(self) -> list[tuple[str, Any, float]]:
         return self.log
+
+    def _take(self, key: Any) -> Any:
+        while key not in self.staged:
+            time.sleep(0.001)
+        return self.staged[key]
 
     def _note(self, name: str, what: Any) -> None:
         self.log.append((name, what, time.monotonic()))
@@ -170,6 +174,50 @@ def test_replicas_share_a_shard_and_one_of_them_answers(three: WorkerDispatch) -
         (names,) = [what for name, what, _ in log[start:] if name == "forward_backward"]
         assert "advantages" in names
     assert metrics == {"loss": 1.0, "ratio_max": 2.0, "lr": 0.1}  # of workers 0 and 2
+
+
+class Handle:
+    """Stands for an actor's handle: every method notes its arguments and answers with the worker's number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.got: dict[str, list[Any]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*arguments: Any) -> Any:
+            import ray
+
+            self.got.setdefault(name, []).append(arguments)
+            return ray.put(self.number)
+
+        return SimpleNamespace(remote=remote, options=lambda **_: SimpleNamespace(remote=remote))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(2, tp=2), Mesh(3, cp=2), Mesh(2, tp=2, pp=3, cp=2)])
+def test_all_replicas_of_a_dp_rank_are_handed_the_same_ref(ray_session: None, mesh: Mesh) -> None:
+    handles = [Handle(number) for number in range(mesh.size)]
+    group, (data, _) = WorkerGroup(handles, mesh), data_of(mesh.dp)
+    group.stage_mini((0, 0), data.shards)
+    for number, handle in enumerate(handles):
+        (((_, shard),),) = handle.got.values()
+        assert shard is data.shards[mesh.rank(number).dp]
+    answers = group.collect("forward", group.call("forward", (0, 0)))
+    assert [mesh.rank(number) for number in answers] == [(dp, mesh.pp - 1, 0, 0) for dp in range(mesh.dp)]
+    assert all(len(handle.got["forward"]) == 1 for handle in handles)
+
+
+def test_a_group_takes_the_shards_of_its_role_and_refuses_any_other_number_of_them(
+    three: WorkerDispatch,
+) -> None:
+    (for_policy, _), (for_critic, _) = data_of(2), data_of(3)
+    assert for_policy.info is not None
+    both = Mini(
+        for_policy.shards, for_policy.info, {"policy": for_policy.shards, "critic": for_critic.shards}
+    )
+    for name in ("policy", "critic"):
+        assert three.forward(name, both).row_ids.tolist() == for_policy.info.row_ids.tolist()
+    with pytest.raises(ConfigError, match="2 shards, group 'critic' has 3 dp ranks"):
+        three.forward("critic", for_policy)
 
 
 def test_a_colocated_pair_moves_only_when_it_must_and_never_overlaps(three: WorkerDispatch) -> None:
