@@ -21,13 +21,14 @@ import numpy as np
 from raysvc.cache.joined import JoinedEntry
 from raysvc.config import JobConfig, TokenizerConfig
 from raysvc.jobfile import load_job
+from raysvc.planning import plan_config
+from raysvc.planning import plan_of as plan_of
 from raysvc.progress import Progress, silent
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from raysvc.cache.reader import Entry
-    from raysvc.plan.plan import Plan
     from raysvc.plan.schedule import Schedule
 
 DEFAULT_ROOT = ".raysvc/cache"
@@ -240,7 +241,7 @@ def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
         name=job.server.name,
         entry_uri=entry.uri if mixture is None else mixture.entry_uris[0],
         mixture=mixture,
-        plan=job.plan,
+        plan=plan_config(job),
         pad_token_id=int(entry.report["pad_token_id"]),
         journal=f"{absolute(job.run_dir)}/server",
         storage_options=job.cache.storage_options,
@@ -253,15 +254,6 @@ def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
         collate_threads=job.server.collate_threads,
         num_cpus=job.server.num_cpus,
     )
-
-
-def plan_of(job: JobConfig, entry: CacheEntry) -> Plan:
-    """The plan that the job's server would follow."""
-    from raysvc.actors.stream import plan_of_entry
-    from raysvc.mixing import mixture_spec
-
-    mixture = mixture_spec(job, entry.entry)
-    return plan_of_entry(job.plan, entry.entry, mixture.stages if mixture else ())
 
 
 def _eval_entry(job: JobConfig, name: str) -> CacheEntry:

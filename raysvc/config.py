@@ -138,6 +138,10 @@ class PlanConfig(Model):
         description="Which rows share a line of `packed`: even ranks; fewest lines; first-fit-decreasing.",
     )
     oversize: Oversize = Field(default="error", description="A row over the token budget.")
+    cost: tuple[PositiveInt, PositiveInt] | None = Field(
+        default=None,
+        description="Work of a row of L tokens as [a, b] of a*L + b*L^2, to even out ranks; None: from trainer.model.",
+    )
     pad_to_multiple: PositiveInt = Field(default=1, description="Widths are rounded up to this.")
     align: PositiveInt = Field(default=1, description="Packed: every sequence starts at a multiple of this.")
     window: PositiveInt | None = Field(default=None, description="layout=stream: tokens per window.")

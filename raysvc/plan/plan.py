@@ -71,7 +71,6 @@ class Plan:
         uids: one uid per row; rows of one uid are a group. None: every row is its own group.
         entry_keys: keys of the cache entries that the rows come from.
         mixture: the stream of groups when there are several entries; rows lie one entry after the other.
-        cost: what balances ranks and packs.
 
     Attributes:
         schedule: step arithmetic.
@@ -90,7 +89,6 @@ class Plan:
         uids: Sequence[str] | None = None,
         entry_keys: Sequence[str] = (),
         mixture: Mixture | None = None,
-        cost: CostModel | None = None,
     ) -> None:
         _refuse_contradictions(config, lengths, uids, mixture)
         self.config, self.lengths = config, lengths
@@ -108,7 +106,7 @@ class Plan:
             )
         self.order = mixture or Order(num_groups, config.seed, parse_shuffle(config.shuffle))
         self.schedule = schedule_of(config, self.order.num_groups)
-        self.rules = _rules(config, cost or CostModel())
+        self.rules = _rules(config)
         self.identity = _identity(config, self.schedule, self.groups, entry_keys, mixture)
         self.hash = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
         self._skip = np.unique(np.array(config.skip_rows, np.int64))
@@ -205,7 +203,7 @@ def _refuse_contradictions(
         )
 
 
-def _rules(config: PlanConfig, cost: CostModel) -> Rules:
+def _rules(config: PlanConfig) -> Rules:
     by_tokens = config.micro_batch_tokens is not None
     return Rules(
         layout=config.layout,
@@ -214,7 +212,7 @@ def _rules(config: PlanConfig, cost: CostModel) -> Rules:
         pad_to_multiple=config.pad_to_multiple,
         align=config.align,
         packing=config.packing,
-        cost=cost,
+        cost=CostModel(*config.cost) if config.cost else CostModel(),
     )
 
 
