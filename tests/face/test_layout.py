@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CORE = ("raysvc/chat", "raysvc/cache", "raysvc/plan", "raysvc/collate")
+CORE = ("raysvc/chat/", "raysvc/cache/", "raysvc/plan/", "raysvc/collate/")
 CORE_FILES = ("raysvc/config.py", "raysvc/errors.py", "raysvc/rows.py")
 ROOMS = ("actors", "pipelines")
 
