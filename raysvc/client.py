@@ -4,38 +4,28 @@ The trainer owns the shards. `fetch` calls are kept outstanding ahead of the ste
 pending refs go straight to the workers and are never opened here.
 
 Always true:
-- steps come in order, from the frontier to the last one, each once;
-- look-ahead is bounded in steps and in bytes, and changes no byte of what comes;
-- `state_dict` is the committed frontier, never the look-ahead;
-- after `detach` no thread, ref or lease of this client is left.
+- refs are handed out as soon as a step is asked for, and no shard is opened;
+- what `raysvc.lease_client` says.
 """
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 from raysvc.connection import Connection, new_holder
 from raysvc.errors import StepOutOfOrder
 from raysvc.eval_stream import EvalStream
-from raysvc.look_ahead import Limit, LookAhead
-from raysvc.plan.schedule import Schedule
-from raysvc.state import frontier_of, state_of
+from raysvc.lease_client import LeaseClient
+from raysvc.look_ahead import Limit
 from raysvc.steps import ClientStats as ClientStats
 from raysvc.steps import Mini as Mini
 from raysvc.steps import Step as Step
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
-    from raysvc.actors.serving import Lease, StepInfo, StepOutline
+    from raysvc.actors.serving import Lease, StepInfo
     from raysvc.rank_client import RankClient
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,7 +35,7 @@ class _Fetch:
     step: Step
 
 
-class BatchClient:
+class BatchClient(LeaseClient[_Fetch, Step]):
     """Holder of a lease; make it with `raysvc.attach`.
 
     Args:
@@ -56,33 +46,11 @@ class BatchClient:
     """
 
     def __init__(self, server: Any, lease: Lease, roles: Mapping[str, int], limit: Limit) -> None:
-        self.lease = lease
+        super().__init__(Connection(server, lease), tuple(roles.values()), limit)
         self.roles = dict(roles)
-        self.schedule = Schedule.from_json(lease.schedule)
-        self._connection = Connection(server, lease)
-        self._limit = limit
-        self._frontier = lease.frontier
-        self._window: LookAhead[_Fetch] | None = None  # of the newest iteration; an older one is refused
-        self._steps = 0
-        self._wait_s = 0.0
-        self._last_wait_s = 0.0
 
     def __iter__(self) -> Iterator[Step]:
         return self.steps()
-
-    def __len__(self) -> int:
-        """Steps that are left."""
-        return self.schedule.num_steps - self._frontier
-
-    @property
-    def dp_size(self) -> int:
-        """Data-parallel ranks of the first role."""
-        return next(iter(self.roles.values()))
-
-    @property
-    def frontier(self) -> int:
-        """The next step to train; all before it are committed."""
-        return self._frontier
 
     def steps(
         self, on_fetch: Callable[[Step], object] | None = None, *, stop: int | None = None
@@ -105,17 +73,7 @@ class BatchClient:
                 on_fetch(fetch.step)
             return fetch
 
-        window = self._window = LookAhead(ask, self._sizes, self._limit)
-        end = self.schedule.num_steps if stop is None else min(stop, self.schedule.num_steps)
-        with closing(window.run(self._frontier, end)) as fetches:
-            while True:
-                if self._window is not window:
-                    expected = f"a new iteration from step {self._frontier}, after the rewind"
-                    raise StepOutOfOrder(self.lease.name, self._frontier, expected)
-                fetch = next(fetches, None)
-                if fetch is None:
-                    return
-                yield self._arrive(fetch)
+        return self._run(ask, stop)
 
     def fetch(self, index: int) -> Step:
         """Any one step, now; the same bytes every time. Moves nothing.
@@ -125,49 +83,7 @@ class BatchClient:
             StepFailed: it could not be made.
         """
         self._in_range(index)
-        return self._arrive(self._fetch(index))
-
-    def commit(self, step: int, *, skipped: bool = False) -> None:
-        """Say that `step` is trained (or was skipped). Returns at once; a refusal is raised by one of the next calls.
-
-        Raises:
-            StepOutOfOrder: a step before it is not committed.
-        """
-        self._connection.check()
-        if step > self._frontier:
-            raise StepOutOfOrder(
-                self.lease.name, step, f"step {self._frontier}, the first that is not committed"
-            )
-        if step < self._frontier:
-            return
-        self._frontier = step + 1
-        self._connection.commit(step, skipped)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The committed frontier, as small JSON; safe with fetches in flight."""
-        return {**state_of(self.lease, self.schedule, self._frontier), "dp_size": self.dp_size}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state: the trainer's checkpoint wins over the server's memory. dp_size may differ.
-
-        Raises:
-            StateMismatch: the state belongs to other rows or another order; it says which.
-        """
-        self._move(frontier_of(state), state["plan"])
-
-    def rewind(self, step: int) -> None:
-        """Make `step` the next one to train, earlier or later than the frontier."""
-        self._move(step, None)
-
-    def peek(self, step: int) -> StepOutline:
-        """Row ids, lengths and counts of any step, from the plan alone; no row is read.
-
-        Raises:
-            StepOutOfOrder: there is no such step.
-        """
-        self._in_range(step)
-        outline: StepOutline = self._connection.get(self._connection.control("peek", step, self.dp_size))
-        return outline
+        return self._timed(self._fetch(index))
 
     def eval(self, name: str, *, look_ahead_steps: int | None = None) -> EvalStream:
         """An eval of the job, from its first step; training does not notice.
@@ -195,45 +111,8 @@ class BatchClient:
         """
         self._connection.get(self._connection.ledger("set_weight_version", version))
 
-    def stats(self) -> ClientStats:
-        """Counters since attach."""
-        window = self._window
-        outstanding, nbytes = (window.num_outstanding, window.nbytes) if window else (0, 0)
-        return ClientStats(self._steps, self._wait_s, self._last_wait_s, outstanding, nbytes)
-
-    def detach(self) -> None:
-        """Give the lease back; safe to call twice, and with fetches in flight."""
-        self._window = None
-        self._connection.close()
-
-    def __enter__(self) -> BatchClient:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.detach()
-            return
-        try:  # the loop's own error is the one to see
-            self.detach()
-        except Exception:
-            log.warning("detach failed name=%s", self.lease.name, exc_info=True)
-
-    def _in_range(self, step: int) -> None:
-        if not 0 <= step < self.schedule.num_steps:
-            raise StepOutOfOrder(self.lease.name, step, f"a step from 0 to {self.schedule.num_steps - 1}")
-
-    def _move(self, frontier: int, plan_state: dict[str, Any] | None) -> None:
-        self._frontier = self._connection.get(self._connection.ledger("move", frontier, plan_state))
-        self._window = None
-
-    def _sizes(self, first: int, stop: int) -> Callable[[], list[int]]:
-        ref = self._connection.control("sizes", first, stop, tuple(self.roles.values()))
-        return lambda: list(self._connection.get(ref))
-
     def _fetch(self, index: int) -> _Fetch:
-        count, sizes = self.schedule.mini_batches_at(index), tuple(self.roles.values())
+        count, sizes = self.schedule.mini_batches_at(index), self._dp_sizes
         info, *shards = self._connection.fetch("fetch", 1 + count * sum(sizes), index, sizes)
         minis = tuple(self._mini(shards[m * sum(sizes) : (m + 1) * sum(sizes)]) for m in range(count))
         step = Step(index, self.schedule.epoch_of(index), minis, self.schedule.update_epochs)
@@ -246,13 +125,9 @@ class BatchClient:
         return Mini(next(iter(by_role.values())), None, {} if "" in by_role else by_role)
 
     def _arrive(self, fetch: _Fetch) -> Step:
-        begin = time.perf_counter()
         info: StepInfo = self._connection.get(fetch.info)
         if info.index != fetch.index:
             raise StepOutOfOrder(self.lease.name, info.index, f"step {fetch.index}")
-        self._last_wait_s = time.perf_counter() - begin
-        self._wait_s += self._last_wait_s
-        self._steps += 1
         minis = tuple(
             Mini(mini.shards, made, mini.by_role, rows)
             for mini, made, rows in zip(fetch.step.mini_batches, info.mini_batches, info.rows, strict=True)

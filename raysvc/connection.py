@@ -2,8 +2,10 @@
 
 Always true:
 - a heartbeat thread keeps the lease while this process lives, however long a step takes;
-- once the lease is lost every call says so, with the server's own error;
-- after `close` the thread is gone.
+- a sending thread sends what the training loop must not wait for; a holder's calls reach the server in the
+  order in which they were made;
+- once the lease is lost, or a commit was refused, every call says so, with the server's own error;
+- after `close` both threads are gone, and every commit was answered.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from raysvc.errors import LeaseError, ServerError
@@ -43,10 +47,13 @@ class Connection:
 
     def __init__(self, server: Any, lease: Lease, rank: int | None = None) -> None:
         self.server, self.lease, self.rank = server, lease, rank
-        self._commits: collections.deque[Any] = collections.deque()
+        self._commits: collections.deque[Any] = (
+            collections.deque()
+        )  # not answered; only the sender touches it
         self._methods: dict[tuple[str, str, int], Any] = {}
-        self._lost: BaseException | None = None  # set once by the heartbeat thread
+        self._lost: BaseException | None = None  # set once, by the thread that learns it first
         self._stop = threading.Event()
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix=f"raysvc-send-{lease.name}")
         self._heart = threading.Thread(target=self._beat, name=f"raysvc-lease-{lease.name}", daemon=True)
         self._heart.start()
 
@@ -60,6 +67,7 @@ class Connection:
 
         Raises:
             FencedError: somebody took over.
+            StepOutOfOrder: an earlier commit was refused.
             ServerError: `close` was called.
         """
         if self._lost is not None:
@@ -74,25 +82,31 @@ class Connection:
         refs = self._bound(method, "fetch", num_returns).remote(self.lease.fence, *args)
         return refs if isinstance(refs, list) else [refs]
 
+    def fetch_soon(self, method: str, num_returns: int, *args: Any) -> Future[list[Any]]:
+        """Start a fetch from the sending thread; gives its refs."""
+        self.check()
+        return self._sender.submit(self.fetch, method, num_returns, *args)
+
     def control(self, method: str, *args: Any) -> Any:
         """Start a call that needs no lease; returns its ref."""
         self.check()
         return self._bound(method, "control").remote(*args)
 
+    def sizes(self, first: int, stop: int, *args: Any) -> Callable[[], list[int]]:
+        """Ask for the bytes of steps from the sending thread; gives a function that waits for them."""
+        self.check()
+        asked = self._sender.submit(self.control, "sizes", first, stop, *args)
+        return lambda: list(self.get(asked.result()))
+
     def ledger(self, method: str, *args: Any, **named: Any) -> Any:
-        """Start a call of the holder; they run in the order they were sent. Returns its ref."""
-        return self._bound(method, "ledger").remote(self.lease.fence, *args, **named)
+        """Start a call of the holder, behind all commits made before; returns its ref."""
+        self.check()
+        return self._sender.submit(self._send, method, *args, **named).result()
 
     def commit(self, step: int, skipped: bool) -> None:
-        """Send a commit; a refusal is raised by this call or one of the next few."""
-        import ray
-
+        """Have a commit sent; a refusal is raised by one of the next calls."""
         self.check()
-        self._commits.append(self.ledger("commit", step, skipped, rank=self.rank))
-        if len(self._commits) < COMMITS_AT_ONCE:  # asking for an answer costs more than sending
-            return
-        while self._commits and ray.wait([self._commits[0]], timeout=0)[0]:
-            self.get(self._commits.popleft())
+        self._sender.submit(self._send_commit, step, skipped)
 
     def get(self, ref: Any) -> Any:
         """Wait for an answer.
@@ -101,11 +115,50 @@ class Connection:
             RaysvcError: what the server raised on purpose.
             ServerError: the server has ended for good.
         """
+        self.check()
+        return self._answer(ref)
+
+    def close(self) -> None:
+        """Wait for the commits, give the lease back, end the threads; safe to call twice."""
+        if self.closed:
+            return
+        try:
+            self._answer(self._sender.submit(self._send, "detach", rank=self.rank).result())
+            self._sender.submit(self._collect, 0).result()
+            self.check()
+        finally:
+            self._stop.set()
+            self._sender.shutdown(wait=True, cancel_futures=True)
+            self._commits.clear()
+            self._heart.join(timeout=10.0)
+
+    def _send(self, method: str, *args: Any, **named: Any) -> Any:
+        return self._bound(method, "ledger").remote(self.lease.fence, *args, **named)
+
+    def _send_commit(self, step: int, skipped: bool) -> None:
+        if self._lost is not None:
+            return
+        try:
+            self._commits.append(self._send("commit", step, skipped, rank=self.rank))
+            self._collect(COMMITS_AT_ONCE - 1)  # asking for an answer costs more than sending
+        except Exception as error:  # noqa: BLE001 - nobody waits for this call: the next one tells
+            self._lost = self._lost or error
+            log.error("commit failed name=%s step=%d error=%s", self.lease.name, step, error)
+
+    def _collect(self, leave: int) -> None:
+        """Take answers to commits, oldest first, until `leave` are open; waits for them only when `leave` is 0."""
+        import ray
+
+        while len(self._commits) > leave:
+            if leave and not ray.wait([self._commits[0]], timeout=0)[0]:
+                return
+            self._answer(self._commits.popleft())
+
+    def _answer(self, ref: Any) -> Any:
         import ray
 
         from raysvc.actors.launch import wait_for
 
-        self.check()
         try:
             return wait_for(ref, f"server {self.lease.name!r}")
         except ray.exceptions.ActorDiedError as error:
@@ -114,19 +167,6 @@ class Connection:
                 "serve it again, and go on from the checkpoint",
             )
             raise ServerError(where, "has ended", remedy) from error
-
-    def close(self) -> None:
-        """Wait for the commits, give the lease back, end the thread; safe to call twice."""
-        if self.closed:
-            return
-        try:
-            while self._commits:
-                self.get(self._commits.popleft())
-            self.get(self.ledger("detach", rank=self.rank))
-        finally:
-            self._stop.set()
-            self._commits.clear()
-            self._heart.join(timeout=10.0)
 
     def _bound(self, method: str, threads: str, num_returns: int = 1) -> Any:
         """The method with its options, made once: making them costs as much as a call."""
@@ -145,7 +185,7 @@ class Connection:
                 self._beat_once()
             except LeaseError as error:
                 if not self._stop.is_set():
-                    self._lost = error
+                    self._lost = self._lost or error
                     log.error("lease lost name=%s fence=%d", self.lease.name, self.lease.fence)
                 return
             except ray.exceptions.RayError as error:

@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from raysvc.look_ahead import Limit, LookAhead
+from raysvc.look_ahead import Limit, LookAhead, PlannedSizes
 from raysvc.plan.schedule import Schedule
 from raysvc.steps import Mini, Step
 
@@ -44,7 +44,7 @@ class EvalStream:
         return self.schedule.num_steps
 
     def __iter__(self) -> Iterator[Step]:
-        window = LookAhead(self._fetch, self._sizes, self._limit)
+        window = LookAhead(self._fetch, PlannedSizes(self._ask_sizes, len(self)), self._limit)
         with closing(window.run(0, len(self))) as fetches:
             for fetch in fetches:
                 info: StepInfo = self._connection.get(fetch.info)
@@ -56,6 +56,5 @@ class EvalStream:
         info, *shards = self._connection.fetch("fetch", 1 + self.dp_size, *args)
         return _Fetch(index, info, tuple(shards))
 
-    def _sizes(self, first: int, stop: int) -> Callable[[], list[int]]:
-        ref = self._connection.control("sizes", first, stop, (self.dp_size,), self.name)
-        return lambda: list(self._connection.get(ref))
+    def _ask_sizes(self, first: int, stop: int) -> Callable[[], list[int]]:
+        return self._connection.sizes(first, stop, (self.dp_size,), self.name)

@@ -4,6 +4,7 @@ Always true:
 - steps are asked for in order, each once;
 - beyond the step that is needed at most `limit.steps` are outstanding, and together at most `limit.nbytes`;
 - the step that is needed is asked for whatever its size;
+- a step of unknown size is asked for when it is needed, not before;
 - when the iterator ends, by whatever way, nothing is outstanding.
 """
 
@@ -38,23 +39,29 @@ class Limit(NamedTuple):
     nbytes: int | None = None
 
 
+class Sizes(Protocol):
+    """Bytes of steps."""
+
+    def prepare(self, step: int) -> None:
+        """The size of this step, or of those after it, is asked for soon."""
+
+    def size(self, step: int) -> int | None:
+        """Bytes of a step; None: nobody knows yet. Steps are asked for in order, one perhaps several times."""
+
+
 class LookAhead(Generic[F]):
     """The outstanding fetches of one iteration.
 
     Args:
         ask: starts the fetch of a step; must not block.
-        sizes: starts to ask for the bytes of the steps [first, stop), and gives a function that waits for them.
+        sizes: of the steps.
         limit: how far ahead.
     """
 
-    def __init__(
-        self, ask: Callable[[int], F], sizes: Callable[[int, int], Callable[[], list[int]]], limit: Limit
-    ) -> None:
-        self._ask, self._ask_sizes, self._limit = ask, sizes, limit
+    def __init__(self, ask: Callable[[int], F], sizes: Sizes, limit: Limit) -> None:
+        self._ask, self._sizes, self._limit = ask, sizes, limit
         self._pending: collections.deque[F] = collections.deque()
-        self._sizes: dict[int, int] = {}
-        self._coming: tuple[int, Callable[[], list[int]]] | None = None  # (stop, wait) of asked sizes
-        self._stop = 0
+        self._nbytes: dict[int, int] = {}  # of the pending steps, where known
 
     @property
     def num_outstanding(self) -> int:
@@ -64,11 +71,10 @@ class LookAhead(Generic[F]):
     @property
     def nbytes(self) -> int:
         """Bytes of the fetches beyond the next one; 0 without a limit in bytes."""
-        return sum(self._sizes.get(fetch.index, 0) for fetch in list(self._pending)[1:])
+        return sum(self._nbytes.get(fetch.index, 0) for fetch in list(self._pending)[1:])
 
     def run(self, start: int, stop: int) -> Generator[F, None, None]:
         """Fetches of the steps [start, stop), each when it is needed."""
-        self._stop = stop
         upcoming = start
         try:
             while True:
@@ -79,7 +85,7 @@ class LookAhead(Generic[F]):
                 if not self._pending:
                     return
                 yield self._pending.popleft()
-                self._sizes.pop(current, None)
+                self._nbytes.pop(current, None)
         finally:
             self._pending.clear()
 
@@ -88,25 +94,46 @@ class LookAhead(Generic[F]):
             return True
         if not self._pending:
             if self._limit.steps:
-                self._size_ahead(step)
+                self._sizes.prepare(step)
             return True
-        return self.nbytes + self._size(step) <= self._limit.nbytes
+        size = self._sizes.size(step)
+        if size is None or self.nbytes + size > self._limit.nbytes:
+            return False
+        self._nbytes[step] = size
+        return True
 
-    def _size(self, step: int) -> int:
-        if step not in self._sizes:
+
+class PlannedSizes:
+    """Sizes that a plan knows, asked for `SIZES_AT_ONCE` at a time and ahead of need.
+
+    Args:
+        ask: starts to ask for the bytes of the steps [first, stop), and gives a function that waits for them.
+        stop: there is no step from here on.
+    """
+
+    def __init__(self, ask: Callable[[int, int], Callable[[], list[int]]], stop: int) -> None:
+        self._ask, self._stop = ask, stop
+        self._known: dict[int, int] = {}  # of the newest answer
+        self._coming: tuple[int, Callable[[], list[int]]] | None = None  # (stop, wait) of asked sizes
+
+    def prepare(self, step: int) -> None:
+        """Start to ask for the sizes of this step and the next ones."""
+        if step in self._known or self._coming is not None:
+            return
+        stop = min(step + SIZES_AT_ONCE, self._stop)
+        self._coming = (stop, self._ask(step, stop))
+
+    def size(self, step: int) -> int:
+        """Bytes of a step; waits when they were not asked for in time."""
+        if step not in self._known:
             if self._coming is None or step >= self._coming[0]:
-                self._size_ahead(step)
+                self._coming = None
+                self.prepare(step)
             assert self._coming is not None
             stop, wait = self._coming
             sizes = wait()
-            self._sizes.update(zip(range(stop - len(sizes), stop), sizes, strict=True))
+            self._known = dict(zip(range(stop - len(sizes), stop), sizes, strict=True))
             self._coming = None
             if stop < self._stop:
-                self._size_ahead(stop)
-        return self._sizes[step]
-
-    def _size_ahead(self, first: int) -> None:
-        if first in self._sizes or self._coming is not None:
-            return
-        stop = min(first + SIZES_AT_ONCE, self._stop)
-        self._coming = (stop, self._ask_sizes(first, stop))
+                self.prepare(stop)
+        return self._known[step]

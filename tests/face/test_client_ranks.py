@@ -164,3 +164,85 @@ def test_trainers_of_a_sweep_read_one_stream_each_at_its_own_pace(serve: Served,
     serve("alone")
     with pytest.raises(ServerError, match="is not shared"):
         raysvc.attach("alone", reader="trial-1")
+
+
+class Boom(Exception):
+    """What a training loop raises."""
+
+
+@pytest.mark.parametrize("collation_fails_too", [False, True])
+def test_a_rank_whose_loop_fails_raises_its_own_error_and_leaves_nothing_but_its_commits(
+    serve: Served, entry: Callable[..., str], streams: Any, collation_fails_too: bool
+) -> None:
+    from pathlib import Path
+
+    import raysvc
+
+    uri = entry(40, per_part=8)
+    name = f"rank-boom-{collation_fails_too}"
+    server = serve(name, entry_uri=uri, plan={"shuffle": "none"})
+    if collation_fails_too:
+        for part in sorted(Path(uri).glob("*.arrow"))[3:]:  # every step but the first three
+            part.unlink()
+    threads, refs = streams.threads(), streams.num_refs()
+
+    def loop() -> None:
+        with raysvc.attach(name, rank=0, group="g", look_ahead_steps=4) as client:
+            for step in client.steps():
+                if step.index == 2:
+                    raise Boom("the loss is not a number")
+                client.commit(step.index)
+
+    with pytest.raises(Boom) as caught:
+        loop()
+    caught.value.__traceback__ = None  # its frames hold the step
+    del caught
+    assert streams.threads() == threads
+    assert streams.num_refs() <= refs
+    facts = stats(server)
+    assert (facts["holder"], facts["frontier"]) == (None, 2), "what was committed is"
+
+
+def test_a_commit_of_a_rank_that_was_fenced_is_refused_by_one_of_its_next_calls(serve: Served) -> None:
+    import time
+
+    import raysvc
+    from raysvc.errors import FencedError
+
+    server = serve("late", lease_ttl_s=600)
+    (old,) = attach_ranks("late", 1)
+    steps = old.steps()
+    next(steps)
+    with raysvc.attach("late", rank=0, group="other", takeover=True):
+        begin = time.monotonic()
+        with pytest.raises(FencedError):
+            for step in range(10**9):  # it has no heartbeat for minutes: the refusal itself tells
+                old.commit(step)
+                assert time.monotonic() - begin < 30
+    assert stats(server)["frontier"] == 0, "a zombie moved nothing"
+    with pytest.raises(FencedError):
+        old.detach()
+
+
+def test_an_error_in_collation_comes_to_every_rank_at_its_step(
+    serve: Served, entry: Callable[..., str]
+) -> None:
+    from pathlib import Path
+
+    from raysvc.errors import StepFailed
+
+    uri = entry(40, per_part=8)
+    serve("rank-broken", entry_uri=uri, plan={"shuffle": "none"})
+    sorted(Path(uri).glob("*.arrow"))[2].unlink()  # rows 16 to 23: step 2
+    ranks = attach_ranks("rank-broken", look_ahead_steps=4)
+    for rank in ranks:
+        steps = rank.steps()
+        for index in (0, 1):
+            assert next(steps).index == index
+            rank.commit(index)
+        with pytest.raises(StepFailed, match="step 2"):
+            next(steps)
+        rank.commit(2, skipped=True)
+        assert [step.index for step in rank.steps(stop=5)] == [3, 4]
+    for rank in ranks:
+        rank.detach()

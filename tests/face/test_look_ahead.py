@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.look_ahead import Limit, LookAhead
+from raysvc.look_ahead import Limit, LookAhead, PlannedSizes
 
 
 class Fetch(NamedTuple):
@@ -23,7 +23,7 @@ def make(sizes: list[int], limit: Limit, asked: list[int]) -> LookAhead[Fetch]:
     def ask_sizes(first: int, stop: int) -> Callable[[], list[int]]:
         return lambda: sizes[first:stop]
 
-    return LookAhead(ask, ask_sizes, limit)
+    return LookAhead(ask, PlannedSizes(ask_sizes, len(sizes)), limit)
 
 
 @settings(deadline=None, max_examples=200)
