@@ -27,6 +27,7 @@ from raysvc.stall import StallBook
 
 if TYPE_CHECKING:
     from raysvc.actors.dispatch import Running, WorkerGroup
+    from raysvc.actors.torch_worker import ModelSpec
     from raysvc.actors.worker import MiniResult
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class _Run:
         require_cpus(cpus_held(job))
         was_there = job.server.name in server_names()
         group = WorkerGroup.start(
-            self._model(), job.trainer.dp_size, job.trainer.device, job.trainer.cpus_per_worker
+            model_spec(job, self.entry), job.trainer.dp_size, job.trainer.device, job.trainer.cpus_per_worker
         )
         try:
             # a server that is not detached lives as long as its handle
@@ -227,23 +228,25 @@ class _Run:
         self.folder.publish(folder, {"data": state, **done})
         self.folder.prune(self.job.trainer.keep_checkpoints)
 
-    def _model(self) -> Any:
-        from raysvc.actors.staging import StagingOptions
-        from raysvc.actors.torch_worker import ModelSpec
 
-        trainer = self.job.trainer
-        return ModelSpec(
-            model=trainer.model,
-            vocab_size=int(self.entry.report["vocab_size"]),
-            strategy=trainer.strategy,
-            precision=trainer.precision,
-            staging=StagingOptions(timing=trainer.timing),
-            learning_rate=trainer.learning_rate,
-            weight_decay=trainer.weight_decay,
-            max_grad_norm=trainer.max_grad_norm,
-            loss=trainer.loss,
-            seed=trainer.seed,
-        )
+def model_spec(job: JobConfig, entry: CacheEntry) -> ModelSpec:
+    """What the workers of a job build."""
+    from raysvc.actors.staging import StagingOptions
+    from raysvc.actors.torch_worker import ModelSpec
+
+    trainer = job.trainer
+    return ModelSpec(
+        model=trainer.model,
+        vocab_size=int(entry.report["vocab_size"]),
+        strategy=trainer.strategy,
+        precision=trainer.precision,
+        staging=StagingOptions(timing=trainer.timing),
+        learning_rate=trainer.learning_rate,
+        weight_decay=trainer.weight_decay,
+        max_grad_norm=trainer.max_grad_norm,
+        loss=trainer.loss,
+        seed=trainer.seed,
+    )
 
 
 def _attach_when_free(job: JobConfig, server: ServerHandle) -> BatchClient:

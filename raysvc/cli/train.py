@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from raysvc.cli.common import Address, AsJson, Job, Overrides, Verbose, edge, emit
 from raysvc.cli.view import View, print_table
+from raysvc.config import JobConfig
+
+Headspace = Annotated[
+    int | None,
+    typer.Option(
+        help="Train nothing that is kept: measure so many steps with the real and with a perfect loader.",
+        min=1,
+    ),
+]
 
 
 @edge
 def train(
     config: Job = "job.yaml",
     overrides: Overrides = None,
+    headspace: Headspace = None,
     address: Address = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
@@ -19,14 +31,34 @@ def train(
     """Tokenize, serve and train a job; goes on from the last checkpoint when there is one.
 
     Example: raysvc train -c job.yaml trainer.max_steps=100
+    Example: raysvc train -c job.yaml --headspace 10
     """
     from raysvc import trainer
     from raysvc.jobfile import load_job
 
     job = load_job(config, overrides or ())
+    if headspace is not None:
+        _measure(job, headspace, address, as_json)
+        return
     with View() as view:
         summary = trainer.train(job, address=address, progress=view)
     show_summary(job.run_dir, summary, as_json)
+
+
+def _measure(job: JobConfig, steps: int, address: str | None, as_json: bool) -> None:
+    from raysvc.headspace import measure
+
+    with View() as view:
+        found = measure(job, steps, address=address, progress=view)
+    if as_json:
+        emit(found.to_json())
+        return
+    facts = found.to_json()
+    rows = {
+        f"{half} loader: {name}": facts[half][name] for half in ("real", "perfect") for name in facts[half]
+    }
+    print_table(f"{found.steps} steps from step {found.first_step} on", rows)
+    print(found.verdict())
 
 
 def show_summary(run_dir: str, summary: dict[str, Any], as_json: bool) -> None:
