@@ -10,9 +10,7 @@ Always true:
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +18,7 @@ import pyarrow as pa
 from raysvc.chat.batch import Batch, Bytes, Spans
 from raysvc.chat.encode import Encoded, Ints32, Ints64
 from raysvc.chat.sequence import CLOSED_TURN, FREE
+from raysvc.chat.token_bytes import bytes_of_tokens
 from raysvc.chat.tokenizer import LoadedTokenizer
 
 _BLANK = np.zeros(256, np.bool_)
@@ -49,7 +48,7 @@ class TokenTable:
     """
 
     def __init__(self, tokenizer: LoadedTokenizer, control_texts: tuple[str, ...] = ()) -> None:
-        self._pieces = pa.array(_token_bytes(tokenizer.hf), pa.large_binary())
+        self._pieces = pa.array(bytes_of_tokens(tokenizer.hf), pa.large_binary())
         self.is_control = np.zeros(len(self._pieces), np.bool_)
         for text in control_texts:
             self.is_control[tokenizer.hf.backend_tokenizer.token_to_id(text)] = True
@@ -177,42 +176,3 @@ def _without_gaps(offsets: list[tuple[int, int]]) -> tuple[list[int], list[int]]
         at = max(at, last)
         lasts.append(at)
     return firsts, lasts
-
-
-def _token_bytes(hf: Any) -> list[bytes]:
-    backend = hf.backend_tokenizer
-    vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
-    pieces = [b""] * (max(vocab.values(), default=-1) + 1)
-    to_bytes = (
-        _byte_level
-        if '"ByteLevel"' in json.dumps(json.loads(backend.to_str()).get("decoder"))
-        else _metaspace
-    )
-    for text, token in vocab.items():
-        pieces[token] = to_bytes(text)
-    for token, added in hf.added_tokens_decoder.items():
-        pieces[token] = added.content.encode()
-    return pieces
-
-
-def _byte_level(text: str) -> bytes:
-    try:
-        return bytes(_BYTE_OF[char] for char in text)
-    except KeyError:
-        return text.encode()
-
-
-def _metaspace(text: str) -> bytes:
-    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
-        return bytes([int(text[3:5], 16)])
-    return text.replace("\u2581", " ").encode()
-
-
-def _byte_of_char() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for (GPT-2's table)."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in set(shown)]
-    return {chr(byte): byte for byte in shown} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
-
-
-_BYTE_OF = _byte_of_char()

@@ -1,0 +1,66 @@
+"""Bytes of text that every id of a tokenizer stands for.
+
+Axes: V ids.
+Always true:
+- with a byte-level or metaspace vocabulary the bytes of a text's ids, joined, are the text (a metaspace tokenizer may
+  put a space before it);
+- an id that no text is made of (a control token) counts no bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+def count_bytes(hf: Any) -> npt.NDArray[np.int32] | None:
+    """int32 [V], bytes of text of every id, 0 for control tokens; None for a tokenizer without a fast backend."""
+    if getattr(hf, "backend_tokenizer", None) is None:
+        return None
+    counts = np.array([len(piece) for piece in bytes_of_tokens(hf)], np.int32)
+    control = [token for token, added in hf.added_tokens_decoder.items() if added.special]
+    counts[[*control, *hf.all_special_ids]] = 0
+    return counts
+
+
+def bytes_of_tokens(hf: Any) -> list[bytes]:
+    """Bytes of every id of a fast tokenizer, [V]; those of a token that is no plain text are its name."""
+    backend = hf.backend_tokenizer
+    vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+    pieces = [b""] * (max(vocab.values(), default=-1) + 1)
+    to_bytes = (
+        _byte_level
+        if '"ByteLevel"' in json.dumps(json.loads(backend.to_str()).get("decoder"))
+        else _metaspace
+    )
+    for text, token in vocab.items():
+        pieces[token] = to_bytes(text)
+    for token, added in hf.added_tokens_decoder.items():
+        pieces[token] = added.content.encode()
+    return pieces
+
+
+def _byte_level(text: str) -> bytes:
+    try:
+        return bytes(_BYTE_OF[char] for char in text)
+    except KeyError:
+        return text.encode()
+
+
+def _metaspace(text: str) -> bytes:
+    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+        return bytes([int(text[3:5], 16)])
+    return text.replace("\u2581", " ").encode()
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for (GPT-2's table)."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in set(shown)]
+    return {chr(byte): byte for byte in shown} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
+
+
+_BYTE_OF = _byte_of_char()
