@@ -28,6 +28,7 @@ from raysvc.progress import Progress, silent
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from raysvc.actors.serving import ServeSpec
     from raysvc.cache.reader import Entry
     from raysvc.plan.schedule import Schedule
 
@@ -83,14 +84,14 @@ class CacheEntry:
         """One row: column name -> list or value."""
         return self.entry.row(index)
 
-    def origins(self, row_ids: Sequence[int]) -> list[dict[str, Any]]:
-        """Where rows come from: `source_row`, its number in the source, and `source` when there are several."""
+    def origins(self, row_ids: Sequence[int]) -> list[tuple[str, int]]:
+        """Where rows come from: the source (its name in a mixture, else its files), and the row's number there."""
         ids = np.array(row_ids, np.int64)
-        found = [{"source_row": row} for row in self.entry.read(ids).rows["source_row"].tolist()]
+        numbers = self.entry.read(ids).rows["source_row"].tolist()
         if not isinstance(self.entry, JoinedEntry):
-            return found
-        names = [self.sources[number] for number in self.entry.places(ids)[0].tolist()]
-        return [{"source": name, **one} for name, one in zip(names, found, strict=True)]
+            return [(", ".join(self.report["paths"]), number) for number in numbers]
+        names = [self.sources[place] for place in self.entry.places(ids)[0].tolist()]
+        return list(zip(names, numbers, strict=True))
 
     def text(self, index: int) -> str:
         """One row as the tokenizer decodes it, special tokens included.
@@ -150,6 +151,22 @@ def open_cache(uri: str, storage_options: Mapping[str, Any] | None = None) -> Ca
     return CacheEntry(open_entry(uri, dict(storage_options or {})))
 
 
+def open_served(spec: ServeSpec) -> CacheEntry:
+    """What a server serves: its entry, or those of its mixture.
+
+    Raises:
+        EntryError: one of them is gone or damaged.
+    """
+    from raysvc.cache.reader import open_entry
+    from raysvc.mixing import join
+
+    assert spec.entry_uri is not None, "a server of rollouts has no entry"
+    if spec.mixture is None:
+        return open_cache(spec.entry_uri, spec.storage_options)
+    entries = [open_entry(uri, spec.storage_options) for uri in spec.mixture.entry_uris]
+    return CacheEntry(join(entries), sources=spec.mixture.names)
+
+
 def tokenize(
     config: str | Path | Mapping[str, Any] | JobConfig | None = None,
     *,
@@ -173,19 +190,13 @@ def tokenize(
 
     job = load_job(config, **overrides)
     if job.mixture is not None:
-        parts = {
-            name: tokenize(each, address=address, progress=progress) for name, each in jobs_of(job).items()
-        }
-        return CacheEntry(join(parts), *_found(parts), sources=tuple(parts))
+        found = [find_or_build(each, cache_root(each), address, progress) for each in jobs_of(job).values()]
+        names = tuple(job.mixture.sources)
+        reasons = "; ".join(f"{name}: {reason}" for name, (_, _, reason) in zip(names, found, strict=True))
+        entries = join([entry for entry, _, _ in found])
+        return CacheEntry(entries, all(hit for _, hit, _ in found), reasons, names)
     entry, hit, reason = find_or_build(job, cache_root(job), address, progress)
     return CacheEntry(entry, hit, reason)
-
-
-def _found(parts: Mapping[str, CacheEntry]) -> tuple[bool, str]:
-    """Whether all entries of a mixture were there, and the reason of each."""
-    return all(one.hit for one in parts.values()), "; ".join(
-        f"{name}: {one.reason}" for name, one in parts.items()
-    )
 
 
 def serve(

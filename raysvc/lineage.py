@@ -7,11 +7,9 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from raysvc.picture import DUMMY, RowPicture
 
@@ -41,26 +39,22 @@ def lineage(
     pictures: Sequence[RowPicture], step: int, schedule: Schedule, entry: CacheEntry | None
 ) -> list[LineageRow]:
     """The lines of some rows of `step`; without an entry (rollouts) source and source row are not known."""
-    real = [picture.row_id for picture in pictures if picture.row_id != DUMMY]
-    numbers: dict[int, int] = {}
-    source = None
-    if entry is not None and real:
-        source = ", ".join(entry.report["paths"])
-        rows = entry.entry.read(np.unique(np.array(real, np.int64)))
-        numbers = dict(zip(rows.row_ids.tolist(), rows.rows["source_row"].tolist(), strict=True))
-    return [_row(picture, step, schedule, source, numbers) for picture in pictures]
+    real = sorted({picture.row_id for picture in pictures} - {DUMMY})
+    origins = {} if entry is None else dict(zip(real, entry.origins(real), strict=True))
+    return [_row(picture, step, schedule, origins) for picture in pictures]
 
 
 def _row(
-    picture: RowPicture, step: int, schedule: Schedule, source: str | None, numbers: dict[int, int]
+    picture: RowPicture, step: int, schedule: Schedule, origins: Mapping[int, tuple[str, int]]
 ) -> LineageRow:
     assert picture.place is not None, "a row of a shard has a place"
     real = picture.row_id != DUMMY
     first = schedule.position_of(step) + picture.place.mini * schedule.mini_batch_size
+    source, source_row = origins.get(picture.row_id, (None, None))
     known: dict[str, Any] = {
         "row_id": picture.row_id if real else None,
-        "source": source if real else None,
-        "source_row": numbers.get(picture.row_id),
+        "source": source,
+        "source_row": source_row,
         "plan_position": first + (picture.group or 0) if real else None,
     }
     return LineageRow(*picture.place, **known, tokens=picture.length, trained=picture.trained)

@@ -22,7 +22,6 @@ from raysvc.plan.plan import schedule_of
 
 if TYPE_CHECKING:
     from raysvc.actors.serving import MixtureSpec
-    from raysvc.api import CacheEntry
     from raysvc.cache.entry import Entry
     from raysvc.config import JobConfig, MixtureConfig
 
@@ -38,13 +37,11 @@ def jobs_of(job: JobConfig) -> dict[str, JobConfig]:
     }
 
 
-def join(parts: Mapping[str, CacheEntry]) -> JoinedEntry:
+def join(entries: Sequence[Entry]) -> JoinedEntry:
     """The entries of all sources as one, with their reports added up."""
     from raysvc.build import percentiles
 
-    entries = [one.entry for one in parts.values()]
-    assert not any(isinstance(one, JoinedEntry) for one in entries), "a source is one entry"
-    joined = JoinedEntry(entries)  # type: ignore[arg-type]
+    joined = JoinedEntry(entries)
     lengths = percentiles(joined.lengths())
     joined.report = {**_added([one.report for one in entries]), "length_percentiles": lengths}
     return joined
@@ -57,8 +54,11 @@ def mixture_spec(job: JobConfig, entry: Entry | JoinedEntry) -> MixtureSpec | No
     if job.mixture is None:
         return None
     assert isinstance(entry, JoinedEntry), "a mixture is tokenized into several entries"
-    uris = tuple(one.uri for one in entry.entries)
-    return MixtureSpec(entry_uris=uris, stages=_stages(job, job.mixture, entry.entries))
+    return MixtureSpec(
+        names=tuple(job.mixture.sources),
+        entry_uris=tuple(one.uri for one in entry.entries),
+        stages=_stages(job, job.mixture, entry.entries),
+    )
 
 
 def _stages(job: JobConfig, mixture: MixtureConfig, entries: Sequence[Entry]) -> Stages:

@@ -129,8 +129,10 @@ def save(shards: list[Shard], path: Path) -> None:
 def _spec_of(job: JobConfig) -> ServeSpec:
     from raysvc.api import cache_root, serve_spec, tokenize
     from raysvc.build import explain_job
+    from raysvc.mixing import jobs_of
 
-    if not explain_job(job, cache_root(job))["hit"]:
+    jobs = jobs_of(job).values() if job.mixture else [job]
+    if not all(explain_job(one, cache_root(one))["hit"] for one in jobs):
         raise EntryError("the job's entry", "is not built", "run raysvc tokenize first")
     spec: ServeSpec = serve_spec(job.model_copy(update={"evals": {}}), tokenize(job))
     return spec
@@ -154,7 +156,9 @@ def _rows(spec: ServeSpec, step: int) -> EntryStream:
     from raysvc.actors.stream import EntryStream
 
     assert spec.entry_uri is not None, "a spec has an entry or rollouts"
-    stream = EntryStream(spec.entry_uri, spec.storage_options, Recipe(spec.plan, spec.pad_token_id))
+    stream = EntryStream(
+        spec.entry_uri, spec.storage_options, Recipe(spec.plan, spec.pad_token_id), spec.mixture
+    )
     num_steps = stream.schedule.num_steps
     if not 0 <= step < num_steps:
         raise StepOutOfOrder(spec.name, step, f"a step from 0 to {num_steps - 1}")

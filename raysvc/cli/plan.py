@@ -44,7 +44,10 @@ def plan(
             )
         rows = [row._asdict() for row in rows_of_step(steps, step, dp_size)]
         origins = entry.origins([row["row_id"] for row in rows])
-        rows = [{**row, **origin} for row, origin in zip(rows, origins, strict=True)]
+        rows = [
+            {**row, **({"source": source} if job.mixture else {}), "source_row": number}
+            for row, (source, number) in zip(rows, origins, strict=True)
+        ]
         if as_json:
             emit({"step": step, "epoch": steps.schedule.epoch_of(step), "rows": rows})
         else:

@@ -106,8 +106,7 @@ def _step(job: JobConfig, step: int, rank: int | None, only_rows: bool) -> tuple
     from raysvc.replay import replay_job
 
     again = replay_job(job, step)
-    assert again.spec.entry_uri is not None, "a job has an entry"
-    entry = api.open_cache(again.spec.entry_uri, storage_options=job.cache.storage_options)
+    entry = api.open_served(again.spec.model_copy(update={"storage_options": job.cache.storage_options}))
     shards = again.chosen(rank)
     tokenizer = None if only_rows else _tokenizer(entry)
     pictures = [picture for shard in shards for picture in shard_pictures(shard, tokenizer)]

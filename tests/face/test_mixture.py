@@ -10,13 +10,17 @@ import numpy as np
 import pytest
 
 import raysvc
+from raysvc.api import open_served
 from raysvc.cache.joined import JoinedEntry
 from raysvc.cache.reader import open_entry
 from raysvc.config import JobConfig
 from raysvc.errors import ConfigError, PlanError, StateMismatch
 from raysvc.jobfile import load_job
+from raysvc.lineage import lineage
 from raysvc.mixing import mixture_spec
+from raysvc.picture import shard_pictures
 from raysvc.plan.state import PlanState
+from raysvc.replay import replay_job
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +120,16 @@ def test_a_mixture_trains_every_row_as_often_as_its_source_says(
         row for line in (run / "rows.jsonl").read_text().splitlines() for row in json.loads(line)["row_ids"]
     ]
     times = np.bincount(rows, minlength=100)
+    again = replay_job(job, 3)
+    assert again.recorded
+    lines = lineage(
+        [one for shard in again.chosen() for one in shard_pictures(shard, None)],
+        3,
+        again.schedule,
+        open_served(again.spec),
+    )
+    assert sorted(line.row_id for line in lines if line.row_id is not None) == sorted(rows[30:40])
+    assert all(line.source == ("a" if line.row_id < 40 else "b") for line in lines if line.row_id is not None)
     assert (times[:40] == 2).all()
     assert sorted(times[40:].tolist()) == [0] * 30 + [1] * 30
 
