@@ -1,4 +1,4 @@
-"""Sample material that is made here: chat rows, and a small tokenizer with a chat template.
+"""Sample material that is made here: chat rows, a small tokenizer with a chat template, and a job on them.
 
 Always true:
 - the same arguments give the same bytes;
@@ -91,6 +91,28 @@ def write_tokenizer(
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def write_job(folder: Path, num_rows: int, **sections: dict[str, Any]) -> Path:
+    """Write rows, tokenizer and a `job.yaml`; returns the path of the last.
+
+    Args:
+        sections: merged over the job's own, e.g. `plan={"batch_size": 8}`.
+    """
+    import yaml
+
+    rows = write_rows(folder / "rows.jsonl", num_rows)
+    tokenizer = write_tokenizer(folder / "tokenizer", row_texts(chat_rows(400)))
+    job: dict[str, Any] = {
+        "source": {"path": str(rows), "format": "chat"},
+        "tokenizer": str(tokenizer),
+        "train_on": "all_assistant_messages",
+    }
+    for name, section in sections.items():
+        job[name] = {**job.get(name, {}), **section}
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(job, sort_keys=False))
+    return path
 
 
 def row_texts(rows: Iterable[Row]) -> Iterable[str]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-import yaml
 
 from raysvc.cli.common import Address, AsJson, Verbose, edge
 from raysvc.cli.train import show_summary
@@ -41,24 +40,14 @@ def demo(
 
 def write_job(folder: Path, num_rows: int) -> Path:
     """Write rows, tokenizer and `job.yaml`; the same bytes every time."""
-    from raysvc.sample import chat_rows, row_texts, write_rows, write_tokenizer
+    from raysvc import sample
 
-    data = write_rows(folder / "rows.jsonl", num_rows)
-    tokenizer = write_tokenizer(folder / "tokenizer", row_texts(chat_rows(400)))
-    job: dict[str, Any] = {
-        "source": {"path": str(data), "format": "chat"},
-        "tokenizer": str(tokenizer),
-        "train_on": "all_assistant_messages",
-        "plan": {"batch_size": 64, "mini_batch_size": 32, "epochs": 2, "micro_batch_tokens": 4096},
-        "server": {"name": "demo"},
-        "trainer": {
-            "dp_size": 2,
-            "model": "tiny",
-            "learning_rate": 3.0e-3,
-            "run_dir": "runs/demo",
-            "checkpoint_every_steps": 25,
-        },
+    trainer = {
+        "dp_size": 2,
+        "model": "tiny",
+        "learning_rate": 3.0e-3,
+        "run_dir": "runs/demo",
+        "checkpoint_every_steps": 25,
     }
-    path = folder / "job.yaml"
-    path.write_text(yaml.safe_dump(job, sort_keys=False))
-    return path
+    plan = {"batch_size": 64, "mini_batch_size": 32, "epochs": 2, "micro_batch_tokens": 4096}
+    return sample.write_job(folder, num_rows, plan=plan, server={"name": "demo"}, trainer=trainer)

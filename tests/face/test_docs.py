@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,21 @@ def job_blocks() -> list[str]:
 @pytest.mark.parametrize("block", job_blocks(), ids=lambda block: block.splitlines()[0][:30])
 def test_a_job_that_a_page_shows_is_a_valid_job(block: str) -> None:
     load_job(yaml.safe_load(block))
+
+
+def lines_of(text: str) -> list[str]:
+    """Lines without the indentation of the whole."""
+    return textwrap.dedent(text).strip("\n").splitlines()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_block_that_is_quoted_from_a_file_stands_in_it(page: Path) -> None:
+    quotes = re.findall(r"<!-- from (\S+) -->\n```\w+\n(.*?)```", page.read_text(), re.DOTALL)
+    assert len(quotes) == page.read_text().count("<!-- from ")
+    for name, block in quotes:
+        wanted, lines = lines_of(block), (ROOT / name).read_text().splitlines()
+        windows = (lines[first : first + len(wanted)] for first in range(len(lines)))
+        assert any(lines_of("\n".join(window)) == wanted for window in windows), f"{name} lacks {wanted[0]!r}"
 
 
 def test_every_command_that_a_page_shows_exists() -> None:

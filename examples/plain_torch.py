@@ -1,0 +1,50 @@
+"""A plain torch loop: attach, wrap as a `DataLoader`, train. `python examples/plain_torch.py [FOLDER]`
+
+The loss is divided by the targets of the whole mini-batch, so it does not depend on how rows are split.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import raysvc
+from raysvc.sample import write_job
+
+
+def main(folder: Path) -> dict[str, Any]:
+    plan = {"batch_size": 32, "mini_batch_size": 16, "micro_batch_tokens": 1024}
+    job = write_job(folder, 240, plan=plan, cache={"root": str(folder / "cache")})
+    server = raysvc.serve(job, name="plain-torch", detached=False)  # ends with this process
+
+    torch.manual_seed(0)
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=1024, **size))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses, loss, rows = [], 0.0, 0
+
+    with raysvc.attach(server.name, rank=0) as client:
+        loader = DataLoader(client.as_torch_dataset(), batch_size=None)
+        for micro in loader:
+            logits = model(micro["input_ids"], attention_mask=micro["attention_mask"]).logits
+            labels = micro["labels"][:, 1:].flatten().long()  # -100 where there is no loss
+            total = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction="sum")
+            (total / micro["num_tokens"]).backward()  # targets of the whole mini-batch, all ranks
+            loss += float(total.detach() / micro["num_tokens"])
+            rows += int((micro["row_ids"] >= 0).sum())
+            if micro["ends_mini"]:
+                optimizer.step()
+                optimizer.zero_grad()
+                losses, loss = [*losses, loss], 0.0
+    return {"optimizer_steps": len(losses), "rows": rows, "first": losses[0], "last": losses[-1]}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1] if sys.argv[1:] else tempfile.mkdtemp()))))

@@ -1,0 +1,166 @@
+"""The `Trainer` of `transformers`, and its subclasses, on a batch server. Extra: `raysvc[hf]`.
+
+    class MyTrainer(FromServer, Trainer):
+        client = raysvc.attach("sft-1", dp_size=world_size, rank=rank)
+
+Always true:
+- one optimizer step of the Trainer is one mini-batch, however many micro-batches a rank has of it;
+- the loss is divided by the targets of the whole mini-batch over all ranks;
+- a step is committed after its last optimizer step, so a checkpoint, saved after that, holds the frontier;
+- with `resume_from_checkpoint` the checkpoint's frontier wins over the server's, without one step 0 does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from raysvc.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import Trainer as _Host
+
+    from raysvc.rank_client import RankClient, RankMicro
+else:
+    _Host = object
+
+Inputs = dict[str, "torch.Tensor"]
+
+
+class FromServer(_Host):  # type: ignore[misc]  # a Trainer comes after it
+    """Put it before a `Trainer` class, and set `client`.
+
+    `TrainingArguments` keep their defaults for what the plan decides: `gradient_accumulation_steps=1`, and
+    `num_train_epochs=1` (or `max_steps`), because the plan counts epochs.
+    """
+
+    client: RankClient
+
+    def get_train_dataloader(self) -> MiniBatches:
+        """The mini-batches of this rank, from the frontier on."""
+        self._refuse()
+        self.args.ignore_data_skip = True  # the server goes on at the frontier, nothing has to be skipped
+        minis = MiniBatches(self.client)
+        self.add_callback(Frontier(minis))
+        return minis
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
+    ) -> tuple[list[Any], Any]:
+        """One mini-batch, and its targets over all ranks."""
+        mini = next(epoch_iterator, None)
+        if mini is None:
+            return [], None
+        ranks = 1 if self.args.average_tokens_across_devices else self.args.world_size
+        return [mini], mini["num_tokens"] / ranks
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
+        """Forward and backward of every micro-batch; gradients are reduced with the last one."""
+        *others, last = inputs["micro_batches"]
+        total = 0.0
+        for micro in others:
+            with self.accelerator.no_sync(model=model):
+                total = total + super().training_step(model, micro, num_items_in_batch)
+        return total + super().training_step(model, last, num_items_in_batch)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Of all micro-batches."""
+        return sum(super(FromServer, self).floating_point_ops(micro) for micro in inputs["micro_batches"])
+
+    def _refuse(self) -> None:
+        args = self.args
+        if args.gradient_accumulation_steps != 1:
+            what = f"is {args.gradient_accumulation_steps}, and a mini-batch is one optimizer step already"
+            raise ConfigError("gradient_accumulation_steps", what, "use 1, and plan.mini_batch_size")
+        if args.max_steps < 0 and args.num_train_epochs != 1:
+            what = f"is {args.num_train_epochs:g}, and the plan counts epochs"
+            raise ConfigError("num_train_epochs", what, "use 1, and plan.epochs")
+        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
+            what = f"{type(self.model).__name__} takes no num_items_in_batch, so its loss is a mean of means"
+            raise ConfigError("Trainer(model)", what, "give compute_loss_func")
+
+
+class MiniBatches:
+    """A loader of mini-batches: `micro_batches`, a list of model inputs, and `num_tokens`, their targets over all ranks.
+
+    `len` counts the mini-batches of the whole run, as the Trainer's schedules want it.
+    """
+
+    def __init__(self, client: RankClient) -> None:
+        self.client = client
+        self._trained = 0  # mini-batches of the step at the frontier that are trained
+        self._ends_step = False  # of the one that was given last
+
+    def __len__(self) -> int:
+        schedule = self.client.schedule
+        return schedule.optimizer_steps // schedule.update_epochs
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        begin, passed = (self.client.frontier, self._trained), []
+        for micro in self.client.micro_batches():
+            if (micro.step, micro.mini) < begin:
+                continue
+            passed.append(model_inputs(micro))
+            if micro.ends_mini:
+                self._ends_step = micro.ends_step
+                yield {"micro_batches": passed, "num_tokens": micro.denominators.tokens}
+                passed = []
+
+    def trained(self) -> None:
+        """The mini-batch that was given last is in the weights."""
+        self._trained += 1
+        if self._ends_step:
+            self.client.commit(self.client.frontier)
+            self._trained = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The client's state, and how many mini-batches of the step at its frontier are trained."""
+        return {"client": self.client.state_dict(), "trained": self._trained}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after what was trained when `state` was taken.
+
+        Raises:
+            StateMismatch: the state belongs to other rows or another order.
+        """
+        self.client.load_state_dict(state["client"])
+        self._trained = int(state["trained"])
+
+
+class Frontier(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers is not followed
+    """Commits what is trained; its state travels in `trainer_state.json`."""
+
+    def __init__(self, minis: MiniBatches) -> None:
+        self.minis = minis
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"args": {}, "attributes": self.minis.state_dict()}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Go to the frontier of the checkpoint, or to step 0."""
+        if not state.global_step:
+            self.minis.client.rewind(0)
+            return
+        kept = state.stateful_callbacks.get(type(self).__name__)
+        if kept is None:
+            what = "the checkpoint was saved without the data's frontier"
+            raise ConfigError("resume_from_checkpoint", what, "resume from one that FromServer saved")
+        self.minis.load_state_dict(kept["attributes"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Commit, before the Trainer saves."""
+        self.minis.trained()
+        state.epoch = state.global_step / len(self.minis) * args.num_train_epochs
+
+
+def model_inputs(micro: RankMicro) -> Inputs:
+    """What a causal LM of `transformers` takes of a micro-batch."""
+    names = ["input_ids", "position_ids", "labels"]
+    if micro.layout.startswith("padded"):
+        names.append("attention_mask")  # elsewhere restarting positions make the attention block-diagonal
+    return {name: micro.tensors[name].long() for name in names}

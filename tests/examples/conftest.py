@@ -1,0 +1,39 @@
+"""Runs an example as a user does, but in the session's Ray."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+Example = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def example(
+    tmp_path: Path,
+    ray_session: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Iterator[Example]:
+    """Runs `examples/NAME.py` with arguments, in a folder of its own; returns the JSON it prints last."""
+    from raysvc.actors.launch import server_names, stop_server
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(name: str, *arguments: str) -> dict[str, Any]:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+        # as __main__, so that what an example sends to workers travels by value, as it does from a shell
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        facts: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+        return facts
+
+    yield run
+    for name in server_names():
+        stop_server(name)

@@ -1,0 +1,80 @@
+"""Every example runs, and does what its page says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings of other libraries
+Example = Callable[..., dict[str, Any]]
+
+
+def test_a_plain_loop_trains_every_row_once_and_its_loss_falls(example: Example, tmp_path: Path) -> None:
+    facts = example("plain_torch", str(tmp_path))
+    assert facts["optimizer_steps"] == 15
+    assert facts["rows"] == 240
+    assert facts["last"] < 0.7 * facts["first"]
+
+
+def test_a_trainer_resumed_in_the_middle_of_a_step_has_the_losses_of_one_that_was_not(
+    example: Example, tmp_path: Path
+) -> None:
+    pytest.importorskip("accelerate")
+    facts = example("hf_trainer", str(tmp_path))
+    assert len(facts["whole"]) == 8
+    assert facts["resumed"] == facts["whole"]
+    assert facts["left"] == 0, "all steps are committed"
+
+
+def test_trl_trains_on_our_targets_alone(example: Example, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    import torch
+
+    import raysvc
+    from raysvc.integrations.trl import labelled
+
+    facts = example("trl_sft", str(tmp_path))
+    assert facts["last"] < facts["first"]
+    entry, rows = raysvc.open_cache(facts["uri"]), labelled(facts["uri"])
+    collate = trl.trainer.sft_trainer.DataCollatorForLanguageModeling(pad_token_id=0)
+    trained = 0
+    for first in range(0, facts["rows"], 8):
+        batch = collate([rows[first + number] for number in range(8)])
+        for number in range(8):
+            row = entry.row(first + number)
+            expected = [place for place, one in enumerate(row["loss_mask"]) if one and place]
+            assert torch.nonzero(batch["labels"][number] != -100).flatten().tolist() == expected
+            assert batch["labels"][number][expected].tolist() == [row["input_ids"][at] for at in expected]
+            trained += len(expected)
+    assert trained == sum(sum(entry.row(number)["loss_mask"][1:]) for number in range(facts["rows"]))
+
+
+@pytest.mark.slow
+def test_ray_train_with_a_killed_worker_ends_like_ranks_that_nobody_killed(
+    example: Example, tmp_path: Path
+) -> None:
+    pytest.importorskip("tensorboardX", reason="ray[train] is not installed")
+    killed = example("ray_train", str(tmp_path / "killed"))
+    calm = example("torchrun_ranks", str(tmp_path / "calm"))
+    assert [len(rank["rows"]) for rank in calm] == [48, 80]
+    assert killed["rows"] == [rank["rows"] for rank in calm]
+    assert killed["resumed"] == [4], "it died in step 5, and went on from the checkpoint of step 3"
+    assert killed["weights"] == calm[0]["weights"] == calm[1]["weights"]
+
+
+def test_a_controller_hands_on_refs_by_mini_batch_and_rank(example: Example, tmp_path: Path) -> None:
+    facts = example("skyrl_controller", str(tmp_path))
+    assert facts["shape"] == [[2, 2], [2, 2]]
+    flat = [row for mini in facts["rows"] for row in mini]
+    assert flat == sorted(set(flat)), "every row of every step once, prompts in order"
+
+
+def test_a_policy_learns_from_groups_that_are_at_most_one_version_old(
+    example: Example, tmp_path: Path
+) -> None:
+    facts = example("grpo_toy", str(tmp_path))
+    assert facts["last"] > facts["first"] + 0.2
+    assert facts["oldest"] == 1
