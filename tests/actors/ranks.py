@@ -74,9 +74,14 @@ class Ranks:
         self, spec: ModelSpec, function: Callable[..., Any], per_rank: Sequence[tuple[Any, ...]]
     ) -> list[Any]:
         """`function(worker, *arguments)` in as many ranks as there are arguments."""
+        with tempfile.TemporaryDirectory(prefix="raysvc-ranks-") as folder:
+            return self._run(os.path.join(folder, "meet"), spec, function, per_rank)
+
+    def _run(
+        self, meeting: str, spec: ModelSpec, function: Callable[..., Any], per_rank: Sequence[tuple[Any, ...]]
+    ) -> list[Any]:
         import ray
 
-        meeting = os.path.join(tempfile.mkdtemp(prefix="raysvc-ranks-"), "meet")
         world = len(per_rank)
         calls = [
             self._actors[rank].run.remote(
