@@ -11,7 +11,8 @@ import pytest
 
 # set before anything imports ray: token files of the user's home must not decide what a test sees
 os.environ["RAY_AUTH_MODE"] = "disabled"
-os.environ["HOME"] = tempfile.mkdtemp(prefix="raysvc-test-home-")
+_HOME = tempfile.TemporaryDirectory(prefix="raysvc-test-home-", ignore_cleanup_errors=True)  # until we end
+os.environ["HOME"] = _HOME.name
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_DATA_DISABLE_PROGRESS_BARS"] = "1"
 os.environ.pop("RAY_ADDRESS", None)
