@@ -15,52 +15,26 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
+from raysvc.actors.house import House
 from raysvc.actors.journal import Journal
 from raysvc.actors.ledger import Ledger
 from raysvc.actors.ledger_book import LedgerBook, Owner
-from raysvc.actors.making import Recipe
 from raysvc.actors.serving import TRAIN as TRAIN
 from raysvc.actors.serving import Lease as Lease
 from raysvc.actors.serving import ServeSpec as ServeSpec
 from raysvc.actors.serving import StepInfo as StepInfo
 from raysvc.actors.serving import StepOutline as StepOutline
-from raysvc.actors.shared_steps import SharedSteps
-from raysvc.actors.stream import EntryStream, eval_plan
+from raysvc.actors.step_maker import StepMaker, Stream
+from raysvc.actors.stream import streams_of
 from raysvc.collate.shard import Shard
-from raysvc.errors import LeaseError, LeaseHeld, RaysvcError, ServerError, StepFailed, StepOutOfOrder
+from raysvc.errors import LeaseHeld
 from raysvc.metrics import record
-from raysvc.plan.schedule import Schedule
 
 log = logging.getLogger(__name__)
-COMMIT_FLUSH_S = 1.0
-Made = tuple[StepInfo, tuple[Shard, ...]]
-
-
-class Stream(Protocol):
-    """Where steps come from."""
-
-    @property
-    def schedule(self) -> Schedule: ...
-    @property
-    def plan_hash(self) -> str: ...
-    @property
-    def identity(self) -> dict[str, Any]: ...
-    @property
-    def entry_key(self) -> str: ...
-    @property
-    def num_rows(self) -> int: ...
-    @property
-    def is_open(self) -> bool: ...
-    def make(self, step: int, dp_sizes: tuple[int, ...]) -> Made: ...
-    def outline(self, step: int, dp_size: int) -> StepOutline: ...
-    def check(self, state: dict[str, Any]) -> None: ...
-    def free(self) -> bool: ...
 
 
 class BatchServer:
@@ -76,15 +50,10 @@ class BatchServer:
         self.spec = ServeSpec.model_validate_json(spec_json)
         self._born = born
         self._began_s = time.time()
-        self._streams = self._make_streams()
-        self._collating = threading.Semaphore(self.spec.collate_threads)
-        self._num_collating = 0  # guarded by _lock
-        self._shared: SharedSteps[Made] = SharedSteps(self.spec.share_bytes)
-        self._lock = threading.Lock()
+        self._maker = StepMaker(self.spec, self._make_streams())
         self._book = self._open_book()
-        self._idle_since_s = time.monotonic()  # when a living lease was last seen
-        self._closed = threading.Event()
-        threading.Thread(target=self._keep_house, name="raysvc-house", daemon=True).start()
+        self._house = House(self.spec, self._book, self._maker)
+        self._house.start()
 
     @property
     def num_steps(self) -> int:
@@ -102,7 +71,7 @@ class BatchServer:
             EntryError: the entry cannot be opened.
             PlanError: no plan can satisfy rows and config.
         """
-        evals = {name: self._stream(name).schedule.to_json() for name in self.spec.evals}
+        evals = {name: self._maker.stream(name).schedule.to_json() for name in self.spec.evals}
         rows = self._train.num_rows
         return {
             "name": self.spec.name,
@@ -117,7 +86,7 @@ class BatchServer:
         Raises:
             ServerError: there is no such eval; the error lists those that are there.
         """
-        return self._stream(name).schedule.to_json()
+        return self._maker.stream(name).schedule.to_json()
 
     def attach(self, holder: str, takeover: bool = False, reader: str = "") -> Lease:
         """Give out the next fence.
@@ -182,7 +151,7 @@ class BatchServer:
         """Give the lease (or a rank's seat) back; the frontier stays, and is in the journal when this returns."""
         self._book.change(fence, lambda ledger: ledger.detach(fence, rank), beat=False)
         if all(ledger.holder is None for ledger in self._book.ledgers.by_reader.values()):
-            self._shared.clear()
+            self._maker.shared.clear()
         self.flush()
 
     def flush(self) -> None:
@@ -195,20 +164,18 @@ class BatchServer:
         Raises:
             StepOutOfOrder: there is no such step.
         """
-        source = self._stream(stream)
-        self._in_range(step, source)
-        return source.outline(step, dp_size)
+        return self._maker.outline(step, dp_size, stream)
 
     def sizes(self, first: int, stop: int, dp_sizes: tuple[int, ...], stream: str = TRAIN) -> list[int]:
         """Bytes of the shards of the steps `first` to `stop - 1`, all roles together."""
-        source = self._stream(stream)
+        source = self._maker.stream(stream)
         return [
             sum(source.outline(step, dp_size).nbytes for dp_size in dp_sizes) for step in range(first, stop)
         ]
 
     def num_micro_batches(self, first: int, stop: int, dp_size: int, stream: str = TRAIN) -> int:
         """Micro-batches of one rank in the steps `first` to `stop - 1`; plans them all."""
-        source = self._stream(stream)
+        source = self._maker.stream(stream)
         outlines = (source.outline(step, dp_size) for step in range(first, stop))
         return sum(mini.num_micro_batches for outline in outlines for mini in outline.mini_batches)
 
@@ -224,9 +191,9 @@ class BatchServer:
         """
         self._book.check(fence)
         if self.spec.share == "none":
-            info, shards = self._make(step, dp_sizes, stream)
+            info, shards = self._maker.make(step, dp_sizes, stream)
         else:
-            info, shards = self._make_shared(step, dp_sizes, stream, readers=None)
+            info, shards = self._maker.make_shared(step, dp_sizes, stream, readers=None)
         return (info, *shards)
 
     def fetch_rank(
@@ -239,14 +206,12 @@ class BatchServer:
         """
         self._book.check(fence)
         readers = num_ranks if self.spec.share == "none" else None
-        info, shards = self._make_shared(step, (num_ranks,), stream, readers)
+        info, shards = self._maker.make_shared(step, (num_ranks,), stream, readers)
         return (info, *shards[rank::num_ranks])
 
     def stats(self) -> dict[str, Any]:
         """Plain facts about this server."""
         readers = {name: _facts(ledger) for name, ledger in self._book.ledgers.by_reader.items()}
-        with self._lock:
-            collating = self._num_collating
         own = readers.get("") or next(iter(readers.values()), _facts(Ledger(self.spec.name)))
         return {
             "name": self.spec.name,
@@ -258,78 +223,23 @@ class BatchServer:
             "lease_ttl_s": self.spec.lease_ttl_s,
             **own,
             "readers": readers,
-            "collating": collating,
-            "made": self._shared.made,
-            "shared_bytes": self._shared.nbytes,
+            "collating": self._maker.num_collating,
+            "made": self._maker.shared.made,
+            "shared_bytes": self._maker.shared.nbytes,
             "flushed": self._book.is_flushed,
             "rss_bytes": _rss_bytes(),
         }
 
     def holds_data(self) -> bool:
         """Whether an entry is open."""
-        return any(stream.is_open for stream in self._streams.values())
+        return self._maker.holds_data()
 
     @property
     def _train(self) -> Stream:
-        return self._streams[TRAIN]
+        return self._maker.stream(TRAIN)
 
     def _make_streams(self) -> dict[str, Stream]:
-        spec = self.spec
-        streams: dict[str, Stream] = {}
-        if spec.entry_uri is not None:
-            recipe = Recipe(spec.plan, spec.pad_token_id)
-            streams[TRAIN] = EntryStream(spec.entry_uri, spec.storage_options, recipe, spec.mixture)
-        for name, evaluation in spec.evals.items():
-            recipe = Recipe(eval_plan(spec.plan, evaluation.batch_size), spec.pad_token_id)
-            streams[name] = EntryStream(evaluation.entry_uri, spec.storage_options, recipe)
-        return streams
-
-    def _stream(self, name: str) -> Stream:
-        if name not in self._streams:
-            known = ", ".join(name for name in self._streams if name) or "none"
-            where, what = f"server.name {self.spec.name!r}", f"has no eval {name!r} (there are: {known})"
-            raise ServerError(where, what, "name it in the job's `evals`, and serve again")
-        return self._streams[name]
-
-    def _in_range(self, step: int, source: Stream) -> None:
-        if not 0 <= step < source.schedule.num_steps:
-            expected = f"a step from 0 to {source.schedule.num_steps - 1}"
-            raise StepOutOfOrder(self.spec.name, step, expected)
-
-    def _make_shared(self, step: int, dp_sizes: tuple[int, ...], stream: str, readers: int | None) -> Made:
-        def size(made: Made) -> int:
-            return sum(shard.nbytes for shard in made[1])
-
-        key = (stream, step, dp_sizes)
-        return self._shared.get(key, readers, lambda: self._make(step, dp_sizes, stream), size)
-
-    def _make(self, step: int, dp_sizes: tuple[int, ...], stream: str) -> Made:
-        source = self._stream(stream)
-        self._in_range(step, source)
-        try:
-            with self._counted():
-                made = source.make(step, dp_sizes)
-            record("read_seconds", made[0].read_s, server=self.spec.name)
-            record("collate_seconds", made[0].collate_s, server=self.spec.name)
-            return made
-        except LeaseError:
-            raise
-        except Exception as error:
-            log.exception("step failed name=%s step=%d", self.spec.name, step)
-            cause = str(error) if isinstance(error, RaysvcError) else f"{type(error).__name__}: {error}"
-            raise StepFailed(self.spec.name, step, cause) from error
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """As many at a time as may collate, and counted."""
-        with self._collating:
-            with self._lock:
-                self._num_collating += 1
-            try:
-                yield
-            finally:
-                with self._lock:
-                    self._num_collating -= 1
+        return dict(streams_of(self.spec))
 
     def _attach(
         self, reader: str, holder: str, change: Callable[[Ledger, int], Ledger], rank: int | None = None
@@ -341,7 +251,7 @@ class BatchServer:
             record("leases_refused", 1, server=self.spec.name)
             raise
         record("leases_granted", 1, server=self.spec.name)
-        self._idle_since_s = time.monotonic()
+        self._house.seen()
         log.info("attached name=%s holder=%s fence=%d", self.spec.name, holder, ledger.fence)
         frontier = ledger.frontier if rank is None else ledger.seats[rank].frontier
         return Lease(
@@ -377,40 +287,8 @@ class BatchServer:
 
     def _after_commit(self, ledger: Ledger) -> None:
         """Let go of shared steps that nobody will ask for again."""
-        if self.spec.share == "none":
-            return
-        done = self._book.ledgers.committed()
-        self._shared.clear(unless=lambda key: not isinstance(key, tuple) or key[1] >= done)
-
-    def _keep_house(self) -> None:
-        """Write commits once a second; free data, or end, when nobody holds a lease for long."""
-        period_s = min(COMMIT_FLUSH_S, self.spec.orphan_ttl_s / 4)
-        while not self._closed.wait(period_s):
-            try:
-                if self._book.lives():
-                    self._idle_since_s = time.monotonic()
-                self._book.flush(if_dirty=True)
-                idle_s = time.monotonic() - self._idle_since_s
-                if idle_s > self.spec.orphan_ttl_s:
-                    self._orphaned()
-            except Exception:  # the next round tries again; a failing journal must not end the server
-                log.exception("keeping house failed name=%s", self.spec.name)
-
-    def _orphaned(self) -> None:
-        self._shared.clear()
-        freed = [stream.free() for stream in self._streams.values()]
-        if any(freed):
-            log.info("freed name=%s: no lease for %.0f s", self.spec.name, self.spec.orphan_ttl_s)
-        if self.spec.reap:
-            self.flush()
-            self._end()
-
-    def _end(self) -> None:
-        import ray
-
-        self._closed.set()
-        log.warning("reaped name=%s: no lease for %.0f s", self.spec.name, self.spec.orphan_ttl_s)
-        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+        if self.spec.share != "none":
+            self._maker.let_go_below(self._book.ledgers.committed())
 
 
 def _facts(ledger: Ledger) -> dict[str, Any]:

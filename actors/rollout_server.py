@@ -11,10 +11,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from raysvc.actors.batch_server import BatchServer, Stream
+from raysvc.actors.batch_server import BatchServer
 from raysvc.actors.making import Recipe
 from raysvc.actors.rollout_stream import RolloutStream
 from raysvc.actors.serving import TRAIN, RolloutSpec, StepInfo
+from raysvc.actors.step_maker import Stream
 from raysvc.collate.shard import Shard
 from raysvc.errors import ConfigError, StepNotReady
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from raysvc.actors.making import Recipe, Sizes, make_step, outline
-from raysvc.actors.serving import MixtureSpec, StepInfo, StepOutline
+from raysvc.actors.serving import TRAIN, MixtureSpec, ServeSpec, StepInfo, StepOutline
 from raysvc.cache.joined import JoinedEntry
 from raysvc.cache.reader import Entry, open_entry
 from raysvc.collate.shard import Shard
@@ -178,3 +178,15 @@ def eval_plan(config: PlanConfig, batch_size: int) -> PlanConfig:
             "skip_rows": (),
         }
     )
+
+
+def streams_of(spec: ServeSpec) -> dict[str, EntryStream]:
+    """The streams of a server that read an entry: what is trained, if it is one, and the evals."""
+    streams: dict[str, EntryStream] = {}
+    if spec.entry_uri is not None:
+        recipe = Recipe(spec.plan, spec.pad_token_id)
+        streams[TRAIN] = EntryStream(spec.entry_uri, spec.storage_options, recipe, spec.mixture)
+    for name, evaluation in spec.evals.items():
+        recipe = Recipe(eval_plan(spec.plan, evaluation.batch_size), spec.pad_token_id)
+        streams[name] = EntryStream(evaluation.entry_uri, spec.storage_options, recipe)
+    return streams

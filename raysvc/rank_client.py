@@ -19,6 +19,7 @@ from raysvc.connection import Connection, new_holder
 from raysvc.errors import ConfigError
 from raysvc.lease_client import LeaseClient
 from raysvc.look_ahead import Limit
+from raysvc.rank_eval import RankEval
 from raysvc.rank_reader import RankFetch, RankReader
 from raysvc.rank_steps import RankMicro as RankMicro
 from raysvc.rank_steps import RankStep as RankStep
@@ -64,6 +65,18 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
         from raysvc.torch_dataset import RankDataset
 
         return RankDataset(self, device)
+
+    def eval(self, name: str, *, look_ahead_steps: int | None = None) -> RankEval:
+        """This rank's part of an eval of the job, from its first step; training does not notice.
+
+        Args:
+            look_ahead_steps: None: as in training.
+
+        Raises:
+            ServerError: the server has no eval of that name.
+        """
+        steps = self._limit.steps if look_ahead_steps is None else look_ahead_steps
+        return RankEval(self._connection, name, self.dp_size, Limit(steps, self._limit.nbytes))
 
     def num_micro_batches(self) -> int:
         """Micro-batches of this rank that are left; plans all steps that are left."""

@@ -248,3 +248,44 @@ def test_an_error_in_collation_comes_to_every_rank_at_its_step(
         assert [step.index for step in rank.steps(stop=5)] == [3, 4]
     for rank in ranks:
         rank.detach()
+
+
+def test_ranks_evaluate_every_row_once_in_the_middle_of_an_epoch_and_training_does_not_notice(
+    serve: Served, entry: Callable[..., str], streams: Any
+) -> None:
+    from raysvc.actors.serving import EvalSpec
+    from raysvc.errors import ServerError
+
+    evals = {"valid": EvalSpec(entry_uri=entry(13, seed=5), batch_size=4)}
+    server = serve("rank-eval", evals=evals, plan={"micro_batch_size": 2})
+
+    def train(rank: Any, evaluated: list[list[list[int]]] | None) -> list[str]:
+        hashes = []
+        for step in rank.steps(stop=9):
+            hashes += [streams.digest(shard) for shard in step.shards]
+            if evaluated is not None and step.index in (2, 7):
+                evaluated.append([micro.tensors["row_ids"].tolist() for micro in rank.eval("valid")])
+                next(iter(rank.eval("valid")))  # left in the middle
+            rank.commit(step.index)
+        return hashes
+
+    for depth in (0, 2):
+        ranks = attach_ranks("rank-eval", 2, look_ahead_steps=depth)
+        plain = [train(rank, None) for rank in ranks]
+        for rank in ranks:
+            rank.rewind(0)
+        passes: list[list[list[list[int]]]] = [[], []]  # [rank][pass][micro-batch][row]
+        assert [train(rank, own) for rank, own in zip(ranks, passes, strict=True)] == plain
+        for both in zip(*passes, strict=True):
+            rows = sorted(row for own in both for micro in own for row in micro if row >= 0)
+            assert rows == list(range(13))
+            assert len(both[0]) == len(both[1]), "all ranks do the same number of passes"
+        assert len(ranks[0].eval("valid")) == 4
+        with pytest.raises(ServerError, match=r"no eval 'test'"):
+            ranks[0].eval("test")
+        for rank in ranks:
+            rank.rewind(0)
+        for rank in ranks:
+            rank.detach()
+    assert stats(server)["holder"] is None
+    assert not streams.threads()
