@@ -21,6 +21,7 @@ import numpy as np
 from raysvc.cache.joined import JoinedEntry
 from raysvc.config import JobConfig, TokenizerConfig
 from raysvc.jobfile import load_job
+from raysvc.notebook import facts_html, facts_text
 from raysvc.planning import plan_config
 from raysvc.planning import plan_of as plan_of
 from raysvc.progress import Progress, silent
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 DEFAULT_ROOT = ".raysvc/cache"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CacheEntry:
     """A finished entry, opened.
 
@@ -108,6 +109,22 @@ class CacheEntry:
         cuts = [i for i, (a, b) in enumerate(itertools.pairwise(mask), start=1) if a != b]
         edges = itertools.pairwise([0, *cuts, len(ids)])
         return [(str(self.tokenizer.decode(ids[a:b])), bool(mask[a])) for a, b in edges if a < b]
+
+    def __repr__(self) -> str:
+        return facts_text("cache entry", self._facts())
+
+    def _repr_html_(self) -> str:
+        return facts_html("Cache entry", self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        source = ", ".join(self.report.get("paths", ()))
+        return {
+            "key": self.key[:16],
+            "rows": self.num_rows,
+            "tokens": self.num_tokens,
+            "source": source,
+            "uri": self.uri,
+        }
 
     @cached_property
     def tokenizer(self) -> Any:

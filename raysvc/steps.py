@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from raysvc.notebook import facts_html, facts_text
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -52,7 +54,7 @@ class Mini:
         return out
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Step:
     """What a trainer asks for by number.
 
@@ -73,6 +75,24 @@ class Step:
     weight_versions: tuple[int, int] | None = None
     read_s: float = 0.0
     collate_s: float = 0.0
+
+    def __repr__(self) -> str:
+        return facts_text("step", self._facts())
+
+    def _repr_html_(self) -> str:
+        return facts_html("Step", self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        facts = {"step": self.index, "epoch": self.epoch, "mini-batches": len(self.mini_batches)}
+        facts["ranks"] = len(self.mini_batches[0].shards) if self.mini_batches else 0
+        infos = [mini.info for mini in self.mini_batches if mini.info is not None]
+        if infos:
+            facts["rows"] = sum(len(info.row_ids) for info in infos)
+            facts["tokens"] = sum(int(info.lengths.sum()) for info in infos)
+            facts["trained tokens"] = sum(info.denominators.tokens for info in infos)
+            facts["dummies"] = sum(info.num_dummies for info in infos)
+            facts["bytes"] = sum(info.nbytes for info in infos)
+        return facts
 
     def optimizer_steps(self) -> Iterator[Mini]:
         """The mini-batches as often as they are trained: all of them, `update_epochs` times."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,14 +33,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+def _never() -> bool:
+    return False
+
+
 def train(
     config: str | Path | Mapping[str, Any] | JobConfig | None = None,
     *,
     address: str | None = None,
     progress: Progress = silent,
+    should_stop: Callable[[], bool] = _never,
     **overrides: Any,
 ) -> dict[str, Any]:
     """Run a whole job; returns the summary that is also written to `<run_dir>/summary.json`.
+
+    Args:
+        should_stop: asked after every step; True ends the run there, with a checkpoint.
 
     Raises:
         UserMistake: something in the job that the user can mend.
@@ -61,7 +69,7 @@ def train(
         )
         return _summary(folder, entry, checkpoint.step, checkpoint.step, 0.0)
     progress(Tick("start", 0, None, "", {}))
-    run = _Run(job, folder, entry, checkpoint, progress, begin)
+    run = _Run(job, folder, entry, checkpoint, progress, begin, should_stop)
     return run.run(address)
 
 
@@ -90,6 +98,7 @@ class _Run:
     checkpoint: Checkpoint | None
     progress: Progress
     begin: float
+    should_stop: Callable[[], bool]
     stalls: StallBook = field(default_factory=StallBook)
     tokens: int = 0
     last_end: float = 0.0
@@ -136,7 +145,7 @@ class _Run:
             metrics.close()
         loop_s = time.perf_counter() - loop_begin
         resumed = start if self.checkpoint is not None else None
-        return _summary(self.folder, self.entry, stop, resumed, loop_s, self.stalls, self.tokens)
+        return _summary(self.folder, self.entry, client.frontier, resumed, loop_s, self.stalls, self.tokens)
 
     def _write_served(self, start: int) -> None:
         """Say how the steps from here on are made."""
@@ -163,10 +172,13 @@ class _Run:
             if before is not None:
                 self._finish(client, group, before, rows, metrics)
             before = started
-            if step.index + 1 == stop or (every and (step.index + 1) % every == 0):
+            asked = self.should_stop()
+            if asked or step.index + 1 == stop or (every and (step.index + 1) % every == 0):
                 self._finish(client, group, started, rows, metrics)
                 self._save(client, group, stop, rows, metrics)
                 before = None
+            if asked:
+                return
 
     def _finish(
         self, client: BatchClient, group: WorkerGroup, started: _Started, rows: StepLog, metrics: StepLog

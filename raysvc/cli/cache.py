@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from raysvc.cli.common import AsJson, Verbose, edge, emit
+from raysvc.cli.common import AsJson, edge, emit
 from raysvc.cli.view import print_rows, print_table
 
 app = typer.Typer(help="Look after cache entries.", no_args_is_help=True)
@@ -27,7 +27,7 @@ GraceHours = Annotated[float, typer.Option(help="Nothing younger is removed.", m
 
 @app.command()
 @edge
-def ls(root: Root = None, as_json: AsJson = False, verbose: Verbose = False) -> None:
+def ls(root: Root = None, as_json: AsJson = False) -> None:
     """List every entry, finished or not.
 
     Example: raysvc cache ls --root s3://bucket/cache
@@ -53,7 +53,7 @@ def ls(root: Root = None, as_json: AsJson = False, verbose: Verbose = False) -> 
 
 @app.command()
 @edge
-def info(key: Key, root: Root = None, as_json: AsJson = False, verbose: Verbose = False) -> None:
+def info(key: Key, root: Root = None, as_json: AsJson = False) -> None:
     """Show what an entry holds and what decided its bytes.
 
     Example: raysvc cache info 3f2a
@@ -74,7 +74,6 @@ def explain(
     config: Config = None,
     root: Root = None,
     as_json: AsJson = False,
-    verbose: Verbose = False,
 ) -> None:
     """Say whether a job hits the cache and why not, or how two entries differ.
 
@@ -105,7 +104,6 @@ def verify(
     root: Root = None,
     mark: Annotated[bool, typer.Option(help="Take a damaged entry out of service.")] = True,
     as_json: AsJson = False,
-    verbose: Verbose = False,
 ) -> None:
     """Read every byte of an entry and compare; exit code 1 when something is wrong.
 
@@ -137,7 +135,6 @@ def gc(
     grace_hours: GraceHours = 24.0,
     dry_run: Annotated[bool, typer.Option(help="Only say what would go.")] = False,
     as_json: AsJson = False,
-    verbose: Verbose = False,
 ) -> None:
     """Remove leftovers of dead builds, and old entries when asked; never one in use.
 

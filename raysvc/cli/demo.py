@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
-from raysvc.cli.common import Address, AsJson, Verbose, edge
-from raysvc.cli.train import show_summary
+from raysvc.cli.common import Address, AsJson, edge
+from raysvc.cli.interrupt import asked_to_stop
+from raysvc.cli.train import say_if_stopped, show_summary
 from raysvc.cli.view import View
 
 Rows = Annotated[int, typer.Option(help="Chat rows to make.", min=64)]
@@ -18,9 +19,7 @@ FOLDER = Path(".raysvc/demo")
 
 
 @edge
-def demo(
-    rows: Rows = 3000, address: Address = None, as_json: AsJson = False, verbose: Verbose = False
-) -> None:
+def demo(rows: Rows = 3000, address: Address = None, as_json: AsJson = False) -> None:
     """Train a tiny model on rows that are made here: the whole data path in about a minute.
 
     Example: raysvc demo --rows 5000
@@ -34,8 +33,9 @@ def demo(
     if (Path(job.run_dir) / "summary.json").exists():  # a finished demo starts anew, a killed one goes on
         shutil.rmtree(job.run_dir)
     with View() as view:
-        summary = trainer.train(job, address=address, progress=view)
+        summary = trainer.train(job, address=address, progress=view, should_stop=asked_to_stop)
     show_summary(job.run_dir, summary, as_json)
+    say_if_stopped(summary["steps"])
 
 
 def write_job(folder: Path, num_rows: int) -> Path:

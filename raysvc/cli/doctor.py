@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from raysvc.cli.common import Address, AsJson, Overrides, Verbose, edge, emit
+from raysvc.cli.common import Address, AsJson, Overrides, edge, emit
 
 OptionalJob = Annotated[
     str | None, typer.Option("-c", "--config", help="Check this job too.", metavar="JOB.YAML")
@@ -20,7 +20,6 @@ def doctor(
     overrides: Overrides = None,
     address: Address = None,
     as_json: AsJson = False,
-    verbose: Verbose = False,
 ) -> None:
     """Check Ray, authentication, shared memory, store, tokenizer, plan, clocks and GPUs; each finding has its remedy.
 

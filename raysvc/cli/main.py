@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from raysvc.cli.cache import app as cache
+from raysvc.cli.common import before_the_command
 from raysvc.cli.demo import demo
 from raysvc.cli.doctor import doctor
 from raysvc.cli.plan import plan
@@ -20,7 +21,7 @@ from raysvc.cli.train import train
 
 app = typer.Typer(
     name="raysvc",
-    help="Ray-native distributed data service for LLM post-training.",
+    callback=before_the_command,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

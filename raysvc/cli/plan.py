@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from raysvc.cli.common import Address, AsJson, Job, Overrides, Verbose, edge, emit
+from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
 from raysvc.cli.view import View, print_rows, print_table
 
 StepNumber = Annotated[int | None, typer.Option(help="Show the rows of this step.", min=0)]
@@ -21,7 +21,6 @@ def plan(
     step: StepNumber = None,
     address: Address = None,
     as_json: AsJson = False,
-    verbose: Verbose = False,
 ) -> None:
     """Show steps, padding, packing, balance and bytes of a job before it runs; tokenizes when needed.
 

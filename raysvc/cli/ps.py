@@ -7,11 +7,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from raysvc.cli.common import Address, AsJson, Verbose, edge, emit
+from raysvc.cli.common import Address, AsJson, edge, emit
 
 
 @edge
-def ps(address: Address = None, as_json: AsJson = False, verbose: Verbose = False) -> None:
+def ps(address: Address = None, as_json: AsJson = False) -> None:
     """List the servers of a cluster: who holds each, and how far it is.
 
     Example: raysvc ps --address auto

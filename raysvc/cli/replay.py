@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from raysvc.cli.common import AsJson, Overrides, Verbose, edge, emit
+from raysvc.cli.common import AsJson, Overrides, edge, emit
 from raysvc.cli.view import print_rows
 
 StepNumber = Annotated[int, typer.Option(help="Which step, 0-based.", min=0)]
@@ -30,7 +30,6 @@ def replay(
     run: Run = None,
     dp_size: DpSize = None,
     as_json: AsJson = False,
-    verbose: Verbose = False,
 ) -> None:
     """Make a step again, byte for byte as its trainer got it, and print the checksums (`Shard.digest()`).
 

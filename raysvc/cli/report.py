@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from raysvc.cli.common import Address, AsJson, Job, Overrides, Verbose, edge, emit
+from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
 from raysvc.cli.view import View
 
 Html = Annotated[Path, typer.Option("--html", help="Where to write the page.")]
@@ -20,7 +20,6 @@ def report(
     html: Html = Path("report.html"),
     address: Address = None,
     as_json: AsJson = False,
-    verbose: Verbose = False,
 ) -> None:
     """Write a self-contained HTML page: lengths, masks, books, plan and, after a run, its curves.
 

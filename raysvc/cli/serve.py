@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from raysvc.cli.common import Address, AsJson, Job, Overrides, Verbose, edge, emit
+from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
 from raysvc.cli.view import View, print_table
 
 
@@ -14,7 +14,6 @@ def serve(
     overrides: Overrides = None,
     address: Address = None,
     as_json: AsJson = False,
-    verbose: Verbose = False,
 ) -> None:
     """Tokenize a job when needed, and start its server on a running cluster; trainers attach by its name.
 

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from raysvc.cli.common import Address, AsJson, Job, Overrides, Verbose, edge, emit
+from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
 from raysvc.cli.view import View, print_rows
 from raysvc.picture import DUMMY, Kind, RowPicture, padding_cells, row_picture, shard_pictures
 
@@ -50,7 +50,6 @@ def show(
     html: Html = None,
     address: Address = None,
     as_json: AsJson = False,
-    verbose: Verbose = False,
 ) -> None:
     """Print rows; trained tokens are green and stand between » and «, special tokens are blue.
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from raysvc.cli.common import Address, AsJson, Verbose, edge, emit
+from raysvc.cli.common import Address, AsJson, edge, emit
 
 Name = Annotated[str, typer.Argument(help="Of the server; `raysvc ps` lists them.")]
 Force = Annotated[bool, typer.Option("--force", help="End it even when a living trainer holds it.")]
@@ -18,7 +18,6 @@ def stop(
     force: Force = False,
     address: Address = None,
     as_json: AsJson = False,
-    verbose: Verbose = False,
 ) -> None:
     """End a server. How far its trainer came stays in the run folder.
 

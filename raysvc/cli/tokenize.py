@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from raysvc.api import CacheEntry
-from raysvc.cli.common import Address, AsJson, Job, Overrides, Verbose, edge, emit
+from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
 from raysvc.cli.view import View, print_table
 
 EXAMPLES_SHOWN = 5
@@ -18,7 +18,6 @@ def tokenize(
     overrides: Overrides = None,
     address: Address = None,
     as_json: AsJson = False,
-    verbose: Verbose = False,
 ) -> None:
     """Tokenize a job's source into the cache.
 

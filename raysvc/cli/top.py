@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from raysvc.cli.common import Address, AsJson, Verbose, edge, emit
+from raysvc.cli.common import Address, AsJson, edge, emit
 from raysvc.top import Line, Snapshot, cells_of, lines, scrape, snapshot, text
 
 Interval = Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)]
@@ -25,7 +25,6 @@ def top(
     interval: Interval = 2.0,
     count: Count = None,
     as_json: AsJson = False,
-    verbose: Verbose = False,
 ) -> None:
     """Watch the servers of a cluster: trainer, step, rate, stalls, look-ahead, memory, lease, node.
 

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from raysvc.cli.common import Address, AsJson, Job, Overrides, Verbose, edge, emit
+from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
+from raysvc.cli.interrupt import asked_to_stop
 from raysvc.cli.view import View, print_table
 from raysvc.config import JobConfig
 
@@ -26,7 +27,6 @@ def train(
     headspace: Headspace = None,
     address: Address = None,
     as_json: AsJson = False,
-    verbose: Verbose = False,
 ) -> None:
     """Tokenize, serve and train a job; goes on from the last checkpoint when there is one.
 
@@ -41,8 +41,9 @@ def train(
         _measure(job, headspace, address, as_json)
         return
     with View() as view:
-        summary = trainer.train(job, address=address, progress=view)
+        summary = trainer.train(job, address=address, progress=view, should_stop=asked_to_stop)
     show_summary(job.run_dir, summary, as_json)
+    say_if_stopped(summary["steps"])
 
 
 def _measure(job: JobConfig, steps: int, address: str | None, as_json: bool) -> None:
@@ -59,6 +60,16 @@ def _measure(job: JobConfig, steps: int, address: str | None, as_json: bool) -> 
     }
     print_table(f"{found.steps} steps from step {found.first_step} on", rows)
     print(found.verdict())
+
+
+def say_if_stopped(step: int) -> None:
+    """End a run that Ctrl-C ended, in words and exit code.
+
+    Raises:
+        KeyboardInterrupt: it was pressed.
+    """
+    if asked_to_stop():
+        raise KeyboardInterrupt(f"{step} steps are trained and saved; the same command goes on there")
 
 
 def show_summary(run_dir: str, summary: dict[str, Any], as_json: bool) -> None:

@@ -28,6 +28,13 @@ from rich.table import Table
 from raysvc.progress import Tick
 
 LINE_EVERY_S = 3.0
+_shown = True  # False: quiet
+
+
+def show_progress(shown: bool) -> None:
+    """Whether views that are made from now on show anything."""
+    global _shown
+    _shown = shown
 
 
 class View:
@@ -35,7 +42,8 @@ class View:
 
     def __init__(self) -> None:
         self._console = Console(stderr=True)
-        self._live = _live(self._console) if self._console.is_terminal else None
+        self._quiet = not _shown
+        self._live = _live(self._console) if self._console.is_terminal and _shown else None
         self._tasks: dict[str, Any] = {}
         self._shown_s: dict[str, float] = {}
 
@@ -51,6 +59,8 @@ class View:
             self._live.stop()
 
     def __call__(self, tick: Tick) -> None:
+        if self._quiet:
+            return
         if self._live is not None:
             self._bar(tick)
         elif tick.final or time.monotonic() - self._shown_s.get(tick.phase, -1e9) >= LINE_EVERY_S:

@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.config import Layout
+from raysvc.notebook import facts_html, facts_text
 
 Array = npt.NDArray[Any]
 
@@ -63,7 +64,7 @@ class Denominators:
     groups: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Shard:
     """The arrays of one (step, mini-batch, rank); see the module for their names.
 
@@ -121,6 +122,26 @@ class Shard:
             else:
                 out[name] = array[sequences]
         return out
+
+    def __repr__(self) -> str:
+        return facts_text("shard", self._facts())
+
+    def _repr_html_(self) -> str:
+        return facts_html("Shard", self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        lines = self.arrays["input_ids"].shape if "input_ids" in self.arrays else ()
+        return {
+            "step": self.step,
+            "mini": self.mini,
+            "rank": self.rank,
+            "layout": f"{self.layout} {list(lines)}",
+            "rows": int((self.row_ids >= 0).sum()),
+            "dummies": int((self.row_ids < 0).sum()),
+            "micro-batches": len(self.micro_batches),
+            "arrays": " ".join(self.arrays),
+            "bytes": self.nbytes,
+        }
 
     def __reduce__(self) -> tuple[Callable[..., Shard], tuple[Any, ...]]:
         return rebuild_shard, tuple(getattr(self, field.name) for field in fields(self))

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from raysvc.config import PlanConfig
 from raysvc.errors import PlanError
+from raysvc.notebook import facts_html, facts_text
 from raysvc.plan.cost import CostModel
 from raysvc.plan.groups import Groups
 from raysvc.plan.mixture import Mixture
@@ -110,6 +111,26 @@ class Plan:
         self.identity = _identity(config, self.schedule, self.groups, entry_keys, mixture)
         self.hash = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
         self._skip = np.unique(np.array(config.skip_rows, np.int64))
+
+    def __repr__(self) -> str:
+        return facts_text("plan", self._facts())
+
+    def _repr_html_(self) -> str:
+        return facts_html("Plan", self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        schedule, config = self.schedule, self.config
+        return {
+            "rows": len(self.lengths),
+            "groups": schedule.num_groups,
+            "steps": schedule.num_steps,
+            "epochs": schedule.epochs,
+            "groups a step": schedule.batch_size,
+            "optimizer steps": schedule.optimizer_steps,
+            "layout": config.layout,
+            "shuffle": f"{config.shuffle}, seed {config.seed}",
+            "hash": self.hash[:16],
+        }
 
     def step(self, step: int, dp_size: int) -> StepPlan:
         """The plan of `step` (0-based, over all epochs) for `dp_size` ranks.

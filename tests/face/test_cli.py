@@ -121,8 +121,3 @@ def test_gc_removes_the_leftovers_of_a_dead_build_and_keeps_the_entry(job: Path)
     found = run_json("cache", "gc", "--root", root_of(job), "--grace-hours", "0")
     assert "ab" * 32 in {removal["folder"] for removal in found["removals"]}
     assert raysvc.tokenize(job).hit is True
-
-
-@pytest.mark.parametrize("command", ["tokenize", "train", "plan", "show", "demo"])
-def test_the_help_of_a_command_has_an_example(command: str) -> None:
-    assert f"Example: raysvc {command}" in " ".join(run(command, "--help").split())

@@ -1,0 +1,58 @@
+"""Ctrl-C: once to end in order, twice to leave at once.
+
+Always true:
+- the first one asks a loop that listens to stop after its step; where none listens it is a KeyboardInterrupt;
+- the second one ends the process, whatever it is doing; what was saved stays saved.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+EXIT_CODE = 130
+
+
+class _State:
+    presses = 0
+    listening = False
+
+
+_state = _State()
+
+
+@contextmanager
+def twice() -> Iterator[None]:
+    """Within it Ctrl-C means what the module says."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread gets signals
+        return
+    _state.presses, _state.listening = 0, False
+    before = signal.signal(signal.SIGINT, _pressed)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        _state.listening = False
+
+
+def asked_to_stop() -> bool:
+    """Whether to stop now; a loop that asks after every step is one that listens."""
+    _state.listening = True
+    return _state.presses > 0
+
+
+def _pressed(number: int, frame: FrameType | None) -> None:
+    _state.presses += 1
+    if _state.presses > 1:
+        os.write(2, b"\nleft at once\n")
+        sys.stdout.flush()
+        os._exit(EXIT_CODE)
+    if not _state.listening:
+        raise KeyboardInterrupt
+    os.write(2, b"\nstopping after this step, with everything saved; Ctrl-C again leaves at once\n")

@@ -1,0 +1,32 @@
+"""How an entry, a plan, a step or a shard looks in a notebook: a small table, every text escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+MAX_TEXT = 120
+
+
+def facts_html(title: str, facts: Mapping[str, Any]) -> str:
+    """A two-column table."""
+    rows = "".join(
+        f"<tr><th style='text-align:left'>{escape(name)}</th><td style='text-align:left'>{_shown(value)}</td></tr>"
+        for name, value in facts.items()
+    )
+    return f"<table><caption style='text-align:left'>{escape(title)}</caption>{rows}</table>"
+
+
+def facts_text(title: str, facts: Mapping[str, Any]) -> str:
+    """The same in one line."""
+    return f"<{title}: {', '.join(f'{name} {_plain(value)}' for name, value in facts.items())}>"
+
+
+def _shown(value: Any) -> str:
+    return escape(_plain(value))
+
+
+def _plain(value: Any) -> str:
+    text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 1]}…"
