@@ -29,6 +29,7 @@ class _Kinds(dict[type, str]):
 _KINDS = _Kinds(
     {str: "str", list: "list", dict: "dict", bool: "bool", int: "int", float: "float", type(None): ABSENT}
 )
+_TYPES = {kind: type_ for type_, kind in _KINDS.items()}
 
 
 def _json_encoder() -> Callable[[Any], str]:
@@ -99,6 +100,19 @@ class Source:
             return self._silent(self.path((about[0],)))
         return self._relation(kind, self.text(about[0]), self.name(about[1]))
 
+    def asked(self, question: Question, answers: Sequence[Any]) -> tuple[str, list[str]]:
+        """(expression, what to put behind it to see whether it is each of some answers)."""
+        if question[0] == "kind" and len(question[1]) == 2 and _TYPES.keys() >= set(answers):
+            kind = f"type({self._field(question[1])})"
+            return kind, [f"is {self.name(_TYPES[answer])}" for answer in answers]
+        return self.question(question), [self._test(answer) for answer in answers]
+
+    def _test(self, answer: Any) -> str:
+        return f"is {answer}" if answer is True or answer is False else f"== {self.name(answer)}"
+
+    def _field(self, path: Path) -> str:
+        return f"{self.path(path[:1])}.get({self.name(path[1])})"
+
     def function(self, lines: Sequence[str]) -> Answer:
         """The function with these lines as its body."""
         body = [
@@ -112,7 +126,7 @@ class Source:
 
     def _kind(self, path: Path) -> str:
         if len(path) == 2:
-            return f"kinds[type({self.path(path[:1])}.get({self.name(path[1])}))]"
+            return f"kinds[type({self._field(path)})]"
         return f"kind_at({self.path(path[:-1])}, {self.name(path[-1])})"
 
     def _silent(self, message: str) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from raysvc.chat.faults import RowDropped, RowFault
-from raysvc.chat.messages import Message, read_messages, read_tools
+from raysvc.chat.messages import Conversation, Message, read_messages, read_tools
 from raysvc.config import Format as FormatName
 from raysvc.config import TextSpec
 from raysvc.errors import ConfigError, SourceError
@@ -37,13 +37,14 @@ NO_LABEL = -100
 class ChatExample:
     """A conversation to render; `trained` holds the places of the messages with loss, in order.
 
-    `all_tokens` puts the whole render under loss.
+    `all_tokens` puts the whole render under loss; `has_parts` says that some content is a list of text parts.
     """
 
     messages: list[Message]
     tools: list[Any] | None
     trained: tuple[int, ...]
     all_tokens: bool = False
+    has_parts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class Format:
                 raise RowFault(f"{self.column(column)!r} is not text", f"it is a {type(value).__name__}")
         user = f"{instruction}\n\n{given}".strip() if given else instruction
         messages = [{"role": "user", "content": user}, {"role": "assistant", "content": output}]
-        return self._conversation(row, messages, 1)
+        return self._conversation(row, Conversation(messages), 1)
 
     def _prompt_completion(self, row: Mapping[str, Any]) -> Example:
         completion = self.get(row, "completion")
@@ -166,27 +167,30 @@ class Format:
             if self.train_on == "all_tokens":
                 return TextExample("", (prompt or "") + completion)
             return TextExample(prompt or "", completion)
-        before = [] if prompt is None else read_turn(prompt, "user", self.column("prompt"))
+        nothing = Conversation([])
+        before = nothing if prompt is None else read_turn(prompt, "user", self.column("prompt"))
         after = read_turn(completion, "assistant", column)
-        if isinstance(prompt, str) and any(message["role"] == "user" for message in after[:2]):
-            before, prompt = [], None  # the completion is the whole conversation, and holds the prompt
-        messages = before + after
-        start = len(before)
+        if isinstance(prompt, str) and any(message["role"] == "user" for message in after.messages[:2]):
+            before, prompt = nothing, None  # the completion is the whole conversation, and holds the prompt
+        messages = before.messages + after.messages
+        start = len(before.messages)
         if prompt is None:
             start = max((n for n, m in enumerate(messages) if m["role"] == "assistant"), default=0)
-        return self._conversation(row, messages, start, answer_only)
+        whole = Conversation(messages, before.has_parts or after.has_parts)
+        return self._conversation(row, whole, start, answer_only)
 
     def _conversation(
-        self, row: Mapping[str, Any], messages: list[Message], start: int, answer_only: bool = False
+        self, row: Mapping[str, Any], whole: Conversation, start: int, answer_only: bool = False
     ) -> ChatExample:
-        system = self.get(row, "system")
+        messages, system = whole.messages, self.get(row, "system")
         if isinstance(system, str) and system and messages[0]["role"] != "system":
             messages, start = [{"role": "system", "content": system}, *messages], start + 1
         tools = read_tools(self.get(row, "tools"))
         if self.train_on == "all_tokens":
-            return ChatExample(messages, tools, (), all_tokens=True)
+            return ChatExample(messages, tools, (), True, whole.has_parts)
         train_on = "completion" if answer_only else self.train_on
-        return ChatExample(messages, tools, trained_messages(messages, train_on, start))
+        trained = trained_messages(messages, train_on, start)
+        return ChatExample(messages, tools, trained, False, whole.has_parts)
 
 
 def trained_messages(messages: list[Message], train_on: str, start: int) -> tuple[int, ...]:
@@ -222,10 +226,10 @@ def _weight(message: Message) -> bool:
     return bool(weight)
 
 
-def read_turn(value: Any, role: str, column: str) -> list[Message]:
+def read_turn(value: Any, role: str, column: str) -> Conversation:
     """Messages; a string is one message of `role`."""
     if isinstance(value, str):
-        return [{"role": role, "content": value}]
+        return Conversation([{"role": role, "content": value}])
     return read_messages(value, column)
 
 

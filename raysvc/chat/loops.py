@@ -13,6 +13,7 @@ from typing import Any
 from raysvc.chat.answers import Source
 from raysvc.chat.messages import Message
 from raysvc.chat.sequence import CLOSED_TURN, Span
+from raysvc.chat.symbols import Hole
 from raysvc.chat.trees import write_tree
 
 Prove = Callable[[str, Message], None]
@@ -47,17 +48,22 @@ def _write_turn(turn: Any, source: Source) -> list[str]:
     segments = getattr(turn, "segments", None)
     if segments is None:
         return ["return -1"]
-    parts = [source.name(part) if isinstance(part, str) else source.text(part) for part in segments]
-    lines = [f"text = ''.join(({''.join(f'{part}, ' for part in parts)}))"]
+    holes = [n for n, part in enumerate(segments) if isinstance(part, Hole)]
+    names = [f"t{n}" if n in holes else source.name(part) for n, part in enumerate(segments)]
+    size = [str(sum(len(part) for part in segments if isinstance(part, str)))]
+    lines = [f"{names[n]} = {source.text(segments[n])}" for n in holes]
+    lines.append(f"size = {' + '.join(size + [f'len({names[n]})' for n in holes])}")
+    parts = f"({''.join(f'{name}, ' for name in names)})"
     if not turn.silent:
-        lines += ["if at in trained:", *(f"    {line}" for line in _span_lines(turn))]
-    return [*lines, "texts.append(text)", "length += len(text)", "continue"]
+        lines += ["if at in trained:", *(f"    {line}" for line in _span_lines(turn, parts))]
+    return [*lines, f"texts += {parts}", "length += size", "continue"]
 
 
-def _span_lines(turn: Any) -> list[str]:
+def _span_lines(turn: Any, parts: str) -> list[str]:
+    """Lines for its span; `said` is -1 when any text is proved by the turn's shape alone."""
     if turn.start < 0:
         return ["return -1"]
-    span = f"spans.append((length + {turn.start}, length + len(text) - {turn.trailer}, {CLOSED_TURN}))"
+    span = f"spans.append((length + {turn.start}, length + size - {turn.trailer}, {CLOSED_TURN}))"
     if turn.said < 0:
         return [span]
-    return [f"prove(text[{turn.start}:len(text) - {turn.said}], message)", span]
+    return [f"prove(''.join({parts})[{turn.start}:size - {turn.said}], message)", span]

@@ -1,15 +1,17 @@
 """Messages as a row spells them -> messages as the template gets them.
 
 Always true:
-- no object stands for two places of a conversation, and what came in is not changed;
+- what came in is not changed;
 - keys whose value is None are left out, as `apply_chat_template` does;
+- reasoning is there under every name that templates read it by;
 - fields we do not know pass through untouched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 from raysvc.chat.faults import RowFault
@@ -17,9 +19,19 @@ from raysvc.chat.faults import RowFault
 Message = dict[str, Any]
 SYSTEM_ROLES = ("system", "developer")
 _PLAIN = (str, int, float, bool)
+_REASONING = frozenset({"reasoning_content", "thinking", "reasoning"})
+_ROLE, _CONTENT = itemgetter("role"), itemgetter("content")
 
 
-def read_messages(value: Any, column: str = "messages") -> list[Message]:
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages as the template gets them; `has_parts` says that some content is a list of text parts."""
+
+    messages: list[Message]
+    has_parts: bool = False
+
+
+def read_messages(value: Any, column: str = "messages") -> Conversation:
     """Messages from a list of dicts, or from a JSON string of one.
 
     Raises:
@@ -29,34 +41,24 @@ def read_messages(value: Any, column: str = "messages") -> list[Message]:
         value = parse_json(value, column)
     if not isinstance(value, list) or not value:
         raise RowFault(f"{column!r} is not a list of messages", f"it is {_kind(value)}")
-    odd = _odd_places(value)
-    if odd:
-        value = list(value)
-        for place in odd:
-            value[place] = _message(value[place], place, column)
-    if len(set(map(id, value))) != len(value):
-        return [dict(message) for message in value]
-    messages: list[Message] = value
-    return messages
+    all_texts = _all_texts(value)
+    odd = [n for n, item in enumerate(value) if len(item) != 2] if all_texts else range(len(value))
+    if not odd:
+        return Conversation(value)
+    messages = list(value)
+    for place in odd:
+        messages[place] = _message(value[place], place, column)
+    has_parts = not all_texts and any(type(message.get("content")) is list for message in messages)
+    return Conversation(messages, has_parts)
 
 
-def _odd_places(items: list[Any]) -> Sequence[int]:
-    """Places of messages that are more than a text for role and one for content."""
+def _all_texts(items: list[Any]) -> bool:
+    """Whether all messages have a text for role and content; one that has nothing else is fine as it is."""
     try:
-        texts = [item["role"] for item in items] + [item["content"] for item in items]
-        sizes = list(map(len, items))
+        kinds = {*map(type, map(_ROLE, items)), *map(type, map(_CONTENT, items))}
     except (KeyError, TypeError):
-        return range(len(items))
-    if not {str}.issuperset(map(type, texts)) or not {dict}.issuperset(map(type, items)):
-        return range(len(items))
-    if max(sizes) == 2:
-        return ()
-    return [n for n, size in enumerate(sizes) if size != 2 and not _only_texts(items[n])]
-
-
-def _only_texts(item: Message) -> bool:
-    """Whether a message has nothing but texts, none of them tool calls."""
-    return "tool_calls" not in item and {str}.issuperset(map(type, item.values()))
+        return False
+    return kinds == {str}
 
 
 def _message(item: Any, place: int, column: str) -> Message:
@@ -64,15 +66,32 @@ def _message(item: Any, place: int, column: str) -> Message:
         raise RowFault(f"{column!r} holds something that is not a message", f"[{place}] is {_kind(item)}")
     if type(item.get("role")) is not str:
         raise RowFault("a message has no role", f"{column}[{place}] has the keys {sorted(map(str, item))}")
-    if "tool_calls" not in item and None not in item.values() and type(item.get("content")) is str:
-        return item
+    if (
+        type(item.get("content")) is not str
+        or None in item.values()
+        or type(item.get("tool_calls", [])) is not list
+    ):
+        item = _mended(item, f"{column}[{place}]")
+    return item if _REASONING.isdisjoint(item) else _with_aliases(item)
+
+
+def _mended(item: Message, place: str) -> Message:
+    """Without what is None, tool calls as a list, and parts as dicts."""
     message = {key: value for key, value in item.items() if value is not None}
     if "tool_calls" in message:
         _put_tool_calls(message, message["tool_calls"])
     content = message.get("content")
     if content is not None and type(content) is not str:
-        message["content"] = _content(content, f"{column}[{place}]")
+        message["content"] = _content(content, place)
     return message
+
+
+def _with_aliases(message: Message) -> Message:
+    """Reasoning under all the names that templates read it by, as `apply_chat_template` gives it to them."""
+    from transformers.utils import chat_template_utils as theirs
+
+    aliased: Message = theirs._alias_reasoning_fields([message])[0]
+    return aliased
 
 
 def _put_tool_calls(message: Message, calls: Any) -> None:

@@ -19,7 +19,7 @@ from raysvc.chat.formats import ChatExample, Example, Format, TextExample, Token
 from raysvc.chat.messages import SYSTEM_ROLES, flatten_parts
 from raysvc.chat.sequence import CLOSED_TURN, FREE, OPEN_TURN, Sequence
 from raysvc.chat.shapes import Filled, Shapes
-from raysvc.chat.template import ChatTemplate, Render, has_reasoning, with_aliases
+from raysvc.chat.template import ChatTemplate, Render
 from raysvc.chat.tokenizer import LoadedTokenizer
 from raysvc.chat.turns import ALL_EMPTY, PROBE, TurnFinder
 
@@ -74,7 +74,8 @@ class Preparer:
 
     def _chat(self, example: ChatExample) -> Sequence:
         template, finder, takes_parts, shapes = self._template(example.tools is not None)
-        example = _as_the_template_takes_it(example, takes_parts)
+        if example.has_parts and not takes_parts:
+            example = replace(example, messages=flatten_parts(example.messages))
         if shapes is not None:
             filled = shapes.fill(example)
             if filled is not None:
@@ -121,17 +122,6 @@ class Preparer:
             shapes = Shapes(template, finder, self._with_turns) if self._fast else None
             self._templates[name] = (template, finder, _takes_parts(template), shapes)
         return self._templates[name]
-
-
-def _as_the_template_takes_it(example: ChatExample, takes_parts: bool) -> ChatExample:
-    """Contents as text where the template knows only that, and reasoning under all its names."""
-    messages = example.messages
-    if not takes_parts and list in {type(message.get("content")) for message in messages}:
-        messages = flatten_parts(messages)
-    more = [message for message in messages if len(message) > 2]
-    if more and any(has_reasoning(message) for message in more):
-        messages = with_aliases(messages)
-    return example if messages is example.messages else replace(example, messages=messages)
 
 
 def _filled(filled: Filled, example: ChatExample) -> Sequence:

@@ -24,7 +24,6 @@ from raysvc.chat.messages import Message, is_plain
 from raysvc.chat.values import Messages
 from raysvc.errors import TokenizerError
 
-_REASONING = {"reasoning_content", "thinking", "reasoning"}
 NOBODY = -1
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -79,13 +78,15 @@ class ChatTemplate:
         """Render one conversation.
 
         Args:
-            messages: different dicts, as `read_messages` and `with_aliases` give them.
+            messages: as `read_messages` gives them.
             tools: or None.
             prompt: add the generation prompt.
 
         Raises:
             RowFault: the template raised.
         """
+        if len({*map(id, messages)}) != len(messages):
+            messages = [dict(message) for message in messages]  # blocks find their message by identity
         render = self._render_once(messages, tools, prompt)
         if any(owner != NOBODY for owner in render.owners) or prompt:
             return render
@@ -218,18 +219,6 @@ def _listen_to_marks(environment: Any, listener: Any) -> None:
     for extension in environment.extensions.values():
         if "generation" in extension.tags:
             extension._generation_support = listener
-
-
-def has_reasoning(message: Message) -> bool:
-    """Whether a message has reasoning, under any name."""
-    return not _REASONING.isdisjoint(message)
-
-
-def with_aliases(messages: list[Message]) -> list[Message]:
-    """Reasoning under all the names that templates read it by, as `apply_chat_template` gives it to them."""
-    from transformers.utils import chat_template_utils as theirs
-
-    return list(theirs._alias_reasoning_fields(messages))
 
 
 def plain_data(value: Any) -> Any:

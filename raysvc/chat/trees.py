@@ -126,10 +126,10 @@ def write_tree(
         leaf_lines = [unknown] if node is None else write_leaf(node, source)
         lines.extend(f"{indent}{line}" for line in leaf_lines)
         return
-    lines.append(f"{indent}a{depth} = {source.question(node.question)}")
-    for given, child in node.children.items():
-        truth = given is True or given is False
-        lines.append(f"{indent}if a{depth} {f'is {given}' if truth else f'== {source.name(given)}'}:")
+    asked, tests = source.asked(node.question, list(node.children))
+    lines.append(f"{indent}a{depth} = {asked}")
+    for test, child in zip(tests, node.children.values(), strict=True):
+        lines.append(f"{indent}if a{depth} {test}:")
         write_tree(child, depth + 1, lines, source, write_leaf, unknown)
     lines.append(f"{indent}{unknown}")
 
