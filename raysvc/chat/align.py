@@ -32,10 +32,11 @@ EXTRA_CONTROL = "a trained turn holds a control token"
 
 @dataclass(frozen=True)
 class TokenSpans:
-    """The same stretches in tokens of all rows: [starts, ends)."""
+    """The same stretches in tokens of all rows: [starts, ends), and `within` the number of every token in one."""
 
     starts: Ints64
     ends: Ints64
+    within: Ints64
     faults: dict[int, str]
 
 
@@ -109,7 +110,8 @@ def align(
     starts = np.searchsorted(token_ends, starts_at, "left")
     ends = np.searchsorted(token_ends, ends_at, "left")
     faults: dict[int, str] = {}
-    _check_controls(encoded.ids, starts, ends, spans, table, faults)
+    within = tokens_within(starts, ends)
+    _check_controls(encoded.ids, TokenSpans(starts, ends, within, faults), spans, table)
     for index in np.flatnonzero(token_ends[starts] != starts_at).tolist():
         lost = text[spans.starts[index] : token_ends[starts[index]] - shift[index]]
         if not _BLANK[lost].all():
@@ -118,17 +120,17 @@ def align(
         extra = text[spans.ends[index] : token_ends[ends[index]] - shift[index]]
         if not _BLANK[extra].all():
             faults.setdefault(int(spans.rows[index]), OVER_END)
-    return TokenSpans(starts, ends, faults)
+    return TokenSpans(starts, ends, within, faults)
 
 
-def _check_controls(
-    ids: Ints32, starts: Ints64, ends: Ints64, spans: Spans, table: TokenTable, faults: dict[int, str]
-) -> None:
+def _check_controls(ids: Ints32, found: TokenSpans, spans: Spans, table: TokenTable) -> None:
+    """Note the rows whose spans hold other control tokens than one at the end of a closed turn."""
     if not len(ids):
         return
-    sizes = np.maximum(ends - starts, 0)
+    ends, faults = found.ends, found.faults
+    sizes = np.maximum(ends - found.starts, 0)
     behind = np.cumsum(sizes)
-    at = np.flatnonzero(table.is_control[ids[tokens_within(starts, ends)]])
+    at = np.flatnonzero(table.is_control[ids[found.within]])
     held = np.searchsorted(at, behind) - np.searchsorted(at, behind - sizes)
     ended = np.where(sizes > 0, table.is_control[ids[np.maximum(ends - 1, 0)]], False)
     closed = spans.kinds == CLOSED_TURN

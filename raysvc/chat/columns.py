@@ -22,6 +22,7 @@ from raysvc.chat.messages import Message
 Ints32 = npt.NDArray[np.int32]
 Ints64 = npt.NDArray[np.int64]
 MAX_BYTES = 1 << 30
+_NEWLINE, _BRACE = b"\n{"
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,9 @@ def columns_of_json_lines(
     """
     import pyarrow.json as pj
 
-    lines = _lines(data)
-    if bytes(data[:1]) != b"{" or bytes(data).count(b"\n{") != lines - 1:
-        return None  # Arrow's reader crashes the process on a line that is no object
+    lines = _objects(data)
+    if not lines:
+        return None
     column = names.get("messages", "messages")
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
     options = pj.ParseOptions(explicit_schema=pa.schema([(column, pa.list_(message))]))
@@ -136,7 +137,11 @@ def _is_text(kind: Any) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def _lines(data: bytes | memoryview) -> int:
-    """Lines of complete JSON lines; blank ones are counted, so that they are seen to be too many."""
-    whole = bytes(data)
-    return whole.count(b"\n") + (not whole.endswith(b"\n"))
+def _objects(data: bytes | memoryview) -> int:
+    """How many lines there are, 0 unless each of them opens an object: Arrow's reader crashes the process on others."""
+    chars = np.frombuffer(data, np.uint8)
+    begins = np.flatnonzero(chars == _NEWLINE) + 1
+    if len(begins) and begins[-1] == len(chars):
+        begins = begins[:-1]
+    opened = len(chars) and chars[0] == _BRACE and np.all(chars[begins] == _BRACE)
+    return len(begins) + 1 if opened else 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.chat.align import TokenTable, align, align_by_offsets, differing_rows, tokens_within
+from raysvc.chat.align import TokenTable, align, align_by_offsets, differing_rows
 from raysvc.chat.batch import Batch
 from raysvc.chat.encode import Encoded, Encoder, Ints32, Ints64, ReferenceEncoder
 from raysvc.chat.faults import RowFault
@@ -69,7 +69,8 @@ class RowEncoder:
         token_ends, decoded = self._table.decode(encoded.ids)
         odd = set(differing_rows(encoded, token_ends, decoded, batch).tolist())
         found = align(encoded, token_ends, batch, self._table, odd)
-        mask = _mask(len(encoded.ids), found.starts, found.ends)
+        mask = np.zeros(len(encoded.ids), np.uint8)
+        mask[found.within] = 1
         rows = TokenRows(
             encoded.ids, mask, encoded.offsets, {r: RowFault(w) for r, w in found.faults.items()}
         )
@@ -118,13 +119,6 @@ def rows_of_tokens(examples: list[TokensExample]) -> TokenRows:
     ids = np.fromiter((token for e in examples for token in e.ids), np.int32, int(offsets[-1]))
     mask = np.fromiter((bit for e in examples for bit in e.mask), np.uint8, int(offsets[-1]))
     return TokenRows(ids, mask, offsets)
-
-
-def _mask(length: int, starts: Ints64, ends: Ints64) -> npt.NDArray[np.uint8]:
-    """uint8 [length], 1 in every [start, end)."""
-    mask = np.zeros(length, np.uint8)
-    mask[tokens_within(starts, ends)] = 1
-    return mask
 
 
 def _surrounded(rows: TokenRows, batch: Batch) -> TokenRows:

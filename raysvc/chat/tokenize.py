@@ -274,13 +274,16 @@ def json_rows(data: bytes, first_row: int) -> Iterator[SourceRow]:
     """Rows of complete JSON lines; one that is broken comes with its error."""
     import orjson
 
-    for number, line in enumerate(data.split(b"\n"), first_row):
-        if not line.strip():
-            continue
+    whole, at, number = memoryview(data), 0, first_row - 1
+    while at < len(data):
+        end = data.find(b"\n", at)
+        line = whole[at : end if end >= 0 else len(data)]
+        at, number = at + len(line) + 1, number + 1
         try:
             value = orjson.loads(line)
         except orjson.JSONDecodeError as broken:
-            yield SourceRow(number, None, f"broken JSON: {broken}")
+            if bytes(line).strip():
+                yield SourceRow(number, None, f"broken JSON: {broken}")
             continue
         if isinstance(value, dict):
             yield SourceRow(number, value)
@@ -313,8 +316,8 @@ def _blocks(data: bytes, first_row: int) -> Iterator[tuple[bytes, int]]:
             end = data.rfind(b"\n", at, at + BLOCK_BYTES) + 1 or data.find(b"\n", at) + 1 or len(data)
         block = data if (at, end) == (0, len(data)) else data[at:end]
         yield block, first_row
-        first_row += block.count(b"\n")
         at = end
+        first_row += block.count(b"\n") if at < len(data) else 0
 
 
 def _trained(columns: ChatColumns, train_on: str) -> npt.NDArray[np.bool_]:
