@@ -45,7 +45,7 @@ class WorkerDispatch:
     def __init__(self, groups: Mapping[str, WorkerGroup], colocated: Iterable[Collection[str]] = ()) -> None:
         self.groups = dict(groups)
         self.memory = Memory(colocated)
-        self._calls = 0  # keys of staged shards: each call stages its own
+        self._calls = 0  # each call stages shards of its own, under keys that no trainer's steps have
 
     def init_model_async(self, name: str) -> Pending[None]:
         """Let the ranks meet and build the model; colocated groups make room first."""
@@ -158,7 +158,7 @@ class WorkerDispatch:
             cause = f"the mini-batch has {len(shards)} shards, group {name!r} has {group.mesh.dp} dp ranks"
             raise ConfigError("roles", cause, f"attach with roles={{{name!r}: {group.mesh.dp}, ...}}")
         self._calls += 1
-        key = (self._calls, 0)
+        key = (-self._calls, 0)
         group.stage_mini(key, shards, columns, loss_weight)
         return key
 

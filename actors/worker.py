@@ -26,8 +26,9 @@ import numpy.typing as npt
 
 from raysvc.actors.learning_rate import LearningRate
 from raysvc.actors.losses import Loss, LossSum
+from raysvc.actors.outputs import eval_sums, forward_rows, without_labels
 from raysvc.actors.results import Metrics, MiniResult
-from raysvc.actors.row_values import RowValues, cells_of, gather_rows, with_columns
+from raysvc.actors.row_values import RowValues, with_columns
 from raysvc.actors.staging import Key, StagedShard, Staging, StagingOptions, StagingStats
 from raysvc.actors.timing import Timer
 from raysvc.collate.loss import Reduction, token_weights
@@ -75,7 +76,7 @@ class Worker:
         self.learning_rate: LearningRate | None = None  # None: what the optimizer has, until `set_lr`
         self.optimizer_steps = 0
         self._token_bytes: npt.NDArray[np.int32] | None = None  # for bits per byte
-        self._ended = 0.0  # when the last optimizer step ended, 0.0 before the first
+        self._ended = 0.0  # when compute ended last, 0.0 before the first step
 
     def build(self) -> None:
         """Make `self.model` and `self.optimizer`; called once, after the process group is up."""
@@ -137,16 +138,16 @@ class Worker:
         self._staging.clear()
 
     def train_step(self, keys: list[Key], learning_rate: float | None = None) -> list[MiniResult]:
-        """One optimizer step per key, in order; `learning_rate` None: that of the schedule."""
+        """One optimizer step per key, in order; `learning_rate` only where there is no schedule."""
         return [self._train_mini(key, learning_rate) for key in keys]
 
     def forward(self, key: Key) -> RowValues:
         """Outputs of the shard's real rows, in its order; no gradient."""
         staged, _ = self._take(key)
         with self._timer.span("forward"):
-            values = self._outputs(staged.shard)
+            values = forward_rows(self.model, staged.shard, self.micro_forward)
         self._staging.release()
-        return values
+        return without_labels(values)
 
     def forward_backward(self, key: Key, loss: Loss | None = None) -> Metrics:
         """Add the gradient of a mini-batch; this rank's shares of the loss and its metrics."""
@@ -156,23 +157,16 @@ class Worker:
         return metrics
 
     def evaluate(self, key: Key) -> RowValues:
-        """Per real row of a shard: `nll` (nats over its targets), `targets`, and `bytes` where they are known."""
+        """Sums per real row of a shard, as `outputs.eval_sums` says."""
         with self._timer.span("eval"):
-            staged, _ = self._take(key)
-            shard = staged.shard
-            values = self._outputs(shard)
-            real = shard.row_ids >= 0
-            ends = np.append(values.starts, values.lengths.sum())[1:]
-            sums = np.append(0.0, np.cumsum(values.tokens["logprobs"], dtype=np.float64))
-            rows = {"nll": sums[values.starts] - sums[ends]}
-            for name, source in (("targets", "row_tokens"), ("bytes", "row_bytes")):
-                if source in shard.arrays:
-                    rows[name] = _numpy(shard, source)[real].astype(np.int64)
+            staged, _ = self._staging.take(key, self._take_timeout_s)
+            values = forward_rows(self.model, staged.shard, self.micro_forward)
             self._staging.release()
-        return RowValues(values.row_ids, values.lengths, {}, rows)
+        self._ended = time.perf_counter()
+        return eval_sums(values, self._token_bytes)
 
     def set_token_bytes(self, token_bytes: npt.NDArray[np.integer[Any]]) -> None:
-        """Bytes of text of every token id [V]; from then on shards are staged with the bytes of each row's targets."""
+        """Bytes of text of every token id [V], 0 for one that is no text; from then on evals count bytes."""
         self._token_bytes = np.asarray(token_bytes, np.int32)
 
     def call_after(self, name: str, num_after: int, *after_and_arguments: Any) -> Any:
@@ -193,8 +187,12 @@ class Worker:
         lr = float(optimizer.param_groups[0]["lr"])
         return {"grad_norm": grad_norm, "lr": lr, "optimizer_step": float(self.optimizer_steps)}
 
+    def set_schedule(self, learning_rate: LearningRate) -> None:
+        """Rates by optimizer step from now on."""
+        self.learning_rate = learning_rate
+
     def set_lr(self, learning_rate: float) -> None:
-        """The rate of every parameter group (of the next step only, where there is a schedule)."""
+        """The rate of every parameter group; where there is a schedule, that is what counts."""
         for group in self._optimizer().param_groups:
             group["lr"] = learning_rate
 
@@ -243,20 +241,6 @@ class Worker:
             timing=timing,
         )
 
-    def _outputs(self, shard: Shard) -> RowValues:
-        import torch
-
-        sheets: dict[str, torch.Tensor] = {}
-        with torch.no_grad():
-            for index, micro in enumerate(shard.micro_batches):
-                for name, values_BL in self.micro_forward(shard.micro(index), shard.layout).items():
-                    if name not in sheets:
-                        sheets[name] = values_BL.new_zeros(shard.arrays["input_ids"].shape)
-                    left = shard.layout == "padded_left"
-                    columns = slice(-micro.width, None) if left else slice(0, micro.width)
-                    sheets[name][micro.start : micro.stop, columns] = values_BL
-        return gather_rows(_on_host(shard), {name: sheet.cpu().numpy() for name, sheet in sheets.items()})
-
     def _take(self, key: Key) -> tuple[StagedShard, float]:
         staged, wait_s = self._staging.take(key, self._take_timeout_s)
         for part, seconds in (
@@ -274,10 +258,7 @@ class Worker:
         weights = token_weights(shard.arrays, shard.denominators, self._reduction, dp_size=self.dp_size)
         if loss_weight != 1.0:
             weights *= loss_weight
-        arrays = {**shard.arrays, "loss_weights": weights}
-        if self._token_bytes is not None:
-            arrays["row_bytes"] = _row_bytes(shard, self._token_bytes)
-        return replace(shard, arrays=arrays)
+        return replace(shard, arrays={**shard.arrays, "loss_weights": weights})
 
     def _accumulate(self, shard: Shard, loss: Loss | None) -> Metrics:
         """Backward over all micro-batches, reduced over ranks in the last one; this rank's shares."""
@@ -322,28 +303,6 @@ class Worker:
             import torch
 
             torch.cuda.synchronize()
-
-
-def _on_host(shard: Shard) -> Shard:
-    """The arrays that say where rows lie, as numpy."""
-    names = ("seq_lengths", "cu_seqlens", "cu_seqlens_offsets")
-    arrays = {name: _numpy(shard, name) for name in names if name in shard.arrays}
-    return replace(shard, arrays={**arrays, "input_ids": shard.arrays["input_ids"]})
-
-
-def _numpy(shard: Shard, name: str) -> Any:
-    tensor: Any = shard.arrays[name]
-    return tensor.cpu().numpy()
-
-
-def _row_bytes(shard: Shard, token_bytes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """int32 [S], bytes of each row's targets; on the CPU, in the thread that stages."""
-    labels = shard.arrays["labels"]
-    counts = np.where(labels >= 0, token_bytes[np.maximum(labels, 0)], 0)
-    lengths = shard.arrays["seq_lengths"].astype(np.int64)
-    sums = np.append(0, np.cumsum(counts.reshape(-1), dtype=np.int64))
-    first = cells_of(shard)
-    return np.asarray(sums[first + lengths] - sums[first], np.int32)
 
 
 def _in_ms(timing: Metrics) -> str:

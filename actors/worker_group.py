@@ -75,7 +75,7 @@ class WorkerGroup:
 
     def stage(self, step: Step) -> None:
         """Hand a step's pending shards to the ranks; never blocks."""
-        for index, mini in enumerate(step.mini_batches):
+        for index, mini in enumerate(step.optimizer_steps()):
             self.stage_mini((step.index, index), mini.shards)
 
     def stage_mini(
@@ -90,16 +90,16 @@ class WorkerGroup:
             worker.stage.options(concurrency_group="stage").remote(key, shard, *extra)
 
     def start_step(self, step: Step, learning_rate: float | None = None) -> Running:
-        """Ask every rank for one optimizer step per mini-batch; returns at once.
+        """Ask every rank for one optimizer step per mini-batch and update epoch; returns at once.
 
         Ranks run what they are asked for in order, so the next step may be started before this one is
         waited for: then no driver's round trip lies between two steps.
         """
-        keys = [(step.index, index) for index in range(len(step.mini_batches))]
+        keys = [(step.index, index) for index, _ in enumerate(step.optimizer_steps())]
         return Running(self.call("train_step", keys, learning_rate))
 
     def finish_step(self, running: Running) -> list[list[MiniResult]]:
-        """Wait for a started step; result[dp rank][mini]."""
+        """Wait for a started step; result[dp rank][optimizer step]."""
         return self.collect("train_step", running.refs)
 
     def save_checkpoint(self, folder: str) -> None:

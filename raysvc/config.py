@@ -250,7 +250,14 @@ class TrainerConfig(Model):
 
     dp_size: PositiveInt = Field(default=1, description="Data-parallel ranks, one worker each.")
     model: str = Field(default="tiny", description="`tiny` (random, for trying), a folder, or a hub name.")
-    learning_rate: float = Field(default=1e-4, gt=0, description="Of AdamW.")
+    learning_rate: float = Field(default=1e-4, gt=0, description="Of AdamW, after the warm-up.")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant",
+        description="From the warm-up to the run's last optimizer step; decays go to zero.",
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="Optimizer steps in which the learning rate rises to its full value."
+    )
     weight_decay: float = Field(default=0.0, ge=0, description="Of AdamW.")
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="None: gradients are not clipped.")
     loss: Literal["token_mean", "sequence_mean"] = Field(
@@ -276,6 +283,9 @@ class TrainerConfig(Model):
     )
     checkpoint_every_steps: PositiveInt | None = Field(default=50, description="None: only at the end.")
     keep_checkpoints: PositiveInt = Field(default=2, description="Newest complete checkpoints that stay.")
+    eval_every_steps: PositiveInt | None = Field(
+        default=None, description="Steps between two runs of the evals; None: only at the end."
+    )
     resume: bool = Field(default=True, description="Go on from the newest checkpoint in run_dir.")
 
 

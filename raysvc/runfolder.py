@@ -3,12 +3,13 @@
     <run_dir>/rows.jsonl         one line per optimizer step: which rows were applied
     <run_dir>/metrics.jsonl      one line per step: loss, tokens, times
     <run_dir>/served.jsonl       how the steps were made, from which step on; see `raysvc.served`
+    <run_dir>/evals.jsonl        one line per eval and time it ran, with the last step trained before it
     <run_dir>/checkpoints/step-<n>.<uid>/   weights; state.json, written last, makes it count
     <run_dir>/summary.json       written at the end
 
 Always true:
 - a checkpoint without `state.json` does not exist for a reader;
-- after a resume at step k both logs hold the steps below k and nothing else, so they end up as if the
+- after a resume at step k the logs hold the steps below k and nothing else, so they end up as if the
   run had never stopped;
 - a checkpoint is removed only when enough newer ones are complete.
 """
@@ -86,6 +87,11 @@ class RunFolder:
     def served(self) -> Path:
         """How steps were made."""
         return self.path / SERVED
+
+    @property
+    def evals(self) -> Path:
+        """What the evals said, and after which step."""
+        return self.path / "evals.jsonl"
 
     def checkpoints(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first."""

@@ -15,22 +15,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysvc.api import CacheEntry, ServerHandle, absolute, cpus_held, serve_entry, serve_spec, tokenize
+from raysvc.chat.token_bytes import count_bytes
 from raysvc.client import BatchClient, Step, attach
 from raysvc.config import JobConfig
-from raysvc.errors import ConfigError, LeaseHeld
+from raysvc.errors import LeaseHeld
+from raysvc.evaluation import Evals, HeldBack
 from raysvc.jobfile import load_job
 from raysvc.observe import observe_step
 from raysvc.progress import Progress, Tick, silent
+from raysvc.run_log import RunLog, write_summary
 from raysvc.runfolder import Checkpoint, RunFolder, StepLog
 from raysvc.served import read_served, served_line
 from raysvc.stall import StallBook
 
 if TYPE_CHECKING:
     from raysvc.actors.dispatch import Running, WorkerGroup
+    from raysvc.actors.learning_rate import LearningRate
     from raysvc.actors.torch_worker import ModelSpec
     from raysvc.actors.worker import MiniResult
+    from raysvc.plan.schedule import Schedule
 
 log = logging.getLogger(__name__)
+GROUP = "policy"
 
 
 def _never() -> bool:
@@ -67,7 +73,7 @@ def train(
         progress(
             Tick("train", checkpoint.step, checkpoint.step, "steps", {"already": "complete"}, final=True)
         )
-        return _summary(folder, entry, checkpoint.step, checkpoint.step, 0.0)
+        return write_summary(folder, entry, checkpoint.step, checkpoint.step, 0.0)
     progress(Tick("start", 0, None, "", {}))
     run = _Run(job, folder, entry, checkpoint, progress, begin, should_stop)
     return run.run(address)
@@ -100,7 +106,6 @@ class _Run:
     begin: float
     should_stop: Callable[[], bool]
     stalls: StallBook = field(default_factory=StallBook)
-    tokens: int = 0
     last_end: float = 0.0
 
     def run(self, address: str | None) -> dict[str, Any]:
@@ -135,17 +140,21 @@ class _Run:
             group.load_checkpoint(str(self.checkpoint.folder))
         start = client.frontier
         stop = min(client.schedule.num_steps, self.job.trainer.max_steps or client.schedule.num_steps)
-        rows, metrics = StepLog(self.folder.rows, start), StepLog(self.folder.metrics, start)
+        group.gather(
+            "set_schedule", group.call("set_schedule", _learning_rate(self.job, client.schedule, stop))
+        )
         self._write_served(start)
+        books = RunLog(self.folder, start, self.progress)
         loop_begin = time.perf_counter()
         try:
-            self._loop(client, group, stop, rows, metrics)
+            self._loop(client, group, stop, books)
         finally:
-            rows.close()
-            metrics.close()
+            books.close()
         loop_s = time.perf_counter() - loop_begin
         resumed = start if self.checkpoint is not None else None
-        return _summary(self.folder, self.entry, client.frontier, resumed, loop_s, self.stalls, self.tokens)
+        return write_summary(
+            self.folder, self.entry, client.frontier, resumed, loop_s, self.stalls, books.tokens
+        )
 
     def _write_served(self, start: int) -> None:
         """Say how the steps from here on are made."""
@@ -159,30 +168,41 @@ class _Run:
         served.sync()
         served.close()
 
-    def _loop(
-        self, client: BatchClient, group: WorkerGroup, stop: int, rows: StepLog, metrics: StepLog
-    ) -> None:
+    def _loop(self, client: BatchClient, group: WorkerGroup, stop: int, books: RunLog) -> None:
         """Start each step before waiting for the one before it, so that the workers never wait for the driver."""
-        every = self.job.trainer.checkpoint_every_steps
+        from raysvc.actors.dispatch import WorkerDispatch
+
+        every, evals = self.job.trainer.checkpoint_every_steps, self._evals(group, stop)
+        stage = HeldBack(group.stage, evals.next_after(client.frontier))
         before: _Started | None = None
-        for step in client.steps(on_fetch=group.stage, stop=stop):
-            started = _Started(
-                step, group.start_step(step, self.job.trainer.learning_rate), client.stats().last_wait_s
-            )
+        for step in client.steps(on_fetch=stage, stop=stop):
+            started = _Started(step, group.start_step(step), client.stats().last_wait_s)
             if before is not None:
-                self._finish(client, group, before, rows, metrics)
-            before = started
-            asked = self.should_stop()
-            if asked or step.index + 1 == stop or (every and (step.index + 1) % every == 0):
-                self._finish(client, group, started, rows, metrics)
-                self._save(client, group, stop, rows, metrics)
+                self._finish(client, group, before, books)
+            before, done, asked = started, step.index + 1, self.should_stop()
+            evaluating = evals.due(done)
+            saving = asked or done == stop or bool(every and done % every == 0)
+            if evaluating or saving:
+                self._finish(client, group, started, books)
                 before = None
+            if evaluating:
+                lines = evals.run(client, WorkerDispatch({GROUP: group}), GROUP, self.progress)
+                books.evals(step.index, lines)
+                stage.go_on(evals.next_after(done))
+            if saving:
+                self._save(client, group, stop, books)
             if asked:
                 return
 
-    def _finish(
-        self, client: BatchClient, group: WorkerGroup, started: _Started, rows: StepLog, metrics: StepLog
-    ) -> None:
+    def _evals(self, group: WorkerGroup, stop: int) -> Evals:
+        """The job's evals; the workers are told the bytes of every token."""
+        evals = Evals.of(self.job, stop)
+        counts = count_bytes(self.entry.tokenizer) if evals.names else None
+        if counts is not None:
+            group.gather("set_token_bytes", group.call("set_token_bytes", counts))
+        return evals
+
+    def _finish(self, client: BatchClient, group: WorkerGroup, started: _Started, books: RunLog) -> None:
         results = group.finish_step(started.running)
         step_s = time.perf_counter() - max(started.begin, self.last_end)
         self.last_end = time.perf_counter()
@@ -191,48 +211,11 @@ class _Run:
         verdict = self.stalls.add(times)
         if verdict is not None:
             log.info("stalled server=%s %s", self.job.server.name, verdict)
-        self._log_step(started.step, results, rows, metrics, step_s, stall_s)
+        books.step(started.step, results, step_s, stall_s)
         client.commit(started.step.index)
 
-    def _log_step(
-        self,
-        step: Step,
-        results: list[list[MiniResult]],
-        rows: StepLog,
-        metrics: StepLog,
-        step_s: float,
-        stall_s: float,
-    ) -> None:
-        from raysvc.actors.results import reduce_timing
-
-        losses = [sum(rank[mini].loss for rank in results) for mini in range(len(step.mini_batches))]
-        infos = [mini.info for mini in step.mini_batches if mini.info is not None]
-        for index, info in enumerate(infos):
-            line = {"step": step.index, "mini": index, "epoch": step.epoch, "row_ids": info.row_ids.tolist()}
-            rows.append(line)
-        tokens = sum(info.denominators.tokens for info in infos)
-        self.tokens += tokens
-        loss = sum(losses) / len(losses)
-        counts = {"rows": sum(len(info.row_ids) for info in infos), "tokens": tokens, "minis": len(infos)}
-        times = {"step_s": round(step_s, 6), "stall_s": round(stall_s, 6)}
-        grad_norm = results[0][-1].grad_norm
-        parts = [reduce_timing([rank[mini].timing for rank in results]) for mini in range(len(losses))]
-        timing = {"timing": parts} if any(parts) else {}
-        metrics.append(
-            {"step": step.index, "loss": loss, "grad_norm": grad_norm, **counts, **times, **timing}
-        )
-        facts = {
-            "loss": round(loss, 4),
-            "tokens/s": round(tokens / max(step_s, 1e-9)),
-            "stall ms": round(stall_s * 1e3, 1),
-        }
-        self.progress(Tick("train", step.index + 1, None, "steps", facts))
-
-    def _save(
-        self, client: BatchClient, group: WorkerGroup, stop: int, rows: StepLog, metrics: StepLog
-    ) -> None:
-        rows.sync()
-        metrics.sync()
+    def _save(self, client: BatchClient, group: WorkerGroup, stop: int, books: RunLog) -> None:
+        books.sync()
         state = client.state_dict()
         folder = self.folder.new_checkpoint(state["frontier"])
         group.save_checkpoint(str(folder))
@@ -258,6 +241,19 @@ def model_spec(job: JobConfig, entry: CacheEntry) -> ModelSpec:
         max_grad_norm=trainer.max_grad_norm,
         loss=trainer.loss,
         seed=trainer.seed,
+    )
+
+
+def _learning_rate(job: JobConfig, schedule: Schedule, stop: int) -> LearningRate:
+    """The rates of a run of `stop` steps."""
+    from raysvc.actors.learning_rate import LearningRate
+
+    minis = sum(schedule.mini_batches_at(step) for step in range(stop))
+    return LearningRate(
+        peak=job.trainer.learning_rate,
+        warmup_steps=job.trainer.warmup_steps,
+        total_steps=minis * schedule.update_epochs,
+        decay=job.trainer.lr_schedule,
     )
 
 
@@ -287,33 +283,3 @@ def _stall_s(minis: list[MiniResult], driver_waited_s: float) -> float:
     return min(
         waited_s, sum(mini.idle_s for mini in minis) if minis[0].idle_s > minis[0].wait_s else waited_s
     )
-
-
-def _summary(
-    folder: RunFolder,
-    entry: CacheEntry,
-    steps: int,
-    resumed_from: int | None,
-    loop_s: float,
-    stalls: StallBook | None = None,
-    tokens: int = 0,
-) -> dict[str, Any]:
-    """What a run says at its end; losses, rows and tokens are of the whole run, rates of this process."""
-    lines = list(folder.lines(folder.metrics))
-    if not lines:
-        raise ConfigError("trainer.run_dir", f"{folder.path} has no metrics.jsonl", "use another run_dir")
-    summary = {
-        "steps": steps,
-        "optimizer_steps": sum(line["minis"] for line in lines),
-        "rows": sum(line["rows"] for line in lines),
-        "tokens_trained": sum(line["tokens"] for line in lines),
-        "loss_first": lines[0]["loss"],
-        "loss_last": lines[-1]["loss"],
-        "tokens_per_s": round(tokens / loop_s, 1) if loop_s else 0.0,
-        "stall_fraction": round(stalls.total_s / loop_s, 4) if loop_s and stalls else 0.0,
-        "stalls": dict((stalls or StallBook()).summary()),
-        "cache": {"key": entry.key, "hit": entry.hit, "reason": entry.reason, "uri": entry.uri},
-        "resumed_from": resumed_from,
-    }
-    folder.write_summary(summary)
-    return summary

@@ -202,7 +202,7 @@ def test_weights_move_to_another_group_and_to_transformers(ranks: Ranks, tmp_pat
 
 def evaluate(worker: Any, shards: list[Shard]) -> list[RowValues]:
     """Bits and bytes of every mini-batch, each staged before the one before is asked for."""
-    worker.set_token_bytes(np.arange(VOCAB) % 5 + 1)
+    worker.set_token_bytes(np.arange(VOCAB) % 5)
     return [worker.evaluate(key) for key in stage(worker, shards)]
 
 
@@ -220,8 +220,31 @@ def test_evaluation_counts_nats_targets_and_bytes_of_every_row(ranks: Ranks) -> 
                 here = slice(int(rows.offsets[row]) + 1, int(rows.offsets[row + 1]))
                 targets = rows.tokens["input_ids"][here][rows.tokens["loss_mask"][here] > 0]
                 assert out.rows["targets"][number] == len(targets)
-                assert out.rows["bytes"][number] == (targets % 5 + 1).sum()
+                assert out.rows["text_bytes"][number] == (targets % 5).sum()
                 assert out.rows["nll"][number] == pytest.approx(len(targets) * math.log(VOCAB), rel=0.1)
+                text = np.count_nonzero(targets % 5)  # the others are no text: not in bits per byte
+                assert out.rows["text_nll"][number] == pytest.approx(text * math.log(VOCAB), rel=0.1)
+
+
+def test_an_eval_leaves_no_trace_and_runs_without_dropout() -> None:
+    (shards,) = shards_of(random_rows(12, seed=26), 1)
+    seen = []
+    for evaluating in (True, False):
+        worker = DoubleWorker(0, 1, "cpu", tiny_spec().model_dump_json())
+        worker.setup("")
+        torch.manual_seed(3)
+        for module in worker.model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.5
+        weights = []
+        for index, shard in enumerate(shards):
+            if evaluating:
+                twice = [worker.evaluate(key) for key in stage(worker, [shard, shard], step=-1 - index)]
+                assert twice[0].rows["nll"].tolist() == twice[1].rows["nll"].tolist()
+            weights.append(train(worker, [shard])[1])
+        seen.append(weights)
+    for with_eval, without in zip(*seen, strict=True):
+        assert distance(with_eval, without) == 0.0
 
 
 def turns(seed: int) -> tuple[Any, list[str], list[str], list[bool]]:

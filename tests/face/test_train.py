@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -96,6 +97,83 @@ def test_the_driver_never_opens_a_shard(
         with pytest.raises(Exception, match="opened in the driver"):
             ray.get(step.mini_batches[0].shards[0])
     stop_server("trap")
+
+
+def plain_loss_and_bits(uri: str, seed: int) -> tuple[float, float]:
+    """Nats a target and bits a byte of all rows of an entry, by a fresh tiny model and nothing of the project's maths."""
+    import torch
+
+    import raysvc
+    from raysvc.actors.torch_worker import tiny_model
+
+    entry = raysvc.open_cache(uri)
+    torch.manual_seed(seed)
+    lm = tiny_model(int(entry.report["vocab_size"])).eval()
+    nats, text_nats, targets, text = 0.0, 0.0, 0, 0
+    for index in range(entry.num_rows):
+        row = entry.row(index)
+        ids = torch.tensor([row["input_ids"]])
+        with torch.no_grad():
+            logs = lm(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
+        for place, (token, trained) in enumerate(zip(row["input_ids"], row["loss_mask"], strict=True)):
+            if not trained or place == 0:
+                continue
+            nll, is_text = -float(logs[place - 1, token]), token not in entry.tokenizer.all_special_ids
+            nats, targets = nats + nll, targets + 1
+            text_nats += nll * is_text
+        trained_text = "".join(part for part, trained in entry.spans(index) if trained)
+        for special in entry.tokenizer.all_special_tokens:
+            trained_text = trained_text.replace(special, "")
+        text += len(trained_text.encode())
+    return nats / targets, text_nats / math.log(2) / text
+
+
+@pytest.mark.slow
+def test_a_run_with_evals_and_a_schedule_goes_on_like_one_without_evals_on_other_ranks(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    import raysvc
+    from raysvc.progress import Tick
+    from raysvc.runfolder import RunFolder
+    from raysvc.sample import write_rows
+
+    valid, peak = (
+        {"path": str(write_rows(tmp_path / "valid.jsonl", 13))},
+        1e-30,
+    )  # the weights stay as they are
+    trainer = {"max_steps": 5, "checkpoint_every_steps": 2, "keep_checkpoints": 9, "learning_rate": peak}
+    trainer |= {"lr_schedule": "linear", "warmup_steps": 3}
+    job = yaml.safe_load(make_job(tmp_path, sample, "run", dp_size=1, **trainer).read_text())
+    ticks: list[Tick] = []
+    watched = {**job, "evals": {"valid": {"source": valid, "batch_size": 5}}}
+    watched["trainer"] = {**job["trainer"], "eval_every_steps": 2}
+    summary = raysvc.train(watched, progress=ticks.append)
+
+    folder = RunFolder(tmp_path / "run")
+    evals = list(folder.lines(folder.evals))
+    assert [line["step"] for line in evals] == [1, 3, 4]
+    assert summary["evals"]["valid"] == evals[-1]
+    assert [tick.done for tick in ticks if tick.phase == "eval valid"] == [1, 2, 3] * 3
+    loss, bits = plain_loss_and_bits(raysvc.tokenize({**job, "source": valid}).uri, seed=0)
+    for line in evals:
+        assert line["rows"] == 13
+        assert line["loss"] == pytest.approx(loss, rel=1e-5)
+        assert line["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+    rows, metrics = folder.rows.read_bytes(), list(folder.lines(folder.metrics))
+    # 10 optimizer steps, two a step, of which the log has the last
+    expected = [2 / 3, 1.0, *(1 - (step - 3) / 7 for step in (5, 7, 9))]
+    assert [line["lr"] / peak for line in metrics] == pytest.approx(expected, rel=1e-12)
+
+    for checkpoint in folder.checkpoints():
+        if checkpoint.step > 2:
+            (checkpoint.folder / "state.json").unlink()
+    again = raysvc.train(make_job(tmp_path, sample, "run", dp_size=2, **trainer))
+    assert again["resumed_from"] == 2
+    assert folder.rows.read_bytes() == rows
+    assert [line["step"] for line in folder.lines(folder.evals)] == [1]
+    for old, new in zip(metrics, folder.lines(folder.metrics), strict=True):
+        assert new["lr"] == old["lr"]
+        assert new["loss"] == pytest.approx(old["loss"], rel=1e-5)
 
 
 def start(job: Path, *arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
