@@ -82,10 +82,10 @@ class Connection:
         refs = self._bound(method, "fetch", num_returns).remote(self.lease.fence, *args)
         return refs if isinstance(refs, list) else [refs]
 
-    def fetch_soon(self, method: str, num_returns: int, *args: Any) -> Future[list[Any]]:
-        """Start a fetch from the sending thread; gives its refs."""
+    def soon(self, send: Callable[..., object], *args: Any) -> None:
+        """Call `send` in the sending thread, behind what was given to it before."""
         self.check()
-        return self._sender.submit(self.fetch, method, num_returns, *args)
+        self._sender.submit(send, *args)
 
     def control(self, method: str, *args: Any) -> Any:
         """Start a call that needs no lease; returns its ref."""
@@ -95,8 +95,18 @@ class Connection:
     def sizes(self, first: int, stop: int, *args: Any) -> Callable[[], list[int]]:
         """Ask for the bytes of steps from the sending thread; gives a function that waits for them."""
         self.check()
-        asked = self._sender.submit(self.control, "sizes", first, stop, *args)
-        return lambda: list(self.get(asked.result()))
+
+        def ask() -> tuple[Any, Future[list[int]]]:
+            ref = self.control("sizes", first, stop, *args)
+            return ref, ref.future()
+
+        def wait() -> list[int]:
+            ref, answer = asked.result()
+            # an answer that is there costs nothing; `get` says what it waits for
+            return answer.result() if answer.done() and answer.exception() is None else list(self.get(ref))
+
+        asked = self._sender.submit(ask)
+        return wait
 
     def ledger(self, method: str, *args: Any, **named: Any) -> Any:
         """Start a call of the holder, behind all commits made before; returns its ref."""

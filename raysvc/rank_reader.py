@@ -50,8 +50,9 @@ class RankReader:
         if self._taker is None:
             refs = self._connection.fetch("fetch_rank", 1 + num_mini_batches, *args)
             return RankFetch(index, lambda: self._take(refs))
-        sent = self._connection.fetch_soon("fetch_rank", 1 + num_mini_batches, *args)
-        return RankFetch(index, self._taker.submit(self._take_sent, sent).result)
+        taken: Future[RankStep] = Future()
+        self._connection.soon(self._send, taken, self._taker, 1 + num_mini_batches, args)
+        return RankFetch(index, lambda: self._awaited(taken))
 
     def arrive(self, fetch: RankFetch) -> RankStep:
         """Wait for a step.
@@ -74,8 +75,29 @@ class RankReader:
         if self._taker is not None:
             self._taker.shutdown(wait=True, cancel_futures=True)
 
-    def _take_sent(self, sent: Future[list[Any]]) -> RankStep:
-        return self._take(sent.result())
+    def _send(
+        self, taken: Future[RankStep], taker: ThreadPoolExecutor, num_returns: int, args: tuple[Any, ...]
+    ) -> None:
+        """In the sending thread: ask, and leave the rest to the taker."""
+        try:
+            taker.submit(self._take_into, taken, self._connection.fetch("fetch_rank", num_returns, *args))
+        except Exception as error:  # noqa: BLE001 - raised where the step is awaited
+            taken.set_exception(error)
+
+    def _take_into(self, taken: Future[RankStep], refs: list[Any]) -> None:
+        try:
+            taken.set_result(self._take(refs))
+        except Exception as error:  # noqa: BLE001 - raised where the step is awaited
+            taken.set_exception(error)
+
+    def _awaited(self, taken: Future[RankStep]) -> RankStep:
+        while True:
+            try:
+                return taken.result(timeout=POLL_S)
+            except TimeoutError:
+                if taken.done():
+                    raise
+                self._connection.check()
 
     def _take(self, refs: list[Any]) -> RankStep:
         """Bring a step to this process; ends early when the client is detached."""
