@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test test-nfs lint format type check clean
+.PHONY: install demo docs test test-nfs lint format type check clean
 
 install: $(STAMP)
 
@@ -17,6 +17,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: install
 	$(BIN)/raysvc demo
+
+# The site in site/, or while writing: .venv/bin/mkdocs serve
+docs: install
+	$(BIN)/mkdocs build --strict
 
 test: install
 	$(BIN)/python -m pytest
@@ -39,4 +43,4 @@ type: install
 check: lint type test
 
 clean:
-	rm -rf .venv .raysvc runs build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .raysvc runs build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -28,7 +28,7 @@ from raysvc.cache.writer import EntryWriter
 from raysvc.chat.books import Books, Quarantined, check_quarantine
 from raysvc.chat.formats import resolve_format
 from raysvc.chat.tokenize import FORMAT_VERSION
-from raysvc.chat.tokenizer import LoadedTokenizer
+from raysvc.chat.tokenizer import LoadedTokenizer, anchored
 from raysvc.config import Format, JobConfig, TextSpec
 from raysvc.errors import EntryError, SourceError
 from raysvc.metrics import record
@@ -92,6 +92,7 @@ def find_or_build(
 ) -> tuple[Entry, bool, str]:
     """The job's entry, whether it was there, and why it was used or built."""
     store = open_store(root, job.cache.storage_options, job.cache.unsafe_store)
+    job = job.model_copy(update={"tokenizer": anchored(job.tokenizer)})
     plan = plan_build(job)
     if not job.cache.enabled:
         private = cache_key({**plan.recipe, "private": uuid.uuid4().hex})

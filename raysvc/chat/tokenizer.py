@@ -118,6 +118,15 @@ def _load(config: TokenizerConfig) -> Any:
     return hf
 
 
+def anchored(config: TokenizerConfig) -> TokenizerConfig:
+    """With absolute paths where it names a folder or a file that is here: processes of another folder read it too."""
+    paths = {"name": os.path.isdir, "chat_template": os.path.isfile}
+    found = {
+        name: getattr(config, name) for name, is_here in paths.items() if is_here(getattr(config, name) or "")
+    }
+    return config.model_copy(update={name: os.path.abspath(path) for name, path in found.items()})
+
+
 def _templates(hf: Any, config: TokenizerConfig) -> dict[str, str]:
     given = config.chat_template
     own = hf.chat_template

@@ -48,6 +48,18 @@ def test_a_job_without_parallelism_and_one_with_many_slices_give_the_same_rows(
     assert rows_of(many) == rows_of(one)
 
 
+def test_a_tokenizer_and_a_template_are_found_from_the_folder_of_who_asks(
+    tmp_path: Path, sample: dict[str, str], ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the processes of the cluster run elsewhere
+    (tmp_path / "here").symlink_to(sample["tokenizer"])
+    (tmp_path / "chat.jinja").write_text((Path(sample["tokenizer"]) / "chat_template.jinja").read_text())
+    job = {**sections(tmp_path, sample, 8, 1), "tokenizer": {"name": "here", "chat_template": "chat.jinja"}}
+    entry = raysvc.tokenize(**job, cache={"root": str(tmp_path / "cache")})
+    monkeypatch.chdir("/")
+    assert raysvc.open_cache(entry.uri).text(0).startswith("<|im_start|>")
+
+
 def test_two_that_ask_at_once_share_one_build(
     tmp_path: Path, sample: dict[str, str], ray_session: None
 ) -> None:
