@@ -268,6 +268,7 @@ class _Meter:
         record("build_tokens", receipt.part.num_tokens, source=self._source)
         record("quarantined_rows", sum(books.quarantined.values()), source=self._source)
         record("dropped_rows", sum(books.dropped.values()), source=self._source)
+        record("truncated_rows", books.rows_truncated, source=self._source)
         record("truncated_tokens", books.tokens_truncated, source=self._source)
 
     def _tick(self, *, final: bool) -> None:

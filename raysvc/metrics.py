@@ -50,6 +50,14 @@ TABLE = (
     Metric("steps", "counter", "Steps that were trained."),
     Metric("step_seconds", "histogram", "From the end of a step to the end of the next one."),
     Metric("stall_seconds", "counter", "Time in which a trainer waited for data.", _ROLE),
+    Metric("stall_read_seconds", "counter", "Of these, while the server read rows."),
+    Metric("stall_collate_seconds", "counter", "Of these, while the server wrote arrays."),
+    Metric("stall_copy_seconds", "counter", "Of these, while a worker copied its shard."),
+    Metric(
+        "stall_other_seconds",
+        "counter",
+        "Of these, for a full server, the network, or what else is not known.",
+    ),
     Metric("fetch_seconds", "histogram", "A trainer's wait for a step it needs."),
     Metric("read_seconds", "histogram", "Reading the rows of a step from the cache."),
     Metric("collate_seconds", "histogram", "Writing the arrays of a step."),
@@ -63,6 +71,11 @@ TABLE = (
     Metric("padding_share", "gauge", "Cells of the newest step without a token of a real row, 0 to 1."),
     Metric("packing_share", "gauge", "Cells of the newest step with a token of a real row, 0 to 1."),
     Metric("imbalance_ratio", "gauge", "Tokens of the fullest rank over the mean, newest step; 1 is even."),
+    Metric(
+        "cut_rows",
+        "counter",
+        "Trained rows over plan.micro_batch_tokens that the plan cut (oversize: truncate).",
+    ),
     Metric("trained_tokens", "counter", "Tokens that the loss counted."),
     Metric("leases_granted", "counter", "Leases given out."),
     Metric("leases_refused", "counter", "Attaches that a living lease turned away."),
@@ -74,6 +87,7 @@ TABLE = (
     Metric("build_seconds", "counter", "Wall time of builds.", _SOURCE),
     Metric("quarantined_rows", "counter", "Rows set aside because they could not be proved.", _SOURCE),
     Metric("dropped_rows", "counter", "Rows left out for a reason that the job asked for.", _SOURCE),
+    Metric("truncated_rows", "counter", "Rows over max_length that were written shorter.", _SOURCE),
     Metric("truncated_tokens", "counter", "Tokens cut off rows over max_length.", _SOURCE),
 )
 BY_NAME = {metric.name: metric for metric in TABLE}

@@ -54,7 +54,17 @@ def observe_step(
     # seconds of the server, where the step says them
     read_s, collate_s = step.read_s, step.collate_s
     scheme = entry_uri.partition("://")[0] if "://" in entry_uri else "file"
-    return StepTimes(step.index, stall_s, read_s, collate_s, copy_s, scheme)
+    times = StepTimes(step.index, stall_s, read_s, collate_s, copy_s, scheme)
+    _causes(server, times)
+    return times
+
+
+def _causes(server: str, times: StepTimes) -> None:
+    charged = times.charged()
+    record("stall_read_seconds", charged.get("read", 0.0), server=server)
+    record("stall_collate_seconds", charged.get("collate", 0.0), server=server)
+    record("stall_copy_seconds", charged.get("copy", 0.0), server=server)
+    record("stall_other_seconds", charged.get("other", 0.0), server=server)
 
 
 def _shape(server: str, infos: Sequence[MiniBatchInfo]) -> None:
@@ -66,4 +76,5 @@ def _shape(server: str, infos: Sequence[MiniBatchInfo]) -> None:
     record("packing_share", 1.0 - padding, server=server)
     worst = max(max(info.rank_tokens) * len(info.rank_tokens) / sum(info.rank_tokens) for info in infos)
     record("imbalance_ratio", worst, server=server)
+    record("cut_rows", sum(info.num_truncated for info in infos), server=server)
     record("trained_tokens", sum(info.denominators.tokens for info in infos), server=server)

@@ -13,8 +13,11 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 KEEP = 20
+Part = Literal["read", "collate", "copy", "other"]
+PARTS: tuple[Part, ...] = ("read", "collate", "copy", "other")
 WORTH_MS = 1.0  # a wait below this is the round trip of a call
 _SHARE = 0.1  # a cause below this share of the wait is not named
 
@@ -39,18 +42,33 @@ class StepTimes:
     copy_s: float = 0.0
     read_from: str = "file"
 
-    def causes(self) -> dict[str, float]:
-        """Cause -> seconds, largest first; what is left of the wait is `unexplained` (a full server, the network)."""
-        named = {
-            f"part read from {self.read_from}": self.read_s,
-            "collation on the server": self.collate_s,
-            "copy to the worker": self.copy_s,
-        }
-        found = {cause: seconds for cause, seconds in named.items() if seconds >= _SHARE * self.waited_s}
+    def parts(self) -> dict[Part, float]:
+        """Part -> seconds, largest first; what is left of the wait is `other` (a full server, the network)."""
+        named: dict[Part, float] = {"read": self.read_s, "collate": self.collate_s, "copy": self.copy_s}
+        found = {part: seconds for part, seconds in named.items() if seconds >= _SHARE * self.waited_s}
         rest = self.waited_s - sum(found.values())
         if rest >= _SHARE * self.waited_s:
-            found["unexplained (queue or network)"] = rest
+            found["other"] = rest
         return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def charged(self) -> dict[Part, float]:
+        """The parts of a wait worth a line, none longer than the wait: what overlapped the step before cost nothing."""
+        if self.waited_s * 1e3 < WORTH_MS:
+            return {}
+        return {part: min(seconds, self.waited_s) for part, seconds in self.parts().items()}
+
+    def causes(self) -> dict[str, float]:
+        """`parts` in words."""
+        return {self.name_of(part): seconds for part, seconds in self.parts().items()}
+
+    def name_of(self, part: Part) -> str:
+        """A part in words."""
+        return {
+            "read": f"part read from {self.read_from}",
+            "collate": "collation on the server",
+            "copy": "copy to the worker",
+            "other": "unexplained (queue or network)",
+        }[part]
 
 
 def verdict(times: StepTimes) -> str | None:
@@ -87,9 +105,9 @@ class StallBook:
         if line is not None:
             self.num_stalled += 1
             self.lines.append(line)
-            for cause, seconds in times.causes().items():
-                # work that overlapped the step before cost nothing: no cause took longer than the wait
-                self.by_cause[cause] = self.by_cause.get(cause, 0.0) + min(seconds, times.waited_s)
+            for part, seconds in times.charged().items():
+                cause = times.name_of(part)
+                self.by_cause[cause] = self.by_cause.get(cause, 0.0) + seconds
         return line
 
     def summary(self) -> Mapping[str, object]:

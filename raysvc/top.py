@@ -15,10 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysvc.metrics import BY_NAME
+from raysvc.stall import PARTS
 
 _SAMPLE = re.compile(r"(\w+)\{([^}]*)\} (\S+)")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 SCRAPE_TIMEOUT_S = 3.0
+_CAUSES = {part: f"stall_{part}_seconds" for part in PARTS}
+EXPORTED = ("stall_seconds", "look_ahead_steps", "look_ahead_bytes", *_CAUSES.values())
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,9 @@ class Line:
         steps_per_s: since the snapshot before.
         stall: share of the time since the snapshot before in which the trainer waited, 0 to 1.
         stall_s: all of its waits.
+        causes: part of `raysvc.stall.PARTS` -> seconds of all waits that it took, largest first.
         look_ahead: outstanding fetches.
+        look_ahead_bytes: of these, beyond the next one.
         nbytes: resident memory of the server.
         lease_age_s: since its trainer was heard of.
         node: where the server runs.
@@ -44,7 +49,9 @@ class Line:
     steps_per_s: float | None = None
     stall: float | None = None
     stall_s: float | None = None
+    causes: Mapping[str, float] | None = None
     look_ahead: int | None = None
+    look_ahead_bytes: int | None = None
     nbytes: int | None = None
     lease_age_s: float | None = None
     node: str | None = None
@@ -57,20 +64,22 @@ class Snapshot:
     Attributes:
         time_s: of a clock that only goes forward.
         servers: as `raysvc.servers.list_servers`.
-        stall_s, look_ahead: server -> what its trainer exports.
+        exported: metric of the table -> server -> what its trainer exports.
     """
 
     time_s: float
     servers: Sequence[Mapping[str, Any]]
-    stall_s: Mapping[str, float]
-    look_ahead: Mapping[str, float]
+    exported: Mapping[str, Mapping[str, float]]
+
+    def of(self, metric: str, server: str) -> float | None:
+        """A figure, None where nothing is exported."""
+        return self.exported[metric].get(server)
 
 
 def snapshot(time_s: float, servers: Sequence[Mapping[str, Any]], expositions: Iterable[str]) -> Snapshot:
     """Facts of the servers, and the text of every node's metrics endpoint."""
     texts = list(expositions)
-    stalls, ahead = BY_NAME["stall_seconds"].exported, BY_NAME["look_ahead_steps"].exported
-    return Snapshot(time_s, servers, _by_server(texts, stalls), _by_server(texts, ahead))
+    return Snapshot(time_s, servers, {name: _by_server(texts, BY_NAME[name].exported) for name in EXPORTED})
 
 
 def lines(now: Snapshot, before: Snapshot | None = None) -> list[Line]:
@@ -100,7 +109,9 @@ def cells_of(line: Line) -> dict[str, str]:
         "steps/s": show(line.steps_per_s, ".2f"),
         "stall": show(line.stall, ".1%"),
         "stalled": "-" if line.stall_s is None else f"{line.stall_s:.1f}s",
+        "why": _why(line.causes),
         "ahead": show(line.look_ahead, "d"),
+        "ahead MB": "-" if line.look_ahead_bytes is None else f"{line.look_ahead_bytes / 1e6:.1f}",
         "memory": "-" if line.nbytes is None else f"{line.nbytes / 1e6:.0f}MB",
         "lease": "-" if line.lease_age_s is None else f"{line.lease_age_s:.0f}s",
         "node": line.node or "-",
@@ -142,14 +153,16 @@ def _line(
     name = facts["name"]
     if facts.get("state") == "silent":
         return Line(name)
-    stall_s, ahead = now.stall_s.get(name), now.look_ahead.get(name)
+    stall_s, ahead = now.of("stall_seconds", name), now.of("look_ahead_steps", name)
+    ahead_bytes = now.of("look_ahead_bytes", name)
     steps_per_s = stall = None
     if before is not None:
         passed_s = now.time_s - before.time_s
         if steps_before.get(name) is not None:
             steps_per_s = (facts["frontier"] - (steps_before[name] or 0)) / passed_s
-        if stall_s is not None and name in before.stall_s:
-            stall = min(max(stall_s - before.stall_s[name], 0.0) / passed_s, 1.0)
+        stall_before_s = before.of("stall_seconds", name)
+        if stall_s is not None and stall_before_s is not None:
+            stall = min(max(stall_s - stall_before_s, 0.0) / passed_s, 1.0)
     holder = facts.get("holder")
     return Line(
         name=name,
@@ -159,8 +172,21 @@ def _line(
         steps_per_s=steps_per_s,
         stall=stall,
         stall_s=stall_s,
+        causes=_causes(now, name),
         look_ahead=None if ahead is None else int(ahead),
+        look_ahead_bytes=None if ahead_bytes is None else int(ahead_bytes),
         nbytes=facts.get("rss_bytes"),
         lease_age_s=facts.get("seen_s") if holder else None,
         node=facts.get("node"),
     )
+
+
+def _causes(now: Snapshot, server: str) -> dict[str, float] | None:
+    found = {part: now.of(metric, server) for part, metric in _CAUSES.items()}
+    known = {part: seconds for part, seconds in found.items() if seconds is not None}
+    return dict(sorted(known.items(), key=lambda item: -item[1])) if known else None
+
+
+def _why(causes: Mapping[str, float] | None) -> str:
+    worth = {part: seconds for part, seconds in (causes or {}).items() if seconds >= 0.05}
+    return ",".join(f"{part}:{seconds:.1f}s" for part, seconds in worth.items()) or "-"

@@ -17,6 +17,7 @@ from raysvc.errors import QuarantineExceeded
 COUNTS = (
     "rows_in",
     "rows_written",
+    "rows_truncated",
     "tokens_rendered",
     "tokens_trained",
     "tokens_context",
@@ -52,6 +53,7 @@ class Books:
     Attributes:
         rows_in: source rows that were read; a preference row counts once.
         rows_written: source rows whose tokens were written.
+        rows_truncated: of these, with tokens cut away.
         dropped: reason -> rows left out by a declared policy.
         quarantined: reason -> rows that could not be read or proved.
         tokens_rendered: tokens of the written rows before truncation.
@@ -68,6 +70,7 @@ class Books:
     tokens_trained: int = 0
     tokens_context: int = 0
     tokens_truncated: int = 0
+    rows_truncated: int = 0
 
     def __add__(self, other: Books) -> Books:
         counts = {name: getattr(self, name) + getattr(other, name) for name in COUNTS}
@@ -83,6 +86,9 @@ class Books:
         assert self.rows_in == self.rows_written + dropped + quarantined, (
             f"rows do not balance: {self.rows_in} in, {self.rows_written} written, {dropped} dropped, "
             f"{quarantined} quarantined"
+        )
+        assert self.rows_truncated <= min(self.rows_written, self.tokens_truncated), (
+            f"{self.rows_truncated} of {self.rows_written} rows lost {self.tokens_truncated} tokens"
         )
         parts = self.tokens_trained + self.tokens_context + self.tokens_truncated
         assert self.tokens_rendered == parts, (

@@ -81,7 +81,10 @@ def keep(
         except (RowFault, RowDropped) as why:
             ledger.leave_out(number, why)
             left_out[places.start : places.stop] = True
-    return _gathered(tokens, ranges, left_out, source_rows, per_row)
+    kept = _gathered(tokens, ranges, left_out, source_rows, per_row)
+    cut = kept.lengths < lengths[~left_out]
+    ledger.truncate(int(cut.reshape(-1, per_row).any(axis=1).sum()))
+    return kept
 
 
 def _odd(tokens: TokenRows, lengths: Ints64, limit: int | None) -> npt.NDArray[np.bool_]:

@@ -30,6 +30,7 @@ class Ledger:
         self._dropped: Counter[str] = Counter()
         self._quarantined: Counter[str] = Counter()
         self._examples: list[Quarantined] = []
+        self._truncated = 0
 
     @property
     def count(self) -> int:
@@ -52,6 +53,10 @@ class Ledger:
             detail = why.detail if reason == why.reason else str(why)
             self._examples.append(Quarantined(source_row, reason, detail, self.dataset))
 
+    def truncate(self, rows: int) -> None:
+        """Count rows that are written with tokens cut away."""
+        self._truncated += rows
+
     def books(self, written: int, rendered: int, trained: int, context: int) -> Books:
         """Closed books of the slice.
 
@@ -64,6 +69,7 @@ class Ledger:
         books = Books(
             rows_in=written + self.count,
             rows_written=written,
+            rows_truncated=self._truncated,
             dropped=dict(self._dropped),
             quarantined=dict(self._quarantined),
             tokens_rendered=rendered,

@@ -55,6 +55,7 @@ def report_rows(entry: CacheEntry) -> dict[str, Any]:
     rows: dict[str, Any] = {"rows in": books["rows_in"], "rows written": books["rows_written"]}
     rows |= {f"dropped: {reason}": count for reason, count in books["dropped"].items()}
     rows |= {f"set aside: {reason}": count for reason, count in books["quarantined"].items()}
+    rows["rows truncated"] = books.get("rows_truncated", 0)
     for name in ("trained", "context", "truncated"):
         rows[f"tokens {name}"] = books[f"tokens_{name}"]
     rows["tokens per row"] = " ".join(

@@ -56,6 +56,7 @@ def _entry(facts: Facts) -> str:
 def _books(facts: Facts) -> str:
     books = facts.books
     rows = {"rows in": books["rows_in"], "rows written": books["rows_written"]}
+    rows["of these truncated"] = books.get("rows_truncated", 0)
     rows |= {f"dropped: {name}": count for name, count in books["dropped"].items()}
     rows |= {f"set aside: {name}": count for name, count in books["quarantined"].items()}
     tokens = {name: books[f"tokens_{name}"] for name in ("rendered", "trained", "context", "truncated")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raysvc import metrics
-from raysvc.metrics import BY_NAME, TABLE, record
+from raysvc.metrics import BY_NAME, SPILLED, TABLE, record
 from raysvc.top import samples
 
 ROOT = Path(__file__).parents[2]
@@ -97,12 +97,21 @@ def arrived():
     pairs = {"ray_raysvc_steps_total": summary["steps"], "ray_raysvc_trained_tokens_total": summary["tokens_trained"]}
     return wanted <= names and all(counts.get(name) == value for name, value in pairs.items())
 
+import numpy as np
+held = [ray.put(np.ones(30 << 20, np.uint8)) for _ in range(5)]  # more than the store holds: Ray spills
+
+def spilled():
+    labels = [(labels, value) for name, labels, value in samples(texts[-1]) if name == "ray_spill_manager_objects_bytes"]
+    return sum(value for label, value in labels if label["State"] == "Spilled")
+
 until = time.monotonic() + 60  # reports come every half second
-while not arrived() and time.monotonic() < until:
+while not (arrived() and spilled()) and time.monotonic() < until:
     time.sleep(0.2)
+entry = raysvc.tokenize(sys.argv[1])
+books = {**entry.report["books"], "short": int((entry.entry.lengths() <= 80).sum())}
 mine = [sample for sample in samples(texts[-1]) if sample[0].startswith("ray_raysvc_")]
 print(json.dumps({"mine": mine, "during": sorted(during), "all": sorted({n for n, _, _ in samples(texts[-1])}),
-                  "summary": summary}), flush=True)
+                  "summary": summary, "spilled": spilled(), "books": books}), flush=True)
 """
 
 
@@ -111,13 +120,16 @@ print(json.dumps({"mine": mine, "during": sorted(during), "all": sorted({n for n
 @pytest.mark.timeout(240)
 def test_a_prometheus_endpoint_has_them_during_a_run(tmp_path: Path, sample: dict[str, str]) -> None:
     bad = tmp_path / "rows.jsonl"
-    bad.write_text(Path(sample["rows"]).read_text() + '{"messages": "not a conversation"}\n')
+    rows = Path(sample["rows"]).read_text()
+    bad.write_text(rows + '{"messages": "not a conversation"}\n')
     job = {
         "source": {"path": str(bad), "format": "chat"},
         "tokenizer": sample["tokenizer"],
         "max_quarantine": 0.1,
+        "max_length": 100,  # the longest rows have more
+        "truncation": "keep_start",
         "cache": {"root": str(tmp_path / "cache")},
-        "plan": {"batch_size": 16, "micro_batch_tokens": 1024},
+        "plan": {"batch_size": 16, "micro_batch_tokens": 80, "oversize": "truncate"},
         "server": {"name": "measured"},
         "trainer": {"dp_size": 2, "run_dir": str(tmp_path / "run")},
     }
@@ -150,12 +162,25 @@ def test_a_prometheus_endpoint_has_them_during_a_run(tmp_path: Path, sample: dic
     assert any(name.startswith("ray_raysvc_build_rows") for name in found["during"]), (
         "only seen after the run"
     )
-    assert "ray_spill_manager_objects_bytes" in found["all"] or metrics.SPILLED
+    assert found["spilled"] >= 30 << 20
+    board = json.loads((ROOT / "deploy" / "grafana" / "raysvc.json").read_text())
+    asked = json.dumps(board) + (ROOT / "deploy" / "alerts.yml").read_text()
+    of_ray = {name for name in re.findall(r"\bray_\w+", asked) if not name.startswith("ray_raysvc_")}
+    assert of_ray <= set(found["all"]), "a name that this Ray does not export"
+    assert SPILLED.replace('"', '\\"') in asked
 
     totals = {name: sum(value for n, _, value in found["mine"] if n == name) for name in names}
-    assert totals["ray_raysvc_steps_total"] == found["summary"]["steps"] == 15
+    assert (
+        totals["ray_raysvc_steps_total"]
+        == found["summary"]["steps"]
+        == -(-found["books"]["rows_written"] // 16)
+    )
     assert totals["ray_raysvc_build_rows_total"] == 241
     assert totals["ray_raysvc_quarantined_rows_total"] == 1
+    books = found["books"]
+    assert totals["ray_raysvc_truncated_rows_total"] == books["rows_truncated"] > 0
+    assert totals["ray_raysvc_truncated_tokens_total"] == books["tokens_truncated"] > books["rows_truncated"]
+    assert totals["ray_raysvc_cut_rows_total"] == found["summary"]["rows"] - books["short"] > 0
     assert totals["ray_raysvc_trained_tokens_total"] == found["summary"]["tokens_trained"]
     (tags,) = [labels for name, labels, _ in found["mine"] if name == "ray_raysvc_stall_seconds_total"]
     assert (tags["server"], tags["role"]) == ("measured", "trainer")

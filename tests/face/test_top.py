@@ -22,6 +22,9 @@ def exposition(stall_s: float, ahead: float) -> str:
     return (
         f'ray_raysvc_stall_seconds_total{{server="a",role="trainer"}} {stall_s}\n'
         f'ray_raysvc_look_ahead_steps{{server="a"}} {ahead}\n'
+        'ray_raysvc_look_ahead_bytes{server="a"} 3000000\n'
+        f'ray_raysvc_stall_read_seconds_total{{server="a"}} {stall_s / 2}\n'
+        f'ray_raysvc_stall_collate_seconds_total{{server="a"}} {stall_s}\n'
         'ray_raysvc_look_ahead_steps{server="b"} 9\nother 3\n'
     )
 
@@ -30,15 +33,21 @@ def test_rates_and_shares_are_between_two_looks() -> None:
     before = snapshot(100.0, [FACTS], [exposition(1.0, 2)])
     now = snapshot(104.0, [{**FACTS, "frontier": 18}], [exposition(1.5, 2), "garbage"])
     (line,) = lines(now, before)
-    assert line == Line("a", "host:1:x", 18, 100, 2.0, 0.125, 1.5, 2, 50_000_000, 2.0, None)
+    causes = {"collate": 1.5, "read": 0.75}
+    assert line == Line(
+        "a", "host:1:x", 18, 100, 2.0, 0.125, 1.5, causes, 2, 3_000_000, 50_000_000, 2.0, None
+    )
+    assert list(line.causes or ()) == ["collate", "read"], "largest first"
     assert text(line) == (
-        "server=a trainer=host:1:x step=18/100 steps/s=2.00 stall=12.5% stalled=1.5s ahead=2 memory=50MB lease=2s"
+        "server=a trainer=host:1:x step=18/100 steps/s=2.00 stall=12.5% stalled=1.5s "
+        "why=collate:1.5s,read:0.8s ahead=2 ahead MB=3.0 memory=50MB lease=2s"
     )
 
 
 def test_what_is_not_known_is_a_dash_and_not_zero() -> None:
     (line,) = lines(snapshot(1.0, [{**FACTS, "holder": None}], []))
     assert (line.steps_per_s, line.stall, line.stall_s, line.look_ahead, line.lease_age_s) == (None,) * 5
+    assert (line.causes, line.look_ahead_bytes) == (None, None)
     assert cells_of(line)["stall"] == "-"
     (silent,) = lines(snapshot(1.0, [{"name": "x", "state": "silent", "cause": "dead"}], []))
     assert silent == Line("x")
@@ -68,6 +77,7 @@ def test_it_watches_the_servers_of_a_cluster(
         "trainer": {"run_dir": str(tmp_path / "run")},
     }
     raysvc.serve(job)
+    raysvc.serve(job, name="watched-too")
     with raysvc.attach("watched", look_ahead_steps=1) as client:
         client.commit(next(iter(client)).index)
         result = CliRunner().invoke(app, ["top", "--json", "--interval", "0.2"])
@@ -80,8 +90,10 @@ def test_it_watches_the_servers_of_a_cluster(
         assert line["steps_per_s"] >= 0
         assert line["node"].count(".") == 3
         plain = CliRunner().invoke(app, ["top", "--count", "1"])
-        assert "server=watched" in plain.stdout
+        names = [line.split()[0] for line in plain.stdout.splitlines() if line.startswith("server=watched")]
+        assert names == ["server=watched", "server=watched-too"], "a line a server, by name"
     stop_server("watched")
+    stop_server("watched-too")
 
 
 def client_holder(client: object) -> str:
