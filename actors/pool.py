@@ -6,6 +6,7 @@ Always true:
 - a group is in one step at most, and a step has b groups; groups are taken in the order they were put;
 - k's groups are all at most `max_staleness` versions old when step k is trained; older ones are evicted;
 - (uid, attempt) is taken once, however often it is put;
+- a step below `kept_from` is never formed, and its groups never come back;
 - capacity = (max_staleness + 1) * b - ready - planned and not committed - reserved: what is evicted, dropped,
   released or trained gives capacity back.
 """
@@ -44,6 +45,7 @@ class Pool:
         versions: of every key that was ever put.
         reserved: uids that a producer is working on.
         evicted: groups that became too old.
+        kept_from: steps below are forgotten.
     """
 
     batch_size: int
@@ -55,6 +57,7 @@ class Pool:
     versions: dict[Key, int] = field(default_factory=dict)
     reserved: set[str] = field(default_factory=set)
     evicted: int = 0
+    kept_from: int = 0
 
     def put(self, group: Ready) -> bool:
         """Add a group; False when it was put before."""
@@ -72,6 +75,7 @@ class Pool:
         """
         if step in self.steps:
             return self.steps[step]
+        assert step >= self.kept_from, "refused where it was asked for"
         if step > frontier and step - 1 not in self.steps:
             return None
         self.evict(self.trained_by(step))
@@ -116,6 +120,17 @@ class Pool:
         gone = [group.key for group in self.ready if group.key[0] in uids]
         self.ready = [group for group in self.ready if group.key not in gone]
         return gone
+
+    def forget_below(self, step: int) -> list[Key]:
+        """Let go of the steps below `step`; returns their groups."""
+        self.kept_from = max(self.kept_from, step)
+        old = [number for number in self.steps if number < self.kept_from]
+        return [key for number in old for key in self.steps.pop(number)]
+
+    def trained(self, frontier: int) -> int:
+        """Groups of committed steps."""
+        kept = sum(len(keys) for step, keys in self.steps.items() if step < frontier)
+        return kept + self.kept_from * self.batch_size
 
     def capacity(self, frontier: int) -> int | None:
         """How many groups may still be started; None: no bound."""

@@ -3,7 +3,8 @@
 Always true:
 - puts, reservations and filters need no lease: they come from any process;
 - every one of them may come twice;
-- what decides later steps (weight version, reservations, dropped groups) is in the journal before it is answered.
+- what decides later steps (weight version, reservations, dropped groups) is in the journal before it is answered;
+- a step that was forgotten is refused, never made of other groups.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from raysvc.actors.rollout_stream import RolloutStream
 from raysvc.actors.serving import TRAIN, RolloutSpec, StepInfo
 from raysvc.actors.step_maker import Stream
 from raysvc.collate.shard import Shard
-from raysvc.errors import ConfigError, StepNotReady
+from raysvc.errors import ConfigError, StepNotReady, StepOutOfOrder
 
 CHECK_EVERY_S = 0.5
 
@@ -78,7 +79,7 @@ class RolloutServer(BatchServer):
             return {
                 "ready": len(pool.ready),
                 "planned": sum(len(keys) for step, keys in pool.steps.items() if step >= frontier),
-                "trained": sum(len(keys) for step, keys in pool.steps.items() if step < frontier),
+                "trained": pool.trained(frontier),
                 "evicted": pool.evicted,
                 "dropped": len(self._dropped),
                 "reserved": len(pool.reserved),
@@ -93,16 +94,40 @@ class RolloutServer(BatchServer):
         self._rollouts.let_go_below(frontier)
         return frontier
 
-    def sizes(self, first: int, stop: int, dp_sizes: tuple[int, ...], stream: str = TRAIN) -> list[int]:
-        """As `BatchServer.sizes`; 0 for a step that is not formed."""
-        if stream != TRAIN:
-            return super().sizes(first, stop, dp_sizes, stream)
+    def move(
+        self, fence: int, frontier: int, state: dict[str, Any] | None = None, rank: int | None = None
+    ) -> int:
+        """As `BatchServer.move`; a step that was forgotten is refused."""
+        self._book.check(fence)
+        self._rollouts.refuse_forgotten(frontier)
+        return super().move(fence, frontier, state, rank)
+
+    def forget_below(self, fence: int, step: int) -> int:
+        """Remove what only steps below `step` need: no checkpoint that goes back there will be loaded.
+
+        Raises:
+            FencedError: the caller was replaced.
+            StepOutOfOrder: a step below is not committed.
+        """
+        self._book.check(fence)
+        if step > self._frontier():
+            expected = f"at most {self._frontier()}, the first that is not committed"
+            raise StepOutOfOrder(self.spec.name, step, expected)
+        self.flush()  # a restart must not begin below what is gone
+        removed = self._rollouts.forget_below(step)
         with self._rollouts.changed:
-            formed = set(self._rollouts.pool.steps)
-        return [
-            super(RolloutServer, self).sizes(step, step + 1, dp_sizes)[0] if step in formed else 0
-            for step in range(first, stop)
-        ]
+            self._dropped[:] = [key for key in self._dropped if key not in self._rollouts.forgotten]
+        return removed
+
+    def form_size(self, fence: int, step: int, dp_sizes: tuple[int, ...]) -> int | None:
+        """Bytes of the shards of a step, formed now if there are groups for it; None while there are not."""
+        self._book.check(fence)
+        frontier = self._frontier()
+        with self._rollouts.changed:
+            if not self._rollouts.form(step, frontier):
+                return None
+            self._rollouts.changed.notify_all()
+        return self.sizes(step, step + 1, dp_sizes)[0]
 
     def fetch(
         self, fence: int, step: int, dp_sizes: tuple[int, ...], stream: str = TRAIN

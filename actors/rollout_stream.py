@@ -4,6 +4,8 @@ Axes: N sequences of a step, T their tokens, G groups ever put.
 Always true:
 - a put is on disk before it is acknowledged, so a dead server loses no rollout;
 - which groups are in a step is on disk before the step is handed out: after a restart it has the same bytes;
+- steps that the trainer will never ask for again can be forgotten; then their groups are removed, when all groups of
+  the same put are through;
 - row ids count sequences in the order in which they were put, and never change.
 """
 
@@ -17,7 +19,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-import fsspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -26,9 +27,9 @@ import pyarrow.compute as pc
 from raysvc.actors.making import Recipe, Sizes, make_step, outline
 from raysvc.actors.pool import Key, Pool, Ready
 from raysvc.actors.serving import RolloutSpec, StepInfo, StepOutline
-from raysvc.actors.spool import Spool
+from raysvc.actors.spool import Forgotten, Spool
 from raysvc.collate.shard import Shard
-from raysvc.errors import SourceError, StateMismatch, StepNotReady
+from raysvc.errors import SourceError, StateMismatch, StepNotReady, StepOutOfOrder
 from raysvc.plan.plan import Plan, StepPlan
 from raysvc.plan.schedule import Schedule
 from raysvc.rows import RowBatch
@@ -62,14 +63,13 @@ class RolloutStream:
         self, name: str, spec: RolloutSpec, recipe: Recipe, folder: str, storage_options: Mapping[str, Any]
     ) -> None:
         self._name, self._recipe = name, recipe
-        self._spool = Spool(f"{folder}/groups", dict(storage_options))
-        self._fs, self._steps_root = fsspec.core.url_to_fs(f"{folder}/steps", **storage_options)
-        self._fs.makedirs(self._steps_root, exist_ok=True)
+        self._spool = Spool(folder, storage_options)
         self.changed = threading.Condition()  # guards what follows; notified when groups come
         self.pool = Pool(recipe.plan.batch_size, spec.max_staleness)
         self._places: dict[Key, _Place] = {}
         self._tables: dict[str, pa.Table] = {}
         self._num_rows = 0
+        self.forgotten: set[Key] = set()
         self._load()
 
     @property
@@ -135,14 +135,18 @@ class RolloutStream:
         return len(new), len(places) - len(new)
 
     def form(self, step: int, frontier: int) -> bool:
-        """Plan a step when enough groups are there, and write down which; call it with `changed` held."""
+        """Plan a step when enough groups are there, and write down which; call it with `changed` held.
+
+        Raises:
+            StepOutOfOrder: the step was forgotten.
+        """
+        self.refuse_forgotten(step)
         before = step in self.pool.steps
         keys = self.pool.form(step, frontier)
         if keys is None:
             return False
         if not before:
-            record = {"step": step, "groups": keys, "trained_by": self.pool.trained_by(step)}
-            self._fs.pipe_file(f"{self._steps_root}/{step:012d}.json", json.dumps(record).encode())
+            self._spool.write_step(step, keys, trained_by=self.pool.trained_by(step))
         return True
 
     def make(self, step: int, dp_sizes: Sequence[int]) -> tuple[StepInfo, tuple[Shard, ...]]:
@@ -195,19 +199,64 @@ class RolloutStream:
             for name in set(self._tables) - needed:
                 del self._tables[name]
 
+    def refuse_forgotten(self, step: int) -> None:
+        """Refuse a step whose groups may be gone.
+
+        Raises:
+            StepOutOfOrder: it was forgotten.
+        """
+        if step < self.pool.kept_from:
+            expected = f"a step from {self.pool.kept_from} on, earlier ones were forgotten"
+            raise StepOutOfOrder(self._name, step, expected)
+
+    def forget_below(self, step: int) -> int:
+        """Give up the steps below `step` for good; returns how many files went."""
+        with self.changed:
+            if step > self.pool.kept_from:
+                gone = set(self.pool.forget_below(step)) - self.forgotten
+                tables = self._through()
+                gone |= {key for key, place in self._places.items() if place.table in tables} - self.forgotten
+                versions = {key: self.pool.versions[key] for key in sorted(gone)}
+                self._spool.forget(Forgotten(step, versions, tables))
+                self._drop(gone, tables)
+        return self._spool.remove_forgotten()
+
+    def _through(self) -> dict[str, int]:
+        """Puts of which no group is needed any more: name -> rows."""
+        open_keys = {key for keys in self.pool.steps.values() for key in keys}
+        open_keys |= {group.key for group in self.pool.ready}
+        rows: dict[str, int] = {}
+        needed = {self._places[key].table for key in open_keys}
+        for place in self._places.values():
+            if place.table not in needed:
+                rows[place.table] = max(rows.get(place.table, 0), place.stop)
+        return rows
+
+    def _drop(self, gone: set[Key], tables: Mapping[str, int]) -> None:
+        self.forgotten |= gone
+        self._places = {key: place for key, place in self._places.items() if place.table not in tables}
+        for name in set(self._tables) & set(tables):
+            del self._tables[name]
+
     def _load(self) -> None:
-        for name, table in self._spool.load():
-            self._add(name, table)
-        planned: set[Key] = set()
-        for path in sorted(self._fs.ls(self._steps_root, detail=False, refresh=True)):
-            try:
-                record = json.loads(self._fs.cat_file(path))
-            except json.JSONDecodeError:
-                continue  # torn: the step was not handed out
-            keys = [(str(uid), int(attempt)) for uid, attempt in record["groups"]]
-            self.pool.steps[int(record["step"])] = keys
-            planned.update(keys)
-        self.pool.ready = [group for group in self.pool.ready if group.key not in planned]
+        what = self._spool.forgotten()
+        for name in sorted({*self._spool.names(), *what.tables}):
+            if name in what.tables:
+                self._num_rows += what.tables[name]
+            else:
+                self._load_table(name)
+        self.forgotten = set(what.groups)
+        self.pool.kept_from = what.kept_from
+        self.pool.versions.update(what.groups)
+        self.pool.steps = {step: keys for step, keys in self._spool.steps().items() if step >= what.kept_from}
+        through = self.forgotten.union(*self.pool.steps.values())
+        self.pool.ready = [group for group in self.pool.ready if group.key not in through]
+
+    def _load_table(self, name: str) -> None:
+        try:
+            self._add(name, self._spool.read(name))
+        except pa.ArrowInvalid:
+            log.warning("passed over a torn file: %s", name)
 
     def _add(self, name: str, table: pa.Table) -> None:
         places = _places(table, name, self._num_rows)
@@ -221,6 +270,7 @@ class RolloutStream:
     def _rows(self, step: int) -> tuple[RowBatch, list[str]]:
         """The rows of a formed step, group after group, and the uid of each."""
         with self.changed:
+            self.refuse_forgotten(step)
             keys = self.pool.steps.get(step)
             if keys is None:
                 raise StepNotReady(self._name, step, len(self.pool.ready), self.pool.batch_size)

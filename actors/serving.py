@@ -109,6 +109,11 @@ class Lease:
     entry_key: str
     schedule: dict[str, Any]
 
+    @property
+    def forms(self) -> bool:
+        """Whether steps form as rollouts come, instead of being planned from the start."""
+        return not self.entry_key
+
 
 @dataclass(frozen=True, eq=False)
 class StepInfo:

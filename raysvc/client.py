@@ -111,6 +111,17 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         """
         self._connection.get(self._connection.ledger("set_weight_version", version))
 
+    def forget_below(self, step: int) -> int:
+        """Let a rollout server remove what only steps below `step` need; returns how many files went.
+
+        Call it when the checkpoints that go back further are gone. A rewind or a state below `step` is refused from
+        then on.
+
+        Raises:
+            StepOutOfOrder: a step below is not committed.
+        """
+        return int(self._connection.get(self._connection.ledger("forget_below", step)))
+
     def _fetch(self, index: int) -> _Fetch:
         count, sizes = self.schedule.mini_batches_at(index), self._dp_sizes
         info, *shards = self._connection.fetch("fetch", 1 + count * sum(sizes), index, sizes)

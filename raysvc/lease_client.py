@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from raysvc.connection import Connection
 from raysvc.errors import StepOutOfOrder
-from raysvc.look_ahead import F, Limit, LookAhead, PlannedSizes
+from raysvc.look_ahead import F, FormedSizes, Limit, LookAhead, PlannedSizes, Sizes
 from raysvc.plan.schedule import Schedule
 from raysvc.state import frontier_of, state_of
 from raysvc.steps import ClientStats
@@ -138,7 +138,8 @@ class LeaseClient(Generic[F, S]):
 
     def _run(self, ask: Callable[[int], F], stop: int | None) -> Iterator[S]:
         end = self.schedule.num_steps if stop is None else min(stop, self.schedule.num_steps)
-        window = self._window = LookAhead(ask, PlannedSizes(self._ask_sizes, end), self._limit)
+        sizes: Sizes = FormedSizes(self._form) if self.lease.forms else PlannedSizes(self._ask_sizes, end)
+        window = self._window = LookAhead(ask, sizes, self._limit)
         with closing(window.run(self._frontier, end)) as fetches:
             while True:
                 if self._window is not window:
@@ -147,7 +148,10 @@ class LeaseClient(Generic[F, S]):
                 fetch = next(fetches, None)
                 if fetch is None:
                     return
-                yield self._timed(fetch)
+                step = self._timed(fetch)
+                if self.lease.forms:  # more groups may have come while we waited
+                    window.extend()
+                yield step
 
     def _timed(self, fetch: F) -> S:
         begin = time.perf_counter()
@@ -168,3 +172,9 @@ class LeaseClient(Generic[F, S]):
 
     def _ask_sizes(self, first: int, stop: int) -> Callable[[], list[int]]:
         return self._connection.sizes(first, stop, self._dp_sizes)
+
+    def _form(self, step: int) -> int | None:
+        """Bytes of a step of rollouts, formed now if there are groups for it."""
+        (ref,) = self._connection.fetch("form_size", 1, step, self._dp_sizes)
+        nbytes: int | None = self._connection.get(ref)
+        return nbytes

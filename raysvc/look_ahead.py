@@ -62,6 +62,7 @@ class LookAhead(Generic[F]):
         self._ask, self._sizes, self._limit = ask, sizes, limit
         self._pending: collections.deque[F] = collections.deque()
         self._nbytes: dict[int, int] = {}  # of the pending steps, where known
+        self._current = self._upcoming = self._stop = 0  # needed now; asked for next; end
 
     @property
     def num_outstanding(self) -> int:
@@ -70,29 +71,37 @@ class LookAhead(Generic[F]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the fetches beyond the next one; 0 without a limit in bytes."""
-        return sum(self._nbytes.get(fetch.index, 0) for fetch in list(self._pending)[1:])
+        """Bytes of the fetches beyond the one that is needed; 0 without a limit in bytes."""
+        return sum(
+            self._nbytes.get(fetch.index, 0) for fetch in list(self._pending) if fetch.index > self._current
+        )
 
     def run(self, start: int, stop: int) -> Generator[F, None, None]:
         """Fetches of the steps [start, stop), each when it is needed."""
-        upcoming = start
+        self._current = self._upcoming = start
+        self._stop = stop
         try:
-            while True:
-                current = self._pending[0].index if self._pending else upcoming
-                while upcoming < min(current + 1 + self._limit.steps, stop) and self._fits(upcoming):
-                    self._pending.append(self._ask(upcoming))
-                    upcoming += 1
-                if not self._pending:
-                    return
+            while self._current < stop:
+                self.extend()
                 yield self._pending.popleft()
-                self._nbytes.pop(current, None)
+                self._current += 1
+                self._nbytes.pop(self._current, None)
         finally:
+            self._stop = 0
             self._pending.clear()
+
+    def extend(self) -> None:
+        """Ask for what fits now; `run` does so before it yields, and another time is when sizes may be known."""
+        while self._upcoming < min(self._current + 1 + self._limit.steps, self._stop) and self._fits(
+            self._upcoming
+        ):
+            self._pending.append(self._ask(self._upcoming))
+            self._upcoming += 1
 
     def _fits(self, step: int) -> bool:
         if self._limit.nbytes is None:
             return True
-        if not self._pending:
+        if step == self._current:
             if self._limit.steps:
                 self._sizes.prepare(step)
             return True
@@ -137,3 +146,21 @@ class PlannedSizes:
             if stop < self._stop:
                 self.prepare(stop)
         return self._known[step]
+
+
+class FormedSizes:
+    """Sizes that are known once a step is formed, of what others deliver.
+
+    Args:
+        form: has a step formed if that is possible now, and gives its bytes; None when it is not.
+    """
+
+    def __init__(self, form: Callable[[int], int | None]) -> None:
+        self._form = form
+
+    def prepare(self, step: int) -> None:
+        """Nothing can be asked ahead."""
+
+    def size(self, step: int) -> int | None:
+        """Bytes of a step, None while it cannot be formed."""
+        return self._form(step)

@@ -97,6 +97,10 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
     def _ask_sizes(self, first: int, stop: int) -> Callable[[], list[int]]:
         return self._reader.ask_sizes(first, stop)
 
+    def _form(self, step: int) -> int | None:
+        nbytes = super()._form(step)
+        return None if nbytes is None else nbytes // self.dp_size
+
 
 def attach_rank(
     server: Any,

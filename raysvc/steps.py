@@ -107,4 +107,4 @@ class ClientStats(NamedTuple):
     wait_s: float  # the caller waited for steps, all together
     last_wait_s: float  # ... for the newest one
     outstanding: int  # fetches not yet yielded
-    outstanding_bytes: int  # of those beyond the next one, as planned; 0 without a limit in bytes
+    outstanding_bytes: int  # of those, as planned; 0 without a limit in bytes

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,8 +13,12 @@ import pyarrow as pa
 import pytest
 
 from raysvc.actors.journal import Journal
+from raysvc.actors.making import Recipe
+from raysvc.actors.rollout_stream import RolloutStream
+from raysvc.actors.serving import RolloutSpec
 from raysvc.actors.shared_steps import SharedSteps
 from raysvc.actors.spool import Spool
+from raysvc.config import PlanConfig
 
 
 def test_callers_of_one_key_wait_for_one_making_and_it_goes_when_all_have_taken_it() -> None:
@@ -66,15 +73,131 @@ def test_a_journal_gives_its_newest_whole_record(tmp_path: Path, protocol: str) 
         assert Journal(url).load() == {"number": 4}
 
 
+@pytest.mark.parametrize("protocol", ["", "memory://"])
 def test_a_spool_gives_back_what_was_acknowledged_in_order_and_passes_over_a_torn_file(
-    tmp_path: Path,
+    tmp_path: Path, protocol: str
 ) -> None:
-    spool = Spool(str(tmp_path / "groups"))
-    assert spool.load() == []
+    url = f"{protocol}{tmp_path}/spool"
+    spool = Spool(url)
+    assert spool.names() == []
     names = [spool.put(pa.table({"n": [number]})) for number in range(12)]
-    (tmp_path / "groups" / "000000000012.torn.arrow").write_bytes(b"ARROW1\0\0 half of it")
-    again = Spool(str(tmp_path / "groups"))
-    assert [(name, table["n"].to_pylist()) for name, table in again.load()] == [
+    spool.write_step(3, [("a", 0), ("b", 1)])
+    again = Spool(url)
+    assert [(name, again.read(name)["n"].to_pylist()) for name in again.names()] == [
         (name, [number]) for number, name in enumerate(names)
     ]
-    assert again.put(pa.table({"n": [13]})) > "000000000012.torn.arrow"
+    assert again.steps() == {3: [("a", 0), ("b", 1)]}
+    if not protocol:
+        (tmp_path / "spool" / "groups" / "000000000012.torn.arrow").write_bytes(b"ARROW1\0\0 half of it")
+        (tmp_path / "spool" / "steps" / "000000000004.json").write_text('{"step": 4, "gro')
+        assert again.steps() == {3: [("a", 0), ("b", 1)]}
+        with pytest.raises(pa.ArrowInvalid):
+            again.read("000000000012.torn.arrow")
+        assert again.put(pa.table({"n": [13]})) > "000000000012.torn.arrow"
+
+
+def groups_table(numbers: list[int]) -> pa.Table:
+    """A put of groups, each of two sequences that tell its number."""
+    from raysvc.groups import Group, table_of
+
+    return table_of(
+        [Group(f"g{n}", [[n, 7], [n, 8, 9]], [[0, 1], [0, 1, 1]], weight_version=n) for n in numbers]
+    )
+
+
+def rollout_stream(folder: str) -> RolloutStream:
+    plan = PlanConfig(batch_size=2, columns=("input_ids", "labels"))
+    return RolloutStream("rl", RolloutSpec(max_staleness=None), Recipe(plan, 0), folder, {})
+
+
+def filled(folder: str) -> RolloutStream:
+    """Puts (0 1 2) (3 4) (5 6 7) (8): steps 0 to 3 have two groups each, group 8 is ready."""
+    stream = rollout_stream(folder)
+    for numbers in ([0, 1, 2], [3, 4], [5, 6, 7], [8]):
+        stream.put(groups_table(numbers))
+    for step in range(4):
+        assert stream.form(step, 0)
+    return stream
+
+
+def seen(stream: RolloutStream, steps: range) -> list[object]:
+    """What a trainer can see of these steps, and what decides the next ones."""
+    made = [
+        [(shard.row_ids.tolist(), shard.arrays["input_ids"].tolist()) for shard in stream.make(step, (1,))[1]]
+        for step in steps
+    ]
+    ready = [group.key for group in stream.pool.ready]
+    return [made, ready, stream.num_rows, stream.pool.trained(4), sorted(stream.pool.versions.items())]
+
+
+def test_what_is_forgotten_is_removed_with_its_put_and_the_rest_is_as_it_was(tmp_path: Path) -> None:
+    from raysvc.errors import StepOutOfOrder
+
+    folder = str(tmp_path / "rollouts")
+    first = filled(folder)
+    expected = seen(first, range(2, 4))
+    assert first.forget_below(2) == 3, "put (0 1 2) and two steps; put (3 4) is needed"
+    assert seen(first, range(2, 4)) == expected
+    again = rollout_stream(folder)
+    assert seen(again, range(2, 4)) == expected
+    assert again.put(groups_table([0, 4, 8])) == (0, 3), "what was forgotten is still known"
+    with pytest.raises(StepOutOfOrder, match="a step from 2 on"):
+        again.form(1, 4)
+    with pytest.raises(StepOutOfOrder, match="a step from 2 on"):
+        again.make(1, (1,))
+    again.put(groups_table([9]))
+    assert again.form(4, 4)
+    assert again.pool.steps[4] == [("g8", 0), ("g9", 0)]
+    assert again.forget_below(1) == 0
+    assert again.forget_below(5) == 7, "four puts and three steps"
+    assert Spool(folder).names() == []
+    last = rollout_stream(folder)
+    assert last.put(groups_table([3, 10])) == (1, 1)
+    assert Spool(folder).names()[0].startswith("000000000005"), "numbers go on behind what is gone"
+    assert last.num_rows == 22
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import test_server_parts as parts
+from raysvc.cache.posix import PosixStore
+
+def dying(method, left):
+    def call(self, name, *args):
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        return method(self, name, *args)
+    return call
+
+for point in range(9):
+    folder = f"{sys.argv[1]}/{point}"
+    stream = parts.filled(folder)
+    if os.fork() == 0:
+        left = [point]
+        PosixStore._publish = dying(PosixStore._publish, left)
+        PosixStore.delete = dying(PosixStore.delete, left)
+        stream.forget_below(3)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_a_death_at_any_point_of_forgetting_loses_no_group_and_trains_none_twice(tmp_path: Path) -> None:
+    expected = seen(filled(str(tmp_path / "calm")), range(3, 4))
+    command = [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+    codes = [int(line) for line in done.stdout.split()]
+    assert codes == [-signal.SIGKILL] * 6 + [0] * 3, "a record, two puts, three steps"
+    for point in range(9):
+        stream = rollout_stream(str(tmp_path / str(point)))
+        assert seen(stream, range(3, 4)) == expected
+        assert stream.pool.kept_from == (3 if point else 0)
+        stream.forget_below(3)
+        assert len(Spool(str(tmp_path / str(point))).names()) == 2, (
+            "what was left is removed by the next call"
+        )
+        assert seen(stream, range(3, 4)) == expected

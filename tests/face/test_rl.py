@@ -257,6 +257,72 @@ def producer_facts(name: str) -> dict[str, Any]:
     return facts
 
 
+@pytest.mark.ray
+def test_look_ahead_of_rollouts_keeps_to_its_bytes_also_for_steps_that_form_later(
+    rollout_server: Callable[..., Any],
+) -> None:
+    import raysvc
+
+    rollout_server("bytes")
+    producer = raysvc.rollouts("bytes")
+    producer.put_groups([group(n, sequences=2) for n in range(12)])
+    for ranks in (False, True):
+        how = {"rank": 0, "group": "g"} if ranks else {}
+        with raysvc.attach("bytes", look_ahead_steps=4, look_ahead_bytes=10**6, **how) as client:
+            client.rewind(0)
+            steps = client.steps()
+            next(steps)
+            assert client.stats().outstanding == 2, "three steps can be formed"
+            sizes = [client.peek(step).nbytes for step in range(3)]
+            assert client.stats().outstanding_bytes == sum(sizes[1:])
+    limit = int(1.5 * max(sizes))
+    with raysvc.attach("bytes", look_ahead_steps=4, look_ahead_bytes=limit) as client:
+        for step in client.steps(stop=8):
+            stats = client.stats()
+            assert stats.outstanding_bytes <= limit
+            assert stats.outstanding == (0 if step.index in (2, 7) else 1), "one fits, and is known to fit"
+            client.commit(step.index)
+            if step.index == 2:  # more come while nothing is outstanding
+                producer.put_groups([group(n, sequences=2) for n in range(12, 32)])
+
+
+@pytest.mark.ray
+def test_what_no_checkpoint_goes_back_to_can_be_forgotten_and_a_killed_server_knows_it(
+    rollout_server: Callable[..., Any], tmp_path: Path, streams: Any
+) -> None:
+    import ray
+
+    import raysvc
+    from raysvc.errors import StepOutOfOrder
+
+    handle = rollout_server("forget")
+    spool = tmp_path / "forget" / "server" / "rollouts" / "groups"
+    producer = raysvc.rollouts("forget")
+    for n in range(20):
+        producer.put_groups([group(n)])
+    with raysvc.attach("forget", look_ahead_steps=1) as client:
+        old = client.state_dict()
+        kept = {}
+        for step in client.steps(stop=4):
+            kept[step.index] = streams.opened(step)
+            client.commit(step.index)
+        with pytest.raises(StepOutOfOrder, match="at most 4"):
+            client.forget_below(5)
+        assert client.forget_below(2) == 8 + 2
+        assert len(list(spool.iterdir())) == 12
+        stats = ray.get(handle.actor.stats.options(concurrency_group="control").remote())
+        os.kill(stats["pid"], signal.SIGKILL)
+        for ask in (lambda: client.load_state_dict(old), lambda: client.rewind(1)):
+            with pytest.raises(StepOutOfOrder, match="a step from 2 on"):
+                ask()
+        client.rewind(2)
+        assert streams.take(client, stop=4) == {step: kept[step] for step in (2, 3)}
+        assert producer.put_groups([group(0), group(20)]) == (1, 1)
+    facts = producer.stats()
+    assert (facts["trained"], facts["ready"]) == (16, 5)
+    assert facts["sequences"] == sum(1 + n % 4 for n in range(21))
+
+
 def shared_data() -> Path:
     root = Path(os.environ.get("RAYSVC_SHARED", Path(__file__).parents[3] / "shared"))
     return root / "data" / "tau_airline_rollouts.jsonl"
