@@ -1,6 +1,6 @@
 """Tokenization beside what people use: rows and tokens per second, one core and two.
 
-    python benchmarks/tokenize.py [--quick] [--out results.json]
+    python benchmarks/tokenization.py [--quick] [--out results.json]
 
 Contenders, each in fresh processes pinned to their cores:
 - ours: JSON lines -> parse, render, encode, mask, proof, sample against the reference -> Arrow file;
