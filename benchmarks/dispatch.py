@@ -1,6 +1,6 @@
 """Bringing a global batch to two workers: ours beside SkyRL 0.3.0's `MeshDispatch` and a plain `ray.put`.
 
-    python benchmarks/dispatch.py [--mb 1 50 1000] [--steps 6] [--compute-s 0.2 0.6 6] [--no-peers]
+    python benchmarks/dispatch.py [--quick] [--mb 1 50 1000] [--steps 6] [--no-peers]
 
 Every worker copies its share into memory of its own and then sleeps for the compute time. A loop of steps is timed;
 what a step takes beyond the compute time is on the critical path.
@@ -10,29 +10,35 @@ what a step takes beyond the compute time is on the critical path.
 - `mesh`: the batch lies in the driver; `MeshDispatch.dispatch` chunks it, puts each chunk, calls the workers.
 - `put`: the batch lies in the driver as numpy; one `ray.put` of all of it, every worker takes its rows.
 
-`driver_ms` is the driver's own time per step, `driver_mb` what it put into the object store, `worker_copy_ms` the
-copy inside a worker, `critical_ms` as above. Peers run in `.bench/peers`, which `benchmarks/peers.py` makes.
+`driver_ms` is the driver's own time per step, `driver_mb` what it serialized into the object store in one step more,
+`worker_get_ms` what a worker waited for its data after the step was asked for, `worker_copy_ms` the copy inside a worker,
+`critical_ms` as above, `x_mesh` how many times less that is than `mesh`. Peers run in `.bench/peers`, which
+`benchmarks/peers.py` makes on the first run. 1 GB needs some 9 GB of memory, 5 of them in /dev/shm.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import sys
-import time
-import typing
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import typing_extensions
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != HERE]  # it has a tokenize.py
 
-ROOT = Path(__file__).resolve().parent.parent
-PEERS = ROOT / ".bench" / "peers" / "bin" / "python"
-sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
+import argparse  # noqa: E402
+import json  # noqa: E402
+import subprocess  # noqa: E402
+import time  # noqa: E402
+import typing  # noqa: E402
+from typing import Any  # noqa: E402
+
+import numpy as np  # noqa: E402
+import typing_extensions  # noqa: E402
+
+sys.path[:] = [str(HERE.parent), *sys.path, str(HERE)]
 DP_SIZE = 2
 WIDTH = 4096
+SECONDS_PER_MB = 0.006  # of compute: longer than any of them needs for its copies, so that all could hide
+WARM_STEPS = 4  # every byte of the ring, and of the object store, is touched once before the clock starts
 COLUMNS = ("input_ids", "position_ids", "labels", "advantages")  # four bytes each
 
 
@@ -78,27 +84,28 @@ class Worker:
     def stage(self, key: tuple[int, int], shard: Any) -> int:
         return self._staging.put(key, shard)
 
-    def train_step(self, keys: list[tuple[int, int]], seconds: float) -> float:
-        copies = [self._staging.take(key, 600.0)[0].copy_s for key in keys]
+    def train_step(self, keys: list[tuple[int, int]], seconds: float) -> tuple[float, float]:
+        """Seconds that it waited for the data, and of the copy (in the thread that stages)."""
+        (taken,) = [self._staging.take(key, 600.0) for key in keys]
         time.sleep(seconds)
         self._staging.release()
-        return sum(copies)
+        return taken[1], taken[0].copy_s
 
-    def mesh(self, batch: Any, seconds: float) -> float:
-        begin = time.perf_counter()
-        self._copy({name: value.numpy() for name, value in batch.items()})
-        copied = time.perf_counter() - begin
-        time.sleep(seconds)
-        return copied
+    def mesh(self, batch: Any, seconds: float) -> tuple[float, float]:
+        """When it had its data, and seconds of the copy."""
+        return self._blocking({name: value.numpy() for name, value in batch.items()}, seconds)
 
-    def plain(self, batch: dict[str, np.ndarray], seconds: float) -> float:
-        begin = time.perf_counter()
+    def plain(self, batch: dict[str, np.ndarray], seconds: float) -> tuple[float, float]:
         share = len(batch[COLUMNS[0]]) // DP_SIZE
         here = slice(self._rank * share, (self._rank + 1) * share)
-        self._copy({name: value[here] for name, value in batch.items()})
+        return self._blocking({name: value[here] for name, value in batch.items()}, seconds)
+
+    def _blocking(self, arrays: dict[str, np.ndarray], seconds: float) -> tuple[float, float]:
+        there, begin = time.time(), time.perf_counter()
+        self._copy(arrays)
         copied = time.perf_counter() - begin
         time.sleep(seconds)
-        return copied
+        return there, copied
 
     def _copy(self, arrays: dict[str, np.ndarray]) -> None:
         for name, array in arrays.items():
@@ -111,9 +118,30 @@ def start(kind: str, mb: float) -> list[Any]:
     import ray
     from common import quiet_ray
 
+    # a step lies there while the next one comes, and the one before until its refs are gone
     quiet_ray(num_cpus=4, object_store_mb=int(max(300, 5 * mb)))
     actor = ray.remote(concurrency_groups={"stage": 1})(Worker).options(num_cpus=0.5)
     return [actor.remote(rank, kind) for rank in range(DP_SIZE)]
+
+
+def serialized_mb(call: Any) -> float:
+    """Megabytes that the driver puts into the object store while `call` runs."""
+    import ray
+
+    total, put = 0, ray.put
+    context = ray._private.worker.global_worker.get_serialization_context()
+
+    def counted(value: Any, **options: Any) -> Any:
+        nonlocal total
+        total += context.serialize(value).total_bytes
+        return put(value, **options)
+
+    ray.put = counted
+    try:
+        call()
+    finally:
+        ray.put = put
+    return round(total / 2**20, 3)
 
 
 def measure_raysvc(mb: float, steps: int, compute_s: float) -> dict[str, Any]:
@@ -123,29 +151,36 @@ def measure_raysvc(mb: float, steps: int, compute_s: float) -> dict[str, Any]:
 
     group = WorkerGroup(start("raysvc", mb))
     producer = ray.remote(Producer).options(num_cpus=0.5).remote(mb)
-    driver_s = copy_s = 0.0
+    times = {"driver": 0.0, "get": 0.0, "copy": 0.0}
     begin = 0.0
-    before = None
 
     def stage(step: int) -> None:
         group.stage_mini((step, 0), producer.fetch.options(num_returns=DP_SIZE).remote(step))
 
-    stage(0)
-    for step in range(steps + 2):  # the first two warm the memory up
-        if step == 2:
-            begin, driver_s, copy_s = time.perf_counter(), 0.0, 0.0
-        start_s = time.perf_counter()
+    def ask(step: int) -> Any:
         stage(step + 1)
-        running = group.call("train_step", [(step, 0)], compute_s)
-        driver_s += time.perf_counter() - start_s
+        return group.call("train_step", [(step, 0)], compute_s)
+
+    def finish(running: Any) -> None:
+        waited, copied = zip(*ray.get(running), strict=True)
+        times["get"] += max(waited)
+        times["copy"] += max(copied)
+
+    stage(0)
+    before = None
+    for step in range(steps + WARM_STEPS):
+        start_s = time.perf_counter()
+        running = ask(step)
+        times["driver"] += time.perf_counter() - start_s
         if before is not None:
-            copy_s += max(ray.get(before))
-            if step == 2:
-                begin = time.perf_counter()  # step 1 ended here
+            finish(before)
+            if step == WARM_STEPS:  # the last warm step ended here
+                begin, times = time.perf_counter(), dict.fromkeys(times, 0.0)
         before = running
-    copy_s += max(ray.get(before))
+    finish(before)
     wall_s = time.perf_counter() - begin
-    return row("raysvc", mb, steps, compute_s, wall_s, driver_s, copy_s, 0.0)
+    put = serialized_mb(lambda: ray.get(ask(steps + WARM_STEPS)))
+    return row("raysvc", mb, steps, compute_s, wall_s, times, put)
 
 
 def measure_mesh(mb: float, steps: int, compute_s: float) -> dict[str, Any]:
@@ -185,15 +220,21 @@ def measure_put(mb: float, steps: int, compute_s: float) -> dict[str, Any]:
 def measure_blocking(
     name: str, mb: float, steps: int, compute_s: float, call: Any, ray: Any
 ) -> dict[str, Any]:
-    driver_s = copy_s = begin = 0.0
-    for step in range(steps + 2):
-        if step == 2:
-            begin, driver_s, copy_s = time.perf_counter(), 0.0, 0.0
+    times = {"driver": 0.0, "get": 0.0, "copy": 0.0}
+    begin = 0.0
+    for step in range(steps + WARM_STEPS):
+        if step == WARM_STEPS:
+            begin, times = time.perf_counter(), dict.fromkeys(times, 0.0)
         start_s = time.perf_counter()
         refs = call()
-        driver_s += time.perf_counter() - start_s
-        copy_s += max(ray.get(refs))
-    return row(name, mb, steps, compute_s, time.perf_counter() - begin, driver_s, copy_s, mb)
+        times["driver"] += time.perf_counter() - start_s
+        asked = time.time()
+        there, copied = zip(*ray.get(refs), strict=True)
+        times["get"] += max(0.0, max(there) - asked)
+        times["copy"] += max(copied)
+    wall_s = time.perf_counter() - begin
+    put = serialized_mb(lambda: ray.get(call()))
+    return row(name, mb, steps, compute_s, wall_s, times, put)
 
 
 def row(
@@ -202,26 +243,42 @@ def row(
     steps: int,
     compute_s: float,
     wall_s: float,
-    driver_s: float,
-    copy_s: float,
-    put: float,
+    times: dict[str, float],
+    put_mb: float,
 ) -> dict[str, Any]:
+    per_step = {part: round(seconds / steps * 1e3, 2) for part, seconds in times.items()}
     return {
         "who": name,
         "batch_mb": mb,
-        "driver_mb": put,
-        "driver_ms": round(driver_s / steps * 1e3, 2),
-        "worker_copy_ms": round(copy_s / steps * 1e3, 2),
+        "driver_mb": put_mb,
+        "driver_ms": per_step["driver"],
+        "worker_get_ms": per_step["get"],
+        "worker_copy_ms": per_step["copy"],
         "critical_ms": round((wall_s / steps - compute_s) * 1e3, 2),
         "compute_ms": compute_s * 1e3,
     }
 
 
+def measured(who: str, mb: float, compute_s: float, steps: int) -> dict[str, Any]:
+    """One tool at one size, in a process and a cluster of its own."""
+    from peers import peers_python
+
+    python = peers_python() if who == "mesh" else sys.executable
+    size = ["--mb", str(mb), "--compute-s", str(compute_s), "--steps", str(steps)]
+    command = [python, __file__, "--only", who, *size]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{who} failed at {mb:g} MB:\n{done.stderr[-3000:]}")
+    print(done.stdout.splitlines()[-1], file=sys.stderr, flush=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--mb", type=float, nargs="+", default=[1, 50, 1000])
-    parser.add_argument("--compute-s", type=float, nargs="+", default=[0.2, 0.6, 6.0])
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--quick", action="store_true", help="three steps of half the compute")
+    parser.add_argument("--compute-s", type=float, help="of a step; for the script itself")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument(
         "--only", choices=["raysvc", "mesh", "put"], help="one of them, one size; for the script itself"
@@ -229,21 +286,22 @@ def main() -> None:
     options = parser.parse_args()
     if options.only:
         measure = {"raysvc": measure_raysvc, "mesh": measure_mesh, "put": measure_put}[options.only]
-        print(json.dumps(measure(options.mb[0], options.steps, options.compute_s[0])), flush=True)
+        print(json.dumps(measure(options.mb[0], options.steps, options.compute_s)), flush=True)
         return
     from common import show
 
+    steps = 3 if options.quick else options.steps
+    tools = ("raysvc", "put") if options.no_peers else ("raysvc", "put", "mesh")
     rows = []
-    for mb, compute_s in zip(options.mb, options.compute_s, strict=False):
-        for who in ("raysvc", "put") if options.no_peers else ("raysvc", "mesh", "put"):
-            python = str(PEERS) if who == "mesh" else sys.executable
-            size = ["--mb", str(mb), "--compute-s", str(compute_s), "--steps", str(options.steps)]
-            command = [python, __file__, "--only", who, *size]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                sys.exit(f"{who} failed:\n{done.stderr[-3000:]}")
-            rows.append(json.loads(done.stdout.splitlines()[-1]))
-    show("Dispatch of a global batch to two workers", rows, steps=options.steps)
+    for mb in options.mb:
+        compute_s = max(0.2, mb * SECONDS_PER_MB) * (0.5 if options.quick else 1.0)
+        found = {who: measured(who, mb, compute_s, steps) for who in tools}
+        for who in tools:
+            if "mesh" in found and who != "mesh":
+                critical_ms = max(found[who]["critical_ms"], 0.1)
+                found[who]["x_mesh"] = round(found["mesh"]["critical_ms"] / critical_ms, 1)
+            rows.append(found[who])
+    show("Dispatch of a global batch to two workers", rows, steps=steps)
 
 
 if __name__ == "__main__":

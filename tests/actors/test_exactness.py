@@ -146,15 +146,38 @@ def test_mini_batches_may_be_added_up_with_weights_of_their_own(ranks: Ranks, st
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_bfloat16_rounds_like_bfloat16_and_no_weight_is_rounded_with_it(ranks: Ranks, strategy: str) -> None:
     rows = random_rows(7, seed=3)
-    grads, loss = reference_gradient(model_of(), rows, reference.sft, "logits", list(range(7)), "token_mean")
-    apart = {}
-    for dp_size, layout in ((1, "rows"), (2, "rows"), (3, "tokens"), (2, "packed")):
-        ((_, shards, _),) = minis_of(rows, plan_of(layout), dp_size)
+    apart: dict[int, list[float]] = {0: [], 1: []}
+    for dp_size, layout in ((1, "rows"), (2, "rows"), (3, "tokens"), (2, "packed"), (3, "packed")):
+        ((_, shards, _),) = minis_of(rows, plan_of(layout), dp_size, columns=COLUMNS)
         spec = tiny_spec(strategy=strategy, precision="bf16")
-        results = ranks.run(spec, gradients_of, [([shard], [SftLoss()]) for shard in shards])
-        # bfloat16 has 8 bits: 0.4 % a number, and the mean over targets less than that
-        assert sum(rank[0][1]["loss"] for rank in results) == pytest.approx(loss, rel=2e-3)
-        apart[dp_size, layout] = distance(results[0][0][0], grads)
-    assert max(apart.values()) < 0.03
-    # no way to split the mini-batch adds to what bfloat16 itself rounds
-    assert max(apart.values()) < 2 * min(apart.values())
+        results = ranks.run(spec, gradients_of, [([shard], LOSSES) for shard in shards])
+        for number, formula in enumerate(FORMULAS):
+            grads, loss = reference_gradient(
+                model_of(), rows, formula, "logits", list(range(7)), "token_mean"
+            )
+            # bfloat16 has 8 bits: 0.4 % a number, and the mean over targets less than that
+            total = sum(rank[number][1]["loss"] for rank in results)
+            assert total == pytest.approx(loss, rel=2e-3, abs=5e-4)  # the policy's terms have both signs
+            apart[number].append(distance(results[0][number][0], grads))
+    for seen in apart.values():
+        assert max(seen) < 0.03
+        # no way to split the mini-batch adds to what bfloat16 itself rounds
+        assert max(seen) < 2 * min(seen)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_of_dummies_changes_nothing_in_bfloat16_either(ranks: Ranks, strategy: str) -> None:
+    rows = random_rows(2, seed=5)
+    spec = tiny_spec(strategy=strategy, precision="bf16")
+    found = []
+    for dp_size in (1, 3):
+        ((_, shards, _),) = minis_of(rows, {**plan_of("rows"), "batch_size": 2}, dp_size, columns=COLUMNS)
+        found.append(ranks.run(spec, gradients_of, [([shard], LOSSES) for shard in shards]))
+    (alone,), three = found
+    for number in range(len(LOSSES)):
+        assert all(value == 0 for value in three[2][number][1].values())
+        grads, metrics = alone[number]
+        assert sum(rank[number][1]["loss"] for rank in three) == pytest.approx(
+            metrics["loss"], rel=2e-3, abs=5e-4
+        )
+        assert distance(three[0][number][0], grads) < 0.03

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -109,12 +112,16 @@ def test_weights_and_rates_of_steps_do_not_depend_on_ranks_turns_packing_or_stra
         assert distance(other[0], weights) < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by"),
+    [("ddp", ((2, "ddp"), (3, "fsdp"), (1, "ddp"))), ("fsdp", ((2, "fsdp"), (1, "ddp"), (3, "ddp")))],
+)
 def test_a_checkpoint_goes_on_exactly_with_other_ranks_and_another_strategy(
-    ranks: Ranks, tmp_path: Path
+    ranks: Ranks, tmp_path: Path, saved_by: str, loaded_by: tuple[tuple[int, str], ...]
 ) -> None:
     rows = random_rows(12, seed=22)
     run = RunFolder(tmp_path)
-    spec = tiny_spec(schedule=RATE)
+    spec = tiny_spec(schedule=RATE, strategy=saved_by)
     folder = run.new_checkpoint(1)
     saved = ranks.run(spec, train_save, [(mine, str(folder)) for mine in shards_of(rows, 2)])
     assert run.newest() is None  # no checkpoint before it is published
@@ -125,9 +132,9 @@ def test_a_checkpoint_goes_on_exactly_with_other_ranks_and_another_strategy(
     assert json.loads((folder / "worker.json").read_text()) == {"optimizer_steps": 3}
 
     after = []
-    for dp_size, changes in ((2, {}), (3, {"strategy": "fsdp"}), (1, {})):
+    for dp_size, strategy in loaded_by:
         results = ranks.run(
-            tiny_spec(schedule=RATE, seed=5, **changes),
+            tiny_spec(schedule=RATE, seed=5, strategy=strategy),
             load_train,
             [(str(folder), mine) for mine in shards_of(rows, dp_size)],
         )
@@ -148,6 +155,19 @@ def test_only_the_newest_checkpoints_stay_and_a_torn_one_goes(tmp_path: Path) ->
     run.prune(2)
     assert [found.step for found in run.checkpoints()] == [2, 3]
     assert len(os.listdir(tmp_path / "checkpoints")) == 2
+
+
+def test_a_run_killed_at_any_point_of_saving_goes_on_from_a_whole_checkpoint(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("saving.py")
+    command = [sys.executable, str(script), str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
+    *deaths, end = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(deaths) == 5
+    for death in deaths:
+        assert death["status"] == -signal.SIGKILL, (death, done.stderr[-2000:])
+        assert death["newest"] == death["frontier"] == death["expected"], death
+    assert end == {"left": [4, 5], "folders": 2}
 
 
 def save_and_copy(worker: Any, shards: list[Shard], folder: str) -> Any:
@@ -247,12 +267,12 @@ def test_an_eval_leaves_no_trace_and_runs_without_dropout() -> None:
         assert distance(with_eval, without) == 0.0
 
 
-def turns(seed: int) -> tuple[Any, list[str], list[str], list[bool]]:
-    """Rows that are turns of trajectories: 1 to 4 turns, 3 trajectories a prompt, 5 prompts."""
+def turns(seed: int, trials: int = 3) -> tuple[Any, list[str], list[str], list[bool]]:
+    """Rows that are turns of trajectories: 1 to 4 turns, so many trajectories a prompt, 5 prompts."""
     rng = np.random.default_rng(seed)
     uids, names, last = [], [], []
     for prompt in range(5):
-        for trial in range(3):
+        for trial in range(trials):
             count = int(rng.integers(1, 5))
             uids += [f"prompt-{prompt}"] * count
             names += [f"{prompt}/{trial}"] * count
@@ -325,6 +345,16 @@ def test_step_wise_rollouts_train_alike_on_any_number_of_ranks(ranks: Ranks) -> 
     run_turns(ranks, rows, uids, columns, plan)
 
 
+def test_step_wise_rollouts_train_alike_on_more_ranks_than_rows(ranks: Ranks) -> None:
+    rows, uids, *_ = turns(31, trials=1)
+    counts = {uid: uids.count(uid) for uid in uids}
+    assert min(counts.values()) == 1  # a mini-batch of one row, others of two to four
+    advantages = {"advantages": rows.tokens["advantages"]}
+    columns = RowValues(rows.row_ids, rows.lengths.astype(np.int64), advantages)
+    plan = {"batch_size": 5, "mini_batch_size": 1, "micro_batch_tokens": 40, "layout": "packed"}
+    run_turns(ranks, rows, uids, columns, plan)
+
+
 def test_rollouts_of_an_agent_train_alike_on_any_number_of_ranks(ranks: Ranks) -> None:
     from raysvc.rows import RowBatch
 
@@ -364,11 +394,14 @@ def test_timing_is_off_by_default_and_sums_up_to_the_step_when_on() -> None:
     results = []
     for worker in (plain, timed):
         worker.setup("")
+        worker.evaluate(*stage(worker, shards[:1], step=-1))
         results.append(train(worker, shards))
+    assert results[1][0][0].timing["eval"] > 0  # of the evaluation before it
+    assert results[1][0][1].timing["eval"] == 0
     assert all(mini.timing == {} for mini in results[0][0])
     for mini in results[1][0]:
         assert tuple(mini.timing) == PARTS
-        assert mini.timing["backward"] > 0
+        assert min(mini.timing[part] for part in ("copy", "forward", "backward", "clip", "optimizer")) > 0
         parts = ("forward", "backward", "clip", "optimizer")
         assert 0.5 * mini.compute_s < sum(mini.timing[part] for part in parts) <= mini.compute_s
     assert distance(results[1][1], results[0][1]) == 0  # timing changes no byte
