@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from raysvc.chat.faults import RowDropped, RowFault
 from raysvc.chat.messages import Conversation, Message, read_messages, read_tools
@@ -76,7 +76,7 @@ class Format:
         train_on: from the spec.
     """
 
-    name: Literal["chat", "alpaca", "prompt_completion", "text", "preference", "pretokenized"]
+    name: FormatName
     columns: Mapping[str, str]
     train_on: str
 

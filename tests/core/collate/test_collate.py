@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raysvc.collate import collate_mini_batch
+from raysvc.collate.columns import SEVERAL_ROWS
 from raysvc.config import PlanConfig
 from raysvc.errors import ConfigError
 from raysvc.plan import Plan
@@ -145,7 +146,7 @@ def test_micro_batches_hold_every_token_and_boundaries_fit(make_data, make_shard
 
 
 def check_boundaries(config, arrays):
-    if config.layout not in ("packed", "stream"):
+    if config.layout not in SEVERAL_ROWS:
         assert "cu_seqlens" not in arrays
         assert len(arrays["seq_lengths"]) == len(arrays["input_ids"])
         return
