@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,34 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
-def test_the_reference_is_what_the_config_models_say() -> None:
-    path = ROOT / "docs" / "make_reference.py"
-    spec = importlib.util.spec_from_file_location("make_reference", path)
+def rendered(name: str) -> str:
+    """What a script of docs/ would write."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    text = module.render()
+    return str(module.render())
+
+
+def test_the_reference_is_what_the_config_models_say() -> None:
+    text = rendered("make_reference")
     assert (ROOT / "docs" / "reference.md").read_text() == text, "run python docs/make_reference.py"
     assert "|  |" not in text, "every key has a description"
+
+
+def test_the_public_api_is_what_its_page_says() -> None:
+    text = rendered("make_api")
+    assert (ROOT / "docs" / "api.md").read_text() == text, (
+        "run python docs/make_api.py; where a caller would break, raise __version__ and say so under Breaking"
+    )
+    assert f"version {raysvc.__version__}." in text
+    assert "<" not in re.sub(r"`[^`]*`", "", text), "no default is shown by its address in memory"
+
+
+def test_the_version_is_one() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == raysvc.__version__
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
