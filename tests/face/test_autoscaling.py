@@ -40,7 +40,7 @@ def test_a_build_takes_nodes_loses_one_and_gives_all_back(tmp_path: Path, sample
     )  # /tmp/ray holds one "current cluster" for the whole machine
     done = subprocess.run(
         [*NAMESPACES, "bash", "-ec", f'{NETWORK} exec "$@"', "_", *command],
-        capture_output=True, text=True, check=False, timeout=380, env={**os.environ, "PATH": path, "RAY_TMPDIR": own},
+        capture_output=True, text=True, check=False, timeout=380, env={**os.environ, "PATH": path, "RAY_TMPDIR": own, "AUTOSCALER_UPDATE_INTERVAL_S": "1"},
     )  # fmt: skip
     shutil.rmtree(own, ignore_errors=True)
     assert done.returncode == 0, done.stderr[-3000:]
