@@ -15,7 +15,9 @@ import numpy as np
 import pyarrow as pa
 
 
-def make_entry(root: Path, num_rows: int, mean_tokens: int, seed: int = 0) -> str:
+def make_entry(
+    root: Path, num_rows: int, mean_tokens: int, seed: int = 0, rows_per_part: int | None = None
+) -> str:
     """A cache entry of random rows, of about log-normal length; returns its uri."""
     from raysvc.cache.key import cache_key
     from raysvc.cache.store import open_store
@@ -35,7 +37,12 @@ def make_entry(root: Path, num_rows: int, mean_tokens: int, seed: int = 0) -> st
     )
     recipe = {"rows": num_rows, "mean_tokens": mean_tokens, "seed": seed}
     writer = EntryWriter(open_store(str(root)), cache_key(recipe))
-    writer.commit([writer.write_part(0, table, {})], recipe, {"vocab_size": 1000, "pad_token_id": 0})
+    starts = range(0, num_rows, rows_per_part or num_rows)
+    parts = [
+        writer.write_part(number, table.slice(start, rows_per_part), {})
+        for number, start in enumerate(starts)
+    ]
+    writer.commit(parts, recipe, {"vocab_size": 1000, "pad_token_id": 0})
     return writer.uri
 
 

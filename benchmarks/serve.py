@@ -1,15 +1,15 @@
 """How long a trainer waits for data, against the compute time of a step.
 
-    python benchmarks/serve.py [--seconds 2] [--rows 256] [--tokens 400] [--two-nodes] [--no-peers]
+    python benchmarks/serve.py [--quick] [--two-nodes] [--no-peers] [--no-gain]
 
 One trainer on one rank: wait for a batch of padded arrays in this process, then "compute" (sleep) so many ms.
 - `serial`: collated here, in the loop, by raysvc's own collator;
 - `raysvc k`: from a batch server by rank mode, k steps ahead;
-- `torchdata`: StatefulDataLoader, two workers that read the same parts and pad with torch, two batches ahead each;
-- `ray data`: `iter_torch_batches` over the same Arrow parts with the same padding, two batches ahead.
+- `torchdata`, `ray data`: as `serve_peers.py` says.
 Stall is the share of the loop in which the trainer waited; overhead is a step's time less its compute.
 torchdata is installed by this script below `.bench/serve`, and uses the torch of this environment.
-With --two-nodes the server runs on another node of a `ray.cluster_utils.Cluster`.
+With --two-nodes the server runs on another node of a `ray.cluster_utils.Cluster`. What look-ahead gains, and where it cannot, is
+measured by `serve_gain.py`, which runs behind it in the same Ray.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import argparse
 import os
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,26 +25,28 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).parent))
 from common import make_entry, quiet_ray, show
+from serve_gain import gain, loop, served, touched
+from serve_peers import ray_data, torchdata
 
 COMPUTE_MS = (5, 20, 50, 200)
-BENCH = Path(__file__).parents[1] / ".bench" / "serve"
+ROWS, TOKENS = 256, 400  # of a step, and of a row
+QUICK_S = 1.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=2.0)
-    parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--two-nodes", action="store_true")
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--no-gain", action="store_true")
     options = parser.parse_args()
     start_ray(options.two_nodes)
     with tempfile.TemporaryDirectory() as folder:
         measure(Path(folder), options)
+        if not options.no_gain:
+            show("What look-ahead gains", gain(Path(folder), QUICK_S if options.quick else 4 * QUICK_S))
 
 
 def start_ray(two_nodes: bool) -> None:
@@ -68,52 +69,24 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
     from raysvc.config import PlanConfig
 
     steps_per_epoch = 40
-    uri = make_entry(folder / "cache", options.rows * steps_per_epoch, options.tokens)
-    plan = PlanConfig(batch_size=options.rows, epochs=200, micro_batch_size=options.rows)
+    uri = make_entry(folder / "cache", ROWS * steps_per_epoch, TOKENS)
+    plan = PlanConfig(batch_size=ROWS, epochs=200, micro_batch_size=ROWS)
     spec = ServeSpec(
         name="bench", entry_uri=uri, plan=plan, pad_token_id=0, journal=str(folder / "journal"), num_cpus=0.5
     )
     server = start_server(spec, detached=True)
     systems: dict[str, Callable[[], Iterator[Any]]] = {"serial": lambda: serial(spec)}
     for depth in (0, 1, 2, 4):
-        systems[f"raysvc {depth}"] = lambda depth=depth: served(depth)
+        systems[f"raysvc {depth}"] = lambda depth=depth: served("bench", depth)
     if not options.no_peers and not options.two_nodes:
-        systems["torchdata"] = lambda: torchdata(uri, options.rows)
-        systems["ray data"] = lambda: ray_data(uri, options.rows)
-    rows = []
+        systems["torchdata"] = lambda: torchdata(uri, ROWS)
+        systems["ray data"] = lambda: ray_data(uri, ROWS)
+    rows, seconds = [], QUICK_S if options.quick else 4 * QUICK_S
     for compute_ms in COMPUTE_MS:
         for name, make in systems.items():
-            rows.append(
-                {"compute ms": compute_ms, "system": name, **loop(make(), compute_ms / 1e3, options.seconds)}
-            )
+            rows.append({"compute ms": compute_ms, "system": name, **loop(make(), compute_ms / 1e3, seconds)})
             print(rows[-1], file=sys.stderr, flush=True)
-    show("Stall against compute", rows, **times(server), batch=[options.rows, options.tokens])
-
-
-def loop(batches: Iterator[Any], compute_s: float, seconds: float) -> dict[str, float]:
-    """Stall and overhead of the loop, after three steps of warming up."""
-    waits: list[float] = []
-    begin = stop = 0.0
-    for number in range(100_000):
-        asked = time.perf_counter()
-        next(batches)
-        came = time.perf_counter()
-        if number == 3:
-            begin = asked
-        if number >= 3:
-            waits.append(came - asked)
-        time.sleep(compute_s)
-        stop = time.perf_counter()
-        if number >= 12 and stop - begin > seconds:
-            break
-    batches.close()  # type: ignore[attr-defined]
-    elapsed = stop - begin
-    return {
-        "stall %": round(100 * sum(waits) / elapsed, 2),
-        "overhead ms": round(1e3 * (elapsed / len(waits) - compute_s), 2),
-        "median wait ms": round(1e3 * statistics.median(waits), 2),
-        "steps": len(waits),
-    }
+    show("Stall against compute", rows, **times(server), batch=[ROWS, TOKENS])
 
 
 def serial(spec: Any) -> Iterator[Any]:
@@ -123,105 +96,6 @@ def serial(spec: Any) -> Iterator[Any]:
     stream = EntryStream(spec.entry_uri, {}, Recipe(spec.plan, 0))
     for step in range(stream.schedule.num_steps):
         yield touched(stream.make(step, (1,))[1][0].arrays)
-
-
-def served(depth: int) -> Iterator[Any]:
-    from raysvc.client import attach
-
-    with attach("bench", dp_size=1, rank=0, group="bench", look_ahead_steps=depth) as client:
-        client.rewind(0)
-        for step in client.steps():
-            yield touched(step.shards[0].arrays)
-            client.commit(step.index)
-
-
-def touched(arrays: dict[str, Any]) -> dict[str, Any]:
-    """The arrays, one cell of every page read."""
-    for array in arrays.values():
-        array.reshape(-1).view(np.uint8)[::4096].sum()
-    return arrays
-
-
-class Rows:
-    """A map-style dataset over the entry's rows, as a user writes one."""
-
-    def __init__(self, uri: str) -> None:
-        self.uri, self.entry = uri, None
-
-    def __len__(self) -> int:
-        from raysvc.cache.reader import open_entry
-
-        return open_entry(self.uri).num_rows
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if self.entry is None:
-            from raysvc.cache.reader import open_entry
-
-            self.entry = open_entry(self.uri)
-        batch = self.entry.read(np.array([index]))
-        return {"input_ids": batch.tokens["input_ids"], "loss_mask": batch.tokens["loss_mask"]}
-
-
-def padded(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The four arrays that raysvc makes, by torch."""
-    import torch
-    from torch.nn.utils.rnn import pad_sequence
-
-    ids = [torch.tensor(row["input_ids"]) for row in rows]
-    labels = [
-        torch.where(torch.tensor(row["loss_mask"]) > 0, each, -100)
-        for row, each in zip(rows, ids, strict=True)
-    ]
-    return {
-        "input_ids": pad_sequence(ids, batch_first=True),
-        "attention_mask": pad_sequence([torch.ones_like(each) for each in ids], batch_first=True),
-        "position_ids": pad_sequence([torch.arange(len(each)) for each in ids], batch_first=True),
-        "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
-    }
-
-
-def torchdata(uri: str, batch_size: int) -> Iterator[Any]:
-    if not BENCH.exists():
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "--no-deps",
-            "--target",
-            str(BENCH),
-            "torchdata",
-        ]
-        subprocess.run(command, check=True)
-    sys.path.append(str(BENCH))
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    loader = StatefulDataLoader(
-        Rows(uri), batch_size=batch_size, shuffle=True, num_workers=2, collate_fn=padded,
-        multiprocessing_context="forkserver", persistent_workers=True,
-    )  # fmt: skip
-    while True:
-        yield from loader
-
-
-def ray_data(uri: str, batch_size: int) -> Iterator[Any]:
-    import pyarrow as pa
-    import ray
-
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    tables = [
-        pa.ipc.open_stream(pa.memory_map(str(path))).read_all() for path in sorted(Path(uri).glob("*.arrow"))
-    ]
-    data = ray.data.from_arrow(tables).select_columns(["input_ids", "loss_mask"])
-
-    def collate(batch: dict[str, Any]) -> dict[str, Any]:
-        return padded([{"input_ids": i, "loss_mask": m} for i, m in zip(*batch.values(), strict=True)])
-
-    while True:
-        yield from data.iter_torch_batches(
-            batch_size=batch_size, collate_fn=collate, prefetch_batches=2, drop_last=True
-        )
 
 
 def times(server: Any) -> dict[str, float]:
