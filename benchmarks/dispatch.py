@@ -18,23 +18,20 @@ what a step takes beyond the compute time is on the critical path.
 
 from __future__ import annotations
 
+import argparse
+import json
+import subprocess
 import sys
+import time
+import typing
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typing_extensions
 
 HERE = Path(__file__).resolve().parent
-sys.path[:] = [path for path in sys.path if Path(path or ".").resolve() != HERE]  # it has a tokenize.py
-
-import argparse  # noqa: E402
-import json  # noqa: E402
-import subprocess  # noqa: E402
-import time  # noqa: E402
-import typing  # noqa: E402
-from typing import Any  # noqa: E402
-
-import numpy as np  # noqa: E402
-import typing_extensions  # noqa: E402
-
-sys.path[:] = [str(HERE.parent), *sys.path, str(HERE)]
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 DP_SIZE = 2
 WIDTH = 4096
 SECONDS_PER_MB = 0.006  # of compute: longer than any of them needs for its copies, so that all could hide

@@ -103,7 +103,7 @@ def gradients(worker: Any) -> dict[str, np.ndarray]:
     for name, parameter in worker.model.named_parameters():
         grad = parameter.grad
         grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-        out[name.removeprefix("module.")] = grad.double().numpy().copy()
+        out[name.removeprefix("module.")] = grad.double().cpu().numpy().copy()
     return out
 
 

@@ -12,11 +12,15 @@ from raysvc.actors.losses import PolicyLoss, SftLoss, ValueLoss
 from raysvc.actors.torch_worker import CausalLMWorker
 
 from . import reference
-from .ranks import Ranks, gradients_of, tiny_spec
+from .ranks import DoubleWorker, Ranks, gradients_of, tiny_spec
 from .reference import distance, reference_gradient
 from .shards import minis_of, random_rows, some_rows
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
+ON_CUDA = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 # float64 models; loss weights and columns travel as float32
 EXACT = 3e-7
 POLICY = PolicyLoss(clip_low=0.2, clip_high=0.3, dual_clip=1.5, kl_coef=0.1, entropy_coef=0.05)
@@ -63,6 +67,21 @@ def test_gradients_equal_those_of_one_process_row_by_row(ranks: Ranks, dp_size: 
             for rank in results:
                 assert distance(rank[number][0], grads) < EXACT, (layout, number)
         assert info.num_dummies == int(sum((shard.row_ids < 0).sum() for shard in shards))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
+def test_gradients_of_one_worker_are_the_same_on_any_device(device: str) -> None:
+    rows = random_rows(7, seed=3)
+    worker = DoubleWorker(0, 1, device, tiny_spec().model_dump_json())
+    worker.setup("")
+    for layout in LAYOUTS:
+        ((_, (shard,), _),) = minis_of(rows, plan_of(layout), 1, columns=COLUMNS)
+        for number, (grads, metrics) in enumerate(gradients_of(worker, [shard], LOSSES)):
+            expected, loss = reference_gradient(
+                model_of(), rows, FORMULAS[number], "logits", list(range(7)), "token_mean"
+            )
+            assert metrics["loss"] == pytest.approx(loss, rel=1e-6), layout
+            assert distance(grads, expected) < EXACT, layout
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
