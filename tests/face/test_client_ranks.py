@@ -129,6 +129,30 @@ def test_a_torch_dataset_knows_its_length_and_goes_on_in_the_middle_of_a_step(se
         assert (rest, left) == (items[at:], length - at)
 
 
+def test_a_state_in_the_middle_of_a_step_fits_the_same_split_alone_and_at_its_end_any(serve: Served) -> None:
+    from raysvc.errors import StateMismatch
+
+    plan = {"micro_batch_size": 2, "batch_size": 16, "mini_batch_size": 8, "epochs": 1}
+    serve("resplit", plan=plan)
+    clients = attach_ranks("resplit")
+    states = []
+    dataset = clients[0].as_torch_dataset()
+    for _ in zip(range(5), dataset, strict=False):
+        states.append(dataset.state_dict())
+    for client in clients:
+        client.detach()
+    (alone,) = attach_ranks("resplit", 1, takeover=True)
+    dataset = alone.as_torch_dataset()
+    dataset.load_state_dict(states[3])  # all four of step 0
+    assert alone.frontier == 1
+    assert set(next(iter(dataset))["row_ids"].tolist()) <= set(alone.peek(1).mini_batches[0].row_ids.tolist())
+    dataset = alone.as_torch_dataset()
+    dataset.load_state_dict(states[1])
+    with pytest.raises(StateMismatch, match="in the middle of step 0"):
+        next(iter(dataset))
+    alone.detach()
+
+
 def test_a_worker_process_of_a_loader_is_refused(serve: Served) -> None:
     from torch.utils.data import DataLoader
 
