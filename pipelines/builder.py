@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from raysvc.cache.manifest import Receipt
 from raysvc.config import PoolConfig
 from raysvc.errors import RaysvcError
-from raysvc.pipelines.sources import Slice
+from raysvc.pipelines.slices import Slice
 from raysvc.pipelines.tokenize import BuildTask, receipts_of
 
 log = logging.getLogger(__name__)

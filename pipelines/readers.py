@@ -7,6 +7,7 @@ Always true:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ import pyarrow as pa
 from raysvc.chat.tokenize import SourceRow
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
-from raysvc.pipelines.sources import COMPRESSED, Kind, Slice
+from raysvc.pipelines.files import COMPRESSED, Kind, open_file
+from raysvc.pipelines.slices import Slice
 
 
 def read_lines(piece: Slice, storage_options: dict[str, Any]) -> bytes:
@@ -36,21 +38,30 @@ def read_rows(piece: Slice, storage_options: dict[str, Any]) -> Iterator[SourceR
         yield SourceRow(number, row if error is None else None, error)
 
 
-def first_row(piece: Slice, storage_options: dict[str, Any]) -> dict[str, Any] | None:
-    """The first readable row of a slice: what the format is told from; None when there is none."""
-    if piece.kind != "lines":
-        rows = (row.data for row in read_rows(piece, storage_options))
-        return next((row for row in rows if row is not None), None)
-    import orjson
+def first_row(path: str, kind: Kind, storage_options: dict[str, Any]) -> dict[str, Any] | None:
+    """The first readable row of a file: what the format is told from; None when there is none."""
+    rows = _first_rows(path, kind, storage_options)
+    return next((row for row in rows if isinstance(row, dict)), None)
 
-    for line in read_lines(piece, storage_options).splitlines():
-        try:
-            row = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            continue
-        if isinstance(row, dict):
-            return row
-    return None
+
+def _first_rows(path: str, kind: Kind, storage_options: dict[str, Any]) -> Iterator[Any]:
+    """Rows from the beginning, reading no more of the file than its kind asks for."""
+    import orjson
+    import pyarrow.parquet as pq
+
+    if kind == "lines":
+        with open_file(path, storage_options) as stream:
+            for line in stream:
+                with contextlib.suppress(orjson.JSONDecodeError):
+                    yield orjson.loads(line)
+    elif kind == "parquet":
+        with fsspec.open(path, "rb", **storage_options) as stream:
+            for batch in pq.ParquetFile(stream).iter_batches(batch_size=1):
+                yield from batch.to_pylist()
+    elif kind == "json":
+        yield from _json_list(path, storage_options)
+    else:
+        yield from _read_table(path, kind, storage_options).slice(0, 1).to_pylist()
 
 
 def count_rows(path: str, kind: Kind, storage_options: dict[str, Any]) -> int:
@@ -70,7 +81,7 @@ def load_dataset_rows(config: SourceConfig) -> Any:
 
     name, split = str(config.dataset), config.split
     try:
-        if Path(name).is_dir() and _is_saved(Path(name)):
+        if Path(name).is_dir() and is_saved(Path(name)):
             return _saved_split(datasets.load_from_disk(name), split)
         data = datasets.load_dataset(name, config.subset, split=split, revision=config.revision)
     except (OSError, ValueError, KeyError, ConnectionError) as error:
@@ -82,7 +93,8 @@ def load_dataset_rows(config: SourceConfig) -> Any:
     return data
 
 
-def _is_saved(folder: Path) -> bool:
+def is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` wrote it."""
     return (folder / "state.json").exists() or (folder / "dataset_dict.json").exists()
 
 
@@ -149,16 +161,20 @@ def _read_table(path: str, kind: Kind, storage_options: dict[str, Any]) -> pa.Ta
     import pyarrow.csv as pc
     import pyarrow.parquet as pq
 
-    with fsspec.open(path, "rb", compression="infer", **storage_options) as stream:
-        try:
+    try:
+        if kind == "arrow" and "://" not in path and not path.endswith(COMPRESSED):
+            return _arrow_table(pa.memory_map(path))  # the table keeps the mapping
+        with fsspec.open(path, "rb", compression="infer", **storage_options) as stream:
             if kind == "parquet":
                 return pq.ParquetFile(stream).read(columns=[])
-            if kind == "csv":
-                return pc.read_csv(stream)
-            magic = stream.read(6)
-            stream.seek(0)
-            return (pa.ipc.open_file if magic == b"ARROW1" else pa.ipc.open_stream)(stream).read_all()
-        except pa.ArrowInvalid as error:
-            raise SourceError(
-                "source.path", f"{path!r} cannot be read as {kind}: {error}", "check the file"
-            ) from error
+            return pc.read_csv(stream) if kind == "csv" else _arrow_table(stream)
+    except pa.ArrowInvalid as error:
+        raise SourceError(
+            "source.path", f"{path!r} cannot be read as {kind}: {error}", "check the file"
+        ) from error
+
+
+def _arrow_table(stream: Any) -> pa.Table:
+    magic = stream.read(6)
+    stream.seek(0)
+    return (pa.ipc.open_file if magic == b"ARROW1" else pa.ipc.open_stream)(stream).read_all()

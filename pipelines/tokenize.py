@@ -27,7 +27,7 @@ from raysvc.chat.tokenize import SliceResult, SliceTokenizer
 from raysvc.config import PoolConfig, TextSpec
 from raysvc.errors import RaysvcError
 from raysvc.pipelines.readers import read_lines, read_rows
-from raysvc.pipelines.sources import Slice
+from raysvc.pipelines.slices import Slice
 
 if TYPE_CHECKING:
     import ray.data

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from raysvc.cache.generations import build_generation, next_generation
 from raysvc.cache.key import Difference, cache_key, nearest
 from raysvc.cache.manifest import Manifest
+from raysvc.cache.memo import Memo
 from raysvc.cache.reader import Entry, find_entry, list_entries, open_entry
 from raysvc.cache.store import Store, open_store
 from raysvc.cache.writer import EntryWriter
@@ -59,16 +60,22 @@ class BuildPlan:
     key: str
 
 
-def plan_build(job: JobConfig) -> BuildPlan:
-    """Look through the source and load the tokenizer.
+def plan_build(job: JobConfig, store: Store) -> BuildPlan:
+    """Look at the source and load the tokenizer.
+
+    Args:
+        job: of one source.
+        store: where what was found out about files before lies; a job that trusts no cache reads all.
 
     Raises:
         SourceError: no rows, or not the columns that the format needs.
         TokenizerError: it cannot be used for this format.
     """
-    from raysvc.pipelines.sources import scan
+    from raysvc.pipelines.sources import look_at
 
-    source = scan(job.source, None if job.workers.slice_mb is None else int(job.workers.slice_mb * 1e6))
+    memo = Memo(store) if job.cache.enabled and not job.cache.force else None
+    slice_bytes = None if job.workers.slice_mb is None else int(job.workers.slice_mb * 1e6)
+    source = look_at(job.source, slice_bytes, memo)
     kind = _format_of(job, source)
     spec = job.text.model_copy(update={"format": kind})
     tokenizer = LoadedTokenizer(job.tokenizer)
@@ -93,7 +100,7 @@ def find_or_build(
     """The job's entry, whether it was there, and why it was used or built."""
     store = open_store(root, job.cache.storage_options, job.cache.unsafe_store)
     job = job.model_copy(update={"tokenizer": anchored(job.tokenizer)})
-    plan = plan_build(job)
+    plan = plan_build(job, store)
     if not job.cache.enabled:
         private = cache_key({**plan.recipe, "private": uuid.uuid4().hex})
         return _build(job, plan, store, private, 0, address, progress), False, "cache.enabled is false"
@@ -109,10 +116,7 @@ def find_or_build(
 
 
 def _format_of(job: JobConfig, source: Source) -> Format:
-    from raysvc.pipelines.readers import first_row
-
-    rows = (first_row(piece, job.source.storage_options) for piece in source.slices)
-    row = next((row for row in rows if row is not None), None)
+    row = source.first_row()
     if row is None:
         where = ", ".join(job.source.path) or str(job.source.dataset)
         raise SourceError(
@@ -124,7 +128,7 @@ def _format_of(job: JobConfig, source: Source) -> Format:
 def explain_job(job: JobConfig, root: str) -> dict[str, Any]:
     """Whether a job of one source would hit the cache, and in what it differs from the nearest entry; builds nothing."""
     store = open_store(root, job.cache.storage_options, job.cache.unsafe_store)
-    plan = plan_build(job)
+    plan = plan_build(job, store)
     entry = find_entry(store, plan.key)
     if entry is not None:
         return {"hit": True, "key": plan.key, "reason": HIT, "uri": entry.uri, "differences": []}
@@ -179,6 +183,7 @@ def _build(
     receipts = [done[piece.index] for piece in plan.source.slices]
     report = make_report(job, plan, receipts, time.perf_counter() - begin)
     report["length_percentiles"] = percentiles(_lengths(writer, receipts))
+    plan.source.check_unchanged()
     writer.commit(receipts, plan.recipe, report)
     meter.finish()
     return open_entry(writer.uri, job.cache.storage_options)
@@ -244,7 +249,7 @@ class _Meter:
     def __init__(self, progress: Progress, plan: BuildPlan, done: Iterable[Receipt], source: str) -> None:
         self._progress = progress
         self._source = source
-        self._total = plan.source.num_rows
+        self._total = sum(piece.num_rows for piece in plan.source.slices)
         self._begin = time.perf_counter()
         self._rows = {piece.index: piece.num_rows for piece in plan.source.slices}
         self._done = sum(self._rows[one.slice_index] for one in done)

@@ -22,6 +22,7 @@ from raysvc.cache.use import USE_TTL_S, store_now
 from raysvc.errors import EntryError
 
 GRACE_S = 86400.0
+SCANS_KEPT_S = 90 * 86400.0
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def collect_garbage(
     removals = [
         *_marks(store, folders, free, older_than_s, max_bytes, dry_run),
         *_leftovers_of_root(store, root, now_s, grace_s, dry_run),
+        *_old_scans(store, root, now_s, dry_run),
     ]
     marked = {one.folder for one in removals}
     for folder in folders:
@@ -203,6 +205,14 @@ def _leftovers_of_root(
     prefixes = (".tmp-", ".probe-", ".clock-")
     old = [i for i in root if i.name.startswith(prefixes) and now_s - i.modified_s >= grace_s]
     return _remove_files(store, "", [item for item in old if not item.is_folder], dry_run)
+
+
+def _old_scans(store: Store, root: Sequence[Found], now_s: float, dry_run: bool) -> list[Removal]:
+    """Records of scans are of no use once their file has changed; nobody can tell, and making one anew is cheap."""
+    if not any(item.is_folder and item.name == names.SCANS for item in root):
+        return []
+    old = [item for item in store.scan(names.SCANS) if now_s - item.modified_s >= SCANS_KEPT_S]
+    return _remove_files(store, names.SCANS, old, dry_run)
 
 
 def _remove_files(store: Store, folder: str, files: Sequence[Found], dry_run: bool) -> list[Removal]:

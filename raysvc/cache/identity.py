@@ -1,72 +1,56 @@
-"""What a source file is, apart from where it lies.
+"""What a source file is, apart from where it lies, and how to tell that it is still the same.
 
 Always true:
 - an identity never holds a path, a name or a time;
-- two local files have equal identities exactly when their bytes are equal;
-- on an object store the identity is what the store says of the content (etag, checksum, version), so that
-  nothing is downloaded; a store that says nothing has its bytes hashed.
+- on an object store the identity is what the store says of the content, so that nothing is downloaded; web
+  servers, whose etags are often made of size and time, have their bytes hashed;
+- a stamp is never part of an identity: it only says whether a file has to be read again;
+- a stamp is trusted only when the file was still for `RACY_S` before it was read: a change within the resolution
+  of the file system's clock, or of a clock that is a little off, would leave the stamp as it was.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, BinaryIO
+import time
+from collections.abc import Mapping
+from typing import Any
 
-from raysvc.errors import SourceError
-
-CONTENT_FIELDS = ("ETag", "etag", "md5Hash", "content_md5", "crc32c", "blob_id", "VersionId", "version_id")
-BLOCK = 1 << 20
-THREADS = 8
+CONTENT_FIELDS = ("md5Hash", "content_md5", "blob_id", "ETag", "etag", "crc32c", "VersionId", "version_id")
+RACY_S = 10.0
+Stamp = dict[str, int]
 
 
-def file_identity(url: str, storage_options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Size and content of one file: `{"size", "sha256"}`, or `{"size", <what the object store says>}`.
+def store_tag(url: str, info: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`{"size", <what the object store says of the content>}`, None when the bytes have to be hashed.
 
     Args:
-        url: a path or any fsspec URL.
-        storage_options: for fsspec.
-
-    Raises:
-        SourceError: the file cannot be read.
+        url: of the file.
+        info: what fsspec lists of it.
     """
-    try:
-        if "://" not in url:
-            with open(url, "rb") as file:
-                return _hashed(file, os.fstat(file.fileno()).st_size)
-        return _remote_identity(url, dict(storage_options or {}))
-    except (OSError, ImportError) as error:
-        raise SourceError(url, f"cannot be read ({error})", "check the path and the credentials") from error
+    if "://" not in url or url.startswith(("http://", "https://", "file://")) or info.get("size") is None:
+        return None
+    for name in CONTENT_FIELDS:
+        if info.get(name):
+            return {"size": int(info["size"]), name.lower(): str(info[name]).strip('"')}
+    return None
 
 
-def file_identities(
-    urls: Sequence[str], storage_options: Mapping[str, Any] | None = None
-) -> list[dict[str, Any]]:
-    """`file_identity` of many files, in their order; reads several at a time."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        return list(pool.map(lambda url: file_identity(url, storage_options), urls))
+def local_stamp(handle: int) -> Stamp:
+    """What changes with every change of an open file: opening it asked an NFS server anew.
+
+    The change time is in it because nobody can set it: an edit that puts the old modification time back shows.
+    """
+    status = os.fstat(handle)
+    return {
+        "size": status.st_size,
+        "mtime_ns": status.st_mtime_ns,
+        "ctime_ns": status.st_ctime_ns,
+        "inode": status.st_ino,
+    }
 
 
-def _remote_identity(url: str, options: dict[str, Any]) -> dict[str, Any]:
-    import fsspec
-
-    fs, path = fsspec.core.url_to_fs(url, **options)
-    info = fs.info(path)
-    says = {name: str(info[name]).strip('"') for name in CONTENT_FIELDS if info.get(name)}
-    if says and info.get("size") is not None:
-        name = next(iter(says))
-        return {"size": int(info["size"]), name.lower(): says[name]}
-    with fs.open(path, "rb") as file:
-        return _hashed(file, info.get("size"))
-
-
-def _hashed(file: BinaryIO, expected: int | None) -> dict[str, Any]:
-    digest, size = hashlib.sha256(), 0
-    while block := file.read(BLOCK):
-        digest.update(block)
-        size += len(block)
-    if expected is not None and size != expected:
-        raise OSError(f"the file changed while it was read: {expected} bytes, then {size}")
-    return {"size": size, "sha256": digest.hexdigest()}
+def is_settled(stamp: Stamp, now_s: float | None = None) -> bool:
+    """Whether a file with this stamp, read from now on, cannot change without its stamp changing."""
+    now_ns = int((time.time() if now_s is None else now_s) * 1e9)
+    return max(stamp["mtime_ns"], stamp["ctime_ns"]) + int(RACY_S * 1e9) <= now_ns

@@ -17,9 +17,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysvc.cache.identity import file_identities as file_identities
-from raysvc.cache.identity import file_identity as file_identity
-
 Recipe = dict[str, Any]
 MISSING = "(absent)"
 

@@ -5,6 +5,7 @@
         part-<slice>-<uid>.arrow       receipt-<slice>-<uid>.json
         manifest.json   state.json   dataset_info.json
         use-<uid>.json  doomed.json  damaged.json
+    <root>/.scans/          what was found out about source files, see `raysvc.cache.memo`
 
 Always true:
 - a name that matches holds no separator and no dot at its start, so it cannot leave its folder.
@@ -22,6 +23,7 @@ STATE = "state.json"
 DATASET_INFO = "dataset_info.json"
 DOOMED = "doomed.json"
 DAMAGED = "damaged.json"
+SCANS = ".scans"
 KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 FOLDER = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]{0,127})(?:\.([1-9][0-9]{0,5}))?")
 PART = re.compile(r"part-([0-9]{5,9})-[0-9a-f]{16}\.arrow")

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 import raysvc
+from raysvc import build
 from raysvc.cache.store import open_store
 from raysvc.cache.writer import EntryWriter
 from raysvc.sample import write_rows
@@ -81,6 +82,24 @@ def test_an_error_in_a_task_arrives_as_what_it_was(
     job = {**sections(tmp_path, sample, 50, 1), "cache": {"root": str(tmp_path / "cache")}}
     with pytest.raises(raysvc.errors.SourceError, match="max_length"):
         raysvc.tokenize(**job, max_length=8, truncation="error")
+
+
+def test_a_source_that_changes_while_it_is_tokenized_makes_no_entry(
+    tmp_path: Path, sample: dict[str, str], ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = {**sections(tmp_path, sample, 50, 1), "cache": {"root": str(tmp_path / "cache")}}
+    real = build.make_report
+
+    def late(*args: Any) -> Any:
+        with open(tmp_path / "rows.jsonl", "ab") as file:
+            file.write(b"\n")
+        return real(*args)
+
+    monkeypatch.setattr(build, "make_report", late)
+    with pytest.raises(raysvc.errors.SourceError, match="changed while it was tokenized"):
+        raysvc.tokenize(**job)
+    monkeypatch.undo()
+    assert raysvc.tokenize(**job).hit is False
 
 
 def wait_for_receipts(root: Path, count: int, process: subprocess.Popen[bytes]) -> dict[int, Any]:

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
-from raysvc.pipelines.readers import first_row, read_lines, read_rows
-from raysvc.pipelines.sources import _LineCutter, even_cuts, scan
+from raysvc.pipelines.readers import read_lines, read_rows
+from raysvc.pipelines.scan import LineCutter, even_cuts
+from raysvc.pipelines.sources import look_at
 
 ROWS = [{"text": f"row {number} " + "x" * (number % 17)} for number in range(100)]
 
@@ -28,7 +29,7 @@ def lines_of(rows: list[dict[str, str]]) -> bytes:
 def rows_through(path: str, slice_bytes: int) -> list[tuple[int, str]]:
     """(number, text) of every row, read slice by slice."""
     found = []
-    for piece in scan(SourceConfig(path=(path,)), slice_bytes).slices:
+    for piece in look_at(SourceConfig(path=(path,)), slice_bytes).slices:
         if piece.kind == "lines":
             for number, line in enumerate(read_lines(piece, {}).splitlines(), start=piece.first_row):
                 found.append((number, json.loads(line)["text"]))
@@ -65,6 +66,11 @@ def test_every_row_of_every_kind_of_file_is_read_once_with_its_number(
     assert rows_through(write(tmp_path, kind), slice_bytes) == expected
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "csv", "parquet", "arrow"])
+def test_the_first_row_of_every_kind_of_file_is_found(tmp_path: Path, kind: str) -> None:
+    assert look_at(SourceConfig(path=(write(tmp_path, kind),))).first_row() == ROWS[0]
+
+
 def test_rows_are_numbered_over_all_files_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines_of(ROWS[:40]))
     (tmp_path / "b.jsonl").write_bytes(lines_of(ROWS[40:]))
@@ -76,7 +82,7 @@ def test_a_saved_dataset_with_a_split_slice_gives_these_rows(tmp_path: Path) -> 
     import datasets
 
     datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
-    source = scan(SourceConfig(dataset=str(tmp_path / "saved"), split="train[10%:30%]"))
+    source = look_at(SourceConfig(dataset=str(tmp_path / "saved"), split="train[10%:30%]"))
     rows = [row.data for piece in source.slices for row in read_rows(piece, {})]
     assert rows == ROWS[10:30]
 
@@ -85,22 +91,21 @@ def test_the_identity_is_the_content_and_never_the_place(tmp_path: Path) -> None
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.jsonl").write_bytes(lines_of(ROWS))
-    first, second = (scan(SourceConfig(path=(str(tmp_path / name),))).identity for name in "ab")
+    first, second = (look_at(SourceConfig(path=(str(tmp_path / name),))).identity for name in "ab")
     assert first == second
     (tmp_path / "b" / "b.jsonl").write_bytes(lines_of([*ROWS[:-1], {"text": "other"}]))
-    assert scan(SourceConfig(path=(str(tmp_path / "b"),))).identity != first
+    assert look_at(SourceConfig(path=(str(tmp_path / "b"),))).identity != first
 
 
 def test_the_first_row_skips_lines_that_are_no_objects(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"broken\n[1]\n{"text": "good"}\n')
-    (piece,) = scan(SourceConfig(path=(str(tmp_path / "a.jsonl"),))).slices
-    assert first_row(piece, {}) == {"text": "good"}
+    assert look_at(SourceConfig(path=(str(tmp_path / "a.jsonl"),))).first_row() == {"text": "good"}
 
 
 def test_an_unknown_ending_says_which_are_known(tmp_path: Path) -> None:
     (tmp_path / "rows.xlsx").write_text("x")
     with pytest.raises(SourceError, match=r"\.jsonl"):
-        scan(SourceConfig(path=(str(tmp_path / "rows.xlsx"),)))
+        look_at(SourceConfig(path=(str(tmp_path / "rows.xlsx"),)))
 
 
 def test_31_rows_over_16_slices_are_balanced() -> None:
@@ -119,7 +124,7 @@ def test_line_slices_touch_end_at_line_ends_and_count_their_lines(
     data: list[bytes], last_newline: bool, slice_bytes: int, block: int
 ) -> None:
     text = b"\n".join(data) + (b"\n" if last_newline and data else b"")
-    cutter = _LineCutter(slice_bytes)
+    cutter = LineCutter(slice_bytes)
     for start in range(0, len(text), block):
         cutter.feed(text[start : start + block])
     cuts = cutter.finish()

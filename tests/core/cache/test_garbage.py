@@ -11,6 +11,7 @@ import pytest
 
 from raysvc.cache import names, use
 from raysvc.cache.key import cache_key
+from raysvc.cache.memo import Memo
 from raysvc.cache.posix import PosixStore
 from raysvc.cache.reader import collect_garbage, find_entry, list_entries, next_generation
 from raysvc.cache.store import Store, open_store
@@ -65,6 +66,18 @@ def test_receipts_and_temporary_files_of_a_finished_entry_go_after_the_grace_per
     assert set(store.list(KEY)) == kept
     assert store.list() == (KEY,)
     assert find_entry(store, KEY).verify() == []
+
+
+def test_records_of_scans_go_when_they_are_old_and_no_sooner(store):
+    memo = Memo(store)
+    memo.put({"path": "old"}, {"size": 1})
+    memo.put({"path": "new"}, {"size": 2})
+    collect_garbage(store, grace_s=0)
+    old = max(Path(store.root, names.SCANS).iterdir(), key=lambda path: b"old" in path.read_bytes())
+    age(store, names.SCANS, 91 * DAY_S, old.name)
+    assert [removal.files for removal in collect_garbage(store)] == [(old.name,)]
+    assert Memo(store).get({"path": "old"}) is None
+    assert Memo(store).get({"path": "new"}) == {"size": 2}
 
 
 def test_a_build_that_stopped_long_ago_goes_and_one_that_goes_on_stays(store):

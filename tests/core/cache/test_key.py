@@ -14,8 +14,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from raysvc.cache.key import MISSING, Difference, cache_key, explain, file_identities, file_identity, nearest
-from raysvc.errors import SourceError
+from raysvc.cache.key import MISSING, Difference, cache_key, explain, nearest
 
 scalars = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
@@ -120,39 +119,3 @@ def test_the_nearest_recipe_has_the_fewest_differences():
     others = {"far": {"a": 1, "b": 1, "c": 1}, "near": {"a": 1, "b": 2, "c": 1}}
     assert nearest({"a": 1, "b": 2, "c": 3}, others) == ("near", [Difference("c", 1, 3)])
     assert nearest({"a": 1}, {}) is None
-
-
-def test_the_identity_of_a_file_is_its_bytes(tmp_path):
-    one, two = tmp_path / "one.jsonl", tmp_path / "sub" / "two.jsonl"
-    two.parent.mkdir()
-    one.write_bytes(b"row\n")
-    two.write_bytes(b"row\n")
-    os.utime(two, (1, 1))
-    assert file_identity(str(one)) == file_identity(str(two)) == file_identities([str(one)])[0]
-    two.write_bytes(b"rov\n")
-    assert file_identity(str(one)) != file_identity(str(two))
-    assert set(file_identity(str(one))) == {"size", "sha256"}
-
-
-def test_the_identity_on_a_store_without_checksums_is_the_hash_of_the_bytes(tmp_path):
-    import fsspec
-
-    fsspec.filesystem("memory").pipe_file("memory://identity/x", b"row\n")
-    (tmp_path / "x").write_bytes(b"row\n")
-    assert file_identity("memory://identity/x") == file_identity(str(tmp_path / "x"))
-
-
-def test_the_identity_on_s3_is_the_etag_and_nothing_is_downloaded(s3):
-    store = s3.store("identity")
-    store.write("a", b"row\n")
-    store.write("b", b"row\n")
-    store.write("c", b"row!\n")
-    one, two, three = (file_identity(f"{store.url}/{name}", s3.options) for name in "abc")
-    assert one == two
-    assert set(one) == {"size", "etag"}
-    assert three != one
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(SourceError, match=r"nothing\.jsonl"):
-        file_identity(str(tmp_path / "nothing.jsonl"))
