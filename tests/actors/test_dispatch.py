@@ -16,7 +16,7 @@ from raysvc.actors.losses import SftLoss
 from raysvc.actors.mesh import Mesh
 from raysvc.actors.results import reduce_metrics
 from raysvc.actors.row_values import RowValues, cells_of, gather_rows, in_order, with_columns
-from raysvc.client import Mini
+from raysvc.client import Mini, Step
 from raysvc.errors import ConfigError, WorkerFailed
 
 from .shards import minis_of, random_rows
@@ -204,6 +204,20 @@ def test_all_replicas_of_a_dp_rank_are_handed_the_same_ref(ray_session: None, me
     answers = group.collect("forward", group.call("forward", (0, 0)))
     assert [mesh.rank(number) for number in answers] == [(dp, mesh.pp - 1, 0, 0) for dp in range(mesh.dp)]
     assert all(len(handle.got["forward"]) == 1 for handle in handles)
+
+
+def test_a_group_trains_the_mini_batches_of_a_step_once_in_every_update_epoch(ray_session: None) -> None:
+    handles = [Handle(number) for number in range(2)]
+    group, minis = WorkerGroup(handles), (data_of(2)[0], data_of(2)[0])
+    step = Step(3, 0, minis, update_epochs=2)
+    group.stage(step)
+    group.start_step(step)
+    keys = [(3, index) for index in range(4)]
+    for rank, handle in enumerate(handles):
+        assert [key for key, _ in handle.got["stage"]] == keys
+        shards = [shard for _, shard in handle.got["stage"]]
+        assert shards == [mini.shards[rank] for mini in (*minis, *minis)]
+        assert handle.got["train_step"] == [(keys, None)]
 
 
 def test_a_group_takes_the_shards_of_its_role_and_refuses_any_other_number_of_them(
