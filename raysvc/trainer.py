@@ -18,7 +18,7 @@ from raysvc.api import CacheEntry, ServerHandle, absolute, cpus_held, serve_entr
 from raysvc.chat.token_bytes import count_bytes
 from raysvc.client import BatchClient, Step, attach
 from raysvc.config import JobConfig
-from raysvc.errors import LeaseHeld
+from raysvc.errors import LeaseHeld, TokenizerError
 from raysvc.evaluation import Evals, HeldBack
 from raysvc.jobfile import load_job
 from raysvc.observe import observe_step
@@ -197,7 +197,13 @@ class _Run:
     def _evals(self, group: WorkerGroup, stop: int) -> Evals:
         """The job's evals; the workers are told the bytes of every token."""
         evals = Evals.of(self.job, stop)
-        counts = count_bytes(self.entry.tokenizer) if evals.names else None
+        if not evals.names:
+            return evals
+        try:
+            counts = count_bytes(self.entry.tokenizer)
+        except TokenizerError as error:  # all rows may come from the cache
+            log.warning("evals have no bits per byte: %s", error)
+            return evals
         if counts is not None:
             group.gather("set_token_bytes", group.call("set_token_bytes", counts))
         return evals
