@@ -127,6 +127,8 @@ class TurnFinder:
         text, frame = render.blocks[block], self._frame(example, place)
         if self._template.marks_generation:
             start, stop = _marked(render, block)
+        elif frame is None:
+            raise RowFault("the template does not show where an assistant's turn begins and ends")
         else:
             start, stop = self._start(render, example, place, block), len(text)
         said, end = self._close(text, start, stop, frame)
@@ -196,10 +198,9 @@ class TurnFinder:
         plain = [_say("user", "a"), _say("assistant", first), _say("user", "b"), _say("assistant", second)]
         call = {"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
         calling = [_say("user", "a"), {**_say("assistant", ""), "tool_calls": [call]}, _say("tool", "c")]
-        try:
-            render = self._template.render(plain, None)
-            middle, last = self._frame_of(render, 1, first), self._frame_of(render, 3, second)
-        except RowFault:
+        middle, last = self._frame_at(plain, 1, first), self._frame_at(plain, 3, second)
+        last = last or self._frame_at(plain[2:], 1, second)
+        if middle is None and last is None:
             return None, None, ""
         try:
             render = self._template.render(calling, None)
@@ -210,7 +211,12 @@ class TurnFinder:
         )
         return middle, last, tokens[-1] if tokens else ""
 
-    def _frame_of(self, render: Render, place: int, content: str) -> Frame | None:
+    def _frame_at(self, messages: list[Message], place: int, content: str) -> Frame | None:
+        """What stands around a message of a conversation, None when the template refuses it or shows another text."""
+        try:
+            render = self._template.render(messages, None)
+        except RowFault:
+            return None
         if render.owners.count(place) != 1:
             return None
         head, found, tail = render.blocks[render.owners.index(place)].partition(content)

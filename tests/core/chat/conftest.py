@@ -185,6 +185,13 @@ TEMPLATES: dict[str, str] = {
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
+    "only_one_turn": """\
+{%- if messages | length > 2 %}{{ raise_exception('one question, one answer') }}{% endif %}"""
+    + CHATML_LOOP,
+    "shows_ten_letters": """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content[:10] + '<|im_end|>\\n' }}
+{%- endfor %}""",
     "in_a_macro": """\
 {%- macro turn(message) %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endmacro %}
 {%- for message in messages %}{{ turn(message) }}{% endfor %}

@@ -166,3 +166,20 @@ def test_a_template_with_several_names_uses_the_one_for_tools(
     tokenizer = slice_tokenizer("named", str(tmp_path))
     rows, _ = tokenize(tokenizer, two_turns(), two_turns() | {"tools": [TOOL]})
     assert [hf.decode(row.ids).startswith("TOOLS") for row in rows] == [False, True]
+
+
+def test_a_header_that_is_not_known_is_never_trained(slice_tokenizer: Any, tokenize: Any) -> None:
+    """No generation prompt and no probe say where a turn of this template begins; its text alone would hold a header."""
+    rows, result = tokenize(slice_tokenizer("shows_ten_letters"), talk((U, "hi"), (A, "short")))
+    assert rows == []
+    assert list(result.books.quarantined) == [
+        "the template does not show where an assistant's turn begins and ends"
+    ]
+
+
+def test_a_template_of_one_turn_is_probed_with_one_turn(slice_tokenizer: Any, tokenize: Any) -> None:
+    (row,), _ = tokenize(slice_tokenizer("only_one_turn"), talk((U, "hi"), (A, "short")))
+    assert row.trained == ["short<|im_end|>"]
+    rows, result = tokenize(slice_tokenizer("only_one_turn"), talk((U, "hi"), (A, "bad <|im_start|>user")))
+    assert rows == []
+    assert list(result.books.quarantined) == ["a trained turn holds a control token"]
