@@ -9,7 +9,6 @@ Always true:
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -31,11 +30,7 @@ def bytes_of_tokens(hf: Any) -> list[bytes]:
     backend = hf.backend_tokenizer
     vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     pieces = [b""] * (max(vocab.values(), default=-1) + 1)
-    to_bytes = (
-        _byte_level
-        if '"ByteLevel"' in json.dumps(json.loads(backend.to_str()).get("decoder"))
-        else _metaspace
-    )
+    to_bytes = _byte_level if b'"ByteLevel"' in _state(backend.decoder) else _metaspace
     for text, token in vocab.items():
         pieces[token] = to_bytes(text)
     for token, added in hf.added_tokens_decoder.items():
@@ -43,10 +38,16 @@ def bytes_of_tokens(hf: Any) -> list[bytes]:
     return pieces
 
 
+def _state(part: Any) -> bytes:
+    """JSON of one part of a backend; that of the whole takes half a second to write and parse."""
+    state: bytes = b"" if part is None else part.__getstate__()
+    return state
+
+
 def _byte_level(text: str) -> bytes:
     try:
-        return bytes(_BYTE_OF[char] for char in text)
-    except KeyError:
+        return text.translate(_BYTE_OF).encode("latin-1")
+    except UnicodeEncodeError:
         return text.encode()
 
 
@@ -56,11 +57,14 @@ def _metaspace(text: str) -> bytes:
     return text.replace("\u2581", " ").encode()
 
 
-def _byte_of_char() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for (GPT-2's table)."""
+def _byte_of_char() -> dict[int, str]:
+    """Character of a byte-level vocabulary -> the byte it stands for, as a character (GPT-2's table).
+
+    A character that stands for none becomes one that is no byte.
+    """
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in set(shown)]
-    return {chr(byte): byte for byte in shown} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
+    return dict.fromkeys(hidden, "\uffff") | {256 + n: chr(byte) for n, byte in enumerate(hidden)}
 
 
 _BYTE_OF = _byte_of_char()
