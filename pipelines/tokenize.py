@@ -122,12 +122,16 @@ def _fits(receipt: Receipt | None, piece: Slice) -> bool:
 
 
 def receipts_of(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> Iterator[Receipt]:
-    """Run the graph; receipts come as slices finish, in any order.
+    """Run the graph over what nobody has done by now; receipts come as slices finish, in any order.
 
     Raises:
         RaysvcError: what a task raised on purpose, as it was raised there.
     """
-    for row in build_graph(task, slices, pool).iter_rows():
+    done, left = split_done(task.writer, slices)
+    yield from done.values()
+    if not left:
+        return
+    for row in build_graph(task, left, pool).iter_rows():
         if row["error"]:
             name, *args = json.loads(row["error"])
             error: RaysvcError = getattr(errors, name)(*args)

@@ -98,7 +98,7 @@ class PoolConfig(Model):
     min: PositiveInt = Field(default=1, description="Workers that are kept while a build runs.")
     max: PositiveInt | None = Field(default=None, description="None: as many as there are slices.")
     slice_mb: float | None = Field(
-        default=None, gt=0, description="Source MB per slice; None: a 64th of the source, from 1 to 32."
+        default=None, gt=0, description="Source MB per slice; None: a 64th of the source, from 4 to 32."
     )
     label_selector: dict[str, str] = Field(
         default={"raysvc-pool": "!gpu"},

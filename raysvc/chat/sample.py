@@ -20,14 +20,18 @@ from raysvc.chat.rows import EncoderDiffers, TokenRows
 from raysvc.chat.tokenizer import LoadedTokenizer
 
 LONGEST_BYTES = 1 << 15
+ROWS_PER_SAMPLE = 2048
 
 
 class RenderDiffers(Exception):
     """We rendered another text than `apply_chat_template`; the argument says on what."""
 
 
-def sample_places(batch: Batch, seed: int, ends: bool) -> list[int]:
-    """Rows to compare, others for every seed: one that is not ASCII; with `ends` also any, and both ends. No giants."""
+def sample_places(batch: Batch, seed: int) -> list[int]:
+    """Rows to compare, others for every seed: any two and one more of every `ROWS_PER_SAMPLE`, one of them not ASCII.
+
+    Giants are left out, unless there is nothing else.
+    """
     lengths = np.diff(batch.offsets)
     fit = np.flatnonzero(lengths <= max(LONGEST_BYTES, int(lengths.min(initial=LONGEST_BYTES))))
     if not len(fit):
@@ -37,8 +41,10 @@ def sample_places(batch: Batch, seed: int, ends: bool) -> list[int]:
     texts = pa.Array.from_buffers(pa.large_string(), len(batch), buffers)
     plain = pc.string_is_ascii(texts).to_numpy(zero_copy_only=False)
     hard = fit[~plain[fit]]
-    chosen = {int(random.choice(hard if len(hard) else fit))}
-    return sorted(chosen | {int(fit[0]), int(random.choice(fit)), int(fit[-1])} if ends else chosen)
+    count = min(2 + len(batch) // ROWS_PER_SAMPLE, len(fit))
+    chosen = random.choice(fit, count, replace=False)
+    chosen[-1] = random.choice(hard) if len(hard) else chosen[-1]
+    return sorted({*chosen.tolist()})
 
 
 def compare(

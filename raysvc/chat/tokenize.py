@@ -189,7 +189,7 @@ class SliceTokenizer:
         if len(filled.rows):
             tokens = RowEncoder(self._encoder, self._reference, self._table).encode(filled.batch)
             compared = compare(
-                sample_places(filled.batch, int(columns.source_rows[0]), ends=True),
+                sample_places(filled.batch, int(columns.source_rows[0])),
                 tokens,
                 lambda place: ChatExample(columns.messages(int(filled.rows[place])), None, ()),
                 lambda place: ((), filled.batch.text(place), ()),
@@ -205,7 +205,6 @@ class SliceTokenizer:
         yield from self._made_of_rows(left, ledger)
 
     def _made_of_rows(self, rows: Iterator[SourceRow], ledger: Ledger) -> Iterator[tuple[Kept, int]]:
-        ends = True
         while chunk := list(islice(rows, ROWS_PER_CHUNK)):
             numbers: list[int] = []
             flat: list[Sequence] = []
@@ -218,17 +217,16 @@ class SliceTokenizer:
                 flat += sequences
                 numbers += [row.source_row] * len(sequences)
             if flat:
-                yield self._chunk(flat, np.array(numbers, np.int64), ledger, ends)
-                ends = False
+                yield self._chunk(flat, np.array(numbers, np.int64), ledger)
 
     def _chunk(
-        self, flat: list[Sequence], numbers: npt.NDArray[np.int64], ledger: Ledger, ends: bool
+        self, flat: list[Sequence], numbers: npt.NDArray[np.int64], ledger: Ledger
     ) -> tuple[Kept, int]:
         tokens, batch = self._encode(flat)
         compared = 0
         if batch is not None:
             compared = compare(
-                sample_places(batch, int(numbers[0]), ends),
+                sample_places(batch, int(numbers[0])),
                 tokens,
                 lambda place: flat[place].example,
                 lambda place: (flat[place].prefix, flat[place].text, flat[place].suffix),

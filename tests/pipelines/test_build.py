@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -74,6 +75,26 @@ def test_two_that_ask_at_once_share_one_build(
     assert entries[0].uri == entries[1].uri
     parts = list(Path(entries[0].uri).glob("part-*.arrow"))
     assert len(parts) == len(entries[0].entry.manifest.parts), "no slice was made twice"
+
+
+def test_a_builder_that_starts_late_makes_nothing_that_another_has_made(
+    tmp_path: Path, sample: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raysvc.build import plan_build
+    from raysvc.config import JobConfig
+    from raysvc.pipelines import tokenize
+
+    job = JobConfig.model_validate(sections(tmp_path, sample, 60, 3))
+    store = open_store(str(tmp_path / "cache"), {}, False)
+    plan = plan_build(job, store)
+    writer = EntryWriter(store, plan.key, 0)
+    task = tokenize.BuildTask(plan.spec, writer, {})
+    worker = tokenize.SliceWorker(task)
+    for piece in plan.source.slices:
+        worker({"slice": [json.dumps(piece.to_json())]})
+    monkeypatch.setattr(tokenize, "build_graph", None)
+    found = tokenize.receipts_of(task, plan.source.slices, job.workers)
+    assert sorted(receipt.slice_index for receipt in found) == list(range(len(plan.source.slices)))
 
 
 def test_an_error_in_a_task_arrives_as_what_it_was(
