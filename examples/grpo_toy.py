@@ -1,4 +1,4 @@
-"""GRPO with a producer of groups: the policy learns to say one word. `python examples/grpo_toy.py [FOLDER]`
+"""GRPO with a producer of groups: the policy learns to say one word. `python examples/grpo_toy.py`
 
 A producer samples four answers to a prompt with the newest weights and puts them as a group; the learner trains steps
 of whole groups. No group is trained that is more than one weight version old.
@@ -7,9 +7,7 @@ of whole groups. No group is trained that is more than one weight version old.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,9 +66,9 @@ class Producer:
         )
 
 
-def main(folder: Path) -> dict[str, Any]:
+def main() -> dict[str, Any]:
     server = raysvc.serve_rollouts(
-        "grpo", run_dir=str(folder), pad_token_id=0, plan=PLAN, max_staleness=1, detached=False
+        "grpo", run_dir=tempfile.mkdtemp(), pad_token_id=0, plan=PLAN, max_staleness=1, detached=False
     )
     producer = Producer.remote(server.name)
     model, loss = build_model(), PolicyLoss()
@@ -108,4 +106,4 @@ def policy_loss(model: torch.nn.Module, shard: Any, loss: PolicyLoss) -> torch.T
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1] if sys.argv[1:] else tempfile.mkdtemp()))))
+    print(json.dumps(main()))

@@ -17,7 +17,7 @@ from raysvc.sample import write_job
 
 def main(folder: Path) -> dict[str, Any]:
     plan = {"batch_size": 32, "mini_batch_size": 16, "micro_batch_tokens": 1024}
-    job = write_job(folder, 120, plan=plan, cache={"root": str(folder / "cache")})
+    job = write_job(folder, 128, plan=plan)
     server = raysvc.serve(job, name="hf-trainer", detached=False)  # ends with this process
     with raysvc.attach(server.name, rank=0) as ours:
 

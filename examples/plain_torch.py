@@ -20,8 +20,8 @@ from raysvc.sample import write_job
 
 
 def main(folder: Path) -> dict[str, Any]:
-    plan = {"batch_size": 32, "mini_batch_size": 16, "micro_batch_tokens": 1024}
-    job = write_job(folder, 240, plan=plan, cache={"root": str(folder / "cache")})
+    plan = {"batch_size": 32, "mini_batch_size": 16, "micro_batch_tokens": 1024, "epochs": 2}
+    job = write_job(folder, 128, plan=plan)
     server = raysvc.serve(job, name="plain-torch", detached=False)  # ends with this process
 
     torch.manual_seed(0)
@@ -31,6 +31,7 @@ def main(folder: Path) -> dict[str, Any]:
     losses, loss, rows = [], 0.0, 0
 
     with raysvc.attach(server.name, rank=0) as client:
+        client.rewind(0)  # whatever an earlier run committed
         loader = DataLoader(client.as_torch_dataset(), batch_size=None)
         for micro in loader:
             logits = model(micro["input_ids"], attention_mask=micro["attention_mask"]).logits

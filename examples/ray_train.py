@@ -74,7 +74,7 @@ def build_model() -> torch.nn.Module:
 
 def main(folder: Path) -> dict[str, Any]:
     plan = {"batch_size": 16, "micro_batch_tokens": 1024}
-    job = write_job(folder, 128, plan=plan, cache={"root": str(folder / "cache")})
+    job = write_job(folder, 128, plan=plan)
     server = raysvc.serve(job, name="ray-train", detached=False)  # ends with this process
     trainer = TorchTrainer(
         train_rank,

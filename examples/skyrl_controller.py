@@ -1,5 +1,5 @@
 """A controller loop in SkyRL's shape: prompt mini-batches of step-wise rollouts, refs `[mini][dp]`, workers that hold
-the model. `python examples/skyrl_controller.py [FOLDER]`
+the model. `python examples/skyrl_controller.py`
 
 The controller opens no tensor. Where SkyRL calls `MeshDispatch.stage_chunks` on a batch that it holds itself, it hands
 on refs that the server made: one per (mini-batch, data-parallel rank), padded to the ranks, groups never split.
@@ -8,9 +8,7 @@ on refs that the server made: one per (mini-batch, data-parallel rank), padded t
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,8 +65,10 @@ def rollouts_of(prompt: int) -> Group:
     return Group(f"prompt-{prompt}", ids, mask, rows={"advantages": advantages.astype(np.float32)})
 
 
-def main(folder: Path, dp_size: int = 2) -> dict[str, Any]:
-    server = raysvc.serve_rollouts("skyrl", run_dir=str(folder), pad_token_id=0, plan=PLAN, detached=False)
+def main(dp_size: int = 2) -> dict[str, Any]:
+    server = raysvc.serve_rollouts(
+        "skyrl", run_dir=tempfile.mkdtemp(), pad_token_id=0, plan=PLAN, detached=False
+    )
     raysvc.rollouts(server.name).put_groups([rollouts_of(prompt) for prompt in range(8)])
     policy = [PolicyWorker.remote() for _ in range(dp_size)]
     shape, trained = [], []
@@ -86,4 +86,4 @@ def main(folder: Path, dp_size: int = 2) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1] if sys.argv[1:] else tempfile.mkdtemp()))))
+    print(json.dumps(main()))

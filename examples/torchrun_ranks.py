@@ -34,6 +34,7 @@ def train(server: str) -> dict[str, Any]:
     rows: list[int] = []
 
     with raysvc.attach(server, ranks, rank=rank) as client:
+        client.rewind(0)  # whatever an earlier run committed
         loader = DataLoader(client.as_torch_dataset(), batch_size=None)
         for micro in loader:
             logits = model(micro["input_ids"], attention_mask=micro["attention_mask"]).logits
@@ -63,7 +64,7 @@ class Rank:
 
 def main(folder: Path, num_ranks: int = 2) -> list[dict[str, Any]]:
     plan = {"batch_size": 32, "mini_batch_size": 16, "micro_batch_tokens": 1024}
-    job = write_job(folder, 128, plan=plan, cache={"root": str(folder / "cache")})
+    job = write_job(folder, 128, plan=plan)
     server = raysvc.serve(job, name="torchrun", detached=False)  # ends with this process
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

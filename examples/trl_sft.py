@@ -17,7 +17,7 @@ from raysvc.sample import write_job
 
 
 def main(folder: Path) -> dict[str, Any]:
-    entry = raysvc.tokenize(write_job(folder, 96, cache={"root": str(folder / "cache")}))
+    entry = raysvc.tokenize(write_job(folder, 128))
     rows = labelled(entry.uri)
     # the ids stay ours, and labels are made from our mask when a row is read
     ours = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}

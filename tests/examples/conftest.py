@@ -15,9 +15,16 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 Example = Callable[..., dict[str, Any]]
 
 
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all examples: their rows are the same, so the first one builds the entry."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
 def example(
     tmp_path: Path,
+    cache: Path,
     ray_session: None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -26,6 +33,7 @@ def example(
     from raysvc.actors.launch import server_names, stop_server
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAYSVC_CACHE_DIR", str(cache))
 
     def run(name: str, *arguments: str) -> dict[str, Any]:
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])

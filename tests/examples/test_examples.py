@@ -14,8 +14,8 @@ Example = Callable[..., dict[str, Any]]
 
 def test_a_plain_loop_trains_every_row_once_and_its_loss_falls(example: Example, tmp_path: Path) -> None:
     facts = example("plain_torch", str(tmp_path))
-    assert facts["optimizer_steps"] == 15
-    assert facts["rows"] == 240
+    assert facts["optimizer_steps"] == 16
+    assert facts["rows"] == 2 * 128
     assert facts["last"] < 0.7 * facts["first"]
 
 
@@ -49,10 +49,36 @@ def test_trl_trains_on_our_targets_alone(example: Example, tmp_path: Path) -> No
             assert torch.nonzero(batch["labels"][number] != -100).flatten().tolist() == expected
             assert batch["labels"][number][expected].tolist() == [row["input_ids"][at] for at in expected]
             trained += len(expected)
+        if not first:
+            assert_loss_is_of_targets_alone(trl, batch, tmp_path)
     assert trained == sum(sum(entry.row(number)["loss_mask"][1:]) for number in range(facts["rows"]))
 
 
+def assert_loss_is_of_targets_alone(trl: Any, batch: dict[str, Any], folder: Path) -> None:
+    """What `SFTTrainer` computes is the mean of -log p over the targets."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=1024, **size)).eval()
+    args = trl.SFTConfig(
+        str(folder / "loss"), use_cpu=True, bf16=False, report_to="none",
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )  # fmt: skip
+    rows = Dataset.from_dict({"input_ids": [[1]], "labels": [[1]]})
+    tokenizer = AutoTokenizer.from_pretrained(str(folder / "tokenizer"))
+    trainer = trl.SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
+    labels = batch["labels"][:, 1:]
+    logprobs = (
+        model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1].log_softmax(-1)
+    )
+    at_labels = logprobs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    expected = -at_labels[labels != -100].mean()
+    assert trainer.compute_loss(model, batch).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # two starts of two workers
 def test_ray_train_with_a_killed_worker_ends_like_ranks_that_nobody_killed(
     example: Example, tmp_path: Path
 ) -> None:
@@ -65,16 +91,14 @@ def test_ray_train_with_a_killed_worker_ends_like_ranks_that_nobody_killed(
     assert killed["weights"] == calm[0]["weights"] == calm[1]["weights"]
 
 
-def test_a_controller_hands_on_refs_by_mini_batch_and_rank(example: Example, tmp_path: Path) -> None:
-    facts = example("skyrl_controller", str(tmp_path))
+def test_a_controller_hands_on_refs_by_mini_batch_and_rank(example: Example) -> None:
+    facts = example("skyrl_controller")
     assert facts["shape"] == [[2, 2], [2, 2]]
     flat = [row for mini in facts["rows"] for row in mini]
     assert flat == sorted(set(flat)), "every row of every step once, prompts in order"
 
 
-def test_a_policy_learns_from_groups_that_are_at_most_one_version_old(
-    example: Example, tmp_path: Path
-) -> None:
-    facts = example("grpo_toy", str(tmp_path))
+def test_a_policy_learns_from_groups_that_are_at_most_one_version_old(example: Example) -> None:
+    facts = example("grpo_toy")
     assert facts["last"] > facts["first"] + 0.2
     assert facts["oldest"] == 1

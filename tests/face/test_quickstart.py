@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_every_command_of_the_quick_start_runs_in_its_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_session: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
