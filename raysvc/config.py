@@ -329,9 +329,11 @@ class JobConfig(Model):
         return {"name": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _limit_has_length(self) -> JobConfig:
+    def _complete(self) -> JobConfig:
         if self.max_length is None and "truncation" in self.model_fields_set and self.truncation != "drop":
             raise ValueError(f"truncation: {self.truncation} needs max_length")
+        if self.trainer.eval_every_steps is not None and not self.evals:
+            raise ValueError("trainer.eval_every_steps needs evals")
         return self
 
     @property

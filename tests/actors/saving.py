@@ -34,13 +34,13 @@ def die(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# what is called in the place of the real thing, and what of a checkpoint is on disk then
+# in the place of what the process dies, and the checkpoints that count then
 POINTS = {
-    "weights written, random states not": ("torch.save", 2),
-    "ranks done, not published": ("raysvc.runfolder.RunFolder.publish", 2),
-    "state drafted, not in place": ("pathlib.Path.rename", 2),
-    "published, old ones not pruned": ("raysvc.runfolder.RunFolder.prune", 3),
-    "old one unmarked, not removed": ("shutil.rmtree", 4),
+    "weights written, random states not": ("torch.save", [1, 2]),
+    "ranks done, not published": ("raysvc.runfolder.RunFolder.publish", [1, 2]),
+    "state drafted, not in place": ("pathlib.Path.rename", [1, 2]),
+    "published, old ones not pruned": ("raysvc.runfolder.RunFolder.prune", [1, 2, 3]),
+    "old one unmarked, not removed": ("shutil.rmtree", [2, 3, 4]),
 }
 
 
@@ -100,15 +100,20 @@ def main(path: str) -> None:
     worker.setup("")
     for _ in range(2):
         assert one_life(folder, worker, None) == 0
-    for point, (function, step) in POINTS.items():
+    for point, (function, expected) in POINTS.items():
         status = one_life(folder, worker, function)
-        newest = folder.newest()
-        assert newest is not None
-        facts = {"point": point, "status": status, "newest": newest.step, "expected": step}
-        facts["frontier"] = newest.state["data"]["frontier"]
+        there = [found.step for found in folder.checkpoints()]
+        frontiers = [found.state["data"]["frontier"] for found in folder.checkpoints()]
+        facts = {
+            "point": point,
+            "status": status,
+            "expected": expected,
+            "there": there,
+            "frontiers": frontiers,
+        }
         print(json.dumps(facts), flush=True)
     assert one_life(folder, worker, None) == 0
-    left = [checkpoint.step for checkpoint in folder.checkpoints()]
+    left = [found.step for found in folder.checkpoints()]
     print(json.dumps({"left": left, "folders": len(os.listdir(Path(path) / "checkpoints"))}))
     shutil.rmtree(path)
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 
+import pytest
+from pydantic import ValidationError
+
+from raysvc.config import JobConfig
 from raysvc.evaluation import Evals, HeldBack
 from raysvc.steps import Step
 
@@ -28,3 +32,9 @@ def test_no_step_from_an_eval_on_is_handed_over_before_the_eval_is_over() -> Non
     stage.go_on(math.inf)
     stage(Step(5, 0, ()))
     assert staged == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_interval_without_an_eval_is_refused() -> None:
+    job = {"source": {"path": "rows.jsonl"}, "tokenizer": "here", "trainer": {"eval_every_steps": 5}}
+    with pytest.raises(ValidationError, match="eval_every_steps needs evals"):
+        JobConfig.model_validate(job)
