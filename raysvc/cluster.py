@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
 
 from raysvc.errors import AddressError
 
 log = logging.getLogger(__name__)
+PROBE_TIMEOUT_S = 5.0
 
 
 def connect(address: str | None = None, *, need_cpus: float = 0) -> str:
@@ -48,12 +50,28 @@ def connect(address: str | None = None, *, need_cpus: float = 0) -> str:
 def _join(address: str) -> None:
     import ray
 
+    _refuse_where_nobody_listens(address)
     try:
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         remedy = "check the address, and RAY_AUTH_MODE and the token when the cluster asks for one"
         raise AddressError(f"--address {address}", first_line, remedy) from error
+
+
+def _refuse_where_nobody_listens(address: str) -> None:
+    """Ray itself tries for minutes, and says so in log lines of its own."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if not colon or not port.isdigit():
+        return  # "auto" and other names that Ray looks up
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        what = f"nobody listens there ({getattr(error, 'strerror', None) or error})"
+        remedy = (
+            "give host:port as `ray start --head` prints it, or ray://host:10001 from outside the cluster"
+        )
+        raise AddressError(f"--address {address}", what, remedy) from None
 
 
 def require_cpus(need_cpus: float) -> None:

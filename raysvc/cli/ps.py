@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from raysvc.cli.common import Address, AsJson, edge, emit
+from raysvc.cli.view import print_rows
 
 
 @edge
@@ -23,18 +21,19 @@ def ps(address: Address = None, as_json: AsJson = False) -> None:
     if as_json:
         emit({"servers": servers})
         return
-    table = Table("name", "step", "holder", "held", "pid", "up", "memory")
-    for facts in servers:
-        table.add_row(*_cells(facts))
-    Console().print(table if servers else "no servers")
+    print_rows("Servers", [_cells(facts) for facts in servers])
 
 
-def _cells(facts: dict[str, Any]) -> list[str]:
+def _cells(facts: dict[str, Any]) -> dict[str, Any]:
     if facts["state"] == "silent":
-        return [facts["name"], "", f"does not answer ({facts['cause']})", "", "", "", ""]
-    held = f"{facts['since_s']:.0f} s" if facts["holder"] else ""
-    step = f"{facts['frontier']} of {facts['num_steps']}"
-    return [
-        facts["name"], step, facts["holder"] or "", held, str(facts["pid"]), f"{facts['up_s']:.0f} s",
-        f"{facts['rss_bytes'] >> 20} MB",
-    ]  # fmt: skip
+        names = ("step", "holder", "held", "pid", "up", "memory")
+        return {"name": facts["name"], **dict.fromkeys(names, ""), "holder": f"silent ({facts['cause']})"}
+    return {
+        "name": facts["name"],
+        "step": f"{facts['frontier']} of {facts['num_steps']}",
+        "holder": facts["holder"] or "",
+        "held": f"{facts['since_s']:.0f} s" if facts["holder"] else "",
+        "pid": str(facts["pid"]),
+        "up": f"{facts['up_s']:.0f} s",
+        "memory": f"{facts['rss_bytes'] >> 20} MB",
+    }

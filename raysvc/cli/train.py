@@ -79,7 +79,7 @@ def show_summary(run_dir: str, summary: dict[str, Any], as_json: bool) -> None:
         return
     cache = summary["cache"]
     stalls = summary["stalls"]
-    rows = {name: value for name, value in summary.items() if name not in ("cache", "stalls")}
+    rows = {name: value for name, value in summary.items() if name not in ("cache", "stalls") and value != {}}
     rows |= {f"stalled: {cause} s": seconds for cause, seconds in stalls["by_cause"].items()}
     rows["cache"] = f"{'hit' if cache['hit'] else 'miss'} {cache['key'][:16]} ({cache['reason']})"
     print_table(f"Run {run_dir}", rows)

@@ -46,6 +46,7 @@ class View:
         self._live = _live(self._console) if self._console.is_terminal and _shown else None
         self._tasks: dict[str, Any] = {}
         self._shown_s: dict[str, float] = {}
+        self._last: dict[str, Tick] = {}  # newest of each phase, where it was too early to show it
 
     def __enter__(self) -> View:
         if self._live is not None:
@@ -57,6 +58,8 @@ class View:
     ) -> None:
         if self._live is not None:
             self._live.stop()
+        for tick in self._last.values():
+            print(plain(tick), file=sys.stderr, flush=True)
 
     def __call__(self, tick: Tick) -> None:
         if self._quiet:
@@ -65,7 +68,10 @@ class View:
             self._bar(tick)
         elif tick.final or time.monotonic() - self._shown_s.get(tick.phase, -1e9) >= LINE_EVERY_S:
             self._shown_s[tick.phase] = time.monotonic()
+            self._last.pop(tick.phase, None)
             print(plain(tick), file=sys.stderr, flush=True)
+        else:
+            self._last[tick.phase] = tick
 
     def say(self, text: str) -> None:
         """One line above the bars."""

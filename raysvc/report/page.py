@@ -114,7 +114,13 @@ def _verdict(facts: Facts) -> str:
         {"step": s["step"], "waited ms": round(s["stall_s"] * 1e3, 1), "of ms": round(s["step_s"] * 1e3, 1)}
         for s in worst
     ]
-    return f"<h2>Longest waits</h2><div class='card'>{_records(rows, tuple(rows[0]))}</div>"
+    stalls = (facts.summary or {}).get("stalls", {})
+    why = {cause: f"{seconds:.2f} s" for cause, seconds in stalls.get("by_cause", {}).items()}
+    lines = "".join(f"<p>{escape(line)}</p>" for line in stalls.get("last", ())[-5:])
+    return (
+        f"<h2>Longest waits</h2><div class='grid2'><div class='card'>{_records(rows, tuple(rows[0]))}</div>"
+        f"<div class='card'>{_table(why)}{lines}</div></div>"
+    )
 
 
 def _spans(spans: Sequence[tuple[str, bool]]) -> str:

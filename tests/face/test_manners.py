@@ -117,6 +117,17 @@ def test_quiet_shows_no_progress_wherever_it_stands(
         logging.getLogger().setLevel(level)
 
 
+def test_without_a_terminal_the_first_and_the_last_tick_of_a_phase_are_lines(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with View() as view:
+        for done in range(1, 100):
+            view(Tick("work", done, 200, "rows"))
+        view(Tick("rest", 1, None, "steps", final=True))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["[work] 1/200 rows", "[rest] 1 steps done", "[work] 99/200 rows"]
+
+
 def test_tables_are_plain_and_whole_where_nobody_looks() -> None:
     code = """
 from raysvc.cli.view import print_rows, print_table

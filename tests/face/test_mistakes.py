@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -142,3 +145,14 @@ def test_a_broken_line_and_a_bad_row_are_set_aside_and_stop_nothing(
     assert (books["rows_in"], books["rows_written"]) == (242, 240)
     assert sum(books["quarantined"].values()) == 2
     assert {example["source_row"] for example in entry.report["examples"]} == {100, 201}
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
+def test_a_cluster_that_is_not_there_is_said_at_once(address: str) -> None:
+    code = f"from raysvc.cluster import _join; _join({address!r})"
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert f"--address {address}: nobody listens there" in done.stderr
+    assert time.monotonic() - begin < 30

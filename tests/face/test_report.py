@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,16 @@ def test_a_hostile_row_is_only_text() -> None:
 def test_a_page_without_a_run_has_no_run_section() -> None:
     assert "<h2>Run</h2>" not in render(facts(steps=False))
     assert "<h2>Run</h2>" in render(facts())
+
+
+def test_waits_have_their_verdicts() -> None:
+    said = "step 3 waited 50 ms: <collation> 40 ms"
+    names = ("steps", "optimizer_steps", "rows", "tokens_trained", "loss_first", "loss_last", "tokens_per_s")
+    stalls = {"by_cause": {"collation on the server": 1.234}, "last": [said]}
+    summary = {**dict.fromkeys(names, 1), "stall_fraction": 0.1, "stalls": stalls}
+    page = render(replace(facts(), summary=summary))
+    assert "step 3 waited 50 ms: &lt;collation&gt; 40 ms" in page
+    assert "<td>collation on the server</td><td class='n'>1.23 s</td>" in page
 
 
 def test_the_longest_waits_come_first_and_short_ones_not_at_all() -> None:
