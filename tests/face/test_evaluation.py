@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from raysvc.actors.pending import Pending
+from raysvc.actors.row_values import RowValues
 from raysvc.config import JobConfig
-from raysvc.evaluation import Evals, HeldBack
+from raysvc.evaluation import Evals, EvalSums, HeldBack, evaluate
+from raysvc.progress import Tick
 from raysvc.steps import Step
+
+if TYPE_CHECKING:
+    from raysvc.actors.dispatch import WorkerDispatch
+    from raysvc.eval_stream import EvalStream
 
 
 def test_evals_are_due_every_so_often_and_at_the_end() -> None:
@@ -32,6 +41,43 @@ def test_no_step_from_an_eval_on_is_handed_over_before_the_eval_is_over() -> Non
     stage.go_on(math.inf)
     stage(Step(5, 0, ()))
     assert staged == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_next_mini_batch_is_asked_for_before_one_is_waited_for_and_sums_are_of_all() -> None:
+    seen: list[str] = []
+
+    class Fake:
+        def evaluate_async(self, group: str, mini: Any) -> Pending[RowValues]:
+            seen.append(f"ask {mini}")
+            numbers = np.full(2, mini, np.int64)
+            rows = {
+                "nll": numbers * 3.0,
+                "targets": numbers,
+                "text_bytes": numbers * 4,
+                "text_nll": numbers * 2.0,
+            }
+
+            def wait() -> RowValues:
+                seen.append(f"wait {mini}")
+                return RowValues(np.arange(2), np.ones(2, np.int64), {}, rows)
+
+            return Pending(wait)
+
+    class Stream(list[Step]):
+        name = "valid"
+
+    ticks: list[Tick] = []
+    dispatch, minis = cast("WorkerDispatch", Fake()), cast("list[Any]", [1, 2, 3, 4])
+    stream = Stream(Step(index, 0, (mini,)) for index, mini in enumerate(minis))
+    sums = evaluate(dispatch, "policy", cast("EvalStream", stream), ticks.append)
+    order = ["ask 1", "ask 2", "wait 1", "ask 3", "wait 2", "ask 4", "wait 3", "wait 4"]
+    assert seen == order
+    assert [(tick.phase, tick.done, tick.total, tick.final) for tick in ticks] == [
+        ("eval valid", done, 4, done == 4) for done in (1, 2, 3, 4)
+    ]
+    facts = {"rows": 8, "targets": 20, "bytes": 80, "loss": 3.0, "bits_per_byte": 0.5 / math.log(2)}
+    assert sums.to_json() == pytest.approx(facts)
+    assert EvalSums().to_json()["bits_per_byte"] is None
 
 
 def test_an_interval_without_an_eval_is_refused() -> None:
