@@ -7,52 +7,55 @@ Contenders, each in fresh processes pinned to their cores:
 - datasets.map: `apply_chat_template(return_assistant_tokens_mask=True)` row by row;
 - skyrl: `tokenize_chat_example` of SkyRL 0.3.0, in an environment of its own (`.bench/peers`);
 - encode_batch: `tokenizers` alone, on texts that are already rendered;
-- floor: parse, fast encode of texts that are already rendered, write.
+- floor: parse, fast encode of texts that are already rendered, write;
+- ray_data: `raysvc.tokenize` of eight copies of the file through Ray Data, from the call to the finished entry, on a Ray
+  that runs already.
 
-The best pass counts; the first one, of a cold process, is shown beside it. The last line of stdout is JSON.
+The best pass counts; the first one, of a cold process, is shown beside it, and rows per second of CPU time, which other
+work on the machine disturbs less. Two cores are two processes with half of the rows each. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import platform
+import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
+
+from peers import peers_python
 
 HERE = Path(__file__).resolve().parent
-sys.path[:] = [
-    p for p in sys.path if Path(p or ".").resolve() != HERE
-]  # this file must not be the stdlib's `tokenize`
-
-import argparse  # noqa: E402
-import importlib.util  # noqa: E402
-import json  # noqa: E402
-import os  # noqa: E402
-import platform  # noqa: E402
-import subprocess  # noqa: E402
-import time  # noqa: E402
-from typing import Any  # noqa: E402
-
 ROOT = HERE.parent
 SHARED = Path(os.environ.get("RAYSVC_SHARED", ROOT.parent / "shared"))
 ALL, LAST = "all_assistant_messages", "last_assistant_message"
-# contender, train_on, cores, rows of gsm8k and sgd, passes
-PLAN: list[tuple[str, str, int, int, int, int]] = [
-    ("floor", ALL, 1, 10**9, 10**9, 6),
-    ("ours", ALL, 1, 10**9, 10**9, 6),
-    ("ours", LAST, 1, 10**9, 10**9, 6),
-    ("ours", ALL, 2, 10**9, 10**9, 6),
-    ("encode_batch", ALL, 1, 2000, 500, 2),
-    ("datasets_map", ALL, 1, 2000, 300, 2),
-    ("datasets_map", ALL, 2, 2000, 600, 2),
-    ("skyrl", LAST, 1, 1000, 200, 2),
-    ("skyrl", ALL, 1, 1000, 60, 2),
+# contender, train_on, cores, rows of gsm8k and sgd, passes, passes with --quick
+PLAN: list[tuple[str, str, int, int, int, int, int]] = [
+    ("floor", ALL, 1, 10**9, 10**9, 12, 6),
+    ("ours", ALL, 1, 10**9, 10**9, 12, 6),
+    ("ours", LAST, 1, 10**9, 10**9, 12, 6),
+    ("ours", ALL, 2, 10**9, 10**9, 12, 6),
+    ("encode_batch", ALL, 1, 2000, 400, 3, 2),
+    ("datasets_map", ALL, 1, 2000, 200, 2, 1),
+    ("datasets_map", ALL, 2, 4000, 400, 2, 0),
+    ("skyrl", LAST, 1, 2000, 200, 3, 2),
+    ("skyrl", ALL, 1, 2000, 60, 3, 2),
+    ("ray_data", ALL, 1, 0, 10**9, 1, 1),
+    ("ray_data", ALL, 2, 0, 10**9, 1, 1),
 ]
+PLAN_ORDER = ["ours", "floor", "encode_batch", "datasets_map", "skyrl", "ray_data"]
+ONE_PROCESS = ("datasets_map", "ray_data")  # they start their own workers
 
 
 def measure(job: dict[str, Any], python: str, cores: int) -> dict[str, Any]:
-    """Run one contender on `cores` cores: ours as one process a core, `datasets.map` with its own processes."""
+    """Run one contender on `cores` cores: one process a core with its share of the rows, or one that starts its own."""
     cpus = sorted(os.sched_getaffinity(0))[:cores]
-    if job["contender"] == "datasets_map":
-        jobs = [{**job, "cpus": cpus, "num_proc": cores if cores > 1 else 0}]
+    if job["contender"] in ONE_PROCESS:
+        jobs = [{**job, "cpus": cpus, "workers": cores}]
     else:
         jobs = [{**job, "cpus": [cpu], "part": n, "of": cores} for n, cpu in enumerate(cpus)]
     environment = {
@@ -92,6 +95,7 @@ def summary(job: dict[str, Any], cores: int, found: list[dict[str, Any]]) -> dic
     walls = [
         max(walls) for walls in zip(*([wall for wall, _ in one["passes"]] for one in found), strict=True)
     ]
+    cpus = [sum(cpus) for cpus in zip(*([cpu for _, cpu in one["passes"]] for one in found), strict=True)]
     best = min(walls)
     return {
         "data": Path(job["data"]).stem,
@@ -101,57 +105,56 @@ def summary(job: dict[str, Any], cores: int, found: list[dict[str, Any]]) -> dic
         "rows": rows,
         "rows_per_s": round(rows / best, 1),
         "tokens_per_s": round(tokens / best),
+        "rows_per_cpu_s": round(rows / min(cpus), 1) if job["contender"] not in ONE_PROCESS else None,
         "first_pass_rows_per_s": round(rows / walls[0], 1),
+        "seconds": round(best, 2),
+        "seconds_to_first": found[0].get("seconds_to_first"),
         "load": round(os.getloadavg()[0], 1),
     }
 
 
 def ratios(results: list[dict[str, Any]]) -> dict[str, float]:
-    """The claims: times SkyRL, share of the floor, scaling."""
+    """The claims: times SkyRL, share of the floor by wall and by CPU time, scaling."""
 
-    def rate(data: str, contender: str, train_on: str = ALL, cores: int = 1) -> float:
-        return next(
-            (
-                float(r["rows_per_s"])
-                for r in results
-                if (r["data"], r["contender"], r["train_on"], r["cores"])
-                == (data, contender, train_on, cores)
-            ),
-            float("nan"),
-        )
+    def rate(data: str, contender: str, train_on: str = ALL, cores: int = 1, of: str = "rows_per_s") -> float:
+        key = (data, contender, train_on, cores)
+        found = [r for r in results if (r["data"], r["contender"], r["train_on"], r["cores"]) == key]
+        return float(found[0][of]) if found else float("nan")
 
-    found = {}
+    claims = {}
     for data in dict.fromkeys(r["data"] for r in results):
         one = rate(data, "ours")
-        found[f"{data}: ours / skyrl, all turns"] = one / rate(data, "skyrl")
-        found[f"{data}: ours / skyrl, last turn"] = rate(data, "ours", LAST) / rate(data, "skyrl", LAST)
-        found[f"{data}: ours / datasets.map"] = one / rate(data, "datasets_map")
-        found[f"{data}: ours / floor"] = one / rate(data, "floor")
-        found[f"{data}: ours on 2 cores / on 1"] = rate(data, "ours", ALL, 2) / one
-    return {name: round(value, 2) for name, value in found.items()}
+        by_cpu = [rate(data, contender, of="rows_per_cpu_s") for contender in ("ours", "floor")]
+        claims[f"{data}: ours / skyrl, all turns"] = one / rate(data, "skyrl")
+        claims[f"{data}: ours / skyrl, last turn"] = rate(data, "ours", LAST) / rate(data, "skyrl", LAST)
+        claims[f"{data}: ours / datasets.map"] = one / rate(data, "datasets_map")
+        claims[f"{data}: ours / floor"] = one / rate(data, "floor")
+        claims[f"{data}: ours / floor, by CPU time"] = by_cpu[0] / by_cpu[1]
+        claims[f"{data}: ours on 2 cores / on 1"] = rate(data, "ours", ALL, 2) / one
+    return {name: round(value, 2) for name, value in claims.items()}
 
 
 def show(results: list[dict[str, Any]], claims: dict[str, float]) -> None:
     print(
-        f"\n{'data':12} {'contender':13} {'train_on':24} {'cores':>5} {'rows/s':>10} {'tokens/s':>12} {'first pass':>10}"
+        f"\n{'data':12} {'contender':13} {'train_on':24} {'cores':>5} {'rows/s':>10} {'tokens/s':>12} "
+        f"{'rows/CPU s':>10} {'first pass':>10} {'load':>5}"
     )
     for r in results:
         print(
             f"{r['data']:12} {r['contender']:13} {r['train_on']:24} {r['cores']:5d} {r['rows_per_s']:10,.0f} "
-            f"{r['tokens_per_s']:12,d} {r['first_pass_rows_per_s']:10,.0f}"
+            f"{r['tokens_per_s']:12,d} {r['rows_per_cpu_s'] or 0:10,.0f} {r['first_pass_rows_per_s']:10,.0f} "
+            f"{r['load']:5.1f}"
         )
+    for r in results:
+        if r["seconds_to_first"] is not None:
+            after = r["seconds"] - r["seconds_to_first"]
+            print(
+                f"\nraysvc.tokenize through Ray Data, {r['cores']} cores: {r['rows']:,} rows in {r['seconds']} s, "
+                f"of which {r['seconds_to_first']} s until the first slice was done, {after:.1f} s for the others"
+            )
     print()
     for name, value in claims.items():
         print(f"{name:45} {value:8.2f}")
-
-
-def peers_python() -> str:
-    spec = importlib.util.spec_from_file_location("peers", HERE / "peers.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return str(module.peers_python())
 
 
 def main() -> None:
@@ -161,12 +164,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=SHARED / "data", help="folder with the two JSONL files")
     parser.add_argument("--tokenizer", default=str(SHARED / "tokenizers" / "qwen2_5"))
     parser.add_argument("--no-peers", action="store_true", help="without SkyRL and datasets.map")
-    parser.add_argument("--quick", action="store_true", help="two passes each, a tenth of the peers' rows")
+    parser.add_argument("--quick", action="store_true", help="fewer passes; about 5 minutes")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     given = parser.parse_args()
     results = []
     python = sys.executable if given.no_peers else peers_python()
-    for contender, train_on, cores, gsm8k, sgd, passes in PLAN:
+    for contender, train_on, cores, gsm8k, sgd, passes, quick in PLAN:
         if given.no_peers and contender in ("skyrl", "datasets_map"):
             continue
         for name, rows in (("gsm8k_train", gsm8k), ("sgd_train", sgd)):
@@ -175,9 +178,11 @@ def main() -> None:
                 "train_on": train_on,
                 "data": str(given.data / f"{name}.jsonl"),
                 "tokenizer": given.tokenizer,
-                "rows": max(rows // 10, 20) if given.quick and rows < 10**9 else rows,
-                "passes": 2 if given.quick else passes,
+                "rows": rows,
+                "passes": quick if given.quick else passes,
             }
+            if not rows or not job["passes"]:
+                continue
             results.append(measure(job, python if contender == "skyrl" else sys.executable, cores))
             print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     results.sort(key=lambda r: (r["data"], PLAN_ORDER.index(r["contender"]), r["train_on"], r["cores"]))
@@ -192,8 +197,6 @@ def main() -> None:
         given.out.write_text(json.dumps(report, indent=1))
     print(json.dumps(report))
 
-
-PLAN_ORDER = ["ours", "floor", "encode_batch", "datasets_map", "skyrl"]
 
 if __name__ == "__main__":
     main()

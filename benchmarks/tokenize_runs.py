@@ -7,9 +7,11 @@ Always true:
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -115,16 +117,19 @@ def floor(job: dict[str, Any]) -> Run:
     import orjson
     import pyarrow as pa
 
+    from raysvc.chat.tokenize import no_collection
+
     data = lines_of(job)
     texts, encoder = rendered(job, data), slice_tokenizer(job)._encoder
     assert encoder.name == "gigatoken"
 
     def run() -> tuple[int, int]:
-        rows = [orjson.loads(line) for line in data.splitlines()]
-        found = encoder.encode(texts)
-        offsets = pa.array(found.offsets.astype(np.int32))
-        write(pa.table({"input_ids": pa.ListArray.from_arrays(offsets, pa.array(found.ids))}))
-        return len(rows), len(found.ids)
+        with no_collection():  # as we do: it saves a third of the parsing
+            rows = [orjson.loads(line) for line in data.splitlines()]
+            found = encoder.encode(texts)
+            offsets = pa.array(found.offsets.astype(np.int32))
+            write(pa.table({"input_ids": pa.ListArray.from_arrays(offsets, pa.array(found.ids))}))
+            return len(rows), len(found.ids)
 
     return run
 
@@ -171,7 +176,9 @@ def datasets_map(job: dict[str, Any]) -> Run:
 
     def run() -> tuple[int, int]:
         source = datasets.Dataset.from_dict({"line": [line.decode() for line in data.splitlines()]})
-        made = source.map(one, num_proc=job.get("num_proc") or None, remove_columns=["line"])
+        made = source.map(
+            one, num_proc=job["workers"] if job["workers"] > 1 else None, remove_columns=["line"]
+        )
         return len(made), sum(len(ids) for ids in made["input_ids"]) if job["rows"] <= 2000 else 0
 
     return run
@@ -196,7 +203,41 @@ def skyrl(job: dict[str, Any]) -> Run:
     return run
 
 
-CONTENDERS = {f.__name__: f for f in (ours, floor, encode_batch, datasets_map, skyrl)}
+COPIES = 8
+
+
+def ray_data(job: dict[str, Any]) -> Run:
+    """The real thing: source to finished entry through Ray Data; notes when the first slice was done."""
+    import ray
+
+    import raysvc
+
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for n in range(COPIES):
+        (folder / f"{n}.jsonl").symlink_to(job["data"])
+    ray.init(num_cpus=job["workers"], include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+
+    def run() -> tuple[int, int]:
+        begin = time.perf_counter()
+
+        def notice(tick: Any) -> None:
+            if tick.done and "seconds_to_first" not in job:
+                job["seconds_to_first"] = round(time.perf_counter() - begin, 2)
+
+        entry = raysvc.tokenize(
+            source={"path": str(folder / "*.jsonl")},
+            tokenizer=job["tokenizer"],
+            train_on=job["train_on"],
+            cache={"root": str(folder / "cache")},
+            progress=notice,
+        )
+        return entry.num_rows, entry.num_tokens
+
+    return run
+
+
+CONTENDERS = {f.__name__: f for f in (ours, floor, encode_batch, datasets_map, skyrl, ray_data)}
 
 
 def main() -> None:
@@ -211,7 +252,13 @@ def main() -> None:
         wall, cpu = time.perf_counter(), time.process_time()
         rows, tokens = run()
         passes.append([time.perf_counter() - wall, time.process_time() - cpu])
-    print(json.dumps({"rows": rows, "tokens": tokens, "passes": passes}), flush=True)
+    found = {
+        "rows": rows,
+        "tokens": tokens,
+        "passes": passes,
+        "seconds_to_first": job.get("seconds_to_first"),
+    }
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
