@@ -25,6 +25,7 @@ _BLANK = np.zeros(256, np.bool_)
 _BLANK[[9, 10, 11, 12, 13, 32]] = True
 
 OVER_START = "a token spans a header and its message"
+OVER_PROMPT = "a token spans the prompt and its completion: end the prompt with a blank, or begin the completion with one"
 OVER_END = "a token spans a message and what follows it"
 NO_EOT = "the end of turn is not one token at the end of its turn"
 EXTRA_CONTROL = "a trained turn holds a control token"
@@ -115,7 +116,8 @@ def align(
     for index in np.flatnonzero(token_ends[starts] != starts_at).tolist():
         lost = text[spans.starts[index] : token_ends[starts[index]] - shift[index]]
         if not _BLANK[lost].all():
-            faults.setdefault(int(spans.rows[index]), OVER_START)
+            free = spans.kinds[index] == FREE
+            faults.setdefault(int(spans.rows[index]), OVER_PROMPT if free else OVER_START)
     for index in np.flatnonzero(token_ends[ends] != ends_at).tolist():
         extra = text[spans.ends[index] : token_ends[ends[index]] - shift[index]]
         if not _BLANK[extra].all():

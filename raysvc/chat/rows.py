@@ -13,11 +13,19 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.chat.align import TokenTable, align, align_by_offsets, differing_rows
+from raysvc.chat.align import (
+    OVER_PROMPT,
+    OVER_START,
+    TokenTable,
+    align,
+    align_by_offsets,
+    differing_rows,
+)
 from raysvc.chat.batch import Batch
 from raysvc.chat.encode import Encoded, Encoder, Ints32, Ints64, ReferenceEncoder
 from raysvc.chat.faults import RowFault
 from raysvc.chat.formats import TokensExample
+from raysvc.chat.sequence import FREE
 
 UNDECODABLE = "the tokens of a trained turn do not decode to it"
 
@@ -100,7 +108,8 @@ class RowEncoder:
                 else self._odd_fault(ids, place, text[start:end], batch, index)
             )
             if fault:
-                rows.faults[row] = RowFault(fault, text[start:end][:60])
+                free = fault == OVER_START and batch.spans.kinds[index] == FREE
+                rows.faults[row] = RowFault(OVER_PROMPT if free else fault, text[start:end][:60])
                 return
             rows.mask[first + place[0] : first + place[1]] = 1  # type: ignore[operator]
 
