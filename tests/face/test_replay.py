@@ -233,3 +233,28 @@ def test_a_step_of_rollouts_comes_again_from_the_spool_until_that_is_gone(
     gone = runner.invoke(app, [*arguments, "--dp-size", "2"])
     assert gone.exit_code == 2
     assert "the groups that were put are gone" in gone.stderr
+
+
+def test_what_a_run_keeps_of_its_server_holds_no_credentials_and_damage_to_it_is_said(tmp_path: Path) -> None:
+    from raysvc.actors.serving import ServeSpec
+    from raysvc.errors import ConfigError
+    from raysvc.served import read_served, write_served
+
+    secret = {"secret": "hush-7f3a91"}
+    spec = ServeSpec(
+        name="s", entry_uri="/e", plan=PlanConfig(), pad_token_id=0, journal=None, storage_options=secret
+    )
+    write_served(str(tmp_path), spec)
+    file = tmp_path / "served.jsonl"
+    assert "hush" not in file.read_text()
+    found = read_served(str(tmp_path), 7, secret)
+    assert found is not None
+    assert (found.step, found.dp_size, found.spec) == (0, None, spec)
+    assert read_served(str(tmp_path / "elsewhere"), 0) is None
+    whole = file.read_text()
+    for damaged in ("{", "[]", whole.replace('"name":"s",', ""), whole.replace('"step":0', '"step":"x"')):
+        file.write_text(damaged + "\n")
+        with pytest.raises(ConfigError, match="cannot be understood"):
+            read_served(str(tmp_path), 7)
+    file.write_text(whole + '{"step": 3')  # the run was killed while it wrote
+    assert read_served(str(tmp_path), 7, secret) == found
