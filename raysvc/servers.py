@@ -69,4 +69,8 @@ def _facts(name: str, ref: Any) -> dict[str, Any]:
         facts: dict[str, Any] = ray.get(ref, timeout=0.1)
     except ray.exceptions.RayError as error:
         return {"name": name, "state": "silent", "cause": type(error).__name__}
-    return {**facts, "state": "held" if facts["holder"] else "free"}
+    if facts["holder"] is None:
+        state = "free"
+    else:
+        state = "held" if facts["seen_s"] <= facts["lease_ttl_s"] else "lapsed"
+    return {**facts, "state": state}

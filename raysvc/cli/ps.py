@@ -32,8 +32,14 @@ def _cells(facts: dict[str, Any]) -> dict[str, Any]:
         "name": facts["name"],
         "step": f"{facts['frontier']} of {facts['num_steps']}",
         "holder": facts["holder"] or "",
-        "held": f"{facts['since_s']:.0f} s" if facts["holder"] else "",
+        "held": _held(facts),
         "pid": str(facts["pid"]),
         "up": f"{facts['up_s']:.0f} s",
         "memory": f"{facts['rss_bytes'] >> 20} MB",
     }
+
+
+def _held(facts: dict[str, Any]) -> str:
+    if facts["state"] == "lapsed":
+        return f"silent for {facts['seen_s']:.0f} s"
+    return f"{facts['since_s']:.0f} s" if facts["holder"] else ""

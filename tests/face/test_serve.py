@@ -190,3 +190,19 @@ def test_the_command_line_serves_lists_and_stops(
     assert run("stop", "cli") == {"stopped": ["cli"]}
     assert "is not served" in run("stop", "cli", code=2)
     assert [row for row in run("ps")["servers"] if row["name"] == "cli"] == []
+
+
+def test_a_holder_that_died_is_told_from_one_that_lives(serve: Served) -> None:
+    from raysvc.cli.ps import _cells
+    from raysvc.servers import list_servers
+
+    server = serve("lapsed", lease_ttl_s=0.5)
+    call(server, "attach", "a trainer that is killed", group="ledger")
+
+    def facts() -> dict[str, Any]:
+        (mine,) = [facts for facts in list_servers() if facts["name"] == "lapsed"]
+        return mine
+
+    eventually(lambda: facts()["state"] == "lapsed")
+    assert "silent for" in _cells(facts())["held"]
+    assert facts()["holder"] == "a trainer that is killed"
