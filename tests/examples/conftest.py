@@ -42,6 +42,7 @@ def example(
         facts: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
         return facts
 
+    before = set(server_names())
     yield run
-    for name in server_names():
+    for name in set(server_names()) - before:
         stop_server(name)

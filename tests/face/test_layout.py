@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 CORE = ("raysvc/chat/", "raysvc/cache/", "raysvc/plan/", "raysvc/collate/")
@@ -139,6 +140,17 @@ def test_a_wheel_from_an_sdist_holds_every_module_and_nothing_else(tmp_path: Pat
 def test_a_wheel_from_a_zip_archive_holds_every_module_too(tmp_path: Path) -> None:
     tree = source_tree(tmp_path / "tree", links_as_text=True)
     assert modules_in(build(tree, "--wheel")) - {"raysvc/actors", "raysvc/pipelines"} == expected_modules()
+
+
+def test_the_hooks_before_a_commit_are_those_of_ci_and_fetch_nothing() -> None:
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    assert [each["repo"] for each in config["repos"]] == ["local"]
+    hooks = [hook["entry"].split() for hook in config["repos"][0]["hooks"]]
+    makefile = (ROOT / "Makefile").read_text()
+    for program, *arguments in hooks:
+        words = [each for each in arguments if not each.startswith("-")]
+        assert " ".join([program.replace(".venv/bin", "$(BIN)"), *words]) in makefile, program
+    assert len(hooks) == 3
 
 
 def test_importing_is_fast_and_brings_in_neither_torch_nor_ray() -> None:
