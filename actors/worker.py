@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from raysvc.actors.learning_rate import LearningRate
 from raysvc.actors.losses import Loss, LossSum
+from raysvc.actors.meeting import join, own_address
 from raysvc.actors.outputs import eval_sums, forward_rows, without_labels
 from raysvc.actors.results import Metrics, MiniResult
 from raysvc.actors.row_values import RowValues, with_columns
@@ -98,24 +99,11 @@ class Worker:
 
     def address(self) -> str:
         """An address on this worker's node where the ranks can meet (rank 0 is asked)."""
-        import socket
-
-        import ray
-
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+        return own_address()
 
     def setup(self, init_method: str) -> None:
         """Join the process group and build the model."""
-        import torch
-        import torch.distributed as dist
-
-        if self.device == "cpu":
-            torch.set_num_threads(1)
-        if self.dp_size > 1:
-            backend = "cpu:gloo,cuda:nccl" if self.device.startswith("cuda") else "gloo"
-            dist.init_process_group(backend, init_method, rank=self.rank, world_size=self.dp_size)
+        join(self.device, init_method, self.rank, self.dp_size)
         self.build()
 
     def stage(
