@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo docs test test-nfs lint format type check clean
+.PHONY: install demo docs test test-nfs test-s3 lint format type check clean
 
 install: $(STAMP)
 
@@ -28,6 +28,11 @@ test: install
 # Two guests with a real kernel NFS client; needs Debian's user-mode-linux and nfs-ganesha, and says so when they are missing.
 test-nfs: install
 	RAYSVC_TEST_NFS=1 $(BIN)/python -m pytest tests/nfs
+
+# The cache on an S3 server of yours instead of moto: its endpoint in RAYSVC_TEST_S3, and the AWS keys of a user who may make a bucket.
+test-s3: install
+	@test -n "$$RAYSVC_TEST_S3" || { echo "error: set RAYSVC_TEST_S3 to an endpoint, like http://127.0.0.1:9000"; exit 2; }
+	$(BIN)/python -m pytest tests/core/cache
 
 lint: install
 	$(BIN)/ruff check .

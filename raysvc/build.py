@@ -140,6 +140,8 @@ def _why_missed(store: Store, plan: BuildPlan) -> tuple[str, list[Difference]]:
     """One clause, and every field in which the nearest finished entry differs."""
     recipes = {}
     for item in list_entries(store):
+        if item.key == plan.key and item.state == "damaged":
+            return f"its entry {item.folder[:12]} is damaged", []
         if item.state != "finished":
             continue
         try:

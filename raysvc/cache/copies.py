@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from raysvc.cache.checksum import checksum_of
 from raysvc.cache.manifest import PartInfo
+from raysvc.cache.mapping import map_file
 from raysvc.errors import EntryError, StoreError
 
 if TYPE_CHECKING:
@@ -155,15 +156,12 @@ def _private(folder: Path) -> Path:
 
 def _mapped(path: Path, part: PartInfo) -> pa.Buffer | None:
     """The copy when it is there and right; a wrong one is removed."""
-    import pyarrow as pa
-
     try:
         os.utime(path)
         if path.stat().st_size != part.num_bytes:
             path.unlink()
             return None
-        with pa.memory_map(str(path)) as file:
-            buffer = file.read_buffer()
+        buffer = map_file(path)
     except FileNotFoundError:
         return None
     if checksum_of(memoryview(buffer)) == part.checksum:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from raysvc.cache.copies import PartCopies
 from raysvc.cache.manifest import PartInfo
+from raysvc.cache.mapping import map_file
 from raysvc.cache.store import Store
 from raysvc.errors import EntryError
 
@@ -52,12 +53,10 @@ class LocalParts:
 
     def buffer(self, part: PartInfo) -> pa.Buffer:
         """Map the file."""
-        import pyarrow as pa
-
         path = self._store.local_path(f"{self._folder}/{part.name}")
+        assert path is not None, "RemoteParts is for stores without files"
         try:
-            with pa.memory_map(str(path)) as file:
-                buffer = file.read_buffer()
+            buffer = map_file(path)
         except FileNotFoundError:
             raise _missing(self._store, self._folder, part) from None
         if buffer.size != part.num_bytes:

@@ -107,11 +107,19 @@ def _refusal(url: str, error: BaseException) -> StoreError | None:
             f"access is refused ({_said(error)})",
             "check the credentials (AWS_ACCESS_KEY_ID, ..., or cache.storage_options)",
         )
-    if isinstance(error, FileNotFoundError) and "bucket" in str(error).lower():
+    if isinstance(error, FileNotFoundError) and (
+        _code(error) == "NoSuchBucket" or "bucket" in str(error).lower()
+    ):
         return StoreError(
             url, f"the bucket is not there ({_said(error)})", "create it, or check the name and the endpoint"
         )
     return None
+
+
+def _code(error: BaseException) -> str | None:
+    """What S3 answered; not every server adds a text."""
+    response = getattr(error.__cause__, "response", None)
+    return response.get("Error", {}).get("Code") if isinstance(response, dict) else None
 
 
 def _status(error: BaseException) -> int | None:

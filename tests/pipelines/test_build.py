@@ -19,6 +19,7 @@ import raysvc
 from raysvc import build
 from raysvc.cache.store import open_store
 from raysvc.cache.writer import EntryWriter
+from raysvc.config import JobConfig
 from raysvc.sample import write_rows
 
 pytestmark = pytest.mark.ray
@@ -103,6 +104,16 @@ def test_an_error_in_a_task_arrives_as_what_it_was(
     job = {**sections(tmp_path, sample, 50, 1), "cache": {"root": str(tmp_path / "cache")}}
     with pytest.raises(raysvc.errors.SourceError, match="max_length"):
         raysvc.tokenize(**job, max_length=8, truncation="error")
+
+
+def test_a_miss_because_of_damage_is_told_as_that(tmp_path: Path, sample: dict[str, str]) -> None:
+    job = JobConfig.model_validate(sections(tmp_path, sample, 5, 1))
+    root = str(tmp_path / "cache")
+    key = build.explain_job(job, root)["key"]
+    (tmp_path / "cache" / key).mkdir(parents=True)
+    (tmp_path / "cache" / key / "manifest.json").write_text("{}")
+    (tmp_path / "cache" / key / "damaged.json").write_text("[]")
+    assert build.explain_job(job, root)["reason"] == f"its entry {key[:12]} is damaged"
 
 
 def test_a_source_that_changes_while_it_is_tokenized_makes_no_entry(

@@ -9,14 +9,18 @@ import pytest
 
 from raysvc.cache import copies, retry
 
-from .servers import S3, moto_server
+from .servers import S3, given_server, moto_server
 
 
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
-    """A real S3 server."""
+    """A real S3 server: moto, or the one that RAYSVC_TEST_S3 names."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        given = given_server()
+        if given is not None:
+            yield given
+            return
         with moto_server() as server:
             yield server
 

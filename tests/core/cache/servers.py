@@ -1,8 +1,10 @@
-"""A real S3 over HTTP (moto), and a proxy before it that misbehaves on purpose."""
+"""A real S3 over HTTP (moto, or one that is given), and a proxy before it that misbehaves on purpose."""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import os
 import socket
 import subprocess
 import sys
@@ -35,14 +37,22 @@ class S3:
     Attributes:
         url: endpoint.
         proxy: how the proxy misbehaves, None without one.
+        key, secret: of a user who may make the bucket.
     """
 
     url: str
     proxy: Misbehaviour | None = None
+    key: str = "test"
+    secret: str = "test"
 
     @property
     def options(self) -> dict[str, str]:
-        return {"key": "test", "secret": "test", "endpoint_url": self.url}
+        return {"key": self.key, "secret": self.secret, "endpoint_url": self.url}
+
+    @property
+    def checks_signatures(self) -> bool:
+        """moto does not."""
+        return self.key != "test"
 
     def store(self, name: str = "", bucket: str = BUCKET, **options: bool) -> FsspecStore:
         """A store in a folder of its own."""
@@ -100,6 +110,17 @@ def moto_server() -> Iterator[S3]:
         server.wait()
 
 
+def given_server() -> S3 | None:
+    """The endpoint in RAYSVC_TEST_S3, with the usual AWS variables; None when there is none."""
+    url = os.environ.get("RAYSVC_TEST_S3")
+    if not url:
+        return None
+    server = S3(url, None, os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"])
+    with contextlib.suppress(FileExistsError):
+        server.store()._fs().mkdir(BUCKET)
+    return server
+
+
 def _wait_for(port: int, server: subprocess.Popen) -> None:
     deadline = time.monotonic() + 30
     while server.poll() is None and time.monotonic() < deadline:
@@ -121,7 +142,7 @@ def proxy(upstream: S3, **how: object) -> Iterator[S3]:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
-        yield S3(f"http://127.0.0.1:{server.server_port}", misbehaviour)
+        yield S3(f"http://127.0.0.1:{server.server_port}", misbehaviour, upstream.key, upstream.secret)
     finally:
         server.shutdown()
         server.server_close()

@@ -17,7 +17,7 @@ from raysvc.cache.store import Store, default_root, open_store, probe_create
 from raysvc.errors import StoreError
 
 from .helpers import KEY, build
-from .servers import S3, proxy
+from .servers import S3, given_server, proxy
 from .stand_ins import ForgetfulLink, NfsClient, NoLinks, StaleHandles
 
 
@@ -142,6 +142,27 @@ class TestS3(StoreContract):
         return s3.store("contract-")
 
 
+class TestGivenS3(StoreContract):
+    """A server that checks signatures; `make test-s3` runs everything else on it too."""
+
+    @pytest.fixture
+    def given(self, s3: S3) -> S3:
+        if given_server() is None:
+            pytest.skip("another S3 than moto: set RAYSVC_TEST_S3 and the AWS keys, and run make test-s3")
+        return s3
+
+    @pytest.fixture
+    def store(self, given: S3) -> Store:
+        return given.store("given-")
+
+    def test_wrong_keys_are_a_clear_error(self, given: S3):
+        for wrong in (S3(given.url, None, given.key, "wrong"), S3(given.url, None, "nobody", "wrong")):
+            store = wrong.store()
+            for call in [*_calls(store), store.probe]:
+                with pytest.raises(StoreError, match=r"access is refused.*AWS_ACCESS_KEY_ID"):
+                    call()
+
+
 class TestNfs(StoreContract):
     @pytest.fixture
     def store(self, tmp_path) -> Store:
@@ -256,6 +277,8 @@ class TestRemoteDetails:
         monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
 
     def test_a_store_without_conditional_put_is_refused_unless_told(self, s3: S3):
+        if s3.checks_signatures:
+            pytest.skip("the header that the proxy drops is signed")
         with proxy(s3, drop_headers=("If-None-Match",)) as bad:
             store = bad.store()
             with pytest.raises(StoreError, match=r"only what is absent.*cache\.unsafe_store: true"):
@@ -333,6 +356,18 @@ class TestRemoteDetails:
         for call in (lambda: store.list("x"), lambda: store.write("x", b"1"), store.probe):
             with pytest.raises(StoreError, match=r"s3://no-such-bucket.*the bucket is not there"):
                 call()
+
+    def test_a_wrong_bucket_is_told_by_a_server_without_words_too(self):
+        answer = OSError()
+        answer.response = {"Error": {"Code": "NoSuchBucket", "Message": None}}  # radosgw
+        missing = FileNotFoundError("None")
+        missing.__cause__ = answer
+
+        def attempt() -> None:
+            raise missing
+
+        with pytest.raises(StoreError, match=r"s3://x.*the bucket is not there"):
+            retry.retried("s3://x", "list", attempt)
 
     def test_refused_credentials_are_a_clear_error(self, s3: S3):
         with proxy(s3, fail=1000, status=403) as bad:
