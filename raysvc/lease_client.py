@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from raysvc.connection import Connection
 from raysvc.errors import StepOutOfOrder
 from raysvc.look_ahead import F, FormedSizes, Limit, LookAhead, PlannedSizes, Sizes
+from raysvc.metrics import record
 from raysvc.plan.schedule import Schedule
 from raysvc.state import frontier_of, state_of
 from raysvc.steps import ClientStats
@@ -159,7 +160,17 @@ class LeaseClient(Generic[F, S]):
         self._last_wait_s = time.perf_counter() - begin
         self._wait_s += self._last_wait_s
         self._steps += 1
+        self._record()
         return step
+
+    def _record(self) -> None:
+        """What the metrics know of any trainer's data; one rank speaks for all."""
+        if self._connection.rank:
+            return
+        server, stats = self.lease.name, self.stats()
+        record("fetch_seconds", stats.last_wait_s, server=server)
+        record("look_ahead_steps", stats.outstanding, server=server)
+        record("look_ahead_bytes", stats.outstanding_bytes, server=server)
 
     def _in_range(self, step: int) -> None:
         if not 0 <= step < self.schedule.num_steps:

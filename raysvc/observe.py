@@ -38,13 +38,10 @@ def observe_step(
         step_s: wall time of the step.
         stall_s: nothing was computed because data was late.
     """
-    server, stats = client.lease.name, client.stats()
+    server = client.lease.name
     record("steps", 1, server=server)
     record("step_seconds", step_s, server=server)
     record("stall_seconds", stall_s, server=server, role=ROLE)
-    record("fetch_seconds", stats.last_wait_s, server=server)
-    record("look_ahead_steps", stats.outstanding, server=server)
-    record("look_ahead_bytes", stats.outstanding_bytes, server=server)
     for rank in results:
         record("stage_seconds", sum(mini.wait_s for mini in rank), server=server, role=ROLE)
         record("h2d_seconds", sum(mini.copy_s for mini in rank), server=server, role=ROLE)

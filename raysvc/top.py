@@ -21,7 +21,7 @@ _SAMPLE = re.compile(r"(\w+)\{([^}]*)\} (\S+)")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 SCRAPE_TIMEOUT_S = 3.0
 _CAUSES = {part: f"stall_{part}_seconds" for part in PARTS}
-EXPORTED = ("stall_seconds", "look_ahead_steps", "look_ahead_bytes", *_CAUSES.values())
+EXPORTED = ("stall_seconds", "fetch_seconds", "look_ahead_steps", "look_ahead_bytes", *_CAUSES.values())
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Line:
         step, num_steps: frontier and end.
         steps_per_s: since the snapshot before.
         stall: share of the time since the snapshot before in which the trainer waited, 0 to 1.
-        stall_s: all of its waits.
+        stall_s: all of its waits; of a trainer of one's own, its waits for steps, whether its workers idled or not.
         causes: part of `raysvc.stall.PARTS` -> seconds of all waits that it took, largest first.
         look_ahead: outstanding fetches.
         look_ahead_bytes: of these, beyond the next one.
@@ -71,6 +71,11 @@ class Snapshot:
     servers: Sequence[Mapping[str, Any]]
     exported: Mapping[str, Mapping[str, float]]
 
+    def stall_s(self, server: str) -> float | None:
+        """All waits of a server's trainer."""
+        known = self.of("stall_seconds", server)
+        return self.of("fetch_seconds", server) if known is None else known
+
     def of(self, metric: str, server: str) -> float | None:
         """A figure, None where nothing is exported."""
         return self.exported[metric].get(server)
@@ -79,7 +84,7 @@ class Snapshot:
 def snapshot(time_s: float, servers: Sequence[Mapping[str, Any]], expositions: Iterable[str]) -> Snapshot:
     """Facts of the servers, and the text of every node's metrics endpoint."""
     texts = list(expositions)
-    return Snapshot(time_s, servers, {name: _by_server(texts, BY_NAME[name].exported) for name in EXPORTED})
+    return Snapshot(time_s, servers, {name: _by_server(texts, _sample_of(name)) for name in EXPORTED})
 
 
 def lines(now: Snapshot, before: Snapshot | None = None) -> list[Line]:
@@ -138,6 +143,11 @@ def samples(exposition: str) -> list[tuple[str, dict[str, str], float]]:
     return [(hit[1], dict(_LABEL.findall(hit[2])), float(hit[3])) for hit in found if hit]
 
 
+def _sample_of(metric: str) -> str:
+    found = BY_NAME[metric]
+    return f"{found.exported}_sum" if found.kind == "histogram" else found.exported
+
+
 def _by_server(texts: Sequence[str], name: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for exposition in texts:
@@ -153,14 +163,14 @@ def _line(
     name = facts["name"]
     if facts.get("state") == "silent":
         return Line(name)
-    stall_s, ahead = now.of("stall_seconds", name), now.of("look_ahead_steps", name)
+    stall_s, ahead = now.stall_s(name), now.of("look_ahead_steps", name)
     ahead_bytes = now.of("look_ahead_bytes", name)
     steps_per_s = stall = None
     if before is not None:
         passed_s = now.time_s - before.time_s
         if steps_before.get(name) is not None:
             steps_per_s = (facts["frontier"] - (steps_before[name] or 0)) / passed_s
-        stall_before_s = before.of("stall_seconds", name)
+        stall_before_s = before.stall_s(name)
         if stall_s is not None and stall_before_s is not None:
             stall = min(max(stall_s - stall_before_s, 0.0) / passed_s, 1.0)
     holder = facts.get("holder")

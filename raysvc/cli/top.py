@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Annotated
 
@@ -37,6 +38,11 @@ def top(
         *_, last = _looks(interval, count or 2)
         emit({"servers": [asdict(line) for line in last]})
         return
+    with suppress(KeyboardInterrupt):  # how one leaves it
+        _show(interval, count)
+
+
+def _show(interval: float, count: int | None) -> None:
     console = Console()
     if not console.is_terminal:
         for found in _looks(interval, count):

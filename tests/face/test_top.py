@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from raysvc.cli.main import app
-from raysvc.top import Line, cells_of, lines, snapshot, text
+from raysvc.top import Line, Snapshot, cells_of, lines, snapshot, text
 
 FACTS = {
     "name": "a", "state": "held", "holder": "host:1:x", "frontier": 10, "num_steps": 100,
@@ -42,6 +43,28 @@ def test_rates_and_shares_are_between_two_looks() -> None:
         "server=a trainer=host:1:x step=18/100 steps/s=2.00 stall=12.5% stalled=1.5s "
         "why=collate:1.5s,read:0.8s ahead=2 ahead MB=3.0 memory=50MB lease=2s"
     )
+
+
+def test_a_trainer_of_ones_own_has_its_waits_for_steps() -> None:
+    def seen(time_s: float, waited_s: float) -> Snapshot:
+        name = "ray_raysvc_fetch_seconds"
+        return snapshot(
+            time_s, [FACTS], [f'{name}_sum{{server="a"}} {waited_s}\n{name}_count{{server="a"}} 9\n']
+        )
+
+    (line,) = lines(seen(14.0, 3.0), seen(10.0, 1.0))
+    assert (line.stall_s, line.stall) == (3.0, 0.5)
+
+
+def test_ctrl_c_is_how_one_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def looks(interval: float, count: int | None) -> Iterator[list[Line]]:
+        yield [Line("a")]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("raysvc.cli.top._looks", looks)
+    monkeypatch.setattr("raysvc.servers.join_cluster", lambda address: None)
+    result = CliRunner().invoke(app, ["top"])
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "server=a\n", "")
 
 
 def test_what_is_not_known_is_a_dash_and_not_zero() -> None:
