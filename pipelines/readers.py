@@ -15,7 +15,7 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 
-from raysvc.chat.tokenize import SourceRow
+from raysvc.chat.source_rows import SourceRow
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
 from raysvc.pipelines.files import COMPRESSED, Kind, open_file

@@ -27,7 +27,7 @@ from raysvc.cache.reader import Entry, find_entry, list_entries, open_entry
 from raysvc.cache.store import Store, open_store
 from raysvc.cache.writer import EntryWriter
 from raysvc.chat.books import Books, Quarantined, check_quarantine
-from raysvc.chat.formats import resolve_format
+from raysvc.chat.detect import resolve_format
 from raysvc.chat.tokenize import FORMAT_VERSION
 from raysvc.chat.tokenizer import LoadedTokenizer, anchored
 from raysvc.config import Format, JobConfig, TextSpec

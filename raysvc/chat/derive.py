@@ -15,7 +15,8 @@ from typing import Any
 from jinja2 import nodes
 from jinja2.utils import Namespace
 
-from raysvc.chat.expressions import Ask, Expressions, Scope
+from raysvc.chat.expressions import Expressions
+from raysvc.chat.lookups import Ask, Scope
 from raysvc.chat.symbols import NotDerivable, Segment
 from raysvc.chat.values import (
     CountedLoop,

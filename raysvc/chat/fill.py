@@ -19,13 +19,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raysvc.chat.answers import filler
-from raysvc.chat.batch import Batch, Spans, Turns
+from raysvc.chat.batch import Batch
+from raysvc.chat.column_answers import ColumnAnswers, is_content
 from raysvc.chat.columns import ChatColumns
 from raysvc.chat.formats import ChatExample
-from raysvc.chat.messages import SYSTEM_ROLES
-from raysvc.chat.sequence import CLOSED_TURN, FREE
 from raysvc.chat.shapes import SLOW, LoopShape, RowShape, Shapes, TurnShape
-from raysvc.chat.symbols import ABSENT, Hole, Place, Question
+from raysvc.chat.symbols import Hole
+from raysvc.chat.texts import Texts, sizes_of
 from raysvc.chat.trees import Node, Tree
 
 Ints64 = npt.NDArray[np.int64]
@@ -141,196 +141,6 @@ class ColumnFiller:
         self._shapes.fill(ChatExample(self._columns.messages(row), None, ()))
 
 
-class ColumnAnswers:
-    """Answers questions for many messages at once.
-
-    Args:
-        columns: N rows, M messages.
-    """
-
-    def __init__(self, columns: ChatColumns) -> None:
-        self._columns = columns
-        self.row_of = np.repeat(np.arange(len(columns)), np.diff(columns.starts))
-
-    def is_role(self, name: str) -> Bools:
-        """bool [M]."""
-        names = self._columns.role_names
-        return np.asarray(self._columns.roles == (names.index(name) if name in names else -1))
-
-    def answer(self, question: Question, places: Ints64) -> tuple[Ints64, list[Any]] | None:
-        """(number of the answer of each place, the answers), or None when columns cannot tell."""
-        kind, *about = question
-        starts, rows = self._columns.starts, self.row_of[places]
-        if kind == "kind":
-            return _all("str" if about[0][1:] == ("content",) else ABSENT, places)
-        if kind == "silent":
-            return _all(False, places)
-        if kind == "value" and about[0][1:] == ("role",):
-            roles = self._columns.roles[self._at(about[0][0], places)]
-            return roles.astype(np.int64), list(self._columns.role_names)
-        if kind == "role before":
-            codes = np.where(places > starts[rows], self._columns.roles[places - 1], -1)
-            return codes + 1, ["", *self._columns.role_names]
-        if kind == "first":
-            return _bools(places - starts[rows] == about[0])
-        if kind == "last":
-            return _bools(places == starts[rows + 1] - 1)
-        if kind in ("index0", "count"):
-            numbers = places - starts[rows] - about[0] if kind == "index0" else np.diff(starts)[rows]
-            values, codes = np.unique(numbers, return_inverse=True)
-            return codes, values.tolist()
-        return self._about_text(kind, about[0], about[1], places) if len(about) == 2 else None
-
-    def _about_text(
-        self, kind: str, hole: Hole, other: Any, places: Ints64
-    ) -> tuple[Ints64, list[Any]] | None:
-        if not _is_content(hole):
-            return None
-        texts = text_of(hole, self._columns.contents.take(pa.array(self._at(hole.path[0], places))))
-        if kind == "truth":
-            found = pc.greater(pc.binary_length(texts), 0)
-        elif kind == "equals":
-            found = pc.equal(texts, other)
-        elif kind == "holds":
-            found = pc.match_substring(texts, other)
-        elif kind == "starts":
-            found = pc.starts_with(texts, other)
-        elif kind == "meets":
-            found = pc.or_(pc.starts_with(texts, other), pc.is_in(texts, pa.array(_beginnings(other))))
-        elif kind == "ends":
-            found = pc.ends_with(texts, other)
-        else:
-            return None
-        return _bools(found.to_numpy(zero_copy_only=False))
-
-    def _at(self, place: Place, places: Ints64) -> Ints64:
-        """Messages at a place, seen from each of `places`; the questions before made sure that they are there."""
-        kind, offset = place
-        if kind == "rel":
-            return places + offset
-        starts, rows = self._columns.starts, self.row_of[places]
-        return np.asarray(starts[rows] + offset if offset >= 0 else starts[rows + 1] + offset)
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Rows whose turns are known.
-
-    Attributes:
-        columns: F rows, M messages.
-        turn_of: int64 [M], number of each message's turn.
-        trained: bool [M].
-        shape_of: int64 [F], number of each row's shape.
-    """
-
-    columns: ChatColumns
-    turn_of: Ints64
-    trained: Bools
-    shape_of: Ints64
-
-    def batch(
-        self,
-        turns: list[TurnShape],
-        lead: dict[int, tuple[str | Hole, ...]],
-        trail: dict[int, tuple[str | Hole, ...]],
-        all_tokens: bool,
-    ) -> Batch:
-        """Join everything and place the spans."""
-        starts = self.columns.starts
-        leads, trails = self._row_texts(lead), self._row_texts(trail)
-        sizes = _sizes(leads), _sizes(trails)
-        joined = self._joined(turns, leads, trails)
-        bounds, data = _buffers(joined)
-        begins, ends = bounds[:-1].copy(), bounds[1:].copy()
-        begins[starts[:-1]] += sizes[0]
-        ends[starts[1:] - 1] -= sizes[1]
-        offsets = bounds[starts]
-        if all_tokens:
-            rows = np.arange(len(self.columns))
-            spans = Spans(rows, offsets[:-1], offsets[1:], np.full(len(rows), FREE, np.int8))
-        else:
-            spans = self._spans(turns, begins, ends)
-        return Batch(data, offsets, spans, self._turn_places(begins, ends))
-
-    def _joined(self, turns: list[TurnShape], leads: pa.Array, trails: pa.Array) -> pa.Array:
-        starts, which = self.columns.starts, pa.array(self.turn_of)
-        first, last = np.zeros(len(self.turn_of), np.int64), np.zeros(len(self.turn_of), np.int64)
-        first[starts[:-1]] = np.arange(1, len(starts))
-        last[starts[1:] - 1] = np.arange(1, len(starts))
-        none = pa.array([""], pa.string())
-        before, after = _literals(turns)
-        return pc.binary_join_element_wise(
-            pa.concat_arrays([none, leads]).take(pa.array(first)),
-            pa.array(before).take(which),
-            self._contents(turns),
-            pa.array(after).take(which),
-            pa.concat_arrays([none, trails]).take(pa.array(last)),
-            "",
-        )
-
-    def _contents(self, turns: list[TurnShape]) -> pa.Array:
-        """The text in the middle of every turn."""
-        texts = self.columns.contents
-        holes = [next((part for part in turn.segments if isinstance(part, Hole)), None) for turn in turns]
-        for number in np.unique(self.turn_of).tolist():
-            hole = holes[number]
-            if hole is None:
-                texts = pc.if_else(pa.array(self.turn_of == number), "", texts)
-            elif hole.steps:
-                texts = pc.if_else(pa.array(self.turn_of == number), text_of(hole, texts), texts)
-        return texts
-
-    def _row_texts(self, parts: dict[int, tuple[str | Hole, ...]]) -> pa.Array:
-        """string [F], what stands before or behind the loop."""
-        literals = {n: "".join(p for p in some if isinstance(p, str)) for n, some in parts.items()}
-        texts = pa.array([literals.get(n, "") for n in range(max(parts, default=-1) + 1)], pa.string())
-        result = texts.take(pa.array(self.shape_of)) if len(self.shape_of) else pa.array([], pa.string())
-        for number, some in parts.items():
-            if any(isinstance(part, Hole) for part in some):
-                filled = pc.binary_join_element_wise(*(self._row_part(part) for part in some), "")
-                result = pc.if_else(pa.array(self.shape_of == number), filled, result)
-        return result
-
-    def _row_part(self, part: str | Hole) -> Any:
-        if isinstance(part, str):
-            return pa.scalar(part)
-        offset = part.path[0][1]
-        starts = self.columns.starts
-        places = starts[:-1] + offset if offset >= 0 else starts[1:] + offset
-        return text_of(part, self.columns.contents.take(pa.array(np.minimum(places, starts[-1] - 1))))
-
-    def _spans(self, turns: list[TurnShape], begins: Ints64, ends: Ints64) -> Spans:
-        places = np.flatnonzero(self.trained)
-        which = self.turn_of[places]
-        start = np.array([turn.start for turn in turns], np.int64)[which]
-        trailer = np.array([turn.trailer for turn in turns], np.int64)[which]
-        rows = np.repeat(np.arange(len(self.columns)), np.diff(self.columns.starts))[places]
-        kinds = np.full(len(places), CLOSED_TURN, np.int8)
-        return Spans(rows, begins[places] + start, ends[places] - trailer, kinds)
-
-    def _turn_places(self, begins: Ints64, ends: Ints64) -> Turns:
-        answers = ColumnAnswers(self.columns)
-        users = np.flatnonzero(answers.is_role("user"))
-        turn = ~np.logical_or.reduce([answers.is_role(role) for role in SYSTEM_ROLES]) & (ends > begins)
-        heads = begins[self.columns.starts[:-1]].copy()
-        places = np.flatnonzero(turn)[::-1]
-        heads[answers.row_of[places]] = begins[places]  # the first of a row comes last, and stays
-        return Turns(heads, answers.row_of[users], begins[users])
-
-
-def text_of(hole: Hole, texts: pa.Array) -> pa.Array:
-    """Texts after the steps of a hole that `_is_content` accepts."""
-    return pc.utf8_trim_whitespace(texts) if hole.steps else texts
-
-
-def _beginnings(text: str) -> list[str]:
-    return [text[:count] for count in range(len(text) + 1)]
-
-
-def _is_content(hole: Hole) -> bool:
-    return hole.path[1:] == ("content",) and hole.steps in ((), (("strip", ()),))
-
-
 def _around_loop(shape: Any) -> tuple[tuple[str | Hole, ...], LoopShape, tuple[str | Hole, ...]] | None:
     """(before, loop, behind) of a row shape with one loop, and contents only around it."""
     if not isinstance(shape, RowShape):
@@ -339,7 +149,7 @@ def _around_loop(shape: Any) -> tuple[tuple[str | Hole, ...], LoopShape, tuple[s
     if len(loops) != 1:
         return None
     before, behind = shape.segments[: loops[0]], shape.segments[loops[0] + 1 :]
-    if any(isinstance(part, Hole) and not _is_content(part) for part in (*before, *behind)):
+    if any(isinstance(part, Hole) and not is_content(part) for part in (*before, *behind)):
         return None
     return before, shape.segments[loops[0]], behind
 
@@ -349,43 +159,12 @@ def _fits(turn: Any) -> bool:
     if not isinstance(turn, TurnShape) or turn.said >= 0:
         return False
     holes = [part for part in turn.segments if isinstance(part, Hole)]
-    return len(holes) <= 1 and all(_is_content(hole) and hole.path[0] == ("rel", 0) for hole in holes)
-
-
-def _literals(turns: list[TurnShape]) -> tuple[list[str], list[str]]:
-    """Of every turn the literal before its text, and the one behind it; without a text, all is before."""
-    before, after = [], []
-    for turn in turns:
-        where = next(
-            (n for n, part in enumerate(turn.segments) if isinstance(part, Hole)), len(turn.segments)
-        )
-        before.append("".join(map(str, turn.segments[:where])))
-        after.append("".join(map(str, turn.segments[where + 1 :])))
-    return before, after
+    return len(holes) <= 1 and all(is_content(hole) and hole.path[0] == ("rel", 0) for hole in holes)
 
 
 def _blank(texts: pa.Array) -> Bools:
     """bool [M], whether a text says nothing."""
-    return np.asarray(_sizes(pc.utf8_trim_whitespace(texts)) == 0)
-
-
-def _sizes(texts: pa.Array) -> Ints64:
-    return np.asarray(pc.binary_length(texts).to_numpy(zero_copy_only=False), np.int64)
-
-
-def _buffers(texts: pa.Array) -> tuple[Ints64, npt.NDArray[np.uint8]]:
-    """(int64 [M + 1] bounds, bytes) of a string array that begins at its buffer's start."""
-    _, bounds, data = texts.buffers()
-    ends = np.frombuffer(bounds, np.int32)[texts.offset : texts.offset + len(texts) + 1].astype(np.int64)
-    return ends, np.frombuffer(data, np.uint8)[: ends[-1]]
-
-
-def _all(value: Any, places: Ints64) -> tuple[Ints64, list[Any]]:
-    return np.zeros(len(places), np.int64), [value]
-
-
-def _bools(found: Any) -> tuple[Ints64, list[Any]]:
-    return np.asarray(found, np.int64), [False, True]
+    return np.asarray(sizes_of(pc.utf8_trim_whitespace(texts)) == 0)
 
 
 EMPTY = TurnShape((), filler(()))

@@ -6,8 +6,6 @@ Always true:
 - a fault of one row sets aside that row, never its slice;
 - every slice is compared with the reference on a sample; a difference switches to the reference, with a warning;
 - the books of a slice balance.
-
-A preference row is written as two sequences, the chosen one first, with the same `source_row`; `chosen` tells them apart.
 """
 
 from __future__ import annotations
@@ -29,16 +27,19 @@ from raysvc.chat.align import TokenTable
 from raysvc.chat.batch import Batch, batch_of
 from raysvc.chat.books import Books, Quarantined
 from raysvc.chat.columns import ChatColumns, columns_of_json_lines
+from raysvc.chat.detect import resolve_format
 from raysvc.chat.encode import ReferenceEncoder, choose_encoder
 from raysvc.chat.faults import RowDropped, RowFault
 from raysvc.chat.fill import ColumnFiller
-from raysvc.chat.formats import ChatExample, Format, resolve_format
+from raysvc.chat.formats import ChatExample, Format
 from raysvc.chat.keep import Kept, keep
 from raysvc.chat.ledger import Ledger
 from raysvc.chat.prepare import Preparer
 from raysvc.chat.rows import EncoderDiffers, RowEncoder, TokenRows, rows_of_tokens
 from raysvc.chat.sample import RenderDiffers, compare, sample_places
 from raysvc.chat.sequence import Sequence
+from raysvc.chat.source_rows import SourceRow, json_blocks, json_rows
+from raysvc.chat.tables import table_of
 from raysvc.chat.template import plain_data
 from raysvc.chat.tokenizer import LoadedTokenizer
 from raysvc.config import TextSpec
@@ -47,28 +48,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 ROWS_PER_CHUNK = 2048
-BLOCK_BYTES = 1 << 25
 MOST_FAILURES = 3  # blocks in a row that were no plain chats, before columns are given up
 COLUMN_MODES = ("last_assistant_message", "all_assistant_messages", "all_tokens")
-SCHEMA = pa.schema(
-    [("input_ids", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.uint8())), ("source_row", pa.int64())]
-)
-PREFERENCE_SCHEMA = SCHEMA.append(pa.field("chosen", pa.uint8()))
-
-
-@dataclass(frozen=True)
-class SourceRow:
-    """One row as the reader found it.
-
-    Attributes:
-        source_row: its number in the source.
-        data: the row, None when it could not be read; what JSON does not have becomes text as in `transformers`.
-        error: why not, beginning with a short reason and a colon.
-    """
-
-    source_row: int
-    data: dict[str, Any] | None
-    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +57,7 @@ class SliceResult:
     """One tokenized slice.
 
     Attributes:
-        table: `SCHEMA`, or `PREFERENCE_SCHEMA`.
+        table: as `tables` writes it.
         books: balanced.
         examples: a few quarantined rows of each reason.
         encoder: that made the ids.
@@ -159,7 +140,7 @@ class SliceTokenizer:
         return Preparer(self.tokenizer, fast, with_turns=self.spec.truncation == "keep_end_turns")
 
     def _made_of_lines(self, data: bytes, first_row: int, ledger: Ledger) -> Iterator[tuple[Kept, int]]:
-        for block, number in _blocks(data, first_row):
+        for block, number in json_blocks(data, first_row):
             columns = self._columns(block, number)
             if columns is None:
                 yield from self._made_of_rows(json_rows(block, number), ledger)
@@ -264,29 +245,8 @@ class SliceTokenizer:
         preference = self._format is not None and self._format.name == "preference"
         compared = sum(count for _, count in made)
         return SliceResult(
-            _table(kept, preference), books, ledger.examples, self._encoder.name, self._switched, compared
+            table_of(kept, preference), books, ledger.examples, self._encoder.name, self._switched, compared
         )
-
-
-def json_rows(data: bytes, first_row: int) -> Iterator[SourceRow]:
-    """Rows of complete JSON lines; one that is broken comes with its error."""
-    import orjson
-
-    whole, at, number = memoryview(data), 0, first_row - 1
-    while at < len(data):
-        end = data.find(b"\n", at)
-        line = whole[at : end if end >= 0 else len(data)]
-        at, number = at + len(line) + 1, number + 1
-        try:
-            value = orjson.loads(line)
-        except orjson.JSONDecodeError as broken:
-            if bytes(line).strip():
-                yield SourceRow(number, None, f"broken JSON: {broken}")
-            continue
-        if isinstance(value, dict):
-            yield SourceRow(number, value)
-        else:
-            yield SourceRow(number, None, f"not a JSON object: it is a {type(value).__name__}")
 
 
 @contextmanager
@@ -303,19 +263,6 @@ def no_collection() -> Iterator[None]:
 
 def _plain(row: SourceRow, data: dict[str, Any]) -> SourceRow:
     return replace(row, data=plain_data(data))
-
-
-def _blocks(data: bytes, first_row: int) -> Iterator[tuple[bytes, int]]:
-    """(lines, number of the first) of at most `BLOCK_BYTES`, or one line."""
-    at = 0
-    while at < len(data):
-        end = len(data)
-        if end - at > BLOCK_BYTES:
-            end = data.rfind(b"\n", at, at + BLOCK_BYTES) + 1 or data.find(b"\n", at) + 1 or len(data)
-        block = data if (at, end) == (0, len(data)) else data[at:end]
-        yield block, first_row
-        at = end
-        first_row += block.count(b"\n") if at < len(data) else 0
 
 
 def _trained(columns: ChatColumns, train_on: str) -> npt.NDArray[np.bool_]:
@@ -340,27 +287,3 @@ def _check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise RowFault("a text holds half a surrogate pair") from None
-
-
-def _table(kept: list[Kept], preference: bool) -> pa.Table:
-    """The written sequences, by source row."""
-    schema = PREFERENCE_SCHEMA if preference else SCHEMA
-    tables = [_part(part, preference) for part in kept if len(part.lengths)]
-    table = pa.concat_tables(tables) if tables else schema.empty_table()
-    numbers = table["source_row"].to_numpy()
-    if np.all(numbers[1:] >= numbers[:-1]):
-        return table
-    return table.take(pa.array(np.argsort(numbers, kind="stable")))
-
-
-def _part(kept: Kept, preference: bool) -> pa.Table:
-    offsets = np.zeros(len(kept.lengths) + 1, np.int32)
-    np.cumsum(kept.lengths, out=offsets[1:])
-    columns = [
-        pa.ListArray.from_arrays(pa.array(offsets), pa.array(kept.ids)),
-        pa.ListArray.from_arrays(pa.array(offsets), pa.array(kept.mask)),
-        pa.array(kept.source_rows),
-    ]
-    if preference:
-        columns.append(pa.array(np.tile(np.array([1, 0], np.uint8), len(kept.lengths) // 2)))
-    return pa.table(columns, schema=PREFERENCE_SCHEMA if preference else SCHEMA)

@@ -332,7 +332,7 @@ class Tokens:
 @pytest.fixture(scope="session")
 def tokenize() -> Callable[..., Any]:
     """(slice tokenizer, rows) -> (written sequences, result)."""
-    from raysvc.chat.tokenize import SourceRow
+    from raysvc.chat.source_rows import SourceRow
 
     def run(tokenizer: Any, *rows: dict[str, Any]) -> tuple[list[Tokens], Any]:
         result = tokenizer.run([SourceRow(number, row) for number, row in enumerate(rows)])

@@ -6,7 +6,7 @@ import json
 import pickle
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysvc.chat.books import Books, Quarantined, check_quarantine
@@ -28,6 +28,7 @@ def books(draw: st.DrawFn) -> Books:
 
 
 @given(books(), books(), books())
+@settings(deadline=None)
 def test_books_add_up_in_any_grouping_and_stay_balanced(one: Books, two: Books, three: Books) -> None:
     assert (one + two) + three == one + (two + three)
     assert one + Books() == one
@@ -35,6 +36,7 @@ def test_books_add_up_in_any_grouping_and_stay_balanced(one: Books, two: Books, 
 
 
 @given(books())
+@settings(deadline=None)
 def test_books_come_back_from_json(one: Books) -> None:
     assert Books.from_json(json.loads(json.dumps(one.to_json()))) == one
 

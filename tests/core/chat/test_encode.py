@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from raysvc.chat.encode import Encoded, ReferenceEncoder, choose_encoder, probe_texts
-from raysvc.chat.tokenize import SliceTokenizer, SourceRow
+from raysvc.chat.source_rows import SourceRow
+from raysvc.chat.tokenize import SliceTokenizer
 from raysvc.chat.tokenizer import LoadedTokenizer
 from raysvc.config import TextSpec, TokenizerConfig
 

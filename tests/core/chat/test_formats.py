@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from raysvc.chat.detect import resolve_format
 from raysvc.chat.faults import RowFault
-from raysvc.chat.formats import Format, TokensExample, resolve_format
+from raysvc.chat.formats import Format, TokensExample
 from raysvc.config import TextSpec, TokenizerConfig
 from raysvc.errors import ConfigError, SourceError
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raysvc.chat.tokenize import SliceTokenizer, SourceRow
+from raysvc.chat.source_rows import SourceRow
+from raysvc.chat.tokenize import SliceTokenizer
 from raysvc.config import TextSpec, TokenizerConfig
 
 words = st.lists(

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from raysvc.chat.prepare import Preparer
-from raysvc.chat.tokenize import SliceTokenizer, SourceRow
+from raysvc.chat.source_rows import SourceRow
+from raysvc.chat.tokenize import SliceTokenizer
 from raysvc.config import TextSpec, TokenizerConfig
 
 FAST = [

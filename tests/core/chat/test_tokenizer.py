@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from raysvc.chat.tokenize import SliceTokenizer, SourceRow
+from raysvc.chat.source_rows import SourceRow
+from raysvc.chat.tokenize import SliceTokenizer
 from raysvc.chat.tokenizer import LoadedTokenizer
 from raysvc.config import TextSpec, TokenizerConfig
 from raysvc.errors import TokenizerError
