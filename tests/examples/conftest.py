@@ -30,8 +30,14 @@ def example(
     capsys: pytest.CaptureFixture[str],
 ) -> Iterator[Example]:
     """Runs `examples/NAME.py` with arguments, in a folder of its own; returns the JSON it prints last."""
+    import torch
+
     from raysvc.actors.launch import server_names, stop_server
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(
+        1
+    )  # tiny models: several threads wait for each other, the more so on a busy machine
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAYSVC_CACHE_DIR", str(cache))
 
@@ -44,5 +50,6 @@ def example(
 
     before = set(server_names())
     yield run
+    torch.set_num_threads(threads)
     for name in set(server_names()) - before:
         stop_server(name)
