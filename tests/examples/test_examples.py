@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # warnings of other libraries
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.filterwarnings("ignore"),  # of other libraries
+    pytest.mark.timeout(300),  # a busy machine takes ten times as long to start processes
+]
 Example = Callable[..., dict[str, Any]]
 
 
@@ -78,7 +82,6 @@ def assert_loss_is_of_targets_alone(trl: Any, batch: dict[str, Any], folder: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # two starts of two workers
 def test_ray_train_with_a_killed_worker_ends_like_ranks_that_nobody_killed(
     example: Example, tmp_path: Path
 ) -> None:
