@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from raysvc import errors
 
 if TYPE_CHECKING:
-    from raysvc.api import CacheEntry, ServerHandle, open_cache, serve, tokenize
+    from raysvc.api import ServerHandle, serve, tokenize
     from raysvc.client import BatchClient, attach
     from raysvc.groups import Group
+    from raysvc.opened import CacheEntry, open_cache
     from raysvc.producers import rollouts, serve_rollouts
     from raysvc.rank_client import RankClient
     from raysvc.trainer import train
@@ -37,12 +38,12 @@ __all__ = [
 ]
 _HOMES = {
     "BatchClient": "raysvc.client",
-    "CacheEntry": "raysvc.api",
+    "CacheEntry": "raysvc.opened",
     "Group": "raysvc.groups",
     "RankClient": "raysvc.rank_client",
     "ServerHandle": "raysvc.api",
     "attach": "raysvc.client",
-    "open_cache": "raysvc.api",
+    "open_cache": "raysvc.opened",
     "rollouts": "raysvc.producers",
     "serve": "raysvc.api",
     "serve_rollouts": "raysvc.producers",

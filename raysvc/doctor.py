@@ -178,9 +178,10 @@ def _check_tokenizer(job: JobConfig) -> Finding:
 
 
 def _check_plan(job: JobConfig, nodes: list[dict[str, Any]]) -> Finding:
-    from raysvc.api import cache_root, plan_of, tokenize
+    from raysvc.api import cache_root, tokenize
     from raysvc.build import explain_job
     from raysvc.collate.report import plan_report
+    from raysvc.planning import plan_of
 
     if not explain_job(job, cache_root(job))["hit"]:
         return Finding("object store", "skip", "the job's entry is not built yet")

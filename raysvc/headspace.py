@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysvc.api import CacheEntry, absolute, cpus_held, serve_spec, tokenize
+from raysvc.api import absolute, cpus_held, serve_spec, tokenize
 from raysvc.client import BatchClient, attach
 from raysvc.config import JobConfig
 from raysvc.errors import PlanError
 from raysvc.jobfile import load_job
+from raysvc.opened import CacheEntry
 from raysvc.progress import Progress, Tick, silent
 from raysvc.runfolder import Checkpoint, RunFolder
 from raysvc.trainer import model_spec

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from raysvc.picture import DUMMY, RowPicture
 
 if TYPE_CHECKING:
-    from raysvc.api import CacheEntry
+    from raysvc.opened import CacheEntry
     from raysvc.plan.schedule import Schedule
 
 

@@ -16,8 +16,8 @@ from raysvc.mixing import mixture_spec
 from raysvc.plan.cost import CostModel
 
 if TYPE_CHECKING:
-    from raysvc.api import CacheEntry
     from raysvc.config import JobConfig, PlanConfig
+    from raysvc.opened import CacheEntry
     from raysvc.plan.plan import Plan
 
 

@@ -17,8 +17,8 @@ from raysvc.stall import StallBook
 
 if TYPE_CHECKING:
     from raysvc.actors.results import MiniResult
-    from raysvc.api import CacheEntry
     from raysvc.client import Step
+    from raysvc.opened import CacheEntry
 
 
 class RunLog:

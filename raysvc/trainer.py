@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysvc.api import CacheEntry, ServerHandle, absolute, cpus_held, serve_entry, serve_spec, tokenize
+from raysvc.api import ServerHandle, absolute, cpus_held, serve_entry, serve_spec, tokenize
 from raysvc.chat.token_bytes import count_bytes
 from raysvc.client import BatchClient, Step, attach
 from raysvc.config import JobConfig
@@ -22,6 +22,7 @@ from raysvc.errors import LeaseHeld, TokenizerError
 from raysvc.evaluation import Evals, HeldBack
 from raysvc.jobfile import load_job
 from raysvc.observe import observe_step
+from raysvc.opened import CacheEntry
 from raysvc.progress import Progress, Tick, silent
 from raysvc.run_log import RunLog, write_summary
 from raysvc.runfolder import Checkpoint, RunFolder, StepLog

@@ -30,11 +30,12 @@ def plan(
     from raysvc.collate.report import plan_report, rows_of_step
     from raysvc.errors import PlanError
     from raysvc.jobfile import load_job
+    from raysvc.planning import plan_of
 
     job = load_job(config, overrides or ())
     with View() as view:
         entry = api.tokenize(job, address=address, progress=view)
-    steps = api.plan_of(job, entry)
+    steps = plan_of(job, entry)
     dp_size = job.trainer.dp_size
     if step is not None:
         if step >= steps.schedule.num_steps:

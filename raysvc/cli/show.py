@@ -17,8 +17,8 @@ from raysvc.cli.view import View, print_rows
 from raysvc.picture import DUMMY, Kind, RowPicture, padding_cells, row_picture, shard_pictures
 
 if TYPE_CHECKING:
-    from raysvc.api import CacheEntry
     from raysvc.config import JobConfig
+    from raysvc.opened import CacheEntry
 
 RowNumber = Annotated[int, typer.Option(help="Row of the entry, 0-based.", min=0)]
 StepNumber = Annotated[
@@ -100,12 +100,12 @@ def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[st
 
 
 def _step(job: JobConfig, step: int, rank: int | None, only_rows: bool) -> tuple[_Shown, dict[str, Any]]:
-    from raysvc import api
     from raysvc.lineage import lineage
+    from raysvc.opened import open_served
     from raysvc.replay import replay_job
 
     again = replay_job(job, step)
-    entry = api.open_served(again.spec.model_copy(update={"storage_options": job.cache.storage_options}))
+    entry = open_served(again.spec.model_copy(update={"storage_options": job.cache.storage_options}))
     shards = again.chosen(rank)
     tokenizer = None if only_rows else _tokenizer(entry)
     pictures = [picture for shard in shards for picture in shard_pictures(shard, tokenizer)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from raysvc.api import CacheEntry
 from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
 from raysvc.cli.view import View, print_table
+from raysvc.opened import CacheEntry
 
 EXAMPLES_SHOWN = 5
 

@@ -210,8 +210,8 @@ def test_what_a_notebook_shows_is_small_and_only_text(tmp_path: Path) -> None:
     import numpy as np
 
     from raysvc.actors.making import Recipe, make_step
-    from raysvc.api import CacheEntry
     from raysvc.config import PlanConfig
+    from raysvc.opened import CacheEntry
     from raysvc.plan.plan import Plan
     from raysvc.rows import RowBatch
     from raysvc.steps import Mini, Step

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import raysvc
-from raysvc.api import open_served
 from raysvc.cache.joined import JoinedEntry
 from raysvc.cache.reader import open_entry
 from raysvc.config import JobConfig
@@ -18,8 +17,10 @@ from raysvc.errors import ConfigError, PlanError, StateMismatch
 from raysvc.jobfile import load_job
 from raysvc.lineage import lineage
 from raysvc.mixing import mixture_spec
+from raysvc.opened import open_served
 from raysvc.picture import shard_pictures
 from raysvc.plan.state import PlanState
+from raysvc.planning import plan_of
 from raysvc.replay import replay_job
 
 
@@ -52,7 +53,7 @@ def job_of(
 
 def steps_of(job: JobConfig, entry: Any) -> list[np.ndarray]:
     """The source of each row, step by step."""
-    plan = raysvc.api.plan_of(job, entry)
+    plan = plan_of(job, entry)
     return [
         entry.entry.places(np.concatenate([mini.row_ids for mini in plan.step(step, 1).mini_batches]))[0]
         for step in range(plan.schedule.num_steps)
@@ -103,10 +104,10 @@ def test_a_source_joins_later_and_the_steps_before_stay(
     assert [step.tolist() for step in is_[:6]] == [step.tolist() for step in was[:6]]
     assert any(2 in step for step in is_[6:])
     assert not any(2 in step for step in is_[:6])
-    plan = raysvc.api.plan_of(after, new)
-    PlanState.of(raysvc.api.plan_of(before, old), 5).check(plan)  # nothing of c was due yet
+    plan = plan_of(after, new)
+    PlanState.of(plan_of(before, old), 5).check(plan)  # nothing of c was due yet
     with pytest.raises(StateMismatch, match="mixture"):
-        PlanState.of(raysvc.api.plan_of(before, old), 6).check(plan)
+        PlanState.of(plan_of(before, old), 6).check(plan)
 
 
 def test_a_mixture_trains_every_row_as_often_as_its_source_says(
@@ -167,7 +168,7 @@ def test_a_source_that_stands_twice_is_refused(
     job = job_of(tmp_path, cache_root, sample, {"a": {"weight": 1}, "b": {"weight": 1}})
     (tmp_path / "b.jsonl").write_text((tmp_path / "a.jsonl").read_text())
     with pytest.raises(PlanError, match="comes twice"):
-        raysvc.api.plan_of(job, raysvc.tokenize(job))
+        plan_of(job, raysvc.tokenize(job))
 
 
 def test_joined_entries_give_every_row_as_its_own_entry_does(tmp_path: Path, entry: Any) -> None:
