@@ -141,29 +141,32 @@ class FsspecStore:
 
     def _put_if_absent(self, name: str, data: bytes) -> None:
         fs = self._fs()
-        single = {"chunksize": len(data) + 1} if self._is_s3() else {}
+        protocol = self.url.partition("://")[0]
+        single = {"chunksize": len(data) + 1} if protocol in ("s3", "s3a", "gs", "gcs") else {}
         if self.unsafe_store:
             fs.pipe_file(self._path(name), data, **single)
-        elif self.url.startswith("memory://"):
+        elif protocol == "memory":
             with _memory_create:
                 fs.pipe_file(self._path(name), data, mode="create")
         else:
             try:
                 fs.pipe_file(self._path(name), data, mode="create", **single)
-            except OSError as error:
+            except Exception as error:  # gcsfs: not even an OSError
                 if _says_taken(error):
                     raise FileExistsError(errno.EEXIST, "the name is taken", name) from error
                 raise
 
 
-def _says_taken(error: OSError) -> bool:
-    """s3fs says FileExistsError, or EINVAL from a response 412."""
+def _says_taken(error: Exception) -> bool:
+    """s3fs says FileExistsError, or EINVAL from a response 412; gcsfs an HttpError with the code 412."""
     if isinstance(error, FileExistsError):
         return True
     response = getattr(error.__cause__, "response", None) or {}
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     code = response.get("Error", {}).get("Code")
-    return status == 412 or code in ("PreconditionFailed", "412") or getattr(error, "code", None) == 412
+    return (
+        status == 412 or code in ("PreconditionFailed", "412") or getattr(error, "code", None) in (412, "412")
+    )
 
 
 def _found(info: Mapping[str, Any], base: str) -> Found:

@@ -107,19 +107,18 @@ def _refusal(url: str, error: BaseException) -> StoreError | None:
             f"access is refused ({_said(error)})",
             "check the credentials (AWS_ACCESS_KEY_ID, ..., or cache.storage_options)",
         )
-    if isinstance(error, FileNotFoundError) and (
-        _code(error) == "NoSuchBucket" or "bucket" in str(error).lower()
-    ):
+    if isinstance(error, FileNotFoundError) and _says_no_bucket(error):
         return StoreError(
             url, f"the bucket is not there ({_said(error)})", "create it, or check the name and the endpoint"
         )
     return None
 
 
-def _code(error: BaseException) -> str | None:
-    """What S3 answered; not every server adds a text."""
+def _says_no_bucket(error: BaseException) -> bool:
+    """By its code, since not every server adds words, or by the words; a path may have the word bucket in it."""
     response = getattr(error.__cause__, "response", None)
-    return response.get("Error", {}).get("Code") if isinstance(response, dict) else None
+    code = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
+    return code == "NoSuchBucket" or "specified bucket does not exist" in str(error).lower()
 
 
 def _status(error: BaseException) -> int | None:

@@ -9,6 +9,7 @@ import pytest
 
 from raysvc.cache import copies, retry
 
+from .gcs import gcs_server
 from .servers import S3, given_server, moto_server
 
 
@@ -23,6 +24,13 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
             return
         with moto_server() as server:
             yield server
+
+
+@pytest.fixture(scope="session")
+def gcs() -> Iterator[str]:
+    """Endpoint of a stand-in for Google Cloud Storage."""
+    with gcs_server() as url:
+        yield url
 
 
 @pytest.fixture(autouse=True)

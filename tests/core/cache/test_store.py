@@ -163,6 +163,16 @@ class TestGivenS3(StoreContract):
                     call()
 
 
+class TestGcs(StoreContract):
+    """gcsfs against a stand-in for the server."""
+
+    @pytest.fixture
+    def store(self, gcs: str, monkeypatch: pytest.MonkeyPatch) -> Store:
+        pytest.importorskip("gcsfs")
+        monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        return open_store(f"gs://bucket/{uuid.uuid4().hex}", {"endpoint_url": gcs, "token": "anon"})
+
+
 class TestNfs(StoreContract):
     @pytest.fixture
     def store(self, tmp_path) -> Store:
@@ -269,6 +279,26 @@ class TestPosixDetails:
         assert open_store("cache").url == str(tmp_path / "cache")
 
 
+class RefusingGcs:
+    """What gcsfs does when a generation does not match: an exception that is no OSError."""
+
+    class HttpError(Exception):
+        code = 412
+
+    def pipe_file(self, path: str, data: bytes, mode: str, chunksize: int) -> None:
+        assert (mode, chunksize > len(data)) == ("create", True)
+        raise self.HttpError("conditionNotMet")
+
+    def cat_file(self, path: str, start: None, end: None) -> bytes:
+        return b"the winner's"
+
+
+def test_a_generation_that_does_not_match_is_a_name_that_is_taken(monkeypatch):
+    monkeypatch.setattr(FsspecStore, "_fs", lambda self: RefusingGcs())
+    assert not open_store("gs://bucket/x").create("manifest.json", b"mine")
+    assert open_store("gs://bucket/x").create("manifest.json", b"the winner's")
+
+
 class TestRemoteDetails:
     """Against a real S3 behind a proxy that misbehaves."""
 
@@ -368,6 +398,15 @@ class TestRemoteDetails:
 
         with pytest.raises(StoreError, match=r"s3://x.*the bucket is not there"):
             retry.retried("s3://x", "list", attempt)
+
+    def test_a_missing_file_in_a_bucket_of_that_name_is_a_missing_file(self, s3: S3):
+        s3.store()._fs().mkdir("my-bucket")
+        store = s3.store(bucket="my-bucket")
+        assert tuple(store.list("bucket")) == ()
+        store.delete("bucket/file")
+        for read in (store.read, lambda name: store.download(name, io.BytesIO())):
+            with pytest.raises(FileNotFoundError):
+                read("bucket/file")
 
     def test_refused_credentials_are_a_clear_error(self, s3: S3):
         with proxy(s3, fail=1000, status=403) as bad:
