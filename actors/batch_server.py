@@ -1,7 +1,7 @@
 """The named actor that plans and collates the steps of one trainer (or, shared, of a sweep of them).
 
 Always true:
-- `fetch(step)` is pure in (plan, step, dp sizes): the same call gives the same bytes, before and after a
+- `fetch(step)` is pure in (plan, step, roles): the same call gives the same bytes, before and after a
   restart of this process, so Ray may retry it and rebuild lost shards with it;
 - shards are returned by value: the caller owns them, and they outlive this process;
 - every call that changes something may come twice: Ray repeats it when the server died before it answered;
@@ -25,13 +25,14 @@ from raysvc.actors.ledger import Ledger
 from raysvc.actors.ledger_book import LedgerBook, Owner
 from raysvc.actors.serving import TRAIN as TRAIN
 from raysvc.actors.serving import Lease as Lease
+from raysvc.actors.serving import Role as Role
 from raysvc.actors.serving import ServeSpec as ServeSpec
 from raysvc.actors.serving import StepInfo as StepInfo
 from raysvc.actors.serving import StepOutline as StepOutline
 from raysvc.actors.step_maker import StepMaker, Stream
 from raysvc.actors.stream import streams_of
 from raysvc.collate.shard import Shard
-from raysvc.errors import LeaseHeld
+from raysvc.errors import ConfigError, LeaseHeld
 from raysvc.metrics import record
 
 log = logging.getLogger(__name__)
@@ -166,12 +167,23 @@ class BatchServer:
         """
         return self._maker.outline(step, dp_size, stream)
 
-    def sizes(self, first: int, stop: int, dp_sizes: tuple[int, ...], stream: str = TRAIN) -> list[int]:
+    def sizes(self, first: int, stop: int, roles: tuple[Role, ...], stream: str = TRAIN) -> list[int]:
         """Bytes of the shards of the steps `first` to `stop - 1`, all roles together."""
         source = self._maker.stream(stream)
-        return [
-            sum(source.outline(step, dp_size).nbytes for dp_size in dp_sizes) for step in range(first, stop)
-        ]
+        return [sum(source.outline(step, role).nbytes for role in roles) for step in range(first, stop)]
+
+    def check_columns(self, columns: tuple[str, ...]) -> None:
+        """Refuse columns that a role cannot have.
+
+        Raises:
+            ConfigError: one that `plan.columns` does not name.
+        """
+        missing = sorted(set(columns) - set(self.spec.plan.columns))
+        if missing:
+            what = f"a role asks for {', '.join(missing)}, and plan.columns has {', '.join(self.spec.plan.columns)}"
+            raise ConfigError(
+                "attach(roles)", what, "name it in plan.columns and serve again, or leave it out"
+            )
 
     def num_micro_batches(self, first: int, stop: int, dp_size: int, stream: str = TRAIN) -> int:
         """Micro-batches of one rank in the steps `first` to `stop - 1`; plans them all."""
@@ -180,7 +192,7 @@ class BatchServer:
         return sum(mini.num_micro_batches for outline in outlines for mini in outline.mini_batches)
 
     def fetch(
-        self, fence: int, step: int, dp_sizes: tuple[int, ...], stream: str = TRAIN
+        self, fence: int, step: int, roles: tuple[Role, ...], stream: str = TRAIN
     ) -> tuple[StepInfo | Shard, ...]:
         """The step's info, then its shards: mini-batch after mini-batch, role after role, rank after rank.
 
@@ -191,9 +203,9 @@ class BatchServer:
         """
         self._book.check(fence)
         if self.spec.share == "none":
-            info, shards = self._maker.make(step, dp_sizes, stream)
+            info, shards = self._maker.make(step, roles, stream)
         else:
-            info, shards = self._maker.make_shared(step, dp_sizes, stream, readers=None)
+            info, shards = self._maker.make_shared(step, roles, stream, readers=None)
         return (info, *shards)
 
     def fetch_rank(
@@ -206,7 +218,7 @@ class BatchServer:
         """
         self._book.check(fence)
         readers = num_ranks if self.spec.share == "none" else None
-        info, shards = self._maker.make_shared(step, (num_ranks,), stream, readers)
+        info, shards = self._maker.make_shared(step, (Role(num_ranks),), stream, readers)
         return (info, *shards[rank::num_ranks])
 
     def stats(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Axes: M mini-batches, K roles, R ranks of a role.
 Always true:
 - shards come mini-batch after mini-batch, in it role after role, in it rank after rank;
-- every role gets the same rows; they are read once;
+- every role gets the same rows, in the columns that it asked for; they are read once;
 - the same arguments give the same bytes.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -44,14 +44,22 @@ class Recipe:
     plan: PlanConfig
     pad_token_id: int
 
+    def carrying(self, columns: tuple[str, ...] | None) -> Recipe:
+        """With these columns alone; None: as it is."""
+        return (
+            self if columns is None else replace(self, plan=self.plan.model_copy(update={"columns": columns}))
+        )
 
-def make_step(plans: Sequence[StepPlan], read: Read, recipe: Recipe) -> tuple[StepInfo, tuple[Shard, ...]]:
+
+def make_step(
+    plans: Sequence[StepPlan], read: Read, recipes: Sequence[Recipe]
+) -> tuple[StepInfo, tuple[Shard, ...]]:
     """The info and the shards of one step.
 
     Args:
         plans: [K], one plan of the step per role.
         read: gives the rows of a mini-batch, in its order.
-        recipe: layout, columns and padding.
+        recipes: [K], layout, columns and padding of each role.
     """
     first = plans[0]
     infos: list[MiniBatchInfo] = []
@@ -61,7 +69,10 @@ def make_step(plans: Sequence[StepPlan], read: Read, recipe: Recipe) -> tuple[St
         begin = time.perf_counter()
         rows = read(mini)
         middle = time.perf_counter()
-        made = [collate(rows, plan.mini_batches[index], first.index, index, recipe) for plan in plans]
+        made = [
+            collate(rows, plan.mini_batches[index], first.index, index, recipe)
+            for plan, recipe in zip(plans, recipes, strict=True)
+        ]
         collate_s += time.perf_counter() - middle
         read_s += middle - begin
         infos.append(info_of(mini, made[0]))

@@ -15,7 +15,7 @@ from typing import Any
 from raysvc.actors.batch_server import BatchServer
 from raysvc.actors.making import Recipe
 from raysvc.actors.rollout_stream import RolloutStream
-from raysvc.actors.serving import TRAIN, RolloutSpec, StepInfo
+from raysvc.actors.serving import TRAIN, Role, RolloutSpec, StepInfo
 from raysvc.actors.step_maker import Stream
 from raysvc.collate.shard import Shard
 from raysvc.errors import ConfigError, StepNotReady, StepOutOfOrder
@@ -119,7 +119,7 @@ class RolloutServer(BatchServer):
             self._dropped[:] = [key for key in self._dropped if key not in self._rollouts.forgotten]
         return removed
 
-    def form_size(self, fence: int, step: int, dp_sizes: tuple[int, ...]) -> int | None:
+    def form_size(self, fence: int, step: int, roles: tuple[Role, ...]) -> int | None:
         """Bytes of the shards of a step, formed now if there are groups for it; None while there are not."""
         self._book.check(fence)
         frontier = self._frontier()
@@ -127,10 +127,10 @@ class RolloutServer(BatchServer):
             if not self._rollouts.form(step, frontier):
                 return None
             self._rollouts.changed.notify_all()
-        return self.sizes(step, step + 1, dp_sizes)[0]
+        return self.sizes(step, step + 1, roles)[0]
 
     def fetch(
-        self, fence: int, step: int, dp_sizes: tuple[int, ...], stream: str = TRAIN
+        self, fence: int, step: int, roles: tuple[Role, ...], stream: str = TRAIN
     ) -> tuple[StepInfo | Shard, ...]:
         """As `BatchServer.fetch`, once enough groups are there.
 
@@ -139,7 +139,7 @@ class RolloutServer(BatchServer):
         """
         if stream == TRAIN:
             self._await_groups(fence, step)
-        return super().fetch(fence, step, dp_sizes, stream)
+        return super().fetch(fence, step, roles, stream)
 
     def fetch_rank(
         self, fence: int, step: int, rank: int, num_ranks: int, stream: str = TRAIN

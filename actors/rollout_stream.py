@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 
 from raysvc.actors.making import Recipe, Sizes, make_step, outline
 from raysvc.actors.pool import Key, Pool, Ready
-from raysvc.actors.serving import RolloutSpec, StepInfo, StepOutline
+from raysvc.actors.serving import Role, RolloutSpec, StepInfo, StepOutline, as_role
 from raysvc.actors.spool import Forgotten, Spool
 from raysvc.collate.shard import Shard
 from raysvc.errors import SourceError, StateMismatch, StepNotReady, StepOutOfOrder
@@ -149,23 +149,26 @@ class RolloutStream:
             self._spool.write_step(step, keys, trained_by=self.pool.trained_by(step))
         return True
 
-    def make(self, step: int, dp_sizes: Sequence[int]) -> tuple[StepInfo, tuple[Shard, ...]]:
+    def make(self, step: int, roles: Sequence[Role | int]) -> tuple[StepInfo, tuple[Shard, ...]]:
         """Info and shards of a step that was formed."""
         rows, uids = self._rows(step)
-        plans = [self._plan(step, rows, uids, dp_size) for dp_size in dp_sizes]
-        info, shards = make_step(plans, lambda mini: _taken(rows, mini.row_ids), self._recipe)
+        known = [as_role(role) for role in roles]
+        plans = [self._plan(step, rows, uids, role.dp_size) for role in known]
+        recipes = [self._recipe.carrying(role.columns) for role in known]
+        info, shards = make_step(plans, lambda mini: _taken(rows, mini.row_ids), recipes)
         versions = rows.rows["weight_version"]
         return replace(info, weight_versions=(int(versions.min()), int(versions.max()))), shards
 
-    def outline(self, step: int, dp_size: int) -> StepOutline:
+    def outline(self, step: int, role: Role | int) -> StepOutline:
         """What the plan says of a formed step.
 
         Raises:
             StepNotReady: it is not formed.
         """
         rows, uids = self._rows(step)
-        sizes = Sizes.of(rows, self._recipe.plan)
-        return outline(self._plan(step, rows, uids, dp_size), self._recipe.plan, sizes)
+        role = as_role(role)
+        config = self._recipe.carrying(role.columns).plan
+        return outline(self._plan(step, rows, uids, role.dp_size), config, Sizes.of(rows, config))
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse a state of another stream.

@@ -9,7 +9,7 @@ Always true:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,23 @@ from raysvc.config import PlanConfig
 
 Share = Literal["none", "stream"]
 TRAIN = ""  # name of the stream that is trained; others are evals
+
+
+class Role(NamedTuple):
+    """One of several models that train, or only look, at the same rows.
+
+    Attributes:
+        dp_size: data-parallel ranks.
+        columns: what its shards carry, some of `plan.columns`; None: all of them.
+    """
+
+    dp_size: int
+    columns: tuple[str, ...] | None = None
+
+
+def as_role(ranks: Role | int) -> Role:
+    """A role; a plain number of ranks gets all columns."""
+    return Role(ranks) if isinstance(ranks, int) else ranks
 
 
 class EvalSpec(BaseModel):

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from raysvc.actors.serving import ServeSpec, StepInfo, StepOutline
+from raysvc.actors.serving import Role, ServeSpec, StepInfo, StepOutline
 from raysvc.actors.shared_steps import SharedSteps
 from raysvc.collate.shard import Shard
 from raysvc.errors import LeaseError, RaysvcError, ServerError, StepFailed, StepOutOfOrder
@@ -39,8 +39,8 @@ class Stream(Protocol):
     def num_rows(self) -> int: ...
     @property
     def is_open(self) -> bool: ...
-    def make(self, step: int, dp_sizes: tuple[int, ...]) -> Made: ...
-    def outline(self, step: int, dp_size: int) -> StepOutline: ...
+    def make(self, step: int, roles: Sequence[Role | int]) -> Made: ...
+    def outline(self, step: int, role: Role | int) -> StepOutline: ...
     def check(self, state: dict[str, Any]) -> None: ...
     def free(self) -> bool: ...
 
@@ -86,7 +86,7 @@ class StepMaker:
         """
         return self._with(step, stream).outline(step, dp_size)
 
-    def make(self, step: int, dp_sizes: tuple[int, ...], stream: str) -> Made:
+    def make(self, step: int, roles: tuple[Role, ...], stream: str) -> Made:
         """Info and shards of a step.
 
         Raises:
@@ -96,7 +96,7 @@ class StepMaker:
         source, name = self._with(step, stream), self._spec.name
         try:
             with self._counted():
-                made = source.make(step, dp_sizes)
+                made = source.make(step, roles)
             record("read_seconds", made[0].read_s, server=name)
             record("collate_seconds", made[0].collate_s, server=name)
             return made
@@ -107,14 +107,14 @@ class StepMaker:
             cause = str(error) if isinstance(error, RaysvcError) else f"{type(error).__name__}: {error}"
             raise StepFailed(name, step, cause) from error
 
-    def make_shared(self, step: int, dp_sizes: tuple[int, ...], stream: str, readers: int | None) -> Made:
+    def make_shared(self, step: int, roles: tuple[Role, ...], stream: str, readers: int | None) -> Made:
         """As `make`, once for all who ask while it is kept; `readers` as in `SharedSteps.get`."""
 
         def size(made: Made) -> int:
             return sum(shard.nbytes for shard in made[1])
 
-        key = (stream, step, dp_sizes)
-        return self.shared.get(key, readers, lambda: self.make(step, dp_sizes, stream), size)
+        key = (stream, step, roles)
+        return self.shared.get(key, readers, lambda: self.make(step, roles, stream), size)
 
     def let_go_below(self, step: int) -> None:
         """Let go of shared steps before this one."""

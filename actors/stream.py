@@ -1,7 +1,7 @@
 """The steps of one cache entry, or of a mixture of several: plan, read, collate. No Ray; what it holds can be freed and opened again.
 
 Always true:
-- `make(step, dp_sizes)` is pure in (entry, plan, step, dp_sizes);
+- `make(step, roles)` is pure in (entry, plan, step, roles);
 - after `free` the next call opens the entry again and gives the same bytes.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from raysvc.actors.making import Recipe, Sizes, make_step, outline
-from raysvc.actors.serving import TRAIN, MixtureSpec, ServeSpec, StepInfo, StepOutline
+from raysvc.actors.serving import TRAIN, MixtureSpec, Role, ServeSpec, StepInfo, StepOutline, as_role
 from raysvc.cache.joined import JoinedEntry
 from raysvc.cache.reader import Entry, open_entry
 from raysvc.collate.shard import Shard
@@ -43,7 +43,7 @@ class _Facts:
 class _Open:
     entry: Entry | JoinedEntry
     plan: Plan
-    sizes: Sizes
+    some_rows: RowBatch
 
     def read(self, mini: MiniBatchPlan) -> RowBatch:
         return self.entry.read(mini.row_ids)
@@ -103,16 +103,18 @@ class EntryStream:
         with self._lock:
             return self._open is not None
 
-    def make(self, step: int, dp_sizes: Sequence[int]) -> tuple[StepInfo, tuple[Shard, ...]]:
-        """Info and shards of a step, for one dp size per role."""
-        opened = self._opened()
-        plans = [opened.plan.step(step, dp_size) for dp_size in dp_sizes]
-        return make_step(plans, opened.read, self._recipe)
+    def make(self, step: int, roles: Sequence[Role | int]) -> tuple[StepInfo, tuple[Shard, ...]]:
+        """Info and shards of a step, role after role."""
+        opened, known = self._opened(), [as_role(role) for role in roles]
+        plans = [opened.plan.step(step, role.dp_size) for role in known]
+        return make_step(plans, opened.read, [self._recipe.carrying(role.columns) for role in known])
 
-    def outline(self, step: int, dp_size: int) -> StepOutline:
+    def outline(self, step: int, role: Role | int) -> StepOutline:
         """What the plan says of a step."""
-        opened = self._opened()
-        return outline(opened.plan.step(step, dp_size), self._recipe.plan, opened.sizes)
+        opened, role = self._opened(), as_role(role)
+        config = self._recipe.carrying(role.columns).plan
+        sizes = Sizes.of(opened.some_rows, config)
+        return outline(opened.plan.step(step, role.dp_size), config, sizes)
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse a state of another plan.
@@ -132,7 +134,9 @@ class EntryStream:
         with self._lock:
             if self._open is None:
                 entry, plan = self._entry_and_plan()
-                self._open = _Open(entry, plan, Sizes.of(entry.read(np.arange(1)), self._recipe.plan))
+                some_rows = entry.read(np.arange(1))
+                Sizes.of(some_rows, self._recipe.plan)  # refuses columns that are not there
+                self._open = _Open(entry, plan, some_rows)
                 self._known = _Facts(plan.schedule, plan.hash, plan.identity, entry.key, entry.num_rows)
             return self._open
 

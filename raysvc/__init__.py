@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from raysvc import errors
 
 if TYPE_CHECKING:
+    from raysvc.actors.serving import Role
     from raysvc.api import ServerHandle, serve, tokenize
     from raysvc.client import BatchClient, attach
     from raysvc.groups import Group
@@ -26,6 +27,7 @@ __all__ = [
     "CacheEntry",
     "Group",
     "RankClient",
+    "Role",
     "ServerHandle",
     "attach",
     "errors",
@@ -41,6 +43,7 @@ _HOMES = {
     "CacheEntry": "raysvc.opened",
     "Group": "raysvc.groups",
     "RankClient": "raysvc.rank_client",
+    "Role": "raysvc.actors.serving",
     "ServerHandle": "raysvc.api",
     "attach": "raysvc.client",
     "open_cache": "raysvc.opened",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
+from raysvc.actors.serving import Role, as_role
 from raysvc.connection import Connection, new_holder
 from raysvc.errors import StepOutOfOrder
 from raysvc.eval_stream import EvalStream
@@ -41,11 +42,11 @@ class BatchClient(LeaseClient[_Fetch, Step]):
     Args:
         server: Ray handle.
         lease: of this client.
-        roles: role -> data-parallel size; the first one's shards are `Mini.shards`.
+        roles: role -> its ranks and columns; the first one's shards are `Mini.shards`.
         limit: of the look-ahead.
     """
 
-    def __init__(self, server: Any, lease: Lease, roles: Mapping[str, int], limit: Limit) -> None:
+    def __init__(self, server: Any, lease: Lease, roles: Mapping[str, Role], limit: Limit) -> None:
         super().__init__(Connection(server, lease), tuple(roles.values()), limit)
         self.roles = dict(roles)
 
@@ -123,16 +124,16 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         return int(self._connection.get(self._connection.ledger("forget_below", step)))
 
     def _fetch(self, index: int) -> _Fetch:
-        count, sizes = self.schedule.mini_batches_at(index), self._dp_sizes
-        info, *shards = self._connection.fetch("fetch", 1 + count * sum(sizes), index, sizes)
-        minis = tuple(self._mini(shards[m * sum(sizes) : (m + 1) * sum(sizes)]) for m in range(count))
+        count, each = self.schedule.mini_batches_at(index), sum(role.dp_size for role in self._roles)
+        info, *shards = self._connection.fetch("fetch", 1 + count * each, index, self._roles)
+        minis = tuple(self._mini(shards[m * each : (m + 1) * each]) for m in range(count))
         step = Step(index, self.schedule.epoch_of(index), minis, self.schedule.update_epochs)
         return _Fetch(index, info, step)
 
     def _mini(self, shards: list[Any]) -> Mini:
         by_role: dict[str, tuple[Any, ...]] = {}
-        for role, dp_size in self.roles.items():
-            by_role[role], shards = tuple(shards[:dp_size]), shards[dp_size:]
+        for name, role in self.roles.items():
+            by_role[name], shards = tuple(shards[: role.dp_size]), shards[role.dp_size :]
         return Mini(next(iter(by_role.values())), None, {} if "" in by_role else by_role)
 
     def _arrive(self, fetch: _Fetch) -> Step:
@@ -153,7 +154,7 @@ def attach(
     dp_size: int = 1,
     *,
     rank: None = None,
-    roles: Mapping[str, int] | None = None,
+    roles: Mapping[str, Role | int] | None = None,
     takeover: bool = False,
     reader: str = "",
     group: str | None = None,
@@ -179,7 +180,7 @@ def attach(
     dp_size: int = 1,
     *,
     rank: int | None = None,
-    roles: Mapping[str, int] | None = None,
+    roles: Mapping[str, Role | int] | None = None,
     takeover: bool = False,
     reader: str = "",
     group: str | None = None,
@@ -193,7 +194,8 @@ def attach(
         name: the server's name.
         dp_size: data-parallel ranks; every mini-batch comes in so many shards.
         rank: of this process, when every rank attaches by itself; then a `RankClient` comes back.
-        roles: role -> data-parallel size, when several models train on the same rows; instead of `dp_size`.
+        roles: role -> data-parallel size (or a `raysvc.Role` that names its columns too), when several models look at the same
+            rows; instead of `dp_size`.
         takeover: fence whoever holds the lease.
         reader: which trainer of a sweep this is, where the server has `share: stream`.
         group: what the ranks of one run have in common; None: from the launcher's environment.
@@ -207,6 +209,7 @@ def attach(
     Raises:
         ServerError: no such server.
         LeaseHeld: another trainer holds it; says who, and since when.
+        ConfigError: a role asks for a column that `plan.columns` does not have.
     """
     from raysvc.actors.launch import find_server, wait_for
     from raysvc.cluster import connect
@@ -218,8 +221,13 @@ def attach(
         from raysvc.rank_client import attach_rank
 
         return attach_rank(server, name, rank, dp_size, group, reader, takeover, limit)
+    known = {role: as_role(ranks) for role, ranks in (roles or {"": dp_size}).items()}
+    columns = tuple(name for role in known.values() for name in role.columns or ())
+    if columns:
+        check = server.check_columns.options(concurrency_group="control").remote(columns)
+        wait_for(check, f"server {name!r}")
     ref = server.attach.options(concurrency_group="ledger").remote(new_holder(), takeover, reader)
-    return BatchClient(server, wait_for(ref, f"server {name!r}"), roles or {"": dp_size}, limit)
+    return BatchClient(server, wait_for(ref, f"server {name!r}"), known, limit)
 
 
 def _quarter_of_store() -> int | None:

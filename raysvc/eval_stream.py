@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from raysvc.actors.serving import Role
 from raysvc.look_ahead import Limit, LookAhead, PlannedSizes
 from raysvc.plan.schedule import Schedule
 from raysvc.steps import Mini, Step
@@ -52,9 +53,9 @@ class EvalStream:
                 yield Step(fetch.index, 0, (mini,))
 
     def _fetch(self, index: int) -> _Fetch:
-        args = (index, (self.dp_size,), self.name)
+        args = (index, (Role(self.dp_size),), self.name)
         info, *shards = self._connection.fetch("fetch", 1 + self.dp_size, *args)
         return _Fetch(index, info, tuple(shards))
 
     def _ask_sizes(self, first: int, stop: int) -> Callable[[], list[int]]:
-        return self._connection.sizes(first, stop, (self.dp_size,), self.name)
+        return self._connection.sizes(first, stop, (Role(self.dp_size),), self.name)

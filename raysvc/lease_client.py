@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from raysvc.actors.serving import Lease, StepOutline
+    from raysvc.actors.serving import Lease, Role, StepOutline
 
 log = logging.getLogger(__name__)
 S = TypeVar("S")  # a step as this client gives it
@@ -38,14 +38,14 @@ class LeaseClient(Generic[F, S]):
 
     Args:
         connection: the lease.
-        dp_sizes: one per role.
+        roles: ranks and columns of each.
         limit: of the look-ahead.
     """
 
-    def __init__(self, connection: Connection, dp_sizes: tuple[int, ...], limit: Limit) -> None:
+    def __init__(self, connection: Connection, roles: tuple[Role, ...], limit: Limit) -> None:
         self.lease: Lease = connection.lease
         self.schedule = Schedule.from_json(self.lease.schedule)
-        self._connection, self._dp_sizes, self._limit = connection, dp_sizes, limit
+        self._connection, self._roles, self._limit = connection, roles, limit
         self._frontier = self.lease.frontier
         self._window: LookAhead[F] | None = None  # of the newest iteration; an older one is refused
         self._steps = 0
@@ -59,7 +59,7 @@ class LeaseClient(Generic[F, S]):
     @property
     def dp_size(self) -> int:
         """Data-parallel ranks (of the first role)."""
-        return self._dp_sizes[0]
+        return self._roles[0].dp_size
 
     @property
     def frontier(self) -> int:
@@ -182,10 +182,10 @@ class LeaseClient(Generic[F, S]):
         self._window = None
 
     def _ask_sizes(self, first: int, stop: int) -> Callable[[], list[int]]:
-        return self._connection.sizes(first, stop, self._dp_sizes)
+        return self._connection.sizes(first, stop, self._roles)
 
     def _form(self, step: int) -> int | None:
         """Bytes of a step of rollouts, formed now if there are groups for it."""
-        (ref,) = self._connection.fetch("form_size", 1, step, self._dp_sizes)
+        (ref,) = self._connection.fetch("form_size", 1, step, self._roles)
         nbytes: int | None = self._connection.get(ref)
         return nbytes

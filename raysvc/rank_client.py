@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from raysvc.actors.serving import Role
 from raysvc.connection import Connection, new_holder
 from raysvc.errors import ConfigError
 from raysvc.lease_client import LeaseClient
@@ -36,7 +37,7 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
     """One seat of a lease; make it with `raysvc.attach(name, dp_size=R, rank=r)`."""
 
     def __init__(self, server: Any, lease: Lease, rank: int, num_ranks: int, limit: Limit) -> None:
-        super().__init__(Connection(server, lease, rank), (num_ranks,), limit)
+        super().__init__(Connection(server, lease, rank), (Role(num_ranks),), limit)
         self.rank = rank
         self._reader = RankReader(self._connection, num_ranks, in_threads=limit.steps > 0)
 

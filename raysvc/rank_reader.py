@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from raysvc.actors.serving import Role
 from raysvc.connection import POLL_S, Connection
 from raysvc.errors import StepOutOfOrder
 from raysvc.rank_steps import RankStep, private
@@ -67,7 +68,7 @@ class RankReader:
 
     def ask_sizes(self, first: int, stop: int) -> Callable[[], list[int]]:
         """Ask for the bytes of this rank's shards; gives a function that waits for them."""
-        wait = self._connection.sizes(first, stop, (self._num_ranks,), self._stream)
+        wait = self._connection.sizes(first, stop, (Role(self._num_ranks),), self._stream)
         return lambda: [size // self._num_ranks for size in wait()]
 
     def close(self) -> None:

@@ -241,3 +241,34 @@ def test_roles_of_different_size_get_the_same_rows_and_outputs_come_back_in_row_
                 assert len(shards) == dp_size
                 restored = mini.restore([shard.row_ids * 10 for shard in shards], role)
                 assert restored.tolist() == (mini.info.row_ids * 10).tolist()
+
+
+def test_a_role_gets_the_columns_it_asks_for_and_no_byte_more(serve: Served) -> None:
+    import ray
+
+    import raysvc
+    from raysvc.errors import ConfigError
+
+    for layout in ({}, {"layout": "packed", "micro_batch_tokens": 64, "mini_batch_size": 8}):
+        name = f"columns-{len(layout)}"
+        serve(name, plan=layout)
+        critic = raysvc.Role(3, columns=("input_ids",))
+        with raysvc.attach(name, roles={"policy": 2, "critic": critic}, look_ahead_bytes=10**6) as client:
+            steps = client.steps()
+            step = next(steps)
+            nbytes = 0
+            for mini in step.mini_batches:
+                policy, slim = (ray.get(list(mini.by_role[role])) for role in ("policy", "critic"))
+                assert {"labels", "position_ids", "attention_mask"} <= set(policy[0].arrays)
+                ours = {"input_ids", "segment_ids"} if layout else {"input_ids"}
+                assert ours <= set(slim[0].arrays)
+                assert not set(slim[0].arrays) & {"labels", "position_ids", "attention_mask"}
+                assert slim[0].denominators == policy[0].denominators
+                firsts = [shard.row_ids for shard in slim]
+                assert mini.restore(firsts, "critic").tolist() == mini.info.row_ids.tolist()
+                nbytes += sum(shard.nbytes for shard in (*policy, *slim))
+            plans = client._connection.sizes(step.index, step.index + 1, tuple(client.roles.values()))
+            assert plans() == [nbytes], "the plan knows the bytes of each role"
+    with pytest.raises(ConfigError, match="a role asks for logprobs, and plan"):
+        raysvc.attach(name, roles={"policy": raysvc.Role(1, columns=("input_ids", "logprobs"))})
+    raysvc.attach(name).detach()  # the refused one took no lease

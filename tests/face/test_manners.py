@@ -227,7 +227,7 @@ def test_what_a_notebook_shows_is_small_and_only_text(tmp_path: Path) -> None:
         tokens = {"input_ids": np.ones(20, np.int32), "loss_mask": np.ones(20, np.uint8)}
         return RowBatch(mini.row_ids, np.arange(0, 21, 5), tokens, {})
 
-    info, shards = make_step([plan.step(1, 2)], read, Recipe(plan.config, 0))
+    info, shards = make_step([plan.step(1, 2)], read, [Recipe(plan.config, 0)])
     step = Step(1, 0, (Mini(shards, info.mini_batches[0]),))
     shown = {
         CacheEntry(Hostile()): ("4,000", "123,456"),  # type: ignore[arg-type]

@@ -118,7 +118,7 @@ def shards_of(layout: str, **plan: Any) -> tuple[Any, ...]:
         return RowBatch(mini.row_ids, own, {"input_ids": ids[cells], "loss_mask": mask[cells]}, {})
 
     config = PlanConfig(batch_size=7, layout=layout, **plan)  # type: ignore[arg-type]
-    return make_step([Plan(config, lengths).step(1, 4)], read, Recipe(config, 0))[1]
+    return make_step([Plan(config, lengths).step(1, 4)], read, [Recipe(config, 0)])[1]
 
 
 @pytest.mark.parametrize(
