@@ -31,7 +31,7 @@ from raysvc.chat.detect import resolve_format
 from raysvc.chat.tokenize import FORMAT_VERSION
 from raysvc.chat.tokenizer import LoadedTokenizer, anchored
 from raysvc.config import Format, JobConfig, TextSpec
-from raysvc.errors import EntryError, SourceError
+from raysvc.errors import EntryError, SourceError, StoreError
 from raysvc.metrics import record
 from raysvc.progress import Progress, Tick
 
@@ -177,6 +177,9 @@ def _build(
     done, left = split_done(writer, plan.source.slices)
     meter = _Meter(progress, plan, done.values(), source_tag(job))
     if left:
+        if store.url.startswith("memory://"):
+            what = "it lives in one process, and the workers of a build are others"
+            raise StoreError(store.url, what, "use a folder or a bucket as cache.root")
         connect(address)
         for receipt in shared_receipts(task, left, job.workers):
             if receipt.slice_index not in done:

@@ -116,6 +116,14 @@ def test_a_miss_because_of_damage_is_told_as_that(tmp_path: Path, sample: dict[s
     assert build.explain_job(job, root)["reason"] == f"its entry {key[:12]} is damaged"
 
 
+def test_a_root_that_only_this_process_sees_is_refused_before_anything_starts(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    job = sections(tmp_path, sample, 5, 1)
+    with pytest.raises(raysvc.errors.StoreError, match=r"memory://x.*lives in one process"):
+        raysvc.tokenize(**job, cache={"root": "memory://x"})
+
+
 def test_a_source_that_changes_while_it_is_tokenized_makes_no_entry(
     tmp_path: Path, sample: dict[str, str], ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,8 +168,10 @@ class TestGcs(StoreContract):
 
     @pytest.fixture
     def store(self, gcs: str, monkeypatch: pytest.MonkeyPatch) -> Store:
+        monkeypatch.setenv(
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false"
+        )  # before the import: it would ask over gRPC
         pytest.importorskip("gcsfs")
-        monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         return open_store(f"gs://bucket/{uuid.uuid4().hex}", {"endpoint_url": gcs, "token": "anon"})
 
 
