@@ -95,6 +95,9 @@ class ColumnFiller:
             self._slow[rows] = True
             return
         self._lead[number], loop, self._trail[number] = parts
+        for place in range(loop.loop.start):  # a message before the loop has no turn
+            at = np.minimum(self._columns.starts[rows] + place, len(self._trained) - 1)
+            self._slow[rows[self._trained[at]]] = True
         starts, ends = self._columns.starts[rows] + loop.loop.start, self._columns.starts[rows + 1]
         sizes = np.maximum(ends - starts, 0)
         places = np.arange(int(sizes.sum())) + np.repeat(starts - np.cumsum(sizes) + sizes, sizes)
@@ -149,7 +152,9 @@ def _around_loop(shape: Any) -> tuple[tuple[str | Hole, ...], LoopShape, tuple[s
     if len(loops) != 1:
         return None
     before, behind = shape.segments[: loops[0]], shape.segments[loops[0] + 1 :]
-    if any(isinstance(part, Hole) and not is_content(part) for part in (*before, *behind)):
+    if not all(
+        isinstance(part, str) or (isinstance(part, Hole) and is_content(part)) for part in (*before, *behind)
+    ):
         return None
     return before, shape.segments[loops[0]], behind
 

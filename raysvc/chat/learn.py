@@ -11,6 +11,7 @@ Always true:
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,7 @@ class Learner:
             tracer.run(self._template.tree.body, self._template.scope(tools))
             items = self._items(tracer.written, asked, example, render)
             shape = self._row_shape(items, example, render)
-            filled = self._shapes.join(shape, example)
+            filled = self._shapes.join(shape, replace(example, trained=()))
         except FAILURES:
             tree.insert(asked.path, SLOW)
             return SLOW
@@ -147,7 +148,10 @@ class Learner:
             FixedTurn(item.place, self._compared(item, example, render)) if isinstance(item, Traced) else item
             for item in items
         )
-        return RowShape(tuple(filler([s]) if isinstance(s, Hole) else s for s in segments), segments)
+        filled = tuple(filler([s]) if isinstance(s, Hole) else s for s in segments)
+        first = min((s.loop.start for s in segments if isinstance(s, LoopShape)), default=sys.maxsize)
+        fixed = frozenset(s.place for s in segments if isinstance(s, FixedTurn))
+        return RowShape(filled, segments, first, fixed)
 
     def _loop(self, part: MessageLoop, example: ChatExample) -> LoopShape:
         key = (id(part.node), part.start, example.tools is not None, repr(part.scope))

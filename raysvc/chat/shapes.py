@@ -6,6 +6,7 @@ same literals, which are then joined with their own texts. What cannot be traced
 Always true:
 - every shape was compared with the real render of the row it was learned from;
 - a row whose answers lead nowhere is learned, a row that cannot be learned is rendered;
+- a conversation with a trained message that has no turn is rendered;
 - the spans of a shape lie in its literals at both ends, so they hold for any text in between.
 """
 
@@ -76,10 +77,21 @@ class RowShape:
     Attributes:
         items: literals, functions for texts, loops and turns, in order.
         segments: the same with holes for the functions.
+        first: the message that loops begin with, beyond all messages when there is no loop.
+        fixed: messages whose turns are written out.
     """
 
     items: tuple[Any, ...]
     segments: tuple[Any, ...]
+
+    first: int = 0
+    fixed: frozenset[int] = frozenset()
+
+    def covers(self, trained: tuple[int, ...]) -> bool:
+        """Whether each of some messages, in order, has a turn; a template may show one elsewhere, or nowhere."""
+        if not trained or trained[0] >= self.first:
+            return True
+        return all(place >= self.first or place in self.fixed for place in trained)
 
 
 class Slow:
@@ -135,7 +147,7 @@ class Shapes:
         shape = tree.find(example.messages, 0)
         if shape is None:
             shape = self._learner.row(tree, example, tools)
-        if shape is SLOW:
+        if shape is SLOW or not shape.covers(example.trained):
             return None
         try:
             return self.join(shape, example)

@@ -192,6 +192,16 @@ TEMPLATES: dict[str, str] = {
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content[:10] + '<|im_end|>\\n' }}
 {%- endfor %}""",
+    "first_is_a_title": """\
+{{- '# ' + messages[0].content + '\\n' }}
+{%- for message in messages[1:] %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}""",
+    "lists_users_first": """\
+{%- set ns = namespace(n=0) %}
+{%- for message in messages %}{% if message.role == 'user' %}{% set ns.n = ns.n + 1 %}{{ message.content + ';' }}{% endif %}{% endfor %}"""
+    + CHATML_LOOP,
     "in_a_macro": """\
 {%- macro turn(message) %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endmacro %}
 {%- for message in messages %}{{ turn(message) }}{% endfor %}

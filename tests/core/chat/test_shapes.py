@@ -28,8 +28,9 @@ FAST = [
     "prompt_opens_think",
     "plain_words",
     "takes_parts",
+    "first_is_a_title",
 ]
-SLOW = ["in_a_macro", "captured"]
+SLOW = ["in_a_macro", "captured", "lists_users_first"]
 PIECES = [
     "a",
     "hello world",
@@ -203,3 +204,14 @@ def test_tools_that_json_cannot_spell_stay_their_rows_own(pairs: Any) -> None:
     rows = [with_tool(odd) for odd in (None, float("nan"), "\ud800", 2**70, "plain")]
     same(run(fast, rows), run(slow, rows))
     assert run(fast, rows).books.rows_written == 4
+
+
+def test_a_trained_message_outside_of_every_loop_is_no_part_of_a_shape(pairs: Any) -> None:
+    said = [("assistant", "title"), ("user", "a"), ("assistant", "b")]
+    row = {"messages": [{"role": role, "content": content} for role, content in said]}
+    fast, slow = pairs("first_is_a_title")
+    usual = {"messages": row["messages"][1:]}
+    lines = "\n".join(json.dumps(each) for each in [usual, row]).encode()
+    for result in (run(fast, [usual, row]), run(slow, [usual, row]), fast.run_json_lines(lines, 0)):
+        assert list(result.books.quarantined) == ["a trained message is not one stretch of the render"]
+        assert result.table["source_row"].to_pylist() == [0]
