@@ -187,12 +187,12 @@ def test_a_byte_order_mark_is_no_fault(slice_tokenizer: Any) -> None:
 
 
 def test_a_slice_of_many_blocks_gives_what_one_block_gives(slice_tokenizer: Any, monkeypatch: Any) -> None:
-    from raysvc.chat import tokenize as module
+    from raysvc.chat import source_rows, tokenize
 
     data = "\n".join(json.dumps(row) for row in rows([f"number {n} \u00e9" for n in range(50)])).encode()
     once = slice_tokenizer(CHATML).run_json_lines(data, 7)
-    monkeypatch.setattr(module, "BLOCK_BYTES", 300)
-    monkeypatch.setattr(module, "ROWS_PER_CHUNK", 3)
+    monkeypatch.setattr(source_rows, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(tokenize, "ROWS_PER_CHUNK", 3)
     many = slice_tokenizer(CHATML).run_json_lines(data, 7)
     assert once.table.to_pydict() == many.table.to_pydict()
     assert once.books == many.books
