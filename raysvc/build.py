@@ -12,13 +12,14 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from raysvc.build_meter import Meter, source_tag
 from raysvc.cache.generations import build_generation, next_generation
 from raysvc.cache.key import Difference, cache_key, nearest
 from raysvc.cache.manifest import Manifest
@@ -33,7 +34,7 @@ from raysvc.chat.tokenizer import LoadedTokenizer, anchored
 from raysvc.config import Format, JobConfig, TextSpec
 from raysvc.errors import EntryError, SourceError, StoreError
 from raysvc.metrics import record
-from raysvc.progress import Progress, Tick
+from raysvc.progress import Progress
 
 if TYPE_CHECKING:
     from raysvc.cache.manifest import Receipt
@@ -175,7 +176,7 @@ def _build(
     writer = EntryWriter(store, key, generation)
     task = BuildTask(plan.spec, writer, job.source.storage_options)
     done, left = split_done(writer, plan.source.slices)
-    meter = _Meter(progress, plan, done.values(), source_tag(job))
+    meter = Meter(progress, plan.source.slices, done.values(), source_tag(job))
     if left:
         if store.url.startswith("memory://"):
             what = "it lives in one process, and the workers of a build are others"
@@ -246,55 +247,6 @@ def _identity(tokenizer: LoadedTokenizer, kind: Format) -> dict[str, Any]:
 def _lengths(writer: EntryWriter, receipts: Sequence[Receipt]) -> npt.NDArray[np.int32]:
     parts = tuple(one.part for one in receipts)
     return Entry(writer.store, writer.folder, Manifest(writer.key, parts, receipts[0].columns, {})).lengths()
-
-
-class _Meter:
-    """Turns receipts into ticks."""
-
-    def __init__(self, progress: Progress, plan: BuildPlan, done: Iterable[Receipt], source: str) -> None:
-        self._progress = progress
-        self._source = source
-        self._total = sum(piece.num_rows for piece in plan.source.slices)
-        self._begin = time.perf_counter()
-        self._rows = {piece.index: piece.num_rows for piece in plan.source.slices}
-        self._done = sum(self._rows[one.slice_index] for one in done)
-        self._resumed = self._done
-        self._tokens = 0
-        self._tick(final=False)
-
-    def add(self, receipt: Receipt) -> None:
-        self._done += self._rows[receipt.slice_index]
-        self._tokens += receipt.part.num_tokens
-        self._record(receipt)
-        self._tick(final=False)
-
-    def finish(self) -> None:
-        record("build_seconds", time.perf_counter() - self._begin, source=self._source)
-        self._tick(final=True)
-
-    def _record(self, receipt: Receipt) -> None:
-        books = Books.from_json(receipt.meta["books"])
-        record("build_rows", books.rows_in, source=self._source)
-        record("build_tokens", receipt.part.num_tokens, source=self._source)
-        record("quarantined_rows", sum(books.quarantined.values()), source=self._source)
-        record("dropped_rows", sum(books.dropped.values()), source=self._source)
-        record("truncated_rows", books.rows_truncated, source=self._source)
-        record("truncated_tokens", books.tokens_truncated, source=self._source)
-
-    def _tick(self, *, final: bool) -> None:
-        seconds = max(time.perf_counter() - self._begin, 1e-9)
-        rate = (self._done - self._resumed) / seconds
-        facts: dict[str, Any] = {"rows/s": round(rate), "tokens/s": round(self._tokens / seconds)}
-        if rate > 0 and not final:
-            facts["ETA"] = f"{(self._total - self._done) / rate:.0f} s"
-        if self._resumed:
-            facts["resumed rows"] = self._resumed
-        self._progress(Tick("tokenize", self._done, self._total, "rows", facts, final))
-
-
-def source_tag(job: JobConfig) -> str:
-    """A short name of the source for metrics: the dataset, or the last name of the first path."""
-    return (job.source.dataset or job.source.path[0]).rstrip("/").rpartition("/")[2]
 
 
 def _check_share(job: JobConfig, report: Mapping[str, Any]) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from raysvc.cache.parts import PartView
 
 OPEN_PARTS = 4096  # mappings cost no file handle, and Linux allows 65530 of them
-READ_AHEAD = 2
+READ_AHEAD = 4  # parts; two kept half of the connections idle
 THREADS = 16
 
 

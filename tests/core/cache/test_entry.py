@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysvc.cache.copies import PartCopies, copies_from, node_copies
-from raysvc.cache.entry import Entry
+from raysvc.cache.entry import READ_AHEAD, Entry
 from raysvc.cache.key import cache_key
 from raysvc.cache.reader import find_entry, list_entries, open_entry
 from raysvc.cache.remote import FsspecStore
@@ -360,9 +360,9 @@ class TestRemote:
         with proxy(s3) as seen:
             entry = self.entry(built, seen, PartCopies(private_copies, 1 << 30))
             entry.read(np.arange(10))
-            _wait_until(lambda: self.downloads(seen) == 3)
+            _wait_until(lambda: self.downloads(seen) == 1 + READ_AHEAD)
             entry.read(np.arange(10, 40))
-            _wait_until(lambda: self.downloads(seen) == 4)
+            _wait_until(lambda: self.downloads(seen) == 2 + READ_AHEAD)
 
     def test_reading_at_random_fetches_only_what_was_announced(self, s3, built, private_copies):
         with proxy(s3) as seen:
