@@ -46,7 +46,7 @@ from raysvc.config import TextSpec
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ROWS_PER_CHUNK = 2048
 MOST_FAILURES = 3  # blocks in a row that were no plain chats, before columns are given up
 COLUMN_MODES = ("last_assistant_message", "all_assistant_messages", "all_tokens")
