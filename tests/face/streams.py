@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -49,6 +50,14 @@ def threads() -> set[str]:
     import threading
 
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("raysvc")}
+
+
+def falls_to(limit: int, count: Callable[[], int], within_s: float = 20.0) -> bool:
+    """Whether a count is at most `limit` soon: Ray gives up what it holds for a call when the call has ended."""
+    until = time.monotonic() + within_s
+    while count() > limit and time.monotonic() < until:
+        time.sleep(0.05)
+    return count() <= limit
 
 
 def num_refs() -> int:

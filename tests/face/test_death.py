@@ -67,7 +67,7 @@ def test_a_killed_server_comes_back_and_the_stream_goes_on(
         "the lease outlived the process"
     )
     assert streams.threads() == threads
-    assert streams.num_refs() <= refs
+    assert streams.falls_to(refs, streams.num_refs)
 
 
 def kill_while_collating(server: Any, step: Any, pids: set[int], point: str) -> None:
