@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,25 +43,30 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--no-gain", action="store_true")
     options = parser.parse_args()
-    start_ray(options.two_nodes)
-    with tempfile.TemporaryDirectory() as folder:
+    with running_ray(options.two_nodes), tempfile.TemporaryDirectory() as folder:
         measure(Path(folder), options)
         if not options.no_gain:
             show("What look-ahead gains", gain(Path(folder), QUICK_S if options.quick else 4 * QUICK_S))
 
 
-def start_ray(two_nodes: bool) -> None:
+@contextmanager
+def running_ray(two_nodes: bool) -> Iterator[None]:
+    """One node, or a head without CPUs, where the trainer is, and a node for the server."""
     import ray
+    from ray.cluster_utils import Cluster
 
     if not two_nodes:
         quiet_ray(num_cpus=4, object_store_mb=700)
+        yield
         return
-    from ray.cluster_utils import Cluster
 
     store = {"object_store_memory": 400 * 2**20}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **store})
     cluster.add_node(num_cpus=2, **store)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()  # before the cluster, whose end would take this process with it
+    cluster.shutdown()
 
 
 def measure(folder: Path, options: argparse.Namespace) -> None:
