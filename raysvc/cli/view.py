@@ -107,7 +107,9 @@ def number(value: object) -> str:
     """A figure as a person reads it."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"  # 17,963, not 1.796e+04
+    return f"{value:.4g}"
 
 
 def print_table(title: str, rows: Mapping[str, Any]) -> None:

@@ -131,10 +131,10 @@ def test_without_a_terminal_the_first_and_the_last_tick_of_a_phase_are_lines(
 def test_tables_are_plain_and_whole_where_nobody_looks() -> None:
     code = """
 from raysvc.cli.view import print_rows, print_table
-print_rows("t", [{"name": "x" * 300, "n": 1}]); print_table("Run", {"rows": 1234})
+print_rows("t", [{"name": "x" * 300, "n": 1}]); print_table("Run", {"rows": 1234, "rate": 17963.4})
 """
     piped = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert piped == f"name\tn\n{'x' * 300}\t1\nRun\nrows: 1,234\n"
+    assert piped == f"name\tn\n{'x' * 300}\t1\nRun\nrows: 1,234\nrate: 17,963\n"
     assert "┃" in at_a_terminal(code)
 
 
