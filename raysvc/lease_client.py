@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 S = TypeVar("S")  # a step as this client gives it
 
 
-class LeaseClient(Generic[F, S]):
+class LeaseClient(ABC, Generic[F, S]):
     """See the module; `BatchClient` and `RankClient` say how a step is asked for and taken.
 
     Args:
@@ -133,9 +134,9 @@ class LeaseClient(Generic[F, S]):
         except Exception:
             log.warning("detach failed name=%s", self.lease.name, exc_info=True)
 
+    @abstractmethod
     def _arrive(self, fetch: F) -> S:
         """Wait for a step that was asked for."""
-        raise NotImplementedError
 
     def _run(self, ask: Callable[[int], F], stop: int | None) -> Iterator[S]:
         end = self.schedule.num_steps if stop is None else min(stop, self.schedule.num_steps)
