@@ -52,6 +52,7 @@ class Connection:
         )  # not answered; only the sender touches it
         self._methods: dict[tuple[str, str, int], Any] = {}
         self._lost: BaseException | None = None  # set once, by the thread that learns it first
+        self._leaving = False  # written by close alone
         self._stop = threading.Event()
         self._sender = ThreadPoolExecutor(1, thread_name_prefix=f"raysvc-send-{lease.name}")
         self._heart = threading.Thread(target=self._beat, name=f"raysvc-lease-{lease.name}", daemon=True)
@@ -132,6 +133,7 @@ class Connection:
         """Wait for the commits, give the lease back, end the threads; safe to call twice."""
         if self.closed:
             return
+        self._leaving = True  # were the lease lost before, detach itself is refused
         try:
             self._answer(self._sender.submit(self._send, "detach", rank=self.rank).result())
             self._sender.submit(self._collect, 0).result()
@@ -194,7 +196,7 @@ class Connection:
             try:
                 self._beat_once()
             except LeaseError as error:
-                if not self._stop.is_set():
+                if not self._leaving:  # a beat that comes after our own detach is refused, rightly
                     self._lost = self._lost or error
                     log.error("lease lost name=%s fence=%d", self.lease.name, self.lease.fence)
                 return
