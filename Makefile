@@ -32,7 +32,7 @@ test-nfs: install
 # The cache on an S3 server of yours instead of moto: its endpoint in RAYSVC_TEST_S3, and the AWS keys of a user who may make a bucket.
 test-s3: install
 	@test -n "$$RAYSVC_TEST_S3" || { echo "error: set RAYSVC_TEST_S3 to an endpoint, like http://127.0.0.1:9000"; exit 2; }
-	$(BIN)/python -m pytest tests/core/cache
+	$(BIN)/python -m pytest tests/cache
 
 lint: install
 	$(BIN)/ruff check .

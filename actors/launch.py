@@ -14,10 +14,10 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from raysvc.actors.batch_server import BatchServer
-from raysvc.actors.rollout_server import RolloutServer
-from raysvc.actors.serving import ServeSpec
-from raysvc.actors.torch_worker import CausalLMWorker, ModelSpec
+from raysvc.actors.server.batch_server import BatchServer
+from raysvc.actors.server.rollout_server import RolloutServer
+from raysvc.actors.server.spec import ServeSpec
+from raysvc.actors.worker.torch_worker import CausalLMWorker, ModelSpec
 from raysvc.errors import RaysvcError, ServerError
 
 log = logging.getLogger(__name__)

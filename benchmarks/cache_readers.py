@@ -34,12 +34,10 @@ def read_raysvc(path: str) -> Times:
     """This project."""
 
     def imports() -> None:
-        import raysvc.cache.gather
-        import raysvc.cache.parts
-        import raysvc.cache.reader  # noqa: F401
+        pass
 
     def open_() -> Opened:
-        from raysvc.cache.reader import open_entry
+        from raysvc.cache.find import open_entry
 
         entry = open_entry(path)
 
@@ -125,7 +123,7 @@ def write_streaming(path: str, out: str) -> Times:
     stub_torchvision()
     from streaming import MDSWriter
 
-    from raysvc.cache.reader import open_entry
+    from raysvc.cache.find import open_entry
 
     entry = open_entry(path)
     columns = {"input_ids": "ndarray:int32", "loss_mask": "ndarray:uint8"}

@@ -61,8 +61,7 @@ def read_pyarrow(uri: str) -> Times:
 
 def opened(uri: str) -> tuple[Any, float]:
     """The entry, and how long it took to open."""
-    from raysvc.cache import gather, parts, remote  # noqa: F401
-    from raysvc.cache.reader import open_entry
+    from raysvc.cache.find import open_entry
 
     warm(uri)
     start = time.perf_counter()

@@ -116,7 +116,7 @@ def ours(rows: Rows, name: str, repeats: int) -> Iterator[tuple[str, str, float]
     from raysvc.collate import collate_mini_batch
     from raysvc.config import PlanConfig
     from raysvc.plan import Plan
-    from raysvc.rows import RowBatch
+    from raysvc.row_batch import RowBatch
 
     lengths = rows["lengths"].astype(np.int32)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -297,7 +297,7 @@ def packing(rows: Rows, name: str) -> Iterator[dict[str, Any]]:
     """Efficiency of packers, and how even ranks are."""
     from raysvc.plan.cost import CostModel
     from raysvc.plan.pack import pack_first_fit
-    from raysvc.plan.ranks import Rules, deal
+    from raysvc.plan.rank_plan import Rules, deal
 
     lengths, capacity, cost = rows["lengths"].astype(np.int32), CAPACITY[name], CostModel()
 

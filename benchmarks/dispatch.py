@@ -74,7 +74,7 @@ class Worker:
         if kind == "mesh":
             typing.TypedDict = typing_extensions.TypedDict  # what skyrl needs on Python 3.11
         if kind == "raysvc":
-            from raysvc.actors.staging import Staging
+            from raysvc.actors.staging.staging import Staging
 
             self._staging = Staging(rank, "cpu")
 
@@ -144,7 +144,7 @@ def serialized_mb(call: Any) -> float:
 def measure_raysvc(mb: float, steps: int, compute_s: float) -> dict[str, Any]:
     import ray
 
-    from raysvc.actors.dispatch import WorkerGroup
+    from raysvc.actors.dispatch.dispatch import WorkerGroup
 
     group = WorkerGroup(start("raysvc", mb))
     producer = ray.remote(Producer).options(num_cpus=0.5).remote(mb)

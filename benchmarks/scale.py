@@ -75,7 +75,7 @@ def plan_constants() -> dict[str, float]:
 
 def ledger_constants() -> dict[str, float]:
     """One commit or heartbeat, as the server decides it."""
-    from raysvc.actors.ledger import Ledger
+    from raysvc.actors.server.leases import Ledger
 
     ledger = Ledger("x").attach("a", time.time(), 30.0)
 

@@ -71,7 +71,7 @@ def running_ray(two_nodes: bool) -> Iterator[None]:
 
 def measure(folder: Path, options: argparse.Namespace) -> None:
     from raysvc.actors.launch import start_server
-    from raysvc.actors.serving import ServeSpec
+    from raysvc.actors.server.spec import ServeSpec
     from raysvc.config import PlanConfig
 
     steps_per_epoch = 40
@@ -96,8 +96,8 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
 
 
 def serial(spec: Any) -> Iterator[Any]:
-    from raysvc.actors.making import Recipe
-    from raysvc.actors.stream import EntryStream
+    from raysvc.actors.server.entry_stream import EntryStream
+    from raysvc.actors.server.make_step import Recipe
 
     stream = EntryStream(spec.entry_uri, {}, Recipe(spec.plan, 0))
     for step in range(stream.schedule.num_steps):
@@ -114,7 +114,7 @@ def times(server: Any) -> dict[str, float]:
     """Seconds of attach, first batch, recovery after a kill; milliseconds of a round trip."""
     import ray
 
-    from raysvc.client import attach
+    from raysvc.client.batch_client import attach
 
     control = server.heartbeat.options(concurrency_group="control")
     begin = time.perf_counter()

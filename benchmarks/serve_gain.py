@@ -143,7 +143,7 @@ def waits(batches: Iterator[Any], compute_s: float, count: int) -> list[float]:
 
 def served(name: str, depth: int) -> Iterator[Any]:
     """Arrays of rank 0 of 1, so many steps ahead, every step committed."""
-    from raysvc.client import attach
+    from raysvc.client.batch_client import attach
 
     with attach(name, dp_size=1, rank=0, group="bench", look_ahead_steps=depth) as client:
         client.rewind(0)
@@ -163,7 +163,7 @@ def touched(arrays: dict[str, Any]) -> dict[str, Any]:
 def server(uri: str, plan: dict[str, Any], **fields: Any) -> Iterator[str]:
     """Name of a server of an entry, for as long as it is measured."""
     from raysvc.actors.launch import start_server, stop_server
-    from raysvc.actors.serving import ServeSpec
+    from raysvc.actors.server.spec import ServeSpec
     from raysvc.config import PlanConfig
 
     spec = ServeSpec(
@@ -188,7 +188,7 @@ def slow_store(folder: Path) -> Iterator[tuple[list[str], dict[str, str]]]:
     sys.path.append(str(ROOT / "tests" / "core" / "cache"))
     import servers
 
-    from raysvc.cache.store import open_store
+    from raysvc.cache.store.store import open_store
 
     with servers.moto_server() as s3, throttled(int(s3.url.rsplit(":", 1)[1])) as port:
         uris = []

@@ -24,13 +24,13 @@ class Rows:
         self.uri, self.entry = uri, None
 
     def __len__(self) -> int:
-        from raysvc.cache.reader import open_entry
+        from raysvc.cache.find import open_entry
 
         return open_entry(self.uri).num_rows
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if self.entry is None:
-            from raysvc.cache.reader import open_entry
+            from raysvc.cache.find import open_entry
 
             self.entry = open_entry(self.uri)
         batch = self.entry.read(np.array([index]))

@@ -38,8 +38,8 @@ def soak(folder: Path, steps: int) -> list[dict[str, Any]]:
     import ray
 
     from raysvc.actors.launch import start_server, stop_server, wait_for
-    from raysvc.actors.serving import ServeSpec
-    from raysvc.client import attach
+    from raysvc.actors.server.spec import ServeSpec
+    from raysvc.client.batch_client import attach
     from raysvc.config import PlanConfig
 
     uri = make_entry(folder / "cache", 6400, 300)

@@ -28,8 +28,9 @@ def child(job: str) -> None:
     """One run, in a process of its own; prints when each thing happened, in seconds since the parent's clock."""
     begin = float(os.environ["STARTUP_BEGIN"])
     marks = {"imported": 0.0, "ray": 0.0, "start": 0.0, "first step": 0.0}
-    from raysvc import cluster, trainer
+    from raysvc import cluster
     from raysvc.progress import Tick
+    from raysvc.training import train_loop
 
     marks["imported"] = time.time() - begin
     connect = cluster.connect
@@ -48,7 +49,7 @@ def child(job: str) -> None:
         if tick.phase == "train" and not marks["first step"]:
             marks["first step"] = time.time() - begin
 
-    trainer.train(job, progress=progress)
+    train_loop.train(job, progress=progress)
     print(json.dumps(marks), flush=True)
 
 

@@ -31,7 +31,7 @@ class SleepingWorker:
     """A worker whose compute is a sleep; staging is the real one."""
 
     def __init__(self, rank: int) -> None:
-        from raysvc.actors.staging import Staging
+        from raysvc.actors.staging.staging import Staging
 
         self._staging = Staging(rank, "cpu")
 
@@ -61,10 +61,10 @@ def main() -> None:
 def measure(folder: Path, steps: int, compute_s: float) -> None:
     import ray
 
-    from raysvc.actors.batch_server import ServeSpec
-    from raysvc.actors.dispatch import WorkerGroup
+    from raysvc.actors.dispatch.dispatch import WorkerGroup
     from raysvc.actors.launch import start_server
-    from raysvc.client import attach
+    from raysvc.actors.server.batch_server import ServeSpec
+    from raysvc.client.batch_client import attach
     from raysvc.config import PlanConfig
 
     uri = make_entry(folder / "cache", 64 * (steps + 4 * BLOCK), 200)

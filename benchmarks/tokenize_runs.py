@@ -83,7 +83,7 @@ def write(table: Any) -> None:
 
 
 def slice_tokenizer(job: dict[str, Any]) -> Any:
-    from raysvc.chat.tokenize import SliceTokenizer
+    from raysvc.chat.slice_tokenizer import SliceTokenizer
     from raysvc.config import TextSpec, TokenizerConfig
 
     spec = TextSpec(tokenizer=TokenizerConfig(name=job["tokenizer"]), train_on=job["train_on"])
@@ -117,7 +117,7 @@ def floor(job: dict[str, Any]) -> Run:
     import orjson
     import pyarrow as pa
 
-    from raysvc.chat.tokenize import no_collection
+    from raysvc.chat.slice_tokenizer import no_collection
 
     data = lines_of(job)
     texts, encoder = rendered(job, data), slice_tokenizer(job)._encoder

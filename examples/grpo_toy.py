@@ -16,8 +16,8 @@ import torch
 
 import raysvc
 from raysvc import Group
-from raysvc.actors.losses import PolicyLoss, Targets
-from raysvc.advantages import group_advantages
+from raysvc.actors.worker.losses import PolicyLoss, Targets
+from raysvc.rl.advantages import group_advantages
 
 VOCAB, WORD, ANSWER, STEPS = 16, 7, 6, 15
 COLUMNS = ("input_ids", "attention_mask", "labels", "logprobs", "advantages", "reward")

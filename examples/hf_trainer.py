@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import raysvc
 from raysvc.integrations.transformers import FromServer
-from raysvc.sample import write_job
+from raysvc.sample_data import write_job
 
 
 def main(folder: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import ray
 
 import raysvc
 from raysvc import Group
-from raysvc.advantages import group_advantages
+from raysvc.rl.advantages import group_advantages
 
 COLUMNS = ("input_ids", "attention_mask", "labels", "loss_mask", "advantages")
 PLAN = {

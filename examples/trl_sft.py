@@ -13,7 +13,7 @@ from trl import SFTConfig, SFTTrainer
 
 import raysvc
 from raysvc.integrations.trl import labelled
-from raysvc.sample import write_job
+from raysvc.sample_data import write_job
 
 
 def main(folder: Path) -> dict[str, Any]:

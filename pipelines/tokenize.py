@@ -23,11 +23,11 @@ import numpy as np
 from raysvc import errors
 from raysvc.cache.manifest import Receipt
 from raysvc.cache.writer import EntryWriter
-from raysvc.chat.tokenize import SliceResult, SliceTokenizer
+from raysvc.chat.slice_tokenizer import SliceResult, SliceTokenizer
 from raysvc.config import PoolConfig, TextSpec
 from raysvc.errors import RaysvcError
-from raysvc.pipelines.readers import read_lines, read_rows
-from raysvc.pipelines.slices import Slice
+from raysvc.pipelines.sources.readers import read_lines, read_rows
+from raysvc.pipelines.sources.slices import Slice
 
 if TYPE_CHECKING:
     import ray.data

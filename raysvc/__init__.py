@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from raysvc import errors
 
 if TYPE_CHECKING:
-    from raysvc.actors.serving import Role
+    from raysvc.actors.server.spec import Role
     from raysvc.api import ServerHandle, serve, tokenize
-    from raysvc.client import BatchClient, attach
-    from raysvc.groups import Group
-    from raysvc.opened import CacheEntry, open_cache
-    from raysvc.producers import rollouts, serve_rollouts
-    from raysvc.rank_client import RankClient
-    from raysvc.trainer import train
+    from raysvc.build.cache_entry import CacheEntry, open_cache
+    from raysvc.client.batch_client import BatchClient, attach
+    from raysvc.client.rank_client import RankClient
+    from raysvc.client.rollouts import rollouts, serve_rollouts
+    from raysvc.rl.group import Group
+    from raysvc.training.train_loop import train
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,19 +39,19 @@ __all__ = [
     "train",
 ]
 _HOMES = {
-    "BatchClient": "raysvc.client",
-    "CacheEntry": "raysvc.opened",
-    "Group": "raysvc.groups",
-    "RankClient": "raysvc.rank_client",
-    "Role": "raysvc.actors.serving",
+    "BatchClient": "raysvc.client.batch_client",
+    "CacheEntry": "raysvc.build.cache_entry",
+    "Group": "raysvc.rl.group",
+    "RankClient": "raysvc.client.rank_client",
+    "Role": "raysvc.actors.server.spec",
     "ServerHandle": "raysvc.api",
-    "attach": "raysvc.client",
-    "open_cache": "raysvc.opened",
-    "rollouts": "raysvc.producers",
+    "attach": "raysvc.client.batch_client",
+    "open_cache": "raysvc.build.cache_entry",
+    "rollouts": "raysvc.client.rollouts",
     "serve": "raysvc.api",
-    "serve_rollouts": "raysvc.producers",
+    "serve_rollouts": "raysvc.client.rollouts",
     "tokenize": "raysvc.api",
-    "train": "raysvc.trainer",
+    "train": "raysvc.training.train_loop",
 }
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raysvc.build.cache_entry import CacheEntry
+from raysvc.build.job_plan import plan_config
 from raysvc.config import JobConfig
-from raysvc.jobfile import load_job
-from raysvc.opened import CacheEntry
-from raysvc.planning import plan_config
+from raysvc.job_file import load_job
 from raysvc.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def tokenize(
     Raises:
         UserMistake: files, columns, tokenizer, template or cache root that cannot be used.
     """
-    from raysvc.build import find_or_build
-    from raysvc.mixing import jobs_of, join
+    from raysvc.build.find_or_build import find_or_build
+    from raysvc.build.mixed_job import jobs_of, join
 
     job = load_job(config, **overrides)
     if job.mixture is not None:
@@ -116,8 +116,8 @@ def serve_entry(
 
 def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
     """The spec of a job's server."""
-    from raysvc.actors.serving import EvalSpec, ServeSpec
-    from raysvc.mixing import mixture_spec
+    from raysvc.actors.server.spec import EvalSpec, ServeSpec
+    from raysvc.build.mixed_job import mixture_spec
 
     evals = {
         name: EvalSpec(

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from raysvc.skip_rows import read_row_ids
+from raysvc.row_id_file import read_row_ids
 
 Format = Literal["auto", "chat", "alpaca", "prompt_completion", "text", "preference", "pretokenized"]
 TrainOn = Literal[

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
 # set before anything imports ray: token files of the user's home must not decide what a test sees
@@ -19,6 +23,7 @@ os.environ.pop("RAY_ADDRESS", None)
 os.environ.pop("RAYSVC_CACHE_DIR", None)
 
 ROOT = Path(__file__).parents[1]
+Served = Callable[..., Any]
 
 
 @pytest.fixture(scope="session")
@@ -41,9 +46,102 @@ def ray_session() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Paths of 240 chat rows and a small tokenizer, made once."""
-    from raysvc.sample import chat_rows, row_texts, write_rows, write_tokenizer
+    from raysvc.sample_data import chat_rows, row_texts, write_rows, write_tokenizer
 
     folder = tmp_path_factory.mktemp("sample")
     rows = write_rows(folder / "rows.jsonl", 240)
     tokenizer = write_tokenizer(folder / "tokenizer", row_texts(chat_rows(200)), vocab_size=512)
     return {"rows": str(rows), "tokenizer": str(tokenizer)}
+
+
+def write_entry(root: Path, num_rows: int, *, per_part: int = 1000, tokens: int = 12, seed: int = 0) -> str:
+    """An entry whose row r begins with the token 1000 + r; returns its uri."""
+    from raysvc.cache.key import cache_key
+    from raysvc.cache.store.store import open_store
+    from raysvc.cache.writer import EntryWriter
+
+    rng = np.random.default_rng(seed)
+    rows = [
+        [1000 + row, *rng.integers(3, 999, int(rng.integers(2, 2 * tokens))).tolist()]
+        for row in range(num_rows)
+    ]
+    table = pa.table(
+        {
+            "input_ids": pa.array(rows, pa.list_(pa.int32())),
+            "loss_mask": pa.array([[0] + [1] * (len(row) - 1) for row in rows], pa.list_(pa.uint8())),
+            "source_row": pa.array(np.arange(num_rows)),
+        }
+    )
+    recipe = {"rows": num_rows, "tokens": tokens, "seed": seed, "per_part": per_part}
+    writer = EntryWriter(open_store(str(root)), cache_key(recipe))
+    parts = [
+        writer.write_part(number, table.slice(first, per_part), {})
+        for number, first in enumerate(range(0, num_rows, per_part))
+    ]
+    writer.commit(parts, recipe, {"vocab_size": 2000, "pad_token_id": 0})
+    return writer.uri
+
+
+@pytest.fixture
+def entry(tmp_path: Path) -> Callable[..., str]:
+    """Makes an entry of so many rows."""
+
+    def make(num_rows: int, **options: Any) -> str:
+        return write_entry(tmp_path / "cache", num_rows, **options)
+
+    return make
+
+
+@pytest.fixture
+def serve(tmp_path: Path, entry: Callable[..., str], ray_session: None) -> Iterator[Served]:
+    """Starts a server of an entry; `plan` and fields of `ServeSpec` as arguments. Ends them all."""
+    from raysvc.actors.launch import server_names, start_server, stop_server
+    from raysvc.actors.server.spec import ServeSpec
+    from raysvc.config import PlanConfig
+
+    started: list[str] = []
+
+    def start(name: str, num_rows: int = 50, plan: dict[str, Any] | None = None, **fields: Any) -> Any:
+        config = PlanConfig(**{"batch_size": 8, "mini_batch_size": 4, "epochs": 3, **(plan or {})})
+        uri = fields.pop("entry_uri", None) or entry(num_rows)
+        journal = fields.pop("journal", str(tmp_path / f"journal-{name}"))
+        spec = ServeSpec(
+            name=name, entry_uri=uri, plan=config, pad_token_id=0, journal=journal, num_cpus=0, **fields
+        )
+        started.append(name)
+        return start_server(spec, detached=True)
+
+    yield start
+    for name in set(started) & set(server_names()):
+        stop_server(name)
+
+
+@pytest.fixture(scope="session")
+def streams() -> Any:
+    """Helpers of `client/streams.py`."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("streams", Path(__file__).parent / "client" / "streams.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[Any]:
+    """A real S3 over HTTP, as the tests of the cache have it."""
+    import importlib.util
+
+    path = Path(__file__).parent / "cache" / "servers.py"
+    spec = importlib.util.spec_from_file_location("s3_servers", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["s3_servers"] = module
+    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        with module.moto_server() as server:
+            yield server

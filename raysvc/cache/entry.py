@@ -23,14 +23,14 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.cache import names
-from raysvc.cache.copies import PartCopies, node_copies
+from raysvc.cache.local.part_cache import PartCopies, node_copies
+from raysvc.cache.local.part_source import LocalParts, PartSource, RemoteParts
 from raysvc.cache.manifest import Manifest
-from raysvc.cache.part_source import LocalParts, PartSource, RemoteParts
-from raysvc.cache.store import Found, Store
-from raysvc.cache.use import Hold
+from raysvc.cache.store.store import Found, Store
+from raysvc.cache.use_marker import Hold
 from raysvc.cache.verify import Problem, verify_folder
 from raysvc.errors import EntryError
-from raysvc.rows import RowBatch
+from raysvc.row_batch import RowBatch
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.cache.parts import PartView
-from raysvc.rows import Array, RowBatch
+from raysvc.row_batch import Array, RowBatch
 
 Ids = npt.NDArray[np.int64]
 

@@ -10,7 +10,7 @@ Always true:
 from __future__ import annotations
 
 from raysvc.cache import names
-from raysvc.cache.store import Store
+from raysvc.cache.store.store import Store
 
 
 def generations(store: Store, key: str) -> list[int]:

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raysvc.cache.checksum import checksum_of
+from raysvc.cache.local.checksum import checksum_of
 from raysvc.cache.manifest import COLUMN_TYPES, PartInfo
 from raysvc.errors import EntryError
-from raysvc.rows import Array
+from raysvc.row_batch import Array
 
 REQUIRED = {"input_ids": "list<int32>", "loss_mask": "list<uint8>"}
 

@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 from raysvc.cache import names
-from raysvc.cache.checksum import checksum_of
-from raysvc.cache.datasets_files import datasets_files
+from raysvc.cache.datasets_export import datasets_files
+from raysvc.cache.local.checksum import checksum_of
 from raysvc.cache.manifest import Manifest, PartInfo
-from raysvc.cache.store import Found, Store
+from raysvc.cache.store.store import Found, Store
 from raysvc.errors import EntryError, EntryTooNew
 
 THREADS = 4

@@ -18,11 +18,11 @@ from typing import Any
 import pyarrow as pa
 
 from raysvc.cache import names
-from raysvc.cache.datasets_files import ensure_datasets_files
+from raysvc.cache.datasets_export import ensure_datasets_files
 from raysvc.cache.generations import build_generation
 from raysvc.cache.key import Recipe
 from raysvc.cache.manifest import Manifest, Receipt
-from raysvc.cache.store import Found, Store
+from raysvc.cache.store.store import Found, Store
 from raysvc.errors import EntryError
 
 THREADS = 16

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from raysvc.chat.batch import Batch
-from raysvc.chat.faults import RowDropped
-from raysvc.chat.rows import TokenRows
+from raysvc.chat.row_errors import RowDropped
+from raysvc.chat.text_batch import Batch
+from raysvc.chat.tokens.token_rows import TokenRows
 from raysvc.config import TextSpec
 from raysvc.errors import SourceError
 

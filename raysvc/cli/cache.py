@@ -32,7 +32,7 @@ def ls(root: Root = None, as_json: AsJson = False) -> None:
 
     Example: raysvc cache ls --root s3://bucket/cache
     """
-    from raysvc.cache.reader import list_entries
+    from raysvc.cache.find import list_entries
 
     entries = list_entries(_store(root))
     if as_json:
@@ -140,7 +140,7 @@ def gc(
 
     Example: raysvc cache gc --days 30 --dry-run
     """
-    from raysvc.cache.garbage import collect_garbage
+    from raysvc.cache.gc import collect_garbage
 
     removals = collect_garbage(
         _store(root),
@@ -170,9 +170,9 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 def _explain_job(config: str, overrides: list[str], as_json: bool) -> None:
     from raysvc.api import cache_root
-    from raysvc.build import explain_job
-    from raysvc.jobfile import load_job
-    from raysvc.mixing import jobs_of
+    from raysvc.build.find_or_build import explain_job
+    from raysvc.build.mixed_job import jobs_of
+    from raysvc.job_file import load_job
 
     job = load_job(config, overrides)
     jobs = jobs_of(job) if job.mixture else {"": job}
@@ -189,13 +189,13 @@ def _explain_job(config: str, overrides: list[str], as_json: bool) -> None:
 
 def _store(root: str | None) -> Any:
     from raysvc.api import default_root
-    from raysvc.cache.store import open_store
+    from raysvc.cache.store.store import open_store
 
     return open_store(default_root(root))
 
 
 def _folder(root: str | None, key: str) -> str:
-    from raysvc.cache.reader import list_entries
+    from raysvc.cache.find import list_entries
     from raysvc.errors import EntryError
 
     names = [entry.folder for entry in list_entries(_store(root)) if entry.folder.startswith(key)]

@@ -24,8 +24,8 @@ def demo(rows: Rows = 3000, address: Address = None, as_json: AsJson = False) ->
 
     Example: raysvc demo --rows 5000
     """
-    from raysvc import trainer
-    from raysvc.jobfile import load_job
+    from raysvc.job_file import load_job
+    from raysvc.training import train_loop
 
     job_path = write_job(FOLDER, rows)
     print(f"demo job: {job_path} (run it yourself: raysvc train -c {job_path})", file=sys.stderr)
@@ -33,14 +33,14 @@ def demo(rows: Rows = 3000, address: Address = None, as_json: AsJson = False) ->
     if (Path(job.run_dir) / "summary.json").exists():  # a finished demo starts anew, a killed one goes on
         shutil.rmtree(job.run_dir)
     with View() as view:
-        summary = trainer.train(job, address=address, progress=view, should_stop=asked_to_stop)
+        summary = train_loop.train(job, address=address, progress=view, should_stop=asked_to_stop)
     show_summary(job.run_dir, summary, as_json)
     say_if_stopped(summary["steps"])
 
 
 def write_job(folder: Path, num_rows: int) -> Path:
     """Write rows, tokenizer and `job.yaml`; the same bytes every time."""
-    from raysvc import sample
+    from raysvc import sample_data
 
     trainer = {
         "dp_size": 2,
@@ -50,4 +50,4 @@ def write_job(folder: Path, num_rows: int) -> Path:
         "checkpoint_every_steps": 25,
     }
     plan = {"batch_size": 64, "mini_batch_size": 32, "epochs": 2, "micro_batch_tokens": 4096}
-    return sample.write_job(folder, num_rows, plan=plan, server={"name": "demo"}, trainer=trainer)
+    return sample_data.write_job(folder, num_rows, plan=plan, server={"name": "demo"}, trainer=trainer)

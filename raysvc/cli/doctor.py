@@ -25,8 +25,8 @@ def doctor(
 
     Exit code 1 when a check failed. Example: raysvc doctor -c job.yaml --address auto
     """
-    from raysvc.doctor import examine
-    from raysvc.jobfile import load_job
+    from raysvc.inspect.examine import examine
+    from raysvc.job_file import load_job
 
     job = load_job(config, overrides or ()) if config is not None else None
     findings = examine(job, address)

@@ -27,10 +27,10 @@ def plan(
     Example: raysvc plan -c job.yaml plan.layout=packed plan.micro_batch_tokens=8192
     """
     from raysvc import api
-    from raysvc.collate.report import plan_report, rows_of_step
+    from raysvc.build.job_plan import plan_of
+    from raysvc.collate.plan_report import plan_report, rows_of_step
     from raysvc.errors import PlanError
-    from raysvc.jobfile import load_job
-    from raysvc.planning import plan_of
+    from raysvc.job_file import load_job
 
     job = load_job(config, overrides or ())
     with View() as view:

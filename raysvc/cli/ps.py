@@ -14,7 +14,7 @@ def ps(address: Address = None, as_json: AsJson = False) -> None:
 
     Example: raysvc ps --address auto
     """
-    from raysvc.servers import join_cluster, list_servers
+    from raysvc.inspect.servers import join_cluster, list_servers
 
     join_cluster(address)
     servers = list_servers()

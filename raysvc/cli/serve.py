@@ -20,8 +20,8 @@ def serve(
     Example: raysvc serve -c job.yaml server.name=sft-2
     """
     from raysvc import api
-    from raysvc.jobfile import load_job
-    from raysvc.servers import join_cluster
+    from raysvc.inspect.servers import join_cluster
+    from raysvc.job_file import load_job
 
     job = load_job(config, overrides or ())
     join_cluster(address)

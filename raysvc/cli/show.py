@@ -14,11 +14,11 @@ from rich.text import Text
 
 from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
 from raysvc.cli.view import View, print_rows
-from raysvc.picture import DUMMY, Kind, RowPicture, padding_cells, row_picture, shard_pictures
+from raysvc.inspect.row_view import DUMMY, Kind, RowPicture, padding_cells, row_picture, shard_pictures
 
 if TYPE_CHECKING:
+    from raysvc.build.cache_entry import CacheEntry
     from raysvc.config import JobConfig
-    from raysvc.opened import CacheEntry
 
 RowNumber = Annotated[int, typer.Option(help="Row of the entry, 0-based.", min=0)]
 StepNumber = Annotated[
@@ -58,7 +58,7 @@ def show(
     Example: raysvc show -c job.yaml --step 812 --rows
     """
     from raysvc.errors import ConfigError
-    from raysvc.jobfile import load_job
+    from raysvc.job_file import load_job
 
     job = load_job(config, overrides or ())
     if step is None and (rows or rank is not None):
@@ -100,9 +100,9 @@ def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[st
 
 
 def _step(job: JobConfig, step: int, rank: int | None, only_rows: bool) -> tuple[_Shown, dict[str, Any]]:
-    from raysvc.lineage import lineage
-    from raysvc.opened import open_served
-    from raysvc.replay import replay_job
+    from raysvc.build.cache_entry import open_served
+    from raysvc.inspect.lineage import lineage
+    from raysvc.inspect.replay_run import replay_job
 
     again = replay_job(job, step)
     entry = open_served(again.spec.model_copy(update={"storage_options": job.cache.storage_options}))

@@ -23,7 +23,7 @@ def stop(
 
     Example: raysvc stop sft-1
     """
-    from raysvc import servers
+    from raysvc.inspect import servers
 
     servers.join_cluster(address)
     servers.stop(name, force=force)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from raysvc.build.cache_entry import CacheEntry
 from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
 from raysvc.cli.view import View, print_table
-from raysvc.opened import CacheEntry
 
 EXAMPLES_SHOWN = 5
 
@@ -24,7 +24,7 @@ def tokenize(
     Example: raysvc tokenize -c job.yaml max_length=4096
     """
     from raysvc import api
-    from raysvc.jobfile import load_job
+    from raysvc.job_file import load_job
 
     job = load_job(config, overrides or ())
     with View() as view:

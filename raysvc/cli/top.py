@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 
 from raysvc.cli.common import Address, AsJson, edge, emit
-from raysvc.top import Line, Snapshot, cells_of, lines, scrape, snapshot, text
+from raysvc.inspect.live import Line, Snapshot, cells_of, lines, scrape, snapshot, text
 
 Interval = Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)]
 Count = Annotated[int | None, typer.Option(help="Looks; default: until Ctrl-C.", min=1)]
@@ -31,7 +31,7 @@ def top(
 
     Example: raysvc top --address auto --interval 5
     """
-    from raysvc.servers import join_cluster
+    from raysvc.inspect.servers import join_cluster
 
     join_cluster(address)
     if as_json:
@@ -56,7 +56,7 @@ def _show(interval: float, count: int | None) -> None:
 def _looks(interval: float, count: int | None) -> Iterator[list[Line]]:
     import ray
 
-    from raysvc.servers import list_servers
+    from raysvc.inspect.servers import list_servers
 
     before: Snapshot | None = None
     done = 0

@@ -33,21 +33,21 @@ def train(
     Example: raysvc train -c job.yaml trainer.max_steps=100
     Example: raysvc train -c job.yaml --headspace 10
     """
-    from raysvc import trainer
-    from raysvc.jobfile import load_job
+    from raysvc.job_file import load_job
+    from raysvc.training import train_loop
 
     job = load_job(config, overrides or ())
     if headspace is not None:
         _measure(job, headspace, address, as_json)
         return
     with View() as view:
-        summary = trainer.train(job, address=address, progress=view, should_stop=asked_to_stop)
+        summary = train_loop.train(job, address=address, progress=view, should_stop=asked_to_stop)
     show_summary(job.run_dir, summary, as_json)
     say_if_stopped(summary["steps"])
 
 
 def _measure(job: JobConfig, steps: int, address: str | None, as_json: bool) -> None:
-    from raysvc.headspace import measure
+    from raysvc.training.headroom import measure
 
     with View() as view:
         found = measure(job, steps, address=address, progress=view)

@@ -2,8 +2,8 @@
 
 from raysvc.collate.collate import collate_mini_batch
 from raysvc.collate.info import MiniBatchInfo, info_of
-from raysvc.collate.loss import row_weights, token_weights
-from raysvc.collate.report import PlanReport, StepRow, plan_report, rows_of_step
+from raysvc.collate.loss_weights import row_weights, token_weights
+from raysvc.collate.plan_report import PlanReport, StepRow, plan_report, rows_of_step
 from raysvc.collate.shard import Denominators, MicroBatch, Shard
 
 __all__ = [

@@ -15,14 +15,14 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from raysvc.collate.columns import SEVERAL_ROWS, Column, column_names, columns_of, row_names
-from raysvc.collate.fill_lines import fill_lines
-from raysvc.collate.fill_rows import fill_rows
-from raysvc.collate.frame import Frame, frame_of
+from raysvc.collate.fill_packed import fill_lines
+from raysvc.collate.fill_padded import fill_rows
+from raysvc.collate.flat_rows import Source
+from raysvc.collate.geometry import Frame, frame_of
 from raysvc.collate.shard import Array, Shard
-from raysvc.collate.source import Source
 from raysvc.config import Layout
 from raysvc.plan.plan import MiniBatchPlan
-from raysvc.rows import RowBatch
+from raysvc.row_batch import RowBatch
 
 _LINE = 64  # bytes; every column begins at a multiple of it
 

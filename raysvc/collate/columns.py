@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from raysvc.collate.flat_rows import Source
 from raysvc.collate.shard import Array
-from raysvc.collate.source import Source
 from raysvc.errors import ConfigError
-from raysvc.rows import RowBatch
+from raysvc.row_batch import RowBatch
 
 IGNORED = -100
 SEVERAL_ROWS = ("packed", "stream")  # layouts with several rows on a line

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.config import Layout
-from raysvc.notebook import facts_html, facts_text
+from raysvc.fact_table import facts_html, facts_text
 
 Array = npt.NDArray[Any]
 

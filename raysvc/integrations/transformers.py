@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import Trainer as _Host
 
-    from raysvc.rank_client import RankClient, RankMicro
+    from raysvc.client.rank_client import RankClient, RankMicro
 else:
     _Host = object
 

@@ -3,7 +3,7 @@
 from raysvc.plan.cost import CostModel
 from raysvc.plan.mixture import Mixture, MixtureSource, Stage
 from raysvc.plan.plan import MiniBatchPlan, Plan, StepPlan
-from raysvc.plan.ranks import RankPlan
+from raysvc.plan.rank_plan import RankPlan
 from raysvc.plan.restore import restore_rows
 from raysvc.plan.roles import step_by_role
 from raysvc.plan.schedule import Schedule

@@ -25,13 +25,13 @@ import numpy.typing as npt
 
 from raysvc.config import PlanConfig
 from raysvc.errors import PlanError
-from raysvc.notebook import facts_html, facts_text
+from raysvc.fact_table import facts_html, facts_text
 from raysvc.plan.cost import CostModel
 from raysvc.plan.groups import Groups
 from raysvc.plan.mixture import Mixture
 from raysvc.plan.order import Order, parse_shuffle
-from raysvc.plan.pieces import Pieces
-from raysvc.plan.ranks import RankPlan, Rules, deal, deal_windows
+from raysvc.plan.rank_plan import RankPlan, Rules, deal, deal_windows
+from raysvc.plan.row_pieces import Pieces
 from raysvc.plan.schedule import Schedule
 from raysvc.plan.windows import Windows
 

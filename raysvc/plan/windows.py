@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.plan.pieces import Int64s, Pieces
+from raysvc.plan.row_pieces import Int64s, Pieces
 
 
 class Windows:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raysvc.api import absolute
-from raysvc.collate.report import PlanReport, plan_report
-from raysvc.planning import plan_of
-from raysvc.runfolder import RunFolder
+from raysvc.build.job_plan import plan_of
+from raysvc.collate.plan_report import PlanReport, plan_report
+from raysvc.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from raysvc.build.cache_entry import CacheEntry
     from raysvc.config import JobConfig
-    from raysvc.opened import CacheEntry
 
 MASK_EXAMPLES = 4
 TRAINED_SAMPLE = 20_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from raysvc.picture import Kind, RowPicture
+from raysvc.inspect.row_view import Kind, RowPicture
 from raysvc.report.page import STYLE
 
 TAGS: Mapping[Kind, str] = {"trained": "b", "special": "i", "context": "span"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from raysvc.actors.torch_worker import CausalLMWorker, ModelSpec
+from raysvc.actors.worker.torch_worker import CausalLMWorker, ModelSpec
 from raysvc.collate import Shard
 
 VOCAB = 64

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raysvc.rows import RowBatch
+from raysvc.row_batch import RowBatch
 
 PerRow = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
 

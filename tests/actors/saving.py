@@ -19,9 +19,9 @@ from unittest import mock
 
 import torch
 
-from raysvc.actors import checkpoint
-from raysvc.actors.torch_worker import CausalLMWorker, ModelSpec
-from raysvc.runfolder import RunFolder
+from raysvc.actors.worker import checkpoint
+from raysvc.actors.worker.torch_worker import CausalLMWorker, ModelSpec
+from raysvc.training.run_folder import RunFolder
 
 SPEC = ModelSpec(
     model="tiny", vocab_size=64, learning_rate=1e-2, weight_decay=0.0, max_grad_norm=None, loss="token_mean",
@@ -37,9 +37,9 @@ def die(*_: Any, **__: Any) -> None:
 # in the place of what the process dies, and the checkpoints that count then
 POINTS = {
     "weights written, random states not": ("torch.save", [1, 2]),
-    "ranks done, not published": ("raysvc.runfolder.RunFolder.publish", [1, 2]),
+    "ranks done, not published": ("raysvc.training.run_folder.RunFolder.publish", [1, 2]),
     "state drafted, not in place": ("pathlib.Path.rename", [1, 2]),
-    "published, old ones not pruned": ("raysvc.runfolder.RunFolder.prune", [1, 2, 3]),
+    "published, old ones not pruned": ("raysvc.training.run_folder.RunFolder.prune", [1, 2, 3]),
     "old one unmarked, not removed": ("shutil.rmtree", [2, 3, 4]),
 }
 

@@ -10,7 +10,7 @@ import numpy as np
 from raysvc.collate import Denominators, MicroBatch, MiniBatchInfo, Shard, collate_mini_batch, info_of
 from raysvc.config import PlanConfig
 from raysvc.plan import MiniBatchPlan, Plan
-from raysvc.rows import RowBatch
+from raysvc.row_batch import RowBatch
 
 COLUMNS = ("input_ids", "attention_mask", "position_ids", "labels")
 

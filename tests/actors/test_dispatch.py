@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysvc.actors.dispatch import Pending, WorkerDispatch, WorkerGroup
-from raysvc.actors.losses import SftLoss
-from raysvc.actors.mesh import Mesh
-from raysvc.actors.results import reduce_metrics
-from raysvc.actors.row_values import RowValues, cells_of, gather_rows, in_order, with_columns
-from raysvc.client import Mini, Step
+from raysvc.actors.dispatch.dispatch import Pending, WorkerDispatch, WorkerGroup
+from raysvc.actors.dispatch.mesh import Mesh
+from raysvc.actors.worker.losses import SftLoss
+from raysvc.actors.worker.results import reduce_metrics
+from raysvc.actors.worker.row_values import RowValues, cells_of, gather_rows, in_order, with_columns
+from raysvc.client.batch_client import Mini, Step
 from raysvc.errors import ConfigError, WorkerFailed
 
 from .shards import minis_of, random_rows

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from raysvc.actors.losses import PolicyLoss, SftLoss, ValueLoss
-from raysvc.actors.torch_worker import CausalLMWorker
+from raysvc.actors.worker.losses import PolicyLoss, SftLoss, ValueLoss
+from raysvc.actors.worker.torch_worker import CausalLMWorker
 
 from . import reference
 from .ranks import DoubleWorker, Ranks, gradients_of, tiny_spec

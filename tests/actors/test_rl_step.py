@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysvc.actors.dispatch import WorkerDispatch, WorkerGroup
-from raysvc.actors.losses import PolicyLoss, ValueLoss
-from raysvc.actors.row_values import RowValues
-from raysvc.client import Mini
+from raysvc.actors.dispatch.dispatch import WorkerDispatch, WorkerGroup
+from raysvc.actors.worker.losses import PolicyLoss, ValueLoss
+from raysvc.actors.worker.row_values import RowValues
+from raysvc.client.batch_client import Mini
 
 from .ranks import tiny_spec
 from .shards import minis_of, random_rows

@@ -12,12 +12,12 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from raysvc.actors.journal import Journal
-from raysvc.actors.making import Recipe
-from raysvc.actors.rollout_stream import RolloutStream
-from raysvc.actors.serving import RolloutSpec
-from raysvc.actors.shared_steps import SharedSteps
-from raysvc.actors.spool import Spool
+from raysvc.actors.server.group_log import Spool
+from raysvc.actors.server.journal import Journal
+from raysvc.actors.server.make_step import Recipe
+from raysvc.actors.server.rollout_stream import RolloutStream
+from raysvc.actors.server.spec import RolloutSpec
+from raysvc.actors.server.step_cache import SharedSteps
 from raysvc.config import PlanConfig
 
 
@@ -98,7 +98,7 @@ def test_a_spool_gives_back_what_was_acknowledged_in_order_and_passes_over_a_tor
 
 def groups_table(numbers: list[int]) -> pa.Table:
     """A put of groups, each of two sequences that tell its number."""
-    from raysvc.groups import Group, table_of
+    from raysvc.rl.group import Group, table_of
 
     return table_of(
         [Group(f"g{n}", [[n, 7], [n, 8, 9]], [[0, 1], [0, 1, 1]], weight_version=n) for n in numbers]
@@ -162,7 +162,7 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import test_server_parts as parts
-from raysvc.cache.posix import PosixStore
+from raysvc.cache.store.posix import PosixStore
 
 def dying(method, left):
     def call(self, name, *args):

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.actors.ring import Ring, Room, aligned
-from raysvc.actors.staging import Staging, StagingOptions
+from raysvc.actors.staging.ring import Ring, Room, aligned
+from raysvc.actors.staging.staging import Staging, StagingOptions
 from raysvc.errors import ConfigError, WorkerFailed
 
 from .fake_device import FakeDevice, ForgetsConsumed, ForgetsCopied, ForgetsHost

@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from raysvc.actors import checkpoint
-from raysvc.actors.learning_rate import LearningRate
-from raysvc.actors.losses import PolicyLoss
-from raysvc.actors.row_values import RowValues, in_order
-from raysvc.actors.staging import StagingOptions
-from raysvc.actors.timing import PARTS
+from raysvc.actors.staging.staging import StagingOptions
+from raysvc.actors.worker import checkpoint
+from raysvc.actors.worker.losses import PolicyLoss
+from raysvc.actors.worker.lr_schedule import LearningRate
+from raysvc.actors.worker.row_values import RowValues, in_order
+from raysvc.actors.worker.timer import PARTS
 from raysvc.collate import Shard
 from raysvc.plan.trajectories import trajectories_of
-from raysvc.runfolder import RunFolder
+from raysvc.training.run_folder import RunFolder
 
 from .ranks import VOCAB, DoubleWorker, Ranks, tiny_spec
 from .reference import distance
@@ -356,7 +356,7 @@ def test_step_wise_rollouts_train_alike_on_more_ranks_than_rows(ranks: Ranks) ->
 
 
 def test_rollouts_of_an_agent_train_alike_on_any_number_of_ranks(ranks: Ranks) -> None:
-    from raysvc.rows import RowBatch
+    from raysvc.row_batch import RowBatch
 
     shared = Path(os.environ.get("RAYSVC_SHARED", ROOT.parent / "shared"))
     path = shared / "data" / "tau_airline_rollouts.jsonl"

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from raysvc.config import JobConfig, PoolConfig
-from raysvc.jobfile import load_job
+from raysvc.job_file import load_job
 from raysvc.metrics import TABLE
 
 from .kube_schema import strict

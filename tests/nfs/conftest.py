@@ -15,8 +15,8 @@ import sys, time, os, threading, json
 sys.path.insert(0, {tests!r})
 import numpy as np
 import helpers
-from raysvc.cache.reader import collect_garbage, find_entry, list_entries
-from raysvc.cache.store import open_store
+from raysvc.cache.find import collect_garbage, find_entry, list_entries
+from raysvc.cache.store.store import open_store
 from raysvc.cache.writer import EntryWriter
 from raysvc.errors import RaysvcError
 ROOT = {root!r}
@@ -41,7 +41,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 def clients(lab: Lab, request: pytest.FixtureRequest) -> tuple[Client, Client]:
     """Two clients that see one empty folder."""
     root = lab.fresh_folder(request.param)
-    tests = Path(__file__).resolve().parent.parent / "core" / "cache"
+    tests = Path(__file__).resolve().parent.parent / "cache"
     for client in lab.clients:
         client.run(SETUP.format(tests=str(tests), root=root))
     return lab.clients

@@ -125,7 +125,7 @@ def test_a_build_that_was_killed_on_one_client_goes_on_on_the_other(clients: Pai
     a, b = clients
     root = a.run("result = f'{ROOT}/kill'")
     options = json.dumps({"root": root, "sizes": [5, 0, 7], "options": {}})
-    script = Path(__file__).resolve().parent.parent / "core" / "cache" / "builder.py"
+    script = Path(__file__).resolve().parent.parent / "cache" / "builder.py"
     points = a.run(
         f"""
 import subprocess

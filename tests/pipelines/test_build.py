@@ -16,11 +16,11 @@ import pytest
 import yaml
 
 import raysvc
-from raysvc import build
-from raysvc.cache.store import open_store
+from raysvc.build import find_or_build
+from raysvc.cache.store.store import open_store
 from raysvc.cache.writer import EntryWriter
 from raysvc.config import JobConfig
-from raysvc.sample import write_rows
+from raysvc.sample_data import write_rows
 
 pytestmark = pytest.mark.ray
 
@@ -81,7 +81,7 @@ def test_two_that_ask_at_once_share_one_build(
 def test_a_builder_that_starts_late_makes_nothing_that_another_has_made(
     tmp_path: Path, sample: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raysvc.build import plan_build
+    from raysvc.build.find_or_build import plan_build
     from raysvc.config import JobConfig
     from raysvc.pipelines import tokenize
 
@@ -109,11 +109,11 @@ def test_an_error_in_a_task_arrives_as_what_it_was(
 def test_a_miss_because_of_damage_is_told_as_that(tmp_path: Path, sample: dict[str, str]) -> None:
     job = JobConfig.model_validate(sections(tmp_path, sample, 5, 1))
     root = str(tmp_path / "cache")
-    key = build.explain_job(job, root)["key"]
+    key = find_or_build.explain_job(job, root)["key"]
     (tmp_path / "cache" / key).mkdir(parents=True)
     (tmp_path / "cache" / key / "manifest.json").write_text("{}")
     (tmp_path / "cache" / key / "damaged.json").write_text("[]")
-    assert build.explain_job(job, root)["reason"] == f"its entry {key[:12]} is damaged"
+    assert find_or_build.explain_job(job, root)["reason"] == f"its entry {key[:12]} is damaged"
 
 
 def test_a_root_that_only_this_process_sees_is_refused_before_anything_starts(
@@ -128,14 +128,14 @@ def test_a_source_that_changes_while_it_is_tokenized_makes_no_entry(
     tmp_path: Path, sample: dict[str, str], ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = {**sections(tmp_path, sample, 50, 1), "cache": {"root": str(tmp_path / "cache")}}
-    real = build.make_report
+    real = find_or_build.make_report
 
     def late(*args: Any) -> Any:
         with open(tmp_path / "rows.jsonl", "ab") as file:
             file.write(b"\n")
         return real(*args)
 
-    monkeypatch.setattr(build, "make_report", late)
+    monkeypatch.setattr(find_or_build, "make_report", late)
     with pytest.raises(raysvc.errors.SourceError, match="changed while it was tokenized"):
         raysvc.tokenize(**job)
     monkeypatch.undo()

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from raysvc.cache import identity
-from raysvc.cache.identity import is_settled, store_tag
-from raysvc.cache.memo import Memo
-from raysvc.cache.posix import PosixStore
-from raysvc.cache.store import open_store
+from raysvc.cache import file_stamp
+from raysvc.cache.file_stamp import is_settled, store_tag
+from raysvc.cache.scan_memo import Memo
+from raysvc.cache.store.posix import PosixStore
+from raysvc.cache.store.store import open_store
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError, StoreError
-from raysvc.pipelines import identify
-from raysvc.pipelines.dataset_source import resolved_revision
-from raysvc.pipelines.sources import Source, look_at
+from raysvc.pipelines.sources import fingerprint
+from raysvc.pipelines.sources.dataset import resolved_revision
+from raysvc.pipelines.sources.source import Source, look_at
 
 OLD_S = 1_600_000_000
 
@@ -27,15 +27,15 @@ OLD_S = 1_600_000_000
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that were read whole, and files count as still at once: their change time is now."""
-    monkeypatch.setattr(identity, "RACY_S", -3600.0)
+    monkeypatch.setattr(file_stamp, "RACY_S", -3600.0)
     found: list[str] = []
-    real = identify.scan_file
+    real = fingerprint.scan_file
 
     def counting(path: str, *rest: Any) -> Any:
         found.append(Path(path).name)
         return real(path, *rest)
 
-    monkeypatch.setattr(identify, "scan_file", counting)
+    monkeypatch.setattr(fingerprint, "scan_file", counting)
     return found
 
 
@@ -106,8 +106,8 @@ def test_a_file_that_was_just_written_is_not_remembered(rows: Path, tmp_path: Pa
 @pytest.mark.parametrize("field", ["mtime_ns", "ctime_ns"])
 def test_a_stamp_counts_when_the_file_was_still_for_long_enough(field: str) -> None:
     stamp = {"size": 1, "mtime_ns": 0, "ctime_ns": 0, "inode": 1, field: OLD_S * 10**9}
-    assert is_settled(stamp, OLD_S + identity.RACY_S)
-    assert not is_settled(stamp, OLD_S + identity.RACY_S - 0.001)
+    assert is_settled(stamp, OLD_S + file_stamp.RACY_S)
+    assert not is_settled(stamp, OLD_S + file_stamp.RACY_S - 0.001)
     assert not is_settled(stamp, OLD_S - 3600), "a clock that went back says nothing"
 
 
@@ -120,7 +120,7 @@ def _flipped(record: dict[str, Any]) -> str:
 
 
 def _resealed(record: dict[str, Any], **value: Any) -> str:
-    from raysvc.cache.memo import _seal
+    from raysvc.cache.scan_memo import _seal
 
     fields = {"about": record["about"], "value": {**record["value"], **value}}
     return json.dumps({**fields, "sha256": _seal(fields)})
@@ -199,14 +199,14 @@ def test_a_root_that_cannot_be_written_only_has_no_memo(rows: Path, tmp_path: Pa
 def test_a_file_that_changes_while_it_is_read_is_an_error(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = identify.scan_file
+    real = fingerprint.scan_file
 
     def changing(path: str, *rest: Any) -> Any:
         scan = real(path, *rest)
         rows.write_bytes(b'{"text": "longer than before, and late"}\n')
         return scan
 
-    monkeypatch.setattr(identify, "scan_file", changing)
+    monkeypatch.setattr(fingerprint, "scan_file", changing)
     with pytest.raises(SourceError, match=r"rows\.jsonl.*changed while it was read"):
         look(rows, tmp_path / "root")
 

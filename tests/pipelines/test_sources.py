@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
-from raysvc.pipelines.readers import read_lines, read_rows
-from raysvc.pipelines.scan import LineCutter, even_cuts
-from raysvc.pipelines.sources import look_at
+from raysvc.pipelines.sources.readers import read_lines, read_rows
+from raysvc.pipelines.sources.scan import LineCutter, even_cuts
+from raysvc.pipelines.sources.source import look_at
 
 ROWS = [{"text": f"row {number} " + "x" * (number % 17)} for number in range(100)]
 

@@ -1,0 +1,1 @@
+"""Drive a group of workers from one process."""

@@ -1,0 +1,170 @@
+"""The workers of one model: staging, calls to all of them, answers by rank.
+
+Always true:
+- replicas of a dp rank (tensor, context, pipeline parallel) get the same ref;
+- a call may wait for other refs (`after`) without the driver waiting;
+- answers are in worker order, `collect` gives one per dp rank in dp order;
+- a rank that dies or raises becomes one WorkerFailed that names it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from raysvc.actors.dispatch.mesh import Mesh
+from raysvc.actors.launch import REPORT_EVERY_S, start_workers
+from raysvc.actors.staging.staging import Key
+from raysvc.actors.worker.results import MiniResult
+from raysvc.actors.worker.row_values import RowValues
+from raysvc.actors.worker.torch_worker import ModelSpec
+from raysvc.errors import RaysvcError, WorkerFailed
+
+if TYPE_CHECKING:
+    from raysvc.client.batch_client import Step
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Running:
+    """A step that was started and not yet waited for."""
+
+    refs: list[Any]
+
+
+class WorkerGroup:
+    """The ranks of one model.
+
+    Args:
+        workers: actor handles, in the order of the mesh.
+        mesh: None: every worker is a dp rank.
+        timing: shards are opened when they are taken, so that fetching can be measured.
+    """
+
+    def __init__(self, workers: Sequence[Any], mesh: Mesh | None = None, timing: bool = False) -> None:
+        self.workers = list(workers)
+        self.mesh = mesh or Mesh(dp=len(self.workers))
+        self._timing = timing
+        self._dp_ranks = [self.mesh.rank(index).dp for index in range(len(self.workers))]
+
+    @classmethod
+    def start(cls, spec: ModelSpec, dp_size: int, device: str, num_cpus: float) -> WorkerGroup:
+        """Ask for the actors; returns at once."""
+        workers = start_workers(spec, dp_size, pick_device(device, dp_size), num_cpus)
+        return cls(workers, timing=spec.staging.timing)
+
+    def setup(self) -> None:
+        """Wait for the actors, let the ranks meet, build the models."""
+        self.wait_for_setup(self.start_setup())
+
+    def start_setup(self, after: Sequence[Any] = ()) -> tuple[list[Any], list[Any]]:
+        """Ask rank 0 where to meet, and every rank to meet there and build; returns at once."""
+        address = self.call("address", workers=self.workers[:1], after=after)
+        return address, self.call("setup", *address)
+
+    def wait_for_setup(self, refs: tuple[list[Any], list[Any]]) -> None:
+        """Wait for what `start_setup` asked for."""
+        self.gather("address", refs[0])
+        self.gather("setup", refs[1])
+
+    def stage(self, step: Step) -> None:
+        """Hand a step's pending shards to the ranks; never blocks."""
+        for index, mini in enumerate(step.optimizer_steps()):
+            self.stage_mini((step.index, index), mini.shards)
+
+    def stage_mini(
+        self, key: Key, shards: Sequence[Any], columns: RowValues | None = None, loss_weight: float = 1.0
+    ) -> None:
+        """Hand the pending shards of a mini-batch (one ref per dp rank) to the workers; never blocks."""
+        extra: tuple[Any, ...] = ()
+        if columns is not None or loss_weight != 1.0:
+            extra = (None if columns is None else ray.put(columns), loss_weight)
+        for worker, dp in zip(self.workers, self._dp_ranks, strict=True):
+            shard = [shards[dp]] if self._timing else shards[dp]
+            worker.stage.options(concurrency_group="stage").remote(key, shard, *extra)
+
+    def start_step(self, step: Step, learning_rate: float | None = None) -> Running:
+        """Ask every rank for one optimizer step per mini-batch and update epoch; returns at once.
+
+        Ranks run what they are asked for in order, so the next step may be started before this one is
+        waited for: then no driver's round trip lies between two steps.
+        """
+        keys = [(step.index, index) for index, _ in enumerate(step.optimizer_steps())]
+        return Running(self.call("train_step", keys, learning_rate))
+
+    def finish_step(self, running: Running) -> list[list[MiniResult]]:
+        """Wait for a started step; result[dp rank][optimizer step]."""
+        return self.collect("train_step", running.refs)
+
+    def save_checkpoint(self, folder: str) -> None:
+        """Every rank writes its part into an existing folder that all nodes see."""
+        self.gather("save_checkpoint", self.call("save_checkpoint", folder))
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Every rank reads; dp_size may differ from the one that saved."""
+        self.gather("load_checkpoint", self.call("load_checkpoint", folder))
+
+    def stop(self) -> None:
+        """End the actors."""
+        for worker in self.workers:
+            ray.kill(worker)
+        self.workers.clear()
+
+    def call(
+        self, name: str, *arguments: Any, after: Sequence[Any] = (), workers: Sequence[Any] | None = None
+    ) -> list[Any]:
+        """Ask every worker (or some); refs in their order. The call starts when all of `after` are there.
+
+        An argument may be a ref: it arrives as what it refers to, and the call fails when it failed.
+        """
+        chosen = self.workers if workers is None else workers
+        if after:
+            return [worker.call_after.remote(name, len(after), *after, *arguments) for worker in chosen]
+        return [getattr(worker, name).remote(*arguments) for worker in chosen]
+
+    def collect(self, call: str, refs: list[Any]) -> list[Any]:
+        """Wait for all workers; the answers that count, in dp order."""
+        answers = self.gather(call, refs)
+        return [answers[index] for index in self.mesh.collected()]
+
+    def gather(self, call: str, refs: list[Any]) -> list[Any]:
+        """All answers in worker order; says every few seconds which are missing, raises the first failure."""
+        begin = time.monotonic()
+        while True:
+            try:
+                return list(ray.get(refs, timeout=REPORT_EVERY_S))
+            except ray.exceptions.GetTimeoutError:
+                done, pending = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+                self._raise_failure(call, refs, done)
+                missing = [rank for rank, ref in enumerate(refs) if ref in pending]
+                log.info("waiting call=%s ranks=%s for=%.0fs", call, missing, time.monotonic() - begin)
+            except ray.exceptions.RayError:
+                done, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+                self._raise_failure(call, refs, done)
+                raise
+
+    def _raise_failure(self, call: str, refs: list[Any], done: list[Any]) -> None:
+        for ref in done:
+            rank = refs.index(ref)
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, RaysvcError):
+                    raise error.cause from None
+                cause = f"{type(error.cause).__name__}: {error.cause}".strip().splitlines()[0]
+                raise WorkerFailed(rank, call, cause) from error
+            except ray.exceptions.RayError as error:
+                raise WorkerFailed(rank, call, f"{type(error).__name__}, its process is gone") from error
+
+
+def pick_device(device: str, dp_size: int) -> str:
+    """`auto` is CUDA where the cluster has a GPU for every rank."""
+    if device != "auto":
+        return device
+    return "cuda" if ray.cluster_resources().get("GPU", 0) >= dp_size else "cpu"

@@ -1,0 +1,1 @@
+"""The batch server and the rollout server."""

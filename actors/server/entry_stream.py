@@ -1,0 +1,196 @@
+"""The steps of one cache entry, or of a mixture of several: plan, read, collate. No Ray; what it holds can be freed and opened again.
+
+Always true:
+- `make(step, roles)` is pure in (entry, plan, step, roles);
+- after `free` the next call opens the entry again and gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raysvc.actors.server.make_step import Recipe, Sizes, make_step, outline
+from raysvc.actors.server.spec import TRAIN, MixtureSpec, Role, ServeSpec, StepInfo, StepOutline, as_role
+from raysvc.cache.find import Entry, open_entry
+from raysvc.cache.joined_entry import JoinedEntry
+from raysvc.collate.shard import Shard
+from raysvc.config import PlanConfig
+from raysvc.plan.mixture import Mixture, MixtureSource, Stage
+from raysvc.plan.order import parse_shuffle
+from raysvc.plan.plan import MiniBatchPlan, Plan
+from raysvc.plan.schedule import Schedule
+from raysvc.plan.state import PlanState
+from raysvc.row_batch import RowBatch
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What stays known when the data are freed."""
+
+    schedule: Schedule
+    plan_hash: str
+    identity: dict[str, Any]
+    entry_key: str
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class _Open:
+    entry: Entry | JoinedEntry
+    plan: Plan
+    some_rows: RowBatch
+
+    def read(self, mini: MiniBatchPlan) -> RowBatch:
+        return self.entry.read(mini.row_ids)
+
+
+class EntryStream:
+    """Steps of an entry.
+
+    Args:
+        uri: of the entry.
+        storage_options: for fsspec.
+        recipe: plan and padding.
+        mixture: the entries of a mixture, of which `uri` is the first; None: one entry.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        storage_options: Mapping[str, Any],
+        recipe: Recipe,
+        mixture: MixtureSpec | None = None,
+    ) -> None:
+        self._uri, self._storage_options, self._recipe = uri, dict(storage_options), recipe
+        self._mixture = mixture
+        self._lock = threading.Lock()
+        self._open: _Open | None = None  # guarded by self._lock
+        self._known: _Facts | None = None  # written once, under self._lock
+
+    @property
+    def schedule(self) -> Schedule:
+        """Steps, epochs and mini-batches."""
+        return self._facts().schedule
+
+    @property
+    def plan_hash(self) -> str:
+        """Identity of the order of rows."""
+        return self._facts().plan_hash
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The fields under `plan_hash`."""
+        return self._facts().identity
+
+    @property
+    def entry_key(self) -> str:
+        """Of the entry."""
+        return self._facts().entry_key
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the entry."""
+        return self._facts().num_rows
+
+    @property
+    def is_open(self) -> bool:
+        """Whether data are held."""
+        with self._lock:
+            return self._open is not None
+
+    def make(self, step: int, roles: Sequence[Role | int]) -> tuple[StepInfo, tuple[Shard, ...]]:
+        """Info and shards of a step, role after role."""
+        opened, known = self._opened(), [as_role(role) for role in roles]
+        plans = [opened.plan.step(step, role.dp_size) for role in known]
+        return make_step(plans, opened.read, [self._recipe.carrying(role.columns) for role in known])
+
+    def outline(self, step: int, role: Role | int) -> StepOutline:
+        """What the plan says of a step."""
+        opened, role = self._opened(), as_role(role)
+        config = self._recipe.carrying(role.columns).plan
+        sizes = Sizes.of(opened.some_rows, config)
+        return outline(opened.plan.step(step, role.dp_size), config, sizes)
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state of another plan.
+
+        Raises:
+            StateMismatch: names every field that differs.
+        """
+        PlanState.from_json(state).check(self._opened().plan)
+
+    def free(self) -> bool:
+        """Let go of mapped parts and plan; whether anything was held."""
+        with self._lock:
+            held, self._open = self._open is not None, None
+        return held
+
+    def _opened(self) -> _Open:
+        with self._lock:
+            if self._open is None:
+                entry, plan = self._entry_and_plan()
+                some_rows = entry.read(np.arange(1))
+                Sizes.of(some_rows, self._recipe.plan)  # refuses columns that are not there
+                self._open = _Open(entry, plan, some_rows)
+                self._known = _Facts(plan.schedule, plan.hash, plan.identity, entry.key, entry.num_rows)
+            return self._open
+
+    def _entry_and_plan(self) -> tuple[Entry | JoinedEntry, Plan]:
+        if self._mixture is None:
+            entry = open_entry(self._uri, self._storage_options)
+            return entry, plan_of_entry(self._recipe.plan, entry)
+        joined = JoinedEntry([open_entry(uri, self._storage_options) for uri in self._mixture.entry_uris])
+        return joined, plan_of_entry(self._recipe.plan, joined, self._mixture.stages)
+
+    def _facts(self) -> _Facts:
+        if self._known is None:
+            self._opened()
+        assert self._known is not None
+        return self._known
+
+
+def plan_of_entry(
+    config: PlanConfig,
+    entry: Entry | JoinedEntry,
+    stages: Sequence[tuple[int, tuple[int, ...]]] = (),
+) -> Plan:
+    """The plan over the rows of an entry, or over joined entries by stages of a mixture."""
+    entries = entry.entries if isinstance(entry, JoinedEntry) else (entry,)
+    mixture = None
+    if stages:
+        sources = tuple(MixtureSource(one.key, one.num_rows) for one in entries)
+        order = config.seed, parse_shuffle(config.shuffle)
+        mixture = Mixture(sources, tuple(Stage(*stage) for stage in stages), *order)
+    return Plan(config, entry.lengths(), entry_keys=[one.key for one in entries], mixture=mixture)
+
+
+def eval_plan(config: PlanConfig, batch_size: int) -> PlanConfig:
+    """The plan of an eval: every row once, in the order of the entry, in the shape of training."""
+    return config.model_copy(
+        update={
+            "batch_size": batch_size,
+            "mini_batch_size": None,
+            "epochs": 1,
+            "update_epochs": 1,
+            "shuffle": "none",
+            "tail": "pad",
+            "skip_rows": (),
+        }
+    )
+
+
+def streams_of(spec: ServeSpec) -> dict[str, EntryStream]:
+    """The streams of a server that read an entry: what is trained, if it is one, and the evals."""
+    streams: dict[str, EntryStream] = {}
+    if spec.entry_uri is not None:
+        recipe = Recipe(spec.plan, spec.pad_token_id)
+        streams[TRAIN] = EntryStream(spec.entry_uri, spec.storage_options, recipe, spec.mixture)
+    for name, evaluation in spec.evals.items():
+        recipe = Recipe(eval_plan(spec.plan, evaluation.batch_size), spec.pad_token_id)
+        streams[name] = EntryStream(evaluation.entry_uri, spec.storage_options, recipe)
+    return streams

@@ -1,0 +1,151 @@
+"""Makes the steps of a server's streams: so many at a time, shared where several callers want one. No Ray, no lease.
+
+Always true:
+- at most `collate_threads` steps are made at a time; who comes later waits;
+- what goes wrong in a step is a `StepFailed` that names the step and the cause.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from raysvc.actors.server.spec import Role, ServeSpec, StepInfo, StepOutline
+from raysvc.actors.server.step_cache import SharedSteps
+from raysvc.collate.shard import Shard
+from raysvc.errors import LeaseError, RaysvcError, ServerError, StepFailed, StepOutOfOrder
+from raysvc.metrics import record
+from raysvc.plan.schedule import Schedule
+
+log = logging.getLogger(__name__)
+Made = tuple[StepInfo, tuple[Shard, ...]]
+
+
+class Stream(Protocol):
+    """Where steps come from."""
+
+    @property
+    def schedule(self) -> Schedule: ...
+    @property
+    def plan_hash(self) -> str: ...
+    @property
+    def identity(self) -> dict[str, Any]: ...
+    @property
+    def entry_key(self) -> str: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def is_open(self) -> bool: ...
+    def make(self, step: int, roles: Sequence[Role | int]) -> Made: ...
+    def outline(self, step: int, role: Role | int) -> StepOutline: ...
+    def check(self, state: dict[str, Any]) -> None: ...
+    def free(self) -> bool: ...
+
+
+class StepMaker:
+    """See the module.
+
+    Args:
+        spec: of the server.
+        streams: name -> stream; `TRAIN` and the evals.
+    """
+
+    def __init__(self, spec: ServeSpec, streams: Mapping[str, Stream]) -> None:
+        self._spec, self._streams = spec, streams
+        self._collating = threading.Semaphore(spec.collate_threads)
+        self._lock = threading.Lock()
+        self._num_collating = 0  # guarded by _lock
+        self.shared: SharedSteps[Made] = SharedSteps(spec.share_bytes)
+
+    @property
+    def num_collating(self) -> int:
+        """Steps that are being made."""
+        with self._lock:
+            return self._num_collating
+
+    def stream(self, name: str) -> Stream:
+        """One stream.
+
+        Raises:
+            ServerError: there is no such eval; the error lists those that are there.
+        """
+        if name not in self._streams:
+            known = ", ".join(name for name in self._streams if name) or "none"
+            where, what = f"server.name {self._spec.name!r}", f"has no eval {name!r} (there are: {known})"
+            raise ServerError(where, what, "name it in the job's `evals`, and serve again")
+        return self._streams[name]
+
+    def outline(self, step: int, dp_size: int, stream: str) -> StepOutline:
+        """What the plan says of a step.
+
+        Raises:
+            StepOutOfOrder: there is no such step.
+        """
+        return self._with(step, stream).outline(step, dp_size)
+
+    def make(self, step: int, roles: tuple[Role, ...], stream: str) -> Made:
+        """Info and shards of a step.
+
+        Raises:
+            StepOutOfOrder: there is no such step.
+            StepFailed: it could not be made; carries the cause.
+        """
+        source, name = self._with(step, stream), self._spec.name
+        try:
+            with self._counted():
+                made = source.make(step, roles)
+            record("read_seconds", made[0].read_s, server=name)
+            record("collate_seconds", made[0].collate_s, server=name)
+            return made
+        except LeaseError:
+            raise
+        except Exception as error:
+            log.exception("step failed name=%s step=%d", name, step)
+            cause = str(error) if isinstance(error, RaysvcError) else f"{type(error).__name__}: {error}"
+            raise StepFailed(name, step, cause) from error
+
+    def make_shared(self, step: int, roles: tuple[Role, ...], stream: str, readers: int | None) -> Made:
+        """As `make`, once for all who ask while it is kept; `readers` as in `SharedSteps.get`."""
+
+        def size(made: Made) -> int:
+            return sum(shard.nbytes for shard in made[1])
+
+        key = (stream, step, roles)
+        return self.shared.get(key, readers, lambda: self.make(step, roles, stream), size)
+
+    def let_go_below(self, step: int) -> None:
+        """Let go of shared steps before this one."""
+        self.shared.clear(unless=lambda key: not isinstance(key, tuple) or key[1] >= step)
+
+    def holds_data(self) -> bool:
+        """Whether an entry is open."""
+        return any(stream.is_open for stream in self._streams.values())
+
+    def free(self) -> bool:
+        """Let go of all data; whether there was any. What is asked for later is opened again."""
+        self.shared.clear()
+        freed = [stream.free() for stream in self._streams.values()]
+        return any(freed)
+
+    def _with(self, step: int, stream: str) -> Stream:
+        """The stream, if it has that step."""
+        source = self.stream(stream)
+        if not 0 <= step < source.schedule.num_steps:
+            expected = f"a step from 0 to {source.schedule.num_steps - 1}"
+            raise StepOutOfOrder(self._spec.name, step, expected)
+        return source
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """As many at a time as may collate, and counted."""
+        with self._collating:
+            with self._lock:
+                self._num_collating += 1
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._num_collating -= 1

@@ -1,0 +1,1 @@
+"""Shards from the object store into device memory."""

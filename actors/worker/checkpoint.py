@@ -1,0 +1,115 @@
+"""The ranks' part of a checkpoint: weights, optimizer, scheduler position, random states.
+
+    <folder>/*.distcp, .metadata   model and optimizer, by torch.distributed.checkpoint: every rank writes its share
+    <folder>/rng-<rank>.pt         random states of a rank
+    <folder>/worker.json           optimizer steps done, by rank 0
+
+The folder is made, published and pruned by `raysvc.training.run_folder`, which adds the data frontier: only its `state.json`,
+written last, makes all of it count.
+
+Always true:
+- names of weights depend neither on dp_size nor on DDP or FSDP, so any of them reads what another wrote;
+- a rank that the saving run did not have keeps its own random state.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+PROGRESS = "worker.json"
+
+
+def save(
+    folder: Path, rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, steps: int
+) -> None:
+    """Write this rank's part; all ranks call it together."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(_state(model, optimizer), checkpoint_id=folder, no_dist=_alone())
+    torch.save(random_state(), folder / f"rng-{rank:05d}.pt")
+    if rank == 0:
+        (folder / PROGRESS).write_text(json.dumps({"optimizer_steps": steps}))
+
+
+def load(folder: Path, rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """Read what `save` wrote, with any dp_size; returns the optimizer steps done. All ranks call it together."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+
+    state = _state(model, optimizer)
+    dcp.load(state, checkpoint_id=folder, no_dist=_alone())
+    set_model_state_dict(model, state["model"])
+    if optimizer is not None:
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    rng = folder / f"rng-{rank:05d}.pt"
+    if rng.exists():
+        set_random_state(torch.load(rng, weights_only=True))
+    return int(json.loads((folder / PROGRESS).read_text())["optimizer_steps"])
+
+
+def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The whole model in host memory; with several ranks on rank 0 only, empty elsewhere. All ranks call it."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights: dict[str, torch.Tensor] = get_model_state_dict(model, options=options)
+    return weights
+
+
+def load_full_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Set the whole model from host memory; every rank has all of it."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
+
+
+def random_state() -> dict[str, Any]:
+    """State of every generator that a training step may use, as tensors and plain values."""
+    import torch
+
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": [kind, torch.from_numpy(np.asarray(keys, np.int64)), *rest],
+        "python": random.getstate(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Go on from `random_state`."""
+    import torch
+
+    torch.set_rng_state(state["torch"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    random.setstate(state["python"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    state = {"model": get_model_state_dict(model)}
+    if optimizer is not None:
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    return state
+
+
+def _alone() -> bool:
+    import torch.distributed as dist
+
+    return not dist.is_initialized()

@@ -1,0 +1,163 @@
+"""A language model or a critic as a module whose forward ends in a loss (or in numbers per token).
+
+This file imports torch; import it inside the function that builds a model.
+
+Axes: B lines, L tokens of a line, T targets, D hidden, V vocabulary.
+Always true:
+- the head is applied to targets alone, some at a time, and computed again in the backward pass: a vocabulary of 150 k
+  costs megabytes instead of gigabytes (where the head is no plain projection, checked here, the model's own logits
+  are taken);
+- a micro-batch without a target gives zero and still takes part in the backward pass;
+- losses are computed in float32 or wider, whatever the forward pass ran in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from raysvc.actors.worker.losses import Loss, LossSum, Targets
+from raysvc.collate.columns import IGNORED
+
+# float32 logits held at once: on a CPU what malloc keeps and reuses, on a GPU what makes large matrices
+LOGIT_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
+
+
+class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the type checker
+    """Wraps a `transformers` model with a token head.
+
+    Args:
+        lm: a causal LM, or a token classifier of one label (a critic).
+        critic: the head gives values.
+    """
+
+    def __init__(self, lm: Any, critic: bool = False) -> None:
+        super().__init__()
+        self.lm = lm
+        self.critic = critic
+        self.plain_head = critic or head_is_plain(lm)
+        width = 1 if critic else lm.config.vocab_size
+        self.at_once = max(16, LOGIT_BYTES.get(lm.device.type, 16 << 20) // (4 * width))
+
+    def forward(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        labels_BL: torch.Tensor,
+        weights_BL: torch.Tensor,
+        columns_BL: Mapping[str, torch.Tensor],
+        loss: Loss | None,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """With a loss: its total and metrics. Without: a zero, and numbers per token [B, L], 0 where no target is.
+
+        Labels, weights and columns lie at their own token; a label of -100 is no target.
+        """
+        rows_TD, head = self._rows(inputs)
+        labels_T = labels_BL[:, 1:].flatten()
+        (targets,) = torch.nonzero(labels_T != IGNORED, as_tuple=True)
+        pieces = targets.split(self.at_once)
+        # a micro-batch without a target takes part in the backward pass, head and all: DDP waits for every weight
+        zero = rows_TD.sum() * 0.0 + head(rows_TD[:1]).sum() * 0.0
+        if loss is None:
+            return zero, self._per_token(rows_TD, head, labels_BL, pieces)
+        columns = {name: columns_BL[name][:, 1:].flatten() for name in loss.columns}
+        weights_T = weights_BL[:, 1:].flatten()
+        total: torch.Tensor = zero.to(weights_T.dtype)
+        metrics: dict[str, torch.Tensor] = {}
+        for some in pieces if len(targets) else ():
+            there = {name: column[some] for name, column in columns.items()}
+            part = checkpoint(
+                self._loss, loss, head, rows_TD[some], labels_T[some], weights_T[some], there,
+                use_reentrant=False,
+            )  # fmt: skip
+            total, metrics = total + part.total, merge_metrics(metrics, part.metrics)
+        return total, metrics
+
+    def _rows(self, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.nn.Module]:
+        """[T, D] what the head makes a target of, at the token before it; and the head."""
+        if not self.plain_head:
+            logits_BLV = self.lm(**inputs, use_cache=False).logits
+            return logits_BLV[:, :-1].flatten(0, 1), torch.nn.Identity()
+        hidden_BLD = self.lm.base_model(**inputs, use_cache=False).last_hidden_state
+        head = self.lm.score if self.critic else self.lm.get_output_embeddings()
+        return hidden_BLD[:, :-1].flatten(0, 1), head
+
+    def _loss(
+        self,
+        loss: Loss,
+        head: torch.nn.Module,
+        rows_TD: torch.Tensor,
+        labels_T: torch.Tensor,
+        weights_T: torch.Tensor,
+        columns: Mapping[str, torch.Tensor],
+    ) -> LossSum:
+        return loss(self._targets(head, rows_TD, labels_T, weights_T, columns, loss.needs_entropy))
+
+    def _targets(
+        self,
+        head: torch.nn.Module,
+        rows_TD: torch.Tensor,
+        labels_T: torch.Tensor,
+        weights_T: torch.Tensor,
+        columns: Mapping[str, torch.Tensor],
+        entropy: bool,
+    ) -> Targets:
+        out = head(rows_TD)
+        with torch.autocast(out.device.type, enabled=False):
+            out = out.float() if out.dtype in (torch.bfloat16, torch.float16) else out
+            if self.critic:
+                return Targets(weights_T, columns, values=out.squeeze(-1))
+            logprobs_TV = out.log_softmax(-1)
+            logprobs_T = logprobs_TV.gather(-1, labels_T[:, None]).squeeze(-1)
+            entropy_T = -(logprobs_TV.exp() * logprobs_TV).sum(-1) if entropy else None
+            return Targets(weights_T, columns, logprobs_T, entropy_T)
+
+    def _per_token(
+        self,
+        rows_TD: torch.Tensor,
+        head: torch.nn.Module,
+        labels_BL: torch.Tensor,
+        pieces: tuple[torch.Tensor, ...],
+    ) -> dict[str, torch.Tensor]:
+        lines, width = labels_BL.shape
+        labels_T = labels_BL[:, 1:].flatten()
+        names = ("values",) if self.critic else ("logprobs", "entropy")
+        out = {name: rows_TD.new_zeros(lines * (width - 1), dtype=torch.float32) for name in names}
+        for some in pieces if labels_T.numel() else ():
+            parts = self._targets(head, rows_TD[some], labels_T[some], labels_T[some], {}, entropy=True)
+            for name in names:
+                out[name][some] = getattr(parts, name).float()
+        return {
+            name: torch.nn.functional.pad(values.view(lines, width - 1), (1, 0))
+            for name, values in out.items()
+        }
+
+
+def merge_metrics(
+    one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Metrics of two parts of a mini-batch: sums, `*_max` the larger."""
+    out = dict(one)
+    for name, value in other.items():
+        if name not in out:
+            out[name] = value
+        else:
+            out[name] = torch.maximum(out[name], value) if name.endswith("_max") else out[name] + value
+    return out
+
+
+def head_is_plain(model: Any) -> bool:
+    """Whether logits are just the output embedding of the last hidden state (no soft-capping, no scale)."""
+    if model.get_output_embeddings() is None or model.base_model is model:
+        return False
+    ids_BL = torch.arange(8, device=model.device)[None]
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        expected = model(input_ids=ids_BL, use_cache=False).logits
+        hidden = model.base_model(input_ids=ids_BL, use_cache=False).last_hidden_state
+        same = torch.allclose(expected, model.get_output_embeddings()(hidden), rtol=1e-4, atol=1e-5)
+    model.train(training)
+    return bool(same)

@@ -1,0 +1,278 @@
+"""The shipped worker: `transformers` language models and critics with DDP or FSDP2.
+
+Axes: B lines of a micro-batch, L its width, V vocabulary.
+
+Always true:
+- the loss of a position is weighted by the mini-batch's denominators, so the gradient does not depend on
+  dp_size, micro-batching, padding or packing;
+- all ranks start from the same weights: the same seed, then broadcast by DDP or sharded by FSDP;
+- weights of losses and the losses themselves stay float32 in mixed precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from raysvc.actors.staging.staging import StagingOptions
+from raysvc.actors.worker.losses import Loss, LossSum, SftLoss, ValueLoss
+from raysvc.actors.worker.lr_schedule import LearningRate
+from raysvc.actors.worker.worker import Worker
+from raysvc.collate.loss_weights import Reduction
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ModelSpec(BaseModel):
+    """What a `CausalLMWorker` trains, and how.
+
+    Attributes:
+        model: `tiny`, a folder, or a hub name.
+        vocab_size: of the tokenizer; only `tiny` uses it.
+        learning_rate: where there is no schedule.
+        max_grad_norm: None: no clipping.
+        loss: which mean over a mini-batch.
+        role: `policy` and `critic` are trained, a `reference` runs forward only.
+        strategy: what holds the weights on several ranks: a copy each (`ddp`) or a share each (`fsdp`, FSDP2).
+        precision: `bf16`: float32 weights, bfloat16 forward and backward.
+        schedule: learning rate by optimizer step; None: `learning_rate`, or what `set_lr` says.
+        staging: how shards are staged.
+    """
+
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
+    model: str
+    vocab_size: int
+    learning_rate: float
+    weight_decay: float
+    max_grad_norm: float | None
+    loss: Reduction
+    seed: int
+    role: Literal["policy", "critic", "reference"] = "policy"
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    precision: Literal["fp32", "bf16"] = "fp32"
+    schedule: LearningRate | None = None
+    staging: StagingOptions = StagingOptions()
+
+
+def tiny_model(vocab_size: int, critic: bool = False) -> torch.nn.Module:
+    """A randomly initialised Llama of two layers and width 64: big enough for its loss to fall."""
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
+
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        tie_word_embeddings=not critic,
+        num_labels=1,
+    )
+    model: torch.nn.Module = LlamaForTokenClassification(config) if critic else LlamaForCausalLM(config)
+    return model
+
+
+class CausalLMWorker(Worker):
+    """Trains a causal LM, or a critic with one value per token."""
+
+    def __init__(self, rank: int, dp_size: int, device: str, spec_json: str) -> None:
+        self.spec = ModelSpec.model_validate_json(spec_json)
+        super().__init__(rank, dp_size, device, self.spec.loss, staging=self.spec.staging)
+        self.max_grad_norm = self.spec.max_grad_norm
+        self.learning_rate = self.spec.schedule
+        self._own_loss: Loss = ValueLoss() if self.spec.role == "critic" else SftLoss()
+
+    def build(self) -> None:
+        import torch
+
+        from raysvc.actors.worker.token_model import TokenModel
+
+        torch.manual_seed(self.spec.seed)
+        module = TokenModel(self.load_lm().to(self.device).train(), critic=self.spec.role == "critic")
+        if self.spec.role == "reference":
+            module.requires_grad_(False)
+        self.model = self._spread(module)
+        if self.spec.role != "reference":
+            self.optimizer = torch.optim.AdamW(
+                self.model.parameters(), lr=self.spec.learning_rate, weight_decay=self.spec.weight_decay
+            )
+
+    def load_lm(self) -> torch.nn.Module:
+        """The model, in host memory; override it for another way to make one."""
+        critic = self.spec.role == "critic"
+        if self.spec.model == "tiny":
+            return tiny_model(self.spec.vocab_size, critic)
+        from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+        model: torch.nn.Module = (
+            AutoModelForTokenClassification.from_pretrained(self.spec.model, num_labels=1)
+            if critic
+            else AutoModelForCausalLM.from_pretrained(self.spec.model)
+        )
+        return model
+
+    def micro_loss(self, tensors: dict[str, torch.Tensor], layout: str, loss: Loss | None) -> LossSum:
+        """Weighted sum of the losses of one micro-batch."""
+        loss = loss or self._own_loss
+        with self._precision():
+            total, metrics = self.model(
+                _inputs(tensors, layout),
+                tensors["labels"].long(),
+                tensors["loss_weights"],
+                {name: _column(tensors, name) for name in loss.columns},
+                loss,
+            )
+        return LossSum(total, metrics)
+
+    def micro_forward(self, tensors: dict[str, torch.Tensor], layout: str) -> dict[str, torch.Tensor]:
+        """`logprobs` and `entropy` (critic: `values`) at every target, 0 elsewhere."""
+        with self._precision():
+            _, outputs = self.model(
+                _inputs(tensors, layout), tensors["labels"].long(), tensors["loss_weights"], {}, None
+            )
+        return dict(outputs)
+
+    def save_checkpoint(self, folder: str) -> None:
+        """Write this rank's part of a checkpoint into an existing folder."""
+        from raysvc.actors.worker import checkpoint
+
+        checkpoint.save(Path(folder), self.rank, self.model, self.optimizer, self.optimizer_steps)
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Read what `save_checkpoint` wrote; dp_size and strategy may differ."""
+        from raysvc.actors.worker import checkpoint
+
+        self.optimizer_steps = checkpoint.load(Path(folder), self.rank, self.model, self.optimizer)
+
+    def save_hf_model(self, folder: str) -> None:
+        """Write the model as `transformers` reads it; rank 0 writes, all ranks call it."""
+        from raysvc.actors.worker import checkpoint
+
+        weights = checkpoint.full_weights(self.model)
+        if self.rank == 0:
+            lm = getattr(self.model, "module", self.model).lm
+            own = {name.removeprefix("lm."): weight for name, weight in weights.items()}
+            lm.save_pretrained(folder, state_dict=own)
+
+    def export_weights(self) -> dict[str, Any] | None:
+        """The whole model as numpy arrays with their torch dtype (bfloat16 as uint16); None but on rank 0."""
+        import torch
+
+        from raysvc.actors.worker import checkpoint
+
+        weights = checkpoint.full_weights(self.model)
+        if self.rank:
+            return None
+        bf16 = torch.bfloat16
+        return {
+            name: (str(w.dtype), (w.view(torch.uint16) if w.dtype == bf16 else w).numpy())
+            for name, w in weights.items()
+        }
+
+    def import_weights(self, weights: dict[str, Any]) -> None:
+        """Take over the weights of another group's `export_weights`."""
+        import torch
+
+        from raysvc.actors.worker import checkpoint
+
+        full = {}
+        for name, (dtype, array) in weights.items():
+            tensor = torch.tensor(array)
+            full[name] = tensor.view(torch.bfloat16) if dtype == "torch.bfloat16" else tensor
+        checkpoint.load_full_weights(self.model, full)
+
+    def place(self, part: Literal["model", "optimizer"], on_device: bool) -> None:
+        """Bring weights and gradients, or the optimizer's state, to the device or to host memory."""
+        import torch
+
+        target = self.device if on_device else "cpu"
+        if part == "model":
+            self.model.to(target)
+        elif self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.dim():  # step counters stay where they are
+                        state[name] = value.to(target)
+        if self.device.startswith("cuda") and not on_device:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    def _spread(self, module: torch.nn.Module) -> torch.nn.Module:
+        """The module on all ranks."""
+        import torch
+
+        if self.dp_size == 1:
+            return module
+        if self.spec.strategy == "ddp":
+            if self.spec.role == "reference":
+                return module  # DDP refuses a module without gradients
+            return torch.nn.parallel.DistributedDataParallel(module)
+        return _sharded(module, self.device, self.dp_size, self.spec.precision == "bf16")
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        import torch
+
+        if self.spec.precision == "fp32" or (self.spec.strategy == "fsdp" and self.dp_size > 1):
+            return nullcontext()  # FSDP has its own
+        context: AbstractContextManager[Any] = torch.autocast(self.device.split(":")[0], torch.bfloat16)
+        return context
+
+    def _no_sync(self) -> AbstractContextManager[None]:
+        if hasattr(self.model, "set_requires_gradient_sync"):
+            return _unsynced(self.model)
+        return super()._no_sync()
+
+
+@contextmanager
+def _unsynced(model: Any) -> Iterator[None]:
+    """FSDP2's `no_sync`: gradients stay whole and unreduced on every rank."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+def _sharded(module: Any, device: str, dp_size: int, bf16: bool) -> torch.nn.Module:
+    """FSDP2: every decoder layer a unit, the rest (embedding, norm, head) another."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(device.split(":")[0], (dp_size,))
+    dtype = torch.bfloat16 if bf16 else None
+    reduce = torch.float32 if bf16 else None
+    for layer in _layers(module.lm):
+        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(dtype, reduce))
+    # casting the root's inputs would round loss weights and advantages to 8 bits
+    root = MixedPrecisionPolicy(dtype, reduce, cast_forward_inputs=False)
+    sharded: torch.nn.Module = fully_shard(module, mesh=mesh, mp_policy=root)
+    return sharded
+
+
+def _layers(lm: Any) -> list[Any]:
+    names = set(lm._no_split_modules or ())
+    return [module for module in lm.modules() if type(module).__name__ in names]
+
+
+def _inputs(tensors: dict[str, torch.Tensor], layout: str) -> dict[str, torch.Tensor]:
+    names = ["input_ids", "position_ids"]
+    if layout.startswith("padded"):
+        names.append("attention_mask")  # elsewhere restarting positions make the attention block-diagonal
+    return {name: tensors[name].long() for name in names}
+
+
+def _column(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    from raysvc.errors import ConfigError
+
+    if name not in tensors:
+        there = ", ".join(sorted(tensors))
+        remedy = "name it in plan.columns, or give it with the call"
+        raise ConfigError(f"column {name!r}", f"the loss needs it, the shard has {there}", remedy)
+    return tensors[name]

@@ -1,0 +1,124 @@
+"""One build per key and cluster: whoever asks second joins the build that runs.
+
+The builder is a named actor, owned by the process that asked first. When that process dies, the actor
+dies with it; the others start a new one, which goes on from the receipts in the store.
+
+Always true:
+- a slice is tokenized by one builder at a time, however many ask;
+- every caller sees all receipts, those from before it joined too;
+- an error of the build is raised in every caller, as it was raised in the builder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from raysvc.cache.manifest import Receipt
+from raysvc.config import PoolConfig
+from raysvc.errors import RaysvcError
+from raysvc.pipelines.sources.slices import Slice
+from raysvc.pipelines.tokenize import BuildTask, receipts_of
+
+log = logging.getLogger(__name__)
+NAMESPACE = "raysvc-builds"
+POLL_S = 0.1
+MAX_DEATHS = 20
+
+
+@dataclass(frozen=True)
+class News:
+    """What became known since a caller last asked.
+
+    Attributes:
+        receipts: bytes of each new receipt.
+        finished: nothing more will come.
+    """
+
+    receipts: tuple[bytes, ...]
+    finished: bool
+
+
+class Builder:
+    """Runs one Ray Data graph in a thread, and tells what it made so far. Its calls never block."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None  # guarded by self._lock
+        self._receipts: list[bytes] = []  # appended by the thread, read by `news`
+        self._error: Exception | None = None
+        self._finished = False
+
+    def start(self, task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> None:
+        """Begin, unless somebody else's call has begun already."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, args=(task, slices, pool), daemon=True)
+                self._thread.start()
+
+    def news(self, seen: int) -> News:
+        """What came after the first `seen` receipts.
+
+        Raises:
+            RaysvcError: the build failed on something that a user can mend.
+            RuntimeError: it failed otherwise.
+        """
+        finished = self._finished  # read before the list: nothing comes after it is set
+        if self._error is not None:
+            raise self._error
+        return News(tuple(self._receipts[seen:]), finished)
+
+    def _run(self, task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> None:
+        try:
+            for receipt in receipts_of(task, slices, pool):
+                self._receipts.append(receipt.to_json())
+        except RaysvcError as error:
+            self._error = error
+        except Exception as error:
+            log.exception("build failed entry=%s", task.writer.uri)
+            self._error = RuntimeError(f"the build of {task.writer.uri} failed: {error}")
+        self._finished = True
+
+
+def shared_receipts(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> Iterator[Receipt]:
+    """Receipts of all slices, made by this cluster's builder of the entry; in any order, maybe some twice.
+
+    Raises:
+        RaysvcError: what a task raised on purpose.
+        RuntimeError: the build failed, or its builder died too often.
+    """
+    import ray
+
+    for _ in range(MAX_DEATHS):
+        try:
+            yield from _follow(task, slices, pool)
+        except ray.exceptions.RayActorError:
+            log.warning("the builder of %s died; starting another one", task.writer.uri)
+            time.sleep(POLL_S)
+            continue
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        return
+    raise RuntimeError(f"{MAX_DEATHS} builders of {task.writer.uri} died; look at the memory of the nodes")
+
+
+def _follow(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> Iterator[Receipt]:
+    import ray
+
+    name = hashlib.sha256(task.writer.uri.encode()).hexdigest()[:24]
+    actor = ray.remote(Builder).options(name=name, namespace=NAMESPACE, get_if_exists=True, num_cpus=0)
+    builder = actor.remote()
+    builder.start.remote(task, slices, pool)
+    seen = 0
+    while True:
+        news: News = ray.get(builder.news.remote(seen), timeout=60)
+        for data in news.receipts:
+            yield Receipt.from_json(data, "receipt")
+        seen += len(news.receipts)
+        if news.finished:
+            return
+        time.sleep(POLL_S)

@@ -1,0 +1,1 @@
+"""Source files and datasets: list, fingerprint, cut into slices, read."""

@@ -1,0 +1,154 @@
+"""A finished entry as a user holds it: rows, their text, where they come from.
+
+Always true:
+- nothing is built here, and no part is read before a row of it is asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raysvc.cache.joined_entry import JoinedEntry
+from raysvc.config import TokenizerConfig
+from raysvc.fact_table import facts_html, facts_text
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from raysvc.actors.server.spec import ServeSpec
+    from raysvc.cache.find import Entry
+
+
+@dataclass(frozen=True, repr=False)
+class CacheEntry:
+    """A finished entry, opened.
+
+    Attributes:
+        entry: random access to its rows.
+        hit: whether it was there already.
+        reason: why it was used or built, one clause.
+        sources: names of the sources of a mixture.
+    """
+
+    entry: Entry | JoinedEntry
+    hit: bool = True
+    reason: str = "opened by its address"
+    sources: tuple[str, ...] = ()
+
+    @property
+    def uri(self) -> str:
+        """Folder or URL."""
+        return self.entry.uri
+
+    @property
+    def key(self) -> str:
+        """64 hex digits: the hash of what decided the bytes."""
+        return self.entry.key
+
+    @property
+    def num_rows(self) -> int:
+        """Rows."""
+        return self.entry.num_rows
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows, context included."""
+        return self.entry.num_tokens
+
+    @property
+    def report(self) -> Mapping[str, Any]:
+        """What the builder reported: books, quarantined examples, encoder, lengths."""
+        return self.entry.report
+
+    def table(self) -> pa.Table:
+        """All rows, memory-mapped."""
+        return self.entry.table()
+
+    def row(self, index: int) -> dict[str, Any]:
+        """One row: column name -> list or value."""
+        return self.entry.row(index)
+
+    def origins(self, row_ids: Sequence[int]) -> list[tuple[str, int]]:
+        """Where rows come from: the source (its name in a mixture, else its files), and the row's number there."""
+        ids = np.array(row_ids, np.int64)
+        numbers = self.entry.read(ids).rows["source_row"].tolist()
+        if not isinstance(self.entry, JoinedEntry):
+            return [(", ".join(self.report["paths"]), number) for number in numbers]
+        names = [self.sources[place] for place in self.entry.places(ids)[0].tolist()]
+        return list(zip(names, numbers, strict=True))
+
+    def text(self, index: int) -> str:
+        """One row as the tokenizer decodes it, special tokens included.
+
+        Raises:
+            TokenizerError: the tokenizer that the entry was built with is not found here.
+        """
+        return str(self.tokenizer.decode(self.row(index)["input_ids"]))
+
+    def spans(self, index: int) -> list[tuple[str, bool]]:
+        """One row as stretches of text: (text, trained)."""
+        row = self.row(index)
+        ids, mask = row["input_ids"], row["loss_mask"]
+        cuts = [i for i, (a, b) in enumerate(itertools.pairwise(mask), start=1) if a != b]
+        edges = itertools.pairwise([0, *cuts, len(ids)])
+        return [(str(self.tokenizer.decode(ids[a:b])), bool(mask[a])) for a, b in edges if a < b]
+
+    def __repr__(self) -> str:
+        return facts_text("cache entry", self._facts())
+
+    def _repr_html_(self) -> str:
+        return facts_html("Cache entry", self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        source = ", ".join(self.report.get("paths", ()))
+        return {
+            "key": self.key[:16],
+            "rows": self.num_rows,
+            "tokens": self.num_tokens,
+            "source": source,
+            "uri": self.uri,
+        }
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer that the entry was built with.
+
+        Raises:
+            TokenizerError: it is not found here.
+        """
+        from raysvc.chat.tokens.tokenizer import LoadedTokenizer
+
+        return LoadedTokenizer(TokenizerConfig.model_validate(self.report["tokenizer"])).hf
+
+
+def open_cache(uri: str, storage_options: Mapping[str, Any] | None = None) -> CacheEntry:
+    """Open a finished entry by its folder or URL.
+
+    Raises:
+        EntryError: no finished entry there, or a damaged one.
+    """
+    from raysvc.cache.find import open_entry
+
+    return CacheEntry(open_entry(uri, dict(storage_options or {})))
+
+
+def open_served(spec: ServeSpec) -> CacheEntry:
+    """What a server serves: its entry, or those of its mixture.
+
+    Raises:
+        EntryError: one of them is gone or damaged.
+    """
+    from raysvc.cache.find import open_entry
+    from raysvc.build.mixed_job import join
+
+    assert spec.entry_uri is not None, "a server of rollouts has no entry"
+    if spec.mixture is None:
+        return open_cache(spec.entry_uri, spec.storage_options)
+    entries = [open_entry(uri, spec.storage_options) for uri in spec.mixture.entry_uris]
+    return CacheEntry(join(entries), sources=spec.mixture.names)

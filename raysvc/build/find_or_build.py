@@ -1,0 +1,260 @@
+"""One build: look at the source, name the entry, use it or make it.
+
+Always true:
+- the key is known before any row is tokenized;
+- a finished entry is used as it is; a started one goes on from its receipts;
+- an entry is finished only when its books balance and not too many rows were set aside.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raysvc.build.build_progress import Meter, source_tag
+from raysvc.cache.generations import build_generation, next_generation
+from raysvc.cache.key import Difference, cache_key, nearest
+from raysvc.cache.manifest import Manifest
+from raysvc.cache.scan_memo import Memo
+from raysvc.cache.find import Entry, find_entry, list_entries, open_entry
+from raysvc.cache.store.store import Store, open_store
+from raysvc.cache.writer import EntryWriter
+from raysvc.chat.row_counts import Books, Quarantined, check_quarantine
+from raysvc.chat.source.detect import resolve_format
+from raysvc.chat.slice_tokenizer import FORMAT_VERSION
+from raysvc.chat.tokens.tokenizer import LoadedTokenizer, anchored
+from raysvc.config import Format, JobConfig, TextSpec
+from raysvc.errors import EntryError, SourceError, StoreError
+from raysvc.metrics import record
+from raysvc.progress import Progress
+
+if TYPE_CHECKING:
+    from raysvc.cache.manifest import Receipt
+    from raysvc.pipelines.sources.source import Source
+
+log = logging.getLogger(__name__)
+EXAMPLES_KEPT = 20
+HIT = "same source, tokenizer, template and options"
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """What is known before tokenizing.
+
+    Attributes:
+        spec: with the format resolved.
+        recipe: what decides the bytes; `key` is its hash.
+    """
+
+    source: Source
+    spec: TextSpec
+    tokenizer: LoadedTokenizer
+    recipe: dict[str, Any]
+    key: str
+
+
+def plan_build(job: JobConfig, store: Store) -> BuildPlan:
+    """Look at the source and load the tokenizer.
+
+    Args:
+        job: of one source.
+        store: where what was found out about files before lies; a job that trusts no cache reads all.
+
+    Raises:
+        SourceError: no rows, or not the columns that the format needs.
+        TokenizerError: it cannot be used for this format.
+    """
+    from raysvc.pipelines.sources.source import look_at
+
+    memo = Memo(store) if job.cache.enabled and not job.cache.force else None
+    slice_bytes = None if job.workers.slice_mb is None else int(job.workers.slice_mb * 1e6)
+    source = look_at(job.source, slice_bytes, memo)
+    kind = _format_of(job, source)
+    spec = job.text.model_copy(update={"format": kind})
+    tokenizer = LoadedTokenizer(job.tokenizer)
+    if kind in ("chat", "alpaca"):
+        tokenizer.template_name(has_tools=False)  # refuse before anything starts
+    recipe = {
+        "format_version": FORMAT_VERSION,
+        "source": source.identity,
+        "format": kind,
+        "columns": dict(spec.columns),
+        "tokenizer": _identity(tokenizer, kind),
+        "train_on": spec.train_on,
+        "max_length": spec.max_length,
+        "truncation": spec.truncation if spec.max_length else None,
+    }
+    return BuildPlan(source, spec, tokenizer, recipe, cache_key(recipe))
+
+
+def find_or_build(
+    job: JobConfig, root: str, address: str | None, progress: Progress
+) -> tuple[Entry, bool, str]:
+    """The job's entry, whether it was there, and why it was used or built."""
+    store = open_store(root, job.cache.storage_options, job.cache.unsafe_store)
+    job = job.model_copy(update={"tokenizer": anchored(job.tokenizer)})
+    plan = plan_build(job, store)
+    if not job.cache.enabled:
+        private = cache_key({**plan.recipe, "private": uuid.uuid4().hex})
+        return _build(job, plan, store, private, 0, address, progress), False, "cache.enabled is false"
+    entry = None if job.cache.force else find_entry(store, plan.key)
+    if entry is not None:
+        _check_share(job, entry.report)  # a stricter job than the one that built it
+        record("cache_hits", 1, source=source_tag(job))
+        return entry, True, HIT
+    record("cache_misses", 1, source=source_tag(job))
+    reason = "cache.force is true" if job.cache.force else _why_missed(store, plan)[0]
+    generation = (next_generation if job.cache.force else build_generation)(store, plan.key)
+    return _build(job, plan, store, plan.key, generation, address, progress), False, reason
+
+
+def _format_of(job: JobConfig, source: Source) -> Format:
+    row = source.first_row()
+    if row is None:
+        where = ", ".join(job.source.path) or str(job.source.dataset)
+        raise SourceError(
+            "source", f"{where} holds no row that can be read", "give files with one JSON object per line"
+        )
+    return resolve_format(job.text, row).name
+
+
+def explain_job(job: JobConfig, root: str) -> dict[str, Any]:
+    """Whether a job of one source would hit the cache, and in what it differs from the nearest entry; builds nothing."""
+    store = open_store(root, job.cache.storage_options, job.cache.unsafe_store)
+    plan = plan_build(job, store)
+    entry = find_entry(store, plan.key)
+    if entry is not None:
+        return {"hit": True, "key": plan.key, "reason": HIT, "uri": entry.uri, "differences": []}
+    reason, differences = _why_missed(store, plan)
+    return {"hit": False, "key": plan.key, "reason": reason, "differences": [str(one) for one in differences]}
+
+
+def _why_missed(store: Store, plan: BuildPlan) -> tuple[str, list[Difference]]:
+    """One clause, and every field in which the nearest finished entry differs."""
+    recipes = {}
+    for item in list_entries(store):
+        if item.key == plan.key and item.state == "damaged":
+            return f"its entry {item.folder[:12]} is damaged", []
+        if item.state != "finished":
+            continue
+        try:
+            recipes[item.folder] = Entry.open(store, item.folder).recipe
+        except EntryError:
+            continue
+    close = nearest(plan.recipe, recipes)
+    if close is None:
+        return "the cache holds no finished entry yet", []
+    key, differences = close
+    names = [one.path for one in differences]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"nearest entry {key[:12]} differs in {', '.join(names[:3])}{more}", differences
+
+
+def _build(
+    job: JobConfig,
+    plan: BuildPlan,
+    store: Store,
+    key: str,
+    generation: int,
+    address: str | None,
+    progress: Progress,
+) -> Entry:
+    from raysvc.cluster import connect
+    from raysvc.pipelines.shared_build import shared_receipts
+    from raysvc.pipelines.tokenize import BuildTask, split_done
+
+    store.probe()
+    begin = time.perf_counter()
+    writer = EntryWriter(store, key, generation)
+    task = BuildTask(plan.spec, writer, job.source.storage_options)
+    done, left = split_done(writer, plan.source.slices)
+    meter = Meter(progress, plan.source.slices, done.values(), source_tag(job))
+    if left:
+        if store.url.startswith("memory://"):
+            what = "it lives in one process, and the workers of a build are others"
+            raise StoreError(store.url, what, "use a folder or a bucket as cache.root")
+        connect(address)
+        for receipt in shared_receipts(task, left, job.workers):
+            if receipt.slice_index not in done:
+                done[receipt.slice_index] = receipt
+                meter.add(receipt)
+    receipts = [done[piece.index] for piece in plan.source.slices]
+    report = make_report(job, plan, receipts, time.perf_counter() - begin)
+    report["length_percentiles"] = percentiles(_lengths(writer, receipts))
+    plan.source.check_unchanged()
+    writer.commit(receipts, plan.recipe, report)
+    meter.finish()
+    return open_entry(writer.uri, job.cache.storage_options)
+
+
+def make_report(
+    job: JobConfig, plan: BuildPlan, receipts: Sequence[Receipt], seconds: float
+) -> dict[str, Any]:
+    """What the user is told of a build; stored with the entry.
+
+    Raises:
+        QuarantineExceeded: more rows than `max_quarantine` could not be proved.
+        SourceError: no row is left.
+    """
+    books = sum((Books.from_json(one.meta["books"]) for one in receipts), Books())
+    books.check()
+    examples = [item for one in receipts for item in one.meta["examples"]]
+    _check_share(job, {"books": books.to_json(), "examples": examples})
+    if books.rows_written == 0:
+        reasons = ", ".join(f"{name}: {count}" for name, count in books.dropped.items()) or "none were read"
+        raise SourceError(
+            "source", f"no row is left to train on ({reasons})", "check train_on, max_length and truncation"
+        )
+    return {
+        "tokenizer": job.tokenizer.model_dump(),
+        "pad_token_id": _pad_token_id(plan.tokenizer.hf),
+        "vocab_size": len(plan.tokenizer.hf),
+        "books": books.to_json(),
+        "examples": examples[:EXAMPLES_KEPT],
+        "proof": {
+            "rows_compared_with_the_reference": sum(int(one.meta["sampled"]) for one in receipts),
+            "switched_to_the_reference": sorted({str(one.meta["switched"]) for one in receipts} - {""}),
+        },
+        "encoders": dict(Counter(str(one.meta["encoder"]) for one in receipts)),
+        "seconds": round(seconds, 3),
+        "source_bytes": plan.source.num_bytes,
+        "paths": list(job.source.path) or [str(job.source.dataset)],
+    }
+
+
+def _pad_token_id(hf: Any) -> int:
+    """What fills padding cells; any id will do, since no cell of padding is attended to or trained."""
+    candidates = (hf.pad_token_id, hf.eos_token_id, 0)
+    return next(int(one) for one in candidates if one is not None)
+
+
+def _identity(tokenizer: LoadedTokenizer, kind: Format) -> dict[str, Any]:
+    """What of the tokenizer decides the bytes; a template does only where conversations are rendered."""
+    identity = tokenizer.identity()
+    if kind in ("text", "pretokenized"):
+        return {name: identity[name] for name in identity if not name.startswith("template")}
+    return identity
+
+
+def _lengths(writer: EntryWriter, receipts: Sequence[Receipt]) -> npt.NDArray[np.int32]:
+    parts = tuple(one.part for one in receipts)
+    return Entry(writer.store, writer.folder, Manifest(writer.key, parts, receipts[0].columns, {})).lengths()
+
+
+def _check_share(job: JobConfig, report: Mapping[str, Any]) -> None:
+    examples = [Quarantined(**item) for item in report["examples"]]
+    check_quarantine(Books.from_json(report["books"]), examples, job.max_quarantine)
+
+
+def percentiles(lengths: npt.NDArray[np.int32]) -> dict[str, int]:
+    """Tokens per row at some shares of the rows."""
+    names = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
+    return {name: int(np.percentile(lengths, q)) for name, q in names.items()} if len(lengths) else {}

@@ -1,0 +1,113 @@
+"""A job's mixture: one job per source, their entries joined, and the counts of each stage.
+
+Axes: K sources.
+Always true:
+- every source is tokenized by the same rules, into an entry that a job with that source alone would use;
+- the counts depend on the config and on the rows and tokens of the entries, on nothing else;
+- a source that is appended with a later `from_step` leaves all earlier stages as they were.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+from raysvc.cache.joined_entry import JoinedEntry
+from raysvc.chat.row_counts import Books
+from raysvc.errors import PlanError
+from raysvc.plan.mixture import counts_by_epochs, counts_by_weight
+from raysvc.plan.plan import schedule_of
+
+if TYPE_CHECKING:
+    from raysvc.actors.server.spec import MixtureSpec
+    from raysvc.cache.entry import Entry
+    from raysvc.config import JobConfig, MixtureConfig
+
+Stages = tuple[tuple[int, tuple[int, ...]], ...]
+
+
+def jobs_of(job: JobConfig) -> dict[str, JobConfig]:
+    """Name of a source -> the job that tokenizes it."""
+    sources = job.mixture.sources if job.mixture else {}
+    return {
+        name: job.model_copy(update={"source": each.source, "mixture": None})
+        for name, each in sources.items()
+    }
+
+
+def join(entries: Sequence[Entry]) -> JoinedEntry:
+    """The entries of all sources as one, with their reports added up."""
+    from raysvc.build.find_or_build import percentiles
+
+    joined = JoinedEntry(entries)
+    lengths = percentiles(joined.lengths())
+    joined.report = {**_added([one.report for one in entries]), "length_percentiles": lengths}
+    return joined
+
+
+def mixture_spec(job: JobConfig, entry: Entry | JoinedEntry) -> MixtureSpec | None:
+    """What a server needs of the job's mixture; None when the job has none."""
+    from raysvc.actors.server.spec import MixtureSpec
+
+    if job.mixture is None:
+        return None
+    assert isinstance(entry, JoinedEntry), "a mixture is tokenized into several entries"
+    return MixtureSpec(
+        names=tuple(job.mixture.sources),
+        entry_uris=tuple(one.uri for one in entry.entries),
+        stages=_stages(job, job.mixture, entry.entries),
+    )
+
+
+def _stages(job: JobConfig, mixture: MixtureConfig, entries: Sequence[Entry]) -> Stages:
+    """Stream position of each stage and its counts; a stage begins where a source joins."""
+    stages: list[tuple[int, tuple[int, ...]]] = []
+    for step in sorted({each.from_step for each in mixture.sources.values()}):
+        first = 0
+        if stages:
+            schedule = schedule_of(job.plan, sum(stages[0][1]))
+            first = schedule.epoch_of(step) * schedule.num_groups + schedule.position_of(step)
+        stages.append((first, _counts(mixture, step, entries)))
+    return tuple(stages)
+
+
+def _counts(mixture: MixtureConfig, step: int, entries: Sequence[Entry]) -> tuple[int, ...]:
+    """Rows of each source in a period, of those that have joined by `step`."""
+    joined = [each.from_step <= step for each in mixture.sources.values()]
+    known = [entry for entry, here in zip(entries, joined, strict=True) if here]
+    shares = [each for each, here in zip(mixture.sources.values(), joined, strict=True) if here]
+    rows = [entry.num_rows for entry in known]
+    if shares[0].epochs is not None:
+        counts = counts_by_epochs([each.epochs or 0 for each in shares], rows)
+    else:
+        tokens = [entry.num_tokens for entry in known] if mixture.by == "tokens" else None
+        counts = counts_by_weight([each.weight or 0 for each in shares], rows, tokens)
+    if not sum(counts):
+        raise PlanError("mixture", f"no row comes from step {step} on", "give more epochs or weights above 0")
+    each_count = iter(counts)
+    until = max(place for place, here in enumerate(joined) if here) + 1  # so that a source can be appended
+    return tuple(next(each_count) if here else 0 for here in joined[:until])
+
+
+def _added(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One report of several builds with the same tokenizer."""
+    proofs = [one["proof"] for one in reports]
+    books = reduce(Books.__add__, (Books.from_json(one["books"]) for one in reports))
+    switched = {reason for proof in proofs for reason in proof["switched_to_the_reference"]}
+    return {
+        **reports[0],
+        "books": books.to_json(),
+        "examples": [example for one in reports for example in one["examples"]],
+        "proof": {
+            "rows_compared_with_the_reference": sum(
+                proof["rows_compared_with_the_reference"] for proof in proofs
+            ),
+            "switched_to_the_reference": sorted(switched),
+        },
+        "encoders": dict(sum((Counter(one["encoders"]) for one in reports), Counter[str]())),
+        "seconds": round(sum(one["seconds"] for one in reports), 3),
+        "source_bytes": sum(one["source_bytes"] for one in reports),
+        "paths": [path for one in reports for path in one["paths"]],
+    }

@@ -1,0 +1,146 @@
+"""Several finished entries, read as one.
+
+Axes: K entries, N rows.
+
+Always true:
+- the rows of the entries lie one after the other, in the order of the entries;
+- a row has the columns that all entries have, with the values of its own entry; a column that one of them lacks is not there;
+- nothing is copied that was not asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raysvc.cache.key import cache_key
+from raysvc.row_batch import Array, RowBatch
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from raysvc.cache.entry import Entry
+
+Ids = npt.NDArray[np.int64]
+
+
+class JoinedEntry:
+    """K entries, read like one.
+
+    Args:
+        entries: of one tokenizer.
+        report: of all of them together.
+
+    Attributes:
+        entries, report: as given.
+    """
+
+    def __init__(self, entries: Sequence[Entry], report: Mapping[str, Any] | None = None) -> None:
+        self.entries = tuple(entries)
+        self.report = report or {}
+        self._starts: Ids = np.cumsum([0] + [entry.num_rows for entry in entries], dtype=np.int64)
+
+    @property
+    def uri(self) -> str:
+        """Those of the entries."""
+        return ", ".join(entry.uri for entry in self.entries)
+
+    @property
+    def key(self) -> str:
+        """Hash of the entries' keys."""
+        return cache_key({"joined": [entry.key for entry in self.entries]})
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all entries."""
+        return int(self._starts[-1])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all entries."""
+        return sum(entry.num_tokens for entry in self.entries)
+
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Tokens of every row, int32 [N]."""
+        return np.concatenate([entry.lengths() for entry in self.entries])
+
+    def places(self, row_ids: npt.NDArray[np.integer[Any]]) -> tuple[Ids, Ids]:
+        """For each row the number of its entry, and its position there; int64 [N] both.
+
+        Raises:
+            IndexError: a row that is not there.
+        """
+        ids = np.asarray(row_ids, np.int64)
+        if len(ids) and (ids.min() < 0 or ids.max() >= self.num_rows):
+            raise IndexError(f"rows {ids.min()} to {ids.max()} of entries of {self.num_rows} rows")
+        numbers = np.searchsorted(self._starts, ids, side="right") - 1
+        return numbers, ids - self._starts[numbers]
+
+    def read(self, row_ids: npt.NDArray[np.integer[Any]]) -> RowBatch:
+        """Rows in the given order; see `Entry.read`."""
+        ids = np.asarray(row_ids, np.int64)
+        numbers, local = self.places(ids)
+        used = np.unique(numbers).tolist() or [0]
+        where = {number: np.flatnonzero(numbers == number) for number in used}
+        batches = {number: self.entries[number].read(local[where[number]]) for number in used}
+        lengths = np.empty(len(ids), np.int64)
+        for number, batch in batches.items():
+            lengths[where[number]] = batch.lengths
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        tokens = {name: np.empty(offsets[-1], kind) for name, kind in self._kinds.tokens.items()}
+        rows = {name: np.empty(len(ids), kind) for name, kind in self._kinds.rows.items()}
+        for number, batch in batches.items():
+            _put(batch, where[number], offsets, tokens, rows)
+        return RowBatch(ids, offsets, tokens, rows)
+
+    def prefetch(self, row_ids: npt.NDArray[np.integer[Any]]) -> None:
+        """Announce rows; see `Entry.prefetch`."""
+        numbers, local = self.places(row_ids)
+        for number in np.unique(numbers).tolist():
+            self.entries[number].prefetch(local[numbers == number])
+
+    def row(self, row_id: int) -> dict[str, Any]:
+        """One row as plain Python values."""
+        numbers, local = self.places(np.array([row_id]))
+        return self.entries[int(numbers[0])].row(int(local[0]))
+
+    def table(self) -> pa.Table:
+        """All rows as one table, memory-mapped, with the columns that all entries have."""
+        import pyarrow as pa
+
+        tables = [entry.table() for entry in self.entries]
+        common = [name for name in tables[0].column_names if all(name in one.column_names for one in tables)]
+        return pa.concat_tables([table.select(common) for table in tables])
+
+    @cached_property
+    def _kinds(self) -> _Kinds:
+        samples = [entry.read(np.arange(min(1, entry.num_rows))) for entry in self.entries]
+        return _Kinds([one.tokens for one in samples], [one.rows for one in samples])
+
+
+class _Kinds:
+    """Columns that all entries have, with a type that holds the values of each."""
+
+    def __init__(self, tokens: Sequence[Mapping[str, Array]], rows: Sequence[Mapping[str, Array]]) -> None:
+        self.tokens, self.rows = _common(tokens), _common(rows)
+
+
+def _common(entries: Sequence[Mapping[str, Array]]) -> dict[str, np.dtype[Any]]:
+    names = [name for name in entries[0] if all(name in one for one in entries)]
+    return {name: np.result_type(*(one[name].dtype for one in entries)) for name in names}
+
+
+def _put(
+    batch: RowBatch, where: Ids, offsets: Ids, tokens: Mapping[str, Array], rows: Mapping[str, Array]
+) -> None:
+    """Copy the rows of one entry to their places."""
+    shift = np.repeat(offsets[where] - batch.offsets[:-1], batch.lengths)
+    cells = np.arange(len(shift)) + shift
+    for name, column in tokens.items():
+        column[cells] = batch.tokens[name]
+    for name, column in rows.items():
+        column[where] = batch.rows[name]

@@ -1,0 +1,1 @@
+"""Parts on this node: copies of remote parts, memory maps, checksums."""

@@ -1,0 +1,186 @@
+"""A store behind fsspec: S3, GCS, `memory://` and whatever else fsspec opens.
+
+Always true:
+- `create` is one single request with the store's own condition, never a multipart upload;
+- neither listings nor reads are answered from fsspec's cache of listings;
+- a request that may work on another attempt is tried again with growing pauses; a refusal of credentials
+  or bucket becomes a StoreError at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from raysvc.cache.store.retry import retried
+from raysvc.cache.store.signed_url import download_signed
+from raysvc.cache.store.store import Found, probe_create
+from raysvc.errors import StoreError
+
+T = TypeVar("T")
+_probed: set[str] = set()
+_memory_create = threading.Lock()  # memory:// checks and writes in two steps; it lives in one process
+
+
+@dataclass(frozen=True)
+class FsspecStore:
+    """See `raysvc.cache.store.store`.
+
+    Attributes:
+        url: root URL without a slash at the end.
+        options: storage options for fsspec.
+        unsafe_store: look and write in two steps where the store knows no condition.
+    """
+
+    url: str
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    unsafe_store: bool = False
+
+    def scan(self, folder: str = "") -> Sequence[Found]:
+        """What lies directly in a folder."""
+        fs = self._fs()
+        base = fs._strip_protocol(self._path(folder)).rstrip("/")
+        try:
+            infos = self._retried("list", lambda: fs.ls(base, detail=True, refresh=True))
+        except FileNotFoundError:
+            return ()
+        return tuple(_found(info, base) for info in infos if info["name"].rstrip("/") != base)
+
+    def list(self, folder: str = "") -> Sequence[str]:
+        """The names in a folder."""
+        return tuple(item.name for item in self.scan(folder))
+
+    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        """Bytes of a file."""
+        whole = start is None and end is None
+        single = (
+            {"max_concurrency": 1} if whole and self._is_s3() else {}
+        )  # else s3fs asks for the size first
+
+        def attempt() -> bytes:
+            return bytes(self._fs().cat_file(self._path(name), start=start, end=end, **single))
+
+        return self._retried("read", attempt)
+
+    def download(self, name: str, target: BinaryIO) -> None:
+        """Copy a whole file, over a signed URL where the store gives one, which is several times faster."""
+
+        def attempt() -> None:
+            target.seek(0)
+            target.truncate()
+            fs, path = self._fs(), self._path(name)
+            if not download_signed(fs, path, target):
+                target.seek(0)
+                target.truncate()
+                target.write(fs.cat_file(path))
+
+        self._retried("read", attempt)
+
+    def write(self, name: str, data: bytes | memoryview) -> None:
+        """Make a file under a name of its own."""
+        whole = bytes(data)
+        self._retried("write", lambda: self._fs().pipe_file(self._path(name), whole))
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Make a file unless the name is taken.
+
+        A request whose answer was lost may find its own file on the next attempt, so a refusal counts as a
+        win when the file holds exactly these bytes.
+        """
+        if self.unsafe_store and name.rpartition("/")[2] in self.list(name.rpartition("/")[0]):
+            return False
+        try:
+            self._retried("create", lambda: self._put_if_absent(name, data))
+        except FileExistsError:
+            return self.read(name) == data
+        return True
+
+    def delete(self, name: str) -> None:
+        """Remove a file; folders of object stores vanish with their last file."""
+        try:
+            self._retried("delete", lambda: self._fs().rm_file(self._path(name)))
+        except (FileNotFoundError, IsADirectoryError):
+            return
+
+    def local_path(self, name: str) -> Path | None:
+        """None: bytes come over the network."""
+        return None
+
+    def probe(self) -> None:
+        """Check that the root can be written and knows create-if-absent."""
+        if self.unsafe_store or self.url in _probed:
+            return
+        probe_create(self)
+        _probed.add(self.url)
+
+    def _fs(self) -> Any:
+        import fsspec
+
+        protocol = self.url.partition("://")[0]
+        try:
+            # s3fs would take a file that appeared after a listing for missing, even in a read
+            return fsspec.filesystem(protocol, **{**self.options, "use_listings_cache": False})
+        except (ImportError, ValueError) as error:
+            raise StoreError(
+                self.url, f"cannot be opened ({error})", "install the package, or mend the URL"
+            ) from error
+
+    def _is_s3(self) -> bool:
+        return self.url.partition("://")[0] in ("s3", "s3a")
+
+    def _path(self, name: str) -> str:
+        return f"{self.url}/{name}" if name else self.url
+
+    def _retried(self, what: str, action: Callable[[], T]) -> T:
+        return retried(self.url, what, action)
+
+    def _put_if_absent(self, name: str, data: bytes) -> None:
+        fs = self._fs()
+        protocol = self.url.partition("://")[0]
+        single = {"chunksize": len(data) + 1} if protocol in ("s3", "s3a", "gs", "gcs") else {}
+        if self.unsafe_store:
+            fs.pipe_file(self._path(name), data, **single)
+        elif protocol == "memory":
+            with _memory_create:
+                fs.pipe_file(self._path(name), data, mode="create")
+        else:
+            try:
+                fs.pipe_file(self._path(name), data, mode="create", **single)
+            except Exception as error:  # gcsfs: not even an OSError
+                if _says_taken(error):
+                    raise FileExistsError(errno.EEXIST, "the name is taken", name) from error
+                raise
+
+
+def _says_taken(error: Exception) -> bool:
+    """s3fs says FileExistsError, or EINVAL from a response 412; gcsfs an HttpError with the code 412."""
+    if isinstance(error, FileExistsError):
+        return True
+    response = getattr(error.__cause__, "response", None) or {}
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    code = response.get("Error", {}).get("Code")
+    return (
+        status == 412 or code in ("PreconditionFailed", "412") or getattr(error, "code", None) in (412, "412")
+    )
+
+
+def _found(info: Mapping[str, Any], base: str) -> Found:
+    name = info["name"].rstrip("/")[len(base) :].lstrip("/")
+    return Found(name, int(info.get("size") or 0), _modified_s(info), info.get("type") == "directory")
+
+
+def _modified_s(info: Mapping[str, Any]) -> float:
+    for field_name in ("LastModified", "mtime", "updated", "created", "last_modified"):
+        value = info.get(field_name)
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+        if isinstance(value, str):
+            return datetime.fromisoformat(value).timestamp()
+    return 0.0

@@ -1,0 +1,146 @@
+"""Where entries lie: a folder of folders of files that appear finished or not at all.
+
+What a store promises, on a local disk, on NFS, on S3 and on anything that fsspec opens:
+
+- `write`: the file is complete when it can be seen, and is durable when the call returns;
+- `create`: as `write`, and of all that create one name exactly one gets True, in any process on any node
+  (hard link of a synced temporary file on POSIX and NFS; PUT with `If-None-Match: *` on S3; generation
+  match 0 on GCS); `probe` refuses a store that cannot;
+- `scan` and `list` show every file whose `write` or `create` returned before, on any client: an NFS
+  client that once looked a name up may miss it for 30 s in `open` and `stat`, and still sees it in a listing,
+  so readers list first and open only what a listing showed;
+- nothing is renamed over; `delete` is for garbage alone.
+
+Names are `file` or `folder/file`, `/` between, relative to the root.
+
+Always true:
+- a store is its configuration alone and survives pickling;
+- every failure that a user can mend is a StoreError that names the root; a missing file is FileNotFoundError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from raysvc.errors import StoreError
+
+
+@dataclass(frozen=True)
+class Found:
+    """One name that a listing showed.
+
+    Attributes:
+        name: without the folder.
+        size: bytes, 0 for a folder.
+        modified_s: seconds since 1970 by the store's own clock, 0.0 for a folder of an object store.
+        is_folder: True for a folder.
+    """
+
+    name: str
+    size: int
+    modified_s: float
+    is_folder: bool
+
+
+class Store(Protocol):
+    """See the module's contract."""
+
+    @property
+    def url(self) -> str:
+        """The root, without a slash at the end."""
+        ...
+
+    def scan(self, folder: str = "") -> Sequence[Found]:
+        """What lies directly in a folder; empty when there is no such folder."""
+        ...
+
+    def list(self, folder: str = "") -> Sequence[str]:
+        """The names that `scan` shows."""
+        ...
+
+    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        """Bytes `start:end` of a file; FileNotFoundError when it is not there."""
+        ...
+
+    def download(self, name: str, target: BinaryIO) -> None:
+        """Copy a whole file to an empty one; FileNotFoundError when it is not there."""
+        ...
+
+    def write(self, name: str, data: bytes | memoryview) -> None:
+        """Make a file under a name that nobody else uses."""
+        ...
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Make a file unless the name is taken; False when somebody else made it."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Remove a file, or a folder that holds nothing any more; nothing happens when it is not there."""
+        ...
+
+    def local_path(self, name: str) -> Path | None:
+        """Where this process can memory-map the file; None for an object store."""
+        ...
+
+    def probe(self) -> None:
+        """Check once per process that the root can be written and that `create` has one winner."""
+        ...
+
+
+def open_store(
+    root: str, storage_options: Mapping[str, Any] | None = None, unsafe_store: bool = False
+) -> Store:
+    """The store of a path or fsspec URL; touches nothing yet.
+
+    Args:
+        root: folder or URL.
+        storage_options: for fsspec (`endpoint_url`, `key`, `secret`, ...).
+        unsafe_store: go on where create-if-absent cannot be had; two builders may then overwrite each other's
+            manifest.
+
+    Raises:
+        StoreError: a scheme that fsspec does not know, or whose package is missing.
+    """
+    from raysvc.cache.store.posix import PosixStore
+
+    if root.startswith("file://"):
+        root = root.removeprefix("file://")
+    if "://" not in root:
+        return PosixStore(os.path.abspath(os.path.expanduser(root)), unsafe_store)
+    from raysvc.cache.store.fsspec_store import FsspecStore
+
+    return FsspecStore(root.rstrip("/"), dict(storage_options or {}), unsafe_store)
+
+
+def default_root(environ: Mapping[str, str] = os.environ) -> str:
+    """Where entries go when the job does not say: `RAYSVC_CACHE_DIR`, else `.raysvc/cache`."""
+    return environ.get("RAYSVC_CACHE_DIR") or ".raysvc/cache"
+
+
+def probe_create(store: Store, rivals: int = 4) -> None:
+    """Raise StoreError unless `create` refuses a name that is taken, and has one winner among rivals."""
+    name = f".probe-{uuid.uuid4().hex}"
+    with ThreadPoolExecutor(rivals) as pool:
+        racing = [pool.submit(store.create, name, b"rival %d" % index) for index in range(rivals)]
+    try:
+        wins = sum(rival.result() for rival in racing)
+        if wins == 1 and not store.create(name, b"late"):
+            return
+        what = f"{wins} of {rivals} rivals were told they won"
+    except OSError as error:
+        what = str(error)
+    finally:
+        with contextlib.suppress(StoreError, OSError):  # a store may forbid it, or not be there at all
+            store.delete(name)
+    raise StoreError(
+        store.url,
+        f"it cannot create only what is absent: {what}",
+        "use another root, or set cache.unsafe_store: true and build from one place at a time",
+    )

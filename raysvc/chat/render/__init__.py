@@ -1,0 +1,1 @@
+"""Messages to text, with the spans that each message owns."""

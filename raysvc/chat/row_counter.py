@@ -1,0 +1,81 @@
+"""Counts what happens to the rows of one slice, while it happens.
+
+Always true:
+- each source row is counted once, by whichever fate comes first;
+- no more than `EXAMPLES` rows of one reason are kept, whatever the number of rows;
+- reasons are limited too: beyond `REASONS` of them, faults are counted together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from raysvc.chat.row_counts import Books, Quarantined
+from raysvc.chat.row_errors import RowDropped, RowFault
+
+EXAMPLES = 3
+REASONS = 50
+OTHER = "other faults"
+
+
+class Ledger:
+    """Fates of the rows of one slice.
+
+    Attributes:
+        dataset: label for the examples.
+    """
+
+    def __init__(self, dataset: str) -> None:
+        self.dataset = dataset
+        self._dropped: Counter[str] = Counter()
+        self._quarantined: Counter[str] = Counter()
+        self._examples: list[Quarantined] = []
+        self._truncated = 0
+
+    @property
+    def count(self) -> int:
+        """Rows that were left out so far."""
+        return self._dropped.total() + self._quarantined.total()
+
+    @property
+    def examples(self) -> tuple[Quarantined, ...]:
+        """A few quarantined rows of each reason."""
+        return tuple(self._examples)
+
+    def leave_out(self, source_row: int, why: RowFault | RowDropped) -> None:
+        """Count a row that is not written."""
+        if isinstance(why, RowDropped):
+            self._dropped[why.reason] += 1
+            return
+        reason = why.reason if why.reason in self._quarantined or len(self._quarantined) < REASONS else OTHER
+        self._quarantined[reason] += 1
+        if self._quarantined[reason] <= EXAMPLES:
+            detail = why.detail if reason == why.reason else str(why)
+            self._examples.append(Quarantined(source_row, reason, detail, self.dataset))
+
+    def truncate(self, rows: int) -> None:
+        """Count rows that are written with tokens cut away."""
+        self._truncated += rows
+
+    def books(self, written: int, rendered: int, trained: int, context: int) -> Books:
+        """Closed books of the slice.
+
+        Args:
+            written: source rows that were written.
+            rendered: tokens of the written rows before truncation.
+            trained: tokens with loss that were written.
+            context: tokens without loss that were written.
+        """
+        books = Books(
+            rows_in=written + self.count,
+            rows_written=written,
+            rows_truncated=self._truncated,
+            dropped=dict(self._dropped),
+            quarantined=dict(self._quarantined),
+            tokens_rendered=rendered,
+            tokens_trained=trained,
+            tokens_context=context,
+            tokens_truncated=rendered - trained - context,
+        )
+        books.check()
+        return books

@@ -1,0 +1,125 @@
+"""Which tokens of encoded rows are written.
+
+Axes: N sequences before, K after; T tokens before, W written.
+Always true:
+- a source row is written whole or not at all: both sequences of a preference row, or neither;
+- a row that is not written is in the ledger, once;
+- when nothing has to go, nothing is copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from raysvc.chat.row_counter import Ledger
+from raysvc.chat.row_errors import RowDropped, RowFault
+from raysvc.chat.text_batch import Batch
+from raysvc.chat.tokens.encoder import Ints32, Ints64
+from raysvc.chat.tokens.token_rows import TokenRows
+from raysvc.chat.truncate import Ranges, kept_ranges
+from raysvc.config import TextSpec
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Sequences that are written.
+
+    Attributes:
+        ids: int32 [W].
+        mask: uint8 [W].
+        lengths: int64 [K].
+        source_rows: int64 [K].
+        rows: source rows that were written.
+        rendered: their tokens before truncation.
+    """
+
+    ids: Ints32
+    mask: npt.NDArray[np.uint8]
+    lengths: Ints64
+    source_rows: Ints64
+    rows: int
+    rendered: int
+
+
+def keep(
+    tokens: TokenRows,
+    batch: Batch | None,
+    source_rows: Ints64,
+    per_row: int,
+    spec: TextSpec,
+    ledger: Ledger,
+) -> Kept:
+    """Apply faults and the truncation policy.
+
+    Args:
+        tokens: N sequences.
+        batch: they came from, None when they came as tokens.
+        source_rows: int64 [N].
+        per_row: sequences of a source row.
+        spec: for the policy.
+        ledger: counts what is not written.
+
+    Raises:
+        SourceError: a row is too long and the policy is `error`.
+    """
+    lengths = np.diff(tokens.offsets)
+    odd = _odd(tokens, lengths, spec.max_length)
+    if not odd.any():
+        total = int(tokens.offsets[-1])
+        return Kept(tokens.ids, tokens.mask, lengths, source_rows, len(lengths) // per_row, total)
+    ranges: list[Ranges] = [[(a, b)] for a, b in zip(tokens.offsets, tokens.offsets[1:], strict=False)]
+    left_out = np.zeros(len(lengths), np.bool_)
+    for row in np.flatnonzero(odd.reshape(-1, per_row).any(axis=1)).tolist():
+        places = range(row * per_row, (row + 1) * per_row)
+        number = int(source_rows[places[0]])
+        try:
+            for place in places:
+                ranges[place] = _ranges(tokens, place, batch, spec, f"{ledger.dataset or 'source'}:{number}")
+        except (RowFault, RowDropped) as why:
+            ledger.leave_out(number, why)
+            left_out[places.start : places.stop] = True
+    kept = _gathered(tokens, ranges, left_out, source_rows, per_row)
+    cut = kept.lengths < lengths[~left_out]
+    ledger.truncate(int(cut.reshape(-1, per_row).any(axis=1).sum()))
+    return kept
+
+
+def _odd(tokens: TokenRows, lengths: Ints64, limit: int | None) -> npt.NDArray[np.bool_]:
+    """bool [N]: rows that cannot just be written."""
+    trained = np.zeros(len(lengths), np.uint8)
+    there = np.flatnonzero(lengths)
+    if len(there):
+        trained[there] = np.maximum.reduceat(tokens.mask, tokens.offsets[there])
+    odd: npt.NDArray[np.bool_] = trained == 0
+    if limit is not None:
+        odd |= lengths > limit
+    odd[list(tokens.faults)] = True
+    return odd
+
+
+def _ranges(tokens: TokenRows, place: int, batch: Batch | None, spec: TextSpec, label: str) -> Ranges:
+    if place in tokens.faults:
+        raise tokens.faults[place]
+    return kept_ranges(tokens, place, batch, spec, label)
+
+
+def _gathered(
+    tokens: TokenRows,
+    ranges: list[Ranges],
+    left_out: npt.NDArray[np.bool_],
+    source_rows: Ints64,
+    per_row: int,
+) -> Kept:
+    there = np.flatnonzero(~left_out)
+    flat = np.array([pair for row in there.tolist() for pair in ranges[row]], np.int64).reshape(-1, 2)
+    sizes = flat[:, 1] - flat[:, 0]
+    ends = np.cumsum(sizes)
+    index = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(flat[:, 0] - ends + sizes, sizes)
+    lengths = np.array([sum(b - a for a, b in ranges[row]) for row in there.tolist()], np.int64)
+    rendered = int(np.diff(tokens.offsets)[there].sum())
+    return Kept(
+        tokens.ids[index], tokens.mask[index], lengths, source_rows[there], len(there) // per_row, rendered
+    )

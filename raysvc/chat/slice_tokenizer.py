@@ -1,0 +1,289 @@
+"""Source rows -> tokens and mask, one slice at a time.
+
+Axes: N rows of a chunk, T tokens of a chunk.
+Always true:
+- a row that is written has the ids of `apply_chat_template`, and a mask that was proved;
+- a fault of one row sets aside that row, never its slice;
+- every slice is compared with the reference on a sample; a difference switches to the reference, with a warning;
+- the books of a slice balance.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gc
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from raysvc.chat.arrow import table_of
+from raysvc.chat.render.fill import ColumnFiller
+from raysvc.chat.render.renderer import Preparer
+from raysvc.chat.render.template import plain_data
+from raysvc.chat.row_counter import Ledger
+from raysvc.chat.row_counts import Books, Quarantined
+from raysvc.chat.row_errors import RowDropped, RowFault
+from raysvc.chat.select import Kept, keep
+from raysvc.chat.sequence import Sequence
+from raysvc.chat.source.chat_columns import ChatColumns, columns_of_json_lines
+from raysvc.chat.source.detect import resolve_format
+from raysvc.chat.source.formats import ChatExample, Format
+from raysvc.chat.source.json_rows import SourceRow, json_blocks, json_rows
+from raysvc.chat.text_batch import Batch, batch_of
+from raysvc.chat.tokens.align import TokenTable
+from raysvc.chat.tokens.encoder import ReferenceEncoder, choose_encoder
+from raysvc.chat.tokens.reference_check import RenderDiffers, compare, sample_places
+from raysvc.chat.tokens.token_rows import EncoderDiffers, RowEncoder, TokenRows, rows_of_tokens
+from raysvc.chat.tokens.tokenizer import LoadedTokenizer
+from raysvc.config import TextSpec
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 2
+ROWS_PER_CHUNK = 2048
+MOST_FAILURES = 3  # blocks in a row that were no plain chats, before columns are given up
+COLUMN_MODES = ("last_assistant_message", "all_assistant_messages", "all_tokens")
+
+
+@dataclass(frozen=True)
+class SliceResult:
+    """One tokenized slice.
+
+    Attributes:
+        table: as `tables` writes it.
+        books: balanced.
+        examples: a few quarantined rows of each reason.
+        encoder: that made the ids.
+        switched: why it is not the fast one, empty when it is.
+        sampled: rows that were compared with `apply_chat_template` or the reference encoder.
+    """
+
+    table: pa.Table
+    books: Books
+    examples: tuple[Quarantined, ...]
+    encoder: str = ""
+    switched: str = ""
+    sampled: int = 0
+
+
+class SliceTokenizer:
+    """Tokenizes slices of one source. Loads the tokenizer and probes the encoder once.
+
+    Args:
+        spec: what decides tokens and mask.
+        dataset_label: names the source in messages about rows.
+
+    Raises:
+        TokenizerError: no tokenizer, no template, or a broken one.
+    """
+
+    def __init__(self, spec: TextSpec, dataset_label: str = "") -> None:
+        self.spec = spec
+        self.tokenizer = LoadedTokenizer(spec.tokenizer)
+        self._label = dataset_label
+        self._reference = ReferenceEncoder(self.tokenizer)
+        self._encoder, self._switched = choose_encoder(self.tokenizer, self._reference)
+        self._preparer = self._new_preparer(fast=True)
+        self._table = TokenTable(self.tokenizer, self._preparer.control_tokens)
+        self._format: Format | None = None
+        self._not_plain = 0
+
+    @property
+    def encoder_name(self) -> str:
+        """Which encoder makes the ids."""
+        return self._encoder.name
+
+    def run(self, rows: Iterable[SourceRow]) -> SliceResult:
+        """Tokenize one slice.
+
+        Raises:
+            SourceError: a column that is needed is missing, or a row is too long and `truncation` is `error`.
+        """
+        ids = self.spec.columns.get("input_ids", "input_ids")
+        held = [row if row.data is None or ids in row.data else _plain(row, row.data) for row in rows]
+        return self._run(lambda ledger: self._made_of_rows(iter(held), ledger))
+
+    def run_json_lines(self, data: bytes | bytearray | memoryview, first_row: int) -> SliceResult:
+        """Tokenize one slice of complete JSON lines; blank lines are no rows but keep their number.
+
+        Args:
+            data: UTF-8 bytes.
+            first_row: number of the first line in the source.
+        """
+        lines = bytes(data)
+        if first_row == 0:
+            lines = lines.removeprefix(codecs.BOM_UTF8)
+        return self._run(lambda ledger: self._made_of_lines(lines, first_row, ledger))
+
+    def _run(self, make: Callable[[Ledger], Iterator[tuple[Kept, int]]]) -> SliceResult:
+        with no_collection():
+            while True:
+                ledger = Ledger(self._label)
+                try:
+                    return self._result(list(make(ledger)), ledger)
+                except EncoderDiffers as differs:
+                    self._switched = f"{self._encoder.name} differs from the reference on {differs}"
+                    self._encoder = self._reference
+                except RenderDiffers as differs:
+                    self._switched = f"the short template code differs from the reference on {differs}"
+                    self._preparer = self._new_preparer(fast=False)
+                logger.warning("dataset=%s switched to the reference: %s", self._label, self._switched)
+
+    def _new_preparer(self, fast: bool) -> Preparer:
+        return Preparer(self.tokenizer, fast, with_turns=self.spec.truncation == "keep_end_turns")
+
+    def _made_of_lines(self, data: bytes, first_row: int, ledger: Ledger) -> Iterator[tuple[Kept, int]]:
+        for block, number in json_blocks(data, first_row):
+            columns = self._columns(block, number)
+            if columns is None:
+                yield from self._made_of_rows(json_rows(block, number), ledger)
+            else:
+                yield from self._made_of_columns(columns, ledger)
+
+    def _columns(self, block: bytes, first_row: int) -> ChatColumns | None:
+        """Columns of a block, when this build can use them and the block holds nothing else."""
+        if self._format is None:
+            first = next((row for row in json_rows(block, first_row) if row.data is not None), None)
+            if first is None or first.data is None:
+                return None
+            self._format = resolve_format(self.spec, first.data)
+        columnar = self._format.name == "chat" and self.spec.train_on in COLUMN_MODES
+        if not columnar or self._preparer.shapes is None or self._not_plain >= MOST_FAILURES:
+            return None
+        columns = columns_of_json_lines(block, first_row, self._format.columns)
+        self._not_plain = self._not_plain + 1 if columns is None else 0
+        return columns
+
+    def _made_of_columns(self, columns: ChatColumns, ledger: Ledger) -> Iterator[tuple[Kept, int]]:
+        shapes, form = self._preparer.shapes, self._format
+        assert shapes is not None
+        assert form is not None
+        every = self.spec.train_on == "all_tokens"
+        filled = ColumnFiller(shapes, columns, _trained(columns, self.spec.train_on), every).fill()
+        if len(filled.rows):
+            tokens = RowEncoder(self._encoder, self._reference, self._table).encode(filled.batch)
+            compared = compare(
+                sample_places(filled.batch, int(columns.source_rows[0])),
+                tokens,
+                lambda place: ChatExample(columns.messages(int(filled.rows[place])), None, ()),
+                lambda place: ((), filled.batch.text(place), ()),
+                self.tokenizer,
+                self._reference,
+            )
+            numbers = columns.source_rows[filled.rows]
+            yield keep(tokens, filled.batch, numbers, 1, self.spec, ledger), compared
+        name = form.column("messages")
+        left = (
+            SourceRow(int(columns.source_rows[n]), {name: columns.messages(n)}) for n in filled.left.tolist()
+        )
+        yield from self._made_of_rows(left, ledger)
+
+    def _made_of_rows(self, rows: Iterator[SourceRow], ledger: Ledger) -> Iterator[tuple[Kept, int]]:
+        while chunk := list(islice(rows, ROWS_PER_CHUNK)):
+            numbers: list[int] = []
+            flat: list[Sequence] = []
+            for row in chunk:
+                try:
+                    sequences = self._prepare(row)
+                except (RowFault, RowDropped) as why:
+                    ledger.leave_out(row.source_row, why)
+                    continue
+                flat += sequences
+                numbers += [row.source_row] * len(sequences)
+            if flat:
+                yield self._chunk(flat, np.array(numbers, np.int64), ledger)
+
+    def _chunk(
+        self, flat: list[Sequence], numbers: npt.NDArray[np.int64], ledger: Ledger
+    ) -> tuple[Kept, int]:
+        tokens, batch = self._encode(flat)
+        compared = 0
+        if batch is not None:
+            compared = compare(
+                sample_places(batch, int(numbers[0])),
+                tokens,
+                lambda place: flat[place].example,
+                lambda place: (flat[place].prefix, flat[place].text, flat[place].suffix),
+                self.tokenizer,
+                self._reference,
+            )
+        assert self._format is not None
+        return keep(tokens, batch, numbers, self._format.sequences_per_row, self.spec, ledger), compared
+
+    def _prepare(self, row: SourceRow) -> list[Sequence]:
+        if row.data is None:
+            reason, _, detail = (row.error or "no data").partition(": ")
+            raise RowFault(reason, detail)
+        if self._format is None:
+            self._format = resolve_format(self.spec, row.data)
+        sequences = self._preparer.sequences(row.data, self._format)
+        for sequence in sequences:
+            if not sequence.text.isascii():
+                _check_text(sequence.text)
+        return sequences
+
+    def _encode(self, flat: list[Sequence]) -> tuple[TokenRows, Batch | None]:
+        given = [sequence.tokens for sequence in flat if sequence.tokens is not None]
+        if given:
+            return rows_of_tokens(given), None
+        batch = batch_of(flat)
+        return RowEncoder(self._encoder, self._reference, self._table).encode(batch), batch
+
+    def _result(self, made: list[tuple[Kept, int]], ledger: Ledger) -> SliceResult:
+        kept = [part for part, _ in made]
+        trained = sum(int(part.mask.sum(dtype=np.int64)) for part in kept)
+        tokens = sum(len(part.ids) for part in kept)
+        rendered, rows = sum(part.rendered for part in kept), sum(part.rows for part in kept)
+        books = ledger.books(rows, rendered, trained, tokens - trained)
+        preference = self._format is not None and self._format.name == "preference"
+        compared = sum(count for _, count in made)
+        return SliceResult(
+            table_of(kept, preference), books, ledger.examples, self._encoder.name, self._switched, compared
+        )
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Pause the cycle collector: rows hold no cycles, and looking for some takes a third of the time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _plain(row: SourceRow, data: dict[str, Any]) -> SourceRow:
+    return replace(row, data=plain_data(data))
+
+
+def _trained(columns: ChatColumns, train_on: str) -> npt.NDArray[np.bool_]:
+    """bool [M], messages under loss."""
+    names = columns.role_names
+    assistant: npt.NDArray[np.bool_] = columns.roles == (
+        names.index("assistant") if "assistant" in names else -1
+    )
+    if train_on == "all_assistant_messages":
+        return assistant
+    chosen = np.zeros(len(assistant), np.bool_)
+    if train_on == "last_assistant_message":
+        rows = np.repeat(np.arange(len(columns)), np.diff(columns.starts))
+        places = np.flatnonzero(assistant)
+        last = np.append(np.diff(rows[places]) != 0, True)[: len(places)]
+        chosen[places[last]] = True
+    return chosen
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RowFault("a text holds half a surrogate pair") from None

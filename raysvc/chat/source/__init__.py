@@ -1,0 +1,1 @@
+"""Rows of a file to chat messages."""

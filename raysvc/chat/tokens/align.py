@@ -1,0 +1,182 @@
+"""Stretches of text -> tokens under loss, proved by decoding.
+
+Axes: N rows, T tokens of all rows, V ids, S spans.
+Always true:
+- a row is aligned by bytes only when the bytes of its tokens, joined, are the text itself;
+- a token over the beginning of a span is context, and what it holds of the span is blank;
+- a token over the end of a span is trained, and what it holds beyond the span is blank;
+- a span with an end of turn ends with that token, and has no other control token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from raysvc.chat.sequence import CLOSED_TURN, FREE
+from raysvc.chat.text_batch import Batch, Bytes, Spans
+from raysvc.chat.tokens.encoder import Encoded, Ints32, Ints64
+from raysvc.chat.tokens.token_bytes import bytes_of_tokens
+from raysvc.chat.tokens.tokenizer import LoadedTokenizer
+
+_BLANK = np.zeros(256, np.bool_)
+_BLANK[[9, 10, 11, 12, 13, 32]] = True
+
+OVER_START = "a token spans a header and its message"
+OVER_PROMPT = "a token spans the prompt and its completion: end the prompt with a blank, or begin the completion with one"
+OVER_END = "a token spans a message and what follows it"
+NO_EOT = "the end of turn is not one token at the end of its turn"
+EXTRA_CONTROL = "a trained turn holds a control token"
+
+
+@dataclass(frozen=True)
+class TokenSpans:
+    """The same stretches in tokens of all rows: [starts, ends), and `within` the number of every token in one."""
+
+    starts: Ints64
+    ends: Ints64
+    within: Ints64
+    faults: dict[int, str]
+
+
+class TokenTable:
+    """Bytes of every id, so that the text of any ids is one gather.
+
+    Args:
+        tokenizer: any kind; for one that is not plainly bytes the decoded text differs, and `differing_rows` says so.
+        control_texts: tokens that open a header or end a turn.
+    """
+
+    def __init__(self, tokenizer: LoadedTokenizer, control_texts: tuple[str, ...] = ()) -> None:
+        self._pieces = pa.array(bytes_of_tokens(tokenizer.hf), pa.large_binary())
+        self.is_control = np.zeros(len(self._pieces), np.bool_)
+        for text in control_texts:
+            self.is_control[tokenizer.hf.backend_tokenizer.token_to_id(text)] = True
+
+    def control_fault(self, ids: Ints32, kind: int) -> str:
+        """What is wrong with the control tokens of one span, or nothing."""
+        if kind == FREE:
+            return ""
+        held, closed = self.is_control[ids], kind == CLOSED_TURN
+        if closed and self.is_control.any() and not (len(held) and held[-1]):
+            return NO_EOT
+        return EXTRA_CONTROL if held[: len(held) - closed].any() else ""
+
+    def decode(self, ids: Ints32) -> tuple[Ints64, Bytes]:
+        """(int64 [T + 1] byte offsets of the tokens, their bytes joined)."""
+        if not len(ids):
+            return np.zeros(1, np.int64), np.zeros(0, np.uint8)
+        taken = self._pieces.take(pa.array(ids))
+        _, offsets, data = taken.buffers()
+        ends = np.frombuffer(offsets, np.int64)[taken.offset : taken.offset + len(ids) + 1]
+        return ends, np.frombuffer(data, np.uint8)[: ends[-1]] if data is not None else np.zeros(0, np.uint8)
+
+
+def differing_rows(encoded: Encoded, token_ends: Ints64, decoded: Bytes, batch: Batch) -> Ints64:
+    """Rows whose tokens do not decode to their text, int64, ascending."""
+    text, text_offsets = batch.data, batch.offsets
+    bounds = token_ends[encoded.offsets]
+    if np.array_equal(bounds, text_offsets) and np.array_equal(decoded, text):
+        return np.zeros(0, np.int64)
+    different = np.flatnonzero(np.diff(bounds) != np.diff(text_offsets)).tolist()
+    known = set(different)
+    for row in range(len(text_offsets) - 1):
+        if row not in known and not np.array_equal(
+            decoded[bounds[row] : bounds[row + 1]], text[text_offsets[row] : text_offsets[row + 1]]
+        ):
+            different.append(row)
+    return np.array(sorted(different), np.int64)
+
+
+def align(
+    encoded: Encoded, token_ends: Ints64, batch: Batch, table: TokenTable, skip: set[int]
+) -> TokenSpans:
+    """Tokens of the spans of rows that decode to their text.
+
+    Args:
+        encoded: N rows.
+        token_ends: from `TokenTable.decode`.
+        batch: the same N rows.
+        table: for the control tokens.
+        skip: rows that are aligned in another way; their spans are left out.
+    """
+    spans, text, text_offsets = batch.spans, batch.data, batch.offsets
+    if skip:
+        there = ~np.isin(spans.rows, list(skip))
+        spans = Spans(spans.rows[there], spans.starts[there], spans.ends[there], spans.kinds[there])
+    shift = token_ends[encoded.offsets[spans.rows]] - text_offsets[spans.rows]
+    starts_at, ends_at = spans.starts + shift, spans.ends + shift
+    starts = np.searchsorted(token_ends, starts_at, "left")
+    ends = np.searchsorted(token_ends, ends_at, "left")
+    faults: dict[int, str] = {}
+    within = tokens_within(starts, ends)
+    _check_controls(encoded.ids, TokenSpans(starts, ends, within, faults), spans, table)
+    for index in np.flatnonzero(token_ends[starts] != starts_at).tolist():
+        lost = text[spans.starts[index] : token_ends[starts[index]] - shift[index]]
+        if not _BLANK[lost].all():
+            free = spans.kinds[index] == FREE
+            faults.setdefault(int(spans.rows[index]), OVER_PROMPT if free else OVER_START)
+    for index in np.flatnonzero(token_ends[ends] != ends_at).tolist():
+        extra = text[spans.ends[index] : token_ends[ends[index]] - shift[index]]
+        if not _BLANK[extra].all():
+            faults.setdefault(int(spans.rows[index]), OVER_END)
+    return TokenSpans(starts, ends, within, faults)
+
+
+def _check_controls(ids: Ints32, found: TokenSpans, spans: Spans, table: TokenTable) -> None:
+    """Note the rows whose spans hold other control tokens than one at the end of a closed turn."""
+    if not len(ids):
+        return
+    ends, faults = found.ends, found.faults
+    sizes = np.maximum(ends - found.starts, 0)
+    behind = np.cumsum(sizes)
+    at = np.flatnonzero(table.is_control[ids[found.within]])
+    held = np.searchsorted(at, behind) - np.searchsorted(at, behind - sizes)
+    ended = np.where(sizes > 0, table.is_control[ids[np.maximum(ends - 1, 0)]], False)
+    closed = spans.kinds == CLOSED_TURN
+    too_many = (held > (closed & ended)) & (spans.kinds != FREE)
+    for index in np.flatnonzero(too_many).tolist():
+        faults.setdefault(int(spans.rows[index]), EXTRA_CONTROL)
+    for index in np.flatnonzero(closed & table.is_control.any() & ~ended).tolist():
+        faults.setdefault(int(spans.rows[index]), NO_EOT)
+
+
+def tokens_within(starts: Ints64, ends: Ints64) -> Ints64:
+    """Indices of all tokens in [starts, ends), one span after the other."""
+    sizes = np.maximum(ends - starts, 0)
+    behind = np.cumsum(sizes)
+    return np.asarray(np.arange(int(sizes.sum())) + np.repeat(starts - behind + sizes, sizes))
+
+
+def align_by_offsets(
+    offsets: list[tuple[int, int]], text: str, start: int, end: int
+) -> tuple[int, int] | str:
+    """Tokens [a, b) of characters [start, end) of a row whose bytes do not add up, or what is wrong.
+
+    Args:
+        offsets: characters of each token, from the reference encoder; gaps belong to the token after them.
+        text: of the row.
+        start: first character of the span.
+        end: behind its last.
+    """
+    firsts, lasts = _without_gaps(offsets)
+    a = next((n for n, first in enumerate(firsts) if first >= start), len(firsts))
+    b = next((n for n, last in enumerate(lasts) if last >= end), len(lasts) - 1) + 1
+    while b < len(lasts) and lasts[b] <= end and firsts[b] < end:
+        b += 1  # several byte tokens of one character
+    if a and lasts[a - 1] > start and text[start : lasts[a - 1]].strip():
+        return OVER_START
+    if b and lasts[b - 1] > end and text[end : lasts[b - 1]].strip():
+        return OVER_END
+    return a, max(a, b)
+
+
+def _without_gaps(offsets: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    firsts, lasts, at = [], [], 0
+    for first, last in offsets:
+        firsts.append(min(first, at) if first > at else first)
+        at = max(at, last)
+        lasts.append(at)
+    return firsts, lasts

@@ -1,0 +1,1 @@
+"""What a trainer attaches with: leases, look-ahead, steps."""

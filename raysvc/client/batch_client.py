@@ -1,0 +1,237 @@
+"""A trainer's end of a batch server: attach, iterate steps, commit.
+
+The trainer owns the shards. `fetch` calls are kept outstanding ahead of the step being trained; their
+pending refs go straight to the workers and are never opened here.
+
+Always true:
+- refs are handed out as soon as a step is asked for, and no shard is opened;
+- what `raysvc.client.lease_client` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
+
+from raysvc.actors.server.spec import Role, as_role
+from raysvc.client.connection import Connection, new_holder
+from raysvc.client.eval_stream import EvalStream
+from raysvc.client.lease_client import LeaseClient
+from raysvc.client.look_ahead import Limit
+from raysvc.client.steps import ClientStats as ClientStats
+from raysvc.client.steps import Mini as Mini
+from raysvc.client.steps import Step as Step
+from raysvc.errors import StepOutOfOrder
+
+if TYPE_CHECKING:
+    from raysvc.actors.server.spec import Lease, StepInfo
+    from raysvc.client.rank_client import RankClient
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    index: int
+    info: Any
+    step: Step
+
+
+class BatchClient(LeaseClient[_Fetch, Step]):
+    """Holder of a lease; make it with `raysvc.attach`.
+
+    Args:
+        server: Ray handle.
+        lease: of this client.
+        roles: role -> its ranks and columns; the first one's shards are `Mini.shards`.
+        limit: of the look-ahead.
+    """
+
+    def __init__(self, server: Any, lease: Lease, roles: Mapping[str, Role], limit: Limit) -> None:
+        super().__init__(Connection(server, lease), tuple(roles.values()), limit)
+        self.roles = dict(roles)
+
+    def __iter__(self) -> Iterator[Step]:
+        return self.steps()
+
+    def steps(
+        self, on_fetch: Callable[[Step], object] | None = None, *, stop: int | None = None
+    ) -> Iterator[Step]:
+        """Steps from the frontier on; commit each when it is trained.
+
+        Args:
+            on_fetch: called with each step as soon as it is asked for, before its shards exist: hand the
+                refs to the workers there. Must not block.
+            stop: end before this step; None: after the last one of the plan.
+
+        Raises:
+            StepFailed: the step that would come next could not be made.
+            StepOutOfOrder: another iteration, a rewind or a state came between.
+        """
+
+        def ask(index: int) -> _Fetch:
+            fetch = self._fetch(index)
+            if on_fetch is not None:
+                on_fetch(fetch.step)
+            return fetch
+
+        return self._run(ask, stop)
+
+    def fetch(self, index: int) -> Step:
+        """Any one step, now; the same bytes every time. Moves nothing.
+
+        Raises:
+            StepOutOfOrder: there is no such step.
+            StepFailed: it could not be made.
+        """
+        self._in_range(index)
+        return self._timed(self._fetch(index))
+
+    def eval(self, name: str, *, look_ahead_steps: int | None = None) -> EvalStream:
+        """An eval of the job, from its first step; training does not notice.
+
+        Args:
+            look_ahead_steps: None: as in training.
+
+        Raises:
+            ServerError: the server has no eval of that name.
+        """
+        steps = self._limit.steps if look_ahead_steps is None else look_ahead_steps
+        return EvalStream(self._connection, name, self.dp_size, Limit(steps, self._limit.nbytes))
+
+    def put_groups(self, groups: Any) -> Any:
+        """Put rollouts; as `Rollouts.put_groups`."""
+        from raysvc.client.rollouts import Rollouts
+
+        return Rollouts(self.lease.name, self._connection.server).put_groups(groups)
+
+    def set_weight_version(self, version: int) -> None:
+        """Say which weights train from now on (rollouts).
+
+        Raises:
+            ConfigError: it would make rows of a step that is planned already too old.
+        """
+        self._connection.get(self._connection.ledger("set_weight_version", version))
+
+    def forget_below(self, step: int) -> int:
+        """Let a rollout server remove what only steps below `step` need; returns how many files went.
+
+        Call it when the checkpoints that go back further are gone. A rewind or a state below `step` is refused from
+        then on.
+
+        Raises:
+            StepOutOfOrder: a step below is not committed.
+        """
+        return int(self._connection.get(self._connection.ledger("forget_below", step)))
+
+    def _fetch(self, index: int) -> _Fetch:
+        count, each = self.schedule.mini_batches_at(index), sum(role.dp_size for role in self._roles)
+        info, *shards = self._connection.fetch("fetch", 1 + count * each, index, self._roles)
+        minis = tuple(self._mini(shards[m * each : (m + 1) * each]) for m in range(count))
+        step = Step(index, self.schedule.epoch_of(index), minis, self.schedule.update_epochs)
+        return _Fetch(index, info, step)
+
+    def _mini(self, shards: list[Any]) -> Mini:
+        by_role: dict[str, tuple[Any, ...]] = {}
+        for name, role in self.roles.items():
+            by_role[name], shards = tuple(shards[: role.dp_size]), shards[role.dp_size :]
+        return Mini(next(iter(by_role.values())), None, {} if "" in by_role else by_role)
+
+    def _arrive(self, fetch: _Fetch) -> Step:
+        info: StepInfo = self._connection.get(fetch.info)
+        if info.index != fetch.index:
+            raise StepOutOfOrder(self.lease.name, info.index, f"step {fetch.index}")
+        minis = tuple(
+            Mini(mini.shards, made, mini.by_role, rows)
+            for mini, made, rows in zip(fetch.step.mini_batches, info.mini_batches, info.rows, strict=True)
+        )
+        facts = (info.weight_versions, info.read_s, info.collate_s)
+        return Step(fetch.index, fetch.step.epoch, minis, fetch.step.update_epochs, *facts)
+
+
+@overload
+def attach(
+    name: str,
+    dp_size: int = 1,
+    *,
+    rank: None = None,
+    roles: Mapping[str, Role | int] | None = None,
+    takeover: bool = False,
+    reader: str = "",
+    group: str | None = None,
+    look_ahead_steps: int = 2,
+    look_ahead_bytes: int | None = None,
+    address: str | None = None,
+) -> BatchClient: ...
+@overload
+def attach(
+    name: str,
+    dp_size: int = 1,
+    *,
+    rank: int,
+    takeover: bool = False,
+    reader: str = "",
+    group: str | None = None,
+    look_ahead_steps: int = 2,
+    look_ahead_bytes: int | None = None,
+    address: str | None = None,
+) -> RankClient: ...
+def attach(
+    name: str,
+    dp_size: int = 1,
+    *,
+    rank: int | None = None,
+    roles: Mapping[str, Role | int] | None = None,
+    takeover: bool = False,
+    reader: str = "",
+    group: str | None = None,
+    look_ahead_steps: int = 2,
+    look_ahead_bytes: int | None = None,
+    address: str | None = None,
+) -> BatchClient | RankClient:
+    """Take the lease of a running server.
+
+    Args:
+        name: the server's name.
+        dp_size: data-parallel ranks; every mini-batch comes in so many shards.
+        rank: of this process, when every rank attaches by itself; then a `RankClient` comes back.
+        roles: role -> data-parallel size (or a `raysvc.Role` that names its columns too), when several models look at the same
+            rows; instead of `dp_size`.
+        takeover: fence whoever holds the lease.
+        reader: which trainer of a sweep this is, where the server has `share: stream`.
+        group: what the ranks of one run have in common; None: from the launcher's environment.
+        look_ahead_steps: steps fetched before they are asked for; 0 fetches on demand.
+        look_ahead_bytes: of those steps together; None: a quarter of the smallest node's object store.
+        address: of the Ray cluster; only used when this process is not connected yet.
+
+    Returns:
+        A `BatchClient`, or with `rank` a `RankClient`.
+
+    Raises:
+        ServerError: no such server.
+        LeaseHeld: another trainer holds it; says who, and since when.
+        ConfigError: a role asks for a column that `plan.columns` does not have.
+    """
+    from raysvc.actors.launch import find_server, wait_for
+    from raysvc.cluster import connect
+
+    connect(address)
+    server = find_server(name)
+    limit = Limit(look_ahead_steps, _quarter_of_store() if look_ahead_bytes is None else look_ahead_bytes)
+    if rank is not None:
+        from raysvc.client.rank_client import attach_rank
+
+        return attach_rank(server, name, rank, dp_size, group, reader, takeover, limit)
+    known = {role: as_role(ranks) for role, ranks in (roles or {"": dp_size}).items()}
+    columns = tuple(name for role in known.values() for name in role.columns or ())
+    if columns:
+        check = server.check_columns.options(concurrency_group="control").remote(columns)
+        wait_for(check, f"server {name!r}")
+    ref = server.attach.options(concurrency_group="ledger").remote(new_holder(), takeover, reader)
+    return BatchClient(server, wait_for(ref, f"server {name!r}"), known, limit)
+
+
+def _quarter_of_store() -> int | None:
+    import ray
+
+    stores = [node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"]]
+    return int(min(stores, default=0) // 4) or None

@@ -1,0 +1,220 @@
+"""A lease and the calls that carry it: shared by the clients of drivers and of ranks.
+
+Always true:
+- a heartbeat thread keeps the lease while this process lives, however long a step takes;
+- a sending thread sends what the training loop must not wait for; a holder's calls reach the server in the
+  order in which they were made;
+- once the lease is lost, or a commit was refused, every call says so, with the server's own error;
+- after `close` both threads are gone, and every commit was answered.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from raysvc.errors import LeaseError, ServerError
+
+if TYPE_CHECKING:
+    from raysvc.actors.server.spec import Lease
+
+log = logging.getLogger(__name__)
+POLL_S = 0.5
+COMMITS_AT_ONCE = 8
+
+
+def new_holder() -> str:
+    """A name for one attach of this process, for people and for equality."""
+    return f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+
+
+class Connection:
+    """A server, a lease on it, and the thread that keeps the lease.
+
+    Args:
+        server: Ray handle.
+        lease: from one of its attach methods.
+        rank: the seat that this process has; None for a driver.
+    """
+
+    def __init__(self, server: Any, lease: Lease, rank: int | None = None) -> None:
+        self.server, self.lease, self.rank = server, lease, rank
+        self._commits: collections.deque[Any] = (
+            collections.deque()
+        )  # not answered; only the sender touches it
+        self._methods: dict[tuple[str, str, int], Any] = {}
+        self._lost: BaseException | None = None  # set once, by the thread that learns it first
+        self._leaving = False  # written by close alone
+        self._stop = threading.Event()
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix=f"raysvc-send-{lease.name}")
+        self._heart = threading.Thread(target=self._beat, name=f"raysvc-lease-{lease.name}", daemon=True)
+        self._heart.start()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._stop.is_set()
+
+    def check(self) -> None:
+        """Raise what ended the lease.
+
+        Raises:
+            FencedError: somebody took over.
+            StepOutOfOrder: an earlier commit was refused.
+            ServerError: `close` was called.
+        """
+        if self._lost is not None:
+            raise self._lost
+        if self.closed:
+            where = f"server.name {self.lease.name!r}"
+            raise ServerError(where, "is used after detach", "attach again")
+
+    def fetch(self, method: str, num_returns: int, *args: Any) -> list[Any]:
+        """Start a fetch; returns its refs."""
+        self.check()
+        refs = self._bound(method, "fetch", num_returns).remote(self.lease.fence, *args)
+        return refs if isinstance(refs, list) else [refs]
+
+    def soon(self, send: Callable[..., object], *args: Any) -> None:
+        """Call `send` in the sending thread, behind what was given to it before."""
+        self.check()
+        self._sender.submit(send, *args)
+
+    def control(self, method: str, *args: Any) -> Any:
+        """Start a call that needs no lease; returns its ref."""
+        self.check()
+        return self._bound(method, "control").remote(*args)
+
+    def sizes(self, first: int, stop: int, *args: Any) -> Callable[[], list[int]]:
+        """Ask for the bytes of steps from the sending thread; gives a function that waits for them."""
+        self.check()
+
+        def ask() -> tuple[Any, Future[list[int]]]:
+            ref = self.control("sizes", first, stop, *args)
+            return ref, ref.future()
+
+        def wait() -> list[int]:
+            ref, answer = asked.result()
+            # an answer that is there costs nothing; `get` says what it waits for
+            return answer.result() if answer.done() and answer.exception() is None else list(self.get(ref))
+
+        asked = self._sender.submit(ask)
+        return wait
+
+    def ledger(self, method: str, *args: Any, **named: Any) -> Any:
+        """Start a call of the holder, behind all commits made before; returns its ref."""
+        self.check()
+        return self._sender.submit(self._send, method, *args, **named).result()
+
+    def commit(self, step: int, skipped: bool) -> None:
+        """Have a commit sent; a refusal is raised by one of the next calls."""
+        self.check()
+        self._sender.submit(self._send_commit, step, skipped)
+
+    def get(self, ref: Any) -> Any:
+        """Wait for an answer.
+
+        Raises:
+            RaysvcError: what the server raised on purpose.
+            ServerError: the server has ended for good.
+        """
+        self.check()
+        return self._answer(ref)
+
+    def close(self) -> None:
+        """Wait for the commits, give the lease back, end the threads; safe to call twice."""
+        if self.closed:
+            return
+        self._leaving = True  # were the lease lost before, detach itself is refused
+        try:
+            self._answer(self._sender.submit(self._send, "detach", rank=self.rank).result())
+            self._sender.submit(self._collect, 0).result()
+            self.check()
+        finally:
+            self._stop.set()
+            self._sender.shutdown(wait=True, cancel_futures=True)
+            self._commits.clear()
+            self._heart.join(timeout=10.0)
+
+    def _send(self, method: str, *args: Any, **named: Any) -> Any:
+        return self._bound(method, "ledger").remote(self.lease.fence, *args, **named)
+
+    def _send_commit(self, step: int, skipped: bool) -> None:
+        if self._lost is not None:
+            return
+        try:
+            self._commits.append(self._send("commit", step, skipped, rank=self.rank))
+            self._collect(COMMITS_AT_ONCE - 1)  # asking for an answer costs more than sending
+        except Exception as error:  # noqa: BLE001 - nobody waits for this call: the next one tells
+            self._lost = self._lost or error
+            log.error("commit failed name=%s step=%d error=%s", self.lease.name, step, error)
+
+    def _collect(self, leave: int) -> None:
+        """Take answers to commits, oldest first, until `leave` are open; waits for them only when `leave` is 0."""
+        import ray
+
+        while len(self._commits) > leave:
+            if leave and not ray.wait([self._commits[0]], timeout=0)[0]:
+                return
+            self._answer(self._commits.popleft())
+
+    def _answer(self, ref: Any) -> Any:
+        import ray
+
+        from raysvc.actors.launch import wait_for
+
+        try:
+            return wait_for(ref, f"server {self.lease.name!r}")
+        except ray.exceptions.ActorDiedError as error:
+            where, remedy = (
+                f"server.name {self.lease.name!r}",
+                "serve it again, and go on from the checkpoint",
+            )
+            raise ServerError(where, "has ended", remedy) from error
+
+    def _bound(self, method: str, threads: str, num_returns: int = 1) -> Any:
+        """The method with its options, made once: making them costs as much as a call."""
+        key = (method, threads, num_returns)
+        if key not in self._methods:
+            options = {"concurrency_group": threads, "num_returns": num_returns, "max_task_retries": -1}
+            self._methods[key] = getattr(self.server, method).options(**options)
+        return self._methods[key]
+
+    def _beat(self) -> None:
+        import ray
+
+        period_s = self.lease.ttl_s / 3
+        while not self._stop.wait(period_s):
+            try:
+                self._beat_once()
+            except LeaseError as error:
+                if not self._leaving:  # a beat that comes after our own detach is refused, rightly
+                    self._lost = self._lost or error
+                    log.error("lease lost name=%s fence=%d", self.lease.name, self.lease.fence)
+                return
+            except ray.exceptions.RayError as error:
+                log.warning("heartbeat failed name=%s error=%s", self.lease.name, type(error).__name__)
+
+    def _beat_once(self) -> None:
+        import ray
+
+        from raysvc.actors.launch import wait_for
+
+        method = self.server.heartbeat.options(concurrency_group="control")
+        ref, begin = method.remote(self.lease.fence), time.monotonic()
+        while not ray.wait([ref], timeout=POLL_S)[0]:
+            waited_s = time.monotonic() - begin
+            if self._stop.is_set():
+                return
+            if waited_s > self.lease.ttl_s:
+                log.warning("no answer name=%s for=%.0fs: is it restarting?", self.lease.name, waited_s)
+                return
+        wait_for(ref, f"server {self.lease.name!r}")

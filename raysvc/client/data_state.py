@@ -1,0 +1,53 @@
+"""A trainer's checkpoint of its data: the committed frontier and the plan it belongs to, as small JSON.
+
+Always true:
+- it says which plan it belongs to field by field, so that a refusal can name what differs;
+- it holds nothing of the look-ahead.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from raysvc.errors import StateMismatch
+
+if TYPE_CHECKING:
+    from raysvc.actors.server.spec import Lease
+    from raysvc.plan.schedule import Schedule
+
+STATE_VERSION = 2
+
+
+def state_of(lease: Lease, schedule: Schedule, frontier: int) -> dict[str, Any]:
+    """The state after all steps below `frontier` are committed; `plan` is a `raysvc.plan.state.PlanState`."""
+    from raysvc.plan.state import STATE_VERSION as PLAN_STATE_VERSION
+
+    return {
+        "version": STATE_VERSION,
+        "frontier": frontier,
+        "epoch": schedule.epoch_of(min(frontier, schedule.num_steps - 1)),
+        "entry_key": lease.entry_key,
+        "plan": {
+            "plan_hash": lease.plan_hash,
+            "identity": lease.identity,
+            "committed_step": frontier - 1 if frontier else None,
+            "epoch": schedule.epoch_of(frontier),
+            "groups": schedule.groups_before(frontier),
+            "version": PLAN_STATE_VERSION,
+        },
+    }
+
+
+def frontier_of(state: dict[str, Any]) -> int:
+    """The next step to train.
+
+    Raises:
+        StateMismatch: this is no state, or one of another version.
+    """
+    if state.get("version") != STATE_VERSION:
+        what, remedy = (
+            f"{state.get('version')!r} is not {STATE_VERSION}",
+            "use the raysvc version that wrote it",
+        )
+        raise StateMismatch("state.version", what, remedy)
+    return int(state["frontier"])

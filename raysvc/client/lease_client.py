@@ -1,0 +1,192 @@
+"""What every holder of a lease does, a driver or a rank: iterate, commit, restore, leave.
+
+Always true:
+- steps come in order, from the frontier to the last one, each once;
+- look-ahead is bounded in steps and in bytes, and changes no byte of what comes;
+- `state_dict` is the committed frontier, never the look-ahead;
+- after `detach` no thread, ref or lease of this client is left.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from raysvc.client.connection import Connection
+from raysvc.client.data_state import frontier_of, state_of
+from raysvc.client.look_ahead import F, FormedSizes, Limit, LookAhead, PlannedSizes, Sizes
+from raysvc.client.steps import ClientStats
+from raysvc.errors import StepOutOfOrder
+from raysvc.metrics import record
+from raysvc.plan.schedule import Schedule
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+    from raysvc.actors.server.spec import Lease, Role, StepOutline
+
+log = logging.getLogger(__name__)
+S = TypeVar("S")  # a step as this client gives it
+
+
+class LeaseClient(ABC, Generic[F, S]):
+    """See the module; `BatchClient` and `RankClient` say how a step is asked for and taken.
+
+    Args:
+        connection: the lease.
+        roles: ranks and columns of each.
+        limit: of the look-ahead.
+    """
+
+    def __init__(self, connection: Connection, roles: tuple[Role, ...], limit: Limit) -> None:
+        self.lease: Lease = connection.lease
+        self.schedule = Schedule.from_json(self.lease.schedule)
+        self._connection, self._roles, self._limit = connection, roles, limit
+        self._frontier = self.lease.frontier
+        self._window: LookAhead[F] | None = None  # of the newest iteration; an older one is refused
+        self._steps = 0
+        self._wait_s = 0.0
+        self._last_wait_s = 0.0
+
+    def __len__(self) -> int:
+        """Steps that are left."""
+        return self.schedule.num_steps - self._frontier
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks (of the first role)."""
+        return self._roles[0].dp_size
+
+    @property
+    def frontier(self) -> int:
+        """The next step to train; all before it are committed."""
+        return self._frontier
+
+    def commit(self, step: int, *, skipped: bool = False) -> None:
+        """Say that `step` is trained (or was skipped). Returns at once; a refusal is raised by one of the next calls.
+
+        Raises:
+            StepOutOfOrder: a step before it is not committed.
+        """
+        self._connection.check()
+        if step > self._frontier:
+            expected = f"step {self._frontier}, the first that is not committed"
+            raise StepOutOfOrder(self.lease.name, step, expected)
+        if step == self._frontier:
+            self._frontier = step + 1
+            self._connection.commit(step, skipped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The committed frontier, as small JSON; safe with fetches in flight, equal on all ranks after a step."""
+        return {**state_of(self.lease, self.schedule, self._frontier), "dp_size": self.dp_size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state: the trainer's checkpoint wins over the server's memory. dp_size may differ.
+
+        Every rank loads it.
+
+        Raises:
+            StateMismatch: the state belongs to other rows or another order; it says which.
+        """
+        self._move(frontier_of(state), state["plan"])
+
+    def rewind(self, step: int) -> None:
+        """Make `step` the next one to train, earlier or later than the frontier; every rank says so."""
+        self._move(step, None)
+
+    def peek(self, step: int) -> StepOutline:
+        """Row ids, lengths and counts of any step, from the plan alone; no row is read.
+
+        Raises:
+            StepOutOfOrder: there is no such step.
+        """
+        self._in_range(step)
+        outline: StepOutline = self._connection.get(self._connection.control("peek", step, self.dp_size))
+        return outline
+
+    def stats(self) -> ClientStats:
+        """Counters since attach."""
+        window = self._window
+        outstanding, nbytes = (window.num_outstanding, window.nbytes) if window else (0, 0)
+        return ClientStats(self._steps, self._wait_s, self._last_wait_s, outstanding, nbytes)
+
+    def detach(self) -> None:
+        """Give the lease (or this rank's seat) back; safe to call twice, and with fetches in flight."""
+        self._window = None
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.detach()
+            return
+        try:  # the loop's own error is the one to see
+            self.detach()
+        except Exception:
+            log.warning("detach failed name=%s", self.lease.name, exc_info=True)
+
+    @abstractmethod
+    def _arrive(self, fetch: F) -> S:
+        """Wait for a step that was asked for."""
+
+    def _run(self, ask: Callable[[int], F], stop: int | None) -> Iterator[S]:
+        end = self.schedule.num_steps if stop is None else min(stop, self.schedule.num_steps)
+        sizes: Sizes = FormedSizes(self._form) if self.lease.forms else PlannedSizes(self._ask_sizes, end)
+        window = self._window = LookAhead(ask, sizes, self._limit)
+        with closing(window.run(self._frontier, end)) as fetches:
+            while True:
+                if self._window is not window:
+                    expected = f"a new iteration from step {self._frontier}, after the rewind"
+                    raise StepOutOfOrder(self.lease.name, self._frontier, expected)
+                fetch = next(fetches, None)
+                if fetch is None:
+                    return
+                step = self._timed(fetch)
+                if self.lease.forms:  # more groups may have come while we waited
+                    window.extend()
+                yield step
+
+    def _timed(self, fetch: F) -> S:
+        begin = time.perf_counter()
+        step = self._arrive(fetch)
+        self._last_wait_s = time.perf_counter() - begin
+        self._wait_s += self._last_wait_s
+        self._steps += 1
+        self._record()
+        return step
+
+    def _record(self) -> None:
+        """What the metrics know of any trainer's data; one rank speaks for all."""
+        if self._connection.rank:
+            return
+        server, stats = self.lease.name, self.stats()
+        record("fetch_seconds", stats.last_wait_s, server=server)
+        record("look_ahead_steps", stats.outstanding, server=server)
+        record("look_ahead_bytes", stats.outstanding_bytes, server=server)
+
+    def _in_range(self, step: int) -> None:
+        if not 0 <= step < self.schedule.num_steps:
+            raise StepOutOfOrder(self.lease.name, step, f"a step from 0 to {self.schedule.num_steps - 1}")
+
+    def _move(self, frontier: int, plan_state: dict[str, Any] | None) -> None:
+        ref = self._connection.ledger("move", frontier, plan_state, rank=self._connection.rank)
+        self._frontier = self._connection.get(ref)
+        self._window = None
+
+    def _ask_sizes(self, first: int, stop: int) -> Callable[[], list[int]]:
+        return self._connection.sizes(first, stop, self._roles)
+
+    def _form(self, step: int) -> int | None:
+        """Bytes of a step of rollouts, formed now if there are groups for it."""
+        (ref,) = self._connection.fetch("form_size", 1, step, self._roles)
+        nbytes: int | None = self._connection.get(ref)
+        return nbytes

@@ -1,0 +1,138 @@
+"""A rank's own end of a batch server, where every rank attaches by itself (Ray Train, HF Trainer, torchrun).
+
+Axes: R ranks, B rows of a micro-batch, L its width.
+Always true:
+- a rank gets the bytes that the driver of a controller would hand it;
+- a step is collated once for all ranks, and committed when all of them committed it;
+- ranks of one group share a fence; a process of another group is refused, or fences all of them;
+- with look-ahead the loop neither sends nor copies: threads beside it do;
+- what `raysvc.client.lease_client` says.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from raysvc.actors.server.spec import Role
+from raysvc.client.connection import Connection, new_holder
+from raysvc.client.lease_client import LeaseClient
+from raysvc.client.look_ahead import Limit
+from raysvc.client.rank_eval import RankEval
+from raysvc.client.rank_reader import RankFetch, RankReader
+from raysvc.client.rank_steps import RankMicro as RankMicro
+from raysvc.client.rank_steps import RankStep as RankStep
+from raysvc.client.rank_steps import micros_of
+from raysvc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from raysvc.actors.server.spec import Lease
+    from raysvc.client.torch_dataset import RankDataset
+
+
+class RankClient(LeaseClient[RankFetch, RankStep]):
+    """One seat of a lease; make it with `raysvc.attach(name, dp_size=R, rank=r)`."""
+
+    def __init__(self, server: Any, lease: Lease, rank: int, num_ranks: int, limit: Limit) -> None:
+        super().__init__(Connection(server, lease, rank), (Role(num_ranks),), limit)
+        self.rank = rank
+        self._reader = RankReader(self._connection, num_ranks, in_threads=limit.steps > 0)
+
+    def __iter__(self) -> Iterator[RankMicro]:
+        return self.micro_batches()
+
+    def steps(self, *, stop: int | None = None) -> Iterator[RankStep]:
+        """This rank's shards from its frontier on, as numpy arrays; commit each step.
+
+        Raises:
+            StepFailed: the step that would come next could not be made.
+            StepOutOfOrder: another iteration, or a state, came between.
+        """
+        return self._run(lambda index: self._reader.ask(index, self.schedule.mini_batches_at(index)), stop)
+
+    def micro_batches(self, device: str = "cpu", *, stop: int | None = None) -> Iterator[RankMicro]:
+        """This rank's micro-batches from its frontier on; commit a step after the one that `ends_step`."""
+        return micros_of(self.steps(stop=stop), device)
+
+    def as_torch_dataset(self, device: str = "cpu") -> RankDataset:
+        """An `IterableDataset` of this rank's micro-batches; give it to `DataLoader(..., batch_size=None)`.
+
+        A step is committed when the first micro-batch after it is asked for. The ranks are dealt already: keep
+        samplers and `accelerator.prepare` away from the loader.
+        """
+        from raysvc.client.torch_dataset import RankDataset
+
+        return RankDataset(self, device)
+
+    def eval(self, name: str, *, look_ahead_steps: int | None = None) -> RankEval:
+        """This rank's part of an eval of the job, from its first step; training does not notice.
+
+        Args:
+            look_ahead_steps: None: as in training.
+
+        Raises:
+            ServerError: the server has no eval of that name.
+        """
+        steps = self._limit.steps if look_ahead_steps is None else look_ahead_steps
+        return RankEval(self._connection, name, self.dp_size, Limit(steps, self._limit.nbytes))
+
+    def num_micro_batches(self) -> int:
+        """Micro-batches of this rank that are left; plans all steps that are left."""
+        stop, server = self.schedule.num_steps, self._connection.server
+        method = server.num_micro_batches.options(concurrency_group="fetch")
+        return int(self._connection.get(method.remote(self._frontier, stop, self.dp_size)))
+
+    def detach(self) -> None:
+        """Give the seat back; safe to call twice."""
+        try:
+            super().detach()
+        finally:
+            self._reader.close()
+
+    def _arrive(self, fetch: RankFetch) -> RankStep:
+        return self._reader.arrive(fetch)
+
+    def _ask_sizes(self, first: int, stop: int) -> Callable[[], list[int]]:
+        return self._reader.ask_sizes(first, stop)
+
+    def _form(self, step: int) -> int | None:
+        nbytes = super()._form(step)
+        return None if nbytes is None else nbytes // self.dp_size
+
+
+def attach_rank(
+    server: Any,
+    name: str,
+    rank: int,
+    num_ranks: int,
+    group: str | None,
+    reader: str,
+    takeover: bool,
+    limit: Limit,
+) -> RankClient:
+    """Take one rank's seat; arguments as in `raysvc.attach`.
+
+    Raises:
+        ConfigError: the rank is none of the ranks.
+        LeaseHeld: another group, or another process on that seat, is alive.
+    """
+    from raysvc.actors.launch import wait_for
+
+    if not 0 <= rank < num_ranks:
+        raise ConfigError("attach(rank)", f"{rank} is none of {num_ranks} ranks", "give dp_size=world size")
+    method = server.attach_rank.options(concurrency_group="ledger")
+    ref = method.remote(group or launched_group(), new_holder(), rank, num_ranks, takeover, reader)
+    return RankClient(server, wait_for(ref, f"server {name!r}"), rank, num_ranks, limit)
+
+
+def launched_group() -> str:
+    """What the ranks of one launch have in common, from the environment that torchrun or Ray Train made."""
+    env = os.environ
+    if "TORCHELASTIC_RUN_ID" in env:
+        return f"ranks of {env['TORCHELASTIC_RUN_ID']}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if "MASTER_ADDR" in env:
+        return f"ranks of {env['MASTER_ADDR']}:{env.get('MASTER_PORT', '')}"
+    return "ranks"

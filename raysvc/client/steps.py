@@ -1,0 +1,110 @@
+"""What a trainer gets for a step number.
+
+Axes: N rows of a mini-batch, R ranks of a role, S rows and dummies of a rank.
+Always true:
+- shards are refs: the driver passes them on and opens none;
+- `restore` gives row n of the result to row n of `info.row_ids`, without dummies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from raysvc.fact_table import facts_html, facts_text
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from raysvc.collate.info import MiniBatchInfo
+
+
+@dataclass(frozen=True, eq=False)
+class Mini:
+    """One optimizer step's worth of a step.
+
+    Attributes:
+        shards: [R], one ObjectRef per data-parallel rank (of the first role); pass them on, do not open them here.
+        info: row ids, lengths, denominators; None while the step is only fetched ahead.
+        by_role: role -> its shards; {} when the client was attached without roles.
+        rows: by_role's order -> [R] of int32 [S], position of each row in `info.row_ids`, -1 for a dummy.
+    """
+
+    shards: tuple[Any, ...]
+    info: MiniBatchInfo | None
+    by_role: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    rows: tuple[tuple[npt.NDArray[np.int32], ...], ...] = ()
+
+    def restore(self, per_rank: Sequence[npt.NDArray[Any]], role: str | None = None) -> npt.NDArray[Any]:
+        """[N, ...], what the ranks of a role returned per row, in the order of `info.row_ids`.
+
+        Args:
+            per_rank: [R] of [S, ...], in the order of each shard's `row_ids`, dummies included.
+            role: None: the first one.
+        """
+        assert self.info is not None, "a step that is only fetched ahead has no rows yet"
+        number = 0 if role is None else list(self.by_role).index(role)
+        rows = np.concatenate(self.rows[number])
+        values = np.concatenate(list(per_rank))
+        out = np.empty((len(self.info.row_ids), *values.shape[1:]), values.dtype)
+        out[rows[rows >= 0]] = values[rows >= 0]
+        return out
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Step:
+    """What a trainer asks for by number.
+
+    Attributes:
+        index: 0-based.
+        epoch: 0-based.
+        mini_batches: each ends in one optimizer step.
+        update_epochs: passes over the mini-batches.
+        weight_versions: oldest and newest weight version of its rows (rollouts), else None.
+        read_s: the server read its rows.
+        collate_s: the server wrote its arrays.
+    """
+
+    index: int
+    epoch: int
+    mini_batches: tuple[Mini, ...]
+    update_epochs: int = 1
+    weight_versions: tuple[int, int] | None = None
+    read_s: float = 0.0
+    collate_s: float = 0.0
+
+    def __repr__(self) -> str:
+        return facts_text("step", self._facts())
+
+    def _repr_html_(self) -> str:
+        return facts_html("Step", self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        facts = {"step": self.index, "epoch": self.epoch, "mini-batches": len(self.mini_batches)}
+        facts["ranks"] = len(self.mini_batches[0].shards) if self.mini_batches else 0
+        infos = [mini.info for mini in self.mini_batches if mini.info is not None]
+        if infos:
+            facts["rows"] = sum(len(info.row_ids) for info in infos)
+            facts["tokens"] = sum(int(info.lengths.sum()) for info in infos)
+            facts["trained tokens"] = sum(info.denominators.tokens for info in infos)
+            facts["dummies"] = sum(info.num_dummies for info in infos)
+            facts["bytes"] = sum(info.nbytes for info in infos)
+        return facts
+
+    def optimizer_steps(self) -> Iterator[Mini]:
+        """The mini-batches as often as they are trained: all of them, `update_epochs` times."""
+        for _ in range(self.update_epochs):
+            yield from self.mini_batches
+
+
+class ClientStats(NamedTuple):
+    """What a client has done since it attached."""
+
+    steps: int  # yielded
+    wait_s: float  # the caller waited for steps, all together
+    last_wait_s: float  # ... for the newest one
+    outstanding: int  # fetches not yet yielded
+    outstanding_bytes: int  # of those, as planned; 0 without a limit in bytes

@@ -1,0 +1,101 @@
+"""A rank's micro-batches as a torch `IterableDataset`.
+
+Always true:
+- an item is one ready micro-batch, a dict of tensors: load it with `batch_size=None`;
+- `len` is the number of items that are left from the frontier on;
+- `state_dict` says which items were given out, in the middle of a step too; loading it gives the next one first, or is
+  refused where the step is split into other items now;
+- only the process that attached can read: `num_workers` is 0, the look-ahead is the server's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from raysvc.client.data_state import state_of
+from raysvc.errors import ConfigError, StateMismatch
+
+if TYPE_CHECKING:
+    from raysvc.client.rank_client import RankClient
+    from raysvc.client.rank_steps import RankMicro
+
+
+class RankDataset(IterableDataset[dict[str, torch.Tensor]]):  # type: ignore[misc]  # torch is not followed
+    """See the module; made by `RankClient.as_torch_dataset`.
+
+    Items hold the arrays of `Shard.micro`, `row_ids`, and the denominators of the whole mini-batch as scalars:
+    `num_tokens`, `num_rows`, `num_groups`; `ends_mini` is true where the optimizer steps.
+    """
+
+    def __init__(self, client: RankClient, device: str) -> None:
+        self._client, self._device = client, device
+        self._given: list[list[int]] = []  # row ids of the items given out of the step at the frontier
+        self._ends_step = False  # whether the last of them is the step's last
+        self._num_left: int | None = None  # items from the frontier on, when it was counted
+
+    def __len__(self) -> int:
+        if self._num_left is None:
+            self._num_left = self._client.num_micro_batches()
+        return self._num_left - len(self._given)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        if get_worker_info() is not None:
+            what = "is above 0, and a worker process has no lease"
+            raise ConfigError("DataLoader(num_workers)", what, "use 0: look-ahead is done by the server")
+        micros = self._client.micro_batches(self._device)
+        self._pass(micros)
+        for micro in micros:
+            if micro.step > self._client.frontier:
+                self._commit(micro.step - 1)
+            self._given.append(micro.tensors["row_ids"].tolist())
+            self._ends_step = micro.ends_step
+            counts = micro.denominators
+            numbers = {"num_tokens": counts.tokens, "num_rows": counts.rows, "num_groups": counts.groups}
+            yield {
+                **micro.tensors,
+                **{name: torch.tensor(number) for name, number in numbers.items()},
+                "ends_mini": torch.tensor(micro.ends_mini),
+            }
+        if self._given:
+            self._commit(self._client.frontier)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was given out: the client's state, and the rows of each item given of the step at its frontier.
+
+        After the last item of a step that is the state of the next step: any number of ranks can go on from it.
+        """
+        client = self._client
+        if not self._ends_step:
+            return {"client": client.state_dict(), "given": list(self._given)}
+        next_step = state_of(client.lease, client.schedule, client.frontier + 1)
+        return {"client": {**next_step, "dp_size": client.dp_size}, "given": []}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the items that were given out when `state` was taken.
+
+        Raises:
+            StateMismatch: the state belongs to other rows or another order; or, by the next item, it was taken in
+                the middle of a step that is split into other items here.
+        """
+        self._client.load_state_dict(state["client"])
+        self._given, self._ends_step, self._num_left = list(state["given"]), False, None
+
+    def _pass(self, micros: Iterator[RankMicro]) -> None:
+        """Take what was given out already."""
+        for rows in self._given:
+            micro = next(micros, None)
+            if micro is None or micro.tensors["row_ids"].tolist() != rows:
+                what = f"was taken in the middle of step {self._client.frontier}, whose items have other rows now"
+                remedy = "go on with the ranks and micro-batches it was taken with, or from the end of a step"
+                raise StateMismatch("state", what, remedy)
+            self._ends_step = micro.ends_step
+
+    def _commit(self, step: int) -> None:
+        self._client.commit(step)
+        if self._num_left is not None:
+            self._num_left -= len(self._given)
+        self._given, self._ends_step = [], False

@@ -1,0 +1,207 @@
+"""What a run will look like, from lengths alone.
+
+Axes: K sampled steps, R ranks.
+Always true:
+- nothing is read but lengths: a report takes seconds for any number of rows;
+- counts of steps are exact; shares and percentiles are of the sampled steps, which are spread evenly over the
+  run;
+- `share_*` lie in [0, 1]; imbalance is the largest rank over the mean, 1 where all are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from raysvc.collate.columns import SEVERAL_ROWS
+from raysvc.collate.geometry import Frame, frame_of
+from raysvc.plan.plan import MiniBatchPlan, Plan
+from raysvc.plan.rank_plan import DUMMY_LENGTH
+
+_CELL_BYTES = {"attention_mask": 1, "loss_mask": 1}  # all others: 4
+_SEQUENCE_BYTES = 4 * 4 + 8  # seq_lengths, row_tokens, row_group, row_group_rows; row_ids
+_PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """Numbers of a plan.
+
+    Attributes:
+        num_rows: rows of the entry.
+        num_groups: groups of an epoch.
+        steps_per_epoch: steps.
+        num_steps: of all epochs.
+        optimizer_steps: of all epochs and update epochs.
+        sampled_steps: K.
+        tokens_per_step: percentile (0 to 100) -> tokens of real rows.
+        histogram: (from, to, steps) of tokens per step, ten bins of equal width.
+        share_padding: cells of micro-batches without a token of a real row.
+        share_dummies: cells of micro-batches that a dummy's tokens take.
+        packing_efficiency: tokens of real rows over the capacity of all packs; None for other layouts.
+        imbalance_tokens: mean over mini-batches of largest over mean tokens of a rank.
+        imbalance_cost: the same of cost, mean over mini-batches.
+        micro_batches_per_step: mean per rank.
+        dummies: in the sampled steps.
+        truncated: rows cut to the budget in the sampled steps.
+        dropped: rows over the budget that were left out of the sampled steps.
+        alone: rows over the budget in a micro-batch of their own in the sampled steps.
+        skipped: rows of `skip_rows` in the sampled steps.
+        bytes_per_step: mean bytes of all shards of a step.
+        bytes_look_ahead: bytes of the largest step, times look-ahead and the step in use.
+    """
+
+    num_rows: int
+    num_groups: int
+    steps_per_epoch: int
+    num_steps: int
+    optimizer_steps: int
+    sampled_steps: int
+    tokens_per_step: dict[int, int]
+    histogram: tuple[tuple[int, int, int], ...]
+    share_padding: float
+    share_dummies: float
+    packing_efficiency: float | None
+    imbalance_tokens: float
+    imbalance_cost: float
+    micro_batches_per_step: float
+    dummies: int
+    truncated: int
+    dropped: int
+    alone: int
+    skipped: int
+    bytes_per_step: int
+    bytes_look_ahead: int
+
+
+class StepRow(NamedTuple):
+    """Where one real row of a step goes.
+
+    Attributes: number of the mini-batch, rank, micro-batch on that rank, group in the mini-batch; row id;
+    first token and number of tokens that are used.
+    """
+
+    mini: int
+    rank: int
+    micro: int
+    group: int
+    row_id: int
+    start: int
+    length: int
+
+
+class _Measured(NamedTuple):
+    """One mini-batch in numbers: see `PlanReport`; costs are integers."""
+
+    tokens: int
+    cells: int
+    dummies: int
+    lines: int
+    micro_batches: int
+    num_bytes: int
+    imbalance_tokens: float
+    imbalance_cost: float
+    truncated: int
+    dropped: int
+    alone: int
+    skipped: int
+
+
+def plan_report(plan: Plan, dp_size: int, sample_steps: int = 64, look_ahead_steps: int = 2) -> PlanReport:
+    """The report of `plan` for `dp_size` ranks, from `sample_steps` of its steps."""
+    schedule = plan.schedule
+    count = min(sample_steps, schedule.num_steps)
+    steps = [number * schedule.num_steps // count for number in range(count)]
+    measured = [
+        [_measure(plan, mini, dp_size) for mini in plan.step(step, dp_size).mini_batches] for step in steps
+    ]
+    minis = [mini for step in measured for mini in step]
+    tokens = np.array([sum(mini.tokens for mini in step) for step in measured], np.int64)
+    step_bytes = [sum(mini.num_bytes for mini in step) for step in measured]
+    cells = max(1, sum(mini.cells for mini in minis))
+    lines = sum(mini.lines for mini in minis)
+    capacity = plan.config.micro_batch_tokens if plan.config.layout == "packed" else None
+    return PlanReport(
+        num_rows=len(plan.lengths),
+        num_groups=schedule.num_groups,
+        steps_per_epoch=schedule.steps_per_epoch,
+        num_steps=schedule.num_steps,
+        optimizer_steps=schedule.optimizer_steps,
+        sampled_steps=count,
+        tokens_per_step={p: int(np.percentile(tokens, p, method="nearest")) for p in _PERCENTILES},
+        histogram=_histogram(tokens),
+        share_padding=1 - int(tokens.sum()) / cells,
+        share_dummies=sum(mini.dummies for mini in minis) * DUMMY_LENGTH / cells,
+        packing_efficiency=int(tokens.sum()) / (lines * capacity) if capacity and lines else None,
+        imbalance_tokens=float(np.mean([mini.imbalance_tokens for mini in minis])),
+        imbalance_cost=float(np.mean([mini.imbalance_cost for mini in minis])),
+        micro_batches_per_step=sum(mini.micro_batches for mini in minis) / count,
+        dummies=sum(mini.dummies for mini in minis),
+        truncated=sum(mini.truncated for mini in minis),
+        dropped=sum(mini.dropped for mini in minis),
+        alone=sum(mini.alone for mini in minis),
+        skipped=sum(mini.skipped for mini in minis),
+        bytes_per_step=sum(step_bytes) // count,
+        bytes_look_ahead=max(step_bytes) * (look_ahead_steps + 1),
+    )
+
+
+def rows_of_step(plan: Plan, step: int, dp_size: int) -> Iterator[StepRow]:
+    """Every real row of `step`, by mini-batch, rank, micro-batch and place in it."""
+    for number, mini in enumerate(plan.step(step, dp_size).mini_batches):
+        for rank, ranked in enumerate(mini.ranks):
+            for micro, (start, stop) in enumerate(ranked.micro_batches):
+                for row in ranked.rows[ranked.lines[start] : ranked.lines[stop]].tolist():
+                    if row >= 0:
+                        yield StepRow(
+                            number,
+                            rank,
+                            micro,
+                            int(mini.group_index[row]),
+                            int(mini.row_ids[row]),
+                            int(mini.starts[row]),
+                            int(mini.lengths[row]),
+                        )
+
+
+def _measure(plan: Plan, mini: MiniBatchPlan, dp_size: int) -> _Measured:
+    config = plan.config
+    frame = frame_of(mini.ranks, mini.lengths, config.layout, config.pad_to_multiple, config.align)
+    rank_of = np.repeat(np.arange(dp_size), np.diff(frame.sequence_bounds))
+    tokens = np.bincount(rank_of, frame.lengths, dp_size)
+    costs = np.bincount(rank_of, plan.rules.cost.of(frame.lengths), dp_size)
+    return _Measured(
+        tokens=int(mini.lengths.sum()),
+        cells=sum((micro.stop - micro.start) * micro.width for rank in frame.micro_batches for micro in rank),
+        dummies=int((frame.rows < 0).sum()),
+        lines=int(frame.line_bounds[-1]),
+        micro_batches=len(frame.micro_batches[0]),
+        num_bytes=_bytes_of(frame, config.columns),
+        imbalance_tokens=float(tokens.max() / tokens.mean()),
+        imbalance_cost=float(costs.max() / costs.mean()),
+        truncated=mini.num_truncated,
+        dropped=mini.num_dropped,
+        alone=mini.num_alone,
+        skipped=mini.num_skipped,
+    )
+
+
+def _bytes_of(frame: Frame, columns: tuple[str, ...]) -> int:
+    """Bytes of the shards; an extra per-token column counts 4 bytes, an extra per-row column is left out."""
+    names = {*columns, *(("segment_ids",) if frame.layout in SEVERAL_ROWS else ())}
+    boundaries = 4 * (len(frame.bounds) + int(frame.line_bounds[-1]) + len(frame.micro_batches))
+    return (
+        int(frame.cell_bounds[-1]) * sum(_CELL_BYTES.get(name, 4) for name in names)
+        + len(frame.rows) * _SEQUENCE_BYTES
+        + (boundaries if frame.layout in SEVERAL_ROWS else 0)
+    )
+
+
+def _histogram(tokens: np.ndarray[tuple[int], np.dtype[np.int64]]) -> tuple[tuple[int, int, int], ...]:
+    low, high = int(tokens.min()), int(tokens.max()) + 1
+    edges = np.unique(np.linspace(low, high, 11).round().astype(np.int64))
+    counts = np.histogram(tokens, edges)[0]
+    return tuple(zip(edges[:-1].tolist(), edges[1:].tolist(), counts.tolist(), strict=True))

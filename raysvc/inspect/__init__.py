@@ -1,0 +1,1 @@
+"""Look at rows, runs, servers and the machine."""

@@ -1,0 +1,271 @@
+"""`raysvc doctor`: looks for what makes runs fail later, and says what to do about each.
+
+Always true:
+- a check that cannot run is a finding of its own (`skip`, with the reason), never silence;
+- every finding but `ok` and `skip` has a remedy;
+- nothing is changed: the store check removes what it wrote, no Ray is started.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from raysvc.config import JobConfig
+from raysvc.errors import RaysvcError
+
+State = Literal["ok", "warn", "fail", "skip"]
+MIN_RAY = (2, 60)
+MIN_SHM_SHARE = 0.3  # of memory: what Ray takes for objects by default
+MAX_SKEW_S = 1.0  # a lease lives for 30 s
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found.
+
+    Attributes:
+        check: its name.
+        what: one clause with the figures.
+        remedy: one clause; "" when there is nothing to do.
+    """
+
+    check: str
+    state: State
+    what: str
+    remedy: str = ""
+
+
+def examine(job: JobConfig | None = None, address: str | None = None) -> list[Finding]:
+    """All checks; those of a job or a cluster say `skip` without one.
+
+    Args:
+        job: checks its cache root, tokenizer and plan too.
+        address: checks that cluster too; a cluster that cannot be reached is a finding.
+    """
+    nodes, reached = _nodes(address)
+    return [
+        check_versions(
+            sys.version_info[:3], _version("ray"), [str(node.get("RayVersion", "")) for node in nodes]
+        ),
+        check_auth(os.environ, Path.home() / ".ray" / "auth_token"),
+        reached,
+        check_shm(*_shm()),
+        _guarded("cache store", job, _check_store),
+        _guarded("tokenizer", job, _check_tokenizer),
+        _guarded("object store", job, lambda job: _check_plan(job, nodes)),
+        _check_clocks(nodes),
+        _check_gpu(),
+    ]
+
+
+def check_versions(python: tuple[int, ...], ray: str, nodes: Iterable[str] = ()) -> Finding:
+    """Python and Ray, here and on the nodes (empty texts: not known)."""
+    name = "versions"
+    if python < (3, 11):
+        return Finding(name, "fail", f"Python {'.'.join(map(str, python))}", "use Python 3.11 or newer")
+    if tuple(int(part) for part in ray.split(".")[:2]) < MIN_RAY:
+        return Finding(name, "fail", f"ray {ray}", 'pip install "ray[data,default]>=2.60"')
+    other = sorted({version for version in nodes if version and version != ray})
+    if other:
+        return Finding(
+            name, "fail", f"ray {ray} here, {', '.join(other)} on nodes", "use one image for all nodes"
+        )
+    return Finding(name, "ok", f"Python {'.'.join(map(str, python))}, ray {ray}")
+
+
+def check_auth(environment: Mapping[str, str], token_file: Path) -> Finding:
+    """Who may use the cluster; the token itself is never looked at."""
+    mode, name = environment.get("RAY_AUTH_MODE", ""), "auth"
+    given = "RAY_AUTH_TOKEN" in environment or "RAY_AUTH_TOKEN_PATH" in environment
+    if mode == "disabled":
+        what = "RAY_AUTH_MODE=disabled: whoever reaches a port of the cluster runs code on it"
+        return Finding(
+            name, "warn", what, "set RAY_AUTH_MODE=token on all nodes and clients; see SECURITY.md"
+        )
+    if mode not in ("", "token"):
+        return Finding(name, "fail", f"RAY_AUTH_MODE={mode}", "set it to token")
+    if not given and not token_file.exists():
+        state: State = "fail" if mode else "warn"
+        return Finding(
+            name, state, f"no token: {token_file} is not there", "run: ray get-auth-token --generate"
+        )
+    if not given and token_file.stat().st_mode & 0o077:
+        return Finding(name, "warn", f"{token_file} can be read by others", f"chmod 600 {token_file}")
+    if not mode:
+        what = "RAY_AUTH_MODE is not set: Ray decides by whether a token file is there"
+        return Finding(name, "warn", what, "set RAY_AUTH_MODE=token on all nodes and clients")
+    return Finding(name, "ok", "token authentication")
+
+
+def check_shm(shm_bytes: int | None, memory_bytes: int) -> Finding:
+    """Whether Ray can keep objects in memory; None: this system has no /dev/shm."""
+    name = "/dev/shm"
+    if shm_bytes is None:
+        return Finding(name, "skip", "not Linux: Ray keeps objects in a temporary folder")
+    if shm_bytes < MIN_SHM_SHARE * memory_bytes:
+        what = f"{_gb(shm_bytes)} for {_gb(memory_bytes)} of memory: Ray falls back to files on disk"
+        remedy = f"give the container --shm-size={int(MIN_SHM_SHARE * memory_bytes) >> 30}g (or an emptyDir of Memory)"
+        return Finding(name, "warn", what, remedy)
+    return Finding(name, "ok", _gb(shm_bytes))
+
+
+def check_look_ahead(need_bytes: int, store_bytes: int, steps: int) -> Finding:
+    """The plan's largest steps against the smallest node's object store."""
+    name, what = (
+        "object store",
+        f"look-ahead of {steps} steps takes {_gb(need_bytes)}, a node has {_gb(store_bytes)}",
+    )
+    if need_bytes > store_bytes:
+        return Finding(
+            name, "fail", what, "lower server.look_ahead_steps or plan.batch_size, or start Ray with more"
+        )
+    if need_bytes > store_bytes / 2:
+        return Finding(
+            name, "warn", what, "objects will be spilled when two servers share a node; lower look-ahead"
+        )
+    return Finding(name, "ok", what)
+
+
+def check_clock_skew(skew_s: Mapping[str, float]) -> Finding:
+    """Clocks of nodes against this one, seconds; garbage collection trusts them."""
+    worst = max(skew_s, key=lambda node: abs(skew_s[node]))
+    what = f"{len(skew_s)} nodes within {abs(skew_s[worst]):.2f} s"
+    if abs(skew_s[worst]) > MAX_SKEW_S:
+        return Finding(
+            "clock", "warn", f"{worst} is off by {skew_s[worst]:.1f} s", "run chrony or ntpd on all nodes"
+        )
+    return Finding("clock", "ok", what)
+
+
+def _guarded(name: str, job: JobConfig | None, check: Callable[[JobConfig], Finding]) -> Finding:
+    if job is None:
+        return Finding(name, "skip", "no job given (-c job.yaml)")
+    try:
+        return check(job)
+    except (RaysvcError, OSError) as error:
+        what, remedy = getattr(error, "what", str(error)), getattr(error, "remedy", "see the message")
+        return Finding(name, "fail", f"{getattr(error, 'where', type(error).__name__)}: {what}", remedy)
+
+
+def _check_store(job: JobConfig) -> Finding:
+    from raysvc.api import cache_root
+    from raysvc.cache.store.store import open_store
+
+    store = open_store(cache_root(job), job.cache.storage_options, job.cache.unsafe_store)
+    store.probe()
+    if job.cache.unsafe_store:
+        what = f"{store.url}: cache.unsafe_store is on"
+        return Finding(
+            "cache store", "warn", what, "two builders may overwrite each other; use another store"
+        )
+    return Finding("cache store", "ok", f"{store.url} creates a file only when it is absent")
+
+
+def _check_tokenizer(job: JobConfig) -> Finding:
+    from raysvc.chat.tokens.tokenizer import LoadedTokenizer
+
+    hf = LoadedTokenizer(job.tokenizer).hf
+    what = f"{job.tokenizer.name}: {len(hf)} tokens"
+    if job.tokenizer.trust_remote_code:
+        return Finding("tokenizer", "warn", f"{what}, runs Python code of its own", "pin tokenizer.revision")
+    return Finding("tokenizer", "ok", what)
+
+
+def _check_plan(job: JobConfig, nodes: list[dict[str, Any]]) -> Finding:
+    from raysvc.api import cache_root, tokenize
+    from raysvc.build.find_or_build import explain_job
+    from raysvc.build.job_plan import plan_of
+    from raysvc.collate.plan_report import plan_report
+
+    if not explain_job(job, cache_root(job))["hit"]:
+        return Finding("object store", "skip", "the job's entry is not built yet")
+    plan = plan_of(job, tokenize(job))
+    report = plan_report(plan, job.trainer.dp_size, look_ahead_steps=job.server.look_ahead_steps)
+    stores = [node["Resources"].get("object_store_memory", 0) for node in nodes]
+    store_bytes = int(min(stores)) if stores else int(MIN_SHM_SHARE * _memory_bytes())
+    return check_look_ahead(report.bytes_look_ahead, store_bytes, job.server.look_ahead_steps)
+
+
+def _check_clocks(nodes: list[dict[str, Any]]) -> Finding:
+    if not nodes:
+        return Finding("clock", "skip", "no cluster given (--address)")
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    now = ray.remote(_now)
+    skew_s = {}
+    for node in nodes:
+        where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ask = now.options(num_cpus=0, scheduling_strategy=where)
+        ray.get(ask.remote(), timeout=60)  # the first call starts a process
+        before = time.time()
+        there = ray.get(ask.remote(), timeout=60)
+        skew_s[node["NodeManagerAddress"]] = there - (before + time.time()) / 2
+    return check_clock_skew(skew_s)
+
+
+def _now() -> float:
+    return time.time()
+
+
+def _check_gpu() -> Finding:
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("GPU", "skip", "no CUDA device here")
+    try:
+        torch.empty(1 << 20, dtype=torch.uint8).pin_memory()
+    except RuntimeError as error:
+        first = str(error).strip().splitlines()[0]
+        return Finding(
+            "GPU", "fail", f"memory cannot be pinned: {first}", "raise ulimit -l, or the memory limit"
+        )
+    return Finding("GPU", "ok", f"{torch.cuda.device_count()} devices, memory can be pinned")
+
+
+def _nodes(address: str | None) -> tuple[list[dict[str, Any]], Finding]:
+    import ray
+
+    if address is None and not ray.is_initialized():
+        return [], Finding("cluster", "skip", "no cluster given (--address)")
+    from raysvc.cluster import connect
+
+    try:
+        connect(address)
+    except RaysvcError as error:
+        return [], Finding(
+            "cluster", "fail", str(getattr(error, "what", error)), str(getattr(error, "remedy", ""))
+        )
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return nodes, Finding(
+        "cluster", "ok", f"{len(nodes)} nodes, {ray.cluster_resources().get('CPU', 0):g} CPUs"
+    )
+
+
+def _shm() -> tuple[int | None, int]:
+    if not Path("/dev/shm").is_dir():
+        return None, _memory_bytes()
+    found = os.statvfs("/dev/shm")
+    return found.f_blocks * found.f_frsize, _memory_bytes()
+
+
+def _memory_bytes() -> int:
+    from ray._common.utils import get_system_memory  # knows the limits of containers
+
+    return int(get_system_memory())
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import version
+
+    return version(package)
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f} GB"

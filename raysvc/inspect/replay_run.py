@@ -1,0 +1,185 @@
+"""A step once more, without a server: the bytes that its trainer was handed.
+
+Always true:
+- the same code makes the step that the server runs, from what the run's `served.jsonl` says of that step, else from
+  the job file;
+- nothing is written, no Ray is started;
+- for rollouts the groups come from the spool of the run folder; where that is gone, an error says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raysvc.build.serve_log import FILE, read_served
+from raysvc.errors import ConfigError, EntryError, StepOutOfOrder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from raysvc.actors.server.entry_stream import EntryStream
+    from raysvc.actors.server.rollout_stream import RolloutStream
+    from raysvc.actors.server.spec import ServeSpec, StepInfo
+    from raysvc.collate.shard import Shard
+    from raysvc.config import JobConfig
+    from raysvc.plan.schedule import Schedule
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayedStep:
+    """A step that was made again.
+
+    Attributes:
+        info: what its driver learned.
+        shards: [mini][rank].
+        schedule: of the run.
+        spec: how it was served.
+        recorded: the run wrote `spec` down; False: it comes from the job file.
+    """
+
+    info: StepInfo
+    shards: tuple[tuple[Shard, ...], ...]
+    schedule: Schedule
+    spec: ServeSpec
+    recorded: bool
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks."""
+        return len(self.shards[0])
+
+    def chosen(self, rank: int | None = None) -> list[Shard]:
+        """The shards of a rank, or all of them, mini-batch after mini-batch.
+
+        Raises:
+            ConfigError: there is no such rank.
+        """
+        if rank is not None and not 0 <= rank < self.dp_size:
+            raise ConfigError("--rank", f"{rank} is none of the {self.dp_size} ranks", "give one of them")
+        return [shard for mini in self.shards for shard in mini if rank in (None, shard.rank)]
+
+    def checksum(self, rank: int | None = None) -> str:
+        """sha256 over the digests of the chosen shards."""
+        return hashlib.sha256("".join(shard.digest() for shard in self.chosen(rank)).encode()).hexdigest()
+
+
+def replay_job(job: JobConfig, step: int, dp_size: int | None = None) -> ReplayedStep:
+    """A step of a job's run.
+
+    Args:
+        step: 0-based.
+        dp_size: None: that of the run, else `trainer.dp_size`.
+
+    Raises:
+        StepOutOfOrder: there is no such step.
+        EntryError: the entry is not built, or gone.
+    """
+    from raysvc.api import absolute
+
+    served = read_served(absolute(job.run_dir), step, job.cache.storage_options)
+    if served is not None:
+        return _made(served.spec, step, dp_size or served.dp_size or job.trainer.dp_size, recorded=True)
+    return _made(_spec_of(job), step, dp_size or job.trainer.dp_size, recorded=False)
+
+
+def replay_run(
+    run_dir: str, step: int, dp_size: int | None = None, storage_options: Mapping[str, Any] | None = None
+) -> ReplayedStep:
+    """A step of a run that has no job file, like one of rollouts.
+
+    Raises:
+        ConfigError: the folder does not say how its steps were made, or for how many ranks.
+        EntryError: the groups of the step are not in the spool.
+    """
+    from raysvc.api import absolute
+
+    served = read_served(absolute(run_dir), step, storage_options)
+    if served is None:
+        raise ConfigError(f"--run {run_dir}", f"has no {FILE}", "give the job file with -c")
+    ranks = dp_size or served.dp_size
+    if ranks is None:
+        what = "its trainer is not ours, so the number of ranks is not known"
+        raise ConfigError("--dp-size", what, "give the dp_size it attached with")
+    return _made(served.spec, step, ranks, recorded=True)
+
+
+def save(shards: list[Shard], path: Path) -> None:
+    """Write arrays as `mini<m>.rank<r>.<name>`, to a `.safetensors` or an `.npz` file.
+
+    Raises:
+        ConfigError: the name ends otherwise.
+    """
+    arrays = {f"mini{shard.mini}.rank{shard.rank}.{name}": np.ascontiguousarray(array)
+              for shard in shards for name, array in {**shard.arrays, "row_ids": shard.row_ids}.items()}  # fmt: skip
+    if path.suffix == ".npz":
+        np.savez(path, **arrays)  # type: ignore[arg-type]
+    elif path.suffix == ".safetensors":
+        from safetensors.numpy import save_file
+
+        save_file(arrays, path)
+    else:
+        raise ConfigError(f"--out {path}", "ends in neither .safetensors nor .npz", "choose one of them")
+
+
+def _spec_of(job: JobConfig) -> ServeSpec:
+    from raysvc.api import cache_root, serve_spec, tokenize
+    from raysvc.build.find_or_build import explain_job
+    from raysvc.build.mixed_job import jobs_of
+
+    jobs = jobs_of(job).values() if job.mixture else [job]
+    if not all(explain_job(one, cache_root(one))["hit"] for one in jobs):
+        raise EntryError("the job's entry", "is not built", "run raysvc tokenize first")
+    spec: ServeSpec = serve_spec(job.model_copy(update={"evals": {}}), tokenize(job))
+    return spec
+
+
+def _made(spec: ServeSpec, step: int, dp_size: int, *, recorded: bool) -> ReplayedStep:
+    stream = _rollouts(spec, step) if spec.rollouts else _rows(spec, step)
+    try:
+        info, shards = stream.make(step, (dp_size,))
+    except KeyError as error:  # a file of the spool is gone
+        what = f"group {error.args[0]} of step {step} is gone"
+        raise EntryError(
+            f"{spec.journal}/rollouts", what, "steps of rollouts live as long as it does"
+        ) from None
+    minis = tuple(shards[start : start + dp_size] for start in range(0, len(shards), dp_size))
+    return ReplayedStep(info, minis, stream.schedule, spec, recorded)
+
+
+def _rows(spec: ServeSpec, step: int) -> EntryStream:
+    from raysvc.actors.server.entry_stream import EntryStream
+    from raysvc.actors.server.make_step import Recipe
+
+    assert spec.entry_uri is not None, "a spec has an entry or rollouts"
+    stream = EntryStream(
+        spec.entry_uri, spec.storage_options, Recipe(spec.plan, spec.pad_token_id), spec.mixture
+    )
+    num_steps = stream.schedule.num_steps
+    if not 0 <= step < num_steps:
+        raise StepOutOfOrder(spec.name, step, f"a step from 0 to {num_steps - 1}")
+    return stream
+
+
+def _rollouts(spec: ServeSpec, step: int) -> RolloutStream:
+    import fsspec
+
+    from raysvc.actors.server.make_step import Recipe
+    from raysvc.actors.server.rollout_stream import RolloutStream
+
+    assert spec.rollouts is not None
+    folder = f"{spec.journal}/rollouts"
+    fs, root = fsspec.core.url_to_fs(folder, **spec.storage_options)
+    if not fs.exists(f"{root}/groups"):
+        raise EntryError(
+            folder, "the groups that were put are gone", "steps of rollouts live as long as it does"
+        )
+    recipe = Recipe(spec.plan, spec.pad_token_id)
+    stream = RolloutStream(spec.name, spec.rollouts, recipe, folder, spec.storage_options)
+    if step not in stream.pool.steps:
+        raise StepOutOfOrder(spec.name, step, f"one of the {len(stream.pool.steps)} steps that were formed")
+    return stream

@@ -1,0 +1,1 @@
+"""The trainer of `raysvc train`: loop, run folder, evaluation, figures."""

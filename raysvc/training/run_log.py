@@ -1,0 +1,108 @@
+"""What a run writes down as it goes: rows, metrics and evals by step, and the summary at its end.
+
+Always true:
+- a line is in its file before the step is committed;
+- losses, rows and tokens of the summary are of the whole run, whatever processes it took; rates are of this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from raysvc.errors import ConfigError
+from raysvc.progress import Progress, Tick
+from raysvc.training.run_folder import RunFolder, StepLog
+from raysvc.training.stalls import StallBook
+
+if TYPE_CHECKING:
+    from raysvc.actors.worker.results import MiniResult
+    from raysvc.build.cache_entry import CacheEntry
+    from raysvc.client.batch_client import Step
+
+
+class RunLog:
+    """The logs of a run, from a step on.
+
+    Args:
+        folder: of the run.
+        start: first step that this process trains.
+        progress: told of each step.
+    """
+
+    def __init__(self, folder: RunFolder, start: int, progress: Progress) -> None:
+        self._progress = progress
+        self._rows, self._metrics = StepLog(folder.rows, start), StepLog(folder.metrics, start)
+        self._evals = StepLog(folder.evals, start)
+        self.tokens = 0  # trained by this process
+
+    def step(self, step: Step, results: list[list[MiniResult]], step_s: float, stall_s: float) -> None:
+        """Write down a trained step; results[dp rank][optimizer step of it]."""
+        from raysvc.actors.worker.results import reduce_timing
+
+        infos = [mini.info for mini in step.optimizer_steps() if mini.info is not None]
+        for index, info in enumerate(infos):
+            line = {"step": step.index, "mini": index, "epoch": step.epoch, "row_ids": info.row_ids.tolist()}
+            self._rows.append(line)
+        losses = [sum(rank[index].loss for rank in results) for index in range(len(infos))]
+        tokens = sum(info.denominators.tokens for info in infos)
+        self.tokens += tokens
+        loss, last = sum(losses) / len(losses), results[0][-1]
+        counts = {"rows": sum(len(info.row_ids) for info in infos), "tokens": tokens, "minis": len(infos)}
+        times = {"step_s": round(step_s, 6), "stall_s": round(stall_s, 6)}
+        parts = [reduce_timing([rank[index].timing for rank in results]) for index in range(len(infos))]
+        timing = {"timing": parts} if any(parts) else {}
+        facts = {"loss": loss, "grad_norm": last.grad_norm, "lr": last.metrics["lr"]}
+        self._metrics.append({"step": step.index, **facts, **counts, **times, **timing})
+        shown = {
+            "loss": round(loss, 4),
+            "tokens/s": round(tokens / max(step_s, 1e-9)),
+            "stall ms": round(stall_s * 1e3, 1),
+        }
+        self._progress(Tick("train", step.index + 1, None, "steps", shown))
+
+    def evals(self, step: int, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Write down what the evals say after `step`."""
+        for line in lines:
+            self._evals.append({"step": step, **line})
+
+    def sync(self) -> None:
+        """Make all lines survive a power cut."""
+        for log in (self._rows, self._metrics, self._evals):
+            log.sync()
+
+    def close(self) -> None:
+        """Close the files."""
+        for log in (self._rows, self._metrics, self._evals):
+            log.close()
+
+
+def write_summary(
+    folder: RunFolder,
+    entry: CacheEntry,
+    steps: int,
+    resumed_from: int | None,
+    loop_s: float,
+    stalls: StallBook | None = None,
+    tokens: int = 0,
+) -> dict[str, Any]:
+    """What a run says at its end."""
+    lines = list(folder.lines(folder.metrics))
+    if not lines:
+        raise ConfigError("trainer.run_dir", f"{folder.path} has no metrics.jsonl", "use another run_dir")
+    summary = {
+        "steps": steps,
+        "optimizer_steps": sum(line["minis"] for line in lines),
+        "rows": sum(line["rows"] for line in lines),
+        "tokens_trained": sum(line["tokens"] for line in lines),
+        "loss_first": lines[0]["loss"],
+        "loss_last": lines[-1]["loss"],
+        "tokens_per_s": round(tokens / loop_s, 1) if loop_s else 0.0,
+        "stall_fraction": round(stalls.total_s / loop_s, 4) if loop_s and stalls else 0.0,
+        "stalls": dict((stalls or StallBook()).summary()),
+        "evals": {line["eval"]: line for line in folder.lines(folder.evals)},  # the last of each
+        "cache": {"key": entry.key, "hit": entry.hit, "reason": entry.reason, "uri": entry.uri},
+        "resumed_from": resumed_from,
+    }
+    folder.write_summary(summary)
+    return summary

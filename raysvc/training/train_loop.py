@@ -1,0 +1,292 @@
+"""`raysvc train`: tokenize, serve, attach, and train the built-in worker; goes on where it stopped.
+
+Always true:
+- after a kill at any moment, the same call ends with the row log and weights of a run that was never stopped;
+- what this run started (server, workers) ends with it; a server that was there before stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raysvc.api import ServerHandle, absolute, cpus_held, serve_entry, serve_spec, tokenize
+from raysvc.build.cache_entry import CacheEntry
+from raysvc.build.serve_log import read_served, served_line
+from raysvc.chat.tokens.token_bytes import count_bytes
+from raysvc.client.batch_client import BatchClient, Step, attach
+from raysvc.config import JobConfig
+from raysvc.errors import LeaseHeld, TokenizerError
+from raysvc.job_file import load_job
+from raysvc.progress import Progress, Tick, silent
+from raysvc.training.evaluation import Evals, HeldBack
+from raysvc.training.run_folder import Checkpoint, RunFolder, StepLog
+from raysvc.training.run_log import RunLog, write_summary
+from raysvc.training.stalls import StallBook
+from raysvc.training.step_metrics import observe_step
+
+if TYPE_CHECKING:
+    from raysvc.actors.dispatch.dispatch import Running, WorkerGroup
+    from raysvc.actors.worker.lr_schedule import LearningRate
+    from raysvc.actors.worker.torch_worker import ModelSpec
+    from raysvc.actors.worker.worker import MiniResult
+    from raysvc.plan.schedule import Schedule
+
+log = logging.getLogger(__name__)
+GROUP = "policy"
+
+
+def _never() -> bool:
+    return False
+
+
+def train(
+    config: str | Path | Mapping[str, Any] | JobConfig | None = None,
+    *,
+    address: str | None = None,
+    progress: Progress = silent,
+    should_stop: Callable[[], bool] = _never,
+    **overrides: Any,
+) -> dict[str, Any]:
+    """Run a whole job; returns the summary that is also written to `<run_dir>/summary.json`.
+
+    Args:
+        should_stop: asked after every step; True ends the run there, with a checkpoint.
+
+    Raises:
+        UserMistake: something in the job that the user can mend.
+        WorkerFailed: a worker died; the same call goes on from the last checkpoint.
+    """
+    begin = time.perf_counter()
+    job = load_job(config, **overrides)
+    folder = RunFolder(absolute(job.run_dir))
+    if not job.trainer.resume:
+        moved = folder.set_aside()
+        if moved is not None:
+            log.warning("trainer.resume is false: the earlier run is now in %s", moved)
+    entry = tokenize(job, address=address, progress=progress)
+    checkpoint = folder.newest()
+    if checkpoint is not None and checkpoint.state.get("done_for") == _goal(job):
+        progress(
+            Tick("train", checkpoint.step, checkpoint.step, "steps", {"already": "complete"}, final=True)
+        )
+        return write_summary(folder, entry, checkpoint.step, checkpoint.step, 0.0)
+    progress(Tick("start", 0, None, "", {}))
+    run = _Run(job, folder, entry, checkpoint, progress, begin, should_stop)
+    return run.run(address)
+
+
+def _goal(job: JobConfig) -> dict[str, Any]:
+    """What makes a finished run the one that was asked for."""
+    return {"max_steps": job.trainer.max_steps, "epochs": job.plan.epochs}
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A step that the workers were asked for."""
+
+    step: Step
+    running: Running
+    waited_s: float
+    begin: float = field(default_factory=time.perf_counter)
+
+
+@dataclass
+class _Run:
+    """One process's share of a run: from its first to its last step."""
+
+    job: JobConfig
+    folder: RunFolder
+    entry: CacheEntry
+    checkpoint: Checkpoint | None
+    progress: Progress
+    begin: float
+    should_stop: Callable[[], bool]
+    stalls: StallBook = field(default_factory=StallBook)
+    last_end: float = 0.0
+
+    def run(self, address: str | None) -> dict[str, Any]:
+        from raysvc.actors.dispatch.dispatch import WorkerGroup
+        from raysvc.actors.launch import server_names, stop_server
+        from raysvc.cluster import connect, require_cpus
+
+        job = self.job
+        connect(address, need_cpus=cpus_held(job))
+        require_cpus(cpus_held(job))
+        was_there = job.server.name in server_names()
+        group = WorkerGroup.start(
+            model_spec(job, self.entry), job.trainer.dp_size, job.trainer.device, job.trainer.cpus_per_worker
+        )
+        try:
+            # a server that is not detached lives as long as its handle
+            server = serve_entry(job, self.entry, address=address, detached=job.server.detached)
+            with _attach_when_free(job, server) as client:
+                return self._train(client, group)
+        finally:
+            group.stop()
+            if not was_there and not job.server.detached and job.server.name in server_names():
+                stop_server(job.server.name)
+
+    def _train(self, client: BatchClient, group: WorkerGroup) -> dict[str, Any]:
+        if self.checkpoint is not None:
+            client.load_state_dict(self.checkpoint.state["data"])
+        else:
+            client.rewind(0)
+        group.setup()
+        if self.checkpoint is not None:
+            group.load_checkpoint(str(self.checkpoint.folder))
+        start = client.frontier
+        stop = min(client.schedule.num_steps, self.job.trainer.max_steps or client.schedule.num_steps)
+        group.gather(
+            "set_schedule", group.call("set_schedule", _learning_rate(self.job, client.schedule, stop))
+        )
+        self._write_served(start)
+        books = RunLog(self.folder, start, self.progress)
+        loop_begin = time.perf_counter()
+        try:
+            self._loop(client, group, stop, books)
+        finally:
+            books.close()
+        loop_s = time.perf_counter() - loop_begin
+        resumed = start if self.checkpoint is not None else None
+        return write_summary(
+            self.folder, self.entry, client.frontier, resumed, loop_s, self.stalls, books.tokens
+        )
+
+    def _write_served(self, start: int) -> None:
+        """Say how the steps from here on are made."""
+        spec = serve_spec(self.job.model_copy(update={"evals": {}}), self.entry)
+        before = read_served(str(self.folder.path), start - 1)
+        if before is not None and before.spec.plan.skip_rows != spec.plan.skip_rows:
+            counts = len(before.spec.plan.skip_rows), len(spec.plan.skip_rows)
+            log.warning("plan.skip_rows changed at step %d: it had %d rows and has %d", start, *counts)
+        served = StepLog(self.folder.served, start)
+        served.append(served_line(start, self.job.trainer.dp_size, spec))
+        served.sync()
+        served.close()
+
+    def _loop(self, client: BatchClient, group: WorkerGroup, stop: int, books: RunLog) -> None:
+        """Start each step before waiting for the one before it, so that the workers never wait for the driver."""
+        from raysvc.actors.dispatch.dispatch import WorkerDispatch
+
+        every, evals = self.job.trainer.checkpoint_every_steps, self._evals(group, stop)
+        stage = HeldBack(group.stage, evals.next_after(client.frontier))
+        before: _Started | None = None
+        for step in client.steps(on_fetch=stage, stop=stop):
+            started = _Started(step, group.start_step(step), client.stats().last_wait_s)
+            if before is not None:
+                self._finish(client, group, before, books)
+            before, done, asked = started, step.index + 1, self.should_stop()
+            evaluating = evals.due(done)
+            saving = asked or done == stop or bool(every and done % every == 0)
+            if evaluating or saving:
+                self._finish(client, group, started, books)
+                before = None
+            if evaluating:
+                lines = evals.run(client, WorkerDispatch({GROUP: group}), GROUP, self.progress)
+                books.evals(step.index, lines)
+                stage.go_on(evals.next_after(done))
+            if saving:
+                self._save(client, group, stop, books)
+            if asked:
+                return
+
+    def _evals(self, group: WorkerGroup, stop: int) -> Evals:
+        """The job's evals; the workers are told the bytes of every token."""
+        evals = Evals.of(self.job, stop)
+        if not evals.names:
+            return evals
+        try:
+            counts = count_bytes(self.entry.tokenizer)
+        except TokenizerError as error:  # all rows may come from the cache
+            log.warning("evals have no bits per byte: %s", error)
+            return evals
+        if counts is not None:
+            group.gather("set_token_bytes", group.call("set_token_bytes", counts))
+        return evals
+
+    def _finish(self, client: BatchClient, group: WorkerGroup, started: _Started, books: RunLog) -> None:
+        results = group.finish_step(started.running)
+        step_s = time.perf_counter() - max(started.begin, self.last_end)
+        self.last_end = time.perf_counter()
+        stall_s = max(_stall_s(rank, started.waited_s) for rank in results)
+        times = observe_step(self.entry.uri, client, started.step, results, step_s, stall_s)
+        verdict = self.stalls.add(times)
+        if verdict is not None:
+            log.info("stalled server=%s %s", self.job.server.name, verdict)
+        books.step(started.step, results, step_s, stall_s)
+        client.commit(started.step.index)
+
+    def _save(self, client: BatchClient, group: WorkerGroup, stop: int, books: RunLog) -> None:
+        books.sync()
+        state = client.state_dict()
+        folder = self.folder.new_checkpoint(state["frontier"])
+        group.save_checkpoint(str(folder))
+        done = {"done_for": _goal(self.job)} if state["frontier"] == stop else {}
+        self.folder.publish(folder, {"data": state, **done})
+        self.folder.prune(self.job.trainer.keep_checkpoints)
+
+
+def model_spec(job: JobConfig, entry: CacheEntry) -> ModelSpec:
+    """What the workers of a job build."""
+    from raysvc.actors.staging.staging import StagingOptions
+    from raysvc.actors.worker.torch_worker import ModelSpec
+
+    trainer = job.trainer
+    return ModelSpec(
+        model=trainer.model,
+        vocab_size=int(entry.report["vocab_size"]),
+        strategy=trainer.strategy,
+        precision=trainer.precision,
+        staging=StagingOptions(timing=trainer.timing),
+        learning_rate=trainer.learning_rate,
+        weight_decay=trainer.weight_decay,
+        max_grad_norm=trainer.max_grad_norm,
+        loss=trainer.loss,
+        seed=trainer.seed,
+    )
+
+
+def _learning_rate(job: JobConfig, schedule: Schedule, stop: int) -> LearningRate:
+    """The rates of a run of `stop` steps."""
+    from raysvc.actors.worker.lr_schedule import LearningRate
+
+    minis = sum(schedule.mini_batches_at(step) for step in range(stop))
+    return LearningRate(
+        peak=job.trainer.learning_rate,
+        warmup_steps=job.trainer.warmup_steps,
+        total_steps=minis * schedule.update_epochs,
+        decay=job.trainer.lr_schedule,
+    )
+
+
+def _attach_when_free(job: JobConfig, server: ServerHandle) -> BatchClient:
+    """Attach; a lease that a killed trainer left behind is waited for until it runs out.
+
+    Raises:
+        LeaseHeld: the holder lives.
+    """
+    until = time.monotonic() + job.server.lease_ttl_s + 1.0
+    while True:
+        try:
+            return attach(server.name, job.trainer.dp_size, look_ahead_steps=job.server.look_ahead_steps)
+        except LeaseHeld as error:
+            if time.monotonic() > until:
+                raise
+            log.warning("waiting for the lease of %s to run out", error.holder)
+            time.sleep(min(2.0, job.server.lease_ttl_s / 4))
+
+
+def _stall_s(minis: list[MiniResult], driver_waited_s: float) -> float:
+    """Seconds in which one rank computed nothing because data was late.
+
+    The driver's wait for the step overlaps the step before; it counts as far as the rank was idle too.
+    """
+    waited_s = driver_waited_s + sum(mini.wait_s for mini in minis)
+    return min(
+        waited_s, sum(mini.idle_s for mini in minis) if minis[0].idle_s > minis[0].wait_s else waited_s
+    )

@@ -1,0 +1,37 @@
+"""What of a job decides its plan beside its section `plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysvc.config import JobConfig
+from raysvc.plan.cost import CostModel
+from raysvc.build.job_plan import plan_config
+
+DECODER = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
+
+
+def job(model: Path, **plan: Any) -> JobConfig:
+    sections = {"source": {"path": "rows.jsonl"}, "tokenizer": "tokenizer", "trainer": {"model": str(model)}}
+    return JobConfig.model_validate({**sections, "plan": plan})
+
+
+def test_ranks_are_evened_out_by_the_work_of_the_model_that_is_trained(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DECODER))
+    derived = CostModel.of_model(DECODER)
+    assert plan_config(job(tmp_path)).cost == (derived.linear, derived.quadratic)
+    assert derived.linear != CostModel().linear
+    assert plan_config(job(tmp_path, cost=[3, 2])).cost == (3, 2)
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", "{}", json.dumps({**DECODER, "hidden_size": None})])
+def test_a_model_that_does_not_tell_its_sizes_leaves_the_plan_as_it_is(
+    tmp_path: Path, text: str | None
+) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    assert plan_config(job(tmp_path)) == job(tmp_path).plan

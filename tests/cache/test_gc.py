@@ -1,0 +1,265 @@
+"""Removing what nobody needs, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from raysvc.cache import names, use_marker
+from raysvc.cache.find import collect_garbage, find_entry, list_entries, next_generation
+from raysvc.cache.key import cache_key
+from raysvc.cache.scan_memo import Memo
+from raysvc.cache.store.posix import PosixStore
+from raysvc.cache.store.store import Store, open_store
+from raysvc.cache.use_marker import store_now
+from raysvc.cache.verify import mark_damaged
+from raysvc.cache.writer import EntryWriter
+from raysvc.errors import EntryError, StoreError
+
+from .helpers import KEY, RECIPE, build, make_slices, make_table
+
+DAY_S = 86400.0
+
+
+@pytest.fixture
+def store(tmp_path) -> PosixStore:
+    return open_store(str(tmp_path / "cache"))
+
+
+def age(store: PosixStore, folder: str, by_s: float, *only: str) -> None:
+    """Make files older than they are."""
+    for path in [*Path(store.root, folder).iterdir(), Path(store.root, folder)]:
+        if not only or path.name in only:
+            old = path.stat().st_mtime - by_s
+            os.utime(path, (old, old))
+
+
+def build_named(store: Store, name: str) -> str:
+    build(store, recipe=RECIPE | {"name": name})
+    return cache_key(RECIPE | {"name": name})
+
+
+def folders(store: Store) -> set[str]:
+    return {item.folder for item in list_entries(store)}
+
+
+def test_nothing_young_is_touched(store):
+    build(store)
+    EntryWriter(store, build_named(store, "x"), 1).write_part(0, make_table(3), {})
+    before = {folder: store.list(folder) for folder in folders(store)}
+    assert collect_garbage(store) == []
+    assert {folder: store.list(folder) for folder in folders(store)} == before
+
+
+def test_receipts_and_temporary_files_of_a_finished_entry_go_after_the_grace_period(store):
+    manifest = build(store)
+    Path(store.root, KEY, ".tmp-left").write_text("x")
+    Path(store.root, ".probe-left").write_text("x")
+    age(store, KEY, 2 * DAY_S)
+    age(store, "", 2 * DAY_S, ".probe-left")
+    collect_garbage(store)
+    kept = {names.MANIFEST, names.STATE, names.DATASET_INFO} | {part.name for part in manifest.parts}
+    assert set(store.list(KEY)) == kept
+    assert store.list() == (KEY,)
+    assert find_entry(store, KEY).verify() == []
+
+
+def test_records_of_scans_go_when_they_are_old_and_no_sooner(store):
+    memo = Memo(store)
+    memo.put({"path": "old"}, {"size": 1})
+    memo.put({"path": "new"}, {"size": 2})
+    collect_garbage(store, grace_s=0)
+    old = max(Path(store.root, names.SCANS).iterdir(), key=lambda path: b"old" in path.read_bytes())
+    age(store, names.SCANS, 91 * DAY_S, old.name)
+    assert [removal.files for removal in collect_garbage(store)] == [(old.name,)]
+    assert Memo(store).get({"path": "old"}) is None
+    assert Memo(store).get({"path": "new"}) == {"size": 2}
+
+
+def test_a_build_that_stopped_long_ago_goes_and_one_that_goes_on_stays(store):
+    for key, age_s in (("a" * 64, 2 * DAY_S), ("b" * 64, 0.5 * DAY_S)):
+        EntryWriter(store, key).write_part(0, make_table(3), {})
+        age(store, key, age_s)
+    (removal,) = collect_garbage(store)
+    assert (removal.folder, removal.action, removal.reason) == (
+        "a" * 64,
+        "removed",
+        "its build did not go on",
+    )
+    assert folders(store) == {"b" * 64}
+
+
+def test_an_old_entry_is_marked_first_and_removed_a_grace_period_later(store):
+    build(store)
+    age(store, KEY, 10 * DAY_S)
+    entry = find_entry(store, KEY)
+    (mark,) = [one for one in collect_garbage(store, older_than_s=7 * DAY_S) if one.action == "marked"]
+    assert (mark.folder, mark.num_bytes > 0) == (KEY, True)
+    assert "was not used for 864" in mark.reason
+    assert find_entry(store, KEY) is None
+    assert entry.table().num_rows == 12
+    with pytest.raises(EntryError, match="being removed by gc"):
+        entry.hold("late reader")
+    collect_garbage(store, older_than_s=7 * DAY_S)
+    assert folders(store) == {KEY}
+    age(store, KEY, 2 * DAY_S)
+    assert [one.action for one in collect_garbage(store, older_than_s=7 * DAY_S)] == ["removed"]
+    assert store.list() == ()
+
+
+def test_the_mark_goes_last_and_the_manifest_first(store):
+    order: list[str] = []
+
+    class Watched(PosixStore):
+        def delete(self, name: str) -> None:
+            order.append(name.rpartition("/")[2])
+            super().delete(name)
+
+    build(store)
+    collect_garbage(Watched(store.root), older_than_s=0, grace_s=0)
+    deleted = [name for name in order if not name.startswith(".")]
+    assert deleted[0] == names.MANIFEST
+    assert deleted[-2:] == [names.DOOMED, KEY]
+
+
+def test_the_least_recently_used_entries_go_until_the_rest_fits(store):
+    keys = [build_named(store, name) for name in "abc"]
+    for key, days in zip(keys, (1, 3, 2), strict=True):
+        age(store, key, days * DAY_S)
+    use_marker.Hold(store, keys[1], "reader").release()
+    size = sum(item.num_bytes for item in list_entries(store)) / 3
+    marks = collect_garbage(store, max_bytes=int(2.5 * size), grace_s=30 * DAY_S)
+    assert [one.folder for one in marks] == [keys[1]]
+    with use_marker.Hold(store, keys[2], "reader") as hold:
+        age(store, keys[2], 2 * use_marker.USE_TTL_S, hold._marker)
+        marks = collect_garbage(store, max_bytes=int(1.5 * size), grace_s=30 * DAY_S)
+        assert [one.folder for one in marks] == [keys[0]], "a marker that ended is still a sign of use"
+
+
+def test_an_entry_in_use_is_never_touched(store):
+    keys = [build_named(store, name) for name in "abcd"]
+    for key in keys:
+        age(store, key, 10 * DAY_S)
+    with use_marker.Hold(store, keys[0], "reader"):
+        removals = collect_garbage(
+            store, older_than_s=1.0, max_bytes=0, in_use=[keys[1], f"{store.url}/{keys[2]}/"], grace_s=0
+        )
+        assert {one.folder for one in removals if one.action == "marked"} == {keys[3]}
+        assert folders(store) == set(keys[:3])
+        assert all(find_entry(store, key).verify() == [] for key in keys[:3])
+
+
+def test_a_marked_entry_that_is_held_after_all_is_waited_for(store):
+    build(store)
+    hold = use_marker.Hold(store, KEY, "reader")
+    store.create(f"{KEY}/{names.DOOMED}", b"{}")
+    age(store, KEY, 2 * DAY_S, names.DOOMED, names.MANIFEST)
+    assert [
+        one
+        for one in collect_garbage(store)
+        if one.action == "removed" and KEY in one.folder and not one.files
+    ] == []
+    assert find_entry(store, KEY) is None
+    assert names.MANIFEST in store.list(KEY)
+    hold.release()
+    collect_garbage(store)
+    assert folders(store) == set()
+
+
+def test_damaged_and_superseded_entries_go(store):
+    build(store)
+    mark_damaged(store, KEY, [])
+    build(store)
+    build(store, make_slices((1,)), generation=next_generation(store, KEY))
+    assert find_entry(store, KEY).folder == f"{KEY}.2"
+    reasons = {one.folder: one.reason for one in collect_garbage(store) if one.action == "marked"}
+    assert reasons == {KEY: "it is damaged", f"{KEY}.1": f"{KEY}.2 replaces it"}
+    collect_garbage(store, grace_s=0)
+    assert folders(store) == {f"{KEY}.2"}
+    assert find_entry(store, KEY).num_rows == 1
+
+
+def test_a_dry_run_tells_the_same_and_does_nothing(store):
+    build(store)
+    build_named(store, "other")
+    EntryWriter(store, "a" * 64).write_part(0, make_table(3), {})
+    before = {folder: store.list(folder) for folder in folders(store)}
+    dry = collect_garbage(store, older_than_s=0, grace_s=0, dry_run=True)
+    assert {folder: store.list(folder) for folder in folders(store)} == before
+    wet = collect_garbage(store, older_than_s=0, grace_s=0)
+    assert [(one.folder, one.action, one.num_bytes) for one in dry] == [
+        (one.folder, one.action, one.num_bytes) for one in wet
+    ]
+    assert folders(store) == set()
+
+
+def test_folders_of_others_are_left_alone(store):
+    build(store)
+    for folder in ("not a key!", "a.b.c", ".hidden"):
+        Path(store.root, folder).mkdir()
+        Path(store.root, folder, "file").write_text("x")
+        age(store, folder, 99 * DAY_S)
+    Path(store.root, "README").write_text("x")
+    collect_garbage(store, older_than_s=0, max_bytes=0, grace_s=0)
+    assert set(store.list()) == {"not a key!", "a.b.c", ".hidden", "README"}
+
+
+@pytest.mark.parametrize("where", ["memory", "s3"])
+def test_it_works_on_object_stores(request, where):
+    store = (
+        request.getfixturevalue("s3").store("gc-")
+        if where == "s3"
+        else open_store(f"memory://{uuid.uuid4().hex}")
+    )
+    key = build_named(store, "old")
+    EntryWriter(store, KEY).write_part(0, make_table(3), {})
+    with find_entry(store, key).hold("reader"):
+        assert collect_garbage(store, older_than_s=0, grace_s=0)
+        assert folders(store) == {key}
+    collect_garbage(store, older_than_s=0, grace_s=0)
+    assert tuple(store.list()) == ()
+
+
+def test_ages_are_by_the_clock_of_the_store(store):
+    class Ahead(PosixStore):
+        """A server whose clock is a day ahead."""
+
+        def _stage(self, staged: str, data: bytes | memoryview) -> None:
+            super()._stage(staged, data)
+            os.utime(staged, (time.time() + DAY_S,) * 2)
+
+    ahead = Ahead(store.root)
+    EntryWriter(ahead, KEY).write_part(0, make_table(3), {})
+    os.utime(Path(store.root, KEY), (time.time() + DAY_S,) * 2)
+    assert abs(store_now(ahead) - time.time() - DAY_S) < 60
+    assert collect_garbage(ahead, grace_s=3600) == []
+
+
+class TestHold:
+    def test_renewing_leaves_one_marker_and_never_none(self, store):
+        build(store)
+        seen: list[int] = []
+
+        class Watched(PosixStore):
+            def delete(self, name: str) -> None:
+                super().delete(name)
+                seen.append(sum(bool(names.USE.fullmatch(one)) for one in self.list(KEY)))
+
+        with use_marker.Hold(Watched(store.root), KEY, "reader") as hold:
+            hold.renew()
+            hold.renew()
+            assert seen == [1, 1]
+        assert seen == [1, 1, 0]
+
+    def test_a_reader_that_cannot_write_reads_all_the_same(self, store, caplog):
+        class ReadOnly(PosixStore):
+            def write(self, name: str, data: bytes | memoryview) -> None:
+                raise StoreError(self.root, "cannot be written", "choose another cache.root")
+
+        build(store)
+        with use_marker.Hold(ReadOnly(store.root), KEY, "reader"):
+            assert "not marked as used" in caplog.text

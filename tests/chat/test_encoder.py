@@ -1,0 +1,206 @@
+"""Ids are the tokenizer's own, by whatever encoder; spans end where tokens end, or the row is set aside."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raysvc.chat.slice_tokenizer import SliceTokenizer
+from raysvc.chat.source.json_rows import SourceRow
+from raysvc.chat.tokens.encoder import Encoded, ReferenceEncoder, choose_encoder, probe_texts
+from raysvc.chat.tokens.tokenizer import LoadedTokenizer
+from raysvc.config import TextSpec, TokenizerConfig
+
+CHATML = "chatml_default_system"
+TEXTS = [
+    "plain words",
+    "caf\u00e9 and cafe\u0301",
+    "\u4f60\u597d \U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467",
+    "   many   spaces   ",
+    "tab\t\tand\r\nlines\n\n\nend",
+    "spelled <|endoftext|> inside",
+    "\u212b \ufb01 \u1e9b\u0323 \x00\x1f",
+]
+
+
+def rows(texts: list[str] = TEXTS) -> list[dict[str, Any]]:
+    return [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text}]}
+        for text in texts
+    ]
+
+
+@pytest.mark.parametrize("kind", ["nfc", "metaspace", "adds_bos"])
+@pytest.mark.parametrize("template", [CHATML, "llama3_trimming", "must_alternate"])
+def test_other_kinds_of_tokenizers_are_right_too(
+    kind: str, template: str, special_folder: Any, slice_tokenizer: Any, tokenize: Any
+) -> None:
+    tokenizer = slice_tokenizer(template, special_folder(kind, template))
+    made, result = tokenize(tokenizer, *rows())
+    hf = tokenizer.tokenizer.hf
+    kept = result.table["source_row"].to_pylist()
+    assert kept[:3] == [0, 1, 2]
+    normalize = getattr(hf.backend_tokenizer.normalizer, "normalize_str", str) if kind == "nfc" else str
+    for row, number in zip(made, kept, strict=True):
+        assert row.ids == hf.apply_chat_template(rows()[number]["messages"], return_dict=False)
+        (text,) = row.trained
+        eot = {"llama3_trimming": "<|eot_id|>", "must_alternate": "</s>"}.get(template, "<|im_end|>")
+        assert text.count(eot) == 1
+        assert text.endswith(eot)
+        assert text.removesuffix(eot).strip() == normalize(TEXTS[number]).strip()
+
+
+class Wrong:
+    """An encoder that makes one id wrong in texts that hold a word, without changing what they decode to."""
+
+    name = "wrong"
+
+    def __init__(self, inner: Any, word: str) -> None:
+        self._inner, self._word = inner, word
+
+    def encode(self, texts: Any) -> Encoded:
+        return self._inner.encode(texts)
+
+    def encode_bytes(self, data: Any, offsets: Any) -> Encoded:
+        found = self._inner.encode_bytes(data, offsets)
+        ids, begin = found.ids.copy(), 0
+        if self._word.encode() in data.tobytes():
+            begin = 1 if len(ids) else 0
+            ids[-3] = ids[-3] + 1
+        return Encoded(ids, found.offsets) if begin else found
+
+
+def test_a_difference_on_a_slice_switches_to_the_reference_and_makes_the_slice_again(
+    slice_tokenizer: Any, tokenize: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = slice_tokenizer(CHATML)
+    good, _ = tokenize(tokenizer, *rows(["one", "two", "three"]))
+    tokenizer._encoder = Wrong(tokenizer._reference, "three")
+    with caplog.at_level(logging.WARNING, logger="raysvc.chat"):
+        made, result = tokenize(tokenizer, *rows(["one", "two", "three"]))
+    assert [row.ids for row in made] == [row.ids for row in good]
+    assert result.encoder == tokenizer.encoder_name == "tokenizers"
+    assert "wrong differs from the reference" in result.switched
+    assert "switched to the reference" in caplog.text
+    assert result.sampled >= 2
+
+
+def test_a_template_code_that_differs_switches_to_jinjas_own(slice_tokenizer: Any, tokenize: Any) -> None:
+    tokenizer = slice_tokenizer(CHATML)
+    good, _ = tokenize(tokenizer, *rows(["one", "two"]))
+    shapes = tokenizer._preparer.shapes
+    honest = shapes.fill
+
+    def lying(example: Any) -> Any:
+        filled = honest(example)
+        filled.parts[0] += "!"
+        return filled
+
+    shapes.fill = lying
+    made, result = tokenize(tokenizer, *rows(["one", "two"]))
+    assert [row.ids for row in made] == [row.ids for row in good]
+    assert "template code differs" in result.switched
+
+
+def test_a_fast_encoder_has_to_be_equal_on_the_probes(tokenizer_folder: Any, monkeypatch: Any) -> None:
+    from raysvc.chat.tokens import encoder
+
+    tokenizer = LoadedTokenizer(TokenizerConfig(name=tokenizer_folder(CHATML)))
+    reference = ReferenceEncoder(tokenizer)
+    assert any("<|im_end|>" in text for text in probe_texts(tokenizer))
+    chosen, why = choose_encoder(tokenizer, reference)
+    assert (chosen.name, why) == ("gigatoken", "")
+
+    class Off(encoder.GigatokenEncoder):
+        def encode(self, texts: Any) -> Encoded:
+            found = super().encode(texts)
+            return Encoded(
+                np.where(found.ids == found.ids.max(), 0, found.ids).astype(np.int32), found.offsets
+            )
+
+    monkeypatch.setattr(encoder, "GigatokenEncoder", Off)
+    chosen, why = choose_encoder(tokenizer, reference)
+    assert (chosen.name, why) == ("tokenizers", "gigatoken differs on a probe text")
+
+
+def test_a_fast_encoder_is_not_needed(tokenizer_folder: Any, monkeypatch: Any) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    tokenizer = SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=tokenizer_folder(CHATML))))
+    assert tokenizer.encoder_name == "tokenizers"
+    assert tokenizer.run([SourceRow(0, rows(["a"])[0])]).switched == "gigatoken is not installed"
+
+
+@pytest.mark.parametrize("template", [CHATML, "llama3_trimming", "strips_think", "generation_marks"])
+def test_content_that_spells_the_end_of_turn_cannot_be_trained_but_can_be_context(
+    template: str, slice_tokenizer: Any, tokenize: Any
+) -> None:
+    eot = "<|eot_id|>" if template == "llama3_trimming" else "<|im_end|>"
+    spelled = f"a {eot} b"
+    asked = {"messages": [{"role": "user", "content": spelled}, {"role": "assistant", "content": "c"}]}
+    answered = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": spelled}]}
+    tokenizer = slice_tokenizer(template)
+    made, result = tokenize(tokenizer, asked, answered)
+    assert result.table["source_row"].to_pylist() == [0]
+    assert made[0].ids == tokenizer.tokenizer.hf.apply_chat_template(asked["messages"], return_dict=False)
+    assert made[0].trained == [f"c{eot}"]
+    assert result.books.quarantined == {"a trained turn holds a control token": 1}
+
+
+def test_blanks_that_merge_with_the_header_are_context(slice_tokenizer: Any, tokenize: Any) -> None:
+    tokenizer = slice_tokenizer(CHATML)
+    hf = tokenizer.tokenizer.hf
+    assert len(hf("\n\n")["input_ids"]) == 1
+    (row,), _ = tokenize(tokenizer, *rows(["\n\nhello"]))
+    assert row.trained == ["\nhello<|im_end|>"]
+
+
+def test_a_token_over_header_and_message_sets_the_row_aside(
+    tokenizer_folder: Any, slice_tokenizer: Any, tokenize: Any
+) -> None:
+    template = "{% for m in messages %}{{ m.role + ': answ' + m.content + '<|im_end|>' }}{% endfor %}"
+    config = TokenizerConfig(name=tokenizer_folder(CHATML), chat_template=template)
+    tokenizer = SliceTokenizer(TextSpec(tokenizer=config))
+    _, result = tokenize(tokenizer, *rows(["er me", " me"]))
+    assert result.table["source_row"].to_pylist() == [1]
+    assert result.books.quarantined == {"a token spans a header and its message": 1}
+
+
+def test_lines_keep_their_numbers_and_one_fault_stays_one_rows(slice_tokenizer: Any) -> None:
+    good = json.dumps(rows(["a"])[0])
+    lines = [good, "", "{broken", good, "[1, 2]", good + "\r", "  "]
+    result = slice_tokenizer(CHATML).run_json_lines("\n".join(lines).encode(), 100)
+    assert result.table["source_row"].to_pylist() == [100, 103, 105]
+    assert result.books.quarantined == {"broken JSON": 1, "not a JSON object": 1}
+    assert [example.source_row for example in result.examples] == [102, 104]
+    assert "broken JSON" in str(result.examples[0])
+
+
+def test_a_byte_order_mark_is_no_fault(slice_tokenizer: Any) -> None:
+    data = b"\xef\xbb\xbf" + json.dumps(rows(["a"])[0]).encode()
+    assert slice_tokenizer(CHATML).run_json_lines(data, 0).books.rows_written == 1
+
+
+def test_a_slice_of_many_blocks_gives_what_one_block_gives(slice_tokenizer: Any, monkeypatch: Any) -> None:
+    from raysvc.chat import slice_tokenizer as tokenizing
+    from raysvc.chat.source import json_rows
+
+    data = "\n".join(json.dumps(row) for row in rows([f"number {n} \u00e9" for n in range(50)])).encode()
+    once = slice_tokenizer(CHATML).run_json_lines(data, 7)
+    monkeypatch.setattr(json_rows, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(tokenizing, "ROWS_PER_CHUNK", 3)
+    many = slice_tokenizer(CHATML).run_json_lines(data, 7)
+    assert once.table.to_pydict() == many.table.to_pydict()
+    assert once.books == many.books
+    assert once.table["source_row"].to_pylist() == list(range(7, 57))
+
+
+def test_an_empty_slice_is_an_empty_table(slice_tokenizer: Any) -> None:
+    for result in (slice_tokenizer(CHATML).run_json_lines(b"", 0), slice_tokenizer(CHATML).run([])):
+        assert (result.table.num_rows, result.books.rows_in) == (0, 0)
+        assert result.table.schema.names == ["input_ids", "loss_mask", "source_row"]

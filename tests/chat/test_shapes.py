@@ -1,0 +1,217 @@
+"""The fast ways give what the slow way gives: shapes against renders, columns against rows, on any conversation."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from raysvc.chat.render.renderer import Preparer
+from raysvc.chat.slice_tokenizer import SliceTokenizer
+from raysvc.chat.source.json_rows import SourceRow
+from raysvc.config import TextSpec, TokenizerConfig
+
+FAST = [
+    "chatml_default_system",
+    "llama3_trimming",
+    "strips_think",
+    "merges_tools",
+    "must_alternate",
+    "generation_marks",
+    "marks_without_eot",
+    "deferred_tool_end",
+    "no_last_eot",
+    "qwen3_like",
+    "prompt_opens_think",
+    "plain_words",
+    "takes_parts",
+    "first_is_a_title",
+]
+SLOW = ["in_a_macro", "captured", "lists_users_first"]
+PIECES = [
+    "a",
+    "hello world",
+    "Yes",
+    " ",
+    "\n",
+    "\n\n",
+    "\t",
+    "é",
+    "e\u0301",
+    "你好",
+    "😀",
+    "1 + 1 = 2",
+    "assistant",
+    "user",
+]
+TRICKS = [
+    "<think>",
+    "</think>",
+    "<think>\nhm\n</think>\n\n",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "</s>",
+    "<tool_response>",
+    "### assistant:",
+    "\x00",
+    "\x1c",
+    "\xa0",
+]
+content = st.lists(st.sampled_from(PIECES + TRICKS), max_size=5).map("".join)
+call = st.fixed_dictionaries(
+    {
+        "function": st.fixed_dictionaries(
+            {
+                "name": st.sampled_from(["f", "get_weather"]),
+                "arguments": st.dictionaries(
+                    st.sampled_from(["a", "b"]),
+                    st.none() | st.integers(-5, 5) | content | st.booleans(),
+                    max_size=2,
+                ),
+            }
+        )
+    }
+)
+
+
+@st.composite
+def message(draw: Any) -> dict[str, Any]:
+    role = draw(st.sampled_from(["user", "assistant", "assistant", "tool"]))
+    made: dict[str, Any] = {"role": role, "content": draw(content)}
+    if role == "assistant" and draw(st.integers(0, 5)) == 0:
+        made["tool_calls"] = draw(st.lists(call, max_size=2))
+    if role == "assistant" and draw(st.integers(0, 5)) == 0:
+        made[draw(st.sampled_from(["reasoning_content", "thinking", "reasoning"]))] = draw(content)
+    if draw(st.integers(0, 9)) == 0:
+        made["name"] = draw(st.none() | content)
+    return made
+
+
+@st.composite
+def conversation(draw: Any) -> dict[str, Any]:
+    messages = draw(st.lists(message(), min_size=1, max_size=6))
+    if draw(st.booleans()):
+        roles = ["user", "assistant"] * 4
+        messages = [{**made, "role": role} for made, role in zip(messages, roles, strict=False)]
+    if draw(st.integers(0, 3)) == 0:
+        messages = [{"role": "system", "content": draw(content)}, *messages]
+    row: dict[str, Any] = {"messages": messages}
+    if draw(st.integers(0, 4)) == 0:
+        row["tools"] = [{"type": "function", "function": {"name": "f"}}]
+    return row
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees_settle_at_once() -> Any:
+    """So that few rows meet every way of filling: the walk, the compiled tree, and the compiled loop."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("raysvc.chat.render.trees.QUIET_FINDS", 2)
+        yield
+
+
+@pytest.fixture(scope="module")
+def pairs(tokenizer_folder: Any) -> Any:
+    """Template -> (tokenizer with everything, one that only renders and uses the reference encoder)."""
+    made: dict[str, tuple[SliceTokenizer, SliceTokenizer]] = {}
+
+    def pair(name: str, **options: Any) -> tuple[SliceTokenizer, SliceTokenizer]:
+        key = name + json.dumps(options)
+        if key not in made:
+            spec = TextSpec(tokenizer=TokenizerConfig(name=tokenizer_folder(name)), **options)
+            fast, slow = SliceTokenizer(spec), SliceTokenizer(spec)
+            slow._preparer = Preparer(slow.tokenizer, fast=False, with_turns=True)
+            slow._encoder = slow._reference
+            made[key] = (fast, slow)
+        return made[key]
+
+    return pair
+
+
+def run(tokenizer: SliceTokenizer, rows: list[dict[str, Any]]) -> Any:
+    result = tokenizer.run([SourceRow(number, row) for number, row in enumerate(rows)])
+    assert result.switched == "" or result.encoder == "tokenizers"
+    return result
+
+
+def same(one: Any, other: Any) -> None:
+    assert one.table.to_pydict() == other.table.to_pydict()
+    assert one.books == other.books
+
+
+@pytest.mark.parametrize("template", FAST + SLOW)
+@given(rows=st.lists(conversation(), min_size=1, max_size=4))
+@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+def test_a_shape_gives_what_the_render_gives(template: str, pairs: Any, rows: list[dict[str, Any]]) -> None:
+    fast, slow = pairs(template)
+    same(run(fast, rows), run(slow, rows))
+
+
+@pytest.mark.parametrize("template", ["merges_tools", "qwen3_like", "llama3_trimming", "deferred_tool_end"])
+@given(rows=st.lists(conversation(), min_size=1, max_size=4))
+@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+def test_turns_are_cut_alike(template: str, pairs: Any, rows: list[dict[str, Any]]) -> None:
+    fast, slow = pairs(template, max_length=60, truncation="keep_end_turns")
+    same(run(fast, rows), run(slow, rows))
+
+
+plain_message = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": content})
+plain = st.lists(plain_message, min_size=1, max_size=5).map(lambda made: {"messages": made})
+with_system = st.tuples(content, plain).map(
+    lambda made: {"messages": [{"role": "system", "content": made[0]}, *made[1]["messages"]]}
+)
+
+
+@pytest.mark.parametrize("train_on", ["all_assistant_messages", "last_assistant_message", "all_tokens"])
+@pytest.mark.parametrize("template", FAST + SLOW)
+@given(rows=st.lists(plain | with_system, min_size=1, max_size=6))
+@example(rows=[{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\x1c"}]}])
+@settings(deadline=None, max_examples=20, suppress_health_check=list(HealthCheck))
+def test_columns_give_what_rows_give(
+    template: str, train_on: str, pairs: Any, rows: list[dict[str, Any]]
+) -> None:
+    fast, slow = pairs(template, train_on=train_on)
+    fast._not_plain = 0
+    lines = "\n".join(json.dumps(row) for row in rows).encode()
+    same(fast.run_json_lines(lines, 0), run(slow, rows))
+
+
+@pytest.mark.parametrize("template", FAST)
+def test_usual_conversations_have_shapes(template: str, pairs: Any) -> None:
+    from raysvc.chat.source.formats import ChatExample
+
+    fast, _ = pairs(template)
+    messages = [{"role": role, "content": "It is so."} for role in ("user", "assistant", "user", "assistant")]
+    filled = fast._preparer.shapes.fill(
+        ChatExample(messages, None, (1, 3) if "last" not in template else (1,))
+    )
+    assert (filled is None) == (template in WITHOUT_PROVED_SPANS)
+
+
+WITHOUT_PROVED_SPANS = {"plain_words"}
+
+
+def test_tools_that_json_cannot_spell_stay_their_rows_own(pairs: Any) -> None:
+    def with_tool(described: Any) -> dict[str, Any]:
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        return {"messages": messages, "tools": [{"name": "f", "description": described}]}
+
+    fast, slow = pairs("merges_tools")
+    rows = [with_tool(odd) for odd in (None, float("nan"), "\ud800", 2**70, "plain")]
+    same(run(fast, rows), run(slow, rows))
+    assert run(fast, rows).books.rows_written == 4
+
+
+def test_a_trained_message_outside_of_every_loop_is_no_part_of_a_shape(pairs: Any) -> None:
+    said = [("assistant", "title"), ("user", "a"), ("assistant", "b")]
+    row = {"messages": [{"role": role, "content": content} for role, content in said]}
+    fast, slow = pairs("first_is_a_title")
+    usual = {"messages": row["messages"][1:]}
+    lines = "\n".join(json.dumps(each) for each in [usual, row]).encode()
+    for result in (run(fast, [usual, row]), run(slow, [usual, row]), fast.run_json_lines(lines, 0)):
+        assert list(result.books.quarantined) == ["a trained message is not one stretch of the render"]
+        assert result.table["source_row"].to_pylist() == [0]

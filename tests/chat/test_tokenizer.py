@@ -1,0 +1,97 @@
+"""A tokenizer is known by its content, and a wrong one is a user's mistake that says what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysvc.chat.slice_tokenizer import SliceTokenizer
+from raysvc.chat.source.json_rows import SourceRow
+from raysvc.chat.tokens.tokenizer import LoadedTokenizer
+from raysvc.config import TextSpec, TokenizerConfig
+from raysvc.errors import TokenizerError
+
+CHATML = "chatml_default_system"
+ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+
+
+def loaded(name: str, **options: Any) -> LoadedTokenizer:
+    return LoadedTokenizer(TokenizerConfig(name=name, **options))
+
+
+def test_copies_in_other_folders_are_the_same_tokenizer(tokenizer_folder: Any, tmp_path: Path) -> None:
+    folder = tokenizer_folder(CHATML)
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    assert loaded(folder).identity() == loaded(str(copy)).identity()
+    assert str(tmp_path) not in json.dumps(loaded(str(copy)).identity())
+
+
+def test_whatever_decides_the_bytes_changes_the_identity(tokenizer_folder: Any, tmp_path: Path) -> None:
+    folder = tokenizer_folder(CHATML)
+    file = tmp_path / "other.jinja"
+    file.write_text("{{ messages[0].content }}")
+    same_text = file.read_text()
+    seen = [
+        loaded(folder),
+        loaded(tokenizer_folder("in_a_macro")),
+        loaded(tokenizer_folder("llama3_trimming")),
+        loaded(folder, chat_template=str(file)),
+        loaded(folder, template_kwargs={"enable_thinking": False}),
+    ]
+    identities = [json.dumps(one.identity(), sort_keys=True) for one in seen]
+    assert len(set(identities)) == len(identities)
+    assert loaded(folder, chat_template=same_text).identity() == seen[3].identity()
+
+
+def test_template_kwargs_reach_the_template(tokenizer_folder: Any) -> None:
+    template = "{{ greeting }} {% for m in messages %}{{ m.content + '<|im_end|>' }}{% endfor %}"
+    config = TokenizerConfig(
+        name=tokenizer_folder(CHATML), chat_template=template, template_kwargs={"greeting": "Yes"}
+    )
+    tokenizer = SliceTokenizer(TextSpec(tokenizer=config))
+    result = tokenizer.run([SourceRow(0, ROW)])
+    assert tokenizer.tokenizer.hf.decode(result.table["input_ids"][0].as_py()).startswith("Yes a")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"name": "/nowhere/at/all"}, "could not be loaded"),
+        ({"chat_template": "/nowhere.jinja"}, "neither a file nor a template"),
+        ({"chat_template": "{% for m in messages %}"}, "does not compile"),
+    ],
+)
+def test_a_wrong_tokenizer_says_so(options: dict[str, str], words: str, tokenizer_folder: Any) -> None:
+    config = TokenizerConfig(**{"name": tokenizer_folder(CHATML), **options})
+    with pytest.raises(TokenizerError, match=words):
+        SliceTokenizer(TextSpec(tokenizer=config))
+
+
+def test_a_broken_tokenizer_file_says_so(tokenizer_folder: Any, tmp_path: Path) -> None:
+    copy = shutil.copytree(tokenizer_folder(CHATML), tmp_path / "copy")
+    (copy / "tokenizer.json").write_text("{")
+    with pytest.raises(TokenizerError, match="could not be loaded"):
+        loaded(str(copy))
+
+
+def test_only_a_chat_needs_a_template(tokenizer_folder: Any) -> None:
+    tokenizer = SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=tokenizer_folder("none"))))
+    with pytest.raises(TokenizerError, match="has no chat template"):
+        tokenizer.run([SourceRow(0, ROW)])
+    tokenizer = SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=tokenizer_folder("none"))))
+    assert tokenizer.run([SourceRow(0, {"text": "hello"})]).books.rows_written == 1
+
+
+def test_importing_the_room_is_quick_and_starts_nothing() -> None:
+    code = (
+        "import sys, raysvc.chat.slice_tokenizer, raysvc.chat.row_counts, raysvc.chat.source.formats\n"
+        "print([m for m in ('ray', 'torch', 'transformers', 'datasets', 'gigatoken') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -1,0 +1,315 @@
+"""Rank mode: every rank attaches by itself. And sweeps: several trainers read one stream."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.ray
+Served = Callable[..., Any]
+
+
+def stats(server: Any) -> dict[str, Any]:
+    from raysvc.actors.launch import wait_for
+
+    facts: dict[str, Any] = wait_for(server.stats.options(concurrency_group="control").remote(), "stats")
+    return facts
+
+
+def attach_ranks(name: str, num_ranks: int = 2, **options: Any) -> list[Any]:
+    import raysvc
+
+    return [
+        raysvc.attach(name, dp_size=num_ranks, rank=rank, group="g", **options) for rank in range(num_ranks)
+    ]
+
+
+def test_ranks_get_the_bytes_of_the_controller_and_a_step_is_collated_once(
+    serve: Served, streams: Any
+) -> None:
+    import raysvc
+
+    server = serve("ranks")
+    with raysvc.attach("ranks", dp_size=3) as client:
+        expected = streams.take(client)
+        client.rewind(0)
+    made = stats(server)["made"]
+    ranks = attach_ranks("ranks", 3, look_ahead_steps=2)
+    got: dict[int, Any] = {}
+    for steps in zip(*(rank.steps() for rank in ranks), strict=True):
+        index = steps[0].index
+        got[index] = [
+            [streams.digest(shard) for shard in mini] for mini in zip(*(s.shards for s in steps), strict=True)
+        ]
+        for rank in ranks:
+            assert stats(server)["frontier"] == index, "committed when all ranks did"
+            rank.commit(index)
+        eventually_frontier(server, index + 1)
+    assert got == expected
+    assert stats(server)["made"] - made == len(expected)
+    assert stats(server)["shared_bytes"] == 0, "every rank took every step, nothing is kept"
+    for rank in ranks:
+        rank.detach()
+    assert stats(server)["holder"] is None
+    assert not streams.threads(), "a detached rank leaves no thread"
+
+
+def eventually_frontier(server: Any, frontier: int) -> None:
+    import time
+
+    begin = time.monotonic()
+    while stats(server)["frontier"] != frontier:
+        assert time.monotonic() - begin < 30
+
+
+def test_a_process_of_another_group_or_on_a_taken_seat_is_refused_or_fences_all_ranks(serve: Served) -> None:
+    import raysvc
+    from raysvc.errors import ConfigError, FencedError, LeaseHeld
+
+    serve("seats")
+    old = attach_ranks("seats")
+    assert old[0].lease.fence == old[1].lease.fence
+    with pytest.raises(LeaseHeld, match="rank 1"):
+        raysvc.attach("seats", dp_size=2, rank=1, group="g")
+    with pytest.raises(LeaseHeld):
+        raysvc.attach("seats", dp_size=2, rank=0, group="other")
+    with pytest.raises(LeaseHeld):
+        raysvc.attach("seats", dp_size=2)
+    with pytest.raises(ConfigError, match="2 is none of 2 ranks"):
+        raysvc.attach("seats", dp_size=2, rank=2)
+    new = [raysvc.attach("seats", dp_size=2, rank=rank, group="g", takeover=True) for rank in (1, 0)]
+    assert {client.lease.fence for client in new} == {old[0].lease.fence + 1}
+    for client in old:
+        with pytest.raises(FencedError):
+            next(client.steps())
+        with pytest.raises(FencedError):
+            client.detach()
+    for client in new:
+        client.detach()
+
+
+def test_a_torch_dataset_knows_its_length_and_goes_on_in_the_middle_of_a_step(serve: Served) -> None:
+    import torch
+    from torch.utils.data import DataLoader
+
+    serve("torch", plan={"micro_batch_size": 2, "batch_size": 16, "mini_batch_size": 8, "epochs": 1})
+
+    def ids(item: dict[str, torch.Tensor]) -> list[int]:
+        return item["row_ids"].tolist()
+
+    def read(from_state: Any = None, stop: int | None = None) -> tuple[list[list[int]], list[Any], int]:
+        clients = attach_ranks("torch", takeover=True)
+        for client in clients:
+            client.rewind(0)
+        dataset = clients[0].as_torch_dataset()
+        if from_state is not None:
+            dataset.load_state_dict(from_state)
+        loader = DataLoader(dataset, batch_size=None, num_workers=0)
+        length, items, states = len(loader), [], []
+        for item in loader:
+            assert item["input_ids"].dtype == torch.int32
+            assert int(item["num_rows"]) in (8, 2)
+            items.append(ids(item))
+            states.append(dataset.state_dict())
+            if len(items) == stop:
+                break
+        if stop is None:
+            assert clients[0].frontier == clients[0].schedule.num_steps
+        for client in clients:
+            client.detach()
+        return items, states, length
+
+    items, states, length = read()
+    assert length == len(items) == 13  # 16, 16, 16 and 2 rows on 2 ranks, 2 at a time
+    for at in (1, 3, 4, 5, 11):
+        rest, _, left = read(states[at - 1])
+        assert (rest, left) == (items[at:], length - at)
+
+
+def test_a_state_in_the_middle_of_a_step_fits_the_same_split_alone_and_at_its_end_any(serve: Served) -> None:
+    from raysvc.errors import StateMismatch
+
+    plan = {"micro_batch_size": 2, "batch_size": 16, "mini_batch_size": 8, "epochs": 1}
+    serve("resplit", plan=plan)
+    clients = attach_ranks("resplit")
+    states = []
+    dataset = clients[0].as_torch_dataset()
+    for _ in zip(range(5), dataset, strict=False):
+        states.append(dataset.state_dict())
+    for client in clients:
+        client.detach()
+    (alone,) = attach_ranks("resplit", 1, takeover=True)
+    dataset = alone.as_torch_dataset()
+    dataset.load_state_dict(states[3])  # all four of step 0
+    assert alone.frontier == 1
+    assert set(next(iter(dataset))["row_ids"].tolist()) <= set(alone.peek(1).mini_batches[0].row_ids.tolist())
+    dataset = alone.as_torch_dataset()
+    dataset.load_state_dict(states[1])
+    with pytest.raises(StateMismatch, match="in the middle of step 0"):
+        next(iter(dataset))
+    alone.detach()
+
+
+def test_a_worker_process_of_a_loader_is_refused(serve: Served) -> None:
+    from torch.utils.data import DataLoader
+
+    import raysvc
+
+    serve("workers")
+    with raysvc.attach("workers", rank=0, group="g") as client:
+        from raysvc.client.torch_dataset import RankDataset
+
+        dataset = client.as_torch_dataset()
+        assert isinstance(dataset, RankDataset)
+        loader = DataLoader(dataset, batch_size=None, num_workers=1)
+        with pytest.raises(Exception, match=r"num_workers|pickle"):
+            next(iter(loader))
+
+
+def test_trainers_of_a_sweep_read_one_stream_each_at_its_own_pace(serve: Served, streams: Any) -> None:
+    import raysvc
+    from raysvc.errors import ServerError
+
+    server = serve("sweep", share="stream")
+    readers = [raysvc.attach("sweep", reader=f"trial-{number}", look_ahead_steps=1) for number in range(3)]
+    assert len({reader.lease.fence for reader in readers}) == 3
+    heads = [streams.take(reader, stop=stop) for reader, stop in zip(readers, (3, 6, 9), strict=True)]
+    made = stats(server)["made"]
+    assert made <= 12, "steps within the window are collated once"
+    wholes = [{**head, **streams.take(reader)} for head, reader in zip(heads, readers, strict=True)]
+    assert wholes[0] == wholes[1] == wholes[2]
+    readers[0].rewind(0)
+    assert streams.take(readers[0], stop=1)[0] == wholes[0][0], "what fell out is made again"
+    for reader in readers:
+        reader.detach()
+    assert stats(server)["shared_bytes"] == 0
+    serve("alone")
+    with pytest.raises(ServerError, match="is not shared"):
+        raysvc.attach("alone", reader="trial-1")
+
+
+class Boom(Exception):
+    """What a training loop raises."""
+
+
+@pytest.mark.parametrize("collation_fails_too", [False, True])
+def test_a_rank_whose_loop_fails_raises_its_own_error_and_leaves_nothing_but_its_commits(
+    serve: Served, entry: Callable[..., str], streams: Any, collation_fails_too: bool
+) -> None:
+    from pathlib import Path
+
+    import raysvc
+
+    uri = entry(40, per_part=8)
+    name = f"rank-boom-{collation_fails_too}"
+    server = serve(name, entry_uri=uri, plan={"shuffle": "none"})
+    if collation_fails_too:
+        for part in sorted(Path(uri).glob("*.arrow"))[3:]:  # every step but the first three
+            part.unlink()
+    threads, refs = streams.threads(), streams.num_refs()
+
+    def loop() -> None:
+        with raysvc.attach(name, rank=0, group="g", look_ahead_steps=4) as client:
+            for step in client.steps():
+                if step.index == 2:
+                    raise Boom("the loss is not a number")
+                client.commit(step.index)
+
+    with pytest.raises(Boom) as caught:
+        loop()
+    caught.value.__traceback__ = None  # its frames hold the step
+    del caught
+    assert streams.threads() == threads
+    assert streams.falls_to(refs, streams.num_refs)
+    facts = stats(server)
+    assert (facts["holder"], facts["frontier"]) == (None, 2), "what was committed is"
+
+
+def test_a_commit_of_a_rank_that_was_fenced_is_refused_by_one_of_its_next_calls(serve: Served) -> None:
+    import time
+
+    import raysvc
+    from raysvc.errors import FencedError
+
+    server = serve("late", lease_ttl_s=600)
+    (old,) = attach_ranks("late", 1)
+    steps = old.steps()
+    next(steps)
+    with raysvc.attach("late", rank=0, group="other", takeover=True):
+        until = time.monotonic() + 30  # it has no heartbeat for minutes: the refusal itself tells
+        with pytest.raises(FencedError):
+            any(
+                old.commit(step)
+                for step in itertools.takewhile(lambda _: time.monotonic() < until, itertools.count())
+            )
+    assert stats(server)["frontier"] == 0, "a zombie moved nothing"
+    with pytest.raises(FencedError):
+        old.detach()
+
+
+def test_an_error_in_collation_comes_to_every_rank_at_its_step(
+    serve: Served, entry: Callable[..., str]
+) -> None:
+    from pathlib import Path
+
+    from raysvc.errors import StepFailed
+
+    uri = entry(40, per_part=8)
+    serve("rank-broken", entry_uri=uri, plan={"shuffle": "none"})
+    sorted(Path(uri).glob("*.arrow"))[2].unlink()  # rows 16 to 23: step 2
+    ranks = attach_ranks("rank-broken", look_ahead_steps=4)
+    for rank in ranks:
+        steps = rank.steps()
+        for index in (0, 1):
+            assert next(steps).index == index
+            rank.commit(index)
+        with pytest.raises(StepFailed, match="step 2"):
+            next(steps)
+        rank.commit(2, skipped=True)
+        assert [step.index for step in rank.steps(stop=5)] == [3, 4]
+    for rank in ranks:
+        rank.detach()
+
+
+def test_ranks_evaluate_every_row_once_in_the_middle_of_an_epoch_and_training_does_not_notice(
+    serve: Served, entry: Callable[..., str], streams: Any
+) -> None:
+    from raysvc.actors.server.spec import EvalSpec
+    from raysvc.errors import ServerError
+
+    evals = {"valid": EvalSpec(entry_uri=entry(13, seed=5), batch_size=4)}
+    server = serve("rank-eval", evals=evals, plan={"micro_batch_size": 2})
+
+    def train(rank: Any, evaluated: list[list[list[int]]] | None) -> list[str]:
+        hashes = []
+        for step in rank.steps(stop=9):
+            hashes += [streams.digest(shard) for shard in step.shards]
+            if evaluated is not None and step.index in (2, 7):
+                evaluated.append([micro.tensors["row_ids"].tolist() for micro in rank.eval("valid")])
+                next(iter(rank.eval("valid")))  # left in the middle
+            rank.commit(step.index)
+        return hashes
+
+    for depth in (0, 2):
+        ranks = attach_ranks("rank-eval", 2, look_ahead_steps=depth)
+        plain = [train(rank, None) for rank in ranks]
+        for rank in ranks:
+            rank.rewind(0)
+        passes: list[list[list[list[int]]]] = [[], []]  # [rank][pass][micro-batch][row]
+        assert [train(rank, own) for rank, own in zip(ranks, passes, strict=True)] == plain
+        for both in zip(*passes, strict=True):
+            rows = sorted(row for own in both for micro in own for row in micro if row >= 0)
+            assert rows == list(range(13))
+            assert len(both[0]) == len(both[1]), "all ranks do the same number of passes"
+        assert len(ranks[0].eval("valid")) == 4
+        with pytest.raises(ServerError, match=r"no eval 'test'"):
+            ranks[0].eval("test")
+        for rank in ranks:
+            rank.rewind(0)
+        for rank in ranks:
+            rank.detach()
+    assert stats(server)["holder"] is None
+    assert not streams.threads()

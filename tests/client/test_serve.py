@@ -1,0 +1,208 @@
+"""Life of a server: names, specs, leases, the command line."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.ray
+Served = Callable[..., Any]
+
+
+def call(server: Any, method: str, *args: Any, group: str = "control") -> Any:
+    from raysvc.actors.launch import wait_for
+
+    return wait_for(getattr(server, method).options(concurrency_group=group).remote(*args), method)
+
+
+def eventually(true: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    begin = time.monotonic()
+    while not true():
+        assert time.monotonic() - begin < timeout_s, "it did not come about in time"
+        time.sleep(0.05)
+
+
+def test_the_same_spec_finds_the_running_server_and_another_is_refused_with_every_difference(
+    serve: Served, entry: Callable[..., str]
+) -> None:
+    from raysvc.errors import ServerError
+
+    uri = entry(50)
+    one = serve("twice", entry_uri=uri)
+    assert call(serve("twice", entry_uri=uri), "stats")["pid"] == call(one, "stats")["pid"]
+    with pytest.raises(ServerError, match=r"batch_size \(8 -> 16\)") as caught:
+        serve("twice", entry_uri=uri, plan={"batch_size": 16}, lease_ttl_s=31)
+    assert "lease_ttl_s (30.0 -> 31.0)" in str(caught.value)
+
+
+def test_a_server_that_can_serve_nothing_says_why_and_leaves_no_actor(serve: Served, tmp_path: Path) -> None:
+    from raysvc.actors.launch import server_names
+    from raysvc.errors import ConfigError, EntryError
+
+    with pytest.raises(EntryError, match="there is no such entry"):
+        serve("nothing", entry_uri=str(tmp_path / "cache" / ("0" * 64)))
+    with pytest.raises(ConfigError, match="logprobs"):
+        serve("columns", plan={"columns": ("input_ids", "labels", "logprobs")})
+    eventually(lambda: not {"nothing", "columns"} & set(server_names()))
+
+
+def test_a_second_trainer_is_refused_until_it_takes_over_and_then_the_first_one_is_fenced(
+    serve: Served,
+) -> None:
+    import raysvc
+    from raysvc.errors import FencedError, LeaseHeld
+
+    serve("held")
+    first = raysvc.attach("held", dp_size=2)
+    with pytest.raises(LeaseHeld, match="is held by") as caught:
+        raysvc.attach("held")
+    assert (caught.value.holder.split(":")[1], caught.value.since_s >= 0) == (
+        str(__import__("os").getpid()),
+        True,
+    )
+    with raysvc.attach("held", dp_size=2, takeover=True) as second:
+        for method in (lambda: next(iter(first)), lambda: first.rewind(0), lambda: first.fetch(0)):
+            with pytest.raises(FencedError, match=f"the newest is {second.lease.fence}"):
+                method()
+        assert next(iter(second)).index == 0
+    with pytest.raises(FencedError):
+        first.detach()
+
+
+def test_of_two_that_attach_at_once_exactly_one_wins(serve: Served) -> None:
+    from raysvc.errors import LeaseHeld
+
+    server = serve("race")
+
+    def attach(number: int) -> str:
+        try:
+            call(server, "attach", f"trainer {number}", group="ledger")
+        except LeaseHeld:
+            return "refused"
+        return "won"
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        outcome = list(pool.map(attach, range(8)))
+    assert sorted(outcome) == ["refused"] * 7 + ["won"]
+
+
+def test_a_step_longer_than_the_lease_does_not_lose_it(serve: Served) -> None:
+    import raysvc
+    from raysvc.errors import LeaseHeld
+
+    server = serve("long", lease_ttl_s=0.6)
+    with raysvc.attach("long") as client:
+        step = next(iter(client))
+        begin = time.monotonic()
+        eventually(lambda: time.monotonic() - begin > 2.0)  # the main thread does nothing for three leases
+        with pytest.raises(LeaseHeld):
+            raysvc.attach("long")
+        client.commit(step.index)
+    assert call(server, "stats")["frontier"] == 1
+
+
+def test_control_calls_are_answered_while_a_large_step_is_collated(
+    serve: Served, entry: Callable[..., str]
+) -> None:
+    import ray
+
+    import raysvc
+
+    uri = entry(4000, tokens=500)
+    plan = {"batch_size": 2000, "mini_batch_size": 500, "epochs": 8, "pad_to_multiple": 4096}
+    server = serve("busy", entry_uri=uri, plan=plan)
+    with raysvc.attach("busy", look_ahead_steps=0) as client:
+        (info, *_) = client._connection.fetch("fetch", 5, 0, (1,))  # 4 x 500 x 4096 cells of 13 bytes
+        waits = []
+        while not ray.wait([info], timeout=0)[0]:
+            begin = time.perf_counter()
+            call(server, "heartbeat", client.lease.fence)
+            waits.append(time.perf_counter() - begin)
+        assert len(waits) >= 5
+        assert sorted(waits)[len(waits) // 2] < 0.05
+
+
+def test_an_idle_server_without_a_lease_frees_its_data_and_goes_on_when_asked(serve: Served) -> None:
+    import raysvc
+
+    server = serve("idle", orphan_ttl_s=0.4)
+    with raysvc.attach("idle") as client:
+        before = client.fetch(1)
+    eventually(lambda: not call(server, "holds_data"))
+    with raysvc.attach("idle") as client:
+        assert client.fetch(1).mini_batches[0].info.row_ids.tolist() == (
+            before.mini_batches[0].info.row_ids.tolist()
+        )
+        assert call(server, "holds_data")
+
+
+def test_a_server_to_be_reaped_ends_when_nobody_holds_it(serve: Served) -> None:
+    from raysvc.actors.launch import server_names
+
+    serve("reaped", orphan_ttl_s=0.4, reap=True)
+    eventually(lambda: "reaped" not in server_names())
+
+
+def test_the_command_line_serves_lists_and_stops(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    import json
+
+    import yaml
+    from typer.testing import CliRunner
+
+    import raysvc
+    from raysvc.cli.main import app
+
+    runner = CliRunner()
+
+    def run(*arguments: str, code: int = 0) -> Any:
+        result = runner.invoke(app, [*arguments, "--json"])
+        assert result.exit_code == code, (result.exit_code, result.stderr, result.exception)
+        return json.loads(result.stdout.splitlines()[-1]) if code == 0 else result.stderr
+
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        yaml.safe_dump(
+            {
+                "source": {"path": sample["rows"]},
+                "tokenizer": sample["tokenizer"],
+                "cache": {"root": str(tmp_path / "cache")},
+                "server": {"name": "cli", "num_cpus": 0},
+                "trainer": {"run_dir": str(tmp_path / "run")},
+                "evals": {"valid": {"source": {"path": sample["rows"]}, "batch_size": 7}},
+            }
+        )
+    )
+    served = run("serve", "-c", str(job))
+    assert (served["name"], served["num_rows"], served["num_steps"]) == ("cli", 240, 8)
+    with raysvc.attach("cli") as client:
+        assert len(client.eval("valid")) == 35
+        (row,) = [row for row in run("ps")["servers"] if row["name"] == "cli"]
+        assert (row["num_steps"], row["frontier"]) == (8, 0)
+        assert row["holder"] is not None
+        assert "is held by" in run("stop", "cli", code=2)
+    assert run("stop", "cli") == {"stopped": ["cli"]}
+    assert "is not served" in run("stop", "cli", code=2)
+    assert [row for row in run("ps")["servers"] if row["name"] == "cli"] == []
+
+
+def test_a_holder_that_died_is_told_from_one_that_lives(serve: Served) -> None:
+    from raysvc.cli.ps import _cells
+    from raysvc.inspect.servers import list_servers
+
+    server = serve("lapsed", lease_ttl_s=0.5)
+    call(server, "attach", "a trainer that is killed", group="ledger")
+
+    def facts() -> dict[str, Any]:
+        (mine,) = [facts for facts in list_servers() if facts["name"] == "lapsed"]
+        return mine
+
+    eventually(lambda: facts()["state"] == "lapsed")
+    assert "silent for" in _cells(facts())["held"]
+    assert facts()["holder"] == "a trainer that is killed"

@@ -1,0 +1,109 @@
+"""`raysvc doctor`: each check finds what it is there for, and says what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from raysvc.cli.main import app
+from raysvc.inspect.examine import check_auth, check_clock_skew, check_look_ahead, check_shm, check_versions
+
+GB = 10**9
+
+
+def test_old_or_mixed_versions_fail() -> None:
+    assert check_versions((3, 11, 7), "2.60.0", ["2.60.0", ""]).state == "ok"
+    assert check_versions((3, 10, 1), "2.60.0").state == "fail"
+    assert check_versions((3, 11, 7), "2.9.3").state == "fail"
+    mixed = check_versions((3, 11, 7), "2.60.0", ["2.60.0", "2.61.0"])
+    assert (mixed.state, mixed.remedy) == ("fail", "use one image for all nodes")
+
+
+@pytest.mark.parametrize(
+    ("environment", "mode", "state", "remedy"),
+    [
+        ({"RAY_AUTH_MODE": "token"}, 0o600, "ok", ""),
+        ({"RAY_AUTH_MODE": "token"}, 0o644, "warn", "chmod 600"),
+        ({"RAY_AUTH_MODE": "token"}, None, "fail", "ray get-auth-token --generate"),
+        ({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "hush"}, None, "ok", ""),
+        ({"RAY_AUTH_MODE": "disabled"}, 0o600, "warn", "RAY_AUTH_MODE=token"),
+        ({"RAY_AUTH_MODE": "tokens"}, 0o600, "fail", "set it to token"),
+        ({}, 0o600, "warn", "RAY_AUTH_MODE=token"),
+        ({}, None, "warn", "ray get-auth-token --generate"),
+    ],
+)
+def test_authentication_is_judged_and_the_token_is_never_shown(
+    tmp_path: Path, environment: dict[str, str], mode: int | None, state: str, remedy: str
+) -> None:
+    token = tmp_path / "auth_token"
+    if mode is not None:
+        token.write_text("hush")
+        token.chmod(mode)
+    found = check_auth(environment, token)
+    assert found.state == state
+    assert remedy in found.remedy
+    assert bool(found.remedy) == (state != "ok")
+    assert "hush" not in found.what + found.remedy
+
+
+def test_shared_memory_of_a_container_is_too_small() -> None:
+    assert check_shm(30 * GB, 100 * GB).state == "ok"
+    small = check_shm(64 << 20, 100 * GB)
+    assert (small.state, "--shm-size=27g" in small.remedy) == ("warn", True)
+    assert check_shm(None, 100 * GB).state == "skip"
+
+
+def test_a_look_ahead_that_does_not_fit_the_object_store_fails() -> None:
+    assert [check_look_ahead(need, 10 * GB, 2).state for need in (GB, 6 * GB, 11 * GB)] == [
+        "ok",
+        "warn",
+        "fail",
+    ]
+
+
+def test_a_clock_that_is_off_is_named() -> None:
+    assert check_clock_skew({"a": 0.01, "b": -0.2}).state == "ok"
+    off = check_clock_skew({"a": 0.01, "b": -7.5})
+    assert (off.state, off.what) == ("warn", "b is off by -7.5 s")
+
+
+def run(*arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    result = CliRunner().invoke(app, ["doctor", "--json", *arguments])
+    assert isinstance(result.exception, SystemExit | None), result.exception
+    findings = json.loads(result.stdout.splitlines()[-1])["findings"]
+    return result.exit_code, {finding["check"]: finding for finding in findings}
+
+
+@pytest.mark.ray
+def test_a_job_and_its_cluster_are_checked(tmp_path: Path, sample: dict[str, str], ray_session: None) -> None:
+    job = {
+        "source": {"path": sample["rows"], "format": "chat"},
+        "tokenizer": sample["tokenizer"],
+        "cache": {"root": str(tmp_path / "cache")},
+        "plan": {"batch_size": 16, "micro_batch_tokens": 1024},
+    }
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(job))
+    code, found = run("-c", str(path))
+    assert (code, found["cluster"]["state"], found["clock"]["state"]) == (0, "ok", "ok")
+    assert (found["cache store"]["state"], found["tokenizer"]["state"]) == ("ok", "ok")
+    assert found["object store"]["state"] == "skip"
+
+    import raysvc
+
+    raysvc.tokenize(path)
+    _, found = run("-c", str(path))
+    assert found["object store"]["state"] == "ok"
+
+    code, found = run("-c", str(path), f"cache.root={path}/cache", "tokenizer.name=/not/there")
+    assert code == 1
+    for check in ("cache store", "tokenizer"):
+        assert found[check]["state"] == "fail"
+        assert found[check]["remedy"]
+    plain = CliRunner().invoke(app, ["doctor", "-c", str(path)])
+    assert "[ok  ] tokenizer" in plain.stdout

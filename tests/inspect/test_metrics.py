@@ -1,0 +1,194 @@
+"""What is exported: the table, and a real endpoint during a real run."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raysvc.inspect.live import samples
+from raysvc.metrics import BY_NAME, SPILLED, TABLE, record
+from raysvc.training.stalls import PARTS
+
+ROOT = Path(__file__).parents[2]
+UNITS = ("_seconds", "_bytes", "_share", "_ratio", "_steps", "_rows", "_tokens", "steps")
+COUNTS = ("leases_granted", "leases_refused", "fenced_calls", "cache_hits", "cache_misses")
+
+
+def test_names_end_in_their_unit_and_tags_are_few() -> None:
+    assert len(BY_NAME) == len(TABLE)
+    for metric in TABLE:
+        assert metric.name.endswith(UNITS) or metric.name in COUNTS, metric.name
+        assert set(metric.tags) <= {"server", "role", "source"}, metric.name
+        assert metric.help.endswith(".")
+
+
+def test_recording_without_ray_neither_imports_it_nor_fails() -> None:
+    code = (
+        "import sys; from raysvc.metrics import record;"
+        "[record('cache_hits', 1, source='x') for _ in range(1000)]; record('padding_share', 0.5, server='s');"
+        "from raysvc import metrics; assert len(metrics._early) == metrics.KEPT; assert 'ray' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_wrong_name_or_tag_is_found_at_once() -> None:
+    with pytest.raises(KeyError):
+        record("stall", 1.0, server="a")
+    with pytest.raises(AssertionError, match="has the tags"):
+        record("stall_seconds", 1.0, server="a")
+
+
+def test_every_record_in_the_code_is_one_of_the_table() -> None:
+    found = set()
+    for room in ("raysvc", "actors", "pipelines"):
+        for path in sorted((ROOT / room).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "record" and node.args:
+                    name = getattr(node.args[0], "value", None)
+                    assert name in BY_NAME, f"{path}: {name}"
+                    assert {word.arg for word in node.keywords} == set(BY_NAME[str(name)].tags), (
+                        f"{path}: {name}"
+                    )
+                    found.add(name)
+    assert {"cache_hits", "stall_seconds", "build_rows"} <= found
+
+
+RUN = """
+import json, os, socket, sys, time, urllib.request
+import ray, raysvc
+
+with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
+ray.init(address="local", num_cpus=3, include_dashboard=False, object_store_memory=100 << 20, logging_level="ERROR",
+         log_to_driver=False, _metrics_export_port=port, _system_config={"metrics_report_interval_ms": 500})
+(node,) = ray.nodes()
+url = f"http://{node['NodeManagerAddress']}:{port}/metrics"
+
+from raysvc.inspect.live import samples
+wanted = set(json.loads(sys.argv[2]))
+texts = []
+
+def scrape():
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            texts.append(answer.read().decode())
+    except OSError:
+        return set()
+    return {name for name, _, _ in samples(texts[-1])}
+
+during = set()
+def progress(tick):
+    if tick.phase == "train":
+        during.update(scrape())
+
+summary = raysvc.train(sys.argv[1], progress=progress)
+
+def arrived():
+    names = scrape()
+    counts = {name: value for name, _, value in samples(texts[-1])} if texts else {}
+    pairs = {"ray_raysvc_steps_total": summary["steps"], "ray_raysvc_trained_tokens_total": summary["tokens_trained"]}
+    return wanted <= names and all(counts.get(name) == value for name, value in pairs.items())
+
+import numpy as np
+held = [ray.put(np.ones(30 << 20, np.uint8)) for _ in range(5)]  # more than the store holds: Ray spills
+
+def spilled():
+    labels = [(labels, value) for name, labels, value in samples(texts[-1]) if name == "ray_spill_manager_objects_bytes"]
+    return sum(value for label, value in labels if label["State"] == "Spilled")
+
+until = time.monotonic() + 60  # reports come every half second
+while not (arrived() and spilled()) and time.monotonic() < until:
+    time.sleep(0.2)
+entry = raysvc.tokenize(sys.argv[1])
+books = {**entry.report["books"], "short": int((entry.entry.lengths() <= 80).sum())}
+mine = [sample for sample in samples(texts[-1]) if sample[0].startswith("ray_raysvc_")]
+print(json.dumps({"mine": mine, "during": sorted(during), "all": sorted({n for n, _, _ in samples(texts[-1])}),
+                  "summary": summary, "spilled": spilled(), "books": books}), flush=True)
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_prometheus_endpoint_has_them_during_a_run(tmp_path: Path, sample: dict[str, str]) -> None:
+    bad = tmp_path / "rows.jsonl"
+    rows = Path(sample["rows"]).read_text()
+    bad.write_text(rows + '{"messages": "not a conversation"}\n')
+    job = {
+        "source": {"path": str(bad), "format": "chat"},
+        "tokenizer": sample["tokenizer"],
+        "max_quarantine": 0.1,
+        "max_length": 100,  # the longest rows have more
+        "truncation": "keep_start",
+        "cache": {"root": str(tmp_path / "cache")},
+        "plan": {"batch_size": 16, "micro_batch_tokens": 80, "oversize": "truncate"},
+        "server": {"name": "measured"},
+        "trainer": {"dp_size": 2, "run_dir": str(tmp_path / "run")},
+    }
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(job))
+    # what every run has; hits, refusals, fenced calls and stalls by cause need their event
+    seldom = {"cache_hits", "leases_refused", "fenced_calls", "dropped_rows"}
+    seldom |= {f"stall_{part}_seconds" for part in PARTS} | {
+        metric.name for metric in TABLE if "eval" in metric.name
+    }
+    needed = [metric for metric in TABLE if metric.name not in seldom]
+    wanted = [metric.exported + ("_count" if metric.kind == "histogram" else "") for metric in needed]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(path), json.dumps(wanted)],
+        capture_output=True, text=True, check=False, timeout=220, env=dict(os.environ),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+
+    names = {name for name, _, _ in found["mine"]}
+    assert set(wanted) <= names
+    known = {metric.exported for metric in TABLE if metric.kind != "histogram"}
+    known |= {
+        f"{m.exported}{end}" for m in TABLE if m.kind == "histogram" for end in ("_bucket", "_sum", "_count")
+    }
+    assert names <= known, "an exported name that the dashboard's test does not know"
+    assert any(name.startswith("ray_raysvc_build_rows") for name in found["during"]), (
+        "only seen after the run"
+    )
+    assert found["spilled"] >= 30 << 20
+    board = json.loads((ROOT / "deploy" / "grafana" / "raysvc.json").read_text())
+    asked = json.dumps(board) + (ROOT / "deploy" / "alerts.yml").read_text()
+    of_ray = {name for name in re.findall(r"\bray_\w+", asked) if not name.startswith("ray_raysvc_")}
+    assert of_ray <= set(found["all"]), "a name that this Ray does not export"
+    assert SPILLED.replace('"', '\\"') in asked
+
+    totals = {name: sum(value for n, _, value in found["mine"] if n == name) for name in names}
+    assert (
+        totals["ray_raysvc_steps_total"]
+        == found["summary"]["steps"]
+        == -(-found["books"]["rows_written"] // 16)
+    )
+    assert totals["ray_raysvc_build_rows_total"] == 241
+    assert totals["ray_raysvc_quarantined_rows_total"] == 1
+    books = found["books"]
+    assert totals["ray_raysvc_truncated_rows_total"] == books["rows_truncated"] > 0
+    assert totals["ray_raysvc_truncated_tokens_total"] == books["tokens_truncated"] > books["rows_truncated"]
+    assert totals["ray_raysvc_cut_rows_total"] == found["summary"]["rows"] - books["short"] > 0
+    assert totals["ray_raysvc_trained_tokens_total"] == found["summary"]["tokens_trained"]
+    (tags,) = [labels for name, labels, _ in found["mine"] if name == "ray_raysvc_stall_seconds_total"]
+    assert (tags["server"], tags["role"]) == ("measured", "trainer")
+    (source,) = [
+        labels["source"] for name, labels, _ in found["mine"] if name == "ray_raysvc_build_rows_total"
+    ]
+    assert source == "rows.jsonl"
+    assert found["summary"]["stalls"]["seconds"] >= 0
+
+
+def test_the_text_format_is_read_with_labels() -> None:
+    text = '# HELP a b\na_total{server="s",le="+Inf"} 1.5\nplain 3\n'
+    assert samples(text) == [("a_total", {"server": "s", "le": "+Inf"}, 1.5)]

@@ -1,0 +1,173 @@
+"""Documentation that is checked: the reference follows the models, links lead somewhere, job files load."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import raysvc
+from raysvc.job_file import load_job
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def rendered(name: str) -> str:
+    """What a script of docs/ would write."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return str(module.render())
+
+
+def test_the_reference_is_what_the_config_models_say() -> None:
+    text = rendered("make_reference")
+    assert (ROOT / "docs" / "reference.md").read_text() == text, "run python docs/make_reference.py"
+    assert "|  |" not in text, "every key has a description"
+
+
+def test_the_public_api_is_what_its_page_says() -> None:
+    text = rendered("make_api")
+    assert (ROOT / "docs" / "api.md").read_text() == text, (
+        "run python docs/make_api.py; where a caller would break, raise __version__ and say so under Breaking"
+    )
+    assert f"version {raysvc.__version__}." in text
+    assert "<" not in re.sub(r"`[^`]*`", "", text), "no default is shown by its address in memory"
+
+
+def test_the_version_is_one() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == raysvc.__version__
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_inside_the_project_leads_to_a_file(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_test_that_a_page_names_exists() -> None:
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    for page in PAGES:
+        for name in re.findall(r"`(?:[\w/]+\.py::)?(test_\w+)`", page.read_text()):
+            assert f"def {name}(" in tests, f"{page.name} names {name}"
+
+
+def job_blocks() -> list[str]:
+    found = []
+    for page in PAGES:
+        blocks = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
+        found += [block for block in blocks if "tokenizer:" in block and "source:" in block]
+    return found
+
+
+@pytest.mark.parametrize("block", job_blocks(), ids=lambda block: block.splitlines()[0][:30])
+def test_a_job_that_a_page_shows_is_a_valid_job(block: str) -> None:
+    load_job(yaml.safe_load(block))
+
+
+def lines_of(text: str) -> list[str]:
+    """Lines without the indentation of the whole."""
+    return textwrap.dedent(text).strip("\n").splitlines()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_block_that_is_quoted_from_a_file_stands_in_it(page: Path) -> None:
+    quotes = re.findall(r"<!-- from (\S+) -->\n```\w+\n(.*?)```", page.read_text(), re.DOTALL)
+    assert len(quotes) == page.read_text().count("<!-- from ")
+    for name, block in quotes:
+        wanted, lines = lines_of(block), (ROOT / name).read_text().splitlines()
+        windows = (lines[first : first + len(wanted)] for first in range(len(lines)))
+        assert any(lines_of("\n".join(window)) == wanted for window in windows), f"{name} lacks {wanted[0]!r}"
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    """Fenced blocks of some languages."""
+    kinds = "|".join(languages)
+    return re.findall(rf"^```(?:{kinds})\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def python_blocks() -> list[Any]:
+    return [
+        pytest.param(block, id=f"{page.relative_to(ROOT)}-{number}")
+        for page in PAGES
+        for number, block in enumerate(blocks(page, "python"))
+    ]
+
+
+@pytest.mark.parametrize("block", python_blocks())
+def test_python_that_a_page_shows_compiles_and_its_names_of_raysvc_exist(block: str) -> None:
+    tree = ast.parse(block)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("raysvc"):
+            pytest.importorskip(
+                {"raysvc.integrations.transformers": "accelerate"}.get(str(node.module), "ray")
+            )
+            module = importlib.import_module(str(node.module))
+            assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "raysvc":
+            assert hasattr(raysvc, node.attr), ast.unparse(node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("raysvc."):
+            function = getattr(raysvc, ast.unparse(node.func).removeprefix("raysvc."))
+            known = inspect.signature(function).parameters
+            takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values())
+            for keyword in node.keywords:
+                assert takes_any or keyword.arg in known, ast.unparse(node)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The arguments of every `raysvc …` that a page shows, also behind `ray job submit … --`."""
+    lines = [
+        line.removeprefix("$ ") for block in blocks(page, "console", "bash") for line in block.splitlines()
+    ]
+    found = (re.search(r"(?:^|-- )(?:python -m raysvc\.cli|raysvc) (.*)", line) for line in lines)
+    return [shlex.split(each.group(1), comments=True) for each in found if each]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_command_that_a_page_shows_is_one_that_the_command_line_takes(page: Path) -> None:
+    from typer.main import get_command
+
+    from raysvc.cli.main import app
+
+    for arguments in commands(page):
+        command, left, context = get_command(app), arguments, None
+        while hasattr(command, "commands"):
+            assert left[0] in command.commands, arguments
+            context = command.make_context(left[0], [], parent=context, resilient_parsing=True)
+            command, left = command.commands[left[0]], left[1:]
+        parsed = command.make_context(arguments[0], list(left), parent=context)  # refuses unknown options
+        overrides = [text for text in parsed.params.get("overrides") or () if "=" in text]
+        load_job({"source": {"path": "rows.jsonl"}, "tokenizer": "t"}, overrides)
+
+
+def test_the_site_builds_without_a_warning_and_has_every_page(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs-material is not installed: pip install 'raysvc[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    listed = set(re.findall(r"[\w/]+\.md", str(config["nav"])))
+    docs = ROOT / "docs"
+    assert listed == {page.relative_to(docs).as_posix() for page in docs.rglob("*.md")}
+    html = (tmp_path / "concepts" / "index.html").read_text()
+    assert "datapath.svg" in html
+    assert not re.findall(r'(?:src|href)="https?://(?!squidfunk)[^"]+\.(?:js|css|woff2?)"', html), (
+        "works offline"
+    )

@@ -1,0 +1,186 @@
+"""The rooms, the arrows between them, and what a wheel holds."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CORE = ("raysvc/chat/", "raysvc/cache/", "raysvc/plan/", "raysvc/collate/")
+CORE_FILES = ("raysvc/config.py", "raysvc/errors.py", "raysvc/row_batch.py")
+ROOMS = ("actors", "pipelines")
+
+
+def code_files() -> list[Path]:
+    found = [p for room in ("raysvc", *ROOMS) for p in (ROOT / room).rglob("*.py")]
+    return sorted({p for p in found if not any(part.is_symlink() for part in [p, *p.parents])})
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules that a file imports anywhere, lazily or not; typing-only imports count too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add(str(node.module))
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def touches(names: set[str], module: str) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for name in names)
+
+
+def room_of(path: Path) -> str:
+    relative = path.relative_to(ROOT).as_posix()
+    if relative.startswith(CORE) or relative in CORE_FILES:
+        return "core"
+    return relative.split("/")[0] if relative.startswith(ROOMS) else "face"
+
+
+def test_the_core_imports_neither_ray_nor_torch_nor_a_room_above() -> None:
+    core = [path for path in code_files() if room_of(path) == "core"]
+    assert len(core) > 20
+    for path in core:
+        names = imports_of(path)
+        for banned in (
+            "ray",
+            "torch",
+            "raysvc.actors",
+            "raysvc.pipelines",
+            "raysvc.api",
+            "raysvc.client.batch_client",
+            "raysvc.cli",
+        ):
+            assert not touches(names, banned), f"{path} imports {banned}"
+
+
+def test_the_rooms_never_import_each_other() -> None:
+    for path in code_files():
+        if room_of(path) == "actors":
+            assert not touches(imports_of(path), "raysvc.pipelines"), path
+        if room_of(path) == "pipelines":
+            assert not touches(imports_of(path), "raysvc.actors"), path
+
+
+def test_rooms_import_nothing_of_the_face_when_they_run() -> None:
+    face = (
+        "raysvc.api",
+        "raysvc.build.find_or_build",
+        "raysvc.training.train_loop",
+        "raysvc.cli",
+        "raysvc.cluster",
+    )
+    for path in code_files():
+        if room_of(path) in ROOMS:
+            for module in face:
+                assert not touches(imports_of(path), module), f"{path} imports {module}"
+
+
+def test_no_file_imports_the_rooms_by_their_folder() -> None:
+    for path in [*code_files(), *(ROOT / "tests").rglob("*.py")]:
+        assert not touches(imports_of(path), "actors"), path
+        assert not touches(imports_of(path), "pipelines"), path
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_is_reached_through_a_relative_link(room: str) -> None:
+    link = ROOT / "raysvc" / room
+    assert link.is_symlink()
+    assert link.readlink() == Path("..") / room
+    assert link.resolve() == ROOT / room
+
+
+def expected_modules() -> set[str]:
+    def name(path: Path) -> str:
+        relative = path.relative_to(ROOT).as_posix()
+        return relative if relative.startswith("raysvc/") else f"raysvc/{relative}"
+
+    return {name(path) for path in code_files()} | {"raysvc/py.typed"}
+
+
+def source_tree(target: Path, *, links_as_text: bool) -> Path:
+    """A copy of what is needed to build; a zip archive turns links into text files."""
+    for folder in ("raysvc", *ROOMS):
+        shutil.copytree(
+            ROOT / folder, target / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, target / file)
+    if links_as_text:
+        for room in ROOMS:
+            link = target / "raysvc" / room
+            text = str(link.readlink())
+            link.unlink()
+            link.write_text(text)
+    return target
+
+
+def build(tree: Path, *kinds: str) -> Path:
+    out = tree / "dist"
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), *kinds, str(tree)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+def modules_in(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+def test_a_wheel_from_an_sdist_holds_every_module_and_nothing_else(tmp_path: Path) -> None:
+    # without --wheel the wheel is built from the unpacked sdist
+    assert modules_in(build(source_tree(tmp_path / "tree", links_as_text=False))) == expected_modules()
+
+
+def test_a_wheel_from_a_zip_archive_holds_every_module_too(tmp_path: Path) -> None:
+    tree = source_tree(tmp_path / "tree", links_as_text=True)
+    assert modules_in(build(tree, "--wheel")) - {"raysvc/actors", "raysvc/pipelines"} == expected_modules()
+
+
+def test_the_hooks_before_a_commit_are_those_of_ci_and_fetch_nothing() -> None:
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    assert [each["repo"] for each in config["repos"]] == ["local"]
+    hooks = [hook["entry"].split() for hook in config["repos"][0]["hooks"]]
+    makefile = (ROOT / "Makefile").read_text()
+    for program, *arguments in hooks:
+        words = [each for each in arguments if not each.startswith("-")]
+        assert " ".join([program.replace(".venv/bin", "$(BIN)"), *words]) in makefile, program
+    assert len(hooks) == 3
+
+
+def test_importing_is_fast_and_brings_in_neither_torch_nor_ray() -> None:
+    code = (
+        "import time, sys; begin = time.perf_counter(); import raysvc; took = time.perf_counter() - begin;"
+        "heavy = [m for m in ('torch', 'ray', 'transformers', 'datasets', 'pyarrow') if m in sys.modules];"
+        "top = [m for m in ('actors', 'pipelines') if m in sys.modules]; print(took, heavy, top)"
+    )
+    best = min(
+        (
+            subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+            for _ in range(3)
+        ),
+        key=lambda line: float(line.split()[0]),
+    )
+    seconds, rest = best.split(maxsplit=1)
+    assert rest.strip() == "[] []"
+    assert float(seconds) < 0.3
+
+
+def test_every_public_name_is_there() -> None:
+    import raysvc
+
+    for name in raysvc.__all__:
+        assert getattr(raysvc, name) is not None
+    with pytest.raises(AttributeError, match="public names are"):
+        _ = raysvc.nonsense  # type: ignore[attr-defined]

@@ -1,0 +1,246 @@
+"""The whole service: rows in, a trained model and its logs out."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.ray
+
+
+def make_job(folder: Path, sample: dict[str, str], name: str, **trainer: Any) -> Path:
+    job = {
+        "source": {"path": sample["rows"], "format": "chat"},
+        "tokenizer": sample["tokenizer"],
+        "cache": {"root": str(folder / "cache")},
+        "plan": {"batch_size": 16, "mini_batch_size": 8, "epochs": 2, "micro_batch_tokens": 1024},
+        "server": {"name": name},
+        "trainer": {
+            "dp_size": 2,
+            "model": "tiny",
+            "learning_rate": 3.0e-3,
+            "run_dir": str(folder / name),
+            "checkpoint_every_steps": 4,
+            **trainer,
+        },
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(job))
+    return path
+
+
+def test_a_run_trains_every_row_once_an_epoch_and_its_loss_falls(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    import raysvc
+
+    summary = raysvc.train(make_job(tmp_path, sample, "whole"))
+    assert summary["steps"] == 30
+    assert summary["optimizer_steps"] == 60
+    assert summary["rows"] == 480
+    assert summary["loss_last"] < 0.8 * summary["loss_first"]
+    assert summary["cache"]["hit"] is False
+    assert summary["resumed_from"] is None
+    assert json.loads((tmp_path / "whole" / "summary.json").read_text()) == summary
+    rows = [json.loads(line) for line in (tmp_path / "whole" / "rows.jsonl").read_text().splitlines()]
+    for epoch in (0, 1):
+        assert sorted(row for line in rows if line["epoch"] == epoch for row in line["row_ids"]) == list(
+            range(240)
+        )
+
+
+def test_the_second_run_hits_the_cache_and_a_finished_run_is_not_run_again(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    import raysvc
+
+    job = make_job(tmp_path, sample, "twice", max_steps=2)
+    first = raysvc.train(job)
+    again = raysvc.train(job)
+    assert (again["cache"]["hit"], again["cache"]["key"]) == (True, first["cache"]["key"])
+    assert again["resumed_from"] == again["steps"] == 2
+    anew = raysvc.train(job, trainer={"resume": False})
+    assert anew["resumed_from"] is None
+    assert (tmp_path / "twice.1" / "summary.json").exists()
+
+
+def test_the_driver_never_opens_a_shard(
+    tmp_path: Path, sample: dict[str, str], ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    import raysvc
+    from raysvc.actors.launch import stop_server
+    from raysvc.collate import shard
+
+    def trap(*values: object) -> object:
+        raise AssertionError("a shard was opened in the driver")
+
+    monkeypatch.setattr(shard, "rebuild_shard", trap)
+    job = make_job(tmp_path, sample, "shut", max_steps=3)
+    assert raysvc.train(job)["steps"] == 3
+
+    # the trap does spring: opening one by hand in this process fails
+    server = raysvc.serve(job, name="trap")
+    with raysvc.attach(server.name, dp_size=2) as client:
+        step = next(iter(client))
+        with pytest.raises(Exception, match="opened in the driver"):
+            ray.get(step.mini_batches[0].shards[0])
+    stop_server("trap")
+
+
+def plain_loss_and_bits(uri: str, seed: int) -> tuple[float, float]:
+    """Nats a target and bits a byte of all rows of an entry, by a fresh tiny model and nothing of the project's maths."""
+    import torch
+
+    import raysvc
+    from raysvc.actors.worker.torch_worker import tiny_model
+
+    entry = raysvc.open_cache(uri)
+    torch.manual_seed(seed)
+    lm = tiny_model(int(entry.report["vocab_size"])).eval()
+    nats, text_nats, targets, text = 0.0, 0.0, 0, 0
+    for index in range(entry.num_rows):
+        row = entry.row(index)
+        ids = torch.tensor([row["input_ids"]])
+        with torch.no_grad():
+            logs = lm(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
+        for place, (token, trained) in enumerate(zip(row["input_ids"], row["loss_mask"], strict=True)):
+            if not trained or place == 0:
+                continue
+            nll, is_text = -float(logs[place - 1, token]), token not in entry.tokenizer.all_special_ids
+            nats, targets = nats + nll, targets + 1
+            text_nats += nll * is_text
+        trained_text = "".join(part for part, trained in entry.spans(index) if trained)
+        for special in entry.tokenizer.all_special_tokens:
+            trained_text = trained_text.replace(special, "")
+        text += len(trained_text.encode())
+    return nats / targets, text_nats / math.log(2) / text
+
+
+@pytest.mark.slow
+def test_a_run_with_evals_and_a_schedule_goes_on_like_one_without_evals_on_other_ranks(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    import raysvc
+    from raysvc.progress import Tick
+    from raysvc.sample_data import write_rows
+    from raysvc.training.run_folder import RunFolder
+
+    valid, peak = (
+        {"path": str(write_rows(tmp_path / "valid.jsonl", 13))},
+        1e-30,
+    )  # the weights stay as they are
+    trainer = {"max_steps": 5, "checkpoint_every_steps": 2, "keep_checkpoints": 9, "learning_rate": peak}
+    trainer |= {"lr_schedule": "linear", "warmup_steps": 3}
+    job = yaml.safe_load(make_job(tmp_path, sample, "run", dp_size=1, **trainer).read_text())
+    ticks: list[Tick] = []
+    watched = {**job, "evals": {"valid": {"source": valid, "batch_size": 5}}}
+    watched["trainer"] = {**job["trainer"], "eval_every_steps": 2}
+    summary = raysvc.train(watched, progress=ticks.append)
+
+    folder = RunFolder(tmp_path / "run")
+    evals = list(folder.lines(folder.evals))
+    assert [line["step"] for line in evals] == [1, 3, 4]
+    assert summary["evals"]["valid"] == evals[-1]
+    assert [tick.done for tick in ticks if tick.phase == "eval valid"] == [1, 2, 3] * 3
+    loss, bits = plain_loss_and_bits(raysvc.tokenize({**job, "source": valid}).uri, seed=0)
+    for line in evals:
+        assert line["rows"] == 13
+        assert line["loss"] == pytest.approx(loss, rel=1e-5)
+        assert line["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+    rows, metrics = folder.rows.read_bytes(), list(folder.lines(folder.metrics))
+    # 10 optimizer steps, two a step, of which the log has the last
+    expected = [2 / 3, 1.0, *(1 - (step - 3) / 7 for step in (5, 7, 9))]
+    assert [line["lr"] / peak for line in metrics] == pytest.approx(expected, rel=1e-12)
+
+    for checkpoint in folder.checkpoints():
+        if checkpoint.step > 2:
+            (checkpoint.folder / "state.json").unlink()
+    again = raysvc.train(make_job(tmp_path, sample, "run", dp_size=2, **trainer))
+    assert again["resumed_from"] == 2
+    assert folder.rows.read_bytes() == rows
+    assert [line["step"] for line in folder.lines(folder.evals)] == [1]
+    for old, new in zip(metrics, folder.lines(folder.metrics), strict=True):
+        assert new["lr"] == old["lr"]
+        assert new["loss"] == pytest.approx(old["loss"], rel=1e-5)
+
+
+def start(job: Path, *arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "raysvc.cli", "train", "-c", str(job), "--json", *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}
+    )
+
+
+def wait_for_lines(path: Path, count: int, process: subprocess.Popen[str], timeout_s: float = 90) -> None:
+    begin = time.monotonic()
+    while not path.exists() or path.read_bytes().count(b"\n") < count:
+        assert process.poll() is None, process.communicate()[1][-2000:]
+        assert time.monotonic() - begin < timeout_s, "the run did not get so far in time"
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_the_middle_goes_on_and_ends_like_one_that_was_not(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    import raysvc
+
+    undisturbed = raysvc.train(make_job(tmp_path, sample, "calm", max_steps=12))
+    job = make_job(tmp_path, sample, "killed", max_steps=12)
+    process = start(job)
+    wait_for_lines(tmp_path / "killed" / "rows.jsonl", 13, process)  # past the checkpoint of step 4
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    summary = raysvc.train(job)
+    assert summary["resumed_from"] in (4, 8)
+    assert (tmp_path / "killed" / "rows.jsonl").read_bytes() == (
+        tmp_path / "calm" / "rows.jsonl"
+    ).read_bytes()
+    for name in ("steps", "optimizer_steps", "rows", "tokens_trained", "loss_first"):
+        assert summary[name] == undisturbed[name]
+    assert summary["loss_last"] == pytest.approx(undisturbed["loss_last"], rel=1e-5)
+
+
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80 * 2**20})
+for _ in range(2):
+    cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_the_same_job_runs_on_a_cluster_of_several_nodes(tmp_path: Path, sample: dict[str, str]) -> None:
+    job = make_job(tmp_path, sample, "cluster", max_steps=2, cpus_per_worker=1)
+    cluster = subprocess.Popen(
+        [sys.executable, "-c", CLUSTER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert cluster.stdout is not None
+    try:
+        address = cluster.stdout.readline().strip()
+        out, err = start(job, "--address", address, "server.num_cpus=1").communicate(timeout=110)
+    finally:
+        cluster.communicate(input="")
+    summary = json.loads(out.splitlines()[-1]) if out else {}
+    assert summary.get("steps") == 2, err[-3000:]
