@@ -1,0 +1,1 @@
+"""Find an entry, or build it; and a job's plan."""
