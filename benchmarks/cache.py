@@ -60,7 +60,7 @@ def peer_python() -> str | None:
 
 def compare_rows(work: Path, num_rows: int, peer: str | None) -> list[dict[str, Any]]:
     """Every reader on one entry."""
-    from raysvc.cache.store.store import open_store
+    from raysvc.cache.store.open import open_store
 
     script = "cache_readers.py"
     rows_per_part = min(ROWS_PER_PART, num_rows)
@@ -96,7 +96,7 @@ def s3_server() -> Iterator[str]:
 
 def compare_s3(work: Path, repeats: int) -> list[dict[str, Any]]:
     """Every client on one entry; the best of several runs, taken in turn."""
-    from raysvc.cache.store.store import open_store
+    from raysvc.cache.store.open import open_store
 
     os.environ["RAYSVC_PART_CACHE_DIR"] = str(work / "copies")
     best: dict[str, dict[str, Any]] = {}

@@ -20,7 +20,7 @@ def make_entry(
 ) -> str:
     """A cache entry of random rows, of about log-normal length; returns its uri."""
     from raysvc.cache.key import cache_key
-    from raysvc.cache.store.store import open_store
+    from raysvc.cache.store.open import open_store
     from raysvc.cache.writer import EntryWriter
 
     rng = np.random.default_rng(seed)

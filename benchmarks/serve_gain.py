@@ -188,7 +188,7 @@ def slow_store(folder: Path) -> Iterator[tuple[list[str], dict[str, str]]]:
     sys.path.append(str(ROOT / "tests" / "core" / "cache"))
     import servers
 
-    from raysvc.cache.store.store import open_store
+    from raysvc.cache.store.open import open_store
 
     with servers.moto_server() as s3, throttled(int(s3.url.rsplit(":", 1)[1])) as port:
         uris = []

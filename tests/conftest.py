@@ -57,7 +57,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def write_entry(root: Path, num_rows: int, *, per_part: int = 1000, tokens: int = 12, seed: int = 0) -> str:
     """An entry whose row r begins with the token 1000 + r; returns its uri."""
     from raysvc.cache.key import cache_key
-    from raysvc.cache.store.store import open_store
+    from raysvc.cache.store.open import open_store
     from raysvc.cache.writer import EntryWriter
 
     rng = np.random.default_rng(seed)

@@ -21,7 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from raysvc.cache.store.store import open_store
+from raysvc.cache.store.open import open_store
 
 log = logging.getLogger(__name__)
 Key = tuple[str, int]

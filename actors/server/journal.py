@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from raysvc.cache.store.store import open_store
+from raysvc.cache.store.open import open_store
 
 
 class Journal:

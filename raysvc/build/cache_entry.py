@@ -144,8 +144,8 @@ def open_served(spec: ServeSpec) -> CacheEntry:
     Raises:
         EntryError: one of them is gone or damaged.
     """
-    from raysvc.cache.find import open_entry
     from raysvc.build.mixed_job import join
+    from raysvc.cache.find import open_entry
 
     assert spec.entry_uri is not None, "a server of rollouts has no entry"
     if spec.mixture is None:

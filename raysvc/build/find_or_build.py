@@ -20,16 +20,17 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.build.build_progress import Meter, source_tag
+from raysvc.cache.find import Entry, find_entry, list_entries, open_entry
 from raysvc.cache.generations import build_generation, next_generation
 from raysvc.cache.key import Difference, cache_key, nearest
 from raysvc.cache.manifest import Manifest
 from raysvc.cache.scan_memo import Memo
-from raysvc.cache.find import Entry, find_entry, list_entries, open_entry
-from raysvc.cache.store.store import Store, open_store
+from raysvc.cache.store.open import open_store
+from raysvc.cache.store.store import Store
 from raysvc.cache.writer import EntryWriter
 from raysvc.chat.row_counts import Books, Quarantined, check_quarantine
-from raysvc.chat.source.detect import resolve_format
 from raysvc.chat.slice_tokenizer import FORMAT_VERSION
+from raysvc.chat.source.detect import resolve_format
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer, anchored
 from raysvc.config import Format, JobConfig, TextSpec
 from raysvc.errors import EntryError, SourceError, StoreError

@@ -16,8 +16,8 @@ from raysvc.build.mixed_job import mixture_spec
 from raysvc.plan.cost import CostModel
 
 if TYPE_CHECKING:
-    from raysvc.config import JobConfig, PlanConfig
     from raysvc.build.cache_entry import CacheEntry
+    from raysvc.config import JobConfig, PlanConfig
     from raysvc.plan.plan import Plan
 
 

@@ -17,7 +17,8 @@ from raysvc.cache.entry import Entry as Entry
 from raysvc.cache.gc import collect_garbage as collect_garbage
 from raysvc.cache.generations import generations
 from raysvc.cache.generations import next_generation as next_generation
-from raysvc.cache.store.store import Store, open_store
+from raysvc.cache.store.open import open_store
+from raysvc.cache.store.store import Store
 from raysvc.errors import StoreError
 
 

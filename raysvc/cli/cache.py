@@ -189,7 +189,7 @@ def _explain_job(config: str, overrides: list[str], as_json: bool) -> None:
 
 def _store(root: str | None) -> Any:
     from raysvc.api import default_root
-    from raysvc.cache.store.store import open_store
+    from raysvc.cache.store.open import open_store
 
     return open_store(default_root(root))
 

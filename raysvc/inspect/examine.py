@@ -155,7 +155,7 @@ def _guarded(name: str, job: JobConfig | None, check: Callable[[JobConfig], Find
 
 def _check_store(job: JobConfig) -> Finding:
     from raysvc.api import cache_root
-    from raysvc.cache.store.store import open_store
+    from raysvc.cache.store.open import open_store
 
     store = open_store(cache_root(job), job.cache.storage_options, job.cache.unsafe_store)
     store.probe()

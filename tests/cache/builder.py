@@ -25,8 +25,8 @@ from typing import Any
 import s3fs
 
 from raysvc.cache.store.fsspec_store import FsspecStore
+from raysvc.cache.store.open import open_store
 from raysvc.cache.store.posix import PosixStore
-from raysvc.cache.store.store import open_store
 
 _spec = importlib.util.spec_from_file_location("helpers", Path(__file__).with_name("helpers.py"))
 helpers = importlib.util.module_from_spec(_spec)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from raysvc.cache.store.fsspec_store import FsspecStore
-from raysvc.cache.store.store import open_store
+from raysvc.cache.store.open import open_store
 
 BUCKET = "raysvc-tests"
 CODES = {

@@ -19,8 +19,9 @@ from raysvc.cache import names
 from raysvc.cache.find import collect_garbage, find_entry, list_entries, next_generation
 from raysvc.cache.manifest import Manifest
 from raysvc.cache.store.fsspec_store import FsspecStore
+from raysvc.cache.store.open import open_store
 from raysvc.cache.store.posix import PosixStore
-from raysvc.cache.store.store import Store, open_store
+from raysvc.cache.store.store import Store
 from raysvc.cache.writer import EntryWriter
 from raysvc.errors import EntryError
 

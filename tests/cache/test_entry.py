@@ -22,7 +22,8 @@ from raysvc.cache.find import find_entry, list_entries, open_entry
 from raysvc.cache.key import cache_key
 from raysvc.cache.local.part_cache import PartCopies, copies_from, node_copies
 from raysvc.cache.store.fsspec_store import FsspecStore
-from raysvc.cache.store.store import Store, open_store
+from raysvc.cache.store.open import open_store
+from raysvc.cache.store.store import Store
 from raysvc.errors import EntryError, EntryTooNew, StoreError
 from raysvc.row_batch import RowBatch
 

@@ -13,8 +13,9 @@ from raysvc.cache import names, use_marker
 from raysvc.cache.find import collect_garbage, find_entry, list_entries, next_generation
 from raysvc.cache.key import cache_key
 from raysvc.cache.scan_memo import Memo
+from raysvc.cache.store.open import open_store
 from raysvc.cache.store.posix import PosixStore
-from raysvc.cache.store.store import Store, open_store
+from raysvc.cache.store.store import Store
 from raysvc.cache.use_marker import store_now
 from raysvc.cache.verify import mark_damaged
 from raysvc.cache.writer import EntryWriter

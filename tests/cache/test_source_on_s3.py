@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raysvc.cache.scan_memo import Memo
-from raysvc.cache.store.store import open_store
+from raysvc.cache.store.open import open_store
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
 from raysvc.pipelines.sources import fingerprint

@@ -12,8 +12,9 @@ import pytest
 
 from raysvc.cache.store import fsspec_store, posix, retry
 from raysvc.cache.store.fsspec_store import FsspecStore
+from raysvc.cache.store.open import open_store
 from raysvc.cache.store.posix import PosixStore
-from raysvc.cache.store.store import Store, default_root, open_store, probe_create
+from raysvc.cache.store.store import Store, probe_create
 from raysvc.errors import StoreError
 
 from .helpers import KEY, build
@@ -433,10 +434,15 @@ def _calls(store: Store) -> list[Callable[[], object]]:
     ]
 
 
-def test_the_default_root_is_the_environment_or_a_folder_here():
-    assert default_root({"RAYSVC_CACHE_DIR": "/data/cache"}) == "/data/cache"
-    assert default_root({"RAYSVC_CACHE_DIR": ""}) == ".raysvc/cache"
-    assert default_root({}) == ".raysvc/cache"
+def test_the_default_root_is_the_environment_or_a_folder_here(monkeypatch, tmp_path):
+    from raysvc.api import default_root
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAYSVC_CACHE_DIR", "/data/cache")
+    assert default_root() == "/data/cache"
+    monkeypatch.setenv("RAYSVC_CACHE_DIR", "")
+    assert default_root() == str(tmp_path / ".raysvc/cache")
+    assert default_root("mine") == str(tmp_path / "mine")
 
 
 def test_a_probe_runs_once_per_process_and_root(tmp_path):

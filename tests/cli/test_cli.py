@@ -113,7 +113,7 @@ def test_entries_are_listed_shown_verified_and_damage_is_named(job: Path, tmp_pa
 
 
 def test_gc_removes_the_leftovers_of_a_dead_build_and_keeps_the_entry(job: Path) -> None:
-    from raysvc.cache.store.store import open_store
+    from raysvc.cache.store.open import open_store
     from raysvc.cache.writer import EntryWriter
 
     whole = raysvc.tokenize(job)

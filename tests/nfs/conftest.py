@@ -16,7 +16,7 @@ sys.path.insert(0, {tests!r})
 import numpy as np
 import helpers
 from raysvc.cache.find import collect_garbage, find_entry, list_entries
-from raysvc.cache.store.store import open_store
+from raysvc.cache.store.open import open_store
 from raysvc.cache.writer import EntryWriter
 from raysvc.errors import RaysvcError
 ROOT = {root!r}

@@ -17,7 +17,7 @@ import yaml
 
 import raysvc
 from raysvc.build import find_or_build
-from raysvc.cache.store.store import open_store
+from raysvc.cache.store.open import open_store
 from raysvc.cache.writer import EntryWriter
 from raysvc.config import JobConfig
 from raysvc.sample_data import write_rows

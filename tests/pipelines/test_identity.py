@@ -13,8 +13,8 @@ import pytest
 from raysvc.cache import file_stamp
 from raysvc.cache.file_stamp import is_settled, store_tag
 from raysvc.cache.scan_memo import Memo
+from raysvc.cache.store.open import open_store
 from raysvc.cache.store.posix import PosixStore
-from raysvc.cache.store.store import open_store
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError, StoreError
 from raysvc.pipelines.sources import fingerprint

@@ -109,7 +109,7 @@ def test_a_part_cannot_lie_outside_its_entry(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def part_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, PartInfo]:
-    from raysvc.cache.store.store import open_store
+    from raysvc.cache.store.open import open_store
     from raysvc.cache.writer import EntryWriter
 
     root = tmp_path_factory.mktemp("parts")

@@ -21,13 +21,12 @@ Always true:
 from __future__ import annotations
 
 import contextlib
-import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 from raysvc.errors import StoreError
 
@@ -92,36 +91,6 @@ class Store(Protocol):
     def probe(self) -> None:
         """Check once per process that the root can be written and that `create` has one winner."""
         ...
-
-
-def open_store(
-    root: str, storage_options: Mapping[str, Any] | None = None, unsafe_store: bool = False
-) -> Store:
-    """The store of a path or fsspec URL; touches nothing yet.
-
-    Args:
-        root: folder or URL.
-        storage_options: for fsspec (`endpoint_url`, `key`, `secret`, ...).
-        unsafe_store: go on where create-if-absent cannot be had; two builders may then overwrite each other's
-            manifest.
-
-    Raises:
-        StoreError: a scheme that fsspec does not know, or whose package is missing.
-    """
-    from raysvc.cache.store.posix import PosixStore
-
-    if root.startswith("file://"):
-        root = root.removeprefix("file://")
-    if "://" not in root:
-        return PosixStore(os.path.abspath(os.path.expanduser(root)), unsafe_store)
-    from raysvc.cache.store.fsspec_store import FsspecStore
-
-    return FsspecStore(root.rstrip("/"), dict(storage_options or {}), unsafe_store)
-
-
-def default_root(environ: Mapping[str, str] = os.environ) -> str:
-    """Where entries go when the job does not say: `RAYSVC_CACHE_DIR`, else `.raysvc/cache`."""
-    return environ.get("RAYSVC_CACHE_DIR") or ".raysvc/cache"
 
 
 def probe_create(store: Store, rivals: int = 4) -> None:
