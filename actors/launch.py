@@ -41,7 +41,7 @@ def start_server(spec: ServeSpec, *, detached: bool) -> ActorHandle:
     """
     cls = BatchServer if spec.rollouts is None else RolloutServer
     threads = {"fetch": FETCH_THREADS, "ledger": 1, "put": 2, "control": 3}
-    born = uuid.uuid4().hex
+    incarnation_id = uuid.uuid4().hex
     actor = ray.remote(concurrency_groups=threads)(cls)
     handle = actor.options(
         name=spec.name,
@@ -53,9 +53,9 @@ def start_server(spec: ServeSpec, *, detached: bool) -> ActorHandle:
         max_task_retries=-1,
         label_selector={"ray.io/market-type": "!spot"},
         fallback_strategy=[{"label_selector": {}}],
-    ).remote(spec.model_dump_json(), born)
+    ).remote(spec.model_dump_json(), incarnation_id)
     what = f"server {spec.name!r} to start"
-    text, its_born = wait_for(handle.spec_json.remote(), what)
+    text, its_incarnation = wait_for(handle.spec_json.remote(), what)
     difference = ServeSpec.model_validate_json(text).difference(spec)
     if difference:
         remedy = f"stop it with `raysvc stop {spec.name}`, or choose another server.name"
@@ -65,7 +65,7 @@ def start_server(spec: ServeSpec, *, detached: bool) -> ActorHandle:
     try:
         wait_for(handle.describe.remote(), what)
     except RaysvcError:
-        if its_born == born:  # a server of ours that can serve nothing
+        if its_incarnation == incarnation_id:  # a server of ours that can serve nothing
             ray.kill(handle, no_restart=True)
         raise
     return handle

@@ -58,7 +58,7 @@ class Watch:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def lap(self) -> tuple[float, float]:
-        """Both, and begin anew."""
+        """Both, and begin again."""
         wall, cpu = time.perf_counter(), time.process_time()
         lap = wall - self._wall, cpu - self._cpu
         self._wall, self._cpu = wall, cpu

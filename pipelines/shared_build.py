@@ -64,7 +64,7 @@ class Builder:
         """What came after the first `seen` receipts.
 
         Raises:
-            RaysvcError: the build failed on something that a user can mend.
+            RaysvcError: the build failed on something that a user can fix.
             RuntimeError: it failed otherwise.
         """
         finished = self._finished  # read before the list: nothing comes after it is set

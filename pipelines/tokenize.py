@@ -53,7 +53,7 @@ class BuildTask:
 class SliceWorker:
     """Tokenizes slices in a Ray Data actor; the tokenizer is loaded once.
 
-    What a user has to mend comes back as data: Ray Data would wrap it until its type is lost.
+    What a user has to fix comes back as data: Ray Data would wrap it until its type is lost.
     """
 
     def __init__(self, task: BuildTask) -> None:

@@ -163,7 +163,7 @@ class PlanConfig(Model):
     @classmethod
     def _known_shuffle(cls, value: str) -> str:
         if not re.fullmatch(r"none|full|block\([1-9]\d*\)", value):
-            raise ValueError(f"{value!r} is none of: none, full, block(n) with n >= 1")
+            raise ValueError(f"{value!r} is not one of none, full, block(n) with n >= 1")
         return value
 
     @model_validator(mode="after")
@@ -301,7 +301,7 @@ class JobConfig(Model):
     max_length: PositiveInt | None = Field(default=None, description="Tokens of one row; None: no limit.")
     truncation: Truncation = Field(default="drop", description="What happens to a longer row.")
     max_quarantine: float = Field(
-        default=0.01, ge=0, le=1, description="Share of rows that may be set aside."
+        default=0.01, ge=0, le=1, description="Share of rows that may be quarantined."
     )
     workers: PoolConfig = PoolConfig()
     cache: CacheConfig = CacheConfig()

@@ -5,7 +5,7 @@ RaysvcError
 │   ├── ConfigError         a key or value of job.yaml
 │   ├── SourceError         files or columns of the rows
 │   ├── TokenizerError      the tokenizer or its chat template
-│   ├── QuarantineExceeded  too many rows could not be proved
+│   ├── QuarantineExceeded  too many rows could not be verified
 │   ├── StoreError          a cache root that cannot be written or cannot promise create-if-absent
 │   ├── EntryError          a cache entry that is missing or damaged
 │   │   └── EntryTooNew     a cache entry that a newer version wrote
@@ -34,7 +34,7 @@ class RaysvcError(Exception):
 
 
 class UserMistake(RaysvcError, ValueError):
-    """Something that only the user can mend: where it is, what is wrong, what to do.
+    """Something that only the user can fix: where it is, what is wrong, what to do.
 
     Args:
         where: the config key, file or name that is wrong.
@@ -63,7 +63,7 @@ class TokenizerError(UserMistake):
 
 
 class QuarantineExceeded(UserMistake):
-    """More rows than `max_quarantine` could not be proved."""
+    """More rows than `max_quarantine` could not be verified."""
 
 
 class StoreError(UserMistake):

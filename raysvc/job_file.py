@@ -86,7 +86,7 @@ def _tree(job: str | Path | Mapping[str, Any] | JobConfig | None) -> dict[str, A
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)  # without the line itself, which may hold a secret
         place = f" (line {mark.line + 1}: {getattr(error, 'problem', '')})" if mark else ""
-        raise ConfigError(str(path), f"is no YAML{place}", "mend that line") from None
+        raise ConfigError(str(path), f"is not valid YAML{place}", "fix that line") from None
     if not isinstance(tree, dict):
         raise ConfigError(str(path), "holds no keys", "begin with source: and tokenizer:")
     return tree
@@ -129,7 +129,7 @@ def _explain(error: ValidationError) -> ConfigError:
         known = _fields_at(path[:-1])
         close = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.3)
         remedy = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
-        return ConfigError(where, "is no known key", remedy)
+        return ConfigError(where, "unknown key", remedy)
     if first["type"] == "missing":
         return ConfigError(where, "is missing", "every job needs source and tokenizer")
     message = first["msg"].removeprefix("Value error, ")

@@ -85,7 +85,7 @@ TABLE = (
     Metric("build_rows", "counter", "Rows of the source that were tokenized.", _SOURCE),
     Metric("build_tokens", "counter", "Tokens that were written.", _SOURCE),
     Metric("build_seconds", "counter", "Wall time of builds.", _SOURCE),
-    Metric("quarantined_rows", "counter", "Rows set aside because they could not be proved.", _SOURCE),
+    Metric("quarantined_rows", "counter", "Rows quarantined because they could not be verified.", _SOURCE),
     Metric("dropped_rows", "counter", "Rows left out for a reason that the job asked for.", _SOURCE),
     Metric("truncated_rows", "counter", "Rows over max_length that were written shorter.", _SOURCE),
     Metric("truncated_tokens", "counter", "Tokens cut off rows over max_length.", _SOURCE),

@@ -1,4 +1,4 @@
-"""Sample material that is made here: chat rows, a small tokenizer with a chat template, and a job on them.
+"""Synthetic sample data: chat rows, a small tokenizer with a chat template, and a job on them.
 
 Always true:
 - the same arguments give the same bytes;

@@ -44,12 +44,12 @@ class BatchServer:
 
     Args:
         spec_json: a `ServeSpec`.
-        born: differs between two actors of one name, and is the same after a restart of one.
+        incarnation_id: differs between two actors of one name, and is the same after a restart of one.
     """
 
-    def __init__(self, spec_json: str, born: str) -> None:
+    def __init__(self, spec_json: str, incarnation_id: str) -> None:
         self.spec = ServeSpec.model_validate_json(spec_json)
-        self._born = born
+        self._incarnation_id = incarnation_id
         self._began_s = time.time()
         self._maker = StepMaker(self.spec, self._make_streams())
         self._book = self._open_book()
@@ -62,8 +62,8 @@ class BatchServer:
         return self._train.schedule.num_steps
 
     def spec_json(self) -> tuple[str, str]:
-        """The spec this server runs with, and its `born`."""
-        return self.spec.model_dump_json(), self._born
+        """The spec this server runs with, and its `incarnation_id`."""
+        return self.spec.model_dump_json(), self._incarnation_id
 
     def describe(self) -> dict[str, Any]:
         """What this server serves; no lease needed.
@@ -283,7 +283,7 @@ class BatchServer:
             name=spec.name,
             shared=spec.share != "none",
             lease_ttl_s=spec.lease_ttl_s,
-            born=self._born,
+            incarnation_id=self._incarnation_id,
             plan_hash=lambda: self._train.plan_hash,
             more=self._more_to_keep,
             restore_more=self._restore_more,

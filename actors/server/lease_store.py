@@ -30,7 +30,7 @@ class Owner:
         name: of the server.
         shared: whether it has several readers.
         lease_ttl_s: of its leases.
-        born: differs between two actors of one name, and is the same after a restart of one.
+        incarnation_id: differs between two actors of one name, and is the same after a restart of one.
         plan_hash: of what it serves.
         more: what else goes into a record.
         restore_more: gets a record when there is one.
@@ -39,7 +39,7 @@ class Owner:
     name: str
     shared: bool
     lease_ttl_s: float
-    born: str
+    incarnation_id: str
     plan_hash: Callable[[], str]
     more: Callable[[], dict[str, Any]]
     restore_more: Callable[[dict[str, Any]], None]
@@ -104,7 +104,11 @@ class LedgerBook:
                 ledgers, self._dirty = self._known(), False
             if self._journal:
                 owner = self._owner
-                record = {"born": owner.born, "plan_hash": owner.plan_hash(), "ledgers": ledgers.to_json()}
+                record = {
+                    "incarnation_id": owner.incarnation_id,
+                    "plan_hash": owner.plan_hash(),
+                    "ledgers": ledgers.to_json(),
+                }
                 self._journal.save({**record, **owner.more()})
 
     @property
@@ -137,4 +141,6 @@ class LedgerBook:
         if record["plan_hash"] != self._owner.plan_hash():
             return ledgers.without_frontiers()
         # a holder of an earlier actor of this name cannot reach this one: only a restart keeps the lease
-        return ledgers if record["born"] == self._owner.born else ledgers.without_holders()
+        return (
+            ledgers if record["incarnation_id"] == self._owner.incarnation_id else ledgers.without_holders()
+        )

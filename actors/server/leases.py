@@ -152,7 +152,7 @@ class Ledger:
         marks = (*self.skipped, step) if skipped and step not in self.skipped else self.skipped
         if rank is None:
             return replace(self, frontier=step + 1, skipped=marks, restored=False)
-        # other ranks may still have to say where they are: `restored` stays until one trainer attaches anew
+        # other ranks may still have to say where they are: `restored` stays until one trainer attaches again
         return replace(self, skipped=marks)._seated(rank, replace(self.seats[rank], frontier=step + 1))
 
     def move(self, fence: int, frontier: int, num_steps: int, rank: int | None = None) -> Ledger:

@@ -51,7 +51,7 @@ class MixtureSpec(BaseModel):
     """Several entries in one stream; see `raysvc.plan.mixture`."""
 
     model_config = ConfigDict(frozen=True)
-    names: tuple[str, ...] = Field(description="Of the sources, for people.")
+    names: tuple[str, ...] = Field(description="Of the sources, for display.")
     entry_uris: tuple[str, ...]
     stages: tuple[tuple[int, tuple[int, ...]], ...] = Field(
         description="Position of the stream at which a stage begins, and the rows of each entry in its period."

@@ -133,7 +133,7 @@ def _json_list(path: str, storage_options: dict[str, Any]) -> list[Any]:
         try:
             rows = orjson.loads(stream.read())
         except orjson.JSONDecodeError as error:
-            remedy = "mend it, or use one object per line"
+            remedy = "fix it, or use one object per line"
             raise SourceError("source.path", f"{path!r} is no JSON: {error}", remedy) from error
     if not isinstance(rows, list):
         raise SourceError("source.path", f"{path!r} holds no list of rows", "use a list of objects")

@@ -3,7 +3,7 @@
 Always true:
 - the key is known before any row is tokenized;
 - a finished entry is used as it is; a started one goes on from its receipts;
-- an entry is finished only when its books balance and not too many rows were set aside.
+- an entry is finished only when its books balance and not too many rows were quarantined.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def make_report(
     """What the user is told of a build; stored with the entry.
 
     Raises:
-        QuarantineExceeded: more rows than `max_quarantine` could not be proved.
+        QuarantineExceeded: more rows than `max_quarantine` could not be verified.
         SourceError: no row is left.
     """
     books = sum((Books.from_json(one.meta["books"]) for one in receipts), Books())

@@ -200,7 +200,7 @@ class Entry:
         """Keep `collect_garbage` away from the entry while it is read.
 
         Args:
-            owner: who reads, for people.
+            owner: who reads, for display.
 
         Raises:
             EntryError: a removal has begun.

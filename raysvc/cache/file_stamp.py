@@ -37,7 +37,7 @@ def store_tag(url: str, info: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def local_stamp(handle: int) -> Stamp:
-    """What changes with every change of an open file: opening it asked an NFS server anew.
+    """What changes with every change of an open file: opening it asked an NFS server again.
 
     The change time is in it because nobody can set it: an edit that puts the old modification time back shows.
     """

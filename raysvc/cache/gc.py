@@ -208,7 +208,7 @@ def _leftovers_of_root(
 
 
 def _old_scans(store: Store, root: Sequence[Found], now_s: float, dry_run: bool) -> list[Removal]:
-    """Records of scans are of no use once their file has changed; nobody can tell, and making one anew is cheap."""
+    """Records of scans are of no use once their file has changed; nobody can tell, and making another is cheap."""
     if not any(item.is_folder and item.name == names.SCANS for item in root):
         return []
     old = [item for item in store.scan(names.SCANS) if now_s - item.modified_s >= SCANS_KEPT_S]

@@ -31,7 +31,7 @@ class Hold:
         Args:
             store: of the entry.
             folder: of the entry.
-            owner: who reads, for people.
+            owner: who reads, for display.
 
         Raises:
             EntryError: a removal has begun.

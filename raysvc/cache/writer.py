@@ -37,7 +37,7 @@ class EntryWriter:
         Args:
             store: where.
             key: of the recipe.
-            generation: `next_generation(store, key)` builds anew beside a finished entry; None: the first
+            generation: `next_generation(store, key)` builds again beside a finished entry; None: the first
                 one, or the one after those that are damaged.
         """
         self.store = store

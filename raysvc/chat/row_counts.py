@@ -27,7 +27,7 @@ COUNTS = (
 
 @dataclass(frozen=True)
 class Quarantined:
-    """One row that was set aside.
+    """One row that was quarantined.
 
     Attributes:
         source_row: its number in the source.
@@ -115,11 +115,11 @@ def _merged(left: Mapping[str, int], right: Mapping[str, int]) -> dict[str, int]
 
 
 def check_quarantine(books: Books, examples: Sequence[Quarantined], max_share: float) -> None:
-    """Raise `QuarantineExceeded` when more than `max_share` of the rows were set aside.
+    """Raise `QuarantineExceeded` when more than `max_share` of the rows were quarantined.
 
     Args:
         books: of the build so far.
-        examples: rows that were set aside; one of each of the three commonest reasons is shown.
+        examples: rows that were quarantined; one of each of the three commonest reasons is shown.
         max_share: 0..1.
     """
     count = sum(books.quarantined.values())
@@ -129,9 +129,9 @@ def check_quarantine(books: Books, examples: Sequence[Quarantined], max_share: f
     shown = [f"{reason} ({n} rows{_example(reason, examples)})" for reason, n in commonest]
     raise QuarantineExceeded(
         "source",
-        f"{count} of {books.rows_in} rows could not be proved, more than max_quarantine = {max_share:g}: "
+        f"{count} of {books.rows_in} rows could not be verified, more than max_quarantine = {max_share:g}: "
         + "; ".join(shown),
-        "mend these rows, or raise max_quarantine to go on without them",
+        "fix these rows, or raise max_quarantine to go on without them",
     )
 
 

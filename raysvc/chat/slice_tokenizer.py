@@ -3,7 +3,7 @@
 Axes: N rows of a chunk, T tokens of a chunk.
 Always true:
 - a row that is written has the ids of `apply_chat_template`, and a mask that was proved;
-- a fault of one row sets aside that row, never its slice;
+- a row that fails is quarantined alone, never with its slice;
 - every slice is compared with the reference on a sample; a difference switches to the reference, with a warning;
 - the books of a slice balance.
 """
@@ -286,4 +286,4 @@ def _check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise RowFault("a text holds half a surrogate pair") from None
+        raise RowFault("a text holds a lone surrogate") from None

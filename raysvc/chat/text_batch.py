@@ -86,7 +86,7 @@ def batch_of(sequences: Many[Sequence]) -> Batch:
     """Sequences of one format, in columns.
 
     Raises:
-        UnicodeEncodeError: a text holds half a surrogate pair.
+        UnicodeEncodeError: a text holds a lone surrogate.
     """
     joined = "".join([s.text for s in sequences])
     if joined.isascii():

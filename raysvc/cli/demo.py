@@ -20,7 +20,7 @@ FOLDER = Path(".raysvc/demo")
 
 @edge
 def demo(rows: Rows = 3000, address: Address = None, as_json: AsJson = False) -> None:
-    """Train a tiny model on rows that are made here: the whole data path in about a minute.
+    """Train a tiny model on synthetic rows: the whole data path in about a minute.
 
     Example: raysvc demo --rows 5000
     """
@@ -30,7 +30,7 @@ def demo(rows: Rows = 3000, address: Address = None, as_json: AsJson = False) ->
     job_path = write_job(FOLDER, rows)
     print(f"demo job: {job_path} (run it yourself: raysvc train -c {job_path})", file=sys.stderr)
     job = load_job(job_path)
-    if (Path(job.run_dir) / "summary.json").exists():  # a finished demo starts anew, a killed one goes on
+    if (Path(job.run_dir) / "summary.json").exists():  # a finished demo starts again, a killed one goes on
         shutil.rmtree(job.run_dir)
     with View() as view:
         summary = train_loop.train(job, address=address, progress=view, should_stop=asked_to_stop)

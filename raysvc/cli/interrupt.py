@@ -50,7 +50,7 @@ def asked_to_stop() -> bool:
 def _pressed(number: int, frame: FrameType | None) -> None:
     _state.presses += 1
     if _state.presses > 1:
-        os.write(2, b"\nleft at once\n")
+        os.write(2, b"\nexited immediately\n")
         sys.stdout.flush()
         os._exit(EXIT_CODE)
     if not _state.listening:

@@ -35,7 +35,7 @@ def tokenize(
         return
     print_table("Tokenized", report_rows(entry))
     for example in entry.report["examples"][:EXAMPLES_SHOWN]:
-        print(f"set aside: row {example['source_row']}: {example['reason']} {example['detail']}".rstrip())
+        print(f"quarantined: row {example['source_row']}: {example['reason']} {example['detail']}".rstrip())
 
 
 def cache_line(entry: CacheEntry) -> str:
@@ -54,7 +54,7 @@ def report_rows(entry: CacheEntry) -> dict[str, Any]:
     books = report["books"]
     rows: dict[str, Any] = {"rows in": books["rows_in"], "rows written": books["rows_written"]}
     rows |= {f"dropped: {reason}": count for reason, count in books["dropped"].items()}
-    rows |= {f"set aside: {reason}": count for reason, count in books["quarantined"].items()}
+    rows |= {f"quarantined: {reason}": count for reason, count in books["quarantined"].items()}
     rows["rows truncated"] = books.get("rows_truncated", 0)
     for name in ("trained", "context", "truncated"):
         rows[f"tokens {name}"] = books[f"tokens_{name}"]

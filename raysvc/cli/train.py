@@ -11,7 +11,7 @@ from raysvc.cli.interrupt import asked_to_stop
 from raysvc.cli.view import View, print_table
 from raysvc.config import JobConfig
 
-Headspace = Annotated[
+Headroom = Annotated[
     int | None,
     typer.Option(
         help="Train nothing that is kept: measure so many steps with the real and with a perfect loader.",
@@ -24,21 +24,21 @@ Headspace = Annotated[
 def train(
     config: Job = "job.yaml",
     overrides: Overrides = None,
-    headspace: Headspace = None,
+    headroom: Headroom = None,
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
     """Tokenize, serve and train a job; goes on from the last checkpoint when there is one.
 
     Example: raysvc train -c job.yaml trainer.max_steps=100
-    Example: raysvc train -c job.yaml --headspace 10
+    Example: raysvc train -c job.yaml --headroom 10
     """
     from raysvc.job_file import load_job
     from raysvc.training import train_loop
 
     job = load_job(config, overrides or ())
-    if headspace is not None:
-        _measure(job, headspace, address, as_json)
+    if headroom is not None:
+        _measure(job, headroom, address, as_json)
         return
     with View() as view:
         summary = train_loop.train(job, address=address, progress=view, should_stop=asked_to_stop)

@@ -32,7 +32,7 @@ COMMITS_AT_ONCE = 8
 
 
 def new_holder() -> str:
-    """A name for one attach of this process, for people and for equality."""
+    """A name for one attach of this process, for display and for equality."""
     return f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
 
 

@@ -116,13 +116,13 @@ def attach_rank(
     """Take one rank's seat; arguments as in `raysvc.attach`.
 
     Raises:
-        ConfigError: the rank is none of the ranks.
+        ConfigError: the rank is not in [0, num_ranks).
         LeaseHeld: another group, or another process on that seat, is alive.
     """
     from raysvc.actors.launch import wait_for
 
     if not 0 <= rank < num_ranks:
-        raise ConfigError("attach(rank)", f"{rank} is none of {num_ranks} ranks", "give dp_size=world size")
+        raise ConfigError("attach(rank)", f"{rank} must be in [0, {num_ranks})", "give dp_size=world size")
     method = server.attach_rank.options(concurrency_group="ledger")
     ref = method.remote(group or launched_group(), new_holder(), rank, num_ranks, takeover, reader)
     return RankClient(server, wait_for(ref, f"server {name!r}"), rank, num_ranks, limit)

@@ -2,7 +2,7 @@
 
 Axes: T used tokens, S sequences of all ranks, C cells of all ranks.
 The cells are cut into runs: a sequence, the gap after it, the next sequence. What is constant over a run is
-repeated, positions are a count that starts anew, and values are gathered once per column; a gap gathers from
+repeated, positions are a count that starts again, and values are gathered once per column; a gap gathers from
 index T, the pad.
 Always true:
 - a cell holds its token's value, or the column's pad;

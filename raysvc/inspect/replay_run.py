@@ -60,7 +60,7 @@ class ReplayedStep:
             ConfigError: there is no such rank.
         """
         if rank is not None and not 0 <= rank < self.dp_size:
-            raise ConfigError("--rank", f"{rank} is none of the {self.dp_size} ranks", "give one of them")
+            raise ConfigError("--rank", f"{rank} must be in [0, {self.dp_size})", "give one of them")
         return [shard for mini in self.shards for shard in mini if rank in (None, shard.rank)]
 
     def checksum(self, rank: int | None = None) -> str:

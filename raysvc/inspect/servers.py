@@ -1,4 +1,4 @@
-"""The servers of a cluster, for people: list them, end one.
+"""The servers of a cluster, for display: list them, end one.
 
 Always true:
 - a server that a living trainer holds is not ended unless it is forced;

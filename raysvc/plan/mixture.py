@@ -126,7 +126,7 @@ class Mixture:
         return out
 
     def _turns(self, stream: Int64s) -> tuple[Int64s, Int64s]:
-        """Which source each stream position is of, and the how-manieth of that source."""
+        """Which source each stream position is of, and its index within that source."""
         stage_of = np.searchsorted([stage.first for stage in self.stages], stream, side="right") - 1
         source_of, turn = np.empty_like(stream), np.empty_like(stream)
         before = np.zeros(len(self.sources), np.int64)

@@ -153,7 +153,7 @@ class Plan:
         """
         if not 0 <= step < self.schedule.num_steps:
             raise PlanError(
-                "step", f"{step} is none of the {self.schedule.num_steps} steps", "ask for one of them"
+                "step", f"{step} must be in [0, {self.schedule.num_steps})", "ask for one of them"
             )
         first = self.schedule.position_of(step)
         positions = np.arange(first, first + self.schedule.groups_at(step), dtype=np.int64)
@@ -211,7 +211,7 @@ def _refuse_contradictions(
         )
     if config.skip_rows and not 0 <= min(config.skip_rows) <= max(config.skip_rows) < len(lengths):
         row = next(row for row in config.skip_rows if not 0 <= row < len(lengths))
-        raise PlanError("plan.skip_rows", f"{row} is none of the {len(lengths)} rows", "take it out")
+        raise PlanError("plan.skip_rows", f"{row} must be in [0, {len(lengths)})", "take it out")
     budget = config.micro_batch_tokens
     if budget is None or config.oversize != "error" or config.layout == "stream" or not len(lengths):
         return

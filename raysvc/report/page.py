@@ -58,11 +58,11 @@ def _books(facts: Facts) -> str:
     rows = {"rows in": books["rows_in"], "rows written": books["rows_written"]}
     rows["of these truncated"] = books.get("rows_truncated", 0)
     rows |= {f"dropped: {name}": count for name, count in books["dropped"].items()}
-    rows |= {f"set aside: {name}": count for name, count in books["quarantined"].items()}
+    rows |= {f"quarantined: {name}": count for name, count in books["quarantined"].items()}
     tokens = {name: books[f"tokens_{name}"] for name in ("rendered", "trained", "context", "truncated")}
     aside = _records(facts.set_aside, ("source_row", "reason", "detail")) if facts.set_aside else ""
     return (
-        "<h2>Books</h2><p>Rows in = written + dropped + set aside; tokens rendered = trained + context + truncated."
+        "<h2>Books</h2><p>Rows in = written + dropped + quarantined; tokens rendered = trained + context + truncated."
         f"</p><div class='grid2'><div class='card'>{_table(rows)}</div><div class='card'>{_table(tokens)}</div></div>{aside}"
     )
 

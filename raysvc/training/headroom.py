@@ -38,7 +38,7 @@ LEARNING_RATE = 1e-9  # the weights are dropped; they should not run away meanwh
 
 
 @dataclass(frozen=True)
-class Headspace:
+class Headroom:
     """Both halves.
 
     Attributes:
@@ -85,7 +85,7 @@ class Headspace:
 
 def measure(
     config: str | Path | JobConfig, steps: int, *, address: str | None = None, progress: Progress = silent
-) -> Headspace:
+) -> Headroom:
     """Measure `steps` steps from the run's newest checkpoint on (or the last ones of the plan).
 
     Raises:
@@ -98,7 +98,7 @@ def measure(
     entry = tokenize(job, address=address, progress=progress)
     connect(address, need_cpus=cpus_held(job))
     require_cpus(cpus_held(job))
-    name = f"{job.server.name[:60]}.headspace-{os.getpid()}"
+    name = f"{job.server.name[:60]}.headroom-{os.getpid()}"
     private: dict[str, Any] = {"name": name, "journal": None, "evals": {}, "reap": True}
     server = start_server(serve_spec(job, entry).model_copy(update=private), detached=False)
     try:
@@ -111,11 +111,11 @@ def measure(
 
 def _measure(
     job: JobConfig, entry: CacheEntry, client: BatchClient, steps: int, progress: Progress
-) -> Headspace:
+) -> Headroom:
     count, total = steps + WARM_STEPS, client.schedule.num_steps
     if count > total:
         what = f"{steps} steps and {WARM_STEPS} to warm up are more than the {total} of the plan"
-        raise PlanError("--headspace", what, "give fewer, or raise plan.epochs")
+        raise PlanError("--headroom", what, "give fewer, or raise plan.epochs")
     checkpoint = RunFolder(absolute(job.run_dir)).newest()
     first = min(checkpoint.step if checkpoint else 0, total - count)
     group = _workers(job, entry, checkpoint, _ring_bytes(client, first, first + count))
@@ -126,7 +126,7 @@ def _measure(
         group.stop()
     infos = [mini.info for step in held[WARM_STEPS:] for mini in step.mini_batches if mini.info]
     tokens = sum(info.denominators.tokens for info in infos)
-    return Headspace(first + WARM_STEPS, steps, tokens, real_s, perfect_s, wait_s)
+    return Headroom(first + WARM_STEPS, steps, tokens, real_s, perfect_s, wait_s)
 
 
 def _workers(

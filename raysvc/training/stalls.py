@@ -32,7 +32,7 @@ class StepTimes:
         read_s: the server read rows from the cache.
         collate_s: the server wrote the arrays.
         copy_s: the slowest rank copied its shard to where it computes.
-        read_from: scheme of the entry's address, for people: s3, file.
+        read_from: scheme of the entry's address, for display: s3, file.
     """
 
     step: int

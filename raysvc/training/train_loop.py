@@ -58,7 +58,7 @@ def train(
         should_stop: asked after every step; True ends the run there, with a checkpoint.
 
     Raises:
-        UserMistake: something in the job that the user can mend.
+        UserMistake: something in the job that the user can fix.
         WorkerFailed: a worker died; the same call goes on from the last checkpoint.
     """
     begin = time.perf_counter()

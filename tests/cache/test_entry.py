@@ -149,7 +149,7 @@ def test_datasets_opens_an_entry_as_it_is(tmp_path):
     assert len(loaded.cache_files) == len(SIZES)
 
 
-def test_the_files_for_datasets_are_mended_when_a_builder_died_before_them(tmp_path):
+def test_the_files_for_datasets_are_fixed_when_a_builder_died_before_them(tmp_path):
     import datasets
 
     store = open_store(str(tmp_path))
@@ -327,7 +327,7 @@ class TestRemote:
                 copy.write_bytes(b"")
             assert self.entry(built, seen, PartCopies(private_copies, 1 << 30)).row(3) == expected
 
-    def test_a_bit_that_flips_on_the_way_is_mended_by_another_fetch(self, s3, built, private_copies):
+    def test_a_bit_that_flips_on_the_way_is_fixed_by_another_fetch(self, s3, built, private_copies):
         with proxy(s3, only=".arrow", flip=1) as bad:
             entry = self.entry(built, bad, PartCopies(private_copies, 1 << 30))
             assert entry.row(3)["source_row"] == 3

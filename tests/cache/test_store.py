@@ -419,7 +419,7 @@ class TestRemoteDetails:
                     call()
 
     def test_an_unknown_scheme_is_a_clear_error(self):
-        with pytest.raises(StoreError, match=r"nosuch://.*mend the URL"):
+        with pytest.raises(StoreError, match=r"nosuch://.*fix the URL"):
             open_store("nosuch://x/y").list()
 
 

@@ -1,4 +1,4 @@
-"""Ids are the tokenizer's own, by whatever encoder; spans end where tokens end, or the row is set aside."""
+"""Ids are the tokenizer's own, by whatever encoder; spans end where tokens end, or the row is quarantined."""
 
 from __future__ import annotations
 

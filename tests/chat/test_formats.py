@@ -212,7 +212,7 @@ BAD_ROWS: list[tuple[Any, str]] = [
     ({"messages": [USER, {**ANSWER, "tool_calls": "{"}]}, "broken JSON in 'tool_calls'"),
     ({"messages": [USER, {**ANSWER, "tool_calls": 5}]}, "'tool_calls' is not a list"),
     ({"messages": [USER, ANSWER], "tools": "[1]"}, "'tools' is not a list of tools"),
-    ({"messages": [USER, {"role": "assistant", "content": "\ud800"}]}, "a text holds half a surrogate pair"),
+    ({"messages": [USER, {"role": "assistant", "content": "\ud800"}]}, "a text holds a lone surrogate"),
 ]
 
 

@@ -48,7 +48,7 @@ def test_the_shell_completes_commands_and_options() -> None:
         return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False).stdout  # fmt: skip
 
     assert completed("raysvc tok", 1).split() == ["tokenize"]
-    assert "--headspace" in completed("raysvc train --head", 2).split()
+    assert "--headroom" in completed("raysvc train --head", 2).split()
 
 
 def at_a_terminal(code: str, **env: str) -> str:
@@ -163,7 +163,7 @@ def test_a_second_ctrl_c_leaves_at_once() -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 130
     assert time.monotonic() - begin < 10
-    assert "left at once" in process.communicate()[1]
+    assert "exited immediately" in process.communicate()[1]
 
 
 @pytest.mark.ray

@@ -1,4 +1,4 @@
-"""`raysvc train --headspace`: what is measured, and that nothing of the run is touched."""
+"""`raysvc train --headroom`: what is measured, and that nothing of the run is touched."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import yaml
 from typer.testing import CliRunner
 
 from raysvc.cli.main import app
-from raysvc.training.headroom import Headspace
+from raysvc.training.headroom import Headroom
 
 
 def test_the_verdict_says_whether_data_is_the_limit() -> None:
-    slow = Headspace(first_step=2, steps=10, tokens=5000, real_s=2.0, perfect_s=1.5)
+    slow = Headroom(first_step=2, steps=10, tokens=5000, real_s=2.0, perfect_s=1.5)
     assert slow.share_lost == 0.25
     assert slow.verdict().startswith(
         "data costs 25.0% of the time: 3,333 tokens/s with a perfect loader, 2,500"
     )
     assert slow.to_json()["perfect"] == {"seconds": 1.5, "steps_per_s": 6.667, "tokens_per_s": 3333.3}
-    even = Headspace(first_step=2, steps=10, tokens=5000, real_s=2.0, perfect_s=2.1)
+    even = Headroom(first_step=2, steps=10, tokens=5000, real_s=2.0, perfect_s=2.1)
     assert (even.share_lost, even.verdict().split(":")[0]) == (0.0, "data is not the limit")
 
 
@@ -44,7 +44,7 @@ def test_it_measures_after_a_run_and_leaves_the_run_as_it_was(
     raysvc.train(job)
     before = contents(tmp_path / "run")
 
-    result = CliRunner().invoke(app, ["train", "-c", str(job), "--headspace", "4", "--json"])
+    result = CliRunner().invoke(app, ["train", "-c", str(job), "--headroom", "4", "--json"])
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
     assert (found["first_step"], found["steps"]) == (3 + 2, 4), "from the checkpoint on, after two to warm up"
@@ -60,7 +60,7 @@ def test_it_measures_after_a_run_and_leaves_the_run_as_it_was(
 
     assert contents(tmp_path / "run") == before
     assert not [name for name in server_names() if name.startswith("measured")]
-    assert CliRunner().invoke(app, ["train", "-c", str(job), "--headspace", "14"]).exit_code == 2
+    assert CliRunner().invoke(app, ["train", "-c", str(job), "--headroom", "14"]).exit_code == 2
 
 
 def contents(folder: Path) -> dict[str, bytes]:

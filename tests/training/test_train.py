@@ -69,8 +69,8 @@ def test_the_second_run_hits_the_cache_and_a_finished_run_is_not_run_again(
     again = raysvc.train(job)
     assert (again["cache"]["hit"], again["cache"]["key"]) == (True, first["cache"]["key"])
     assert again["resumed_from"] == again["steps"] == 2
-    anew = raysvc.train(job, trainer={"resume": False})
-    assert anew["resumed_from"] is None
+    again = raysvc.train(job, trainer={"resume": False})
+    assert again["resumed_from"] is None
     assert (tmp_path / "twice.1" / "summary.json").exists()
 
 

@@ -1,7 +1,7 @@
 """Parts of remote entries as files on this node's disk.
 
 Always true:
-- a copy is mapped only after its checksum was compared, each time anew, wherever the copy came from;
+- a copy is mapped only after its checksum was compared, each time again, wherever the copy came from;
 - the folder holds at most half of `max_bytes` and what is just arriving; the least recently used go first;
 - a copy that goes while it is mapped stays readable for those who mapped it, and may fill the other half;
 - the folder belongs to this user alone; threads and processes that want the same part share its copy.

@@ -127,7 +127,7 @@ class FsspecStore:
             return fsspec.filesystem(protocol, **{**self.options, "use_listings_cache": False})
         except (ImportError, ValueError) as error:
             raise StoreError(
-                self.url, f"cannot be opened ({error})", "install the package, or mend the URL"
+                self.url, f"cannot be opened ({error})", "install the package, or fix the URL"
             ) from error
 
     def _is_s3(self) -> bool:

@@ -2,7 +2,7 @@
 
 Always true:
 - a file appears under its name by `link(2)` of a temporary file that is already synced;
-- a name is opened only after a listing showed it, or after its folder was listed anew;
+- a name is opened only after a listing showed it, or after its folder was listed again;
 - a stale NFS handle is opened again, at most `ATTEMPTS` times.
 """
 
@@ -227,7 +227,7 @@ def _reopening(action: Callable[[], T]) -> T:
 
 
 def _num_links(path: str) -> int:
-    with open(path, "rb") as file:  # opening asks an NFS server anew
+    with open(path, "rb") as file:  # opening asks an NFS server again
         return os.fstat(file.fileno()).st_nlink
 
 

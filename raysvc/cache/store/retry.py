@@ -45,7 +45,7 @@ def retried(url: str, what: str, action: Callable[[], T], sleep: Callable[[float
 
     Raises:
         StoreError: credentials, bucket, or a store that did not answer.
-        OSError: what cannot be mended by trying again, such as FileNotFoundError.
+        OSError: what a retry cannot fix, such as FileNotFoundError.
     """
     deadline_s = time.monotonic() + DEADLINE_S
     for attempt in range(ATTEMPTS):

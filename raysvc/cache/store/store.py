@@ -15,7 +15,7 @@ Names are `file` or `folder/file`, `/` between, relative to the root.
 
 Always true:
 - a store is its configuration alone and survives pickling;
-- every failure that a user can mend is a StoreError that names the root; a missing file is FileNotFoundError.
+- every failure that a user can fix is a StoreError that names the root; a missing file is FileNotFoundError.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _TYPES = {kind: type_ for type_, kind in _KINDS.items()}
 
 
 def _json_encoder() -> Callable[[Any], str]:
-    """`json.dumps(x, ensure_ascii=False)`, without making the encoder anew for every value."""
+    """`json.dumps(x, ensure_ascii=False)`, without making the encoder again for every value."""
     make: Any = getattr(json.encoder, "c_make_encoder", None)
     usual = json.JSONEncoder(ensure_ascii=False)
     if make is None:

@@ -201,7 +201,7 @@ def _compile(text: str, fast: bool) -> tuple[Any, Any]:
         raise TokenizerError(
             "tokenizer.chat_template",
             f"the template does not compile ({type(error).__name__}: {error})",
-            "mend the template",
+            "fix the template",
         ) from error
 
 

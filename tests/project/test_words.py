@@ -1,0 +1,63 @@
+"""Words that were retired stay out: one thing has one name, and it is the field's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PLACES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "AGENTS.md",
+    "docs",
+    "raysvc",
+    "actors",
+    "pipelines",
+    "deploy",
+)
+RETIRED = {
+    r"set(s|ting)? aside": "quarantined",
+    r"mend(s|ed|ing)?": "fix",
+    r"anew": "again",
+    r"headspace": "headroom",
+    r"half a surrogate": "a lone surrogate",
+    r"is no known key": "unknown key",
+    r"is none of": "must be in [0, N)",
+    r"is no YAML": "is not valid YAML",
+    r"finished or not there": "atomic: complete or absent",
+    r"made here": "synthetic",
+    r"left at once": "exited immediately",
+    r"born": "incarnation_id",
+    r"how-manieth": "index",
+    r"proved (loss )?masks?": "verified loss masks",
+    r"for people": "for display",
+}
+
+
+def texts() -> list[Path]:
+    found = [ROOT / place for place in PLACES if (ROOT / place).is_file()]
+    folders = [ROOT / place for place in PLACES if (ROOT / place).is_dir()]
+    found += [
+        p
+        for folder in folders
+        for p in folder.rglob("*")
+        if p.suffix in (".py", ".md", ".yml", ".yaml", ".json")
+    ]
+    return [p for p in found if not any(part.is_symlink() for part in [p, *p.parents])]
+
+
+@pytest.mark.parametrize("word", RETIRED)
+def test_a_retired_word_stays_out(word: str) -> None:
+    pattern = re.compile(rf"\b{word}\b", re.IGNORECASE)
+    for path in texts():
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+            found = pattern.search(line)
+            assert not found, f"{path.relative_to(ROOT)}:{number} says {found[0]!r}; say {RETIRED[word]!r}"
+
+
+def test_the_places_are_there() -> None:
+    assert len(texts()) > 200
