@@ -13,13 +13,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from raysvc.cache.scan_memo import Memo
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
 from raysvc.pipelines.sources.files import SourceFile
 from raysvc.pipelines.sources.fingerprint import Identifier
 from raysvc.pipelines.sources.readers import is_saved, load_dataset_rows
 from raysvc.pipelines.sources.scan import even_cuts
+from raysvc.pipelines.sources.scan_memo import Memo
 from raysvc.pipelines.sources.slices import Slice, numbered
 from raysvc.pipelines.sources.source import MIN_SLICE_BYTES, SLICES_WANTED
 

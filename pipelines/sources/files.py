@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import fsspec
 
-from raysvc.cache.file_stamp import store_tag
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
+from raysvc.pipelines.sources.file_stamp import store_tag
 
 Kind = Literal["lines", "json", "csv", "parquet", "arrow", "dataset"]
 KINDS: dict[str, Kind] = {

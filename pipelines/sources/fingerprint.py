@@ -1,7 +1,7 @@
 """What every file of a source holds, read only where nobody knows it.
 
 What a file holds is what its bytes say, or what its object store says. A local file that was read before and has the
-same stamp is not read again (`raysvc.cache.scan_memo`), so a warm start costs the same for any size.
+same stamp is not read again (`raysvc.pipelines.sources.scan_memo`), so a warm start costs the same for any size.
 
 Always true:
 - an identity holds kind, size and content, never a path or a time;
@@ -18,11 +18,11 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import Any, get_args
 
-from raysvc.cache.file_stamp import is_settled, local_stamp
-from raysvc.cache.scan_memo import Memo
 from raysvc.errors import SourceError
+from raysvc.pipelines.sources.file_stamp import is_settled, local_stamp
 from raysvc.pipelines.sources.files import Kind, SourceFile
 from raysvc.pipelines.sources.scan import FileScan, peek_kind, scan_file
+from raysvc.pipelines.sources.scan_memo import Memo
 
 THREADS = 4
 RECORD_VERSION = 1

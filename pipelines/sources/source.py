@@ -14,12 +14,12 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any, Protocol
 
-from raysvc.cache.scan_memo import Memo
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
 from raysvc.pipelines.sources.files import find_files
 from raysvc.pipelines.sources.fingerprint import Identifier, stamp_of
 from raysvc.pipelines.sources.readers import first_row
+from raysvc.pipelines.sources.scan_memo import Memo
 from raysvc.pipelines.sources.slices import Slice, numbered
 
 MIN_SLICE_BYTES = 4 << 20  # below, what a slice costs itself (task, sample, part) is a third of its time

@@ -24,7 +24,6 @@ from raysvc.cache.find import Entry, find_entry, list_entries, open_entry
 from raysvc.cache.generations import build_generation, next_generation
 from raysvc.cache.key import Difference, cache_key, nearest
 from raysvc.cache.manifest import Manifest
-from raysvc.cache.scan_memo import Memo
 from raysvc.cache.store.open import open_store
 from raysvc.cache.store.store import Store
 from raysvc.cache.writer import EntryWriter
@@ -35,6 +34,7 @@ from raysvc.chat.tokens.tokenizer import LoadedTokenizer, anchored
 from raysvc.config import Format, JobConfig, TextSpec
 from raysvc.errors import EntryError, SourceError, StoreError
 from raysvc.metrics import record
+from raysvc.pipelines.sources.scan_memo import Memo
 from raysvc.progress import Progress
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@
         part-<slice>-<uid>.arrow       receipt-<slice>-<uid>.json
         manifest.json   state.json   dataset_info.json
         use-<uid>.json  doomed.json  damaged.json
-    <root>/.scans/          what was found out about source files, see `raysvc.cache.scan_memo`
+    <root>/.scans/          what was found out about source files, see `raysvc.pipelines.sources.scan_memo`
 
 Always true:
 - a name that matches holds no separator and no dot at its start, so it cannot leave its folder.

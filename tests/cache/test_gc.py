@@ -12,7 +12,6 @@ import pytest
 from raysvc.cache import names, use_marker
 from raysvc.cache.find import collect_garbage, find_entry, list_entries, next_generation
 from raysvc.cache.key import cache_key
-from raysvc.cache.scan_memo import Memo
 from raysvc.cache.store.open import open_store
 from raysvc.cache.store.posix import PosixStore
 from raysvc.cache.store.store import Store
@@ -20,6 +19,7 @@ from raysvc.cache.use_marker import store_now
 from raysvc.cache.verify import mark_damaged
 from raysvc.cache.writer import EntryWriter
 from raysvc.errors import EntryError, StoreError
+from raysvc.pipelines.sources.scan_memo import Memo
 
 from .helpers import KEY, RECIPE, build, make_slices, make_table
 

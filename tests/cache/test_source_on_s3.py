@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from raysvc.cache.scan_memo import Memo
 from raysvc.cache.store.open import open_store
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
 from raysvc.pipelines.sources import fingerprint
+from raysvc.pipelines.sources.scan_memo import Memo
 from raysvc.pipelines.sources.source import look_at
 
 from .servers import S3
@@ -65,7 +65,7 @@ def test_equal_files_on_one_store_are_equal_wherever_they_lie(s3: S3) -> None:
 def test_the_memo_may_lie_on_s3(
     s3: S3, tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raysvc.cache.file_stamp.RACY_S", -3600.0)
+    monkeypatch.setattr("raysvc.pipelines.sources.file_stamp.RACY_S", -3600.0)
     (tmp_path / "rows.jsonl").write_bytes(b'{"text": "one"}\n')
     store = s3.store("memo")
     config = SourceConfig(path=(str(tmp_path / "rows.jsonl"),))

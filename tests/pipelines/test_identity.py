@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 
-from raysvc.cache import file_stamp
-from raysvc.cache.file_stamp import is_settled, store_tag
-from raysvc.cache.scan_memo import Memo
 from raysvc.cache.store.open import open_store
 from raysvc.cache.store.posix import PosixStore
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError, StoreError
-from raysvc.pipelines.sources import fingerprint
+from raysvc.pipelines.sources import file_stamp, fingerprint
 from raysvc.pipelines.sources.dataset import resolved_revision
+from raysvc.pipelines.sources.file_stamp import is_settled, store_tag
+from raysvc.pipelines.sources.scan_memo import Memo
 from raysvc.pipelines.sources.source import Source, look_at
 
 OLD_S = 1_600_000_000
@@ -120,7 +119,7 @@ def _flipped(record: dict[str, Any]) -> str:
 
 
 def _resealed(record: dict[str, Any], **value: Any) -> str:
-    from raysvc.cache.scan_memo import _seal
+    from raysvc.pipelines.sources.scan_memo import _seal
 
     fields = {"about": record["about"], "value": {**record["value"], **value}}
     return json.dumps({**fields, "sha256": _seal(fields)})
