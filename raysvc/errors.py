@@ -28,6 +28,8 @@ Always true:
 
 from __future__ import annotations
 
+from raysvc.redact import redacted
+
 
 class RaysvcError(Exception):
     """Root of every error raised on purpose."""
@@ -36,6 +38,8 @@ class RaysvcError(Exception):
 class UserMistake(RaysvcError, ValueError):
     """Something that only the user can fix: where it is, what is wrong, what to do.
 
+    Secrets of URLs are taken out of all three texts.
+
     Args:
         where: the config key, file or name that is wrong.
         what: one clause that says what is wrong with it, with the value.
@@ -43,6 +47,7 @@ class UserMistake(RaysvcError, ValueError):
     """
 
     def __init__(self, where: str, what: str, remedy: str) -> None:
+        where, what, remedy = redacted(where), redacted(what), redacted(remedy)
         super().__init__(where, what, remedy)
         self.where, self.what, self.remedy = where, what, remedy
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from raysvc.config import JobConfig
 from raysvc.errors import ConfigError
 
-WITH_PASSWORD = re.compile(r"[A-Za-z0-9+.:-]+://[^/@]*:[^/@]*@")
+WITH_PASSWORD = re.compile(r"[A-Za-z0-9+.:-]+://[^/@]*:[^/@]*@|https?://[^/@]+@")
 SHORT = {"name": ("server", "name")}
 
 

@@ -10,6 +10,7 @@ from raysvc.chat.row_counts import Books
 from raysvc.config import JobConfig
 from raysvc.metrics import record
 from raysvc.progress import Progress, Tick
+from raysvc.redact import redacted
 
 if TYPE_CHECKING:
     from raysvc.cache.manifest import Receipt
@@ -66,4 +67,4 @@ class Meter:
 
 def source_tag(job: JobConfig) -> str:
     """A short name of the source for metrics: the dataset, or the last name of the first path."""
-    return (job.source.dataset or job.source.path[0]).rstrip("/").rpartition("/")[2]
+    return redacted(job.source.dataset or job.source.path[0]).rstrip("/").rpartition("/")[2]

@@ -36,6 +36,7 @@ from raysvc.errors import EntryError, SourceError, StoreError
 from raysvc.metrics import record
 from raysvc.pipelines.sources.scan_memo import Memo
 from raysvc.progress import Progress
+from raysvc.redact import redacted
 
 if TYPE_CHECKING:
     from raysvc.cache.manifest import Receipt
@@ -227,7 +228,7 @@ def make_report(
         "encoders": dict(Counter(str(one.meta["encoder"]) for one in receipts)),
         "seconds": round(seconds, 3),
         "source_bytes": plan.source.num_bytes,
-        "paths": list(job.source.path) or [str(job.source.dataset)],
+        "paths": [redacted(path) for path in job.source.path or (str(job.source.dataset),)],
     }
 
 
