@@ -15,7 +15,6 @@ Always true:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -141,10 +140,6 @@ class WorkerDispatch:
     save_hf_model = waiting(save_hf_model_async)
     sync_weights = waiting(sync_weights_async)
     node_ids = waiting(node_ids_async)
-
-    def lcm_dp_size(self) -> int:
-        """The smallest number of rows that every group can split evenly."""
-        return math.lcm(*(group.mesh.dp for group in self.groups.values()))
 
     def shutdown(self) -> None:
         """End all workers."""

@@ -73,10 +73,6 @@ class View:
         else:
             self._last[tick.phase] = tick
 
-    def say(self, text: str) -> None:
-        """One line above the bars."""
-        self._console.print(text, highlight=False, soft_wrap=True)
-
     def _bar(self, tick: Tick) -> None:
         assert self._live is not None
         if tick.phase not in self._tasks:

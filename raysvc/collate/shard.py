@@ -23,7 +23,7 @@ Always true:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -150,10 +150,3 @@ class Shard:
 def rebuild_shard(*values: Any) -> Shard:
     """The shard of the values of its fields; what unpickling calls."""
     return Shard(*values)
-
-
-def same_arrays(one: Mapping[str, Array], other: Mapping[str, Array]) -> bool:
-    """Whether both hold the same names, dtypes and bytes."""
-    return one.keys() == other.keys() and all(
-        one[name].dtype == other[name].dtype and np.array_equal(one[name], other[name]) for name in one
-    )

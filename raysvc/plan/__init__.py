@@ -4,8 +4,6 @@ from raysvc.plan.cost import CostModel
 from raysvc.plan.mixture import Mixture, MixtureSource, Stage
 from raysvc.plan.plan import MiniBatchPlan, Plan, StepPlan
 from raysvc.plan.rank_plan import RankPlan
-from raysvc.plan.restore import restore_rows
-from raysvc.plan.roles import step_by_role
 from raysvc.plan.schedule import Schedule
 from raysvc.plan.state import PlanState
 
@@ -20,6 +18,4 @@ __all__ = [
     "Schedule",
     "Stage",
     "StepPlan",
-    "restore_rows",
-    "step_by_role",
 ]

@@ -67,22 +67,6 @@ class Groups:
             digest=_digest(uids),
         )
 
-    @classmethod
-    def of_sizes(cls, uids: Sequence[str], sizes: Sequence[int]) -> Groups:
-        """Groups that lie one after the other, with one uid and one number of rows per group.
-
-        Raises:
-            PlanError: a uid that comes twice, or a group without rows.
-        """
-        seen: set[str] = set()
-        for uid, size in zip(uids, sizes, strict=True):
-            if size < 1:
-                raise PlanError("uid", f"group {uid!r} has {size} rows", "leave out groups without rows")
-            if uid in seen:
-                raise PlanError("uid", f"group {uid!r} comes twice", "give every prompt its own uid")
-            seen.add(uid)
-        return cls.of_uids([uid for uid, size in zip(uids, sizes, strict=True) for _ in range(size)])
-
     def rows_of(self, groups: Int64s) -> tuple[Int64s, npt.NDArray[np.int32]]:
         """Rows of `groups` [P], group after group: numbers int64 [n], and index into `groups` int32 [n]."""
         if self.rows is None or self.bounds is None:

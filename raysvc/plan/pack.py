@@ -10,7 +10,6 @@ Always true:
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left, insort
 from heapq import heapify, heappop, heappush, heapreplace
 
@@ -23,16 +22,6 @@ Int64s = npt.NDArray[np.int64]
 Packs = list[list[int]]
 
 _FULL = -1  # room of a pack that is over the capacity: not even an empty sequence fits
-
-
-def alignment(tp_size: int = 1, cp_size: int = 1, fp8: bool = False) -> int:
-    """Multiple to which packed sequences are rounded up for a model that is split.
-
-    Sequence parallelism needs multiples of `tp_size`, context parallelism of `2 * tp_size * cp_size`, and FP8
-    products 16 tokens on each context rank.
-    """
-    align = 2 * tp_size * cp_size if cp_size > 1 else tp_size
-    return math.lcm(align, 16 * cp_size) if fp8 else align
 
 
 def aligned(lengths: Int64s, align: int) -> Int64s:

@@ -360,7 +360,6 @@ def test_a_failed_call_names_the_rank_and_leaves_nothing_assumed(three: WorkerDi
 
 
 def test_groups_answer_for_themselves(three: WorkerDispatch) -> None:
-    assert three.lcm_dp_size() == 6
     assert three.node_ids() == ["node-0", "node-1"]
     assert three.node_ids("ref") == ["node-0"]
     three.set_lr("ref", 0.5)

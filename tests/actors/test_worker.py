@@ -23,7 +23,6 @@ from raysvc.actors.worker.lr_schedule import LearningRate
 from raysvc.actors.worker.row_values import RowValues, in_order
 from raysvc.actors.worker.timer import PARTS
 from raysvc.collate import Shard
-from raysvc.plan.trajectories import trajectories_of
 from raysvc.training.run_folder import RunFolder
 
 from .ranks import VOCAB, DoubleWorker, Ranks, tiny_spec
@@ -282,8 +281,9 @@ def turns(seed: int, trials: int = 3) -> tuple[Any, list[str], list[str], list[b
 
 def advantages_of(rows: Any, uids: list[str], names: list[str], last: list[bool], rewards: Any) -> RowValues:
     """A trajectory's reward less its prompt's mean, at every token of all its turns."""
-    ends = trajectories_of(uids, names, last)
     final = np.flatnonzero(last)
+    end_of = {names[row]: row for row in final}
+    ends = [end_of[name] for name in names]
     mean = {uid: np.mean([rewards[row] for row in final if uids[row] == uid]) for uid in set(uids)}
     per_row = np.array([rewards[end] - mean[uid] for end, uid in zip(ends, uids, strict=True)])
     lengths = rows.lengths.astype(np.int64)

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from raysvc.errors import PlanError
 from raysvc.plan.groups import Groups
-from raysvc.plan.trajectories import trajectories_of
 
 
 @settings(deadline=None, max_examples=100)
@@ -34,33 +33,5 @@ def test_a_row_without_uid_is_named():
         Groups.of_uids(["a", "b", "", "a"])
 
 
-def test_an_empty_or_doubled_group_is_named():
-    with pytest.raises(PlanError, match="group 'b' has 0 rows"):
-        Groups.of_sizes(["a", "b"], [2, 0])
-    with pytest.raises(PlanError, match="group 'a' comes twice"):
-        Groups.of_sizes(["a", "b", "a"], [1, 1, 2])
-    assert Groups.of_sizes(["a", "b"], [2, 1]).digest == Groups.of_uids(["a", "a", "b"]).digest
-
-
 def test_the_digest_tells_partitions_apart():
     assert Groups.of_uids(["ab", "c"]).digest != Groups.of_uids(["a", "bc"]).digest
-
-
-def test_rows_of_a_trajectory_point_to_its_last_step():
-    uids = ["p", "p", "p", "q", "p"]
-    last = trajectories_of(uids, ["t0", "t1", "t0", "t2", "t1"], [False, False, True, True, True])
-    assert last.tolist() == [2, 4, 2, 3, 4]
-
-
-@pytest.mark.parametrize(
-    ("uids", "names", "lasts", "message"),
-    [
-        (["p", "q"], ["t", "t"], [False, True], "rows of the prompts 'p' and 'q'"),
-        (["p", "p"], ["t", "t"], [False, False], "no last step"),
-        (["p", "p"], ["t", "t"], [True, True], "row 1 after its last step, row 0"),
-        (["p", "p"], ["t", "t"], [True, False], "row 1 after its last step"),
-    ],
-)
-def test_a_broken_trajectory_is_named(uids, names, lasts, message):
-    with pytest.raises(PlanError, match=message):
-        trajectories_of(uids, names, lasts)

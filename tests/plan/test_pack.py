@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysvc.plan.cost import CostModel
-from raysvc.plan.pack import aligned, alignment, pack_best_fit, pack_first_fit, split_to, spread
+from raysvc.plan.pack import aligned, pack_best_fit, pack_first_fit, split_to, spread
 
 LENGTHS = st.lists(st.integers(0, 100), max_size=60).map(lambda values: np.array(values, np.int64))
 ALIGNS = st.sampled_from([1, 2, 8, 16])
@@ -78,12 +78,6 @@ def test_splitting_reaches_the_multiple_unless_every_pack_is_single(lengths, mul
     assert all(more)
     assert len(more) % multiple == 0 or all(len(pack) == 1 for pack in more)
     assert len(more) < len(packs) + multiple
-
-
-def test_alignment_follows_from_how_the_model_is_split():
-    assert [alignment(), alignment(4), alignment(4, 2), alignment(1, 2, fp8=True), alignment(3, fp8=True)] == [
-        1, 4, 16, 32, 48,
-    ]  # fmt: skip
 
 
 def test_alignment_counts_in_the_capacity():

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysvc.errors import ConfigError, FencedError, SourceError, StateMismatch, StepNotReady
-from raysvc.rl.advantages import Moments, group_advantages, whitened
+from raysvc.rl.advantages import group_advantages
 from raysvc.rl.group import Group, groups_of, table_of
 
 COLUMNS = ("input_ids", "attention_mask", "position_ids", "labels", "loss_mask", "logprobs", "reward")
@@ -90,18 +90,6 @@ def test_advantages_are_those_of_each_group_alone_whatever_dummies_stand_between
         if len(own) > 1:
             others = (sum(own) - np.array(own)) / (len(own) - 1)
             assert np.allclose(alone[index == g], np.array(own) - others)
-
-
-def test_whitening_does_not_see_padding_and_parts_agree_with_the_whole() -> None:
-    rng = np.random.default_rng(0)
-    values, mask = rng.normal(3, 2, (6, 9)), rng.random((6, 9)) < 0.4
-    whole = whitened(values, mask)
-    assert (abs(whole[mask].mean()) < 1e-6, abs(whole[mask].std() - 1) < 1e-5) == (True, True)
-    assert not whole[~mask].any()
-    padded = np.pad(values, ((0, 2), (0, 5)), constant_values=1e9)
-    assert np.array_equal(whitened(padded, np.pad(mask, ((0, 2), (0, 5))))[:6, :9], whole)
-    moments = Moments.of(values[:2], mask[:2]).plus(Moments.of(values[2:], mask[2:]))
-    assert np.allclose(whitened(values[2:], mask[2:], moments), whole[2:])
 
 
 @pytest.fixture
