@@ -19,11 +19,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raysvc.actors.dispatch.future import Pending, waiting
-from raysvc.actors.dispatch.placement import Memory, Move
+from raysvc.actors.dispatch.residency import Move, Residency
 from raysvc.actors.dispatch.worker_group import Running, WorkerGroup, pick_device
 from raysvc.actors.worker.losses import Loss
 from raysvc.actors.worker.results import Metrics, reduce_metrics
-from raysvc.actors.worker.row_values import RowValues, in_order
+from raysvc.collate.row_values import RowValues, in_order
 from raysvc.errors import ConfigError, RaysvcError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class WorkerDispatch:
 
     def __init__(self, groups: Mapping[str, WorkerGroup], colocated: Iterable[Collection[str]] = ()) -> None:
         self.groups = dict(groups)
-        self.memory = Memory(colocated)
+        self.memory = Residency(colocated)
         self._calls = 0  # each call stages shards of its own, under keys that no trainer's steps have
 
     def init_model_async(self, name: str) -> Pending[None]:

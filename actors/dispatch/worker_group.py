@@ -21,8 +21,8 @@ from raysvc.actors.dispatch.mesh import Mesh
 from raysvc.actors.launch import REPORT_EVERY_S, start_workers
 from raysvc.actors.staging.staging import Key
 from raysvc.actors.worker.results import MiniResult
-from raysvc.actors.worker.row_values import RowValues
 from raysvc.actors.worker.torch_worker import ModelSpec
+from raysvc.collate.row_values import RowValues
 from raysvc.errors import RaysvcError, WorkerFailed
 
 if TYPE_CHECKING:

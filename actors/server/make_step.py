@@ -18,7 +18,7 @@ import numpy as np
 from raysvc.actors.server.spec import MiniOutline, StepInfo, StepOutline
 from raysvc.collate.collate import collate_mini_batch
 from raysvc.collate.columns import SEVERAL_ROWS, column_names
-from raysvc.collate.geometry import frame_of
+from raysvc.collate.geometry import geometry_of
 from raysvc.collate.info import MiniBatchInfo, info_of
 from raysvc.collate.shard import Shard
 from raysvc.config import PlanConfig
@@ -126,8 +126,10 @@ def outline(plan: StepPlan, config: PlanConfig, sizes: Sizes) -> StepOutline:
 
 
 def _outline_mini(mini: MiniBatchPlan, config: PlanConfig, sizes: Sizes) -> MiniOutline:
-    frame = frame_of(mini.ranks, mini.lengths, config.layout, config.pad_to_multiple, config.align)
-    cells, rows, lines = (np.diff(b) for b in (frame.cell_bounds, frame.sequence_bounds, frame.line_bounds))
+    geometry = geometry_of(mini.ranks, mini.lengths, config.layout, config.pad_to_multiple, config.align)
+    cells, rows, lines = (
+        np.diff(b) for b in (geometry.cell_bounds, geometry.sequence_bounds, geometry.line_bounds)
+    )
     nbytes = cells * sizes.per_cell + rows * sizes.per_row
     if config.layout in SEVERAL_ROWS:
         nbytes = nbytes + 4 * (rows + lines) + 4 * (lines + 1)
@@ -135,9 +137,9 @@ def _outline_mini(mini: MiniBatchPlan, config: PlanConfig, sizes: Sizes) -> Mini
         row_ids=mini.row_ids,
         lengths=mini.lengths,
         num_groups=mini.num_groups,
-        rank_tokens=tuple(sum(micro.num_tokens for micro in micros) for micros in frame.micro_batches),
+        rank_tokens=tuple(sum(micro.num_tokens for micro in micros) for micros in geometry.micro_batches),
         rank_bytes=tuple(nbytes.tolist()),
-        num_micro_batches=len(frame.micro_batches[0]),
+        num_micro_batches=len(geometry.micro_batches[0]),
     )
 
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.actors.worker.row_values import RowValues, gather_rows
 from raysvc.collate.columns import IGNORED
+from raysvc.collate.row_values import RowValues, gather_rows
 from raysvc.collate.shard import Shard
 
 if TYPE_CHECKING:

@@ -30,9 +30,9 @@ from raysvc.actors.worker.losses import Loss, LossSum
 from raysvc.actors.worker.lr_schedule import LearningRate
 from raysvc.actors.worker.process_group import join, own_address
 from raysvc.actors.worker.results import Metrics, MiniResult
-from raysvc.actors.worker.row_values import RowValues, with_columns
 from raysvc.actors.worker.timer import Timer
 from raysvc.collate.loss_weights import Reduction, token_weights
+from raysvc.collate.row_values import RowValues, with_columns
 from raysvc.collate.shard import Shard
 
 if TYPE_CHECKING:

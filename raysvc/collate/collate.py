@@ -17,8 +17,8 @@ import numpy as np
 from raysvc.collate.columns import SEVERAL_ROWS, Column, column_names, columns_of, row_names
 from raysvc.collate.fill_packed import fill_lines
 from raysvc.collate.fill_padded import fill_rows
-from raysvc.collate.flat_rows import Source
-from raysvc.collate.geometry import Frame, frame_of
+from raysvc.collate.flat_rows import FlatRows
+from raysvc.collate.geometry import Geometry, geometry_of
 from raysvc.collate.shard import Array, Shard
 from raysvc.config import Layout
 from raysvc.plan.plan import MiniBatchPlan
@@ -57,72 +57,72 @@ def collate_mini_batch(
     Raises:
         ConfigError: `columns` names something that the rows do not have.
     """
-    source = Source(rows, mini, layout)
-    frame = frame_of(mini.ranks, mini.lengths, layout, pad_to_multiple, align)
+    source = FlatRows(rows, mini, layout)
+    geometry = geometry_of(mini.ranks, mini.lengths, layout, pad_to_multiple, align)
     names = column_names(columns, rows, layout)
     pads = {"input_ids": pad_token_id, **(pad_values or {})}
-    sheets = _sheets(columns_of(source, names, pads), source, frame)
-    per_row = _per_row(source, frame, names, pads)
-    row_ids = np.append(mini.row_ids, -1)[frame.rows]
+    sheets = _sheets(columns_of(source, names, pads), source, geometry)
+    per_row = _per_row(source, geometry, names, pads)
+    row_ids = np.append(mini.row_ids, -1)[geometry.rows]
     shards = []
     for rank in range(len(mini.ranks)):
-        here = slice(int(frame.sequence_bounds[rank]), int(frame.sequence_bounds[rank + 1]))
+        here = slice(int(geometry.sequence_bounds[rank]), int(geometry.sequence_bounds[rank + 1]))
         arrays = {name: sheet[rank] for name, sheet in sheets.items()}
         arrays |= {name: values[here] for name, values in per_row.items()}
         if layout in SEVERAL_ROWS:
-            arrays |= _boundaries(frame, rank)
+            arrays |= _boundaries(geometry, rank)
         shards.append(
             Shard(
                 step, mini_index, rank, layout, arrays, row_ids[here], source.denominators,
-                frame.micro_batches[rank],
+                geometry.micro_batches[rank],
             )
         )  # fmt: skip
     return tuple(shards)
 
 
-def _sheets(columns: Sequence[Column], source: Source, frame: Frame) -> dict[str, list[Array]]:
+def _sheets(columns: Sequence[Column], source: FlatRows, geometry: Geometry) -> dict[str, list[Array]]:
     """name -> one [B, W] array per rank, all of them in one block that malloc can hand out again."""
-    num_cells = int(frame.cell_bounds[-1])
+    num_cells = int(geometry.cell_bounds[-1])
     sizes = [-(-num_cells * column.dtype.itemsize // _LINE) * _LINE for column in columns]
     block = np.empty(sum(sizes), np.uint8)
     flat = [
         block[stop - size : stop - size + num_cells * column.dtype.itemsize].view(column.dtype)
         for column, size, stop in zip(columns, sizes, accumulate(sizes), strict=True)
     ]
-    starts = np.append(source.firsts, len(source.trained))[frame.rows]
-    fill = fill_lines if frame.layout in SEVERAL_ROWS else fill_rows
-    fill(columns, flat, starts, frame)
-    bounds = list(pairwise(frame.cell_bounds.tolist()))
+    starts = np.append(source.firsts, len(source.trained))[geometry.rows]
+    fill = fill_lines if geometry.layout in SEVERAL_ROWS else fill_rows
+    fill(columns, flat, starts, geometry)
+    bounds = list(pairwise(geometry.cell_bounds.tolist()))
     return {
-        column.name: [cells[a:b].reshape(frame.shape(rank)) for rank, (a, b) in enumerate(bounds)]
+        column.name: [cells[a:b].reshape(geometry.shape(rank)) for rank, (a, b) in enumerate(bounds)]
         for column, cells in zip(columns, flat, strict=True)
     }
 
 
 def _per_row(
-    source: Source, frame: Frame, names: Sequence[str], pads: Mapping[str, float | int]
+    source: FlatRows, geometry: Geometry, names: Sequence[str], pads: Mapping[str, float | int]
 ) -> dict[str, Array]:
     """name -> [S], the per-row arrays of all ranks."""
     own: dict[str, Array] = {
-        "seq_lengths": frame.lengths.astype(np.int32),
-        "row_tokens": _dealt(source.row_tokens, frame, 0),
-        "row_group": _dealt(source.mini.group_index, frame, -1),
-        "row_group_rows": _dealt(source.group_rows, frame, 0),
+        "seq_lengths": geometry.lengths.astype(np.int32),
+        "row_tokens": _dealt(source.row_tokens, geometry, 0),
+        "row_group": _dealt(source.mini.group_index, geometry, -1),
+        "row_group_rows": _dealt(source.group_rows, geometry, 0),
     }
     rows = source.rows.rows
     return own | {
-        name: _dealt(rows[name], frame, pads.get(name, 0)) for name in row_names(names, source.rows)
+        name: _dealt(rows[name], geometry, pads.get(name, 0)) for name in row_names(names, source.rows)
     }
 
 
-def _dealt(values: Array, frame: Frame, pad: float | int) -> Array:
-    return np.append(values, np.array([pad], values.dtype))[frame.rows]
+def _dealt(values: Array, geometry: Geometry, pad: float | int) -> Array:
+    return np.append(values, np.array([pad], values.dtype))[geometry.rows]
 
 
-def _boundaries(frame: Frame, rank: int) -> dict[str, Array]:
-    first, last = int(frame.line_bounds[rank]), int(frame.line_bounds[rank + 1])
-    offsets = frame.line_starts[first : last + 1] + np.arange(first, last + 1)
+def _boundaries(geometry: Geometry, rank: int) -> dict[str, Array]:
+    first, last = int(geometry.line_bounds[rank]), int(geometry.line_bounds[rank + 1])
+    offsets = geometry.line_starts[first : last + 1] + np.arange(first, last + 1)
     return {
-        "cu_seqlens": frame.bounds[offsets[0] : offsets[-1]],
+        "cu_seqlens": geometry.bounds[offsets[0] : offsets[-1]],
         "cu_seqlens_offsets": (offsets - offsets[0]).astype(np.int32),
     }

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.collate.flat_rows import Source
+from raysvc.collate.flat_rows import FlatRows
 from raysvc.collate.shard import Array
 from raysvc.errors import ConfigError
 from raysvc.row_batch import RowBatch
@@ -72,7 +72,7 @@ def column_names(names: Sequence[str], rows: RowBatch, layout: str) -> tuple[str
     return tuple(dict.fromkeys([*names, *extra]))
 
 
-def columns_of(source: Source, names: Sequence[str], pads: Mapping[str, float | int]) -> list[Column]:
+def columns_of(source: FlatRows, names: Sequence[str], pads: Mapping[str, float | int]) -> list[Column]:
     """The 2-D arrays among `names`."""
     return [
         _column(source, name, pads.get(name, 0))
@@ -86,7 +86,7 @@ def row_names(names: Sequence[str], rows: RowBatch) -> list[str]:
     return [name for name in names if name in rows.rows and name not in rows.tokens and name not in _BUILT]
 
 
-def _column(source: Source, name: str, pad: float | int) -> Column:
+def _column(source: FlatRows, name: str, pad: float | int) -> Column:
     int32, uint8 = np.dtype(np.int32), np.dtype(np.uint8)
     if name == "input_ids":
         return Column(name, int32, pad, source.tokens(name))

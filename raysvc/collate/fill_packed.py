@@ -19,13 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.collate.columns import Column
-from raysvc.collate.geometry import Frame
+from raysvc.collate.geometry import Geometry
 from raysvc.collate.shard import Array
 
 Int64s = npt.NDArray[np.int64]
 
 
-def fill_lines(columns: Sequence[Column], sheets: Sequence[Array], starts: Int64s, frame: Frame) -> None:
+def fill_lines(
+    columns: Sequence[Column], sheets: Sequence[Array], starts: Int64s, geometry: Geometry
+) -> None:
     """Write `columns` into `sheets`, the flat cells of all ranks.
 
     Args:
@@ -33,14 +35,14 @@ def fill_lines(columns: Sequence[Column], sheets: Sequence[Array], starts: Int64
     """
     num_tokens = next((len(column.values) for column in columns if column.values is not None), 0)
     runs = np.empty((len(starts), 2), np.int64)  # cells of a sequence, cells of the gap after it
-    runs[:, 0] = frame.lengths
-    runs[:, 1] = np.append(frame.cells[1:], frame.cell_bounds[-1]) - frame.cells - frame.lengths
+    runs[:, 0] = geometry.lengths
+    runs[:, 1] = np.append(geometry.cells[1:], geometry.cell_bounds[-1]) - geometry.cells - geometry.lengths
     counts = runs.ravel()
-    begins = frame.cells - frame.columns if frame.layout == "stream" else frame.cells
-    sources = starts - (frame.columns if frame.layout == "stream" else 0)
+    begins = geometry.cells - geometry.columns if geometry.layout == "stream" else geometry.cells
+    sources = starts - (geometry.columns if geometry.layout == "stream" else 0)
 
     attention = _over(np.ones_like(starts), 0, counts, np.uint8)
-    positions = np.arange(int(frame.cell_bounds[-1]), dtype=np.int32)
+    positions = np.arange(int(geometry.cell_bounds[-1]), dtype=np.int32)
     positions -= _over(begins, 0, counts, np.int32)
     positions *= attention
     picked = _over(sources, num_tokens, counts, np.int64)
@@ -53,7 +55,7 @@ def fill_lines(columns: Sequence[Column], sheets: Sequence[Array], starts: Int64
         elif column.name == "position_ids":
             sheet[...] = positions
         else:
-            sheet[...] = _over(frame.numbers, 0, counts, np.int32)
+            sheet[...] = _over(geometry.numbers, 0, counts, np.int32)
 
 
 def _over(values: Int64s, gap: int, counts: Int64s, dtype: npt.DTypeLike) -> Array:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.collate.columns import Column
-from raysvc.collate.geometry import Frame
+from raysvc.collate.geometry import Geometry
 from raysvc.collate.shard import Array
 
 Int64s = npt.NDArray[np.int64]
@@ -37,29 +37,29 @@ class _Band:
     width: int
 
 
-def fill_rows(columns: Sequence[Column], sheets: Sequence[Array], starts: Int64s, frame: Frame) -> None:
+def fill_rows(columns: Sequence[Column], sheets: Sequence[Array], starts: Int64s, geometry: Geometry) -> None:
     """Write `columns` into `sheets`, the flat cells of all ranks.
 
     Args:
         starts: int64 [S], index of each line's first token; T for a dummy.
     """
-    slack = max(micro.width for micro_batches in frame.micro_batches for micro in micro_batches)
+    slack = max(micro.width for micro_batches in geometry.micro_batches for micro in micro_batches)
     sources = [None if column.values is None else column.with_slack(slack, slack) for column in columns]
     for column, sheet in zip(columns, sheets, strict=True):
         sheet.fill(column.pad)
-    lengths_32 = frame.lengths.astype(np.int32)
-    for band in _bands(frame):
-        first = int(frame.line_bounds[band.rank]) + band.start
+    lengths_32 = geometry.lengths.astype(np.int32)
+    for band in _bands(geometry):
+        first = int(geometry.line_bounds[band.rank]) + band.start
         lines = slice(first, first + band.stop - band.start)
         lengths = lengths_32[lines, None]
         positions = np.arange(band.width, dtype=np.int32)[None]
         begins = starts[lines] + slack
-        if frame.left:
+        if geometry.left:
             begins += lengths[:, 0] - band.width
             positions = positions - (band.width - lengths)
-        mask = positions >= 0 if frame.left else positions < lengths
+        mask = positions >= 0 if geometry.left else positions < lengths
         for column, sheet, source in zip(columns, sheets, sources, strict=True):
-            cells = _cells(sheet, frame, band)
+            cells = _cells(sheet, geometry, band)
             if source is not None:
                 shape = (len(source) - band.width + 1, band.width)
                 windows = np.ndarray(shape, source.dtype, source, strides=source.strides * 2)
@@ -70,9 +70,9 @@ def fill_rows(columns: Sequence[Column], sheets: Sequence[Array], starts: Int64s
                 cells[...] = mask
 
 
-def _bands(frame: Frame) -> Iterator[_Band]:
+def _bands(geometry: Geometry) -> Iterator[_Band]:
     """Runs of micro-batches of each rank with some `_BAND_CELLS` cells, none wider than the first one."""
-    for rank, micro_batches in enumerate(frame.micro_batches):
+    for rank, micro_batches in enumerate(geometry.micro_batches):
         start, width = 0, micro_batches[0].width
         for micro in micro_batches:
             if micro.width > width or (micro.start - start) * width >= _BAND_CELLS:
@@ -81,8 +81,10 @@ def _bands(frame: Frame) -> Iterator[_Band]:
         yield _Band(rank, start, micro_batches[-1].stop, width)
 
 
-def _cells(sheet: Array, frame: Frame, band: _Band) -> Array:
+def _cells(sheet: Array, geometry: Geometry, band: _Band) -> Array:
     """[lines, width], the cells of a band."""
-    lines, row_width = frame.shape(band.rank)
-    here = sheet[frame.cell_bounds[band.rank] : frame.cell_bounds[band.rank + 1]].reshape(lines, row_width)
-    return here[band.start : band.stop, slice(-band.width, None) if frame.left else slice(0, band.width)]
+    lines, row_width = geometry.shape(band.rank)
+    here = sheet[geometry.cell_bounds[band.rank] : geometry.cell_bounds[band.rank + 1]].reshape(
+        lines, row_width
+    )
+    return here[band.start : band.stop, slice(-band.width, None) if geometry.left else slice(0, band.width)]

@@ -18,13 +18,12 @@ import numpy.typing as npt
 from raysvc.collate.shard import Array, Denominators
 from raysvc.config import Layout
 from raysvc.plan.plan import MiniBatchPlan
+from raysvc.ragged import Int64s, cells_of_runs, offsets_of
 from raysvc.row_batch import RowBatch
-
-Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class FlatRows:
     """Tokens and counts of a mini-batch, in the order of its rows.
 
     Attributes:
@@ -45,7 +44,7 @@ class Source:
     @cached_property
     def firsts(self) -> Int64s:
         """int64 [N], index among the used tokens of each row's first one."""
-        return np.cumsum(self.lengths) - self.lengths
+        return offsets_of(self.lengths)[:-1]
 
     @cached_property
     def _picked(self) -> Int64s | None:
@@ -53,7 +52,7 @@ class Source:
         if np.array_equal(self.lengths, self.rows.lengths):
             return None
         first = self.rows.offsets[:-1] + self.mini.starts
-        return np.arange(int(self.lengths.sum())) + np.repeat(first - self.firsts, self.lengths)
+        return cells_of_runs(first, self.lengths)
 
     def tokens(self, name: str) -> Array:
         """[T], the used tokens of a per-token column."""

@@ -20,12 +20,11 @@ import numpy.typing as npt
 from raysvc.collate.shard import MicroBatch
 from raysvc.config import Layout
 from raysvc.plan.rank_plan import DUMMY, DUMMY_LENGTH, RankPlan
-
-Int64s = npt.NDArray[np.int64]
+from raysvc.ragged import Int64s, offsets_of
 
 
 @dataclass(frozen=True, eq=False)
-class Frame:
+class Geometry:
     """Geometry of the arrays of all ranks.
 
     Attributes:
@@ -67,18 +66,18 @@ class Frame:
         return self.layout == "padded_left"
 
 
-def frame_of(
+def geometry_of(
     ranks: Sequence[RankPlan],
     row_lengths: npt.NDArray[np.int32],
     layout: Layout,
     pad_to_multiple: int = 1,
     align: int = 1,
-) -> Frame:
-    """The frame of `ranks` over rows of `row_lengths` (int32 [N])."""
+) -> Geometry:
+    """The geometry of `ranks` over rows of `row_lengths` (int32 [N])."""
     rows = np.concatenate([plan.rows for plan in ranks]).astype(np.int64)
     lengths = np.append(row_lengths.astype(np.int64), DUMMY_LENGTH)[rows]  # DUMMY is the last one
-    sequence_bounds = _bounds([len(plan.rows) for plan in ranks])
-    line_bounds = _bounds([len(plan.lines) - 1 for plan in ranks])
+    sequence_bounds = offsets_of([len(plan.rows) for plan in ranks])
+    line_bounds = offsets_of([len(plan.lines) - 1 for plan in ranks])
     line_starts = np.append(
         np.concatenate([plan.lines[:-1] for plan in ranks])
         + np.repeat(sequence_bounds[:-1], np.diff(line_bounds)),
@@ -98,13 +97,13 @@ def frame_of(
     micro_widths = _up(np.maximum(np.maximum.reduceat(used, micro_starts), 1), pad_to_multiple)
     line_tokens = np.add.reduceat(lengths, line_starts[:-1])
     micro_tokens = np.add.reduceat(line_tokens, micro_starts)
-    micro_bounds = _bounds([len(plan.micro_batches) for plan in ranks])
+    micro_bounds = offsets_of([len(plan.micro_batches) for plan in ranks])
     widths = np.maximum.reduceat(micro_widths, micro_bounds[:-1])
-    cell_bounds = _bounds(np.diff(line_bounds) * widths)
+    cell_bounds = offsets_of(np.diff(line_bounds) * widths)
 
     rank_of = np.repeat(np.arange(len(ranks)), np.diff(sequence_bounds))
     columns = widths[rank_of] - lengths if layout == "padded_left" else starts
-    return Frame(
+    return Geometry(
         layout=layout,
         rows=rows,
         lengths=lengths,
@@ -128,12 +127,8 @@ def _micro_batches(
     return tuple(every[start:stop] for start, stop in pairwise(bounds.tolist()))
 
 
-def _bounds(sizes: Sequence[int] | Int64s) -> Int64s:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
-
-
 def _up(values: Int64s, multiple: int) -> Int64s:
     return -(-values // multiple) * multiple if multiple > 1 else values
 
 
-assert DUMMY == -1  # `frame_of` looks lengths up with it
+assert DUMMY == -1  # `geometry_of` looks lengths up with it

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from raysvc.collate.columns import SEVERAL_ROWS
-from raysvc.collate.geometry import Frame, frame_of
+from raysvc.collate.geometry import Geometry, geometry_of
 from raysvc.plan.plan import MiniBatchPlan, Plan
 from raysvc.plan.rank_plan import DUMMY_LENGTH
 
@@ -169,17 +169,19 @@ def rows_of_step(plan: Plan, step: int, dp_size: int) -> Iterator[StepRow]:
 
 def _measure(plan: Plan, mini: MiniBatchPlan, dp_size: int) -> _Measured:
     config = plan.config
-    frame = frame_of(mini.ranks, mini.lengths, config.layout, config.pad_to_multiple, config.align)
-    rank_of = np.repeat(np.arange(dp_size), np.diff(frame.sequence_bounds))
-    tokens = np.bincount(rank_of, frame.lengths, dp_size)
-    costs = np.bincount(rank_of, plan.rules.cost.of(frame.lengths), dp_size)
+    geometry = geometry_of(mini.ranks, mini.lengths, config.layout, config.pad_to_multiple, config.align)
+    rank_of = np.repeat(np.arange(dp_size), np.diff(geometry.sequence_bounds))
+    tokens = np.bincount(rank_of, geometry.lengths, dp_size)
+    costs = np.bincount(rank_of, plan.rules.cost.of(geometry.lengths), dp_size)
     return _Measured(
         tokens=int(mini.lengths.sum()),
-        cells=sum((micro.stop - micro.start) * micro.width for rank in frame.micro_batches for micro in rank),
-        dummies=int((frame.rows < 0).sum()),
-        lines=int(frame.line_bounds[-1]),
-        micro_batches=len(frame.micro_batches[0]),
-        num_bytes=_bytes_of(frame, config.columns),
+        cells=sum(
+            (micro.stop - micro.start) * micro.width for rank in geometry.micro_batches for micro in rank
+        ),
+        dummies=int((geometry.rows < 0).sum()),
+        lines=int(geometry.line_bounds[-1]),
+        micro_batches=len(geometry.micro_batches[0]),
+        num_bytes=_bytes_of(geometry, config.columns),
         imbalance_tokens=float(tokens.max() / tokens.mean()),
         imbalance_cost=float(costs.max() / costs.mean()),
         truncated=mini.num_truncated,
@@ -189,14 +191,14 @@ def _measure(plan: Plan, mini: MiniBatchPlan, dp_size: int) -> _Measured:
     )
 
 
-def _bytes_of(frame: Frame, columns: tuple[str, ...]) -> int:
+def _bytes_of(geometry: Geometry, columns: tuple[str, ...]) -> int:
     """Bytes of the shards; an extra per-token column counts 4 bytes, an extra per-row column is left out."""
-    names = {*columns, *(("segment_ids",) if frame.layout in SEVERAL_ROWS else ())}
-    boundaries = 4 * (len(frame.bounds) + int(frame.line_bounds[-1]) + len(frame.micro_batches))
+    names = {*columns, *(("segment_ids",) if geometry.layout in SEVERAL_ROWS else ())}
+    boundaries = 4 * (len(geometry.bounds) + int(geometry.line_bounds[-1]) + len(geometry.micro_batches))
     return (
-        int(frame.cell_bounds[-1]) * sum(_CELL_BYTES.get(name, 4) for name in names)
-        + len(frame.rows) * _SEQUENCE_BYTES
-        + (boundaries if frame.layout in SEVERAL_ROWS else 0)
+        int(geometry.cell_bounds[-1]) * sum(_CELL_BYTES.get(name, 4) for name in names)
+        + len(geometry.rows) * _SEQUENCE_BYTES
+        + (boundaries if geometry.layout in SEVERAL_ROWS else 0)
     )
 
 

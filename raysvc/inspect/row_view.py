@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.actors.worker.row_values import cells_of
+from raysvc.collate.row_values import cells_of
 
 if TYPE_CHECKING:
     from raysvc.collate.shard import Shard

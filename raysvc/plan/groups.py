@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.errors import PlanError
-
-Int64s = npt.NDArray[np.int64]
+from raysvc.ragged import Int64s, cells_of_runs, offsets_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +62,7 @@ class Groups:
             num_rows=len(uids),
             num_groups=len(numbers),
             rows=np.argsort(group_of_row, kind="stable").astype(np.int64),
-            bounds=_bounds(sizes),
+            bounds=offsets_of(sizes),
             digest=_digest(uids),
         )
 
@@ -73,12 +72,7 @@ class Groups:
             return groups, np.arange(len(groups), dtype=np.int32)
         starts, sizes = self.bounds[groups], self.bounds[groups + 1] - self.bounds[groups]
         index = np.repeat(np.arange(len(groups), dtype=np.int32), sizes)
-        firsts = _bounds(sizes)[:-1]
-        return self.rows[np.arange(len(index)) + (starts - firsts)[index]], index
-
-
-def _bounds(sizes: npt.NDArray[np.int64]) -> Int64s:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+        return self.rows[cells_of_runs(starts, sizes)], index
 
 
 def _digest(uids: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.plan.row_pieces import Int64s, Pieces
+from raysvc.ragged import cells_of_runs, offsets_of
 
 
 class Windows:
@@ -21,8 +22,7 @@ class Windows:
 
     def __init__(self, lengths: npt.NDArray[np.integer[Any]], window: int) -> None:
         self.window = window
-        self.offsets: Int64s = np.zeros(len(lengths) + 1, np.int64)
-        np.cumsum(lengths, out=self.offsets[1:])
+        self.offsets = offsets_of(lengths)
         self.num_windows = -(-int(self.offsets[-1]) // window)
 
     def pieces_of(self, windows: Int64s) -> Pieces:
@@ -32,7 +32,7 @@ class Windows:
         first = np.searchsorted(self.offsets, begins, side="right") - 1
         count = np.searchsorted(self.offsets, ends, side="left") - first
         index = np.repeat(np.arange(len(windows)), count)
-        rows = np.arange(int(count.sum())) + (first - (np.cumsum(count) - count))[index]
+        rows = cells_of_runs(first, count)
         starts = np.maximum(begins[index], self.offsets[rows]) - self.offsets[rows]
         lengths = np.minimum(ends[index], self.offsets[rows + 1]) - self.offsets[rows] - starts
         some = lengths > 0  # documents without a token

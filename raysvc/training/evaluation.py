@@ -22,9 +22,9 @@ from raysvc.progress import Progress, Tick
 if TYPE_CHECKING:
     from raysvc.actors.dispatch.dispatch import WorkerDispatch
     from raysvc.actors.dispatch.future import Pending
-    from raysvc.actors.worker.row_values import RowValues
     from raysvc.client.batch_client import BatchClient, Step
     from raysvc.client.eval_stream import EvalStream
+    from raysvc.collate.row_values import RowValues
     from raysvc.config import JobConfig
 
 AHEAD = 2  # mini-batches that the workers hold: one is evaluated, one is copied

@@ -15,8 +15,8 @@ from raysvc.actors.dispatch.dispatch import Pending, WorkerDispatch, WorkerGroup
 from raysvc.actors.dispatch.mesh import Mesh
 from raysvc.actors.worker.losses import SftLoss
 from raysvc.actors.worker.results import reduce_metrics
-from raysvc.actors.worker.row_values import RowValues, cells_of, gather_rows, in_order, with_columns
 from raysvc.client.batch_client import Mini, Step
+from raysvc.collate.row_values import RowValues, cells_of, gather_rows, in_order, with_columns
 from raysvc.errors import ConfigError, WorkerFailed
 
 from .shards import minis_of, random_rows

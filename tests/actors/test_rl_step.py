@@ -11,8 +11,8 @@ import pytest
 
 from raysvc.actors.dispatch.dispatch import WorkerDispatch, WorkerGroup
 from raysvc.actors.worker.losses import PolicyLoss, ValueLoss
-from raysvc.actors.worker.row_values import RowValues
 from raysvc.client.batch_client import Mini
+from raysvc.collate.row_values import RowValues
 
 from .ranks import tiny_spec
 from .shards import minis_of, random_rows

@@ -10,8 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from raysvc.actors.dispatch.future import Pending
-from raysvc.actors.worker.row_values import RowValues
 from raysvc.client.steps import Step
+from raysvc.collate.row_values import RowValues
 from raysvc.config import JobConfig
 from raysvc.progress import Tick
 from raysvc.training.evaluation import Evals, EvalSums, HeldBack, evaluate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.actors.dispatch.placement import BOTH, NEEDS, Memory, Move, Part
+from raysvc.actors.dispatch.residency import BOTH, NEEDS, Move, Part, Residency
 
 NAMES = ("policy", "ref", "critic", "alone")
 COLOCATED = [{"policy", "ref", "critic"}]
@@ -30,7 +30,7 @@ def apply(devices: dict[str, set[Part]], moves: list[Move]) -> None:
 def test_any_series_of_calls_finds_its_memory_and_makes_no_redundant_move(
     calls: list[tuple[str, str]],
 ) -> None:
-    memory = Memory(COLOCATED)
+    memory = Residency(COLOCATED)
     devices: dict[str, set[Part]] = {name: set() for name in NAMES}
     built: set[str] = set()
     for group, call in calls:
@@ -53,7 +53,7 @@ def test_any_series_of_calls_finds_its_memory_and_makes_no_redundant_move(
 
 
 def test_an_rl_step_of_two_colocated_groups_moves_what_it_must() -> None:
-    memory = Memory([{"policy", "ref"}])
+    memory = Residency([{"policy", "ref"}])
     memory.built("ref")
     assert memory.before_init("policy") == [Move("ref", "optimizer", False), Move("ref", "model", False)]
     memory.built("policy")
@@ -80,7 +80,7 @@ def test_an_rl_step_of_two_colocated_groups_moves_what_it_must() -> None:
 
 
 def test_after_a_failure_a_call_moves_again_what_it_needs() -> None:
-    memory = Memory([{"policy", "ref"}])
+    memory = Residency([{"policy", "ref"}])
     memory.built("policy")
     memory.forget("policy")
     assert memory.moves("policy", "forward") == [Move("policy", "model", True)]

@@ -12,12 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from raysvc.collate.shard import Array, Shard
 from raysvc.errors import ConfigError
-
-Int64s = npt.NDArray[np.int64]
+from raysvc.ragged import Int64s, cells_of_runs, offsets_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +37,7 @@ class RowValues:
     @property
     def starts(self) -> Int64s:
         """int64 [N], where each row begins in T."""
-        return np.cumsum(self.lengths) - self.lengths
+        return offsets_of(self.lengths)[:-1]
 
     def row(self, index: int, name: str) -> Array:
         """The values of one row's tokens."""
@@ -49,7 +47,7 @@ class RowValues:
     def pick(self, index: Int64s) -> RowValues:
         """The rows at `index`, in that order."""
         lengths = self.lengths[index]
-        cells = _runs(self.starts[index], lengths)
+        cells = cells_of_runs(self.starts[index], lengths)
         return RowValues(
             self.row_ids[index],
             lengths,
@@ -80,7 +78,7 @@ def gather_rows(shard: Shard, sheets: Mapping[str, Array]) -> RowValues:
     """The values of [B, W] sheets at the tokens of the shard's real rows, in the order of the shard."""
     real = np.flatnonzero(shard.row_ids >= 0)
     lengths = shard.arrays["seq_lengths"].astype(np.int64)[real]
-    cells = _runs(cells_of(shard)[real], lengths)
+    cells = cells_of_runs(cells_of(shard)[real], lengths)
     return RowValues(
         shard.row_ids[real], lengths, {name: sheet.reshape(-1)[cells] for name, sheet in sheets.items()}
     )
@@ -98,7 +96,7 @@ def with_columns(shard: Shard, columns: RowValues) -> Shard:
     if not np.array_equal(own.lengths, lengths):
         row = int(own.row_ids[np.flatnonzero(own.lengths != lengths)[0]])
         raise ConfigError("columns", f"row {row} has another length there", "give one value per token")
-    cells = _runs(cells_of(shard)[real], lengths)
+    cells = cells_of_runs(cells_of(shard)[real], lengths)
     arrays = dict(shard.arrays)
     for name, values in own.tokens.items():
         arrays[name] = np.zeros(shard.arrays["input_ids"].shape, values.dtype)
@@ -128,10 +126,3 @@ def _find(among: Int64s, wanted: Int64s) -> Int64s:
         missing = sorted(set(wanted.tolist()) - set(among.tolist()))
         raise ConfigError("columns", f"rows {missing[:5]} are missing", "give the rows of the mini-batch")
     return found
-
-
-def _runs(starts: Int64s, lengths: Int64s) -> Int64s:
-    """start, start + 1, ... of every run, one after the other."""
-    firsts = np.cumsum(lengths) - lengths
-    cells: Int64s = np.arange(int(lengths.sum())) + np.repeat(starts - firsts, lengths)
-    return cells

@@ -54,7 +54,7 @@ class Move(NamedTuple):
     on_device: bool
 
 
-class Memory:
+class Residency:
     """Where parts of groups are.
 
     Args:
