@@ -25,14 +25,15 @@ NAMESPACE = "raysvc"
 REPORT_EVERY_S = 5.0
 STOP_TIMEOUT_S = 30.0
 FETCH_THREADS = 16
+LEASE_THREADS = 16
 
 
 def start_server(spec: ServeSpec, *, detached: bool) -> ActorHandle:
     """The server of that name: a new actor, or the running one when its spec is the same.
 
     `fetch` calls may wait for each other (one step for several ranks, rollouts that are not there yet), so they have
-    more threads than may collate; what changes the ledger runs in the order it was sent, in one thread; `control`
-    (heartbeats, statistics) never queues behind either. A server keeps off nodes that may be taken away
+    more threads than may collate; what changes leases may wait for the journal, and calls that wait together share a
+    write; `control` (heartbeats, statistics) never queues behind either. A server keeps off nodes that may be taken away
     (`ray.io/market-type: spot`) where there are others.
 
     Raises:
@@ -40,7 +41,7 @@ def start_server(spec: ServeSpec, *, detached: bool) -> ActorHandle:
         UserMistake: the entry cannot be opened, or no plan can be made of it.
     """
     cls = BatchServer if spec.rollouts is None else RolloutServer
-    threads = {"fetch": FETCH_THREADS, "ledger": 1, "put": 2, "control": 3}
+    threads = {"fetch": FETCH_THREADS, "lease": LEASE_THREADS, "put": 2, "control": 3}
     incarnation_id = uuid.uuid4().hex
     actor = ray.remote(concurrency_groups=threads)(cls)
     handle = actor.options(
@@ -55,7 +56,7 @@ def start_server(spec: ServeSpec, *, detached: bool) -> ActorHandle:
         fallback_strategy=[{"label_selector": {}}],
     ).remote(spec.model_dump_json(), incarnation_id)
     what = f"server {spec.name!r} to start"
-    text, its_incarnation = wait_for(handle.spec_json.remote(), what)
+    text, theirs = wait_for(handle.spec_json.remote(), what)
     difference = ServeSpec.model_validate_json(text).difference(spec)
     if difference:
         remedy = f"stop it with `raysvc stop {spec.name}`, or choose another server.name"
@@ -65,7 +66,7 @@ def start_server(spec: ServeSpec, *, detached: bool) -> ActorHandle:
     try:
         wait_for(handle.describe.remote(), what)
     except RaysvcError:
-        if its_incarnation == incarnation_id:  # a server of ours that can serve nothing
+        if theirs == incarnation_id:  # a server of ours that can serve nothing
             ray.kill(handle, no_restart=True)
         raise
     return handle
@@ -94,7 +95,7 @@ def stop_server(name: str) -> None:
     """
     handle = find_server(name)
     try:
-        ray.get(handle.flush.options(concurrency_group="ledger").remote(), timeout=STOP_TIMEOUT_S)
+        ray.get(handle.flush.options(concurrency_group="lease").remote(), timeout=STOP_TIMEOUT_S)
     except (
         ray.exceptions.RayError
     ) as error:  # it is to end in any case; the trainer's checkpoint knows better

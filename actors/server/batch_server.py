@@ -5,10 +5,10 @@ Always true:
   restart of this process, so Ray may retry it and rebuild lost shards with it;
 - shards are returned by value: the caller owns them, and they outlive this process;
 - every call that changes something may come twice: Ray repeats it when the server died before it answered;
+- no order of calls is assumed: Ray does not keep it when it repeats them;
 - what must outlive the process (leases, frontiers) is in the journal: at once for leases and moves, within
   a second for commits;
-- `control` calls never wait for a collation, nor for the journal (a concurrency group of their own; the lock
-  below is held for microseconds).
+- `control` calls never wait for a collation, nor for the journal (a concurrency group of their own).
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 from raysvc.actors.server.entry_stream import streams_of
-from raysvc.actors.server.housekeeping import House
 from raysvc.actors.server.journal import Journal
-from raysvc.actors.server.lease_store import LedgerBook, Owner
-from raysvc.actors.server.leases import Ledger
+from raysvc.actors.server.lease_store import LeaseStore
+from raysvc.actors.server.leases import Leases, Peers, ReaderLease
+from raysvc.actors.server.orphan_watch import OrphanWatch
 from raysvc.actors.server.spec import TRAIN as TRAIN
 from raysvc.actors.server.spec import Lease as Lease
 from raysvc.actors.server.spec import Role as Role
@@ -32,7 +31,7 @@ from raysvc.actors.server.spec import StepInfo as StepInfo
 from raysvc.actors.server.spec import StepOutline as StepOutline
 from raysvc.actors.server.step_maker import StepMaker, Stream
 from raysvc.collate.shard import Shard
-from raysvc.errors import ConfigError, LeaseHeld
+from raysvc.errors import ConfigError, LeaseHeld, StepOutOfOrder
 from raysvc.metrics import record
 
 log = logging.getLogger(__name__)
@@ -45,16 +44,19 @@ class BatchServer:
     Args:
         spec_json: a `ServeSpec`.
         incarnation_id: differs between two actors of one name, and is the same after a restart of one.
+        train: what is trained; None: the entry of the spec.
     """
 
-    def __init__(self, spec_json: str, incarnation_id: str) -> None:
-        self.spec = ServeSpec.model_validate_json(spec_json)
+    def __init__(self, spec_json: str, incarnation_id: str, train: Stream | None = None) -> None:
+        self.spec = spec = ServeSpec.model_validate_json(spec_json)
         self._incarnation_id = incarnation_id
-        self._began_s = time.time()
-        self._maker = StepMaker(self.spec, self._make_streams())
-        self._book = self._open_book()
-        self._house = House(self.spec, self._book, self._maker)
-        self._house.start()
+        self._began_s = time.monotonic()
+        streams = dict[str, Stream](streams_of(spec))
+        self._maker = StepMaker(spec, {**streams, TRAIN: train} if train else streams)
+        journal = Journal(spec.journal, spec.storage_options) if spec.journal else None
+        nobody = Leases(spec.name, shared=spec.share != "none")
+        self._leases = LeaseStore(nobody, spec.lease_ttl_s, incarnation_id, journal)
+        self._orphans = OrphanWatch(spec, self._leases, self._maker)
 
     @property
     def num_steps(self) -> int:
@@ -62,7 +64,7 @@ class BatchServer:
         return self._train.schedule.num_steps
 
     def spec_json(self) -> tuple[str, str]:
-        """The spec this server runs with, and its `incarnation_id`."""
+        """The spec this server runs with, and its incarnation."""
         return self.spec.model_dump_json(), self._incarnation_id
 
     def describe(self) -> dict[str, Any]:
@@ -95,69 +97,101 @@ class BatchServer:
         Raises:
             LeaseHeld: another trainer holds a living lease and `takeover` is False.
         """
-
-        def change(ledger: Ledger, fence: int) -> Ledger:
-            return ledger.attach(holder, time.time(), self.spec.lease_ttl_s, takeover=takeover, fence=fence)
-
-        return self._attach(reader, holder, change)
+        return self.attach_rank(holder, holder, 0, 1, takeover, reader)
 
     def attach_rank(
-        self, group: str, holder: str, rank: int, num_ranks: int, takeover: bool = False, reader: str = ""
+        self,
+        group: str,
+        holder: str,
+        rank: int,
+        num_ranks: int,
+        takeover: bool = False,
+        reader: str = "",
+        look_ahead_steps: int = 0,
     ) -> Lease:
         """Give a rank its seat; the ranks of one group share a fence.
 
         Raises:
             LeaseHeld: another trainer, or another process on that seat, holds a living lease.
         """
-
-        def change(ledger: Ledger, fence: int) -> Ledger:
-            return ledger.attach_rank(
-                group, holder, rank, num_ranks, time.time(), self.spec.lease_ttl_s,
-                takeover=takeover, fence=fence,
-            )  # fmt: skip
-
-        return self._attach(reader, holder, change, rank)
-
-    def heartbeat(self, fence: int) -> int:
-        """A sign of life; returns the frontier."""
-        return self._book.change(fence, lambda ledger: ledger).frontier
-
-    def commit(self, fence: int, step: int, skipped: bool = False, rank: int | None = None) -> int:
-        """Move the frontier past `step`; returns it. Committing twice is a no-op."""
-        ledger = self._book.change(
-            fence, lambda ledger: ledger.commit(fence, step, skipped=skipped, rank=rank)
+        train, window = self._train, look_ahead_steps + 1
+        plan_hash, schedule = train.plan_hash, train.schedule.to_json()
+        try:
+            lease = self._leases.attach(reader, plan_hash, group, holder, rank, num_ranks, takeover, window)
+        except LeaseHeld:
+            record("leases_refused", 1, server=self.spec.name)
+            raise
+        record("leases_granted", 1, server=self.spec.name)
+        self._orphans.seen()
+        log.info("attached name=%s holder=%s fence=%d", self.spec.name, holder, lease.fence)
+        return Lease(
+            name=self.spec.name,
+            fence=lease.fence,
+            ttl_s=self.spec.lease_ttl_s,
+            frontier=lease.seats[rank].frontier or 0,
+            plan_hash=plan_hash,
+            identity=train.identity,
+            entry_key=train.entry_key,
+            schedule=schedule,
         )
-        self._after_commit(ledger)
-        if ledger.frontier == self.num_steps:
+
+    def heartbeat(self, fence: int, rank: int = 0) -> Peers:
+        """A sign of life; returns what a rank should know of the others."""
+        return self._leases.beat(fence, rank)
+
+    def commit(self, fence: int, step: int, skipped: bool = False, rank: int = 0, moves: int = 0) -> int:
+        """Note that all steps up to `step` are trained; returns the frontier. Order and number of calls do not matter.
+
+        Args:
+            skipped: `step` itself was not applied.
+            moves: how often this seat had moved when the commit was sent.
+
+        Raises:
+            FencedError: the caller was replaced.
+            StepOutOfOrder: there is no such step.
+        """
+        if not 0 <= step < self.num_steps:
+            raise StepOutOfOrder(self.spec.name, step, f"a step from 0 to {self.num_steps - 1}")
+        lease = self._leases.commit(fence, step, rank, moves=moves, skipped=skipped)
+        self._maker.let_go_below(self._leases.leases.committed())
+        if lease.frontier == self.num_steps:
             self.flush()
-        return ledger.frontier
+        return lease.frontier
 
     def move(
-        self, fence: int, frontier: int, state: dict[str, Any] | None = None, rank: int | None = None
+        self,
+        fence: int,
+        frontier: int,
+        state: dict[str, Any] | None = None,
+        rank: int = 0,
+        moves: int | None = None,
     ) -> int:
         """Go to the frontier of the trainer's checkpoint, `state` being a `PlanState`.
 
+        Args:
+            moves: how often this seat has moved, with this one; None: once more.
+
         Raises:
+            FencedError: the caller was replaced.
             StateMismatch: the checkpoint was made with other rows or another order.
             StepOutOfOrder: there is no such step.
         """
         if state is not None:
             self._train.check(state)
-        steps = self.num_steps
-        self._book.change(fence, lambda ledger: ledger.move(fence, frontier, steps, rank))
-        self.flush()
+        if not 0 <= frontier <= self.num_steps:
+            raise StepOutOfOrder(self.spec.name, frontier, f"a step from 0 to {self.num_steps}")
+        self._leases.move(fence, frontier, rank, moves=moves)
         return frontier
 
-    def detach(self, fence: int, rank: int | None = None) -> None:
+    def detach(self, fence: int, rank: int = 0) -> None:
         """Give the lease (or a rank's seat) back; the frontier stays, and is in the journal when this returns."""
-        self._book.change(fence, lambda ledger: ledger.detach(fence, rank), beat=False)
-        if all(ledger.holder is None for ledger in self._book.ledgers.by_reader.values()):
+        self._leases.detach(fence, rank)
+        if not any(lease.holder for lease in self._leases.leases.by_reader.values()):
             self._maker.shared.clear()
-        self.flush()
 
     def flush(self) -> None:
         """Write what changed to the journal."""
-        self._book.flush()
+        self._leases.flush()
 
     def peek(self, step: int, dp_size: int = 1, stream: str = TRAIN) -> StepOutline:
         """Row ids, lengths and counts of a step, from the plan alone.
@@ -201,7 +235,7 @@ class BatchServer:
             StepOutOfOrder: there is no such step.
             StepFailed: the step could not be made; carries the cause.
         """
-        self._book.check(fence)
+        self._leases.check(fence)
         if self.spec.share == "none":
             info, shards = self._maker.make(step, roles, stream)
         else:
@@ -216,20 +250,21 @@ class BatchServer:
         Raises:
             FencedError, StepOutOfOrder, StepFailed: as `fetch`.
         """
-        self._book.check(fence)
+        self._leases.check(fence)
         readers = num_ranks if self.spec.share == "none" else None
         info, shards = self._maker.make_shared(step, (Role(num_ranks),), stream, readers)
         return (info, *shards[rank::num_ranks])
 
     def stats(self) -> dict[str, Any]:
         """Plain facts about this server."""
-        readers = {name: _facts(ledger) for name, ledger in self._book.ledgers.by_reader.items()}
-        own = readers.get("") or next(iter(readers.values()), _facts(Ledger(self.spec.name)))
+        leases = self._leases.serving(self._train.plan_hash)
+        readers = {reader: _facts(lease) for reader, lease in leases.by_reader.items()}
+        own = readers.get("") or next(iter(readers.values()), _facts(leases.of_reader("")))
         return {
             "name": self.spec.name,
             "pid": os.getpid(),
             "node": _node_id(),
-            "up_s": time.time() - self._began_s,
+            "up_s": time.monotonic() - self._began_s,
             "entry_key": self._train.entry_key,
             "num_steps": self.num_steps,
             "lease_ttl_s": self.spec.lease_ttl_s,
@@ -238,7 +273,7 @@ class BatchServer:
             "collating": self._maker.num_collating,
             "made": self._maker.shared.made,
             "shared_bytes": self._maker.shared.nbytes,
-            "flushed": self._book.is_flushed,
+            "flushed": self._leases.is_flushed,
             "rss_bytes": _rss_bytes(),
         }
 
@@ -250,68 +285,16 @@ class BatchServer:
     def _train(self) -> Stream:
         return self._maker.stream(TRAIN)
 
-    def _make_streams(self) -> dict[str, Stream]:
-        return dict(streams_of(self.spec))
 
-    def _attach(
-        self, reader: str, holder: str, change: Callable[[Ledger, int], Ledger], rank: int | None = None
-    ) -> Lease:
-        schedule = self._train.schedule.to_json()
-        try:
-            ledger = self._book.attach(reader, change)
-        except LeaseHeld:
-            record("leases_refused", 1, server=self.spec.name)
-            raise
-        record("leases_granted", 1, server=self.spec.name)
-        self._house.seen()
-        log.info("attached name=%s holder=%s fence=%d", self.spec.name, holder, ledger.fence)
-        frontier = ledger.frontier if rank is None else ledger.seats[rank].frontier
-        return Lease(
-            name=self.spec.name,
-            fence=ledger.fence,
-            ttl_s=self.spec.lease_ttl_s,
-            frontier=frontier or 0,
-            plan_hash=self._train.plan_hash,
-            identity=self._train.identity,
-            entry_key=self._train.entry_key,
-            schedule=schedule,
-        )
-
-    def _open_book(self) -> LedgerBook:
-        spec = self.spec
-        owner = Owner(
-            name=spec.name,
-            shared=spec.share != "none",
-            lease_ttl_s=spec.lease_ttl_s,
-            incarnation_id=self._incarnation_id,
-            plan_hash=lambda: self._train.plan_hash,
-            more=self._more_to_keep,
-            restore_more=self._restore_more,
-        )
-        return LedgerBook(owner, Journal(spec.journal, spec.storage_options) if spec.journal else None)
-
-    def _more_to_keep(self) -> dict[str, Any]:
-        """What else belongs into the journal."""
-        return {}
-
-    def _restore_more(self, record: dict[str, Any]) -> None:
-        """Take what `_more_to_keep` gave to an earlier process."""
-
-    def _after_commit(self, ledger: Ledger) -> None:
-        """Let go of shared steps that nobody will ask for again."""
-        if self.spec.share != "none":
-            self._maker.let_go_below(self._book.ledgers.committed())
-
-
-def _facts(ledger: Ledger) -> dict[str, Any]:
-    now_s = time.time()
+def _facts(lease: ReaderLease) -> dict[str, Any]:
+    now_s = time.monotonic()
     return {
-        "holder": ledger.holder,
-        "fence": ledger.fence,
-        "frontier": ledger.frontier,
-        "skipped": len(ledger.skipped),
-        "since_s": now_s - ledger.since_s if ledger.holder else None,
-        "seen_s": now_s - ledger.seen_s if ledger.holder else None,
+        "holder": lease.holder,
+        "fence": lease.fence,
+        "frontier": lease.frontier,
+        "skipped": len(lease.skipped),
+        "since_s": now_s - lease.since_s if lease.holder else None,
+        "seen_s": now_s - lease.seen_s if lease.holder else None,
     }
 
 

@@ -1,121 +1,147 @@
-"""The ledgers of a server in memory and in its journal.
+"""The leases of a server: one lock around them, and a journal below.
 
 Always true:
-- a change is seen by every call after it; in the journal it is when `flush` returns;
+- a change is seen by every call after it; it is durable when `flush` returns, and within a second by itself;
 - the lock is held for microseconds: nothing is written and nothing collated under it;
-- after a restart of the process leases go on; another actor of the same name keeps fences and frontiers alone,
-  and with other rows the fences alone.
+- time is the monotonic clock of this process: a jump of the wall clock moves no lease;
+- a restart of the process is the same incarnation of the actor, and its holders keep their leases. Another actor of
+  the same name keeps fences and frontiers only, and with other rows the fences only.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from raysvc.actors.server.journal import Journal
-from raysvc.actors.server.leases import Ledger
-from raysvc.actors.server.ledgers import Ledgers
+from raysvc.actors.server.leases import Leases, Peers, ReaderLease
 from raysvc.errors import FencedError
 from raysvc.metrics import record
 
-
-@dataclass(frozen=True)
-class Owner:
-    """Whose ledgers they are.
-
-    Attributes:
-        name: of the server.
-        shared: whether it has several readers.
-        lease_ttl_s: of its leases.
-        incarnation_id: differs between two actors of one name, and is the same after a restart of one.
-        plan_hash: of what it serves.
-        more: what else goes into a record.
-        restore_more: gets a record when there is one.
-    """
-
-    name: str
-    shared: bool
-    lease_ttl_s: float
-    incarnation_id: str
-    plan_hash: Callable[[], str]
-    more: Callable[[], dict[str, Any]]
-    restore_more: Callable[[dict[str, Any]], None]
+log = logging.getLogger(__name__)
+FLUSH_WITHIN_S = 1.0
 
 
-class LedgerBook:
+class LeaseStore:
     """See the module.
 
     Args:
-        owner: whose.
-        journal: None: kept in memory alone.
+        empty: leases of a server that nobody attached to yet.
+        ttl_s: a lease ends when nothing is heard of its holder for this long.
+        incarnation_id: differs between two actors of one name, and is the same after a restart of one.
+        journal: None: kept in memory only.
     """
 
-    def __init__(self, owner: Owner, journal: Journal | None) -> None:
-        self._owner, self._journal = owner, journal
+    def __init__(self, empty: Leases, ttl_s: float, incarnation_id: str, journal: Journal | None) -> None:
+        self._ttl_s, self._incarnation_id, self._journal = ttl_s, incarnation_id, journal
         self._lock = threading.Lock()
-        self._journal_lock = threading.Lock()  # taken before _lock; held while writing
-        self._ledgers: Ledgers | None = None  # guarded by _lock; None until it was read from the journal
+        self._leases = empty  # guarded by _lock
+        self._plan_hash: str | None = None  # guarded by _lock; of the rows that the frontiers belong to
+        self._loaded = False  # guarded by _lock; whether the journal was read
         self._dirty = False  # guarded by _lock; changes that are not in the journal yet
+        self._flush_is_due = False  # guarded by _lock; a timer will flush
 
-    def attach(self, reader: str, change: Callable[[Ledger, int], Ledger]) -> Ledger:
-        """Let a holder in; `change` gets the reader's ledger and the next fence. Durable when it returns."""
+    def attach(
+        self,
+        reader: str,
+        plan_hash: str,
+        group: str,
+        holder: str,
+        rank: int,
+        num_ranks: int,
+        takeover: bool,
+        window: int,
+    ) -> ReaderLease:
+        """Let a rank of a group in, or a driver as the only one of its group. Durable when it returns.
+
+        Raises:
+            LeaseHeld: another trainer, or another process on that seat, holds a living lease.
+        """
+        self.serving(plan_hash)
         with self._lock:
-            self._ledgers, ledger = self._known().attached(reader, change)
+            known, now_s = self._current(), time.monotonic()
+            lease = known.of_reader(reader).attach_rank(
+                group, holder, rank, num_ranks, now_s, self._ttl_s,
+                fence=known.next_fence, takeover=takeover, window=window,
+            )  # fmt: skip
+            self._keep(lease)
         self.flush()
-        return ledger
+        return lease
 
-    def change(self, fence: int, change: Callable[[Ledger], Ledger], *, beat: bool = True) -> Ledger:
-        """Apply a holder's call, which is a sign of life; durable after the next `flush`.
+    def beat(self, fence: int, rank: int) -> Peers:
+        """Note a sign of life; what a rank should know of the others.
 
         Raises:
             FencedError: the holder was replaced.
         """
-
-        def changed(ledger: Ledger) -> Ledger:
-            after = change(ledger)
-            return after.beat(fence, time.time()) if beat else after
-
         with self._lock:
-            self._ledgers, ledger = self._known().changed(fence, changed)
-            self._dirty = True
-        return ledger
+            now_s = time.monotonic()
+            lease = self._current().of_fence(fence).beat(fence, rank, now_s)
+            self._keep(lease, dirty=False)
+        return lease.peers(rank, now_s, self._ttl_s)
 
-    def check(self, fence: int) -> None:
-        """Refuse a caller from the past.
+    def commit(self, fence: int, step: int, rank: int, *, moves: int, skipped: bool) -> ReaderLease:
+        """Note that all steps up to `step` are trained.
+
+        Raises:
+            FencedError: the holder was replaced.
+        """
+        with self._lock:
+            lease = self._current().of_fence(fence)
+            return self._keep(lease.commit(fence, step, rank, time.monotonic(), moves=moves, skipped=skipped))
+
+    def move(self, fence: int, frontier: int, rank: int, *, moves: int | None) -> ReaderLease:
+        """Take the frontier of the trainer's checkpoint. Durable when it returns.
+
+        Raises:
+            FencedError: the holder was replaced.
+        """
+        with self._lock:
+            lease = self._current().of_fence(fence)
+            lease = self._keep(lease.move(fence, frontier, rank, time.monotonic(), moves=moves))
+        self.flush()
+        return lease
+
+    def detach(self, fence: int, rank: int) -> None:
+        """Let a driver or a rank go; the frontier stays. Durable when it returns.
+
+        Raises:
+            FencedError: the holder was replaced.
+        """
+        with self._lock:
+            self._keep(self._current().of_fence(fence).detach(fence, rank))
+        self.flush()
+
+    def check(self, fence: int) -> ReaderLease:
+        """The lease of a holder; refuses a caller from the past.
 
         Raises:
             FencedError: the holder was replaced.
         """
         try:
-            self.ledgers.check(fence)
+            lease = self.leases.of_fence(fence)
+            lease.check(fence)
         except FencedError:
-            record("fenced_calls", 1, server=self._owner.name)
+            record("fenced_calls", 1, server=self._leases.name)
             raise
+        return lease
 
-    def flush(self, *, if_dirty: bool = False) -> None:
-        """Write what changed."""
-        with self._journal_lock:
-            with self._lock:
-                if if_dirty and not self._dirty:
-                    return
-                ledgers, self._dirty = self._known(), False
-            if self._journal:
-                owner = self._owner
-                record = {
-                    "incarnation_id": owner.incarnation_id,
-                    "plan_hash": owner.plan_hash(),
-                    "ledgers": ledgers.to_json(),
-                }
-                self._journal.save({**record, **owner.more()})
+    def serving(self, plan_hash: str) -> Leases:
+        """The leases, for a server of these rows: frontiers of other rows are given up."""
+        with self._lock:
+            leases = self._current()
+            if self._plan_hash not in (None, plan_hash):
+                self._leases, self._dirty = leases.without_frontiers(), True
+            self._plan_hash = plan_hash
+            return self._leases
 
     @property
-    def ledgers(self) -> Ledgers:
+    def leases(self) -> Leases:
         """As they are now."""
         with self._lock:
-            return self._known()
+            return self._current()
 
     @property
     def is_flushed(self) -> bool:
@@ -125,22 +151,64 @@ class LedgerBook:
 
     def lives(self) -> bool:
         """Whether anybody holds an unexpired lease."""
-        return self.ledgers.lives(time.time(), self._owner.lease_ttl_s)
+        return self.leases.lives(time.monotonic(), self._ttl_s)
 
-    def _known(self) -> Ledgers:
-        """The ledgers; the first call reads the journal. Called under `_lock`."""
-        if self._ledgers is None:
-            fresh = Ledgers(self._owner.name, shared=self._owner.shared)
-            record = self._journal.load() if self._journal else None
-            self._ledgers = fresh if record is None else self._restored(fresh, record)
-        return self._ledgers
+    def flush(self) -> None:
+        """Make all changes so far durable."""
+        if self._journal is None:
+            return
+        try:
+            self._journal.save(self._snapshot)
+        except BaseException:
+            with self._lock:
+                self._dirty = True
+            raise
 
-    def _restored(self, fresh: Ledgers, record: dict[str, Any]) -> Ledgers:
-        self._owner.restore_more(record)
-        ledgers = fresh.restored(record["ledgers"])
-        if record["plan_hash"] != self._owner.plan_hash():
-            return ledgers.without_frontiers()
-        # a holder of an earlier actor of this name cannot reach this one: only a restart keeps the lease
-        return (
-            ledgers if record["incarnation_id"] == self._owner.incarnation_id else ledgers.without_holders()
-        )
+    def _current(self) -> Leases:
+        """The leases; the first call reads the journal. Called under `_lock`."""
+        if not self._loaded:
+            found = self._journal.load() if self._journal else None
+            if found is not None:
+                leases = self._leases.from_json(found["leases"], time.monotonic())
+                # a holder of an earlier actor of this name cannot reach this one: only a restart keeps the lease
+                same = found["incarnation_id"] == self._incarnation_id
+                self._leases = leases if same else leases.without_holders()
+                self._plan_hash = found["plan_hash"]
+            self._loaded = True
+        return self._leases
+
+    def _keep(self, lease: ReaderLease, *, dirty: bool = True) -> ReaderLease:
+        """Called under `_lock`."""
+        self._leases = self._leases.having(lease)
+        if dirty:
+            self._dirty = True
+            self._flush_soon()
+        return lease
+
+    def _flush_soon(self) -> None:
+        """Called under `_lock`."""
+        if self._journal is not None and not self._flush_is_due:
+            self._flush_is_due = True
+            timer = threading.Timer(FLUSH_WITHIN_S, self._flush_now)
+            timer.daemon = True
+            timer.start()
+
+    def _flush_now(self) -> None:
+        with self._lock:
+            self._flush_is_due = False
+        try:
+            if not self.is_flushed:
+                self.flush()
+        except Exception:
+            log.exception("journal failed name=%s: trying again", self._leases.name)
+            with self._lock:
+                self._flush_soon()
+
+    def _snapshot(self) -> dict[str, Any]:
+        with self._lock:
+            leases, self._dirty = self._current().to_json(time.monotonic()), False
+            return {
+                "incarnation_id": self._incarnation_id,
+                "plan_hash": self._plan_hash,
+                "leases": leases,
+            }

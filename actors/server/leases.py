@@ -1,116 +1,107 @@
 """Who may advance a stream of steps, and how far training has come. Pure: the clock is an argument.
 
-A lease is held by one driver, or by the ranks of one group that each attach by themselves (rank mode): then every
-rank has a seat, and a step is committed when all seats committed it.
+A server has one reader, "", unless it is shared: then every trainer is a reader with a lease of its own. A lease is
+held by one driver, or by the ranks of one group that each attach by themselves (rank mode). Every rank has a seat; a
+driver is a group of one seat.
+
+How calls converge, in whatever order and however often they arrive:
+1. A fence counts attaches. A call with another fence than the newest is refused.
+2. Within a fence a seat counts its moves (rewinds and restored states). A call from before the newest move changes nothing.
+3. Within a move a commit of step s says that all steps up to s are trained: the seat's frontier becomes at least s + 1.
 
 Axes: R ranks of a group.
 Always true:
-- a fence never goes down and is never given out twice;
-- at most one fence is accepted at a time: the newest, while its lease lives;
-- the frontier moves only by the holder of that fence: by one step at a time, by `move`, or by the first commit
-  after a restore;
-- with seats the frontier is the smallest of theirs once all are taken;
-- committing what is already committed changes nothing, and neither does detaching twice.
+- a fence never goes down, and no two attaches of any reader get the same one;
+- at most one fence of a reader is accepted at a time: the newest, while its lease is held;
+- a seat's (moves, frontier) never goes down in lexicographic order while its fence is the newest;
+- the frontier is the smallest of the seats once all are taken;
+- clock values stay in the process: a record holds durations, and who reads it starts each lease's time anew.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-from raysvc.errors import FencedError, LeaseHeld, StateMismatch, StepOutOfOrder
+from raysvc.errors import FencedError, LeaseHeld, ServerError, StateMismatch
 
-LEDGER_VERSION = 2
+RECORD_VERSION = 3
 
 
 @dataclass(frozen=True)
 class Seat:
-    """One rank of a group.
+    """One rank of a group, or the driver.
 
     Attributes:
         holder: which process (unique per attach), "" before it came and after it left.
         frontier: its next step; None before it came.
+        moves: rewinds and restored states since it attached.
+        seen_s: clock value of its last sign of life.
     """
 
     holder: str = ""
     frontier: int | None = None
+    moves: int = 0
+    seen_s: float = 0.0
+
+
+class SilentRank(NamedTuple):
+    """A rank of which nothing was heard for a while."""
+
+    rank: int
+    holder: str
+    silent_s: float
+
+
+class Peers(NamedTuple):
+    """What a holder learns of its group.
+
+    Attributes:
+        frontier: of the group.
+        behind: (rank, its next step) of ranks further behind the asking one than its look-ahead reaches.
+        silent: ranks that missed their heartbeats.
+    """
+
+    frontier: int
+    behind: tuple[tuple[int, int], ...] = ()
+    silent: tuple[SilentRank, ...] = ()
 
 
 @dataclass(frozen=True)
-class Ledger:
-    """State of one stream of steps that has to outlive the server's process.
+class ReaderLease:
+    """State of one reader that has to outlive the server's process.
 
     Attributes:
-        name: of the server.
+        reader: "" unless the server is shared.
+        name: of the server, and of the reader where there is one; for errors.
         fence: newest fence given out, 0 before the first attach.
-        holder: who holds the lease (unique per attach), None when nobody does.
+        holder: who holds the lease (a driver, or a group), None when nobody does.
         since_s: clock value at which the holder attached.
-        seen_s: clock value of the holder's last sign of life.
         frontier: next step to train; all steps below it are committed.
-        skipped: committed steps that the trainer did not apply.
-        restored: read from a journal, which may lag behind by commits that were not flushed yet; the holder's
-            next commit then says where it is.
-        seats: [R] in rank mode, empty when one driver holds the lease.
+        skipped: committed steps that the trainer did not apply, ascending.
+        seats: [R]; of a driver one; empty when nobody holds the lease.
+        window: steps that a seat may be ahead of the slowest one: its look-ahead and the one it trains.
     """
 
+    reader: str
     name: str
     fence: int = 0
     holder: str | None = None
     since_s: float = 0.0
-    seen_s: float = 0.0
     frontier: int = 0
     skipped: tuple[int, ...] = ()
-    restored: bool = False
     seats: tuple[Seat, ...] = ()
+    window: int = 1
+
+    @property
+    def seen_s(self) -> float:
+        """Clock value of the last sign of life of any seat."""
+        return max((seat.seen_s for seat in self.seats), default=0.0)
 
     def lives(self, now_s: float, ttl_s: float) -> bool:
         """Whether somebody holds an unexpired lease."""
         return self.holder is not None and now_s - self.seen_s <= ttl_s
-
-    def attach(
-        self, holder: str, now_s: float, ttl_s: float, *, takeover: bool = False, fence: int | None = None
-    ) -> Ledger:
-        """The ledger after `holder` attached, with a new fence; asking again as the same holder changes nothing.
-
-        Args:
-            fence: the one to give out; None: the next one of this ledger.
-
-        Raises:
-            LeaseHeld: another lease lives and `takeover` is not set.
-        """
-        if self.holder == holder:  # Ray may run a call twice when the server dies
-            return replace(self, seen_s=max(now_s, self.seen_s))
-        if self.lives(now_s, ttl_s) and not takeover:
-            raise LeaseHeld(self.name, str(self.holder), now_s - self.since_s)
-        new = self.fence + 1 if fence is None else fence
-        return replace(self, fence=new, holder=holder, since_s=now_s, seen_s=now_s, seats=(), restored=False)
-
-    def attach_rank(
-        self,
-        group: str,
-        holder: str,
-        rank: int,
-        num_ranks: int,
-        now_s: float,
-        ttl_s: float,
-        *,
-        takeover: bool = False,
-        fence: int | None = None,
-    ) -> Ledger:
-        """The ledger after a rank of `group` took its seat; the first one opens the lease, the others share its fence.
-
-        Raises:
-            LeaseHeld: another holder, or another process on that seat, lives and `takeover` is not set.
-        """
-        if self.holder == group and len(self.seats) == num_ranks and self.seats[rank].holder in ("", holder):
-            if self.seats[rank].holder == holder:
-                return replace(self, seen_s=max(now_s, self.seen_s))
-            ledger = replace(self, seen_s=max(now_s, self.seen_s))
-        else:
-            seat_taken = replace(self, holder=f"{self.holder}, rank {rank}") if self.holder == group else self
-            ledger = seat_taken.attach(group, now_s, ttl_s, takeover=takeover, fence=fence)
-            ledger = replace(ledger, holder=group, seats=(Seat(),) * num_ranks)
-        return ledger._seated(rank, Seat(holder, ledger.frontier))
 
     def check(self, fence: int) -> None:
         """Refuse a caller from the past.
@@ -121,80 +112,232 @@ class Ledger:
         if fence != self.fence or self.holder is None:
             raise FencedError(self.name, fence, self.fence if self.holder else None)
 
-    def beat(self, fence: int, now_s: float) -> Ledger:
-        """The ledger after a sign of life. A lease that ran out and that nobody took goes on."""
-        self.check(fence)
-        return replace(self, seen_s=max(now_s, self.seen_s))
+    def attach(
+        self, holder: str, now_s: float, ttl_s: float, *, fence: int, takeover: bool = False
+    ) -> ReaderLease:
+        """The lease after a driver attached; asking again as the same holder changes nothing.
 
-    def detach(self, fence: int, rank: int | None = None) -> Ledger:
-        """The ledger after the holder, or one rank of it, left; the frontier stays."""
+        Args:
+            fence: the one to give out when the lease is new.
+
+        Raises:
+            LeaseHeld: another lease lives and `takeover` is not set.
+        """
+        return self.attach_rank(holder, holder, 0, 1, now_s, ttl_s, fence=fence, takeover=takeover)
+
+    def attach_rank(
+        self,
+        group: str,
+        holder: str,
+        rank: int,
+        num_ranks: int,
+        now_s: float,
+        ttl_s: float,
+        *,
+        fence: int,
+        takeover: bool = False,
+        window: int = 1,
+    ) -> ReaderLease:
+        """The lease after a rank of `group` took its seat; the first one opens the lease, the others share its fence.
+
+        Raises:
+            LeaseHeld: another holder, or another process on that seat, lives and `takeover` is not set.
+        """
+        same_group = self.holder == group and len(self.seats) == num_ranks
+        if same_group and self.seats[rank].holder == holder:  # Ray may run a call twice
+            return self._seated(rank, replace(self.seats[rank], seen_s=now_s))
+        if same_group and not self.seats[rank].holder:
+            return self._seated(rank, Seat(holder, self.frontier, seen_s=now_s))
+        if self.lives(now_s, ttl_s) and not takeover:
+            held_by = f"{self.holder}, rank {rank}" if self.holder == group else str(self.holder)
+            raise LeaseHeld(self.name, held_by, now_s - self.since_s)
+        lease = replace(
+            self, fence=fence, holder=group, since_s=now_s, seats=(Seat(),) * num_ranks, window=window
+        )
+        return lease._seated(rank, Seat(holder, self.frontier, seen_s=now_s))
+
+    def beat(self, fence: int, rank: int, now_s: float) -> ReaderLease:
+        """The lease after a sign of life. A lease that ran out and that nobody took goes on."""
+        self.check(fence)
+        seat = self.seats[rank]
+        return self._seated(rank, replace(seat, seen_s=max(now_s, seat.seen_s)))
+
+    def commit(
+        self, fence: int, step: int, rank: int, now_s: float, *, moves: int = 0, skipped: bool = False
+    ) -> ReaderLease:
+        """The lease after all steps up to `step` were trained, or `step` was skipped, by one seat.
+
+        Args:
+            moves: of the seat when it was sent.
+        """
+        if fence == self.fence and self.holder is None and step < self.frontier:
+            return self  # it was sent again, and its holder has left since
+        self.check(fence)
+        seat = self.seats[rank]
+        if moves < seat.moves:
+            return self
+        known = seat.frontier or 0 if moves == seat.moves else 0
+        marks = tuple(sorted({*self.skipped, step})) if skipped else self.skipped
+        after = Seat(seat.holder, max(known, step + 1), moves, max(now_s, seat.seen_s))
+        return replace(self, skipped=marks)._seated(rank, after)
+
+    def move(
+        self, fence: int, frontier: int, rank: int, now_s: float, *, moves: int | None = None
+    ) -> ReaderLease:
+        """The lease with another frontier: the trainer's checkpoint wins over our memory.
+
+        Args:
+            moves: of the seat with this one counted; None: the next.
+        """
+        self.check(fence)
+        seat = self.seats[rank]
+        number = seat.moves + 1 if moves is None else moves
+        if number <= seat.moves:
+            return self
+        return self._seated(rank, Seat(seat.holder, frontier, number, max(now_s, seat.seen_s)))
+
+    def detach(self, fence: int, rank: int) -> ReaderLease:
+        """The lease after the driver, or one rank, left; the frontier stays."""
         if fence == self.fence and self.holder is None:
             return self
         self.check(fence)
-        if rank is not None:
-            ledger = self._seated(rank, replace(self.seats[rank], holder=""))
-            if any(seat.holder for seat in ledger.seats):
-                return ledger
+        lease = self._seated(rank, replace(self.seats[rank], holder=""))
+        return lease if any(seat.holder for seat in lease.seats) else lease.without_holder()
+
+    def peers(self, rank: int, now_s: float, ttl_s: float) -> Peers:
+        """Which ranks keep this one waiting, and which are silent for two heartbeats of three in a lease."""
+        own = self.seats[rank].frontier or 0
+        seated = [(number, seat) for number, seat in enumerate(self.seats) if seat.frontier is not None]
+        behind = [(number, seat.frontier or 0) for number, seat in seated]
+        silent = [
+            SilentRank(number, seat.holder, now_s - seat.seen_s)
+            for number, seat in seated
+            if number != rank and seat.holder and now_s - seat.seen_s > ttl_s * 2 / 3
+        ]
+        return Peers(self.frontier, tuple(b for b in behind if own - b[1] > self.window), tuple(silent))
+
+    def without_holder(self) -> ReaderLease:
+        """Nobody holds it any more; fence and frontier stay."""
         return replace(self, holder=None, seats=())
 
-    def commit(self, fence: int, step: int, *, skipped: bool = False, rank: int | None = None) -> Ledger:
-        """The ledger after `step` was trained (or skipped), by the driver or by one rank.
+    def to_json(self, now_s: float) -> dict[str, Any]:
+        """Plain JSON, for the journal."""
+        seats = [[seat.holder, seat.frontier, seat.moves] for seat in self.seats]
+        return {
+            "version": RECORD_VERSION,
+            "fence": self.fence,
+            "holder": self.holder,
+            "held_s": now_s - self.since_s,
+            "frontier": self.frontier,
+            "skipped": list(self.skipped),
+            "seats": seats,
+            "window": self.window,
+        }
+
+    def from_json(self, data: Mapping[str, Any], now_s: float) -> ReaderLease:
+        """Read what `to_json` wrote. Its holder has the whole lease time from now on to say that it lives.
 
         Raises:
-            StepOutOfOrder: a step in between is not committed.
+            StateMismatch: another version wrote it.
         """
-        self.check(fence)
-        frontier = self.frontier if rank is None else self.seats[rank].frontier or 0
-        if step < frontier:
-            return self
-        if step > frontier and not self.restored:
-            raise StepOutOfOrder(self.name, step, f"step {frontier}, the first that is not committed")
-        marks = (*self.skipped, step) if skipped and step not in self.skipped else self.skipped
-        if rank is None:
-            return replace(self, frontier=step + 1, skipped=marks, restored=False)
-        # other ranks may still have to say where they are: `restored` stays until one trainer attaches again
-        return replace(self, skipped=marks)._seated(rank, replace(self.seats[rank], frontier=step + 1))
+        if data.get("version") != RECORD_VERSION:
+            remedy = "use the raysvc version that wrote it, or another server.name"
+            raise StateMismatch("lease.version", f"{data.get('version')!r} is not {RECORD_VERSION}", remedy)
+        kept = {name: data[name] for name in ("fence", "holder", "frontier", "window")}
+        seats = tuple(Seat(holder, frontier, moves, now_s) for holder, frontier, moves in data["seats"])
+        return replace(
+            self, **kept, skipped=tuple(data["skipped"]), since_s=now_s - data["held_s"], seats=seats
+        )
 
-    def move(self, fence: int, frontier: int, num_steps: int, rank: int | None = None) -> Ledger:
-        """The ledger with another frontier: the trainer's checkpoint wins over our memory.
-
-        Raises:
-            StepOutOfOrder: there is no such step.
-        """
-        self.check(fence)
-        if not 0 <= frontier <= num_steps:
-            raise StepOutOfOrder(self.name, frontier, f"a step from 0 to {num_steps}")
-        if rank is not None:
-            return self._seated(rank, replace(self.seats[rank], frontier=frontier))
-        return replace(self._at(frontier), restored=False)
-
-    def _seated(self, rank: int, seat: Seat) -> Ledger:
+    def _seated(self, rank: int, seat: Seat) -> ReaderLease:
         """With another seat; the frontier is the smallest of all seats once they are taken."""
         seats = (*self.seats[:rank], seat, *self.seats[rank + 1 :])
         frontiers = [seat.frontier for seat in seats if seat.frontier is not None]
-        ledger = replace(self, seats=seats)
-        return ledger._at(min(frontiers)) if len(frontiers) == len(seats) else ledger
-
-    def _at(self, frontier: int) -> Ledger:
+        frontier = min(frontiers) if len(frontiers) == len(seats) else self.frontier
         back = frontier < self.frontier
-        skipped = tuple(s for s in self.skipped if s < frontier) if back else self.skipped
-        return replace(self, frontier=frontier, skipped=skipped)
+        skipped = tuple(step for step in self.skipped if step < frontier) if back else self.skipped
+        return replace(self, seats=seats, frontier=frontier, skipped=skipped)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON, for the journal."""
-        return {"version": LEDGER_VERSION, **asdict(self), "skipped": list(self.skipped)}
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Ledger:
-        """Read what `to_json` wrote.
+@dataclass(frozen=True)
+class Leases:
+    """All readers of a server.
+
+    Attributes:
+        name: of the server.
+        shared: whether readers other than "" may attach.
+        by_reader: lease of each reader that ever attached.
+    """
+
+    name: str
+    shared: bool = False
+    by_reader: Mapping[str, ReaderLease] = field(default_factory=dict)
+
+    @property
+    def next_fence(self) -> int:
+        """A fence that nobody ever got."""
+        return 1 + max((lease.fence for lease in self.by_reader.values()), default=0)
+
+    def of_reader(self, reader: str) -> ReaderLease:
+        """The lease of a reader, an empty one for a new reader.
 
         Raises:
-            StateMismatch: the data come from a newer version, or are no ledger.
+            ServerError: the server has one reader only.
         """
-        fields = dict(data)
-        version = fields.pop("version", None)
-        if version != LEDGER_VERSION:
-            remedy = "use the raysvc version that wrote it, or another server.name"
-            raise StateMismatch("ledger.version", f"{version!r} is not {LEDGER_VERSION}", remedy)
-        seats = tuple(Seat(**seat) for seat in fields["seats"])
-        return cls(**{**fields, "skipped": tuple(fields["skipped"]), "seats": seats, "restored": True})
+        if reader and not self.shared:
+            where, what = f"server.name {self.name!r}", f"is not shared, and was asked for reader {reader!r}"
+            raise ServerError(where, what, "serve it with server.share=stream, or attach without a reader")
+        return self.by_reader.get(reader) or self._empty(reader)
+
+    def of_fence(self, fence: int) -> ReaderLease:
+        """The lease that this fence was given out for.
+
+        Raises:
+            FencedError: the fence is not the newest of any reader.
+        """
+        for lease in self.by_reader.values():
+            if lease.fence == fence:
+                return lease
+        newest = None if self.shared else self.of_reader("").fence
+        raise FencedError(self.name, fence, newest or None)
+
+    def having(self, lease: ReaderLease) -> Leases:
+        """With another lease of its reader."""
+        return replace(self, by_reader={**self.by_reader, lease.reader: lease})
+
+    def lives(self, now_s: float, ttl_s: float) -> bool:
+        """Whether anybody holds an unexpired lease."""
+        return any(lease.lives(now_s, ttl_s) for lease in self.by_reader.values())
+
+    def committed(self) -> int:
+        """The step below which every reader with a lease is done."""
+        return min((lease.frontier for lease in self.by_reader.values() if lease.holder), default=0)
+
+    def without_holders(self) -> Leases:
+        """Nobody holds a lease any more; fences and frontiers stay."""
+        free = {reader: lease.without_holder() for reader, lease in self.by_reader.items()}
+        return replace(self, by_reader=free)
+
+    def without_frontiers(self) -> Leases:
+        """Other rows are served: every reader starts over, but no fence is used again."""
+        fresh = {
+            reader: replace(self._empty(reader), fence=lease.fence)
+            for reader, lease in self.by_reader.items()
+        }
+        return replace(self, by_reader=fresh)
+
+    def to_json(self, now_s: float) -> dict[str, Any]:
+        """Plain JSON, for the journal."""
+        return {reader: lease.to_json(now_s) for reader, lease in self.by_reader.items()}
+
+    def from_json(self, data: Mapping[str, Any], now_s: float) -> Leases:
+        """With the readers that `to_json` wrote.
+
+        Raises:
+            StateMismatch: another version wrote them.
+        """
+        read = {reader: self._empty(reader).from_json(lease, now_s) for reader, lease in data.items()}
+        return replace(self, by_reader=read)
+
+    def _empty(self, reader: str) -> ReaderLease:
+        return ReaderLease(reader, f"{self.name}/{reader}" if reader else self.name)

@@ -15,8 +15,7 @@ from typing import Any
 from raysvc.actors.server.batch_server import BatchServer
 from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.rollout_stream import RolloutStream
-from raysvc.actors.server.spec import TRAIN, Role, RolloutSpec, StepInfo
-from raysvc.actors.server.step_maker import Stream
+from raysvc.actors.server.spec import TRAIN, Role, RolloutSpec, ServeSpec, StepInfo
 from raysvc.collate.shard import Shard
 from raysvc.errors import ConfigError, StepNotReady, StepOutOfOrder
 
@@ -25,6 +24,15 @@ CHECK_EVERY_S = 0.5
 
 class RolloutServer(BatchServer):
     """See the module; the spec has `rollouts`, and a journal."""
+
+    def __init__(self, spec_json: str, incarnation_id: str) -> None:
+        spec = ServeSpec.model_validate_json(spec_json)
+        assert spec.rollouts is not None, "launch picks this class for specs with rollouts"
+        assert spec.journal is not None, "groups are spooled beside the journal"
+        self._rollout_spec: RolloutSpec = spec.rollouts
+        recipe, folder = Recipe(spec.plan, spec.pad_token_id), f"{spec.journal}/rollouts"
+        self._rollouts = RolloutStream(spec.name, spec.rollouts, recipe, folder, spec.storage_options)
+        super().__init__(spec_json, incarnation_id, self._rollouts)
 
     def put_groups(self, *tables: Any) -> tuple[int, int]:
         """Keep groups: tables of `raysvc.rl.group.table_of`, or groups; returns how many are new, and how many were there.
@@ -39,21 +47,21 @@ class RolloutServer(BatchServer):
         """The uids that may be started on now, as many as there is capacity."""
         with self._rollouts.changed:
             granted = self._rollouts.pool.reserve(uids, self._frontier())
-        self.flush()
+        self._rollouts.save()
         return granted
 
     def release(self, uids: list[str]) -> None:
         """A producer gave up on these prompts."""
         with self._rollouts.changed:
             self._rollouts.pool.release(uids)
-        self.flush()
+        self._rollouts.save()
 
     def drop(self, uids: list[str]) -> int:
         """A filter does not want these prompts: their groups that are in no step go; returns how many went."""
         with self._rollouts.changed:
             gone = self._rollouts.pool.drop(uids)
-            self._dropped += gone
-        self.flush()
+            self._rollouts.dropped += gone
+        self._rollouts.save()
         return len(gone)
 
     def set_weight_version(self, fence: int, version: int) -> None:
@@ -63,14 +71,14 @@ class RolloutServer(BatchServer):
             FencedError: the caller was replaced.
             ConfigError: it goes back, or makes a planned step too old.
         """
-        self._book.check(fence)
+        self._leases.check(fence)
         with self._rollouts.changed:
             try:
                 self._rollouts.pool.set_version(version, self._frontier())
             except ValueError as error:
                 remedy = "let versions advance by at most one per committed step"
                 raise ConfigError("set_weight_version", str(error), remedy) from None
-        self.flush()
+        self._rollouts.save()
 
     def rollouts(self) -> dict[str, Any]:
         """Counts of groups, the weight version, and the capacity that producers have."""
@@ -81,26 +89,31 @@ class RolloutServer(BatchServer):
                 "planned": sum(len(keys) for step, keys in pool.steps.items() if step >= frontier),
                 "trained": pool.trained(frontier),
                 "evicted": pool.evicted,
-                "dropped": len(self._dropped),
+                "dropped": len(self._rollouts.dropped),
                 "reserved": len(pool.reserved),
                 "capacity": pool.capacity(frontier),
                 "weight_version": pool.version,
                 "sequences": self._rollouts.num_rows,
             }
 
-    def commit(self, fence: int, step: int, skipped: bool = False, rank: int | None = None) -> int:
+    def commit(self, fence: int, step: int, skipped: bool = False, rank: int = 0, moves: int = 0) -> int:
         """As `BatchServer.commit`; tables of trained groups leave memory."""
-        frontier = super().commit(fence, step, skipped, rank)
+        frontier = super().commit(fence, step, skipped, rank, moves)
         self._rollouts.let_go_below(frontier)
         return frontier
 
     def move(
-        self, fence: int, frontier: int, state: dict[str, Any] | None = None, rank: int | None = None
+        self,
+        fence: int,
+        frontier: int,
+        state: dict[str, Any] | None = None,
+        rank: int = 0,
+        moves: int | None = None,
     ) -> int:
         """As `BatchServer.move`; a step that was forgotten is refused."""
-        self._book.check(fence)
+        self._leases.check(fence)
         self._rollouts.refuse_forgotten(frontier)
-        return super().move(fence, frontier, state, rank)
+        return super().move(fence, frontier, state, rank, moves)
 
     def forget_below(self, fence: int, step: int) -> int:
         """Remove what only steps below `step` need: no checkpoint that goes back there will be loaded.
@@ -109,19 +122,16 @@ class RolloutServer(BatchServer):
             FencedError: the caller was replaced.
             StepOutOfOrder: a step below is not committed.
         """
-        self._book.check(fence)
+        self._leases.check(fence)
         if step > self._frontier():
             expected = f"at most {self._frontier()}, the first that is not committed"
             raise StepOutOfOrder(self.spec.name, step, expected)
         self.flush()  # a restart must not begin below what is gone
-        removed = self._rollouts.forget_below(step)
-        with self._rollouts.changed:
-            self._dropped[:] = [key for key in self._dropped if key not in self._rollouts.forgotten]
-        return removed
+        return self._rollouts.forget_below(step)
 
     def form_size(self, fence: int, step: int, roles: tuple[Role, ...]) -> int | None:
         """Bytes of the shards of a step, formed now if there are groups for it; None while there are not."""
-        self._book.check(fence)
+        self._leases.check(fence)
         frontier = self._frontier()
         with self._rollouts.changed:
             if not self._rollouts.form(step, frontier):
@@ -149,23 +159,11 @@ class RolloutServer(BatchServer):
             self._await_groups(fence, step)
         return super().fetch_rank(fence, step, rank, num_ranks, stream)
 
-    def _make_streams(self) -> dict[str, Stream]:
-        spec = self.spec
-        assert spec.rollouts is not None, "launch picks this class for specs with rollouts"
-        assert spec.journal is not None, "groups are spooled beside the journal"
-        self._rollout_spec: RolloutSpec = spec.rollouts
-        recipe = Recipe(spec.plan, spec.pad_token_id)
-        self._rollouts = RolloutStream(
-            spec.name, spec.rollouts, recipe, f"{spec.journal}/rollouts", spec.storage_options
-        )
-        self._dropped: list[tuple[str, int]] = []  # guarded by _rollouts.changed
-        return {**super()._make_streams(), TRAIN: self._rollouts}
-
     def _await_groups(self, fence: int, step: int) -> None:
         """Wait until the step is formed; a holder that was replaced stops waiting."""
         begin, rollouts = time.monotonic(), self._rollouts
         while True:
-            self._book.check(fence)
+            self._leases.check(fence)
             frontier = self._frontier()
             with rollouts.changed:
                 if rollouts.form(step, frontier):
@@ -177,26 +175,7 @@ class RolloutServer(BatchServer):
                 rollouts.changed.wait(CHECK_EVERY_S)
 
     def _frontier(self) -> int:
-        return self._book.ledgers.of("").frontier
-
-    def _more_to_keep(self) -> dict[str, Any]:
-        pool = self._rollouts.pool
-        state = {
-            "version": pool.version,
-            "version_step": pool.version_step,
-            "reserved": sorted(pool.reserved),
-            "dropped": list(self._dropped),
-        }
-        return {"pool": state}
-
-    def _restore_more(self, record: dict[str, Any]) -> None:
-        if "pool" not in record:  # a server of an entry had this run folder before
-            return
-        state, pool = record["pool"], self._rollouts.pool
-        pool.version, pool.version_step = state["version"], state["version_step"]
-        pool.reserved |= set(state["reserved"]) - {uid for uid, _ in pool.versions}
-        self._dropped = [(uid, attempt) for uid, attempt in state["dropped"]]
-        pool.ready = [group for group in pool.ready if group.key not in self._dropped]
+        return self._leases.leases.of_reader("").frontier
 
 
 def _table(groups: Any) -> Any:

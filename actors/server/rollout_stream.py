@@ -26,6 +26,7 @@ import pyarrow.compute as pc
 
 from raysvc.actors.server.group_log import Forgotten, Spool
 from raysvc.actors.server.group_pool import Key, Pool, Ready
+from raysvc.actors.server.journal import Journal
 from raysvc.actors.server.make_step import Recipe, Sizes, make_step, outline
 from raysvc.actors.server.spec import Role, RolloutSpec, StepInfo, StepOutline, as_role
 from raysvc.collate.shard import Shard
@@ -64,12 +65,14 @@ class RolloutStream:
     ) -> None:
         self._name, self._recipe = name, recipe
         self._spool = Spool(folder, storage_options)
+        self._journal = Journal(f"{folder}/pool", storage_options)
         self.changed = threading.Condition()  # guards what follows; notified when groups come
         self.pool = Pool(recipe.plan.batch_size, spec.max_staleness)
         self._places: dict[Key, _Place] = {}
         self._tables: dict[str, pa.Table] = {}
         self._num_rows = 0
         self.forgotten: set[Key] = set()
+        self.dropped: list[Key] = []  # a filter threw them away
         self._load()
 
     @property
@@ -186,6 +189,10 @@ class RolloutStream:
         if found:
             raise StateMismatch("state", "it belongs to another plan: " + "; ".join(found), "restore these")
 
+    def save(self) -> None:
+        """Make durable what decides later steps and is in no group's file: weight version, reservations, dropped groups."""
+        self._journal.save(self._pool_state)
+
     def free(self) -> bool:
         """Let go of tables in memory; they are read again when a step needs them."""
         with self.changed:
@@ -237,6 +244,7 @@ class RolloutStream:
 
     def _drop(self, gone: set[Key], tables: Mapping[str, int]) -> None:
         self.forgotten |= gone
+        self.dropped = [key for key in self.dropped if key not in self.forgotten]
         self._places = {key: place for key, place in self._places.items() if place.table not in tables}
         for name in set(self._tables) & set(tables):
             del self._tables[name]
@@ -254,6 +262,25 @@ class RolloutStream:
         self.pool.steps = {step: keys for step, keys in self._spool.steps().items() if step >= what.kept_from}
         through = self.forgotten.union(*self.pool.steps.values())
         self.pool.ready = [group for group in self.pool.ready if group.key not in through]
+        self._load_pool_state(self._journal.load())
+
+    def _pool_state(self) -> dict[str, Any]:
+        with self.changed:
+            return {
+                "version": self.pool.version,
+                "version_step": self.pool.version_step,
+                "reserved": sorted(self.pool.reserved),
+                "dropped": list(self.dropped),
+            }
+
+    def _load_pool_state(self, state: Mapping[str, Any] | None) -> None:
+        if state is None:
+            return
+        pool = self.pool
+        pool.version, pool.version_step = state["version"], state["version_step"]
+        pool.reserved |= set(state["reserved"]) - {uid for uid, _ in pool.versions}
+        self.dropped = [(uid, attempt) for uid, attempt in state["dropped"]]
+        pool.ready = [group for group in pool.ready if group.key not in self.dropped]
 
     def _load_table(self, name: str) -> None:
         try:

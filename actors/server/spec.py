@@ -75,7 +75,7 @@ class ServeSpec(BaseModel):
     mixture: MixtureSpec | None = None
     plan: PlanConfig
     pad_token_id: int
-    journal: str | None = Field(description="fsspec URL of the ledger's folder; None: kept in memory only")
+    journal: str | None = Field(description="fsspec URL of the leases' folder; None: kept in memory only")
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
     evals: dict[str, EvalSpec] = Field(default_factory=dict)
     rollouts: RolloutSpec | None = None

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from raysvc.actors.server.spec import Role, ServeSpec, StepInfo, StepOutline
+from raysvc.actors.server.spec import TRAIN, Role, ServeSpec, StepInfo, StepOutline
 from raysvc.actors.server.step_cache import SharedSteps
 from raysvc.collate.shard import Shard
 from raysvc.errors import LeaseError, RaysvcError, ServerError, StepFailed, StepOutOfOrder
@@ -117,8 +117,8 @@ class StepMaker:
         return self.shared.get(key, readers, lambda: self.make(step, roles, stream), size)
 
     def let_go_below(self, step: int) -> None:
-        """Let go of shared steps before this one."""
-        self.shared.clear(unless=lambda key: not isinstance(key, tuple) or key[1] >= step)
+        """Let go of shared training steps before this one."""
+        self.shared.clear(unless=lambda key: not isinstance(key, tuple) or key[0] != TRAIN or key[1] >= step)
 
     def holds_data(self) -> bool:
         """Whether an entry is open."""

@@ -110,7 +110,7 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         Raises:
             ConfigError: it would make rows of a step that is planned already too old.
         """
-        self._connection.get(self._connection.ledger("set_weight_version", version))
+        self._connection.after_commits("set_weight_version", version)
 
     def forget_below(self, step: int) -> int:
         """Let a rollout server remove what only steps below `step` need; returns how many files went.
@@ -121,7 +121,7 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         Raises:
             StepOutOfOrder: a step below is not committed.
         """
-        return int(self._connection.get(self._connection.ledger("forget_below", step)))
+        return int(self._connection.after_commits("forget_below", step))
 
     def _fetch(self, index: int) -> _Fetch:
         count, each = self.schedule.mini_batches_at(index), sum(role.dp_size for role in self._roles)
@@ -226,7 +226,7 @@ def attach(
     if columns:
         check = server.check_columns.options(concurrency_group="control").remote(columns)
         wait_for(check, f"server {name!r}")
-    ref = server.attach.options(concurrency_group="ledger").remote(new_holder(), takeover, reader)
+    ref = server.attach.options(concurrency_group="lease").remote(new_holder(), takeover, reader)
     return BatchClient(server, wait_for(ref, f"server {name!r}"), known, limit)
 
 

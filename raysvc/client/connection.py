@@ -2,8 +2,9 @@
 
 Always true:
 - a heartbeat thread keeps the lease while this process lives, however long a step takes;
-- a sending thread sends what the training loop must not wait for; a holder's calls reach the server in the
-  order in which they were made;
+- a sending thread sends what the training loop must not wait for;
+- commits may reach the server in any order and more than once; any other call of the holder is sent when all commits
+  before it are answered;
 - once the lease is lost, or a commit was refused, every call says so, with the server's own error;
 - after `close` both threads are gone, and every commit was answered.
 """
@@ -42,11 +43,12 @@ class Connection:
     Args:
         server: Ray handle.
         lease: from one of its attach methods.
-        rank: the seat that this process has; None for a driver.
+        rank: the seat that this process has; None for a driver, who has the only one.
     """
 
     def __init__(self, server: Any, lease: Lease, rank: int | None = None) -> None:
         self.server, self.lease, self.rank = server, lease, rank
+        self._moves = 0  # rewinds and restored states, counted by `move`
         self._commits: collections.deque[Any] = (
             collections.deque()
         )  # not answered; only the sender touches it
@@ -109,15 +111,31 @@ class Connection:
         asked = self._sender.submit(ask)
         return wait
 
-    def ledger(self, method: str, *args: Any, **named: Any) -> Any:
-        """Start a call of the holder, behind all commits made before; returns its ref."""
+    def after_commits(self, method: str, *args: Any, **named: Any) -> Any:
+        """Make a call of the holder when all commits before it are answered; returns its answer.
+
+        Raises:
+            RaysvcError: what the server raised on purpose.
+        """
         self.check()
-        return self._sender.submit(self._send, method, *args, **named).result()
+        return self._answer(self._sender.submit(self._send_after_commits, method, *args, **named).result())
+
+    def move(self, frontier: int, plan_state: dict[str, Any] | None) -> int:
+        """Have the server go to another frontier; returns it.
+
+        Raises:
+            StateMismatch: the state belongs to another plan.
+            StepOutOfOrder: there is no such step.
+        """
+        self.check()
+        self._moves += 1
+        named = {"rank": self.rank or 0, "moves": self._moves}
+        return int(self.after_commits("move", frontier, plan_state, **named))
 
     def commit(self, step: int, skipped: bool) -> None:
         """Have a commit sent; a refusal is raised by one of the next calls."""
         self.check()
-        self._sender.submit(self._send_commit, step, skipped)
+        self._sender.submit(self._send_commit, step, skipped, self._moves)
 
     def get(self, ref: Any) -> Any:
         """Wait for an answer.
@@ -135,8 +153,9 @@ class Connection:
             return
         self._leaving = True  # were the lease lost before, detach itself is refused
         try:
-            self._answer(self._sender.submit(self._send, "detach", rank=self.rank).result())
-            self._sender.submit(self._collect, 0).result()
+            self._answer(
+                self._sender.submit(self._send_after_commits, "detach", rank=self.rank or 0).result()
+            )
             self.check()
         finally:
             self._stop.set()
@@ -145,13 +164,17 @@ class Connection:
             self._heart.join(timeout=10.0)
 
     def _send(self, method: str, *args: Any, **named: Any) -> Any:
-        return self._bound(method, "ledger").remote(self.lease.fence, *args, **named)
+        return self._bound(method, "lease").remote(self.lease.fence, *args, **named)
 
-    def _send_commit(self, step: int, skipped: bool) -> None:
+    def _send_after_commits(self, method: str, *args: Any, **named: Any) -> Any:
+        self._collect(0)
+        return self._send(method, *args, **named)
+
+    def _send_commit(self, step: int, skipped: bool, moves: int) -> None:
         if self._lost is not None:
             return
         try:
-            self._commits.append(self._send("commit", step, skipped, rank=self.rank))
+            self._commits.append(self._send("commit", step, skipped, rank=self.rank or 0, moves=moves))
             self._collect(COMMITS_AT_ONCE - 1)  # asking for an answer costs more than sending
         except Exception as error:  # noqa: BLE001 - nobody waits for this call: the next one tells
             self._lost = self._lost or error
@@ -209,7 +232,7 @@ class Connection:
         from raysvc.actors.launch import wait_for
 
         method = self.server.heartbeat.options(concurrency_group="control")
-        ref, begin = method.remote(self.lease.fence), time.monotonic()
+        ref, begin = method.remote(self.lease.fence, self.rank or 0), time.monotonic()
         while not ray.wait([ref], timeout=POLL_S)[0]:
             waited_s = time.monotonic() - begin
             if self._stop.is_set():

@@ -48,6 +48,7 @@ class LeaseClient(ABC, Generic[F, S]):
         self.schedule = Schedule.from_json(self.lease.schedule)
         self._connection, self._roles, self._limit = connection, roles, limit
         self._frontier = self.lease.frontier
+        self._taken = self._frontier  # steps below were handed out, or are committed
         self._window: LookAhead[F] | None = None  # of the newest iteration; an older one is refused
         self._steps = 0
         self._wait_s = 0.0
@@ -68,16 +69,19 @@ class LeaseClient(ABC, Generic[F, S]):
         return self._frontier
 
     def commit(self, step: int, *, skipped: bool = False) -> None:
-        """Say that `step` is trained (or was skipped). Returns at once; a refusal is raised by one of the next calls.
+        """Say that all steps up to `step` are trained (or that `step` was skipped).
+
+        Returns at once; a refusal is raised by one of the next calls.
 
         Raises:
-            StepOutOfOrder: a step before it is not committed.
+            StepOutOfOrder: this client was not given that step yet.
         """
         self._connection.check()
-        if step > self._frontier:
-            expected = f"step {self._frontier}, the first that is not committed"
+        newest = max(self._frontier, self._taken - 1)
+        if step > newest:
+            expected = f"step {newest} at most, the newest that was handed out or is next"
             raise StepOutOfOrder(self.lease.name, step, expected)
-        if step == self._frontier:
+        if step >= self._frontier:
             self._frontier = step + 1
             self._connection.commit(step, skipped)
 
@@ -151,6 +155,7 @@ class LeaseClient(ABC, Generic[F, S]):
                 if fetch is None:
                     return
                 step = self._timed(fetch)
+                self._taken = max(self._taken, fetch.index + 1)
                 if self.lease.forms:  # more groups may have come while we waited
                     window.extend()
                 yield step
@@ -178,8 +183,7 @@ class LeaseClient(ABC, Generic[F, S]):
             raise StepOutOfOrder(self.lease.name, step, f"a step from 0 to {self.schedule.num_steps - 1}")
 
     def _move(self, frontier: int, plan_state: dict[str, Any] | None) -> None:
-        ref = self._connection.ledger("move", frontier, plan_state, rank=self._connection.rank)
-        self._frontier = self._connection.get(ref)
+        self._frontier = self._taken = self._connection.move(frontier, plan_state)
         self._window = None
 
     def _ask_sizes(self, first: int, stop: int) -> Callable[[], list[int]]:

@@ -123,7 +123,7 @@ def attach_rank(
 
     if not 0 <= rank < num_ranks:
         raise ConfigError("attach(rank)", f"{rank} must be in [0, {num_ranks})", "give dp_size=world size")
-    method = server.attach_rank.options(concurrency_group="ledger")
+    method = server.attach_rank.options(concurrency_group="lease")
     ref = method.remote(group or launched_group(), new_holder(), rank, num_ranks, takeover, reader)
     return RankClient(server, wait_for(ref, f"server {name!r}"), rank, num_ranks, limit)
 

@@ -8,78 +8,132 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.actors.server.leases import Ledger
-from raysvc.actors.server.ledgers import Ledgers
-from raysvc.errors import FencedError, LeaseHeld, RaysvcError, ServerError, StateMismatch, StepOutOfOrder
+from raysvc.actors.server.leases import Leases, ReaderLease, SilentRank
+from raysvc.errors import FencedError, LeaseHeld, RaysvcError, ServerError, StateMismatch
 
 TTL = 30.0
 
 
+def fresh() -> ReaderLease:
+    return Leases("s").of_reader("")
+
+
+def attached(lease: ReaderLease, holder: str, now_s: float, takeover: bool = False) -> ReaderLease:
+    return lease.attach(holder, now_s, TTL, fence=lease.fence + 1, takeover=takeover)
+
+
+def seated(lease: ReaderLease, group: str, rank: int, num_ranks: int, now_s: float = 0.0) -> ReaderLease:
+    fence = lease.fence + 1
+    return lease.attach_rank(group, f"{group}{rank}", rank, num_ranks, now_s, TTL, fence=fence)
+
+
+def restored(lease: ReaderLease, now_s: float, read_s: float) -> ReaderLease:
+    return fresh().from_json(json.loads(json.dumps(lease.to_json(now_s))), read_s)
+
+
 def test_a_second_holder_is_refused_while_the_first_one_lives() -> None:
-    ledger = Ledger("s").attach("a", 0.0, TTL)
+    lease = attached(fresh(), "a", 0.0)
     with pytest.raises(LeaseHeld) as caught:
-        ledger.attach("b", 20.0, TTL)
+        attached(lease, "b", 20.0)
     assert (caught.value.holder, caught.value.since_s) == ("a", 20.0)
 
 
 def test_a_lease_that_ran_out_can_be_taken_and_the_old_holder_is_fenced() -> None:
-    first = Ledger("s").attach("a", 0.0, TTL)
-    second = first.attach("b", 31.0, TTL)
+    first = attached(fresh(), "a", 0.0)
+    second = attached(first, "b", 31.0)
     assert second.fence == first.fence + 1
     with pytest.raises(FencedError) as caught:
-        second.commit(first.fence, 0)
+        second.commit(first.fence, 0, 0, 31.0)
     assert caught.value.newest == second.fence
 
 
 def test_a_takeover_fences_a_living_holder() -> None:
-    ledger = Ledger("s").attach("a", 0.0, TTL).attach("b", 1.0, TTL, takeover=True)
+    lease = attached(attached(fresh(), "a", 0.0), "b", 1.0, takeover=True)
     with pytest.raises(FencedError):
-        ledger.beat(1, 2.0)
-    assert ledger.beat(2, 2.0).seen_s == 2.0
+        lease.beat(1, 0, 2.0)
+    assert lease.beat(2, 0, 2.0).seen_s == 2.0
 
 
 def test_attaching_twice_as_one_holder_gives_the_same_fence() -> None:
-    once = Ledger("s").attach("a", 0.0, TTL)
-    assert once.attach("a", 5.0, TTL).fence == once.fence
+    once = attached(fresh(), "a", 0.0)
+    assert attached(once, "a", 5.0).fence == once.fence
 
 
 def test_a_heartbeat_keeps_the_lease_alive() -> None:
-    ledger = Ledger("s").attach("a", 0.0, TTL).beat(1, 29.0)
+    lease = attached(fresh(), "a", 0.0).beat(1, 0, 29.0)
     with pytest.raises(LeaseHeld):
-        ledger.attach("b", 58.0, TTL)
+        attached(lease, "b", 58.0)
 
 
-def test_commits_go_step_by_step_and_twice_is_once() -> None:
-    ledger = Ledger("s").attach("a", 0.0, TTL).commit(1, 0)
-    assert ledger.commit(1, 0) == ledger
-    with pytest.raises(StepOutOfOrder, match="expected step 1"):
-        ledger.commit(1, 2)
+def test_a_commit_says_all_below_and_twice_is_once() -> None:
+    lease = attached(fresh(), "a", 0.0).commit(1, 4, 0, 0.0)
+    assert lease.frontier == 5
+    assert lease.commit(1, 4, 0, 0.0) == lease
+    assert lease.commit(1, 1, 0, 0.0) == lease
+
+
+def test_a_commit_that_is_sent_again_after_its_holder_left_is_no_error() -> None:
+    lease = attached(fresh(), "a", 0.0).commit(1, 4, 0, 0.0).detach(1, 0)
+    assert lease.commit(1, 3, 0, 1.0) == lease
+    with pytest.raises(FencedError):
+        lease.commit(1, 5, 0, 1.0)
 
 
 def test_a_skipped_step_moves_the_frontier_and_is_remembered() -> None:
-    ledger = Ledger("s").attach("a", 0.0, TTL).commit(1, 0, skipped=True).commit(1, 1)
-    assert (ledger.frontier, ledger.skipped) == (2, (0,))
+    lease = attached(fresh(), "a", 0.0).commit(1, 1, 0, 0.0).commit(1, 0, 0, 0.0, skipped=True)
+    assert (lease.frontier, lease.skipped) == (2, (0,))
 
 
 def test_moving_back_forgets_skips_behind_the_new_frontier() -> None:
-    ledger = Ledger("s").attach("a", 0.0, TTL).commit(1, 0, skipped=True).move(1, 0, 10)
-    assert (ledger.frontier, ledger.skipped) == (0, ())
-    with pytest.raises(StepOutOfOrder):
-        ledger.move(1, 11, 10)
+    lease = attached(fresh(), "a", 0.0).commit(1, 0, 0, 0.0, skipped=True).move(1, 0, 0, 0.0)
+    assert (lease.frontier, lease.skipped) == (0, ())
 
 
-def test_a_restored_ledger_lets_the_holder_say_where_it_is_once() -> None:
-    ledger = Ledger("s").attach("a", 0.0, TTL).commit(1, 0)
-    back = Ledger.from_json(json.loads(json.dumps(ledger.to_json())))
-    ahead = back.commit(1, 7)
-    assert ahead.frontier == 8
-    with pytest.raises(StepOutOfOrder):
-        ahead.commit(1, 10)
+def test_a_commit_from_before_a_rewind_changes_nothing() -> None:
+    lease = attached(fresh(), "a", 0.0).commit(1, 6, 0, 0.0).move(1, 2, 0, 0.0, moves=1)
+    assert lease.commit(1, 7, 0, 0.0, moves=0) == lease
+    assert lease.commit(1, 2, 0, 0.0, moves=1).frontier == 3
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_calls_of_a_holder_converge_in_any_order_and_however_often_they_arrive(data: st.DataObject) -> None:
+    moves, frontier, calls = 0, 0, []
+    for _ in range(data.draw(st.integers(1, 12))):
+        is_move = data.draw(st.booleans())
+        step = data.draw(st.integers(0, 30) if is_move else st.integers(frontier, frontier + 3))
+        moves, frontier = moves + is_move, step if is_move else step + 1
+        calls.append((is_move, step, moves))
+
+    def after(arrivals: list[tuple[bool, int, int]]) -> tuple[int, tuple[int, ...]]:
+        lease = attached(fresh(), "a", 0.0)
+        for is_move, step, number in arrivals:
+            if is_move:
+                lease = lease.move(1, step, 0, 0.0, moves=number)
+            else:
+                lease = lease.commit(1, step, 0, 0.0, moves=number)
+        return lease.frontier, tuple(seat.moves for seat in lease.seats)
+
+    repeated = [*calls, *data.draw(st.lists(st.sampled_from(calls), max_size=10))]
+    assert after(data.draw(st.permutations(repeated))) == after(calls) == (frontier, (moves,))
+
+
+def test_a_restart_keeps_the_lease_and_gives_its_holder_a_whole_lease_time_on_the_new_clock() -> None:
+    lease = attached(fresh(), "a", 1000.0).commit(1, 6, 0, 1010.0)
+    back = restored(lease, 1020.0, read_s=5.0)
+    assert (back.fence, back.holder, back.frontier) == (1, "a", 7)
+    with pytest.raises(LeaseHeld) as caught:
+        attached(back, "b", 34.0)
+    assert caught.value.since_s == 49.0, "20 s in the old process, 29 s in this one"
+    assert attached(back, "b", 36.0).fence == 2
+    assert back.commit(1, 9, 0, 6.0).frontier == 10, (
+        "commits that were not flushed are told again by the next"
+    )
 
 
 def test_a_record_of_another_version_is_refused() -> None:
     with pytest.raises(StateMismatch, match="version"):
-        Ledger.from_json({**Ledger("s").to_json(), "version": 99})
+        fresh().from_json({**fresh().to_json(0.0), "version": 99}, 0.0)
 
 
 CALLS = st.one_of(
@@ -95,76 +149,87 @@ CALLS = st.one_of(
 def test_whatever_is_called_fences_never_repeat_and_only_the_newest_moves_the_frontier(
     calls: list[tuple[str, object, object]], gaps: list[float]
 ) -> None:
-    ledger, now, given_out = Ledger("s"), 0.0, {0: ""}
+    lease, now, given_out = fresh(), 0.0, {0: ""}
     for (name, first, second), gap in zip(calls, gaps, strict=False):
         now += gap
-        before = ledger
+        before = lease
         try:
             if name == "attach":
-                ledger = ledger.attach(str(first), now, TTL, takeover=bool(second))
+                lease = attached(lease, str(first), now, takeover=bool(second))
             elif name == "commit":
-                ledger = ledger.commit(int(str(first)), int(str(second)))
+                lease = lease.commit(int(str(first)), int(str(second)), 0, now)
             elif name == "beat":
-                ledger = ledger.beat(int(str(first)), now)
+                lease = lease.beat(int(str(first)), 0, now)
             else:
-                ledger = ledger.detach(int(str(first)))
+                lease = lease.detach(int(str(first)), 0)
         except RaysvcError:
-            assert ledger is before
+            assert lease is before
             continue
-        assert ledger.fence >= before.fence
-        assert given_out.setdefault(ledger.fence, str(ledger.holder or before.holder)) is not None
-        if ledger.frontier != before.frontier:
-            assert (name, first, ledger.frontier) == ("commit", before.fence, before.frontier + 1)
+        assert lease.fence >= before.fence
+        assert given_out.setdefault(lease.fence, str(lease.holder or before.holder)) is not None
+        if lease.frontier != before.frontier:
+            assert (name, first, lease.frontier) == ("commit", before.fence, int(str(second)) + 1)
+            assert lease.frontier > before.frontier
 
 
 def test_ranks_of_a_group_share_a_fence_and_the_slowest_one_is_the_frontier() -> None:
-    ledger = Ledger("s")
+    lease = fresh()
     for rank in range(3):
-        ledger = ledger.attach_rank("g", f"p{rank}", rank, 3, 0.0, TTL)
-    assert ledger.fence == 1
+        lease = seated(lease, "g", rank, 3)
+    assert lease.fence == 1
     for rank, step in ((0, 0), (0, 1), (1, 0), (2, 0)):
-        before = ledger.frontier
-        ledger = ledger.commit(1, step, rank=rank)
-        assert ledger.frontier == (1 if rank == 2 else before)
-    with pytest.raises(StepOutOfOrder, match="expected step 1"):
-        ledger.commit(1, 2, rank=1)
-    back = Ledger.from_json(json.loads(json.dumps(ledger.to_json())))
-    assert back.seats == ledger.seats
-    assert back.commit(1, 4, rank=1).seats[1].frontier == 5, "commits that were not flushed are told again"
+        before = lease.frontier
+        lease = lease.commit(1, step, rank, 0.0)
+        assert lease.frontier == (1 if rank == 2 else before)
+    back = restored(lease, 0.0, 0.0)
+    assert back.seats == lease.seats
+    assert back.commit(1, 4, 1, 0.0).seats[1].frontier == 5
+
+
+def test_a_rank_learns_who_is_further_behind_than_its_look_ahead_and_who_is_silent() -> None:
+    lease = fresh()
+    for rank in range(3):
+        lease = lease.attach_rank("g", f"p{rank}", rank, 3, 0.0, TTL, fence=lease.fence + 1, window=3)
+    lease = lease.commit(1, 2, 0, 1.0).commit(1, 0, 1, 19.0)
+    assert lease.peers(0, 20.0, TTL).behind == (), "three steps are its look-ahead and the step it trains"
+    lease = lease.commit(1, 4, 0, 20.0)
+    assert lease.peers(0, 21.0, TTL) == (0, ((1, 1), (2, 0)), (SilentRank(2, "p2", 21.0),))
+    assert lease.peers(1, 21.0, TTL).behind == ()
 
 
 def test_a_rank_that_left_still_counts_and_the_last_one_gives_the_lease_back() -> None:
-    ledger = Ledger("s").attach_rank("g", "p0", 0, 2, 0.0, TTL).attach_rank("g", "p1", 1, 2, 0.0, TTL)
-    ledger = ledger.commit(1, 0, rank=0).detach(1, 0)
-    assert (ledger.holder, ledger.frontier) == ("g", 0)
-    ledger = ledger.commit(1, 0, rank=1).detach(1, 1)
-    assert (ledger.holder, ledger.frontier) == (None, 1)
-    assert ledger.detach(1) == ledger
+    lease = seated(seated(fresh(), "g", 0, 2), "g", 1, 2)
+    lease = lease.commit(1, 0, 0, 0.0).detach(1, 0)
+    assert (lease.holder, lease.frontier) == ("g", 0)
+    lease = lease.commit(1, 0, 1, 0.0).detach(1, 1)
+    assert (lease.holder, lease.frontier) == (None, 1)
+    assert lease.detach(1, 0) == lease
 
 
 def test_a_group_of_another_size_or_a_second_process_on_a_seat_needs_a_takeover() -> None:
-    ledger = Ledger("s").attach_rank("g", "p0", 0, 2, 0.0, TTL)
-    assert ledger.attach_rank("g", "p0", 0, 2, 1.0, TTL).fence == 1, "the same process asks again"
+    lease = seated(fresh(), "g", 0, 2)
+    assert seated(lease, "g", 0, 2, 1.0).fence == 1, "the same process asks again"
     for group, holder, rank, num_ranks in (("g", "q0", 0, 2), ("g", "q1", 1, 3), ("h", "q1", 1, 2)):
         with pytest.raises(LeaseHeld):
-            ledger.attach_rank(group, holder, rank, num_ranks, 1.0, TTL)
-        taken = ledger.attach_rank(group, holder, rank, num_ranks, 1.0, TTL, takeover=True)
+            lease.attach_rank(group, holder, rank, num_ranks, 1.0, TTL, fence=2)
+        taken = lease.attach_rank(group, holder, rank, num_ranks, 1.0, TTL, fence=2, takeover=True)
         assert (taken.fence, [seat.holder for seat in taken.seats if seat.holder]) == (2, [holder])
 
 
 def test_readers_get_fences_of_one_count_and_their_own_frontiers() -> None:
-    ledgers = Ledgers("s", shared=True)
+    leases = Leases("s", shared=True)
     for reader in ("a", "b", "a"):
-        ledgers, _ = ledgers.attached(
-            reader, lambda ledger, fence: ledger.attach(f"{fence}", 0.0, TTL, takeover=True, fence=fence)
-        )
-    assert {name: ledger.fence for name, ledger in ledgers.by_reader.items()} == {"a": 3, "b": 2}
-    ledgers, _ = ledgers.changed(2, lambda ledger: ledger.commit(2, 0))
-    assert (ledgers.of("a").frontier, ledgers.of("b").frontier, ledgers.committed()) == (0, 1, 0)
+        fence = leases.next_fence
+        lease = leases.of_reader(reader).attach(f"{fence}", 0.0, TTL, fence=fence, takeover=True)
+        leases = leases.having(lease)
+    assert {reader: lease.fence for reader, lease in leases.by_reader.items()} == {"a": 3, "b": 2}
+    leases = leases.having(leases.of_fence(2).commit(2, 0, 0, 0.0))
+    assert [leases.of_reader(reader).frontier for reader in "ab"] == [0, 1]
+    assert leases.committed() == 0
     with pytest.raises(FencedError):
-        ledgers.changed(1, lambda ledger: ledger.commit(1, 0))
-    back = Ledgers("s", shared=True).restored(json.loads(json.dumps(ledgers.to_json())))
-    assert back.fence == 3
-    assert (back.without_frontiers().of("b").frontier, back.without_frontiers().fence) == (0, 3)
+        leases.of_fence(1)
+    back = Leases("s", shared=True).from_json(json.loads(json.dumps(leases.to_json(0.0))), 0.0)
+    assert back.next_fence == 4
+    assert (back.without_frontiers().of_reader("b").frontier, back.without_frontiers().next_fence) == (0, 4)
     with pytest.raises(ServerError, match="not shared"):
-        Ledgers("s").of("a")
+        Leases("s").of_reader("a")

@@ -63,13 +63,13 @@ def test_a_journal_gives_its_newest_whole_record(tmp_path: Path, protocol: str) 
     assert Journal(url).load() is None
     journal = Journal(url)
     for number in range(3):
-        journal.save({"number": number})
+        journal.save(lambda number=number: {"number": number})
     assert Journal(url).load() == {"number": 2}
     if not protocol:
         (tmp_path / "journal" / "000000000009.json").write_text('{"number": 3, "half of')
         assert Journal(url).load() == {"number": 2}
         again = Journal(url)
-        again.save({"number": 4})
+        again.save(lambda: {"number": 4})
         assert Journal(url).load() == {"number": 4}
 
 

@@ -60,8 +60,8 @@ def test_commits_leases_and_fences_outlive_kills_and_servers_on_s3(
         client.commit(7, skipped=True)
     record = Journal(bucket["journal"], bucket["storage_options"]).load()
     assert record is not None
-    ledger = record["ledgers"][""]
-    assert (ledger["frontier"], ledger["skipped"], ledger["holder"]) == (8, [7], None), "detach flushed it"
+    lease = record["leases"][""]
+    assert (lease["frontier"], lease["skipped"], lease["holder"]) == (8, [7], None), "detach flushed it"
     stop_server("s3")
     serve("s3", entry_uri=uri, **bucket)
     with raysvc.attach("s3") as client:

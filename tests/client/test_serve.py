@@ -81,7 +81,7 @@ def test_of_two_that_attach_at_once_exactly_one_wins(serve: Served) -> None:
 
     def attach(number: int) -> str:
         try:
-            call(server, "attach", f"trainer {number}", group="ledger")
+            call(server, "attach", f"trainer {number}", group="lease")
         except LeaseHeld:
             return "refused"
         return "won"
@@ -197,7 +197,7 @@ def test_a_holder_that_died_is_told_from_one_that_lives(serve: Served) -> None:
     from raysvc.inspect.servers import list_servers
 
     server = serve("lapsed", lease_ttl_s=0.5)
-    call(server, "attach", "a trainer that is killed", group="ledger")
+    call(server, "attach", "a trainer that is killed", group="lease")
 
     def facts() -> dict[str, Any]:
         (mine,) = [facts for facts in list_servers() if facts["name"] == "lapsed"]

@@ -235,7 +235,7 @@ def test_no_row_is_trained_too_old_and_capacity_comes_back_also_after_a_restart(
         assert (facts["weight_version"], facts["trained"], facts["capacity"]) == (2, 8, 6)
     fence = client.lease.fence
     with pytest.raises(FencedError):
-        raysvc.rollouts("stale")._call("set_weight_version", "ledger", fence, 3)
+        raysvc.rollouts("stale")._call("set_weight_version", "lease", fence, 3)
 
 
 def producer_facts(name: str) -> dict[str, Any]:

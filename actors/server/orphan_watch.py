@@ -1,0 +1,67 @@
+"""Frees a server's data, or ends the server, when nobody has held a lease for a while.
+
+Always true:
+- data are freed when no lease lived for `orphan_ttl_s`; with `reap` the server ends then, its commits written;
+- a round that fails ends nothing: the next one tries again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from raysvc.actors.server.lease_store import LeaseStore
+from raysvc.actors.server.spec import ServeSpec
+from raysvc.actors.server.step_maker import StepMaker
+
+log = logging.getLogger(__name__)
+LOOK_EVERY_S = 1.0
+
+
+class OrphanWatch:
+    """See the module.
+
+    Args:
+        spec: of the server.
+        leases: its leases.
+        maker: holds its data.
+    """
+
+    def __init__(self, spec: ServeSpec, leases: LeaseStore, maker: StepMaker) -> None:
+        self._spec, self._leases, self._maker = spec, leases, maker
+        self._idle_since_s = time.monotonic()  # when a living lease was last seen
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, name="raysvc-orphans", daemon=True).start()
+
+    def seen(self) -> None:
+        """Somebody came."""
+        self._idle_since_s = time.monotonic()
+
+    def _watch(self) -> None:
+        period_s = min(LOOK_EVERY_S, self._spec.orphan_ttl_s / 4)
+        while not self._ended.wait(period_s):
+            try:
+                self._look()
+            except Exception:
+                log.exception("orphan watch failed name=%s: trying again", self._spec.name)
+
+    def _look(self) -> None:
+        if self._leases.lives():
+            self.seen()
+        elif time.monotonic() - self._idle_since_s > self._spec.orphan_ttl_s:
+            self._orphaned()
+
+    def _orphaned(self) -> None:
+        if self._maker.free():
+            log.info("freed name=%s: no lease for %.0f s", self._spec.name, self._spec.orphan_ttl_s)
+        if self._spec.reap:
+            self._leases.flush()
+            self._end()
+
+    def _end(self) -> None:
+        import ray
+
+        self._ended.set()
+        log.warning("reaped name=%s: no lease for %.0f s", self._spec.name, self._spec.orphan_ttl_s)
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
