@@ -13,6 +13,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -80,9 +82,25 @@ class SliceWorker:
             return {"receipt": "", "error": json.dumps([type(error).__name__, *error.args])}
 
     def _build(self, piece: Slice) -> str:
-        result = tokenize_slice(self._tokenizer, piece, self._task.storage_options)
-        receipt = self._task.writer.write_part(piece.index, result.table, part_meta(piece, result))
-        return receipt.to_json().decode()
+        return build_slice(self._task, self._tokenizer, piece).to_json().decode()
+
+
+def build_slice(task: BuildTask, tokenizer: SliceTokenizer, piece: Slice) -> Receipt:
+    """Read, tokenize and write one slice: what a build does in a worker, or in the process that asks."""
+    began_s = time.time()
+    result = tokenize_slice(tokenizer, piece, task.storage_options)
+    meta = part_meta(piece, result, worker_of(began_s))
+    return task.writer.write_part(piece.index, result.table, meta)
+
+
+def worker_of(began_s: float) -> dict[str, Any]:
+    """Who made a slice, when, and how long it took; for the progress of a build."""
+    return {
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "began_s": round(began_s, 3),
+        "seconds": round(time.time() - began_s, 3),
+    }
 
 
 def tokenize_slice(tokenizer: SliceTokenizer, piece: Slice, storage_options: dict[str, Any]) -> SliceResult:
@@ -92,7 +110,7 @@ def tokenize_slice(tokenizer: SliceTokenizer, piece: Slice, storage_options: dic
     return tokenizer.run(read_rows(piece, storage_options))
 
 
-def part_meta(piece: Slice, result: SliceResult) -> dict[str, Any]:
+def part_meta(piece: Slice, result: SliceResult, worker: dict[str, Any]) -> dict[str, Any]:
     """What a receipt remembers of its slice, so that a later builder can tell and report it."""
     return {
         "slice": identity_of(piece),
@@ -101,6 +119,7 @@ def part_meta(piece: Slice, result: SliceResult) -> dict[str, Any]:
         "encoder": result.encoder,
         "switched": result.switched,
         "sampled": result.sampled,
+        "worker": worker,
     }
 
 

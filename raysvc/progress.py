@@ -15,6 +15,7 @@ class Tick:
         done, total: in `unit`; total is None when it is not known.
         facts: short figures to show beside, name -> value.
         final: the phase is over.
+        waiting: what it waits for, like "starting Ray"; empty while it works.
     """
 
     phase: str
@@ -23,6 +24,7 @@ class Tick:
     unit: str
     facts: dict[str, Any] = field(default_factory=dict)
     final: bool = False
+    waiting: str = ""
 
 
 class Progress(Protocol):

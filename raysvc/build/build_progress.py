@@ -1,12 +1,18 @@
-"""What a build tells while it runs: ticks for the progress line, and metrics."""
+"""What a build tells while it runs: ticks for the progress line, and metrics.
+
+Always true:
+- a rate is of the work: its clock starts when the first slice does, not when a cluster is asked for;
+- a build whose first thousand rows are nearly all quarantined ends there, with examples.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from raysvc.chat.row_counts import Books
+from raysvc.chat.row_counts import Books, Quarantined, check_quarantine
 from raysvc.config import JobConfig
 from raysvc.metrics import record
 from raysvc.progress import Progress, Tick
@@ -16,37 +22,85 @@ if TYPE_CHECKING:
     from raysvc.cache.manifest import Receipt
     from raysvc.pipelines.sources.slices import Slice
 
+FIRST_ROWS = 1000
+HOPELESS_SHARE = 0.9
+
 
 class Meter:
     """Turns receipts into ticks and metrics."""
 
     def __init__(
-        self, progress: Progress, slices: Sequence[Slice], done: Iterable[Receipt], source: str
+        self,
+        progress: Progress,
+        slices: Sequence[Slice],
+        done: Collection[Receipt],
+        job: JobConfig,
+        num_bytes: int,
     ) -> None:
-        self._progress = progress
-        self._source = source
-        self._total = sum(piece.num_rows for piece in slices)
-        self._begin = time.perf_counter()
+        """Nothing is told yet.
+
+        Args:
+            slices: of the whole source.
+            done: receipts of an earlier builder.
+            job: names the source, and says how many rows may be quarantined.
+            num_bytes: of the whole source.
+        """
+        self._progress, self._source = progress, source_tag(job)
+        self._most = max(job.max_quarantine, HOPELESS_SHARE)
         self._rows = {piece.index: piece.num_rows for piece in slices}
-        self._done = sum(self._rows[one.slice_index] for one in done)
-        self._resumed = self._done
+        self._total, self._num_bytes = sum(self._rows.values()), num_bytes
+        self._asked = time.time()
+        self._work_began: float | None = None  # when the first slice of this build did
+        self._resumed = self._done = sum(self._rows[one.slice_index] for one in done)
+        self._slices_done = len(done)
         self._tokens = 0
-        self._tick(final=False)
+        self._books = Books()
+        self._examples: list[Quarantined] = []
+        self._workers: Counter[tuple[str, int]] = Counter()
+        self._slowest: tuple[float, int, str] = (0.0, 0, "")  # seconds, slice, host
+
+    def waiting(self, what: str) -> None:
+        """Nothing is done until `what` is there."""
+        self._tick(waiting=what)
 
     def add(self, receipt: Receipt) -> None:
-        """A slice was finished."""
+        """A slice was finished.
+
+        Raises:
+            QuarantineExceeded: the first rows are nearly all quarantined.
+        """
         self._done += self._rows[receipt.slice_index]
+        self._slices_done += 1
         self._tokens += receipt.part.num_tokens
-        self._record(receipt)
-        self._tick(final=False)
+        self._note_worker(receipt)
+        books = Books.from_json(receipt.meta["books"])
+        self._record(receipt, books)
+        self._tick()
+        self._check_first_rows(receipt, books)
 
     def finish(self) -> None:
         """The entry was finished."""
-        record("build_seconds", time.perf_counter() - self._begin, source=self._source)
+        record("build_seconds", time.time() - self._asked, source=self._source)
         self._tick(final=True)
 
-    def _record(self, receipt: Receipt) -> None:
-        books = Books.from_json(receipt.meta["books"])
+    def _check_first_rows(self, receipt: Receipt, books: Books) -> None:
+        if self._books.rows_in >= FIRST_ROWS:
+            return
+        self._books += books
+        self._examples += [Quarantined(**item) for item in receipt.meta["examples"]]
+        if self._books.rows_in >= FIRST_ROWS:
+            check_quarantine(self._books, self._examples, self._most)
+
+    def _note_worker(self, receipt: Receipt) -> None:
+        worker = receipt.meta.get("worker")
+        if worker is None:
+            return
+        began = max(float(worker["began_s"]), self._asked)  # clocks of nodes differ
+        self._work_began = min(began, self._work_began or began)
+        self._workers[worker["host"], worker["pid"]] += 1
+        self._slowest = max(self._slowest, (worker["seconds"], receipt.slice_index, worker["host"]))
+
+    def _record(self, receipt: Receipt, books: Books) -> None:
         record("build_rows", books.rows_in, source=self._source)
         record("build_tokens", receipt.part.num_tokens, source=self._source)
         record("quarantined_rows", sum(books.quarantined.values()), source=self._source)
@@ -54,15 +108,36 @@ class Meter:
         record("truncated_rows", books.rows_truncated, source=self._source)
         record("truncated_tokens", books.tokens_truncated, source=self._source)
 
-    def _tick(self, *, final: bool) -> None:
-        seconds = max(time.perf_counter() - self._begin, 1e-9)
-        rate = (self._done - self._resumed) / seconds
-        facts: dict[str, Any] = {"rows/s": round(rate), "tokens/s": round(self._tokens / seconds)}
-        if rate > 0 and not final:
-            facts["ETA"] = f"{(self._total - self._done) / rate:.0f} s"
+    def _tick(self, *, final: bool = False, waiting: str = "") -> None:
+        facts = {**self._rates(final), **self._where()}
         if self._resumed:
             facts["resumed rows"] = self._resumed
-        self._progress(Tick("tokenize", self._done, self._total, "rows", facts, final))
+        self._progress(Tick("tokenize", self._done, self._total, "rows", facts, final, waiting))
+
+    def _rates(self, final: bool) -> dict[str, Any]:
+        if self._work_began is None:
+            return {}
+        seconds = max(time.time() - self._work_began, 1e-3)
+        rate = (self._done - self._resumed) / seconds
+        facts: dict[str, Any] = {"rows/s": round(rate), "tokens/s": round(self._tokens / seconds)}
+        facts["MB/s"] = round(self._num_bytes * rate / self._total / 1e6, 1)
+        if rate > 0 and not final:
+            facts["ETA"] = f"{(self._total - self._done) / rate:.0f} s"
+        return facts
+
+    def _where(self) -> dict[str, Any]:
+        """Of a build of several workers: how many, where, and the slice that took longest."""
+        if len(self._workers) < 2:
+            return {}
+        seconds, index, host = self._slowest
+        done = self._num_bytes * self._done / self._total
+        return {
+            "nodes": len({host for host, _ in self._workers}),
+            "workers": len(self._workers),
+            "slices": f"{self._slices_done}/{len(self._rows)}",
+            "MB": f"{done / 1e6:.0f}/{self._num_bytes / 1e6:.0f}",
+            "slowest": f"slice {index} ({seconds:.1f} s on {host})",
+        }
 
 
 def source_tag(job: JobConfig) -> str:

@@ -9,11 +9,13 @@ Always true:
 from __future__ import annotations
 
 import logging
+import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,11 +37,12 @@ from raysvc.config import Format, JobConfig, TextSpec
 from raysvc.errors import EntryError, SourceError, StoreError
 from raysvc.metrics import record
 from raysvc.pipelines.sources.scan_memo import Memo
-from raysvc.progress import Progress
+from raysvc.progress import Progress, Tick
 from raysvc.redact import redacted
 
 if TYPE_CHECKING:
     from raysvc.cache.manifest import Receipt
+    from raysvc.pipelines.sources.slices import Slice
     from raysvc.pipelines.sources.source import Source
 
 log = logging.getLogger(__name__)
@@ -169,32 +172,81 @@ def _build(
     address: str | None,
     progress: Progress,
 ) -> Entry:
-    from raysvc.cluster import connect
-    from raysvc.pipelines.shared_build import shared_receipts
-    from raysvc.pipelines.tokenize import BuildTask, split_done
-
     store.probe()
-    begin = time.perf_counter()
     writer = EntryWriter(store, key, generation)
-    task = BuildTask(plan.spec, writer, job.source.storage_options)
-    done, left = split_done(writer, plan.source.slices)
-    meter = Meter(progress, plan.source.slices, done.values(), source_tag(job))
-    if left:
-        if store.url.startswith("memory://"):
-            what = "it lives in one process, and the workers of a build are others"
-            raise StoreError(store.url, what, "use a folder or a bucket as cache.root")
-        connect(address)
-        for receipt in shared_receipts(task, left, job.workers):
+    if store.url.startswith("memory://"):
+        what = "it lives in one process, and the workers of a build are others"
+        raise StoreError(store.url, what, "use a folder or a bucket as cache.root")
+    making = _Making(job, plan, writer, progress)
+    if making.small:
+        from raysvc.pipelines.local_build import only_builder_here
+
+        with only_builder_here(writer.uri, making.say_another_builds):
+            return making.entry(address)
+    return making.entry(address)
+
+
+@dataclass
+class _Making:
+    """One process's share of a build: from what is finished to the manifest."""
+
+    job: JobConfig
+    plan: BuildPlan
+    writer: EntryWriter
+    progress: Progress
+
+    @cached_property
+    def small(self) -> bool:
+        """Whether this process builds what is left itself."""
+        from raysvc.pipelines.local_build import bytes_of, fits_one_process
+        from raysvc.pipelines.tokenize import split_done
+
+        source = self.plan.source
+        left = split_done(self.writer, source.slices)[1]
+        num_rows = sum(piece.num_rows for piece in source.slices)
+        num_bytes = bytes_of(left, source.num_bytes, num_rows)
+        return fits_one_process(num_bytes, len(left), self.job.workers, os.cpu_count() or 1)
+
+    def say_another_builds(self) -> None:
+        """A tick."""
+        self.progress(Tick("tokenize", 0, None, "rows", waiting="another process builds this entry"))
+
+    def entry(self, address: str | None) -> Entry:
+        """Make what nobody has made, and finish the entry."""
+        from raysvc.pipelines.tokenize import split_done
+
+        begin = time.perf_counter()
+        job, source = self.job, self.plan.source
+        done, left = split_done(self.writer, source.slices)
+        meter = Meter(self.progress, source.slices, done.values(), job, source.num_bytes)
+        for receipt in self._receipts(left, address, meter) if left else ():
             if receipt.slice_index not in done:
                 done[receipt.slice_index] = receipt
                 meter.add(receipt)
-    receipts = [done[piece.index] for piece in plan.source.slices]
-    report = make_report(job, plan, receipts, time.perf_counter() - begin)
-    report["length_percentiles"] = percentiles(_lengths(writer, receipts))
-    plan.source.check_unchanged()
-    writer.commit(receipts, plan.recipe, report)
-    meter.finish()
-    return open_entry(writer.uri, job.cache.storage_options)
+        receipts = [done[piece.index] for piece in source.slices]
+        report = make_report(job, self.plan, receipts, time.perf_counter() - begin)
+        report["length_percentiles"] = percentiles(_lengths(self.writer, receipts))
+        source.check_unchanged()
+        self.writer.commit(receipts, self.plan.recipe, report)
+        meter.finish()
+        return open_entry(self.writer.uri, job.cache.storage_options)
+
+    def _receipts(self, left: Sequence[Slice], address: str | None, meter: Meter) -> Iterator[Receipt]:
+        from raysvc.pipelines.tokenize import BuildTask
+
+        task = BuildTask(self.plan.spec, self.writer, self.job.source.storage_options)
+        if self.small:
+            from raysvc.pipelines.local_build import local_receipts
+
+            meter.waiting("loading the tokenizer")
+            return local_receipts(task, left, self.plan.tokenizer)
+        from raysvc.cluster import connect
+        from raysvc.pipelines.shared_build import shared_receipts
+
+        meter.waiting("starting Ray")
+        connect(address)
+        meter.waiting("starting workers")
+        return shared_receipts(task, left, self.job.workers)
 
 
 def make_report(

@@ -79,14 +79,17 @@ class SliceTokenizer:
     Args:
         spec: what decides tokens and mask.
         dataset_label: names the source in messages about rows.
+        tokenizer: that of the spec, where it is loaded already.
 
     Raises:
         TokenizerError: no tokenizer, no template, or a broken one.
     """
 
-    def __init__(self, spec: TextSpec, dataset_label: str = "") -> None:
+    def __init__(
+        self, spec: TextSpec, dataset_label: str = "", tokenizer: LoadedTokenizer | None = None
+    ) -> None:
         self.spec = spec
-        self.tokenizer = LoadedTokenizer(spec.tokenizer)
+        self.tokenizer = tokenizer or LoadedTokenizer(spec.tokenizer)
         self._label = dataset_label
         self._reference = ReferenceEncoder(self.tokenizer)
         self._encoder, self._switched = choose_encoder(self.tokenizer, self._reference)

@@ -79,7 +79,7 @@ class View:
             self._tasks[tick.phase] = self._live.add_task(
                 tick.phase, total=tick.total, unit=tick.unit, facts=""
             )
-        facts = facts_text(tick.facts)
+        facts = said(tick)
         self._live.update(
             self._tasks[tick.phase], completed=tick.done, total=tick.total, facts=facts, unit=tick.unit
         )
@@ -91,7 +91,14 @@ def plain(tick: Tick) -> str:
     """A tick as one line."""
     total = f"/{tick.total:g}" if tick.total is not None else ""
     count = f" {tick.done:g}{total} {tick.unit}" if tick.unit else ""
-    return f"[{tick.phase}]{count} {facts_text(tick.facts)}".rstrip() + (" done" if tick.final else "")
+    return f"[{tick.phase}]{count} {said(tick)}".rstrip() + (" done" if tick.final else "")
+
+
+def said(tick: Tick) -> str:
+    """What a tick says beside its count: what it waits for, and its figures."""
+    return " ".join(
+        text for text in (f"({tick.waiting})" if tick.waiting else "", facts_text(tick.facts)) if text
+    )
 
 
 def facts_text(facts: Mapping[str, Any]) -> str:

@@ -25,6 +25,12 @@ from raysvc.sample_data import write_rows
 pytestmark = pytest.mark.ray
 
 
+@pytest.fixture(autouse=True)
+def on_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No source is too small for it."""
+    monkeypatch.setattr("raysvc.pipelines.local_build.CLUSTER_S", 0.0)
+
+
 def sections(folder: Path, sample: dict[str, str], rows: int, slices: int) -> dict[str, Any]:
     path = write_rows(folder / "rows.jsonl", rows)
     return {
@@ -158,7 +164,8 @@ def wait_for_receipts(root: Path, count: int, process: subprocess.Popen[bytes]) 
 def test_a_killed_build_goes_on_from_its_finished_slices(
     tmp_path: Path, sample: dict[str, str], ray_session: None
 ) -> None:
-    job = {**sections(tmp_path, sample, 20000, 24), "cache": {"root": str(tmp_path / "cache")}}
+    job = {**sections(tmp_path, sample, 8000, 10), "cache": {"root": str(tmp_path / "cache")}}
+    job["workers"] |= {"min": 2}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     command = [sys.executable, "-m", "raysvc.cli", "tokenize", "-c", str(tmp_path / "job.yaml")]
     process = subprocess.Popen(

@@ -1,0 +1,112 @@
+"""A small build in the process that asks: the slices, parts and receipts of any build, without a cluster.
+
+A cluster costs `CLUSTER_S` before its first row. Below the size at which its workers win that back, one process
+tokenizes the slices one after the other, with the function that a worker runs.
+
+Always true:
+- whether a build is small follows from its slices and the cores alone;
+- on one host one process at a time builds an entry here; the next one goes on from its receipts;
+- two hosts may make a slice twice: the commit names one of the two, and the other is garbage;
+- a killed process holds no lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from raysvc.cache.manifest import Receipt
+from raysvc.chat.slice_tokenizer import SliceTokenizer
+from raysvc.chat.tokens.tokenizer import LoadedTokenizer
+from raysvc.config import PoolConfig
+from raysvc.pipelines.sources.slices import Slice
+from raysvc.pipelines.tokenize import BuildTask, build_slice
+
+CLUSTER_S = 6.0  # measured on two cores: Ray's start, and a worker that has imported and loaded its tokenizer
+BYTES_PER_S = 10e6  # of JSON lines on one core, with a tokenizer of 150,000 entries
+
+
+def bytes_of(slices: Sequence[Slice], source_bytes: int, source_rows: int) -> float:
+    """Bytes of some slices; of files that are not cut by bytes, their share of the rows."""
+    spans = (
+        one.end - one.start if one.kind == "lines" else source_bytes * one.num_rows / source_rows
+        for one in slices
+    )
+    return float(sum(spans))
+
+
+def fits_one_process(num_bytes: float, num_slices: int, pool: PoolConfig, cores: int) -> bool:
+    """Whether one process ends a build before the workers of a cluster would.
+
+    Args:
+        num_bytes: of the slices that are left.
+        num_slices: as many.
+        pool: a job that asks for several workers gets them.
+        cores: of this machine, as a guess of how many workers there would be.
+    """
+    workers = min(num_slices, cores, pool.max or cores)
+    alone_s = num_bytes / BYTES_PER_S
+    return pool.min == 1 and alone_s < CLUSTER_S + alone_s / max(workers, 1)
+
+
+def local_receipts(task: BuildTask, slices: Sequence[Slice], tokenizer: LoadedTokenizer) -> Iterator[Receipt]:
+    """Receipts of the slices, in their order.
+
+    Raises:
+        RaysvcError: what a slice raises, as it raises it.
+    """
+    worker = SliceTokenizer(task.spec, tokenizer=tokenizer)
+    for piece in slices:
+        yield build_slice(task, worker, piece)
+
+
+@contextmanager
+def only_builder_here(uri: str, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Hold the right to build an entry in this process, on this host.
+
+    The lock is a file of the host's own temporary folder, never of the cache, which may lie on NFS. It saves work and
+    guards nothing: where it cannot be had, the build goes on without.
+
+    Args:
+        uri: of the entry.
+        on_wait: called once when another process has it.
+    """
+    path = _lock_path(uri)
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        held = _locked(path, on_wait)
+    except OSError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(held)
+
+
+def _lock_path(uri: str) -> Path:
+    name = hashlib.sha256(uri.encode()).hexdigest()[:24]
+    return Path(tempfile.gettempdir()) / f"raysvc-builds-{os.getuid()}" / f"{name}.lock"
+
+
+def _locked(path: Path, on_wait: Callable[[], None]) -> int:
+    """A descriptor that holds the lock of the file that now has this name: who had it before has removed his."""
+    while True:
+        held = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(held, fcntl.LOCK_EX)
+        try:
+            if os.fstat(held).st_ino == path.stat().st_ino:
+                return held
+        except FileNotFoundError:
+            pass
+        os.close(held)
