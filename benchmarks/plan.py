@@ -91,13 +91,14 @@ def mixture_cost(batch_size: int, repeats: int) -> dict[str, Any]:
 
 def report_cost(num_rows: int) -> float:
     """Seconds of the report of a plan."""
-    from raysvc.collate import plan_report
+    from raysvc.collate.plan_report import plan_report
+    from raysvc.collate.shard_bytes import ColumnBytes
     from raysvc.config import PlanConfig
     from raysvc.plan import Plan
 
     plan = Plan(PlanConfig(batch_size=256), Repeated(num_rows))  # type: ignore[arg-type]
     start = time.perf_counter()
-    plan_report(plan, DP_SIZE)
+    plan_report(plan, DP_SIZE, ColumnBytes(per_cell=13, per_row=24))
     return time.perf_counter() - start
 
 

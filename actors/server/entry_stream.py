@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from raysvc.actors.server.make_step import Recipe, Sizes, make_step, outline
+from raysvc.actors.server.make_step import Recipe, make_step, outline
 from raysvc.actors.server.spec import TRAIN, MixtureSpec, Role, ServeSpec, StepInfo, StepOutline, as_role
 from raysvc.cache.find import Entry, open_entry
 from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.collate.shard import Shard
-from raysvc.config import PlanConfig
-from raysvc.plan.mixture import Mixture, MixtureSource, Stage
-from raysvc.plan.order import parse_shuffle
+from raysvc.collate.shard_bytes import ColumnBytes
+from raysvc.plan.entry_plan import eval_plan, plan_of_entries
 from raysvc.plan.plan import MiniBatchPlan, Plan
 from raysvc.plan.schedule import Schedule
 from raysvc.plan.state import PlanState
@@ -113,8 +112,8 @@ class EntryStream:
         """What the plan says of a step."""
         opened, role = self._opened(), as_role(role)
         config = self._recipe.carrying(role.columns).plan
-        sizes = Sizes.of(opened.some_rows, config)
-        return outline(opened.plan.step(step, role.dp_size), config, sizes)
+        column_bytes = ColumnBytes.of(opened.some_rows, config)
+        return outline(opened.plan.step(step, role.dp_size), config, column_bytes)
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse a state of another plan.
@@ -135,7 +134,7 @@ class EntryStream:
             if self._open is None:
                 entry, plan = self._entry_and_plan()
                 some_rows = entry.read(np.arange(1))
-                Sizes.of(some_rows, self._recipe.plan)  # refuses columns that are not there
+                ColumnBytes.of(some_rows, self._recipe.plan)  # refuses columns that are not there
                 self._open = _Open(entry, plan, some_rows)
                 self._known = _Facts(plan.schedule, plan.hash, plan.identity, entry.key, entry.num_rows)
             return self._open
@@ -143,45 +142,16 @@ class EntryStream:
     def _entry_and_plan(self) -> tuple[Entry | JoinedEntry, Plan]:
         if self._mixture is None:
             entry = open_entry(self._uri, self._storage_options)
-            return entry, plan_of_entry(self._recipe.plan, entry)
+            return entry, plan_of_entries(self._recipe.plan, [entry], entry.lengths())
         joined = JoinedEntry([open_entry(uri, self._storage_options) for uri in self._mixture.entry_uris])
-        return joined, plan_of_entry(self._recipe.plan, joined, self._mixture.stages)
+        stages = self._mixture.stages
+        return joined, plan_of_entries(self._recipe.plan, joined.entries, joined.lengths(), stages)
 
     def _facts(self) -> _Facts:
         if self._known is None:
             self._opened()
         assert self._known is not None
         return self._known
-
-
-def plan_of_entry(
-    config: PlanConfig,
-    entry: Entry | JoinedEntry,
-    stages: Sequence[tuple[int, tuple[int, ...]]] = (),
-) -> Plan:
-    """The plan over the rows of an entry, or over joined entries by stages of a mixture."""
-    entries = entry.entries if isinstance(entry, JoinedEntry) else (entry,)
-    mixture = None
-    if stages:
-        sources = tuple(MixtureSource(one.key, one.num_rows) for one in entries)
-        order = config.seed, parse_shuffle(config.shuffle)
-        mixture = Mixture(sources, tuple(Stage(*stage) for stage in stages), *order)
-    return Plan(config, entry.lengths(), entry_keys=[one.key for one in entries], mixture=mixture)
-
-
-def eval_plan(config: PlanConfig, batch_size: int) -> PlanConfig:
-    """The plan of an eval: every row once, in the order of the entry, in the shape of training."""
-    return config.model_copy(
-        update={
-            "batch_size": batch_size,
-            "mini_batch_size": None,
-            "epochs": 1,
-            "update_epochs": 1,
-            "shuffle": "none",
-            "tail": "pad",
-            "skip_rows": (),
-        }
-    )
 
 
 def streams_of(spec: ServeSpec) -> dict[str, EntryStream]:

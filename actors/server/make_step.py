@@ -10,31 +10,20 @@ Always true:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from raysvc.actors.server.spec import MiniOutline, StepInfo, StepOutline
 from raysvc.collate.collate import collate_mini_batch
-from raysvc.collate.columns import SEVERAL_ROWS, column_names
 from raysvc.collate.geometry import geometry_of
 from raysvc.collate.info import MiniBatchInfo, info_of
 from raysvc.collate.shard import Shard
+from raysvc.collate.shard_bytes import ColumnBytes, bytes_by_rank
 from raysvc.config import PlanConfig
 from raysvc.plan.plan import MiniBatchPlan, StepPlan
-from raysvc.row_batch import Array, RowBatch
+from raysvc.row_batch import RowBatch
 
 Read = Callable[[MiniBatchPlan], RowBatch]
-_OWN_2D = {
-    "input_ids": 4,
-    "labels": 4,
-    "position_ids": 4,
-    "segment_ids": 4,
-    "attention_mask": 1,
-    "loss_mask": 1,
-}
-_OWN_PER_ROW = 4 * 4 + 8  # seq_lengths, row_tokens, row_group, row_group_rows; row_ids
 
 
 @dataclass(frozen=True)
@@ -99,49 +88,19 @@ def collate(rows: RowBatch, mini: MiniBatchPlan, step: int, index: int, recipe: 
     )
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes of what travels: per cell, and per row beside its tokens."""
-
-    per_cell: int
-    per_row: int
-
-    @classmethod
-    def of(cls, some_rows: RowBatch, config: PlanConfig) -> Sizes:
-        """Sizes for rows with these columns.
-
-        Raises:
-            ConfigError: `plan.columns` names something that the rows do not have.
-        """
-        names = column_names(config.columns, some_rows, config.layout)
-        cells = [_OWN_2D.get(name) or _itemsize(some_rows.tokens, name) for name in names]
-        rows = [_itemsize(some_rows.rows, name) for name in names if name not in some_rows.tokens]
-        return cls(sum(cells), _OWN_PER_ROW + sum(rows))
-
-
-def outline(plan: StepPlan, config: PlanConfig, sizes: Sizes) -> StepOutline:
+def outline(plan: StepPlan, config: PlanConfig, column_bytes: ColumnBytes) -> StepOutline:
     """What the plan alone says of a step."""
-    minis = tuple(_outline_mini(mini, config, sizes) for mini in plan.mini_batches)
+    minis = tuple(_outline_mini(mini, config, column_bytes) for mini in plan.mini_batches)
     return StepOutline(plan.index, plan.epoch, minis)
 
 
-def _outline_mini(mini: MiniBatchPlan, config: PlanConfig, sizes: Sizes) -> MiniOutline:
+def _outline_mini(mini: MiniBatchPlan, config: PlanConfig, column_bytes: ColumnBytes) -> MiniOutline:
     geometry = geometry_of(mini.ranks, mini.lengths, config.layout, config.pad_to_multiple, config.align)
-    cells, rows, lines = (
-        np.diff(b) for b in (geometry.cell_bounds, geometry.sequence_bounds, geometry.line_bounds)
-    )
-    nbytes = cells * sizes.per_cell + rows * sizes.per_row
-    if config.layout in SEVERAL_ROWS:
-        nbytes = nbytes + 4 * (rows + lines) + 4 * (lines + 1)
     return MiniOutline(
         row_ids=mini.row_ids,
         lengths=mini.lengths,
         num_groups=mini.num_groups,
         rank_tokens=tuple(sum(micro.num_tokens for micro in micros) for micros in geometry.micro_batches),
-        rank_bytes=tuple(nbytes.tolist()),
+        rank_bytes=tuple(bytes_by_rank(geometry, column_bytes).tolist()),
         num_micro_batches=len(geometry.micro_batches[0]),
     )
-
-
-def _itemsize(columns: Mapping[str, Array], name: str) -> int:
-    return columns[name].dtype.itemsize if name in columns else 0

@@ -27,9 +27,10 @@ import pyarrow.compute as pc
 from raysvc.actors.server.group_log import Forgotten, Spool
 from raysvc.actors.server.group_pool import Key, Pool, Ready
 from raysvc.actors.server.journal import Journal
-from raysvc.actors.server.make_step import Recipe, Sizes, make_step, outline
+from raysvc.actors.server.make_step import Recipe, make_step, outline
 from raysvc.actors.server.spec import Role, RolloutSpec, StepInfo, StepOutline, as_role
 from raysvc.collate.shard import Shard
+from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.errors import SourceError, StateMismatch, StepNotReady, StepOutOfOrder
 from raysvc.plan.plan import Plan, StepPlan
 from raysvc.plan.schedule import Schedule
@@ -171,7 +172,7 @@ class RolloutStream:
         rows, uids = self._rows(step)
         role = as_role(role)
         config = self._recipe.carrying(role.columns).plan
-        return outline(self._plan(step, rows, uids, role.dp_size), config, Sizes.of(rows, config))
+        return outline(self._plan(step, rows, uids, role.dp_size), config, ColumnBytes.of(rows, config))
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse a state of another stream.

@@ -12,8 +12,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysvc.build.mixed_job import mixture_spec
+import numpy as np
+
+from raysvc.build.mixed_job import entries_of, stages_of
+from raysvc.collate.plan_report import PlanReport, plan_report
+from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.plan.cost import CostModel
+from raysvc.plan.entry_plan import plan_of_entries
 
 if TYPE_CHECKING:
     from raysvc.build.cache_entry import CacheEntry
@@ -23,10 +28,15 @@ if TYPE_CHECKING:
 
 def plan_of(job: JobConfig, entry: CacheEntry) -> Plan:
     """The plan that the job's server would follow."""
-    from raysvc.actors.server.entry_stream import plan_of_entry
+    entries = entries_of(entry.entry)
+    return plan_of_entries(plan_config(job), entries, entry.entry.lengths(), stages_of(job, entries))
 
-    mixture = mixture_spec(job, entry.entry)
-    return plan_of_entry(plan_config(job), entry.entry, mixture.stages if mixture else ())
+
+def report_of(job: JobConfig, entry: CacheEntry) -> PlanReport:
+    """The report of the job's plan, with the bytes that its server will send."""
+    plan = plan_of(job, entry)
+    column_bytes = ColumnBytes.of(entry.entry.read(np.arange(1)), plan.config)
+    return plan_report(plan, job.trainer.dp_size, column_bytes, look_ahead_steps=job.server.look_ahead_steps)
 
 
 def plan_config(job: JobConfig) -> PlanConfig:

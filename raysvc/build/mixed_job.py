@@ -53,16 +53,24 @@ def mixture_spec(job: JobConfig, entry: Entry | JoinedEntry) -> MixtureSpec | No
 
     if job.mixture is None:
         return None
-    assert isinstance(entry, JoinedEntry), "a mixture is tokenized into several entries"
+    entries = entries_of(entry)
     return MixtureSpec(
         names=tuple(job.mixture.sources),
-        entry_uris=tuple(one.uri for one in entry.entries),
-        stages=_stages(job, job.mixture, entry.entries),
+        entry_uris=tuple(one.uri for one in entries),
+        stages=stages_of(job, entries),
     )
 
 
-def _stages(job: JobConfig, mixture: MixtureConfig, entries: Sequence[Entry]) -> Stages:
-    """Stream position of each stage and its counts; a stage begins where a source joins."""
+def entries_of(entry: Entry | JoinedEntry) -> Sequence[Entry]:
+    """The entries of a mixture, or the one entry."""
+    return entry.entries if isinstance(entry, JoinedEntry) else (entry,)
+
+
+def stages_of(job: JobConfig, entries: Sequence[Entry]) -> Stages:
+    """Stream position of each stage and its counts; a stage begins where a source joins. None without a mixture."""
+    mixture = job.mixture
+    if mixture is None:
+        return ()
     stages: list[tuple[int, tuple[int, ...]]] = []
     for step in sorted({each.from_step for each in mixture.sources.values()}):
         first = 0

@@ -27,8 +27,8 @@ def plan(
     Example: raysvc plan -c job.yaml plan.layout=packed plan.micro_batch_tokens=8192
     """
     from raysvc import api
-    from raysvc.build.job_plan import plan_of
-    from raysvc.collate.plan_report import plan_report, rows_of_step
+    from raysvc.build.job_plan import plan_of, report_of
+    from raysvc.collate.plan_report import rows_of_step
     from raysvc.errors import PlanError
     from raysvc.job_file import load_job
 
@@ -53,7 +53,7 @@ def plan(
         else:
             print_rows(f"Step {step}, epoch {steps.schedule.epoch_of(step)}", rows)
         return
-    report = plan_report(steps, dp_size, look_ahead_steps=job.server.look_ahead_steps)
+    report = report_of(job, entry)
     if as_json:
         emit({"dp_size": dp_size, **asdict(report)})
         return

@@ -16,13 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raysvc.collate.columns import SEVERAL_ROWS
-from raysvc.collate.geometry import Geometry, geometry_of
+from raysvc.collate.geometry import geometry_of
+from raysvc.collate.shard_bytes import ColumnBytes, bytes_by_rank
 from raysvc.plan.plan import MiniBatchPlan, Plan
 from raysvc.plan.rank_plan import DUMMY_LENGTH
 
-_CELL_BYTES = {"attention_mask": 1, "loss_mask": 1}  # all others: 4
-_SEQUENCE_BYTES = 4 * 4 + 8  # seq_lengths, row_tokens, row_group, row_group_rows; row_ids
 _PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
 
 
@@ -110,13 +108,20 @@ class _Measured(NamedTuple):
     skipped: int
 
 
-def plan_report(plan: Plan, dp_size: int, sample_steps: int = 64, look_ahead_steps: int = 2) -> PlanReport:
+def plan_report(
+    plan: Plan,
+    dp_size: int,
+    column_bytes: ColumnBytes,
+    sample_steps: int = 64,
+    look_ahead_steps: int = 2,
+) -> PlanReport:
     """The report of `plan` for `dp_size` ranks, from `sample_steps` of its steps."""
     schedule = plan.schedule
     count = min(sample_steps, schedule.num_steps)
     steps = [number * schedule.num_steps // count for number in range(count)]
     measured = [
-        [_measure(plan, mini, dp_size) for mini in plan.step(step, dp_size).mini_batches] for step in steps
+        [_measure(plan, mini, dp_size, column_bytes) for mini in plan.step(step, dp_size).mini_batches]
+        for step in steps
     ]
     minis = [mini for step in measured for mini in step]
     tokens = np.array([sum(mini.tokens for mini in step) for step in measured], np.int64)
@@ -167,7 +172,7 @@ def rows_of_step(plan: Plan, step: int, dp_size: int) -> Iterator[StepRow]:
                         )
 
 
-def _measure(plan: Plan, mini: MiniBatchPlan, dp_size: int) -> _Measured:
+def _measure(plan: Plan, mini: MiniBatchPlan, dp_size: int, column_bytes: ColumnBytes) -> _Measured:
     config = plan.config
     geometry = geometry_of(mini.ranks, mini.lengths, config.layout, config.pad_to_multiple, config.align)
     rank_of = np.repeat(np.arange(dp_size), np.diff(geometry.sequence_bounds))
@@ -181,24 +186,13 @@ def _measure(plan: Plan, mini: MiniBatchPlan, dp_size: int) -> _Measured:
         dummies=int((geometry.rows < 0).sum()),
         lines=int(geometry.line_bounds[-1]),
         micro_batches=len(geometry.micro_batches[0]),
-        num_bytes=_bytes_of(geometry, config.columns),
+        num_bytes=int(bytes_by_rank(geometry, column_bytes).sum()),
         imbalance_tokens=float(tokens.max() / tokens.mean()),
         imbalance_cost=float(costs.max() / costs.mean()),
         truncated=mini.num_truncated,
         dropped=mini.num_dropped,
         alone=mini.num_alone,
         skipped=mini.num_skipped,
-    )
-
-
-def _bytes_of(geometry: Geometry, columns: tuple[str, ...]) -> int:
-    """Bytes of the shards; an extra per-token column counts 4 bytes, an extra per-row column is left out."""
-    names = {*columns, *(("segment_ids",) if geometry.layout in SEVERAL_ROWS else ())}
-    boundaries = 4 * (len(geometry.bounds) + int(geometry.line_bounds[-1]) + len(geometry.micro_batches))
-    return (
-        int(geometry.cell_bounds[-1]) * sum(_CELL_BYTES.get(name, 4) for name in names)
-        + len(geometry.rows) * _SEQUENCE_BYTES
-        + (boundaries if geometry.layout in SEVERAL_ROWS else 0)
     )
 
 

@@ -180,13 +180,11 @@ def _check_tokenizer(job: JobConfig) -> Finding:
 def _check_plan(job: JobConfig, nodes: list[dict[str, Any]]) -> Finding:
     from raysvc.api import cache_root, tokenize
     from raysvc.build.find_or_build import explain_job
-    from raysvc.build.job_plan import plan_of
-    from raysvc.collate.plan_report import plan_report
+    from raysvc.build.job_plan import report_of
 
     if not explain_job(job, cache_root(job))["hit"]:
         return Finding("object store", "skip", "the job's entry is not built yet")
-    plan = plan_of(job, tokenize(job))
-    report = plan_report(plan, job.trainer.dp_size, look_ahead_steps=job.server.look_ahead_steps)
+    report = report_of(job, tokenize(job))
     stores = [node["Resources"].get("object_store_memory", 0) for node in nodes]
     store_bytes = int(min(stores)) if stores else int(MIN_SHM_SHARE * _memory_bytes())
     return check_look_ahead(report.bytes_look_ahead, store_bytes, job.server.look_ahead_steps)

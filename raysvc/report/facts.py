@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raysvc.api import absolute
-from raysvc.build.job_plan import plan_of
-from raysvc.collate.plan_report import PlanReport, plan_report
+from raysvc.build.job_plan import report_of
+from raysvc.collate.plan_report import PlanReport
 from raysvc.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -77,9 +77,7 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
         examples={row: entry.spans(row) for row in _spread(entry.num_rows, MASK_EXAMPLES)},
         books=report["books"],
         set_aside=report["examples"],
-        plan=plan_report(
-            plan_of(job, entry), job.trainer.dp_size, look_ahead_steps=job.server.look_ahead_steps
-        ),
+        plan=report_of(job, entry),
         dp_size=job.trainer.dp_size,
         steps=steps,
         summary=folder.summary(),

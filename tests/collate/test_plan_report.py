@@ -7,15 +7,28 @@ import pytest
 
 from raysvc.collate import info_of
 from raysvc.collate.plan_report import plan_report, rows_of_step
+from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.config import PlanConfig
 from raysvc.plan import Plan
+from raysvc.row_batch import RowBatch
 
+ROW = RowBatch(
+    np.zeros(1, np.int64),
+    np.array([0, 2]),
+    {"input_ids": np.zeros(2, np.int32), "loss_mask": np.zeros(2, np.uint8)},
+)
 SHAPES = [
     {},
     {"layout": "padded_left", "micro_batch_tokens": 200, "pad_to_multiple": 8},
     {"layout": "packed", "micro_batch_tokens": 128, "align": 4, "oversize": "truncate"},
     {"layout": "stream", "window": 32},
 ]
+
+
+def report_of(plan, dp_size, **options):
+    return plan_report(plan, dp_size, ColumnBytes.of(ROW, plan.config), **options)
+
+
 LENGTHS = np.random.default_rng(0).integers(3, 90, 100)
 
 
@@ -24,7 +37,7 @@ def test_the_report_equals_what_is_collated(make_data, make_shards, shape):
     data = make_data(LENGTHS)
     config = PlanConfig(batch_size=24, mini_batch_size=12, **{"oversize": "alone", **shape})
     plan = Plan(config, data.lengths)
-    report = plan_report(plan, 3, look_ahead_steps=4)
+    report = report_of(plan, 3, look_ahead_steps=4)
     steps = [make_shards(data, config, 3, step=step) for step in range(plan.schedule.num_steps)]
     infos = [[info_of(mini, shards) for mini, shards in step] for step in steps]
     step_bytes = [sum(info.nbytes for info in step) for step in infos]
@@ -48,13 +61,13 @@ def test_the_report_equals_what_is_collated(make_data, make_shards, shape):
 
 def test_packing_efficiency_is_of_the_capacity():
     plan = Plan(PlanConfig(batch_size=8, layout="packed", micro_batch_tokens=100), np.full(8, 30))
-    assert plan_report(plan, 1).packing_efficiency == pytest.approx(240 / 300)
-    assert plan_report(Plan(PlanConfig(batch_size=8), np.full(8, 30)), 1).packing_efficiency is None
+    assert report_of(plan, 1).packing_efficiency == pytest.approx(240 / 300)
+    assert report_of(Plan(PlanConfig(batch_size=8), np.full(8, 30)), 1).packing_efficiency is None
 
 
 def test_rows_over_the_budget_are_counted():
     config = PlanConfig(batch_size=4, micro_batch_tokens=50, oversize="truncate", skip_rows=(0,))
-    report = plan_report(Plan(config, np.array([10, 60, 20, 70])), 2)
+    report = report_of(Plan(config, np.array([10, 60, 20, 70])), 2)
     assert (report.truncated, report.skipped, report.dropped, report.alone) == (2, 1, 0, 0)
 
 
@@ -73,6 +86,6 @@ def test_the_rows_of_a_step_are_listed_with_their_place():
 def test_a_billion_rows_are_reported_in_a_second():
     plan = Plan(PlanConfig(batch_size=64), np.broadcast_to(np.int32(700), (10**9,)))
     start = time.perf_counter()
-    report = plan_report(plan, 8)
+    report = report_of(plan, 8)
     assert report.num_steps == 15_625_000
     assert time.perf_counter() - start < 1.0

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from raysvc.collate.plan_report import plan_report
+from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.config import PlanConfig
 from raysvc.plan.plan import Plan
 from raysvc.report.charts import HEIGHT, WIDTH, bar_chart, histogram, line_chart
@@ -44,7 +45,7 @@ def facts(text: str = "hello", *, steps: bool = True) -> Facts:
         examples={0: [(text, False), (f"answer {text}", True)]},
         books={**books, **tokens},
         set_aside=[{"source_row": 7, "reason": text, "detail": ""}],
-        plan=plan_report(plan, 2),
+        plan=plan_report(plan, 2, ColumnBytes(per_cell=13, per_row=24)),
         dp_size=2,
         steps=STEPS if steps else [],
         summary=None,
