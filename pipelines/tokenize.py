@@ -28,7 +28,7 @@ from raysvc.cache.writer import EntryWriter
 from raysvc.chat.slice_tokenizer import SliceResult, SliceTokenizer
 from raysvc.config import PoolConfig, TextSpec
 from raysvc.errors import RaysvcError
-from raysvc.pipelines.sources.readers import read_lines, read_rows
+from raysvc.pipelines.sources.readers import has_long_line, read_lines, read_rows
 from raysvc.pipelines.sources.slices import Slice
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class SliceWorker:
         return SliceTokenizer(self._task.spec)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        results = [self._try(Slice(**json.loads(text))) for text in batch["slice"]]
+        results = [self._try(Slice.from_json(json.loads(text))) for text in batch["slice"]]
         return {
             name: np.array([result[name] for result in results], dtype=object)
             for name in ("receipt", "error")
@@ -105,7 +105,7 @@ def worker_of(began_s: float) -> dict[str, Any]:
 
 def tokenize_slice(tokenizer: SliceTokenizer, piece: Slice, storage_options: dict[str, Any]) -> SliceResult:
     """Read and tokenize one slice."""
-    if piece.kind == "lines":
+    if piece.is_lines and not has_long_line(piece):
         return tokenizer.run_json_lines(read_lines(piece, storage_options), piece.first_row)
     return tokenizer.run(read_rows(piece, storage_options))
 
@@ -113,7 +113,7 @@ def tokenize_slice(tokenizer: SliceTokenizer, piece: Slice, storage_options: dic
 def part_meta(piece: Slice, result: SliceResult, worker: dict[str, Any]) -> dict[str, Any]:
     """What a receipt remembers of its slice, so that a later builder can tell and report it."""
     return {
-        "slice": identity_of(piece),
+        "slice": piece.identity(),
         "books": result.books.to_json(),
         "examples": [asdict(example) for example in result.examples],
         "encoder": result.encoder,
@@ -121,12 +121,6 @@ def part_meta(piece: Slice, result: SliceResult, worker: dict[str, Any]) -> dict
         "sampled": result.sampled,
         "worker": worker,
     }
-
-
-def identity_of(piece: Slice) -> dict[str, Any]:
-    """What makes two slices the same piece of work, wherever the file lies."""
-    fields = piece.to_json()
-    return {name: fields[name] for name in ("index", "start", "end", "first_row", "num_rows")}
 
 
 def split_done(writer: EntryWriter, slices: Sequence[Slice]) -> tuple[dict[int, Receipt], list[Slice]]:
@@ -137,7 +131,7 @@ def split_done(writer: EntryWriter, slices: Sequence[Slice]) -> tuple[dict[int, 
 
 
 def _fits(receipt: Receipt | None, piece: Slice) -> bool:
-    return receipt is not None and receipt.meta.get("slice") == identity_of(piece)
+    return receipt is not None and receipt.meta.get("slice") == piece.identity()
 
 
 def receipts_of(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> Iterator[Receipt]:

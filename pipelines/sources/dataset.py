@@ -9,41 +9,63 @@ Always true:
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
-from raysvc.pipelines.sources.files import SourceFile
+from raysvc.pipelines.sources.cuts import even_cuts
+from raysvc.pipelines.sources.files import SourceFile, resolve_path
 from raysvc.pipelines.sources.fingerprint import Identifier
-from raysvc.pipelines.sources.readers import is_saved, load_dataset_rows
-from raysvc.pipelines.sources.scan import even_cuts
+from raysvc.pipelines.sources.readers import is_saved, load_dataset_rows, split_range
 from raysvc.pipelines.sources.scan_memo import Memo
-from raysvc.pipelines.sources.slices import Slice, numbered
-from raysvc.pipelines.sources.source import MIN_SLICE_BYTES, SLICES_WANTED
+from raysvc.pipelines.sources.slices import Piece, Slice, packed
+from raysvc.pipelines.sources.source import MIN_SLICE_BYTES, SLICES_WANTED, share_of
 
 _COMMIT = re.compile(r"@([0-9a-f]{40})/")
+
+
+def saved_folder(config: SourceConfig) -> str | None:
+    """The folder that `source.path` names, when `save_to_disk` wrote it."""
+    if len(config.path) != 1:
+        return None
+    path = resolve_path(config.path[0])
+    return path if "://" not in path and is_saved(Path(path)) else None
 
 
 class DatasetSource:
     """See `raysvc.pipelines.sources.source.Source`."""
 
-    def __init__(self, config: SourceConfig, memo: Memo | None = None) -> None:
+    def __init__(
+        self, config: SourceConfig, slice_bytes: int | None = None, memo: Memo | None = None
+    ) -> None:
         self._config, self._memo = config, memo
         self._data = load_dataset_rows(config)
         self.num_bytes = int(self._data.data.nbytes)
+        self._slice_bytes = slice_bytes or share_of(self.num_bytes)
+        self._files = self._saved_files()
         self.identity = self._identity()
 
     @cached_property
     def slices(self) -> tuple[Slice, ...]:
-        """Of equal numbers of rows."""
+        """Of about equal numbers of rows."""
         rows = len(self._data)
         if rows == 0:
             raise SourceError("source.dataset", f"{self._config.dataset!r} has no rows", "check source.split")
-        wanted = max(1, min(SLICES_WANTED, self.num_bytes // MIN_SLICE_BYTES))
-        where = self._config.model_dump_json()
-        return numbered((where, "dataset", cut) for cut in even_cuts(rows, min(rows, wanted)))
+        if self._files:
+            scans = Identifier(self._slice_bytes, {}, self._memo).scans(self._files)
+            pairs = zip(self._files, scans, strict=True)
+            whole = [piece for file, scan in pairs for piece in scan.pieces(file.path)]
+            begin, end = split_range(self._config.split, sum(piece.num_rows for piece in whole))
+            return packed(_rows_between(whole, begin, end), self._slice_bytes)
+        wanted = max(1, min(rows, SLICES_WANTED, self.num_bytes // self._slice_bytes))
+        where, fingerprint = self._config.model_dump_json(), self._data._fingerprint
+        size = -(-self.num_bytes // wanted)
+        cuts = even_cuts(rows, wanted)
+        return packed((Piece(where, "dataset", *cut, size, None, fingerprint) for cut in cuts), size)
 
     def first_row(self) -> dict[str, Any] | None:
         """The first one."""
@@ -58,14 +80,31 @@ class DatasetSource:
                 "run again when whoever writes there has finished",
             )
 
+    def _saved_files(self) -> list[SourceFile]:
+        if not is_saved(Path(str(self._config.dataset))):
+            return []
+        files = [Path(item["filename"]).absolute() for item in self._data.cache_files]
+        return [SourceFile(str(file), file.stat().st_size, None) for file in files]
+
     def _identity(self) -> list[dict[str, Any]]:
-        told = {"kind": "dataset", "rows": len(self._data), "split": self._config.split}
-        files = [Path(item["filename"]) for item in self._data.cache_files]
-        if files and is_saved(Path(str(self._config.dataset))):
-            here = [SourceFile(str(file.absolute()), file.stat().st_size, None) for file in files]
-            contents = Identifier(MIN_SLICE_BYTES, {}, self._memo).identities(here)
-            return [{**told, "files": [{n: one[n] for n in ("size", "sha256")} for one in contents]}]
-        return [{**told, "revision": resolved_revision(self._data), "fingerprint": self._data._fingerprint}]
+        known = {"kind": "dataset", "rows": len(self._data), "split": self._config.split}
+        if self._files:
+            contents = Identifier(MIN_SLICE_BYTES, {}, self._memo).identities(self._files)
+            return [{**known, "files": [{n: one[n] for n in ("size", "sha256")} for one in contents]}]
+        return [{**known, "revision": resolved_revision(self._data), "fingerprint": self._data._fingerprint}]
+
+
+def _rows_between(pieces: Iterable[Piece], begin: int, end: int) -> Iterator[Piece]:
+    """What rows [begin, end) of all take of each piece."""
+    row = 0
+    for piece in pieces:
+        low = max(begin - row, 0)
+        high = min(end - row, piece.num_rows)
+        row += piece.num_rows
+        if low < high:
+            size = -(-piece.num_bytes * (high - low) // piece.num_rows)
+            start = piece.start
+            yield replace(piece, start=start + low, end=start + high, num_rows=high - low, num_bytes=size)
 
 
 def resolved_revision(data: Any) -> str | None:

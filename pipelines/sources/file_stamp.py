@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 CONTENT_FIELDS = ("md5Hash", "content_md5", "blob_id", "ETag", "etag", "crc32c", "VersionId", "version_id")
+TIME_FIELDS = ("Last-Modified", "LastModified", "last_modified", "mtime", "modified", "updated", "modify")
 RACY_S = 10.0
 Stamp = dict[str, int]
 
@@ -34,6 +35,13 @@ def store_tag(url: str, info: Mapping[str, Any]) -> dict[str, Any] | None:
         if info.get(name):
             return {"size": int(info["size"]), name.lower(): str(info[name]).strip('"')}
     return None
+
+
+def listed_stamp(info: Mapping[str, Any]) -> str | None:
+    """What a listing says that changes with a file, too weak to save reading it; None when it says nothing."""
+    fields = (*CONTENT_FIELDS, *TIME_FIELDS)
+    told = {name: str(info[name]) for name in fields if info.get(name) is not None}
+    return f"{info.get('size')} {told}" if told else None
 
 
 def local_stamp(handle: int) -> Stamp:

@@ -11,6 +11,8 @@ Always true:
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,13 +23,20 @@ from typing import Any, get_args
 from raysvc.errors import SourceError
 from raysvc.pipelines.sources.file_stamp import is_settled, local_stamp
 from raysvc.pipelines.sources.files import Kind, SourceFile
+from raysvc.pipelines.sources.pins import BLOCK_BYTES, block_bytes_for
 from raysvc.pipelines.sources.scan import FileScan, peek_kind, scan_file
 from raysvc.pipelines.sources.scan_memo import Memo
 
 THREADS = 4
-RECORD_VERSION = 1
+REMOTE_THREADS = 16
+SMALL_BYTES = 1 << 20
+MOST_RECORDS = 256  # of small files: when there are more, they share records
+SHARED_RECORDS = 64
+RECORD_VERSION = 2
 Json = dict[str, Any]
+Group = tuple[SourceFile, ...]
 _SHA256 = re.compile("[0-9a-f]{64}")
+_XXH3 = re.compile("[0-9a-f]{32}")
 
 
 class Identifier:
@@ -43,50 +52,104 @@ class Identifier:
         """
         self.slice_bytes, self.storage_options, self.memo = slice_bytes, storage_options, memo
         self._scans: dict[str, FileScan] = {}  # what was read here: path and stamp -> scan
+        self._waiting: list[tuple[Json, Json]] = []  # records that `remember` keeps
 
     def identities(self, files: Sequence[SourceFile]) -> list[Json]:
         """Kind, size and content of each file."""
-        with ThreadPoolExecutor(THREADS) as pool:
-            return list(pool.map(self._identity, files))
+        return self._each(files, self._identities)
 
     def scans(self, files: Sequence[SourceFile]) -> list[FileScan]:
-        """Where to cut each file."""
-        with ThreadPoolExecutor(THREADS) as pool:
-            return list(pool.map(self._scan, files))
+        """Where to cut each file, and its digests.
 
-    def _identity(self, file: SourceFile) -> Json:
-        if file.tag is not None:
-            return {"kind": peek_kind(file.path, self.storage_options), **file.tag}
-        known = self._remembered(file, stamp_of(file), None)
-        if known is not None and _fits(known):
+        What is found out about objects of a store is kept only by `remember`: whoever asks looks first whether the
+        store still lists what was read.
+        """
+        return self._each(files, self._scans_of)
+
+    def remember(self) -> None:
+        """Keep what was found out about objects of a store."""
+        for about, value in self._waiting:
+            if self.memo is not None:
+                self.memo.put(about, value)
+        self._waiting = []
+
+    def _each(self, files: Sequence[SourceFile], look: Any) -> list[Any]:
+        groups = _groups(files)
+        threads = REMOTE_THREADS if files and "://" in files[0].path else THREADS
+        with ThreadPoolExecutor(threads) as pool:
+            made = list(pool.map(look, groups))
+        found = {
+            file.path: one
+            for group, ones in zip(groups, made, strict=True)
+            for file, one in zip(group, ones, strict=True)
+        }
+        return [found[file.path] for file in files]
+
+    def _identities(self, group: Group) -> list[Json]:
+        if all(file.tag is not None for file in group):
+            return [
+                {"kind": peek_kind(file.path, self.storage_options), **(file.tag or {})} for file in group
+            ]
+        known = self._remembered(group, [stamp_of(file) for file in group], None)
+        if known is not None and all(_fits(one) for one in known):
             return known
-        scan = self._scan(file)
-        return _identity_of(scan)
+        return [_identity_of(scan) for scan in self._scans_of(group)]
 
-    def _scan(self, file: SourceFile) -> FileScan:
-        stamp = stamp_of(file)
-        seen = f"{file.path} {stamp}"
-        if seen in self._scans:
-            return self._scans[seen]
-        known = self._remembered(file, stamp, self.slice_bytes)
-        if known is not None and _fits(known) and _cuts_fit(known):
-            return FileScan(known["kind"], known["size"], known["sha256"], tuple(map(tuple, known["cuts"])))
-        settled = stamp is not None and (
-            file.tag is not None or is_settled(stamp)
-        )  # before the first byte is read
-        scan = scan_file(file.path, self.slice_bytes, self.storage_options)
+    def _scans_of(self, group: Group) -> list[FileScan]:
+        stamps = [stamp_of(file) for file in group]
+        seen = [f"{file.path} {stamp}" for file, stamp in zip(group, stamps, strict=True)]
+        if all(one in self._scans for one in seen):
+            return [self._scans[one] for one in seen]
+        known = self._remembered(group, stamps, self.slice_bytes)
+        if known is not None and all(_fits(one) and _cuts_fit(one) and _digests_fit(one) for one in known):
+            return [_scan_of(one) for one in known]
+        settled = all(  # before the first byte is read
+            stamp is not None and (file.tag is not None or is_settled(stamp))
+            for file, stamp in zip(group, stamps, strict=True)
+        )
+        scans = [self._scan(file, stamp) for file, stamp in zip(group, stamps, strict=True)]
+        if settled:
+            self._keep(group, stamps, scans)
+        self._scans.update(zip(seen, scans, strict=True))
+        return scans
+
+    def _scan(self, file: SourceFile, stamp: Json | None) -> FileScan:
+        block_bytes = block_bytes_for(file.num_bytes)
+        scan = scan_file(file.path, self.slice_bytes, self.storage_options, file.tag, block_bytes)
         if stamp_of(file) != stamp:
             raise SourceError(file.path, "changed while it was read", "run again when it is finished")
-        if self.memo is not None and stamp is not None and settled:
-            self.memo.put(_about(file, stamp, None), _identity_of(scan))
-            self.memo.put(_about(file, stamp, self.slice_bytes), asdict(scan))
-        self._scans[seen] = scan
         return scan
 
-    def _remembered(self, file: SourceFile, stamp: Json | None, slice_bytes: int | None) -> Json | None:
-        if self.memo is None or stamp is None:
+    def _keep(self, group: Group, stamps: Sequence[Json | None], scans: Sequence[FileScan]) -> None:
+        if self.memo is None:
+            return
+        records = [
+            (_about(group, stamps, None), _value([_identity_of(scan) for scan in scans])),
+            (_about(group, stamps, self.slice_bytes), _value([asdict(scan) for scan in scans])),
+        ]
+        if any(file.tag is not None for file in group):
+            self._waiting += records
+            return
+        for about, value in records:
+            self.memo.put(about, value)
+
+    def _remembered(
+        self, group: Group, stamps: Sequence[Json | None], slice_bytes: int | None
+    ) -> list[Json] | None:
+        if self.memo is None or None in stamps:
             return None
-        return self.memo.get(_about(file, stamp, slice_bytes))
+        value = self.memo.get(_about(group, stamps, slice_bytes))
+        if value is None:
+            return None
+        if len(group) == 1:
+            return [value]
+        files = value.get("files")
+        fits = (
+            isinstance(files, list)
+            and len(files) == len(group)
+            and all(isinstance(one, dict) for one in files)
+        )
+        return files if fits else None
 
 
 def stamp_of(file: SourceFile) -> Json | None:
@@ -100,17 +163,57 @@ def stamp_of(file: SourceFile) -> Json | None:
     if "://" in file.path:
         return None
     try:
-        with open(file.path, "rb") as handle:
-            return dict(local_stamp(handle.fileno()))
+        handle = os.open(file.path, os.O_RDONLY)
     except OSError as error:
         raise SourceError(
             "source.path", f"{file.path!r} cannot be read: {error}", "check the file and its rights"
         ) from error
+    try:
+        return dict(local_stamp(handle))
+    finally:
+        os.close(handle)
 
 
-def _about(file: SourceFile, stamp: Json, slice_bytes: int | None) -> Json:
-    about = {"version": RECORD_VERSION, "path": file.path, "stamp": stamp}
+def _groups(files: Sequence[SourceFile]) -> list[Group]:
+    """Files that share a record: each large one alone, and the small ones by their paths when they are many."""
+    small = {file.path for file in files if file.num_bytes < SMALL_BYTES and _has_stamp(file)}
+    if len(small) <= MOST_RECORDS:
+        return [(file,) for file in files]
+    shared: dict[int, list[SourceFile]] = {}
+    for file in files:
+        if file.path in small:
+            place = hashlib.sha256(file.path.encode()).digest()[0] % SHARED_RECORDS
+            shared.setdefault(place, []).append(file)
+    return [(file,) for file in files if file.path not in small] + [tuple(group) for group in shared.values()]
+
+
+def _has_stamp(file: SourceFile) -> bool:
+    return file.tag is not None or "://" not in file.path
+
+
+def _about(group: Group, stamps: Sequence[Json | None], slice_bytes: int | None) -> Json:
+    """A path may hold a secret, so a record has its hash."""
+    files = [
+        {"path": hashlib.sha256(file.path.encode()).hexdigest(), "stamp": stamp}
+        for file, stamp in zip(group, stamps, strict=True)
+    ]
+    about = {"version": RECORD_VERSION, "files": files}
     return about if slice_bytes is None else {**about, "slice_bytes": slice_bytes}
+
+
+def _value(values: list[Json]) -> Json:
+    return values[0] if len(values) == 1 else {"files": values}
+
+
+def _scan_of(record: Json) -> FileScan:
+    return FileScan(
+        record["kind"],
+        record["size"],
+        record["sha256"],
+        tuple(map(tuple, record["cuts"])),
+        record["block_bytes"],
+        tuple(record["digests"]),
+    )
 
 
 def _identity_of(scan: FileScan) -> Json:
@@ -145,4 +248,16 @@ def _rows_fit(record: Json) -> bool:
     exact = record["kind"] != "lines"
     return all(
         rows == end - begin if exact else 0 < rows <= end - begin for begin, end, rows in record["cuts"]
+    )
+
+
+def _digests_fit(record: Json) -> bool:
+    """Whether there is one digest of each block."""
+    block_bytes, digests = record.get("block_bytes"), record.get("digests")
+    return (
+        type(block_bytes) is int
+        and block_bytes >= BLOCK_BYTES
+        and isinstance(digests, list)
+        and len(digests) == -(-record["size"] // block_bytes)
+        and all(isinstance(one, str) and _XXH3.fullmatch(one) for one in digests)
     )

@@ -7,41 +7,85 @@ Always true:
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pyarrow as pa
 
-from raysvc.chat.source.json_rows import SourceRow
+from raysvc.chat.source.json_rows import SourceRow, json_rows
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
-from raysvc.pipelines.sources.files import COMPRESSED, Kind, open_file
-from raysvc.pipelines.sources.slices import Slice
+from raysvc.pipelines.sources.cuts import MAX_LINE_BYTES
+from raysvc.pipelines.sources.files import Kind
+from raysvc.pipelines.sources.open import (
+    ContentStream,
+    PinnedFile,
+    file_system,
+    is_compressed,
+    read_content,
+    reading,
+)
+from raysvc.pipelines.sources.pins import changed
+from raysvc.pipelines.sources.slices import Piece, Slice
+
+FIRST_BYTES = 1 << 16  # of a file whose first row is wanted
+MOST_READ_BYTES = 8 << 20
 
 
 def read_lines(piece: Slice, storage_options: dict[str, Any]) -> bytes:
-    """The bytes of a slice of a line file: whole lines."""
-    if piece.path.endswith(COMPRESSED):
-        with fsspec.open(piece.path, "rb", compression="infer", **storage_options) as stream:
-            return bytes(stream.read())
-    fs, name = fsspec.core.url_to_fs(piece.path, **storage_options)
-    return bytes(fs.cat_file(name, start=piece.start, end=piece.end))
+    """The bytes of a slice of line files: whole lines, proved to be those that were scanned."""
+    parts = [_lines_of(one, storage_options) for one in piece.pieces]
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def read_rows(piece: Slice, storage_options: dict[str, Any]) -> Iterator[SourceRow]:
-    """The rows of a slice of any other kind of file."""
-    for number, row in enumerate(_rows_of(piece, storage_options), start=piece.first_row):
-        error = None if isinstance(row, dict) else f"a row is {type(row).__name__}, not an object"
-        yield SourceRow(number, row if error is None else None, error)
+    """The rows of any slice.
+
+    Raises:
+        SourceError: the file is not what was scanned, or cannot be read.
+    """
+    number = piece.first_row
+    for one in piece.pieces:
+        with reading(one.path):
+            yield from _numbered_rows(one, number, storage_options)
+        number += one.num_rows
+
+
+def has_long_line(piece: Slice) -> bool:
+    """Whether a line of it is over the limit, so that its rows are made one by one."""
+    return any(one.is_long_line for one in piece.pieces)
+
+
+def _numbered_rows(piece: Piece, first_row: int, storage_options: dict[str, Any]) -> Iterator[SourceRow]:
+    if piece.is_long_line:
+        size = f"{(piece.end - piece.start) / 1e6:.0f} MB, the limit is {MAX_LINE_BYTES / 1e6:.0f} MB"
+        yield SourceRow(first_row, None, f"line too long: {size}")
+    elif piece.kind == "lines":
+        yield from json_rows(_lines_of(piece, storage_options), first_row)
+    else:
+        for number, row in enumerate(_rows_of(piece, storage_options), start=first_row):
+            error = None if isinstance(row, dict) else f"a row is {type(row).__name__}, not an object"
+            yield SourceRow(number, row if error is None else None, error)
+
+
+def _lines_of(piece: Piece, storage_options: dict[str, Any]) -> bytes:
+    """The bytes of a piece; its last line has its newline, so that another file can follow."""
+    assert piece.pins is not None
+    data = read_content(piece.path, storage_options, piece.start, piece.end, piece.pins)
+    if piece.start == 0:
+        data = data.removeprefix(codecs.BOM_UTF8)
+    return data if data.endswith(b"\n") else data + b"\n"
 
 
 def first_row(path: str, kind: Kind, storage_options: dict[str, Any]) -> dict[str, Any] | None:
     """The first readable row of a file: what the format is told from; None when there is none."""
-    rows = _first_rows(path, kind, storage_options)
-    return next((row for row in rows if isinstance(row, dict)), None)
+    with reading(path):
+        rows = _first_rows(path, kind, storage_options)
+        return next((row for row in rows if isinstance(row, dict)), None)
 
 
 def _first_rows(path: str, kind: Kind, storage_options: dict[str, Any]) -> Iterator[Any]:
@@ -50,25 +94,54 @@ def _first_rows(path: str, kind: Kind, storage_options: dict[str, Any]) -> Itera
     import pyarrow.parquet as pq
 
     if kind == "lines":
-        with open_file(path, storage_options) as stream:
-            for line in stream:
-                with contextlib.suppress(orjson.JSONDecodeError):
-                    yield orjson.loads(line)
-    elif kind == "parquet":
-        with fsspec.open(path, "rb", **storage_options) as stream:
+        for line in first_lines(path, storage_options):
+            with contextlib.suppress(orjson.JSONDecodeError):
+                yield orjson.loads(line)
+        return
+    with _unproved(path, storage_options) as stream:
+        if kind == "parquet":
             for batch in pq.ParquetFile(stream).iter_batches(batch_size=1):
                 yield from batch.to_pylist()
-    elif kind == "json":
-        yield from _json_list(path, storage_options)
-    else:
-        yield from _read_table(path, kind, storage_options).slice(0, 1).to_pylist()
+        elif kind == "json":
+            yield from _json_list(path, stream)
+        elif kind == "arrow":
+            yield from next(arrow_batches(stream)).slice(0, 1).to_pylist()
+        else:
+            yield from _csv_table(path, stream).slice(0, 1).to_pylist()
 
 
-def count_rows(path: str, kind: Kind, storage_options: dict[str, Any]) -> int:
-    """Rows of a file that is not read line by line."""
-    if kind == "json":
-        return len(_json_list(path, storage_options))
-    return int(_read_table(path, kind, storage_options).num_rows)
+def first_lines(path: str, storage_options: dict[str, Any]) -> Iterator[bytes]:
+    """Lines from the beginning of a file; what is over the limit is left out."""
+    held, skip = b"", False
+    with ContentStream(path, storage_options) as stream:
+        block = stream.read(FIRST_BYTES).removeprefix(codecs.BOM_UTF8)
+        while block:
+            lines = (held + block).split(b"\n")
+            held = lines.pop()
+            yield from lines[1:] if skip else lines
+            skip = (skip and not lines) or len(held) > MAX_LINE_BYTES
+            held = b"" if skip else held
+            block = stream.read(MOST_READ_BYTES)
+    if held:
+        yield held
+
+
+def count_rows(piece: Piece, storage_options: dict[str, Any]) -> int:
+    """Rows of a file that is not read line by line.
+
+    Args:
+        piece: of the whole file; its rows do not matter.
+    """
+    import pyarrow.parquet as pq
+
+    with reading(piece.path), _proved(piece, storage_options) as stream:
+        if piece.kind == "json":
+            return len(_json_list(piece.path, stream))
+        if piece.kind == "parquet":
+            return int(pq.ParquetFile(stream).metadata.num_rows)
+        if piece.kind == "arrow":
+            return sum(int(batch.num_rows) for batch in arrow_batches(stream))
+        return int(_csv_table(piece.path, stream).num_rows)
 
 
 def load_dataset_rows(config: SourceConfig) -> Any:
@@ -99,82 +172,125 @@ def is_saved(folder: Path) -> bool:
 
 
 def _saved_split(data: Any, split: str | None) -> Any:
-    from datasets import ReadInstruction
-
-    name, _, rest = (split or "").partition("[")
+    name = (split or "").partition("[")[0]
     if isinstance(data, dict):
         if name not in data:
             raise SourceError(
                 "source.split", f"{split!r} is not in the folder ({', '.join(data)})", "name one of them"
             )
         data = data[name]
+    return data.select(range(*split_range(split, len(data))))
+
+
+def split_range(split: str | None, rows: int) -> tuple[int, int]:
+    """First row and end of what a split like "train[:10%]" leaves of so many rows."""
+    from datasets import ReadInstruction
+
+    rest = (split or "").partition("[")[2]
     if not rest:
-        return data
-    (part,) = ReadInstruction.from_spec(f"all[{rest}").to_absolute({"all": len(data)})
-    return data.select(range(part.from_ or 0, len(data) if part.to is None else part.to))
+        return 0, rows
+    (part,) = ReadInstruction.from_spec(f"all[{rest}").to_absolute({"all": rows})
+    return part.from_ or 0, rows if part.to is None else part.to
 
 
-def _rows_of(piece: Slice, storage_options: dict[str, Any]) -> list[Any]:
-    if piece.kind == "json":
-        return _json_list(piece.path, storage_options)[piece.start : piece.end]
+def _rows_of(piece: Piece, storage_options: dict[str, Any]) -> list[Any]:
     if piece.kind == "dataset":
         data = load_dataset_rows(SourceConfig.model_validate_json(piece.path))
+        if data._fingerprint != piece.fingerprint:
+            raise changed(str(SourceConfig.model_validate_json(piece.path).dataset))
         return list(data.select(range(piece.start, piece.end)).to_list())
-    if piece.kind == "parquet":
-        return list(_parquet_rows(piece, storage_options).to_pylist())
-    table = _read_table(piece.path, piece.kind, storage_options)
-    return list(table.slice(piece.start, piece.end - piece.start).to_pylist())
+    with _proved(piece, storage_options) as stream:
+        if piece.kind == "json":
+            return _json_list(piece.path, stream)[piece.start : piece.end]
+        if piece.kind == "parquet":
+            return list(_parquet_rows(piece, stream).to_pylist())
+        if piece.kind == "arrow":
+            return list(_arrow_rows(piece, stream).to_pylist())
+        table = _csv_table(piece.path, stream)
+        return list(table.slice(piece.start, piece.end - piece.start).to_pylist())
 
 
-def _json_list(path: str, storage_options: dict[str, Any]) -> list[Any]:
+def _proved(piece: Piece, storage_options: dict[str, Any]) -> PinnedFile:
+    """The file that a piece is of; every byte that is read from it is compared with the scan."""
+    assert piece.pins is not None
+    return PinnedFile(piece.path, storage_options, piece.pins)
+
+
+@contextlib.contextmanager
+def _unproved(path: str, storage_options: dict[str, Any]) -> Iterator[Any]:
+    """A file before it was scanned, as something that can be read anywhere."""
+    if "://" not in path and not is_compressed(path):
+        with open(path, "rb") as file:
+            yield file
+    elif not is_compressed(path) and not path.startswith(("http://", "https://")):
+        fs, name = file_system(path, storage_options)
+        with fs.open(name, "rb") as file:
+            yield file
+    else:
+        with ContentStream(path, storage_options) as stream:
+            yield io.BytesIO(stream.read_all())
+
+
+def _json_list(path: str, stream: Any) -> list[Any]:
     import orjson
 
-    with fsspec.open(path, "rb", compression="infer", **storage_options) as stream:
-        try:
-            rows = orjson.loads(stream.read())
-        except orjson.JSONDecodeError as error:
-            remedy = "fix it, or use one object per line"
-            raise SourceError("source.path", f"{path!r} is no JSON: {error}", remedy) from error
+    try:
+        rows = orjson.loads(stream.read())
+    except orjson.JSONDecodeError as error:
+        remedy = "fix it, or use one object per line"
+        raise SourceError(f"source file {path!r}", f"is not valid JSON: {error}", remedy) from error
     if not isinstance(rows, list):
-        raise SourceError("source.path", f"{path!r} holds no list of rows", "use a list of objects")
+        raise SourceError(f"source file {path!r}", "holds no list of rows", "use a list of objects")
     return rows
 
 
-def _parquet_rows(piece: Slice, storage_options: dict[str, Any]) -> pa.Table:
-    """Only the row groups that the slice touches."""
-    import pyarrow.parquet as pq
-
-    with fsspec.open(piece.path, "rb", **storage_options) as stream:
-        file = pq.ParquetFile(stream)
-        groups: list[int] = []
-        begin = row = 0
-        for index in range(file.num_row_groups):
-            count = file.metadata.row_group(index).num_rows
-            if row < piece.end and row + count > piece.start:
-                begin = row if not groups else begin
-                groups.append(index)
-            row += count
-        return file.read_row_groups(groups).slice(piece.start - begin, piece.end - piece.start)
-
-
-def _read_table(path: str, kind: Kind, storage_options: dict[str, Any]) -> pa.Table:
+def _csv_table(path: str, stream: Any) -> pa.Table:
     import pyarrow.csv as pc
-    import pyarrow.parquet as pq
 
     try:
-        if kind == "arrow" and "://" not in path and not path.endswith(COMPRESSED):
-            return _arrow_table(pa.memory_map(path))  # the table keeps the mapping
-        with fsspec.open(path, "rb", compression="infer", **storage_options) as stream:
-            if kind == "parquet":
-                return pq.ParquetFile(stream).read(columns=[])
-            return pc.read_csv(stream) if kind == "csv" else _arrow_table(stream)
+        return pc.read_csv(stream)
     except pa.ArrowInvalid as error:
         raise SourceError(
-            "source.path", f"{path!r} cannot be read as {kind}: {error}", "check the file"
+            f"source file {path!r}", f"cannot be read as csv: {error}", "check the file"
         ) from error
 
 
-def _arrow_table(stream: Any) -> pa.Table:
+def _parquet_rows(piece: Piece, stream: Any) -> pa.Table:
+    """Only the row groups that the piece touches."""
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(stream)
+    groups: list[int] = []
+    begin = row = 0
+    for index in range(file.num_row_groups):
+        count = file.metadata.row_group(index).num_rows
+        if row < piece.end and row + count > piece.start:
+            begin = row if not groups else begin
+            groups.append(index)
+        row += count
+    return file.read_row_groups(groups).slice(piece.start - begin, piece.end - piece.start)
+
+
+def _arrow_rows(piece: Piece, stream: Any) -> pa.Table:
+    """Only the batches that the piece touches; those before them are passed by."""
+    kept: list[pa.RecordBatch] = []
+    row = 0
+    for batch in arrow_batches(stream):
+        if row < piece.end and row + batch.num_rows > piece.start:
+            kept.append(batch.slice(max(0, piece.start - row), piece.end - max(row, piece.start)))
+        row += batch.num_rows
+        if row >= piece.end:
+            break
+    return pa.Table.from_batches(kept)
+
+
+def arrow_batches(stream: Any) -> Iterator[pa.RecordBatch]:
+    """Batches of an Arrow file or stream, one at a time."""
     magic = stream.read(6)
     stream.seek(0)
-    return (pa.ipc.open_file if magic == b"ARROW1" else pa.ipc.open_stream)(stream).read_all()
+    if magic != b"ARROW1":
+        yield from pa.ipc.open_stream(stream)
+        return
+    file = pa.ipc.open_file(stream)
+    for index in range(file.num_record_batches):
+        yield file.get_batch(index)

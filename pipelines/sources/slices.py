@@ -1,18 +1,55 @@
-"""A slice: a piece of one file that one task reads, tokenizes and writes as one part.
+"""A slice: rows that one task reads, tokenizes and writes as one part.
+
+A large file gives many slices; many small files share one.
 
 Always true:
 - slices are in the order of the rows, they touch and do not overlap;
-- `first_row` numbers rows over all files of the source, broken lines included.
+- `first_row` numbers rows over all files of the source, broken lines included;
+- the pieces of a slice are all lines, or all of other kinds;
+- how a source is cut depends on its bytes alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from raysvc.cache.key import canonical_json
+from raysvc.pipelines.sources.cuts import MAX_LINE_BYTES
 from raysvc.pipelines.sources.files import Kind
-from raysvc.pipelines.sources.scan import Cut
+from raysvc.pipelines.sources.pins import Pins
+
+MOST_PIECES = 1024  # of one slice: what a file costs to open bounds a slice too
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive rows of one file.
+
+    Attributes:
+        path: of the file; for a `datasets` name the JSON of its config.
+        start, end: bytes of a line file, else rows of the file.
+        num_rows: rows (lines) in it.
+        num_bytes: its share of the file.
+        pins: what its bytes were when the file was scanned; None for a `datasets` name.
+        fingerprint: of a `datasets` name, as it was when the source was looked at.
+    """
+
+    path: str
+    kind: Kind
+    start: int
+    end: int
+    num_rows: int
+    num_bytes: int
+    pins: Pins | None = None
+    fingerprint: str = ""
+
+    @property
+    def is_long_line(self) -> bool:
+        """One line over the limit: it is counted and never read."""
+        return self.kind == "lines" and self.num_rows == 1 and self.end - self.start > MAX_LINE_BYTES
 
 
 @dataclass(frozen=True)
@@ -21,30 +58,61 @@ class Slice:
 
     Attributes:
         index: position in the source; the part has the same.
-        path: of the file; for a `datasets` source the JSON of its config.
-        start, end: bytes of a line file, else rows of the file.
         first_row: number of its first row in the whole source.
-        num_rows: rows (lines) in it.
+        num_rows: rows in it.
     """
 
     index: int
-    path: str
-    kind: Kind
-    start: int
-    end: int
     first_row: int
     num_rows: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def is_lines(self) -> bool:
+        """Whether its rows are lines of JSON."""
+        return self.pieces[0].kind == "lines"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON, for receipts and task arguments."""
+        """Plain JSON, for task arguments."""
         return asdict(self)
 
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Slice:
+        """What `to_json` gave."""
+        return cls(**{**raw, "pieces": tuple(_piece(one) for one in raw["pieces"])})
 
-def numbered(pieces: Iterable[tuple[str, Kind, Cut]]) -> tuple[Slice, ...]:
-    """Slices of cuts in the order of the rows: path, kind and cut of each."""
+    def identity(self) -> dict[str, Any]:
+        """What makes two slices the same piece of work, wherever the files lie: rows and content."""
+        content = [(one.start, one.end, one.fingerprint, asdict(one)["pins"]) for one in self.pieces]
+        digest = hashlib.sha256(canonical_json({"pieces": content})).hexdigest()
+        return {"index": self.index, "first_row": self.first_row, "num_rows": self.num_rows, "bytes": digest}
+
+
+def _piece(raw: Mapping[str, Any]) -> Piece:
+    pins = raw["pins"]
+    return Piece(**{**raw, "pins": pins and Pins(**{**pins, "digests": tuple(pins["digests"])})})
+
+
+def packed(pieces: Iterable[Piece], slice_bytes: int) -> tuple[Slice, ...]:
+    """Slices of pieces in the order of the rows: as many to a slice as fit."""
     slices: list[Slice] = []
     row = 0
-    for path, kind, (start, end, rows) in pieces:
-        slices.append(Slice(len(slices), path, kind, start, end, row, rows))
+    for group in _groups(pieces, slice_bytes):
+        rows = sum(piece.num_rows for piece in group)
+        slices.append(Slice(len(slices), row, rows, tuple(group)))
         row += rows
     return tuple(slices)
+
+
+def _groups(pieces: Iterable[Piece], slice_bytes: int) -> Iterator[list[Piece]]:
+    group: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        full = size + piece.num_bytes > slice_bytes or len(group) == MOST_PIECES
+        if group and (full or (piece.kind == "lines") != (group[0].kind == "lines")):
+            yield group
+            group, size = [], 0
+        group.append(piece)
+        size += piece.num_bytes
+    if group:
+        yield group

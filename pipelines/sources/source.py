@@ -16,11 +16,13 @@ from typing import Any, Protocol
 
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
-from raysvc.pipelines.sources.files import find_files
+from raysvc.pipelines.sources.files import SourceFile
 from raysvc.pipelines.sources.fingerprint import Identifier, stamp_of
+from raysvc.pipelines.sources.listing import find_files
+from raysvc.pipelines.sources.pins import changed
 from raysvc.pipelines.sources.readers import first_row
 from raysvc.pipelines.sources.scan_memo import Memo
-from raysvc.pipelines.sources.slices import Slice, numbered
+from raysvc.pipelines.sources.slices import Slice, packed
 
 MIN_SLICE_BYTES = 4 << 20  # below, what a slice costs itself (task, sample, part) is a third of its time
 MAX_SLICE_BYTES = 32 << 20
@@ -63,10 +65,13 @@ def look_at(config: SourceConfig, slice_bytes: int | None = None, memo: Memo | N
     Raises:
         SourceError: no files, or one that cannot be read.
     """
-    if config.dataset is not None:
-        from raysvc.pipelines.sources.dataset import DatasetSource
+    from raysvc.pipelines.sources.dataset import DatasetSource, saved_folder
 
-        return DatasetSource(config, memo)
+    if config.dataset is not None:
+        return DatasetSource(config, slice_bytes, memo)
+    folder = saved_folder(config)
+    if folder is not None:
+        return DatasetSource(config.model_copy(update={"path": (), "dataset": folder}), slice_bytes, memo)
     return FileSource(config, slice_bytes, memo)
 
 
@@ -79,17 +84,22 @@ class FileSource:
         self._config = config
         self._files = find_files(config)
         self.num_bytes = sum(file.num_bytes for file in self._files)
-        share = max(MIN_SLICE_BYTES, min(MAX_SLICE_BYTES, self.num_bytes // SLICES_WANTED))
-        self._identifier = Identifier(slice_bytes or share, config.storage_options, memo)
-        self._stamps = [stamp_of(file) for file in self._files]
+        self._slice_bytes = slice_bytes or share_of(self.num_bytes)
+        self._identifier = Identifier(self._slice_bytes, config.storage_options, memo)
+        self._marks = [_mark(file) for file in self._files]
         self.identity = self._identifier.identities(self._files)
 
     @cached_property
     def slices(self) -> tuple[Slice, ...]:
         """The first time this reads every file that the memo does not know."""
         scans = self._identifier.scans(self._files)
+        if any(file.tag is not None for file in self._files):
+            self._check_tags()
+        self._identifier.remember()
         pairs = zip(self._files, scans, strict=True)
-        slices = numbered((file.path, scan.kind, cut) for file, scan in pairs for cut in scan.cuts)
+        slices = packed(
+            (piece for file, scan in pairs for piece in scan.pieces(file.path)), self._slice_bytes
+        )
         if not slices:
             where = ", ".join(self._config.path)
             raise SourceError("source.path", f"{where} has no rows", "give files with at least one row")
@@ -104,14 +114,45 @@ class FileSource:
         return None
 
     def check_unchanged(self) -> None:
-        """Looks at the stamps, and reads only files whose stamp is another one; new files do not matter."""
-        there = {file.path: file for file in find_files(self._config)}
-        files = [there[file.path] for file in self._files if file.path in there]
-        if [stamp_of(file) for file in files] == self._stamps:
+        """Looks at the listing and the stamps, and reads only files that these do not tell; new files do not matter."""
+        files = self._listed()
+        marks = [_mark(file) for file in files]
+        if marks == self._marks and None not in marks:
             return
-        if self._identifier.identities(files) != self.identity:
-            raise SourceError(
-                "source.path",
-                f"{', '.join(self._config.path)} changed while it was tokenized",
-                "run again when whoever writes there has finished",
-            )
+        before = self._identifier
+        again = Identifier(self._slice_bytes, self._config.storage_options, before.memo)
+        for file, identity in zip(files, again.identities(files), strict=True):
+            if identity != self.identity[self._places[file.path]]:
+                raise changed(file.path)
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {file.path: place for place, file in enumerate(self._files)}
+
+    def _check_tags(self) -> None:
+        """What was read was read between two listings that say the same."""
+        for file, now in zip(self._files, self._listed(), strict=True):
+            if file.tag != now.tag:
+                raise changed(file.path)
+
+    def _listed(self) -> list[SourceFile]:
+        """Its files as they are now.
+
+        Raises:
+            SourceError: one is gone.
+        """
+        there = {file.path: file for file in find_files(self._config)}
+        for file in self._files:
+            if file.path not in there:
+                raise changed(file.path)
+        return [there[file.path] for file in self._files]
+
+
+def share_of(num_bytes: int) -> int:
+    """How many bytes of a source make a slice."""
+    return max(MIN_SLICE_BYTES, min(MAX_SLICE_BYTES, num_bytes // SLICES_WANTED))
+
+
+def _mark(file: SourceFile) -> dict[str, Any] | str | None:
+    """What changes when the file does: a stamp, or what its listing says."""
+    return stamp_of(file) or file.seen

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
+from raysvc.pipelines.sources.cuts import LineCutter, even_cuts
 from raysvc.pipelines.sources.readers import read_lines, read_rows
-from raysvc.pipelines.sources.scan import LineCutter, even_cuts
 from raysvc.pipelines.sources.source import look_at
 
 ROWS = [{"text": f"row {number} " + "x" * (number % 17)} for number in range(100)]
@@ -30,7 +30,7 @@ def rows_through(path: str, slice_bytes: int) -> list[tuple[int, str]]:
     """(number, text) of every row, read slice by slice."""
     found = []
     for piece in look_at(SourceConfig(path=(path,)), slice_bytes).slices:
-        if piece.kind == "lines":
+        if piece.is_lines:
             for number, line in enumerate(read_lines(piece, {}).splitlines(), start=piece.first_row):
                 found.append((number, json.loads(line)["text"]))
         else:

@@ -1,0 +1,138 @@
+"""Finds the files of a source.
+
+Always true:
+- files are sorted within each pattern, and none comes twice;
+- a listing is fresh: what fsspec remembers of an earlier one is dropped first;
+- names that begin with a dot or an underscore, and what lies in such folders, are no rows, unless the pattern says so;
+- symbolic links to folders are followed, each folder once;
+- the files of a folder are of one kind.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from raysvc.config import SourceConfig
+from raysvc.errors import RaysvcError, SourceError
+from raysvc.pipelines.sources.file_stamp import listed_stamp, store_tag
+from raysvc.pipelines.sources.files import ENDINGS, SourceFile, known_kind, resolve_path
+from raysvc.pipelines.sources.open import file_system
+from raysvc.redact import redacted
+
+HIDDEN = (".", "_")
+SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` of `datasets` writes into its folders
+
+
+def find_files(config: SourceConfig) -> list[SourceFile]:
+    """The files of `source.path`, sorted within each pattern.
+
+    Raises:
+        SourceError: a pattern matches nothing, or a folder holds no file of a known kind, or several kinds.
+    """
+    found: dict[str, SourceFile] = {}
+    for pattern in config.path:
+        files = _expand(pattern, config.storage_options)
+        if not files:
+            raise SourceError(
+                "source.path", f"{pattern!r} matches no file", f"name files that end in {ENDINGS}"
+            )
+        for file in files:
+            found.setdefault(file.path, file)
+    return list(found.values())
+
+
+def _expand(pattern: str, storage_options: dict[str, Any]) -> list[SourceFile]:
+    path = resolve_path(pattern)
+    try:
+        if "://" not in path:
+            return _local(pattern, path)
+        return _remote(pattern, path, storage_options)
+    except RaysvcError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        text = redacted(str(error)).strip().split("\n")[0]
+        raise SourceError(
+            "source.path", f"{pattern!r} cannot be listed: {text}", "check the URL and credentials"
+        ) from (error if redacted(pattern) == pattern else None)
+
+
+def _local(pattern: str, path: str) -> list[SourceFile]:
+    if os.path.isdir(path):
+        return _of_folder(pattern, path, _walk(path, set()))
+    if os.path.exists(path) or not glob.has_magic(path):
+        return [_local_file(path)] if os.path.isfile(path) else []
+    names = glob.iglob(path, recursive=True, include_hidden=True)
+    return [_local_file(name) for name in sorted(names) if not _hidden(path, name) and os.path.isfile(name)]
+
+
+def _walk(folder: str, above: set[tuple[int, int]]) -> Iterator[SourceFile]:
+    status = os.stat(folder)
+    place = (status.st_dev, status.st_ino)
+    if place in above:  # a link to a folder that was looked through already
+        return
+    above.add(place)
+    with os.scandir(folder) as found:
+        items = sorted(found, key=lambda item: item.name)
+    for item in items:
+        if item.name.startswith(HIDDEN):
+            continue
+        if item.is_dir():
+            yield from _walk(item.path, above)
+        elif item.is_file() and (known_kind(item.name) or item.name in SAVED):
+            yield SourceFile(item.path, item.stat().st_size, None)
+
+
+def _local_file(path: str) -> SourceFile:
+    return SourceFile(path, os.stat(path).st_size, None)
+
+
+def _remote(pattern: str, path: str, storage_options: dict[str, Any]) -> list[SourceFile]:
+    fs, root = file_system(path, storage_options)
+    fs.invalidate_cache()
+    if path.startswith(("http://", "https://")) and "*" not in path and not path.endswith("/"):
+        return [_remote_file(path, fs.info(root))]  # a web server shows its folders only as pages
+    if fs.isdir(root):
+        found = fs.find(root, detail=True)
+        names = [name for name in sorted(found) if not _hidden(f"{root.rstrip('/')}/*", name)]
+        files = [_remote_file(fs.unstrip_protocol(name), found[name]) for name in names]
+        return _of_folder(pattern, root, (one for one in files if known_kind(one.path)))
+    found = fs.glob(root, detail=True)
+    names = [name for name in sorted(found) if found[name]["type"] != "directory" and not _hidden(root, name)]
+    return [_remote_file(fs.unstrip_protocol(name), found[name]) for name in names]
+
+
+def _remote_file(path: str, info: dict[str, Any]) -> SourceFile:
+    return SourceFile(path, int(info.get("size") or 0), store_tag(path, info), listed_stamp(info))
+
+
+def _hidden(pattern: str, name: str) -> bool:
+    """Whether a part of the name that the pattern leaves open begins with a dot or an underscore."""
+    parts = pattern.split("/")
+    first = next((place for place, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    if any(part.startswith(HIDDEN) for part in parts[first:]):
+        return False
+    return any(part.startswith(HIDDEN) for part in name.split("/")[first:])
+
+
+def _of_folder(pattern: str, root: str, files: Iterable[SourceFile]) -> list[SourceFile]:
+    """The files of a folder, of one kind.
+
+    Raises:
+        SourceError: they are of several kinds, or `save_to_disk` wrote a folder below.
+    """
+    chosen = list(files)
+    saved = [os.path.dirname(file.path) for file in chosen if os.path.basename(file.path) in SAVED]
+    if saved:
+        what = f"{pattern!r} holds {saved[0]!r}, which save_to_disk of datasets wrote"
+        raise SourceError("source.path", what, "name that folder in source.dataset, or its *.arrow files")
+    examples: dict[str, str] = {}
+    for file in chosen:
+        examples.setdefault(known_kind(file.path) or "", os.path.basename(file.path))
+    if len(examples) > 1:
+        kinds = ", ".join(f"{kind} ({name})" for kind, name in sorted(examples.items()))
+        what = f"{pattern!r} holds files of several kinds: {kinds}"
+        raise SourceError("source.path", what, "name one kind, such as '*.jsonl' in that folder")
+    return chosen

@@ -1,0 +1,314 @@
+"""What a slice reads is what the scan saw, on every store, or the read fails and names the file."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import random
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.csv as pc
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raysvc.config import SourceConfig
+from raysvc.errors import SourceError
+from raysvc.pipelines.sources.pins import BLOCK_BYTES, PinHasher
+from raysvc.pipelines.sources.readers import read_rows
+from raysvc.pipelines.sources.slices import Slice
+from raysvc.pipelines.sources.source import Source, look_at
+
+Rows = list[tuple[int, str]]
+
+
+def lines(rows: list[str]) -> bytes:
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in rows)
+
+
+def read(piece: Slice) -> Rows:
+    """(number, text), through the JSON that a task gets."""
+    piece = Slice.from_json(json.loads(json.dumps(piece.to_json())))
+    return [(row.source_row, row.data["text"]) for row in read_rows(piece, {}) if row.data]
+
+
+def read_all(source: Source) -> Rows:
+    return [row for piece in source.slices for row in read(piece)]
+
+
+def look(path: Path | str, slice_bytes: int | None = None) -> Source:
+    return look_at(SourceConfig(path=(str(path),)), slice_bytes)
+
+
+class WebServer:
+    """Files over HTTP, with or without ranges, with or without an ETag and a time."""
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+        self.bodies: list[int] = []  # bytes that were asked for, of each GET
+        handler.web = self  # type: ignore[attr-defined]
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def handler_of(folder: Path, ranges: bool, stamped: bool) -> type[BaseHTTPRequestHandler]:
+    class Handler(SimpleHTTPRequestHandler):
+        web: WebServer
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, directory=str(folder))
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+        def send_header(self, keyword: str, value: str) -> None:
+            if stamped or keyword != "Last-Modified":
+                super().send_header(keyword, value)
+
+        def do_GET(self) -> None:
+            asked = self.headers.get("Range")
+            data = (folder / self.path.partition("?")[0].lstrip("/")).read_bytes()
+            if ranges and asked:
+                begin, end = asked.removeprefix("bytes=").split("-")
+                data = data[int(begin) : int(end) + 1]
+                self.send_response(206)
+            else:
+                self.send_response(200)
+            self.web.bodies.append(len(data))
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            try:
+                self.wfile.write(data)
+            except (BrokenPipeError, ConnectionResetError):
+                self.close_connection = True
+
+    return Handler
+
+
+@pytest.fixture(params=["plain", "ranges", "no-times"])
+def web(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WebServer]:
+    kind = request.param
+    (tmp_path / "www").mkdir()
+    server = WebServer(handler_of(tmp_path / "www", kind != "plain", kind != "no-times"))
+    yield server
+    server.close()
+
+
+TEXTS = [f"row {number} " + "x" * (number % 97) for number in range(30_000)]
+
+
+def test_a_web_server_gives_every_row_once_whether_it_knows_ranges_or_not(
+    web: WebServer, tmp_path: Path
+) -> None:
+    data = lines(TEXTS)
+    (tmp_path / "www" / "rows.jsonl").write_bytes(data)
+    source = look(f"{web.url}/rows.jsonl", len(data) // 8)
+    assert len(source.slices) > 4
+    assert read_all(source) == list(enumerate(TEXTS))
+    source.check_unchanged()
+
+
+def test_a_server_without_ranges_sends_the_file_once_to_look_and_once_to_read(tmp_path: Path) -> None:
+    texts = ["y" * 1000] * (4 * BLOCK_BYTES // 1000)
+    (tmp_path / "rows.jsonl").write_bytes(lines(texts))
+    web = WebServer(handler_of(tmp_path, ranges=False, stamped=True))
+    try:
+        source = look(f"{web.url}/rows.jsonl", BLOCK_BYTES)
+        assert len(source.slices) == 5
+        looked = len(web.bodies)
+        assert read_all(source) == list(enumerate(texts))
+    finally:
+        web.close()
+    # the first range begins at 0 and is served; one refused range for each of the others, and one stream for them all
+    assert len(web.bodies) - looked == 1 + (len(source.slices) - 1) + 1
+
+
+def test_a_web_file_that_changed_after_the_scan_fails_by_name(web: WebServer, tmp_path: Path) -> None:
+    path = tmp_path / "www" / "rows.jsonl"
+    path.write_bytes(lines(["one", "two"]))
+    status = path.stat()
+    source = look(f"{web.url}/rows.jsonl")
+    slices = source.slices
+    path.write_bytes(lines(["one", "owt"]))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 10**10))
+    with pytest.raises(SourceError, match=r"rows\.jsonl.*changed"):
+        read(slices[0])
+    with pytest.raises(SourceError, match=r"rows\.jsonl.*changed"):
+        source.check_unchanged()
+
+
+def test_a_local_file_that_is_put_back_before_the_commit_gives_no_rows_of_the_other(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(lines(["one", "two"]))
+    source = look(path)
+    slices = source.slices
+    path.write_bytes(lines(["eno", "two"]))
+    with pytest.raises(SourceError, match=r"rows\.jsonl.*changed"):
+        read(slices[0])
+    path.write_bytes(lines(["one", "two"]))
+    assert read(slices[0]) == [(0, "one"), (1, "two")]
+
+
+def test_a_slice_that_was_made_of_other_bytes_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    found = []
+    for texts in (["one", "two"], ["eno", "two"], ["one", "two"]):
+        path.write_bytes(lines(texts))
+        found.append(look(path).slices[0].identity())
+    assert found[0] == found[2] != found[1]
+
+
+KINDS = (
+    "jsonl",
+    "jsonl.gz",
+    "jsonl.bz2",
+    "jsonl.xz",
+    "jsonl.zst",
+    "json",
+    "csv",
+    "csv.gz",
+    "parquet",
+    "arrow",
+)
+
+
+def encoded(kind: str, texts: list[str]) -> bytes:
+    table = pa.table({"text": texts})
+    sink = pa.BufferOutputStream()
+    if kind == "json":
+        return json.dumps([{"text": text} for text in texts]).encode()
+    if kind.startswith("csv"):
+        pc.write_csv(table, sink)
+        data = sink.getvalue().to_pybytes()
+        return gzip.compress(data) if kind.endswith("gz") else data
+    if kind == "parquet":
+        pq.write_table(table, sink, row_group_size=7, compression="none")
+        return sink.getvalue().to_pybytes()
+    if kind == "arrow":
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=7)
+        return sink.getvalue().to_pybytes()
+    packers: dict[str, Any] = {
+        "gz": gzip.compress,
+        "bz2": bz2.compress,
+        "xz": lzma.compress,
+        "zst": lambda data: pa.compress(data, "zstd", asbytes=True),
+        "jsonl": lambda data: data,
+    }
+    return bytes(packers[kind.rpartition(".")[2]](lines(texts)))
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_rows_are_those_of_the_scanned_bytes_or_the_read_fails_by_name(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The oracle is the list of texts that was written before the scan."""
+    kind = data.draw(st.sampled_from(KINDS))
+    local = data.draw(st.booleans())
+    sizes = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
+    root = str(tmp_path_factory.mktemp("source")) if local else "memory://pinned"
+    fs = fsspec.filesystem("file" if local else "memory")
+    if not local and fs.exists("/pinned"):
+        fs.rm("/pinned", recursive=True)
+    texts: Rows = []
+    for place, size in enumerate(sizes):
+        mine = [f"{place} {number} " + "z" * (number % 13) for number in range(size)]
+        fs.pipe_file(f"{root}/{place}.{kind}", encoded(kind, mine))
+        texts += [(len(texts) + number, text) for number, text in enumerate(mine)]
+    source = look(root, data.draw(st.integers(20, 2000)))
+    order = data.draw(st.permutations(source.slices))
+    found: dict[int, Rows] = {}
+    for piece in order:
+        if data.draw(st.booleans()):
+            mutate(fs, f"{root}/{data.draw(st.integers(0, len(sizes) - 1))}.{kind}", data)
+        rows, error = outcome(piece)
+        if error is None:
+            found[piece.index] = rows
+        else:
+            assert any(one.path in str(error) for one in piece.pieces)
+    for piece in source.slices:
+        if piece.index in found:
+            assert found[piece.index] == texts[piece.first_row : piece.first_row + piece.num_rows]
+
+
+def outcome(piece: Slice) -> tuple[Rows, SourceError | None]:
+    try:
+        return read(piece), None
+    except SourceError as error:
+        return [], error
+
+
+def mutate(fs: Any, path: str, data: st.DataObject) -> None:
+    held = bytearray(fs.cat_file(path))
+    how = data.draw(st.sampled_from(["flip", "cut", "add", "swap"]))
+    if how == "flip" and held:
+        held[data.draw(st.integers(0, len(held) - 1))] ^= 1
+    elif how == "cut":
+        held = held[: len(held) // 2]
+    elif how == "add":
+        held += b'{"text": "late"}\n'
+    else:
+        held = held[::-1]
+    fs.pipe_file(path, bytes(held))
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.binary(max_size=300), block=st.integers(1, 40), steps=st.integers(1, 60))
+def test_digests_do_not_depend_on_how_the_bytes_arrive(data: bytes, block: int, steps: int) -> None:
+    hasher = PinHasher(block)
+    for start in range(0, len(data), steps):
+        hasher.feed(data[start : start + steps])
+    pins = hasher.finish()
+    assert (pins.size, len(pins.digests)) == (len(data), -(-len(data) // block))
+    for start in range(0, len(data), block):
+        pins.check(start, memoryview(data)[start : start + block], "x")
+        with pytest.raises(SourceError):
+            pins.check(start, memoryview(bytes([data[start] ^ 1]) + data[start + 1 : start + block]), "x")
+
+
+@pytest.mark.parametrize("ending", ["gz", "bz2", "xz", "zst"])
+def test_a_compressed_file_gives_many_slices_that_can_be_read_in_any_order(
+    tmp_path: Path, ending: str
+) -> None:
+    rng = random.Random(1)
+    texts = ["".join(rng.choices("abcdef", k=500)) for _ in range(6 * BLOCK_BYTES // 500)]
+    path = tmp_path / f"rows.jsonl.{ending}"
+    path.write_bytes(encoded(f"jsonl.{ending}", texts))
+    source = look(path, BLOCK_BYTES)
+    assert len(source.slices) > 5
+    order = rng.sample(source.slices, len(source.slices))
+    found = {piece.index: read(piece) for piece in order}
+    assert [row for _, rows in sorted(found.items()) for row in rows] == list(enumerate(texts))
+
+
+@pytest.mark.parametrize("ending", ["gz", "bz2", "xz", "zst"])
+@pytest.mark.parametrize("keep", [0.5, 0.999])
+def test_a_truncated_file_is_an_error_that_names_it(tmp_path: Path, ending: str, keep: float) -> None:
+    path = tmp_path / f"rows.jsonl.{ending}"
+    packed = encoded(f"jsonl.{ending}", [random.Random(n).randbytes(20).hex() for n in range(5000)])
+    path.write_bytes(packed[: int(len(packed) * keep)])
+    with pytest.raises(SourceError, match=rf"rows\.jsonl\.{ending}"):
+        look(path)
+
+
+def test_several_members_of_a_gz_file_are_one_content(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(lines(["one"])) + gzip.compress(lines(["two"])))
+    assert read_all(look(path)) == [(0, "one"), (1, "two")]
