@@ -31,15 +31,6 @@ CLUSTER_S = 6.0  # measured on two cores: Ray's start, and a worker that has imp
 BYTES_PER_S = 10e6  # of JSON lines on one core, with a tokenizer of 150,000 entries
 
 
-def bytes_of(slices: Sequence[Slice], source_bytes: int, source_rows: int) -> float:
-    """Bytes of some slices; of files that are not cut by bytes, their share of the rows."""
-    spans = (
-        one.end - one.start if one.kind == "lines" else source_bytes * one.num_rows / source_rows
-        for one in slices
-    )
-    return float(sum(spans))
-
-
 def fits_one_process(num_bytes: float, num_slices: int, pool: PoolConfig, cores: int) -> bool:
     """Whether one process ends a build before the workers of a cluster would.
 

@@ -68,6 +68,11 @@ class Slice:
     pieces: tuple[Piece, ...]
 
     @property
+    def num_bytes(self) -> int:
+        """Of its share of the files' contents."""
+        return sum(piece.num_bytes for piece in self.pieces)
+
+    @property
     def is_lines(self) -> bool:
         """Whether its rows are lines of JSON."""
         return self.pieces[0].kind == "lines"

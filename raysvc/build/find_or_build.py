@@ -198,13 +198,11 @@ class _Making:
     @cached_property
     def small(self) -> bool:
         """Whether this process builds what is left itself."""
-        from raysvc.pipelines.local_build import bytes_of, fits_one_process
+        from raysvc.pipelines.local_build import fits_one_process
         from raysvc.pipelines.tokenize import split_done
 
-        source = self.plan.source
-        left = split_done(self.writer, source.slices)[1]
-        num_rows = sum(piece.num_rows for piece in source.slices)
-        num_bytes = bytes_of(left, source.num_bytes, num_rows)
+        left = split_done(self.writer, self.plan.source.slices)[1]
+        num_bytes = sum(piece.num_bytes for piece in left)
         return fits_one_process(num_bytes, len(left), self.job.workers, os.cpu_count() or 1)
 
     def say_another_builds(self) -> None:
