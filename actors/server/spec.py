@@ -140,7 +140,7 @@ class StepInfo:
         index: step, 0-based.
         epoch: 0-based.
         mini_batches: one info per mini-batch, of the first role.
-        rows: rows[mini][role][rank], int32 [S], where each of the rank's rows stands in the mini-batch's `row_ids`,
+        rows: by mini-batch, role and rank: int32 [S], where each of the rank's rows stands in the mini-batch's `row_ids`,
             -1 for a dummy.
         read_s: reading rows.
         collate_s: writing arrays.
