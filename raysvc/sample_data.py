@@ -72,7 +72,6 @@ def write_tokenizer(
 ) -> Path:
     """Train a byte-level BPE tokenizer on some texts and save it with a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -85,11 +84,17 @@ def write_tokenizer(
             vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
         ),
     )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=32768
-    )
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder)
+    facts = {
+        "backend": "tokenizers",
+        "eos_token": "<|im_end|>",
+        "model_max_length": 32768,
+        "pad_token": "<|endoftext|>",
+        "tokenizer_class": "TokenizersBackend",
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    core.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts, indent=2))
+    (folder / "chat_template.jinja").write_text(template)
     return folder
 
 

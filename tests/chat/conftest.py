@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -273,6 +273,16 @@ def save(folder: Path, backend: Any, template: str | None, **roles: str) -> str:
     hf = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **roles)
     hf.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def by_transformers() -> Iterator[None]:
+    """The oracle of these tests is `transformers` itself; `test_file_tokenizer` shows that both readers are equal."""
+    from raysvc.chat.tokens import tokenizer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "_load", tokenizer._load_by_transformers)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -184,14 +184,14 @@ def _marks(
 
 
 def _compile(text: str, fast: bool) -> tuple[Any, Any]:
-    """A template in an environment that is `transformers`' own, with our code generator."""
+    """A template in an environment of its own, with our code generator."""
     from jinja2.exceptions import TemplateError
-    from transformers.utils import chat_template_utils
 
+    from raysvc.chat.render.chat_environment import chat_environment
     from raysvc.chat.render.jinja_codegen import ChatCodeGenerator, MarkingCodeGenerator, item_at
 
     try:
-        environment = chat_template_utils._compile_jinja_template(text).environment.overlay()
+        environment: Any = chat_environment()
         environment.code_generator_class = ChatCodeGenerator if fast else MarkingCodeGenerator
         if fast:
             environment.item_at = MethodType(item_at, environment)

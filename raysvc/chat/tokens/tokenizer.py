@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from pathlib import Path
 from typing import Any
 
 from raysvc.config import TokenizerConfig
@@ -18,10 +19,10 @@ _WHERE = "tokenizer"
 
 
 class LoadedTokenizer:
-    """A `transformers` tokenizer with the template that the job asks for.
+    """A tokenizer with the template that the job asks for.
 
     Attributes:
-        hf: the `transformers` tokenizer.
+        hf: the `transformers` tokenizer, or one from the same files that does the same.
         config: what it was loaded from.
         templates: name -> text; one called "default", or what the tokenizer brings.
 
@@ -91,6 +92,16 @@ class LoadedTokenizer:
 
 
 def _load(config: TokenizerConfig) -> Any:
+    from raysvc.chat.tokens.file_tokenizer import read_folder
+
+    if os.path.isdir(config.name) and not config.trust_remote_code:
+        found = read_folder(Path(config.name))
+        if found is not None:
+            return found
+    return _load_by_transformers(config)
+
+
+def _load_by_transformers(config: TokenizerConfig) -> Any:
     from transformers import AutoTokenizer
 
     try:
