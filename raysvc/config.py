@@ -16,7 +16,17 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from raysvc.row_id_file import read_row_ids
 
-Format = Literal["auto", "chat", "alpaca", "prompt_completion", "text", "preference", "pretokenized"]
+Format = Literal[
+    "auto",
+    "chat",
+    "alpaca",
+    "question_answer",
+    "prompt_completion",
+    "text",
+    "preference",
+    "pretokenized",
+    "prompt",
+]
 TrainOn = Literal[
     "last_assistant_message", "all_assistant_messages", "completion", "all_tokens", "message_weight"
 ]
@@ -47,7 +57,14 @@ class SourceConfig(Model):
         default="auto", description="What a row holds; `auto` looks at the first row's columns."
     )
     columns: dict[str, str] = Field(
-        default_factory=dict, description="Our name -> your column, e.g. {messages: conversations}."
+        default_factory=dict,
+        description="Our name -> your column, e.g. {messages: talk}; role and content: keys of a message.",
+    )
+    roles: dict[str, str] = Field(
+        default_factory=dict, description="Your role -> ours, e.g. {narrator: system}, before the usual ones."
+    )
+    ignore: tuple[str, ...] = Field(
+        default=(), description="Columns that are refused by name, and have no meaning in this job: [label]."
     )
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False, description="Passed to fsspec.")
 
@@ -342,6 +359,8 @@ class JobConfig(Model):
         return TextSpec(
             format=self.source.format,
             columns=self.source.columns,
+            roles=self.source.roles,
+            ignore=self.source.ignore,
             tokenizer=self.tokenizer,
             train_on=self.train_on,
             max_length=self.max_length,
@@ -359,6 +378,8 @@ class TextSpec(Model):
 
     format: Format = "auto"
     columns: dict[str, str] = Field(default_factory=dict)
+    roles: dict[str, str] = Field(default_factory=dict)
+    ignore: tuple[str, ...] = ()
     tokenizer: TokenizerConfig
     train_on: TrainOn = "all_assistant_messages"
     max_length: PositiveInt | None = None

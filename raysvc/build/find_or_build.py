@@ -31,7 +31,9 @@ from raysvc.cache.store.store import Store
 from raysvc.cache.writer import EntryWriter
 from raysvc.chat.row_counts import Books, Quarantined, check_quarantine
 from raysvc.chat.slice_tokenizer import FORMAT_VERSION
-from raysvc.chat.source.detect import resolve_format
+from raysvc.chat.source.detect import resolve_format, seen
+from raysvc.chat.source.formats import Format as RowFormat
+from raysvc.chat.source.messages import NORMAL_FORM
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer, anchored
 from raysvc.config import Format, JobConfig, TextSpec
 from raysvc.errors import EntryError, SourceError, StoreError
@@ -57,6 +59,7 @@ class BuildPlan:
     Attributes:
         spec: with the format resolved.
         recipe: what decides the bytes; `key` is its hash.
+        seen: what format the rows were found to have.
     """
 
     source: Source
@@ -64,6 +67,7 @@ class BuildPlan:
     tokenizer: LoadedTokenizer
     recipe: dict[str, Any]
     key: str
+    seen: str
 
 
 def plan_build(job: JobConfig, store: Store) -> BuildPlan:
@@ -82,22 +86,24 @@ def plan_build(job: JobConfig, store: Store) -> BuildPlan:
     memo = Memo(store) if job.cache.enabled and not job.cache.force else None
     slice_bytes = None if job.workers.slice_mb is None else int(job.workers.slice_mb * 1e6)
     source = look_at(job.source, slice_bytes, memo)
-    kind = _format_of(job, source)
-    spec = job.text.model_copy(update={"format": kind})
+    form, found = _format_of(job, source)
+    kind = form.name
+    spec = job.text.model_copy(update={"format": kind, "columns": dict(form.columns)})
     tokenizer = LoadedTokenizer(job.tokenizer)
-    if kind in ("chat", "alpaca"):
+    if kind in ("chat", "alpaca", "question_answer", "prompt"):
         tokenizer.template_name(has_tools=False)  # refuse before anything starts
     recipe = {
         "format_version": FORMAT_VERSION,
         "source": source.identity,
         "format": kind,
         "columns": dict(spec.columns),
+        "messages": _normal_form(spec, tokenizer),
         "tokenizer": _identity(tokenizer, kind),
         "train_on": spec.train_on,
         "max_length": spec.max_length,
         "truncation": spec.truncation if spec.max_length else None,
     }
-    return BuildPlan(source, spec, tokenizer, recipe, cache_key(recipe))
+    return BuildPlan(source, spec, tokenizer, recipe, cache_key(recipe), found)
 
 
 def find_or_build(
@@ -121,14 +127,30 @@ def find_or_build(
     return _build(job, plan, store, plan.key, generation, address, progress), False, reason
 
 
-def _format_of(job: JobConfig, source: Source) -> Format:
+def _normal_form(spec: TextSpec, tokenizer: LoadedTokenizer) -> dict[str, Any] | None:
+    """How messages are read, where there are any."""
+    if spec.format in ("text", "pretokenized") or tokenizer.chat_template is None:
+        return None
+    fits = [tokenizer.fit(has_tools) for has_tools in (False, True)]
+    return {
+        "normal_form": NORMAL_FORM,
+        "roles": dict(spec.roles),
+        "ignore": sorted(spec.ignore),
+        "arguments": ["text" if fit.text_arguments else "object" for fit in fits],
+        "parts": ["kept" if fit.parts else "joined" for fit in fits],
+    }
+
+
+def _format_of(job: JobConfig, source: Source) -> tuple[RowFormat, str]:
+    """(format, what was seen)."""
     row = source.first_row()
     if row is None:
         where = ", ".join(job.source.path) or str(job.source.dataset)
         raise SourceError(
             "source", f"{where} holds no row that can be read", "give files with one JSON object per line"
         )
-    return resolve_format(job.text, row).name
+    form = resolve_format(job.text, row)
+    return form, seen(form, row)
 
 
 def explain_job(job: JobConfig, root: str) -> dict[str, Any]:
@@ -267,6 +289,7 @@ def make_report(
         )
     return {
         "tokenizer": job.tokenizer.model_dump(),
+        "format": plan.seen,
         "pad_token_id": _pad_token_id(plan.tokenizer.hf),
         "vocab_size": len(plan.tokenizer.hf),
         "books": books.to_json(),

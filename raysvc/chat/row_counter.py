@@ -9,6 +9,7 @@ Always true:
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from raysvc.chat.row_counts import Books, Quarantined
 from raysvc.chat.row_errors import RowDropped, RowFault
@@ -30,6 +31,7 @@ class Ledger:
         self._dropped: Counter[str] = Counter()
         self._quarantined: Counter[str] = Counter()
         self._examples: list[Quarantined] = []
+        self._normalized: Counter[str] = Counter()
         self._truncated = 0
 
     @property
@@ -53,6 +55,10 @@ class Ledger:
             detail = why.detail if reason == why.reason else str(why)
             self._examples.append(Quarantined(source_row, reason, detail, self.dataset))
 
+    def note(self, changes: Iterable[str]) -> None:
+        """Count a written row whose messages were brought into normal form."""
+        self._normalized.update(changes)
+
     def truncate(self, rows: int) -> None:
         """Count rows that are written with tokens cut away."""
         self._truncated += rows
@@ -72,6 +78,7 @@ class Ledger:
             rows_truncated=self._truncated,
             dropped=dict(self._dropped),
             quarantined=dict(self._quarantined),
+            normalized=dict(self._normalized),
             tokens_rendered=rendered,
             tokens_trained=trained,
             tokens_context=context,

@@ -56,6 +56,7 @@ class Books:
         rows_truncated: of these, with tokens cut away.
         dropped: reason -> rows left out by a declared policy.
         quarantined: reason -> rows that could not be read or proved.
+        normalized: what the normal form of messages changed -> rows that were written.
         tokens_rendered: tokens of the written rows before truncation.
         tokens_trained: of these, with loss.
         tokens_context: of these, written without loss.
@@ -71,12 +72,14 @@ class Books:
     tokens_context: int = 0
     tokens_truncated: int = 0
     rows_truncated: int = 0
+    normalized: Mapping[str, int] = field(default_factory=dict)
 
     def __add__(self, other: Books) -> Books:
         counts = {name: getattr(self, name) + getattr(other, name) for name in COUNTS}
         return Books(
             dropped=_merged(self.dropped, other.dropped),
             quarantined=_merged(self.quarantined, other.quarantined),
+            normalized=_merged(self.normalized, other.normalized),
             **counts,
         )
 
@@ -99,7 +102,11 @@ class Books:
     def to_json(self) -> dict[str, Any]:
         """Plain data; `from_json` gives equal books back."""
         counts: dict[str, Any] = {name: getattr(self, name) for name in COUNTS}
-        return counts | {"dropped": dict(self.dropped), "quarantined": dict(self.quarantined)}
+        return counts | {
+            "dropped": dict(self.dropped),
+            "quarantined": dict(self.quarantined),
+            "normalized": dict(self.normalized),
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Books:

@@ -66,7 +66,7 @@ def keep(
         SourceError: a row is too long and the policy is `error`.
     """
     lengths = np.diff(tokens.offsets)
-    odd = _odd(tokens, lengths, spec.max_length)
+    odd = _odd(tokens, lengths, spec)
     if not odd.any():
         total = int(tokens.offsets[-1])
         return Kept(tokens.ids, tokens.mask, lengths, source_rows, len(lengths) // per_row, total)
@@ -87,15 +87,15 @@ def keep(
     return kept
 
 
-def _odd(tokens: TokenRows, lengths: Ints64, limit: int | None) -> npt.NDArray[np.bool_]:
+def _odd(tokens: TokenRows, lengths: Ints64, spec: TextSpec) -> npt.NDArray[np.bool_]:
     """bool [N]: rows that cannot just be written."""
     trained = np.zeros(len(lengths), np.uint8)
     there = np.flatnonzero(lengths)
     if len(there):
         trained[there] = np.maximum.reduceat(tokens.mask, tokens.offsets[there])
-    odd: npt.NDArray[np.bool_] = trained == 0
-    if limit is not None:
-        odd |= lengths > limit
+    odd: npt.NDArray[np.bool_] = (trained == 0) & (spec.format != "prompt")
+    if spec.max_length is not None:
+        odd |= lengths > spec.max_length
     odd[list(tokens.faults)] = True
     return odd
 

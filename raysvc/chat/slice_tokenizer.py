@@ -13,9 +13,9 @@ from __future__ import annotations
 import codecs
 import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -26,16 +26,16 @@ import pyarrow as pa
 from raysvc.chat.arrow import table_of
 from raysvc.chat.render.fill import ColumnFiller
 from raysvc.chat.render.renderer import Preparer
-from raysvc.chat.render.template import plain_data
 from raysvc.chat.row_counter import Ledger
 from raysvc.chat.row_counts import Books, Quarantined
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.select import Kept, keep
 from raysvc.chat.sequence import Sequence
 from raysvc.chat.source.chat_columns import ChatColumns, columns_of_json_lines
-from raysvc.chat.source.detect import resolve_format
-from raysvc.chat.source.formats import ChatExample, Format
+from raysvc.chat.source.detect import format_of, resolve_format
+from raysvc.chat.source.formats import ChatExample, Example, Format
 from raysvc.chat.source.json_rows import SourceRow, json_blocks, json_rows
+from raysvc.chat.source.raw_rows import line_starts, raw_example
 from raysvc.chat.text_batch import Batch, batch_of
 from raysvc.chat.tokens.align import TokenTable
 from raysvc.chat.tokens.encoder import ReferenceEncoder, choose_encoder
@@ -109,8 +109,7 @@ class SliceTokenizer:
         Raises:
             SourceError: a column that is needed is missing, or a row is too long and `truncation` is `error`.
         """
-        ids = self.spec.columns.get("input_ids", "input_ids")
-        held = [row if row.data is None or ids in row.data else _plain(row, row.data) for row in rows]
+        held = list(rows)
         return self._run(lambda ledger: self._made_of_rows(iter(held), ledger))
 
     def run_json_lines(self, data: bytes | bytearray | memoryview, first_row: int) -> SliceResult:
@@ -120,9 +119,7 @@ class SliceTokenizer:
             data: UTF-8 bytes.
             first_row: number of the first line in the source.
         """
-        lines = bytes(data)
-        if first_row == 0:
-            lines = lines.removeprefix(codecs.BOM_UTF8)
+        lines = bytes(data).removeprefix(codecs.BOM_UTF8)  # of any file whose first slice this is
         return self._run(lambda ledger: self._made_of_lines(lines, first_row, ledger))
 
     def _run(self, make: Callable[[Ledger], Iterator[tuple[Kept, int]]]) -> SliceResult:
@@ -135,6 +132,8 @@ class SliceTokenizer:
                     self._switched = f"{self._encoder.name} differs from the reference on {differs}"
                     self._encoder = self._reference
                 except RenderDiffers as differs:
+                    if self._preparer.shapes is None:
+                        raise  # two renders of the same row differ: our reading of it is wrong
                     self._switched = f"the short template code differs from the reference on {differs}"
                     self._preparer = self._new_preparer(fast=False)
                 logger.warning("dataset=%s switched to the reference: %s", self._label, self._switched)
@@ -148,7 +147,7 @@ class SliceTokenizer:
             if columns is None:
                 yield from self._made_of_rows(json_rows(block, number), ledger)
             else:
-                yield from self._made_of_columns(columns, ledger)
+                yield from self._made_of_columns(columns, block, ledger)
 
     def _columns(self, block: bytes, first_row: int) -> ChatColumns | None:
         """Columns of a block, when this build can use them and the block holds nothing else."""
@@ -156,15 +155,17 @@ class SliceTokenizer:
             first = next((row for row in json_rows(block, first_row) if row.data is not None), None)
             if first is None or first.data is None:
                 return None
-            self._format = resolve_format(self.spec, first.data)
+            self._format = self._resolved(first.data)
         columnar = self._format.name == "chat" and self.spec.train_on in COLUMN_MODES
         if not columnar or self._preparer.shapes is None or self._not_plain >= MOST_FAILURES:
             return None
-        columns = columns_of_json_lines(block, first_row, self._format.columns)
+        columns = columns_of_json_lines(block, first_row, self._format)
         self._not_plain = self._not_plain + 1 if columns is None else 0
         return columns
 
-    def _made_of_columns(self, columns: ChatColumns, ledger: Ledger) -> Iterator[tuple[Kept, int]]:
+    def _made_of_columns(
+        self, columns: ChatColumns, block: bytes, ledger: Ledger
+    ) -> Iterator[tuple[Kept, int]]:
         shapes, form = self._preparer.shapes, self._format
         assert shapes is not None
         assert form is not None
@@ -172,10 +173,11 @@ class SliceTokenizer:
         filled = ColumnFiller(shapes, columns, _trained(columns, self.spec.train_on), every).fill()
         if len(filled.rows):
             tokens = RowEncoder(self._encoder, self._reference, self._table).encode(filled.batch)
+            begins = line_starts(block)
             compared = compare(
                 sample_places(filled.batch, int(columns.source_rows[0])),
                 tokens,
-                lambda place: ChatExample(columns.messages(int(filled.rows[place])), None, ()),
+                lambda place: self._raw_line(block, begins, int(filled.rows[place])),
                 lambda place: ((), filled.batch.text(place), ()),
                 self.tokenizer,
                 self._reference,
@@ -188,10 +190,16 @@ class SliceTokenizer:
         )
         yield from self._made_of_rows(left, ledger)
 
+    def _raw_line(self, block: bytes, begins: npt.NDArray[np.int64], row: int) -> Example | None:
+        assert self._format is not None
+        line = memoryview(block)[begins[row] : begins[row + 1]]
+        return raw_example(SourceRow(row, None, None, line), self._format, ChatExample([], None, ()))
+
     def _made_of_rows(self, rows: Iterator[SourceRow], ledger: Ledger) -> Iterator[tuple[Kept, int]]:
         while chunk := list(islice(rows, ROWS_PER_CHUNK)):
             numbers: list[int] = []
             flat: list[Sequence] = []
+            origins: list[SourceRow] = []
             for row in chunk:
                 try:
                     sequences = self._prepare(row)
@@ -200,37 +208,52 @@ class SliceTokenizer:
                     continue
                 flat += sequences
                 numbers += [row.source_row] * len(sequences)
+                origins += [row] * len(sequences)
             if flat:
-                yield self._chunk(flat, np.array(numbers, np.int64), ledger)
+                yield self._chunk(flat, origins, np.array(numbers, np.int64), ledger)
 
     def _chunk(
-        self, flat: list[Sequence], numbers: npt.NDArray[np.int64], ledger: Ledger
+        self,
+        flat: list[Sequence],
+        origins: list[SourceRow],
+        numbers: npt.NDArray[np.int64],
+        ledger: Ledger,
     ) -> tuple[Kept, int]:
         tokens, batch = self._encode(flat)
-        compared = 0
+        compared, form = 0, self._format
+        assert form is not None
         if batch is not None:
             compared = compare(
                 sample_places(batch, int(numbers[0])),
                 tokens,
-                lambda place: flat[place].example,
+                lambda place: raw_example(origins[place], form, flat[place].example),
                 lambda place: (flat[place].prefix, flat[place].text, flat[place].suffix),
                 self.tokenizer,
                 self._reference,
             )
-        assert self._format is not None
-        return keep(tokens, batch, numbers, self._format.sequences_per_row, self.spec, ledger), compared
+        kept = keep(tokens, batch, numbers, form.sequences_per_row, self.spec, ledger)
+        _note_changes(flat, numbers, kept, ledger)
+        return kept, compared
 
     def _prepare(self, row: SourceRow) -> list[Sequence]:
         if row.data is None:
             reason, _, detail = (row.error or "no data").partition(": ")
             raise RowFault(reason, detail)
         if self._format is None:
-            self._format = resolve_format(self.spec, row.data)
+            self._format = self._resolved(row.data)
+        if row.odd:
+            self._format.check_values(row.data)
         sequences = self._preparer.sequences(row.data, self._format)
         for sequence in sequences:
             if not sequence.text.isascii():
                 _check_text(sequence.text)
         return sequences
+
+    def _resolved(self, row: Mapping[str, Any]) -> Format:
+        """Of a spec that names it; else of a row."""
+        form = resolve_format(self.spec, row) if self.spec.format == "auto" else format_of(self.spec)
+        self.spec = self.spec.model_copy(update={"format": form.name, "columns": dict(form.columns)})
+        return form
 
     def _encode(self, flat: list[Sequence]) -> tuple[TokenRows, Batch | None]:
         given = [sequence.tokens for sequence in flat if sequence.tokens is not None]
@@ -252,6 +275,16 @@ class SliceTokenizer:
         )
 
 
+def _note_changes(flat: list[Sequence], numbers: npt.NDArray[np.int64], kept: Kept, ledger: Ledger) -> None:
+    """Count what the normal form changed in rows that are written."""
+    changed: dict[int, frozenset[str]] = {}
+    for number, sequence in zip(numbers.tolist(), flat, strict=True):
+        if isinstance(sequence.example, ChatExample) and sequence.example.changes:
+            changed[number] = changed.get(number, frozenset()) | sequence.example.changes
+    for number in changed.keys() & set(kept.source_rows.tolist()) if changed else ():
+        ledger.note(changed[number])
+
+
 @contextmanager
 def no_collection() -> Iterator[None]:
     """Pause the cycle collector: rows hold no cycles, and looking for some takes a third of the time."""
@@ -262,10 +295,6 @@ def no_collection() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
-
-
-def _plain(row: SourceRow, data: dict[str, Any]) -> SourceRow:
-    return replace(row, data=plain_data(data))
 
 
 def _trained(columns: ChatColumns, train_on: str) -> npt.NDArray[np.bool_]:

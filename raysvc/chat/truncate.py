@@ -39,7 +39,8 @@ def kept_ranges(rows: TokenRows, row: int, batch: Batch | None, spec: TextSpec, 
         SourceError: the row is too long and the policy is `error`.
     """
     first, last = int(rows.offsets[row]), int(rows.offsets[row + 1])
-    if not rows.mask[first:last].any():
+    is_prompt = spec.format == "prompt"  # nothing of it is to be trained
+    if not is_prompt and not rows.mask[first:last].any():
         raise RowDropped(NOTHING_TRAINED)
     if spec.max_length is None or last - first <= spec.max_length:
         return [(first, last)]
@@ -55,7 +56,7 @@ def kept_ranges(rows: TokenRows, row: int, batch: Batch | None, spec: TextSpec, 
         ranges = [(first, first + spec.max_length)]
     else:
         ranges = _end_turns(rows, row, batch, spec.max_length)
-    if not any(rows.mask[a:b].any() for a, b in ranges):
+    if not is_prompt and not any(rows.mask[a:b].any() for a, b in ranges):
         raise RowDropped(NOTHING_LEFT)
     return ranges
 

@@ -53,6 +53,9 @@ def report_rows(entry: CacheEntry) -> dict[str, Any]:
     report = entry.report
     books = report["books"]
     rows: dict[str, Any] = {"rows in": books["rows_in"], "rows written": books["rows_written"]}
+    if "format" in report:
+        rows["format"] = report["format"]
+    rows |= {f"normalized: {change}": count for change, count in books.get("normalized", {}).items()}
     rows |= {f"dropped: {reason}": count for reason, count in books["dropped"].items()}
     rows |= {f"quarantined: {reason}": count for reason, count in books["quarantined"].items()}
     rows["rows truncated"] = books.get("rows_truncated", 0)

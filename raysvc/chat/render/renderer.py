@@ -11,16 +11,15 @@ the end: appended, unless the text or the tokenizer put it there. What the token
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from raysvc.chat.render.shapes import Filled, Shapes
 from raysvc.chat.render.template import ChatTemplate, Render
-from raysvc.chat.render.turn_spans import ALL_EMPTY, PROBE, TurnFinder
+from raysvc.chat.render.turn_spans import ALL_EMPTY, TurnFinder
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.sequence import CLOSED_TURN, FREE, OPEN_TURN, Sequence
 from raysvc.chat.source.formats import ChatExample, Example, Format, TextExample, TokensExample
-from raysvc.chat.source.messages import SYSTEM_ROLES, flatten_parts
+from raysvc.chat.source.messages import SYSTEM_ROLES
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 
 
@@ -39,7 +38,7 @@ class Preparer:
     def __init__(self, tokenizer: LoadedTokenizer, fast: bool = True, with_turns: bool = False) -> None:
         self._tokenizer = tokenizer
         self._fast, self._with_turns = fast, with_turns
-        self._templates: dict[str, tuple[ChatTemplate, TurnFinder, bool, Shapes | None]] = {}
+        self._templates: dict[str, tuple[ChatTemplate, TurnFinder, Shapes | None]] = {}
         self._around, self._eos = _added_around(tokenizer.hf)
         for has_tools in (False, True) if tokenizer.chat_template else ():
             self._template(has_tools)
@@ -47,13 +46,13 @@ class Preparer:
     @property
     def control_tokens(self) -> tuple[str, ...]:
         """Texts of the tokens that open a header or end a turn, in any of the templates."""
-        found = (text for _, finder, _, _ in self._templates.values() for text in finder.control_tokens)
+        found = (text for _, finder, _ in self._templates.values() for text in finder.control_tokens)
         return tuple(dict.fromkeys(found))
 
     @property
     def shapes(self) -> Shapes | None:
         """Shapes of rows without tools, None when there is no template or it is rendered with Jinja's own code."""
-        return self._template(False)[3] if self._tokenizer.chat_template else None
+        return self._template(False)[2] if self._tokenizer.chat_template else None
 
     def sequences(self, row: Mapping[str, Any], form: Format) -> list[Sequence]:
         """Sequences of one row: one, or two of a preference row.
@@ -73,9 +72,13 @@ class Preparer:
         return Sequence("", [], example=example, tokens=example)
 
     def _chat(self, example: ChatExample) -> Sequence:
-        template, finder, takes_parts, shapes = self._template(example.tools is not None)
-        if example.has_parts and not takes_parts:
-            example = replace(example, messages=flatten_parts(example.messages))
+        has_tools = example.tools is not None
+        template, finder, shapes = self._template(has_tools)
+        if example.has_parts or example.has_calls:
+            example = self._tokenizer.fit(has_tools).fitted(example)
+        if example.prompt:
+            prompt = template.render(example.messages, example.tools, prompt=True)
+            return Sequence(prompt.text, [], example=example)
         if shapes is not None:
             filled = shapes.fill(example)
             if filled is not None:
@@ -110,7 +113,7 @@ class Preparer:
         if min(example.ids) < 0 or max(example.ids) >= size:
             raise RowFault("a token id is not in the vocabulary", f"{max(example.ids)} of {size}")
 
-    def _template(self, has_tools: bool) -> tuple[ChatTemplate, TurnFinder, bool, Shapes | None]:
+    def _template(self, has_tools: bool) -> tuple[ChatTemplate, TurnFinder, Shapes | None]:
         name = self._tokenizer.template_name(has_tools)
         if name not in self._templates:
             hf = self._tokenizer.hf
@@ -120,7 +123,7 @@ class Preparer:
             added = [token.content for token in hf.added_tokens_decoder.values()]
             finder = TurnFinder(template, added, [str(text) for text in hf.special_tokens_map.values()])
             shapes = Shapes(template, finder, self._with_turns) if self._fast else None
-            self._templates[name] = (template, finder, _takes_parts(template), shapes)
+            self._templates[name] = (template, finder, shapes)
         return self._templates[name]
 
 
@@ -131,16 +134,6 @@ def _filled(filled: Filled, example: ChatExample) -> Sequence:
     if not filled.spans:
         raise RowDropped(ALL_EMPTY)
     return Sequence(text, filled.spans, head=max(filled.head, 0), turns=filled.turns, example=example)
-
-
-def _takes_parts(template: ChatTemplate) -> bool:
-    """Whether a template shows the text of content parts, and not their Python form."""
-    parts = [{"type": "text", "text": PROBE}]
-    try:
-        text = template.render([{"role": "user", "content": parts}], None).text
-    except RowFault:
-        return False
-    return PROBE in text and "{'type'" not in text
 
 
 def _starts(render: Render) -> list[int]:

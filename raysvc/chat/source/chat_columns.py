@@ -2,14 +2,14 @@
 
 Axes: N rows, M messages of all rows one after the other.
 Always true:
-- columns are made only of rows whose messages hold a role and a content, both texts, and nothing else;
+- columns are made only of rows whose messages hold a role and a content, both texts, and nothing else, and whose
+  roles stay as they are;
 - anything else in the source, or anything that the two JSON parsers could see differently, gives no columns at all.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from raysvc.chat.source.formats import Format
 from raysvc.chat.source.messages import Message
 
 Ints32 = npt.NDArray[np.int32]
@@ -61,22 +62,20 @@ class ChatColumns:
         return [{"role": self.role_names[self.roles[n]], "content": self.contents[n].as_py()} for n in places]
 
 
-def columns_of_json_lines(
-    data: bytes | memoryview, first_row: int, names: Mapping[str, str]
-) -> ChatColumns | None:
+def columns_of_json_lines(data: bytes | memoryview, first_row: int, form: Format) -> ChatColumns | None:
     """Columns of complete JSON lines, or None when they hold anything but plain chats.
 
     Args:
         data: UTF-8; every line a row, none blank.
         first_row: number of the first line.
-        names: our column name -> the source's.
+        form: a chat format.
     """
     import pyarrow.json as pj
 
     lines = _objects(data)
     if not lines:
         return None
-    column = names.get("messages", "messages")
+    column = form.column("messages")
     message = pa.struct([("role", pa.string()), ("content", pa.string())])
     options = pj.ParseOptions(explicit_schema=pa.schema([(column, pa.list_(message))]))
     reading = pj.ReadOptions(use_threads=False, block_size=len(data) + 1)
@@ -85,17 +84,17 @@ def columns_of_json_lines(
         if table.num_rows != lines:
             return None
         table.validate()
-        return columns_of_table(table, np.arange(first_row, first_row + lines, dtype=np.int64), names)
+        return columns_of_table(table, np.arange(first_row, first_row + lines, dtype=np.int64), form)
     except pa.ArrowException:
         return None
 
 
-def columns_of_table(table: pa.Table, source_rows: Ints64, names: Mapping[str, str]) -> ChatColumns | None:
+def columns_of_table(table: pa.Table, source_rows: Ints64, form: Format) -> ChatColumns | None:
     """Columns of an Arrow table, or None when it holds anything but plain chats."""
-    for other in ("tools", "system"):
-        if names.get(other, other) in table.column_names:
-            return None
-    column = names.get("messages", "messages")
+    others = {form.column(name) for name in ("tools", "system", "history")} | {*form.refused}
+    if not others.isdisjoint(table.column_names) or "role" in form.columns or "content" in form.columns:
+        return None
+    column = form.column("messages")
     if column not in table.column_names or not len(source_rows):
         return None
     messages = table[column].combine_chunks()
@@ -106,7 +105,8 @@ def columns_of_table(table: pa.Table, source_rows: Ints64, names: Mapping[str, s
     flat = messages.values.slice(starts[0], starts[-1] - starts[0])
     if flat.null_count or not np.all(np.diff(starts)):
         return None
-    return _columns(flat, starts - starts[0], source_rows)
+    columns = _columns(flat, starts - starts[0], source_rows)
+    return None if columns is None or form.maps_any(columns.role_names) else columns
 
 
 def _columns(flat: pa.StructArray, starts: Ints64, source_rows: Ints64) -> ChatColumns | None:

@@ -1,5 +1,9 @@
 """The format of a source, from its columns.
 
+1. `source.columns` says which column is which; what it does not say has one of the usual names (`ALIASES`).
+2. The first format of `formats.NEEDS` whose columns are all there is the one.
+3. What was found is said in one line (`seen`) and is part of the recipe.
+
 Always true:
 - it is found from the column names, never from the content of a row;
 - a missing column is named, with the columns that are there and the nearest one.
@@ -11,49 +15,104 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from raysvc.chat.source.formats import NEEDS, Format
+from raysvc.chat.source.formats import NEEDS, OPTIONAL, Format, refused_why
 from raysvc.config import Format as FormatName
 from raysvc.config import TextSpec
 from raysvc.errors import ConfigError, SourceError
 
-OPTIONAL = ("tools", "system", "input", "prompt", "loss_mask", "labels", "attention_mask")
+ALIASES: dict[str, tuple[str, ...]] = {
+    "messages": ("messages", "conversations", "conversation"),
+    "chosen": ("chosen", "chosen_messages"),
+    "rejected": ("rejected", "rejected_messages"),
+    "output": ("output", "response"),
+    "question": ("question", "query", "prompt"),
+    "answer": ("answer", "response"),
+    "input": ("input", "context"),
+}
+MESSAGE_KEYS = ("role", "content")  # in source.columns they name keys of a message
+BESIDE: dict[str, tuple[str, ...]] = {  # columns that a format uses where they are there
+    "preference": ("messages", "instruction", "input"),
+    "alpaca": ("input",),
+}
 
 
 def resolve_format(spec: TextSpec, first_row: Mapping[str, Any]) -> Format:
     """The format of a source, from the columns of its first row.
 
     Raises:
-        SourceError: a column that is needed is missing.
+        SourceError: a column that is needed is missing, or one is there that cannot be used yet.
         ConfigError: `train_on` or `truncation` that this format cannot have.
     """
     columns = sorted(map(str, first_row))
     for ours, theirs in spec.columns.items():
         _known_column(ours, theirs, columns)
-    name = _detect(spec, columns) if spec.format == "auto" else spec.format
+    name: FormatName = _detect(spec, columns) if spec.format == "auto" else spec.format
+    found = dict(spec.columns)
     for ours in NEEDS[name]:
-        theirs = spec.columns.get(ours, ours)
+        theirs = _theirs(spec, ours, columns)
         if theirs not in columns:
             raise _missing(f"format {name} needs a column {theirs!r}", (theirs,), columns)
+        found[ours] = theirs
+    for ours in BESIDE.get(name, ()):
+        found[ours] = _theirs(spec, ours, columns)
     _check_policy(spec, name)
-    return Format(name, dict(spec.columns), spec.train_on)
+    form = format_of(spec.model_copy(update={"format": name, "columns": _told(found)}))
+    _refuse_payload(form, first_row)
+    return form
+
+
+def format_of(spec: TextSpec) -> Format:
+    """The format of a spec that names it."""
+    assert spec.format != "auto"
+    return Format(spec.format, dict(spec.columns), spec.train_on, dict(spec.roles), spec.ignore)
+
+
+def seen(form: Format, first_row: Mapping[str, Any]) -> str:
+    """One line about what was found, for display."""
+    pairs = [f"{ours} = {form.column(ours)}" for ours in NEEDS[form.name]]
+    value = form.get(first_row, "messages") if form.name == "chat" else None
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        keys = [key for key in ("role", "content", "from", "value") if key in value[0]]
+        pairs.append(f"messages with {' and '.join(keys)}")
+    return f"{form.name} ({', '.join(pairs)})"
+
+
+def _told(found: Mapping[str, str]) -> dict[str, str]:
+    """Only what has another name than ours."""
+    return {ours: theirs for ours, theirs in found.items() if ours != theirs}
+
+
+def _theirs(spec: TextSpec, ours: str, columns: list[str]) -> str:
+    """The source's name of a column: declared, else the first usual one that is there."""
+    if ours in spec.columns:
+        return spec.columns[ours]
+    return next((name for name in ALIASES.get(ours, ()) if name in columns), ours)
+
+
+def _refuse_payload(form: Format, row: Mapping[str, Any]) -> None:
+    for name in form.refused:
+        if row.get(name) not in (None, "", []):
+            raise SourceError(
+                "source", f"the rows have a column {name!r}, which is not supported yet", refused_why(name)
+            )
 
 
 def _known_column(ours: str, theirs: str, columns: list[str]) -> None:
-    known = sorted({*OPTIONAL, *(name for needs in NEEDS.values() for name in needs)})
+    known = sorted({*OPTIONAL, *MESSAGE_KEYS, *(name for needs in NEEDS.values() for name in needs)})
     if ours not in known:
         raise ConfigError(
             f"source.columns.{ours}",
             f"{ours!r} is not a column we use{_nearest((ours,), known)}",
             f"use one of {', '.join(known)}",
         )
-    if theirs not in columns:
+    if ours not in MESSAGE_KEYS and theirs not in columns:
         raise _missing(f"columns.{ours} names {theirs!r}, which the rows do not have", (theirs,), columns)
 
 
-def _detect(spec: TextSpec, columns: list[str]) -> Any:
+def _detect(spec: TextSpec, columns: list[str]) -> FormatName:
     for name, needs in NEEDS.items():
-        if all(spec.columns.get(ours, ours) in columns for ours in needs):
-            return name
+        if all(_theirs(spec, ours, columns) in columns for ours in needs):
+            return name  # type: ignore[return-value]
     wanted = tuple(dict.fromkeys(ours for needs in NEEDS.values() for ours in needs))
     raise _missing("no format fits the rows", wanted, columns)
 
@@ -68,7 +127,7 @@ def _missing(what: str, wanted: tuple[str, ...], columns: list[str]) -> SourceEr
 
 def _nearest(wanted: Iterable[str], there: list[str]) -> str:
     for name in wanted:
-        near = difflib.get_close_matches(name, there, 1)
+        near = [] if name in there else difflib.get_close_matches(name, there, 1)
         if near:
             return f" (did you mean {near[0]!r} for {name!r}?)"
     return ""
@@ -85,6 +144,8 @@ def _check_policy(spec: TextSpec, name: FormatName) -> None:
         raise ConfigError(
             "train_on", f"message_weight needs chat rows, and these are {name}", "use completion"
         )
+    if name == "prompt" and spec.max_length is not None and spec.truncation.startswith("keep"):
+        raise ConfigError("truncation", "a prompt that is cut asks something else", "use drop or error")
     if spec.truncation == "keep_end_turns" and name in ("text", "pretokenized"):
         raise ConfigError(
             "truncation", f"keep_end_turns needs turns, and {name} rows have none", "use keep_start"

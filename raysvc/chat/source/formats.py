@@ -2,37 +2,62 @@
 
 Always true:
 - whatever is wrong with a row is that row's fault;
-- a row gives one example, a preference row two: the chosen one first.
+- a row gives one example, a preference row two: the chosen one first;
+- a column that would change what is trained, and that we do not use, is refused by its name.
 
-A string prompt and its completion are one text, `prompt + completion`, joined as they are.
+A string prompt and its completion are one text, `prompt + completion`, joined as they are. A question and its answer, an
+instruction and its output, are a user's message and an assistant's, behind the pairs of `history`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from raysvc.chat.row_errors import RowDropped, RowFault
-from raysvc.chat.source.messages import Conversation, Message, read_messages, read_tools
+from raysvc.chat.source.messages import (
+    Changes,
+    Conversation,
+    Message,
+    MessageReader,
+    kind_of,
+    parse_json,
+    read_tools,
+    unknown_roles,
+)
 from raysvc.config import Format as FormatName
 
 NEEDS: dict[str, tuple[str, ...]] = {
-    "chat": ("messages",),
     "preference": ("chosen", "rejected"),
+    "chat": ("messages",),
     "prompt_completion": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
+    "question_answer": ("question", "answer"),
     "pretokenized": ("input_ids",),
     "text": ("text",),
+    "prompt": ("prompt",),
 }
+KTO = ("label", "kto_tag")
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+PAIR = ("chosen", "rejected", "chosen_messages", "rejected_messages")
 NO_LABEL = -100
 
 
 @dataclass(frozen=True, slots=True)
 class ChatExample:
-    """A conversation to render; `trained` holds the places of the messages with loss, in order.
+    """A conversation to render.
 
-    `all_tokens` puts the whole render under loss; `has_parts` says that some content is a list of text parts.
+    Attributes:
+        messages: in normal form.
+        tools: or None.
+        trained: places of the messages with loss, in order.
+        all_tokens: the whole render is under loss.
+        has_parts: some content is a list of text parts.
+        has_calls: some message has `tool_calls`.
+        changes: what the normal form changed.
+        prompt: nothing is trained, and the generation prompt is rendered too.
     """
 
     messages: list[Message]
@@ -40,6 +65,9 @@ class ChatExample:
     trained: tuple[int, ...]
     all_tokens: bool = False
     has_parts: bool = False
+    has_calls: bool = False
+    changes: frozenset[str] = frozenset()
+    prompt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +97,31 @@ class Format:
         name: one of the format names, never "auto".
         columns: our column name -> the source's.
         train_on: from the spec.
+        roles: their role -> ours, as declared.
+        ignored: columns that are declared to be without meaning here.
     """
 
     name: FormatName
     columns: Mapping[str, str]
     train_on: str
+    roles: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        reader = MessageReader(self.roles, self.columns.get("role"), self.columns.get("content"))
+        object.__setattr__(self, "_reader", reader)
+        object.__setattr__(self, "refused", tuple(sorted(self._refused())))
+
+    _reader: MessageReader = field(init=False, repr=False, compare=False)
+    refused: tuple[str, ...] = field(init=False, repr=False, compare=False)
+
+    def _refused(self) -> set[str]:
+        """Columns that are payload we cannot carry yet."""
+        if self.name in ("text", "pretokenized"):
+            return set()
+        labels = KTO if self.name != "prompt" else ()
+        pair = PAIR if self.name != "preference" else ()
+        return {*labels, *pair, *MEDIA} - {*self.columns.values(), *self.ignored}
 
     @property
     def sequences_per_row(self) -> int:
@@ -88,6 +136,10 @@ class Format:
         """Value of one of our columns in a source row, None when it is not there."""
         return row.get(self.columns.get(ours, ours))
 
+    def maps_any(self, roles: Iterable[str]) -> bool:
+        """Whether one of some roles is read as another."""
+        return not self._reader.roles.keys().isdisjoint(roles)
+
     def normalize(self, row: Mapping[str, Any]) -> tuple[Example, ...]:
         """Examples of one row.
 
@@ -98,35 +150,91 @@ class Format:
         for ours in NEEDS[self.name]:
             if self.get(row, ours) is None:
                 raise RowFault(f"no value in column {self.column(ours)!r}", _columns(row))
+        for name in self.refused:
+            if name in row and row[name] not in (None, "", []):
+                raise RowFault(f"column {name!r} is not supported yet", refused_why(name))
         if self.name == "preference":
-            prompt = self.get(row, "prompt")
-            return tuple(
-                self._completed(row, prompt, self.get(row, side), self.column(side), answer_only=True)
-                for side in ("chosen", "rejected")
-            )
+            return tuple(self._side(row, side) for side in ("chosen", "rejected"))
         return (getattr(self, f"_{self.name}")(row),)
 
+    def check_values(self, row: Mapping[str, Any]) -> None:
+        """Raise RowFault when a column that is used holds a value that JSON does not have."""
+        for ours in USED:
+            check_json(self.get(row, ours), self.column(ours))
+
     def _chat(self, row: Mapping[str, Any]) -> ChatExample:
-        return self._conversation(row, read_messages(self.get(row, "messages"), self.column("messages")), 0)
+        changes: Changes = set()
+        whole = self._reader.read(self.get(row, "messages"), self.column("messages"), changes)
+        if _has_value(self.get(row, "history")):
+            raise RowFault(f"column {self.column('history')!r} beside messages", "put it into the messages")
+        return self._conversation(row, whole, 0, changes)
 
     def _alpaca(self, row: Mapping[str, Any]) -> ChatExample:
-        instruction, given, output = (self.get(row, name) for name in ("instruction", "input", "output"))
-        for column, value in (("instruction", instruction), ("input", given or ""), ("output", output)):
-            if not isinstance(value, str):
-                raise RowFault(f"{self.column(column)!r} is not text", f"it is a {type(value).__name__}")
-        user = f"{instruction}\n\n{given}".strip() if given else instruction
-        messages = [{"role": "user", "content": user}, {"role": "assistant", "content": output}]
-        return self._conversation(row, Conversation(messages), 1)
+        user = self._instruction(row)
+        output = self._text_of(row, "output")
+        before = self._history(row)
+        messages = [*before, {"role": "user", "content": user}, {"role": "assistant", "content": output}]
+        return self._conversation(row, Conversation(messages), len(messages) - 1, set())
+
+    def _instruction(self, row: Mapping[str, Any]) -> str:
+        instruction, given = self._text_of(row, "instruction"), self._text_of(row, "input")
+        return f"{instruction}\n\n{given}".strip() if given else instruction
+
+    def _question_answer(self, row: Mapping[str, Any]) -> ChatExample:
+        changes: Changes = set()
+        asked = self._turn(self.get(row, "question"), "user", self.column("question"), changes)
+        answered = self._turn(self.get(row, "answer"), "assistant", self.column("answer"), changes)
+        before = Conversation([*self._history(row), *asked.messages], asked.has_parts, asked.has_calls)
+        return self._conversation(row, _joined(before, answered), len(before.messages), changes)
+
+    def _prompt(self, row: Mapping[str, Any]) -> ChatExample:
+        changes: Changes = set()
+        whole = self._turn(self.get(row, "prompt"), "user", self.column("prompt"), changes)
+        messages, _ = self._with_system(row, whole.messages)
+        tools, noted = read_tools(self.get(row, "tools")), frozenset(changes)
+        return ChatExample(messages, tools, (), False, whole.has_parts, whole.has_calls, noted, prompt=True)
 
     def _prompt_completion(self, row: Mapping[str, Any]) -> Example:
+        if _has_value(self.get(row, "history")):
+            raise RowFault(f"column {self.column('history')!r} beside a prompt", "put it into the prompt")
         completion = self.get(row, "completion")
         return self._completed(row, self.get(row, "prompt"), completion, self.column("completion"))
 
+    def _side(self, row: Mapping[str, Any], side: str) -> Example:
+        """One answer of a preference row; the prompt may be one, messages, or an instruction."""
+        prompt = self.get(row, "prompt")
+        if prompt is None:
+            prompt = self.get(row, "messages")
+        answer, column = self.get(row, side), self.column(side)
+        if prompt is None and self.get(row, "instruction") is not None:
+            history, user = self._history(row), {"role": "user", "content": self._instruction(row)}
+            prompt = [*history, user]
+            answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+        return self._completed(row, prompt, answer, column, answer_only=True)
+
     def _text(self, row: Mapping[str, Any]) -> TextExample:
-        text = self.get(row, "text")
-        if not isinstance(text, str):
-            raise RowFault(f"{self.column('text')!r} is not text", f"it is a {type(text).__name__}")
-        return TextExample("", text)
+        return TextExample("", self._text_of(row, "text"))
+
+    def _text_of(self, row: Mapping[str, Any], ours: str) -> str:
+        value = self.get(row, ours)
+        if value is None and ours == "input":
+            return ""
+        if not isinstance(value, str):
+            raise RowFault(f"{self.column(ours)!r} is not text", f"it is {kind_of(value)}")
+        return value
+
+    def _history(self, row: Mapping[str, Any]) -> list[Message]:
+        """Earlier turns: pairs of a question and an answer, as a list or as JSON text."""
+        column, value = self.column("history"), self.get(row, "history")
+        if not _has_value(value):
+            return []
+        pairs = parse_json(value, column) if isinstance(value, str) else value
+        if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in pairs):
+            raise RowFault(f"{column!r} is not a list of pairs of texts", f"it is {kind_of(pairs)}")
+        roles = ("user", "assistant")
+        return [
+            {"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)
+        ]
 
     def _pretokenized(self, row: Mapping[str, Any]) -> TokensExample:
         ids = _ints(self.get(row, "input_ids"), "input_ids")
@@ -162,30 +270,52 @@ class Format:
             if self.train_on == "all_tokens":
                 return TextExample("", (prompt or "") + completion)
             return TextExample(prompt or "", completion)
-        nothing = Conversation([])
-        before = nothing if prompt is None else read_turn(prompt, "user", self.column("prompt"))
-        after = read_turn(completion, "assistant", column)
+        changes: Changes = set()
+        before = Conversation([])
+        if prompt is not None:
+            before = self._turn(prompt, "user", self.column("prompt"), changes)
+        after = self._turn(completion, "assistant", column, changes)
         if isinstance(prompt, str) and any(message["role"] == "user" for message in after.messages[:2]):
-            before, prompt = nothing, None  # the completion is the whole conversation, and holds the prompt
-        messages = before.messages + after.messages
-        start = len(before.messages)
+            before, prompt = Conversation([]), None  # the completion is the whole conversation
+        whole, start = _joined(before, after), len(before.messages)
         if prompt is None:
-            start = max((n for n, m in enumerate(messages) if m["role"] == "assistant"), default=0)
-        whole = Conversation(messages, before.has_parts or after.has_parts)
-        return self._conversation(row, whole, start, answer_only)
+            places = (n for n, m in enumerate(whole.messages) if m["role"] == "assistant")
+            start = max(places, default=0)
+        return self._conversation(row, whole, start, changes, answer_only)
+
+    def _turn(self, value: Any, role: str, column: str, changes: Changes) -> Conversation:
+        """Messages; a string is one message of `role`."""
+        if isinstance(value, str):
+            return Conversation([{"role": role, "content": value}])
+        return self._reader.read(value, column, changes)
+
+    def _with_system(self, row: Mapping[str, Any], messages: list[Message]) -> tuple[list[Message], int]:
+        """(messages behind the system column, how many came before them)."""
+        system = self.get(row, "system")
+        if isinstance(system, str) and system and messages[0]["role"] != "system":
+            return [{"role": "system", "content": system}, *messages], 1
+        return messages, 0
 
     def _conversation(
-        self, row: Mapping[str, Any], whole: Conversation, start: int, answer_only: bool = False
+        self,
+        row: Mapping[str, Any],
+        whole: Conversation,
+        start: int,
+        changes: Changes,
+        answer_only: bool = False,
     ) -> ChatExample:
-        messages, system = whole.messages, self.get(row, "system")
-        if isinstance(system, str) and system and messages[0]["role"] != "system":
-            messages, start = [{"role": "system", "content": system}, *messages], start + 1
-        tools = read_tools(self.get(row, "tools"))
+        messages, added = self._with_system(row, whole.messages)
+        tools, parts, calls = read_tools(self.get(row, "tools")), whole.has_parts, whole.has_calls
+        noted = frozenset(changes) if changes else frozenset()
         if self.train_on == "all_tokens":
-            return ChatExample(messages, tools, (), True, whole.has_parts)
+            return ChatExample(messages, tools, (), True, parts, calls, noted)
         train_on = "completion" if answer_only else self.train_on
-        trained = trained_messages(messages, train_on, start)
-        return ChatExample(messages, tools, trained, False, whole.has_parts)
+        trained = trained_messages(messages, train_on, start + added)
+        return ChatExample(messages, tools, trained, False, parts, calls, noted)
+
+
+OPTIONAL = ("tools", "system", "input", "history", "prompt", "loss_mask", "labels", "attention_mask")
+USED = tuple(sorted({*OPTIONAL, *(name for needs in NEEDS.values() for name in needs)} - {"input_ids"}))
 
 
 def trained_messages(messages: list[Message], train_on: str, start: int) -> tuple[int, ...]:
@@ -204,14 +334,23 @@ def trained_messages(messages: list[Message], train_on: str, start: int) -> tupl
     if train_on == "completion":
         places = [place for place in places if place >= start]
     if not places:
+        _refuse_unknown_roles(messages)
         raise RowDropped("no assistant message")
     return tuple(places[-1:] if train_on == "last_assistant_message" else places)
 
 
+def _refuse_unknown_roles(messages: list[Message]) -> None:
+    unknown = unknown_roles(messages)
+    if unknown:
+        what = f"no message of the assistant, and unknown roles: {', '.join(unknown)}"
+        raise RowFault(what, f"map them: source.roles: {{{unknown[0]}: assistant}}")
+
+
 def _weight(message: Message) -> bool:
-    """`weight` (0 or 1) or `train`; an assistant message without either counts as 1."""
+    """`weight`, `loss_weight` (0 or 1) or `train`; an assistant message without any counts as 1."""
     assistant = message["role"] == "assistant"
-    weight = message.get("weight", message.get("train", assistant))
+    names = ("weight", "loss_weight", "train")
+    weight = next((message[name] for name in names if name in message), assistant)
     if weight not in (0, 1):
         raise RowFault("a message weight is not 0 or 1", f"it is {weight!r}")
     if weight and not assistant:
@@ -221,17 +360,48 @@ def _weight(message: Message) -> bool:
     return bool(weight)
 
 
-def read_turn(value: Any, role: str, column: str) -> Conversation:
-    """Messages; a string is one message of `role`."""
-    if isinstance(value, str):
-        return Conversation([{"role": role, "content": value}])
-    return read_messages(value, column)
+def refused_why(name: str) -> str:
+    """Why a column is refused, and what to do."""
+    if name in KTO:
+        return "rows with a label (KTO) are not trained as plain rows; source.ignore: [label] trains them so"
+    if name in PAIR:
+        return "a pair is of format preference; source.ignore says that it has no meaning"
+    return "it is not carried to the model; source.ignore says that it has no meaning"
+
+
+def check_json(value: Any, column: str) -> None:
+    """Raise RowFault when a value, or one inside it, is none that JSON has."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            check_json(item, column)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise RowFault("a number is NaN or infinite, which JSON does not have", f"in {column!r}")
+    elif value is not None and not isinstance(value, (str, int, float)):
+        raise RowFault(f"a value is a {type(value).__name__}, which JSON does not have", f"in {column!r}")
+
+
+def _joined(before: Conversation, after: Conversation) -> Conversation:
+    return Conversation(
+        before.messages + after.messages,
+        before.has_parts or after.has_parts,
+        before.has_calls or after.has_calls,
+    )
+
+
+def _has_value(value: Any) -> bool:
+    return value is not None and value != [] and not (isinstance(value, str) and value.strip() in ("", "[]"))
+
+
+def _is_pair(pair: Any) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
 
 
 def _ints(value: Any, column: str) -> list[int]:
     values = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(values, list) or not all(isinstance(item, int) for item in values):
-        raise RowFault(f"{column!r} is not a list of integers", f"it is a {type(value).__name__}")
+        raise RowFault(f"{column!r} is not a list of integers", f"it is {kind_of(value)}")
     return [int(item) for item in values]
 
 

@@ -1,17 +1,25 @@
 """Rows of a source as a reader finds them, and those of JSON lines.
 
+JSON is read as it is written: integers of any size stay integers, and `NaN` and `Infinity`, which Python writes, are
+numbers that only a row fails on that uses them.
+
 Always true:
 - a row that cannot be read comes with its error: it stops nothing;
-- blank lines are no rows but keep their number.
+- blank lines are no rows but keep their number;
+- a byte order mark before a line is no part of it.
 """
 
 from __future__ import annotations
 
+import codecs
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 BLOCK_BYTES = 1 << 25
+_DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
+_LONG_NUMBER = b"0" * 19  # from 2^64 on, orjson makes integers floats
 
 
 @dataclass(frozen=True)
@@ -20,13 +28,49 @@ class SourceRow:
 
     Attributes:
         source_row: its number in the source.
-        data: the row, None when it could not be read; what JSON does not have becomes text as in `transformers`.
+        data: the row in JSON types, None when it could not be read.
         error: why not, beginning with a short reason and a colon.
+        line: its JSON text, where it came from JSON lines.
+        odd: it may hold a value that JSON does not have.
     """
 
     source_row: int
     data: dict[str, Any] | None
     error: str | None = None
+    line: memoryview | None = None
+    odd: bool = False
+
+
+def load_json(text: bytes | memoryview, allow_nan: bool = False) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        text: UTF-8, with a byte order mark or without.
+        allow_nan: take `NaN` and `Infinity`.
+
+    Raises:
+        ValueError: it is not JSON.
+        RecursionError: it is nested too deeply.
+    """
+    import orjson
+
+    try:
+        if not has_long_numbers(text):
+            return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        if not allow_nan and not bytes(text[:3]) == codecs.BOM_UTF8:
+            raise
+    plain = bytes(text).removeprefix(codecs.BOM_UTF8).decode()
+    return json.loads(plain, parse_constant=None if allow_nan else _no_constant)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def has_long_numbers(text: bytes | memoryview) -> bool:
+    """Whether digits stand together that may be an integer beyond 64 bits."""
+    return _LONG_NUMBER in bytes(text).translate(_DIGITS)
 
 
 def json_rows(data: bytes, first_row: int) -> Iterator[SourceRow]:
@@ -34,18 +78,23 @@ def json_rows(data: bytes, first_row: int) -> Iterator[SourceRow]:
     import orjson
 
     whole, at, number = memoryview(data), 0, first_row - 1
+    load = load_json if has_long_numbers(data) else orjson.loads
     while at < len(data):
         end = data.find(b"\n", at)
         line = whole[at : end if end >= 0 else len(data)]
         at, number = at + len(line) + 1, number + 1
         try:
-            value = orjson.loads(line)
-        except orjson.JSONDecodeError as broken:
-            if bytes(line).strip():
+            value, odd = load(line), False
+        except (ValueError, RecursionError):
+            if not bytes(line).strip():
+                continue
+            try:
+                value, odd = load_json(line, allow_nan=True), True
+            except (ValueError, RecursionError) as broken:
                 yield SourceRow(number, None, f"broken JSON: {broken}")
-            continue
+                continue
         if isinstance(value, dict):
-            yield SourceRow(number, value)
+            yield SourceRow(number, value, None, line, odd)
         else:
             yield SourceRow(number, None, f"not a JSON object: it is a {type(value).__name__}")
 

@@ -1,23 +1,58 @@
-"""Messages as a row spells them -> messages as the template gets them.
+"""Messages as a row spells them -> their normal form, which templates get.
+
+1. A JSON string becomes a list; the keys of a message are renamed to `role` and `content` (`from` and `value`, or what
+   `source.columns` declares).
+2. Roles are mapped: those that `source.roles` declares, then the usual other spellings (`ROLES`). A role that nobody
+   knows stays as it is: templates have roles of their own.
+3. A call that is a message of its own (`function_call`) becomes an assistant's message with `tool_calls`; calls are read
+   by `tool_calls`, content parts by `parts`.
+4. Keys whose value is None are left out, as `apply_chat_template` does, and reasoning is put under every name that
+   templates read it by.
 
 Always true:
 - what came in is not changed;
-- keys whose value is None are left out, as `apply_chat_template` does;
-- reasoning is there under every name that templates read it by;
-- fields we do not know pass through untouched.
+- fields we do not know, and the `name` of a tool's message, pass through untouched;
+- what was changed, beyond None and names of reasoning, is noted in `changes`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any
 
 from raysvc.chat.row_errors import RowFault
+from raysvc.chat.source.json_rows import load_json
+from raysvc.chat.source.parts import PARTS_READ, read_parts
+from raysvc.chat.source.tool_calls import CALLS_WRAPPED, calls_of_text, read_calls, wrapped
 
+NORMAL_FORM = 1  # of messages; another number gives other keys
 Message = dict[str, Any]
+Changes = set[str]
 SYSTEM_ROLES = ("system", "developer")
+CALL = "function_call"  # the role of a message that is a call; its content is the call
+ROLES: Mapping[str, str] = MappingProxyType(
+    {
+        "human": "user",
+        "prompter": "user",
+        "gpt": "assistant",
+        "chatgpt": "assistant",
+        "bot": "assistant",
+        "model": "assistant",
+        "function_call": CALL,
+        "tool_call": CALL,
+        "observation": "tool",
+        "function_response": "tool",
+        "tool_response": "tool",
+    }
+)
+SPELLINGS = (("role", "content"), ("from", "value"))
+KEYS_RENAMED = "messages with other keys than role and content"
+ROLES_MAPPED = "roles mapped"
+CALLS_READ = "messages that are calls made tool_calls"
 _PLAIN = (str, int, float, bool)
 _REASONING = frozenset({"reasoning_content", "thinking", "reasoning"})
 _ROLE, _CONTENT = itemgetter("role"), itemgetter("content")
@@ -25,65 +60,114 @@ _ROLE, _CONTENT = itemgetter("role"), itemgetter("content")
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages as the template gets them; `has_parts` says that some content is a list of text parts."""
+    """Messages in normal form.
+
+    Attributes:
+        messages: for the template.
+        has_parts: some content is a list of text parts.
+        has_calls: some message has `tool_calls`.
+    """
 
     messages: list[Message]
     has_parts: bool = False
+    has_calls: bool = False
 
 
-def read_messages(value: Any, column: str = "messages") -> Conversation:
-    """Messages from a list of dicts, or from a JSON string of one.
+@dataclass(frozen=True)
+class MessageReader:
+    """Reads the messages of one source.
 
-    Raises:
-        RowFault: not a list of dicts with a role.
+    Attributes:
+        roles: their role -> ours, before those that are known.
+        role_key, content_key: the keys of a message, where they are declared.
     """
-    if isinstance(value, str):
-        value = parse_json(value, column)
-    if not isinstance(value, list) or not value:
-        raise RowFault(f"{column!r} is not a list of messages", f"it is {_kind(value)}")
-    all_texts = _all_texts(value)
-    odd = [n for n, item in enumerate(value) if len(item) != 2] if all_texts else range(len(value))
-    if not odd:
-        return Conversation(value)
-    messages = list(value)
-    for place in odd:
-        messages[place] = _message(value[place], place, column)
-    has_parts = not all_texts and any(type(message.get("content")) is list for message in messages)
-    return Conversation(messages, has_parts)
 
+    roles: Mapping[str, str] = field(default_factory=dict)
+    role_key: str | None = None
+    content_key: str | None = None
 
-def _all_texts(items: list[Any]) -> bool:
-    """Whether all messages have a text for role and content; one that has nothing else is fine as it is."""
-    try:
-        kinds = {*map(type, map(_ROLE, items)), *map(type, map(_CONTENT, items))}
-    except (KeyError, TypeError):
-        return False
-    return kinds == {str}
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "roles", {**ROLES, **self.roles})
 
+    def read(self, value: Any, column: str, changes: Changes) -> Conversation:
+        """Messages from a list of dicts, one dict, or a JSON string of either.
 
-def _message(item: Any, place: int, column: str) -> Message:
-    if not isinstance(item, dict):
-        raise RowFault(f"{column!r} holds something that is not a message", f"[{place}] is {_kind(item)}")
-    if type(item.get("role")) is not str:
-        raise RowFault("a message has no role", f"{column}[{place}] has the keys {sorted(map(str, item))}")
-    if (
-        type(item.get("content")) is not str
-        or None in item.values()
-        or type(item.get("tool_calls", [])) is not list
-    ):
-        item = _mended(item, f"{column}[{place}]")
-    return item if _REASONING.isdisjoint(item) else _with_aliases(item)
+        Args:
+            value: what the column holds.
+            column: its name, for messages.
+            changes: what was changed is added here.
 
+        Raises:
+            RowFault: not messages with a role.
+        """
+        if isinstance(value, str):
+            value = parse_json(value, column)
+        if isinstance(value, dict):
+            value = [value]
+        if not isinstance(value, list) or not value:
+            raise RowFault(f"{column!r} is not a list of messages", f"it is {kind_of(value)}")
+        plain = self._all_plain(value)
+        odd = [n for n, item in enumerate(value) if len(item) != 2] if plain else range(len(value))
+        if not odd:
+            return Conversation(value)
+        messages = list(value)
+        for place in odd:
+            messages[place] = self._message(value[place], f"{column}[{place}]", changes)
+        has_parts = not plain and any(type(message.get("content")) is list for message in messages)
+        return Conversation(messages, has_parts, any("tool_calls" in message for message in messages))
 
-def _mended(item: Message, place: str) -> Message:
-    """Without what is None, tool calls as a list, and parts as dicts."""
-    message = {key: value for key, value in item.items() if value is not None}
-    if "tool_calls" in message:
-        _put_tool_calls(message, message["tool_calls"])
-    content = message.get("content")
-    if content is not None and type(content) is not str:
-        message["content"] = _content(content, place)
-    return message
+    def _all_plain(self, items: list[Any]) -> bool:
+        """Whether all have a text for role and content, and a role that stays; with no other key they are fine as they are."""
+        try:
+            roles = {*map(_ROLE, items)}
+            kinds = {*map(type, roles), *map(type, map(_CONTENT, items))}
+        except (KeyError, TypeError):
+            return False
+        return kinds == {str} and self.roles.keys().isdisjoint(roles)
+
+    def _message(self, item: Any, place: str, changes: Changes) -> Message:
+        if not isinstance(item, dict):
+            column = place.partition("[")[0]
+            raise RowFault(f"{column!r} holds something that is not a message", f"{place} is {kind_of(item)}")
+        message = self._renamed(item, changes)
+        if type(message.get("role")) is not str:
+            raise RowFault("a message has no role", f"{place} has the keys {sorted(map(str, item))}")
+        if message["role"] in self.roles:
+            message = self._with_role(message, changes)
+        if None in message.values():
+            message = {key: value for key, value in message.items() if value is not None}
+        if "tool_calls" in message:
+            message = read_calls(message, changes)
+        content = message.get("content")
+        if content is not None and type(content) is not str:
+            changes.add(PARTS_READ)
+            message = {**message, **read_parts(content, place)}
+        return message if _REASONING.isdisjoint(message) else _with_aliases(message)
+
+    def _renamed(self, item: Message, changes: Changes) -> Message:
+        """With `role` and `content` for keys that say the same."""
+        pair = self._keys_of(item)
+        if pair == SPELLINGS[0] or pair[0] not in item:
+            return item
+        changes.add(KEYS_RENAMED)
+        names = dict(zip(pair, SPELLINGS[0], strict=True))
+        return {names.get(key, key): value for key, value in item.items()}
+
+    def _keys_of(self, item: Message) -> tuple[str, str]:
+        if self.role_key or self.content_key:
+            return self.role_key or "role", self.content_key or "content"
+        return SPELLINGS[0] if "role" in item or "from" not in item else SPELLINGS[1]
+
+    def _with_role(self, message: Message, changes: Changes) -> Message:
+        role = self.roles[message["role"]]
+        if role == message["role"] != CALL:
+            return message
+        changes.add(ROLES_MAPPED)
+        if role != CALL:
+            return {**message, "role": role}
+        changes.add(CALLS_READ)
+        calls = [wrapped(call, {CALLS_WRAPPED}) for call in calls_of_text(message.get("content"), "a call")]
+        return {**message, "role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _with_aliases(message: Message) -> Message:
@@ -94,50 +178,6 @@ def _with_aliases(message: Message) -> Message:
     return aliased
 
 
-def _put_tool_calls(message: Message, calls: Any) -> None:
-    """Some data sets keep `tool_calls` as a JSON string, since Arrow has no free-form structs."""
-    if isinstance(calls, str):
-        if not calls.strip():
-            del message["tool_calls"]
-            return
-        calls = parse_json(calls, "tool_calls")
-        if calls is None:
-            del message["tool_calls"]
-            return
-        message["tool_calls"] = [calls] if isinstance(calls, dict) else calls
-    if not isinstance(message["tool_calls"], list):
-        raise RowFault("'tool_calls' is not a list", f"it is {_kind(message['tool_calls'])}")
-
-
-def _content(content: Any, place: str) -> Any:
-    if not isinstance(content, list):
-        raise RowFault("a content is neither text nor parts", f"{place} is {_kind(content)}")
-    parts = []
-    for part in content:
-        if isinstance(part, str):
-            parts.append({"type": "text", "text": part})
-        elif (
-            isinstance(part, dict)
-            and part.get("type", "text") == "text"
-            and isinstance(part.get("text"), str)
-        ):
-            parts.append({key: value for key, value in part.items() if value is not None})
-        else:
-            kind = part.get("type") if isinstance(part, dict) else _kind(part)
-            raise RowFault("a content part is not text", f"{place} has a part of type {kind!r}")
-    return parts
-
-
-def flatten_parts(messages: list[Message]) -> list[Message]:
-    """The same messages with text parts joined, without a separator: for templates that know only string contents."""
-    return [
-        {**message, "content": "".join(part["text"] for part in message["content"])}
-        if type(message.get("content")) is list
-        else message
-        for message in messages
-    ]
-
-
 def read_tools(value: Any) -> list[Any] | None:
     """Tools from a list or a JSON string; an empty one means no tools."""
     if isinstance(value, str):
@@ -145,7 +185,7 @@ def read_tools(value: Any) -> list[Any] | None:
     if value is None:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise RowFault("'tools' is not a list of tools", f"it is {_kind(value)}")
+        raise RowFault("'tools' is not a list of tools", f"it is {kind_of(value)}")
     return value or None
 
 
@@ -157,11 +197,9 @@ def _tools_of(text: str) -> list[Any] | None:
 
 def parse_json(text: str, column: str) -> Any:
     """Parsed text of a column that holds JSON strings."""
-    import orjson
-
     try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError as broken:
+        return load_json(text.encode())
+    except (ValueError, RecursionError) as broken:
         raise RowFault(f"broken JSON in {column!r}", str(broken)) from None
 
 
@@ -175,7 +213,14 @@ def is_plain(value: Any) -> bool:
     return kind is list and all(is_plain(item) for item in value)
 
 
-def _kind(value: Any) -> str:
+def unknown_roles(messages: Iterable[Message]) -> list[str]:
+    """Roles that stand in no table, in order."""
+    known = {*SYSTEM_ROLES, "user", "assistant", "tool", "function", "ipython"}
+    return sorted({message["role"] for message in messages} - known)
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, for a message about it."""
     if isinstance(value, list):
         return "an empty list" if not value else f"a list of {type(value[0]).__name__}"
-    return "missing" if value is None else type(value).__name__
+    return "missing" if value is None else f"a {type(value).__name__}"

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from raysvc.chat.source.template_fit import TemplateFit
 from raysvc.config import TokenizerConfig
 from raysvc.errors import TokenizerError
 
@@ -34,6 +35,7 @@ class LoadedTokenizer:
         self.config = config
         self.hf: Any = _load(config)
         self.templates = _templates(self.hf, config)
+        self._fits: dict[str, TemplateFit] = {}
 
     @property
     def chat_template(self) -> str | None:
@@ -64,17 +66,34 @@ class LoadedTokenizer:
         """What the template sees beside messages and tools."""
         return {**self.hf.special_tokens_map, **self.config.template_kwargs}
 
-    def reference_ids(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> list[int]:
-        """What `apply_chat_template` gives: the truth that everything else is compared with."""
-        ids = self.hf.apply_chat_template(
-            messages,
-            tools=tools,
-            tokenize=True,
-            return_dict=False,
-            chat_template=self.templates[self.template_name(tools is not None)],
-            **self.config.template_kwargs,
-        )
+    def reference_ids(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False
+    ) -> list[int]:
+        """What `apply_chat_template` gives: the truth that everything else is compared with.
+
+        Args:
+            messages: of one conversation.
+            tools: or None.
+            prompt: with the generation prompt.
+        """
+        name = self.template_name(tools is not None)
+        ids = self._apply(name, messages, tools=tools, add_generation_prompt=prompt)
         return list(ids)
+
+    def fit(self, has_tools: bool) -> TemplateFit:
+        """What the template of a row takes; asked once."""
+        name = self.template_name(has_tools)
+        if name not in self._fits:
+            self._fits[name] = TemplateFit.of(
+                lambda messages: str(self._apply(name, messages, tokenize=False))
+            )
+        return self._fits[name]
+
+    def _apply(self, name: str, messages: list[dict[str, Any]], **options: Any) -> Any:
+        options = {"tokenize": True, **options, **self.config.template_kwargs}
+        return self.hf.apply_chat_template(
+            messages, return_dict=False, chat_template=self.templates[name], **options
+        )
 
     def identity(self) -> dict[str, Any]:
         """What decides the bytes, as JSON."""

@@ -1,0 +1,75 @@
+"""Content parts of one message -> text parts, and what else they say.
+
+Always true:
+- a part is text, reasoning or a tool call; any other is refused by its type;
+- text parts keep their order, and what stands beside their text;
+- a template that does not take parts gets their texts joined, with nothing between them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raysvc.chat.row_errors import RowFault
+from raysvc.chat.source.tool_calls import calls_of_text, wrapped
+
+PARTS_READ = "contents that were lists of parts"
+
+
+def read_parts(content: Any, place: str) -> dict[str, Any]:
+    """The fields of a message that its parts say: `content`, and `reasoning_content` and `tool_calls` where there are any.
+
+    Raises:
+        RowFault: a part that is not text.
+    """
+    if not isinstance(content, list):
+        raise RowFault("a content is neither text nor parts", f"{place} is a {type(content).__name__}")
+    texts: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    calls: list[Any] = []
+    for part in content:
+        kind, text = _kind_and_text(part, place)
+        if kind == "reasoning":
+            thoughts.append(text)
+        elif kind == "tool_call":
+            calls += [wrapped(call, set()) for call in calls_of_text(text, "a call")]
+        else:
+            texts.append(_text_part(part, text))
+    found: dict[str, Any] = {"content": texts if texts or not (thoughts or calls) else ""}
+    if thoughts:
+        found["reasoning_content"] = "".join(thoughts)
+    if calls:
+        found["tool_calls"] = calls
+    return found
+
+
+def flatten_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same messages with text parts joined, with nothing between: for templates that know only string contents."""
+    return [
+        {**message, "content": "".join(part["text"] for part in message["content"])}
+        if type(message.get("content")) is list
+        else message
+        for message in messages
+    ]
+
+
+def _kind_and_text(part: Any, place: str) -> tuple[str, str]:
+    if isinstance(part, str):
+        return "text", part
+    if not isinstance(part, dict):
+        raise RowFault("a content part is not text", f"{place} has a part that is a {type(part).__name__}")
+    kind = part.get("type", "text")
+    if kind not in ("text", "reasoning", "tool_call"):
+        raise RowFault("a content part is not text", f"{place} has a part of type {kind!r}")
+    text = next((part[key] for key in ("text", "value", kind) if isinstance(part.get(key), str)), None)
+    if text is None:
+        keys = sorted(str(key) for key, value in part.items() if value is not None)
+        raise RowFault(f"a {kind} part has no text", f"{place} has a part with the keys {keys}")
+    return kind, text
+
+
+def _text_part(part: Any, text: str) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": text}
+    kept = {key: value for key, value in part.items() if value is not None and key != "value"}
+    return {"type": "text", **kept, "text": text}

@@ -1,0 +1,86 @@
+"""Tool calls of one message -> a list of `{type: function, function: {name, arguments}}`.
+
+Always true:
+- a message without calls has no `tool_calls`: `[]`, `"[]"`, `""` and null are placeholders and are left out;
+- a call that comes flat, `{name, arguments}`, is wrapped, and keeps its id;
+- `arguments` stay as they are here, text or object: which of them a template takes is `template_fit`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from raysvc.chat.row_errors import RowFault
+from raysvc.chat.source.json_rows import load_json
+
+CALLS_WRAPPED = "flat tool calls wrapped"
+CALLS_PARSED = "tool_calls that were JSON text"
+PLACEHOLDERS = "empty tool_calls left out"
+_OUTER = ("id", "type", "index")
+
+
+def read_calls(message: dict[str, Any], changes: set[str]) -> dict[str, Any]:
+    """A message that has a key `tool_calls`, in normal form."""
+    calls = message["tool_calls"]
+    if type(calls) is list and calls and all(map(_is_normal, calls)):
+        return message
+    if isinstance(calls, str):
+        calls = calls_of_text(calls, "'tool_calls'")
+        changes.add(CALLS_PARSED if calls else PLACEHOLDERS)
+    if isinstance(calls, dict):
+        calls = [calls]
+    if not isinstance(calls, list):
+        raise RowFault("'tool_calls' is not a list", f"it is a {type(calls).__name__}")
+    if not calls:
+        changes.add(PLACEHOLDERS)
+        return {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**message, "tool_calls": [wrapped(call, changes) for call in calls]}
+
+
+def wrapped(call: Any, changes: set[str]) -> dict[str, Any]:
+    """One call as OpenAI spells it.
+
+    Raises:
+        RowFault: it has no name.
+    """
+    if not isinstance(call, dict):
+        raise RowFault("a tool call is not an object", f"it is a {type(call).__name__}")
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RowFault("a tool call has no name", f"it has the keys {sorted(map(str, call))}")
+    if function is not call:
+        return call
+    changes.add(CALLS_WRAPPED)
+    outer = {key: call[key] for key in _OUTER if key in call}
+    return {**outer, "type": "function", "function": {k: v for k, v in call.items() if k not in _OUTER}}
+
+
+def calls_of_text(text: Any, what: str) -> list[Any]:
+    """Calls from JSON text: one object or a list; blank text and `null` are none.
+
+    Raises:
+        RowFault: it is not JSON, or of another type.
+    """
+    if not isinstance(text, str):
+        text = [] if text is None else text
+        return text if isinstance(text, list) else [text]
+    try:
+        value = load_json(text.encode()) if text.strip() else None
+    except (ValueError, RecursionError) as broken:
+        raise RowFault(f"broken JSON in {what.strip(chr(39))!r}", str(broken)) from None
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def arguments_of(messages: Iterable[dict[str, Any]]) -> list[Any]:
+    """The arguments of every call, in order, None where a call has none."""
+    return [
+        call["function"].get("arguments") for message in messages for call in message.get("tool_calls", ())
+    ]
+
+
+def _is_normal(call: Any) -> bool:
+    function = call.get("function") if type(call) is dict else None
+    return type(function) is dict and type(function.get("name")) is str

@@ -1,0 +1,175 @@
+"""Rows as the public data sets have them are read as what they are, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raysvc.chat.source.detect import resolve_format, seen
+from raysvc.config import TextSpec, TokenizerConfig
+from raysvc.errors import ConfigError, SourceError
+
+CHATML = "chatml_default_system"
+USER, ANSWER = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi there"}
+HUMAN, GPT = {"from": "human", "value": "hello"}, {"from": "gpt", "value": "hi there"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+EARLIER = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+def spec(**options: Any) -> TextSpec:
+    return TextSpec(tokenizer=TokenizerConfig(name="none"), **options)
+
+
+ROWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], int]] = {
+    "ShareGPT": ({"conversations": [HUMAN, GPT]}, [USER, ANSWER], 1),
+    "ShareGPT with system and tools columns": (
+        {"conversations": [HUMAN, GPT], "system": "Be brief.", "tools": "[]"},
+        [SYSTEM, USER, ANSWER],
+        1,
+    ),
+    "conversations with role and content": ({"conversations": [USER, ANSWER]}, [USER, ANSWER], 1),
+    "prompt and response": ({"prompt": "hello", "response": "hi there"}, [USER, ANSWER], 1),
+    "question and answer": ({"question": "hello", "answer": "hi there"}, [USER, ANSWER], 1),
+    "query and response": ({"query": "hello", "response": "hi there"}, [USER, ANSWER], 1),
+    "prompt messages and a response": (
+        {"prompt": [SYSTEM, USER], "response": "hi there"},
+        [SYSTEM, USER, ANSWER],
+        1,
+    ),
+    "question, answer and history": (
+        {"question": "hello", "answer": "hi there", "history": [["q", "a"]]},
+        [*EARLIER, USER, ANSWER],
+        2,
+    ),
+    "Alpaca with history and system": (
+        {
+            "instruction": "hello",
+            "input": "",
+            "output": "hi there",
+            "history": [["q", "a"]],
+            "system": "Be brief.",
+        },
+        [SYSTEM, *EARLIER, USER, ANSWER],
+        2,
+    ),
+    "Alpaca with history as text": (
+        {"instruction": "hello", "output": "hi there", "history": '[["q", "a"]]'},
+        [*EARLIER, USER, ANSWER],
+        2,
+    ),
+    "Dolly": (
+        {"instruction": "hello", "context": "you", "response": "hi there", "category": "x"},
+        [{"role": "user", "content": "hello\n\nyou"}, ANSWER],
+        1,
+    ),
+    "UltraChat": ({"prompt": "hello", "prompt_id": "1", "messages": [USER, ANSWER]}, [USER, ANSWER], 1),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_the_conversation_that_it_says(name: str, slice_tokenizer: Any, tokenize: Any) -> None:
+    row, messages, answers = ROWS[name]
+    tokenizer = slice_tokenizer(CHATML)
+    made, result = tokenize(tokenizer, row)
+    assert result.books.quarantined == {}
+    assert made[0].ids == tokenizer.tokenizer.hf.apply_chat_template(messages, return_dict=False)
+    assert len(made[0].trained) == answers
+    assert made[0].trained[-1] == "hi there<|im_end|>"
+
+
+BAD_GPT = {"from": "gpt", "value": "go away"}
+PAIRS: dict[str, dict[str, Any]] = {
+    "LLaMA-Factory ShareGPT": {"conversations": [HUMAN], "chosen": GPT, "rejected": BAD_GPT},
+    "LLaMA-Factory Alpaca": {
+        "instruction": "hello",
+        "input": "",
+        "chosen": "hi there",
+        "rejected": "go away",
+    },
+    "LLaMA-Factory v1": {
+        "chosen_messages": [USER, ANSWER],
+        "rejected_messages": [USER, {"role": "assistant", "content": "go away"}],
+    },
+    "UltraFeedback": {
+        "prompt": "hello",
+        "messages": [USER, ANSWER],
+        "chosen": [USER, ANSWER],
+        "rejected": [USER, {"role": "assistant", "content": "go away"}],
+        "score_chosen": 8.0,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_pair_is_two_answers_to_one_prompt(name: str, slice_tokenizer: Any, tokenize: Any) -> None:
+    tokenizer = slice_tokenizer(CHATML)
+    made, result = tokenize(tokenizer, PAIRS[name])
+    assert [row.trained for row in made] == [["hi there<|im_end|>"], ["go away<|im_end|>"]]
+    assert result.table["chosen"].to_pylist() == [1, 0]
+    assert made[0].ids == tokenizer.tokenizer.hf.apply_chat_template([USER, ANSWER], return_dict=False)
+
+
+@pytest.mark.parametrize("prompt", ["hello", [USER]])
+def test_a_prompt_alone_ends_where_the_model_begins_and_nothing_is_trained(
+    prompt: Any, slice_tokenizer: Any, tokenize: Any
+) -> None:
+    tokenizer = slice_tokenizer(CHATML)
+    row = {"data_source": "x", "prompt": prompt, "reward_model": {"ground_truth": "4"}}
+    made, result = tokenize(tokenizer, row)
+    truth = tokenizer.tokenizer.hf.apply_chat_template([USER], add_generation_prompt=True, return_dict=False)
+    assert made[0].ids == truth
+    assert not any(made[0].mask)
+    assert (result.books.rows_written, result.books.tokens_context) == (1, len(truth))
+    with pytest.raises(ConfigError, match="truncation"):
+        resolve_format(spec(max_length=5, truncation="keep_start"), row)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": "a", "completion": "b", "label": False}, "label"),
+    ({"messages": [USER, ANSWER], "kto_tag": True}, "kto_tag"),
+    ({"messages": [USER, ANSWER], "images": ["a.png"]}, "images"),
+    ({"messages": [USER, ANSWER], "chosen": ANSWER}, "chosen"),
+]
+
+
+@pytest.mark.parametrize(("row", "name"), REFUSED, ids=[name for _, name in REFUSED])
+def test_payload_that_cannot_be_carried_is_refused_by_name(
+    row: dict[str, Any], name: str, slice_tokenizer: Any, tokenize: Any
+) -> None:
+    with pytest.raises(SourceError, match=f"'{name}', which is not supported yet"):
+        resolve_format(spec(), row)
+    assert resolve_format(spec(ignore=(name,)), row)
+    tokenizer = slice_tokenizer(CHATML)
+    first = {key: value for key, value in row.items() if key != name}
+    _, result = tokenize(tokenizer, first, row, {**first, "images": []})
+    assert result.table["source_row"].to_pylist() == [0, 2]
+    assert result.books.quarantined == {f"column '{name}' is not supported yet": 1}
+
+
+def test_labels_of_plain_text_mean_nothing_here(slice_tokenizer: Any, tokenize: Any) -> None:
+    assert resolve_format(spec(), {"text": "a film", "label": 1}).name == "text"
+
+
+def test_history_beside_messages_is_refused_and_not_ignored(slice_tokenizer: Any, tokenize: Any) -> None:
+    row = {"messages": [USER, ANSWER], "history": [["q", "a"]]}
+    _, result = tokenize(slice_tokenizer(CHATML), row, {"messages": [USER, ANSWER], "history": []})
+    assert result.books.quarantined == {"column 'history' beside messages": 1}
+
+
+def test_what_was_seen_is_said() -> None:
+    row = {"conversations": [HUMAN, GPT]}
+    assert (
+        seen(resolve_format(spec(), row), row)
+        == "chat (messages = conversations, messages with from and value)"
+    )
+
+
+def test_a_name_that_is_there_is_never_the_nearest_to_itself() -> None:
+    with pytest.raises(SourceError) as caught:
+        resolve_format(spec(), {"id": 1, "answers": "b"})
+    assert "did you mean 'answers' for 'answer'" in str(caught.value)
+    with pytest.raises(SourceError) as caught:
+        resolve_format(spec(format="prompt_completion"), {"prompt": "a", "completions": "b"})
+    assert "'prompt' for 'prompt'" not in str(caught.value)
+    assert "did you mean 'completions' for 'completion'" in str(caught.value)

@@ -1,0 +1,244 @@
+"""However a row spells a conversation, the template gets one form of it, and the report counts what was changed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from raysvc.chat.row_errors import RowFault
+from raysvc.chat.slice_tokenizer import SliceTokenizer
+from raysvc.chat.source.json_rows import SourceRow
+from raysvc.chat.source.messages import MessageReader
+from raysvc.chat.source.template_fit import TemplateFit
+from raysvc.config import TextSpec, TokenizerConfig
+
+TOOLS = "merges_tools"
+USER, ANSWER = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi there"}
+ARGUMENTS = {"city": "Oslo", "days": 3}
+CALL = {"type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}}
+RESULT = {"role": "tool", "name": "get_weather", "content": "rain"}
+NORMAL = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, RESULT, ANSWER]
+
+CONCATENATES = """\
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}
+{%- if m.tool_calls %}{% for call in m.tool_calls %}{{ call.function.name + ' ' + call.function.arguments }}{% endfor %}
+{%- else %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"""
+
+
+def talk(call: Any, *rest: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "messages": [
+            USER,
+            {"role": "assistant", "content": "", "tool_calls": call},
+            *(rest or (RESULT, ANSWER)),
+        ]
+    }
+
+
+SPELLINGS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "arguments as JSON text": (
+        talk([{"type": "function", "function": {"name": "get_weather", "arguments": json.dumps(ARGUMENTS)}}]),
+        {"arguments that were JSON text made objects"},
+    ),
+    "a flat call": (talk([{"name": "get_weather", "arguments": ARGUMENTS}]), {"flat tool calls wrapped"}),
+    "a flat call with text arguments": (
+        talk([{"name": "get_weather", "arguments": json.dumps(ARGUMENTS)}]),
+        {"flat tool calls wrapped", "arguments that were JSON text made objects"},
+    ),
+    "calls as JSON text": (talk(json.dumps([CALL])), {"tool_calls that were JSON text"}),
+    "ShareGPT": (
+        {
+            "messages": [
+                {"from": "human", "value": "hello"},
+                {
+                    "from": "function_call",
+                    "value": json.dumps({"name": "get_weather", "arguments": ARGUMENTS}),
+                },
+                {"from": "observation", "value": "rain", "name": "get_weather"},
+                {"from": "gpt", "value": "hi there"},
+            ]
+        },
+        {
+            "messages with other keys than role and content",
+            "roles mapped",
+            "messages that are calls made tool_calls",
+        },
+    ),
+    "LLaMA-Factory v1 parts": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "value": "hello"}]},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_call", "value": json.dumps(CALL["function"])}],
+                },
+                {"role": "tool", "name": "get_weather", "content": [{"type": "text", "value": "rain"}]},
+                {"role": "assistant", "content": [{"type": "text", "value": "hi there"}], "loss_weight": 1.0},
+            ]
+        },
+        {"contents that were lists of parts"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_every_spelling_of_a_call_gives_the_ids_of_its_normal_form(
+    name: str, slice_tokenizer: Any, tokenize: Any
+) -> None:
+    tokenizer = slice_tokenizer(TOOLS)
+    row, changes = SPELLINGS[name]
+    before = json.dumps(row)
+    made, result = tokenize(tokenizer, row)
+    truth = tokenizer.tokenizer.hf.apply_chat_template(NORMAL, return_dict=False)
+    assert made[0].ids == truth
+    assert set(result.books.normalized) == changes
+    assert json.dumps(row) == before, "what came in is not changed"
+
+
+def test_the_usual_form_is_left_alone_and_counted_nowhere(slice_tokenizer: Any, tokenize: Any) -> None:
+    made, result = tokenize(slice_tokenizer(TOOLS), {"messages": NORMAL}, {"messages": [USER, ANSWER]})
+    assert len(made) == 2
+    assert result.books.normalized == {}
+
+
+@pytest.mark.parametrize("empty", [[], "[]", "", None, "null"])
+def test_placeholders_are_no_calls(empty: Any, slice_tokenizer: Any, tokenize: Any) -> None:
+    template = (
+        "{% for m in messages %}{% if m.tool_calls is defined %}{{ raise_exception('one call a message') }}"
+        "{% endif %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    )
+    name = slice_tokenizer(TOOLS).spec.tokenizer.name
+    config = TokenizerConfig(name=name, chat_template=template)
+    made, _ = tokenize(
+        SliceTokenizer(TextSpec(tokenizer=config)), {"messages": [USER, {**ANSWER, "tool_calls": empty}]}
+    )
+    assert made[0].trained == ["hi there<|im_end|>"]
+
+
+def test_a_template_that_concatenates_gets_the_text_of_the_source(
+    slice_tokenizer: Any, tokenize: Any
+) -> None:
+    config = TokenizerConfig(name=slice_tokenizer(TOOLS).spec.tokenizer.name, chat_template=CONCATENATES)
+    tokenizer = SliceTokenizer(TextSpec(tokenizer=config))
+    odd = '{"city":"Oslo"  }'
+    made, result = tokenize(
+        tokenizer,
+        talk([{"type": "function", "function": {"name": "f", "arguments": odd}}]),
+        talk([{"type": "function", "function": {"name": "f", "arguments": {"city": "Oslo"}}}]),
+    )
+    assert [row.trained[0] for row in made] == [f"f {odd}<|im_end|>", 'f {"city": "Oslo"}<|im_end|>']
+    assert result.books.normalized == {"arguments that were objects made JSON text": 1}
+
+
+@pytest.mark.parametrize(
+    ("template", "text_arguments"),
+    [
+        ("{{ (messages[-1].tool_calls or messages[1].tool_calls)[0].function.arguments | tojson }}", False),
+        (
+            "{% for k, v in messages[1].tool_calls[0].function.arguments.items() %}{{ k }}={{ v }}{% endfor %}",
+            False,
+        ),
+        ("{{ 'x' + messages[1].tool_calls[0].function.arguments }}", True),
+        ("{{ messages[1].tool_calls[0].function.arguments }}", True),
+        (
+            "{% set a = messages[1].tool_calls[0].function.arguments %}"
+            "{{ a if a is string else a | tojson }}",
+            False,
+        ),
+        ("{{ messages[0].content }}", False),
+    ],
+)
+def test_what_a_template_does_with_arguments_decides_what_it_gets(
+    template: str, text_arguments: bool, slice_tokenizer: Any
+) -> None:
+    hf = slice_tokenizer(TOOLS).tokenizer.hf
+    fit = TemplateFit.of(lambda m: hf.apply_chat_template(m, tokenize=False, chat_template=template))
+    assert fit.text_arguments is text_arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("{broken", "the arguments of a tool call are not JSON"),
+        ("[1]", "the arguments of a tool call are not an object"),
+        ('{"x": NaN}', "the arguments of a tool call are not JSON"),
+    ],
+)
+def test_arguments_that_are_no_object_set_the_row_aside(
+    arguments: str, reason: str, slice_tokenizer: Any, tokenize: Any
+) -> None:
+    _, result = tokenize(slice_tokenizer(TOOLS), talk([{"name": "f", "arguments": arguments}]))
+    assert list(result.books.quarantined) == [reason]
+
+
+@pytest.mark.parametrize("arguments", [None, "", "{}"])
+def test_a_call_without_arguments_has_an_empty_object(
+    arguments: Any, slice_tokenizer: Any, tokenize: Any
+) -> None:
+    made, _ = tokenize(slice_tokenizer(TOOLS), talk([{"name": "f", "arguments": arguments}]))
+    assert '{"name": "f", "arguments": {}}' in made[0].trained[0]
+
+
+def test_integers_of_any_size_reach_the_template(slice_tokenizer: Any) -> None:
+    big = 2**64 + 1
+    for arguments in ({"id": big}, json.dumps({"id": big})):
+        line = json.dumps(talk([{"name": "f", "arguments": arguments}])).encode()
+        result = slice_tokenizer(TOOLS).run_json_lines(line, 0)
+        text = slice_tokenizer(TOOLS).tokenizer.hf.decode(result.table["input_ids"][0].as_py())
+        assert f'{{"id": {big}}}' in text
+
+
+def test_roles_are_declared_or_the_row_says_how(slice_tokenizer: Any, tokenize: Any) -> None:
+    row = {"messages": [{"role": "seeker", "content": "hello"}, {"role": "helper", "content": "hi there"}]}
+    _, result = tokenize(slice_tokenizer(TOOLS), row)
+    (reason,) = result.books.quarantined
+    assert reason == "no message of the assistant, and unknown roles: helper, seeker"
+    assert "source.roles" in result.examples[0].detail
+    made, _ = tokenize(slice_tokenizer(TOOLS, roles={"seeker": "user", "helper": "assistant"}), row)
+    assert made[0].ids == tokenize(slice_tokenizer(TOOLS), {"messages": [USER, ANSWER]})[0][0].ids
+
+
+def test_plain_lines_with_other_roles_are_mapped_too(slice_tokenizer: Any) -> None:
+    lines = [
+        {"messages": [{"role": a, "content": "hello"}, {"role": b, "content": "hi there"}]}
+        for a, b in (("human", "gpt"), ("user", "assistant"))
+    ]
+    made = [slice_tokenizer(TOOLS).run_json_lines(json.dumps(line).encode(), 0) for line in lines]
+    assert made[0].table["input_ids"].to_pylist() == made[1].table["input_ids"].to_pylist()
+    assert [result.books.normalized for result in made] == [{"roles mapped": 1}, {}]
+
+
+def test_keys_of_a_message_can_be_declared(slice_tokenizer: Any, tokenize: Any) -> None:
+    row = {"talk": [{"who": "user", "says": "hello"}, {"who": "assistant", "says": "hi there"}]}
+    columns = {"messages": "talk", "role": "who", "content": "says"}
+    made, _ = tokenize(slice_tokenizer(TOOLS, columns=columns), row)
+    assert made[0].trained == ["hi there<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("part", "reason", "detail"),
+    [
+        ({"type": "image_url", "value": "x"}, "a content part is not text", "of type 'image_url'"),
+        ({"type": "text"}, "a text part has no text", "with the keys ['type']"),
+    ],
+)
+def test_a_part_that_cannot_be_read_is_named(part: dict[str, Any], reason: str, detail: str) -> None:
+    with pytest.raises(RowFault) as caught:
+        MessageReader().read([USER, {"role": "assistant", "content": [part]}], "messages", set())
+    assert caught.value.reason == reason
+    assert detail in caught.value.detail
+
+
+def test_the_sample_compares_with_the_row_and_not_with_our_reading(
+    slice_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raysvc.chat.source import json_rows
+    from raysvc.chat.tokens.reference_check import RenderDiffers
+
+    row = talk([{"type": "function", "function": {"name": "f", "arguments": {"id": 2**64 + 1}}}])
+    monkeypatch.setattr(json_rows, "has_long_numbers", lambda text: False)  # our reading is wrong now
+    with pytest.raises(RenderDiffers):
+        slice_tokenizer(TOOLS).run_json_lines(json.dumps(row).encode(), 0)
+    assert slice_tokenizer(TOOLS).run([SourceRow(0, row)]).books.rows_written == 1
