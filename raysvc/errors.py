@@ -16,6 +16,7 @@ RaysvcError
 ├── LeaseError
 │   ├── LeaseHeld           somebody else holds the server
 │   ├── FencedError         this holder was replaced
+│   ├── RankLost            another rank of the group is dead
 │   └── StepOutOfOrder      a step number that the contract does not allow
 ├── StepFailed              collation of one step failed; carries the step and the cause
 ├── StepNotReady            too few rollouts came for a step
@@ -140,6 +141,27 @@ class FencedError(LeaseError):
         return (
             f"server {self.name!r} refused fence {self.fence}: the newest is {self.newest}; "
             "another trainer took over or the lease ran out, stop this one or attach again"
+        )
+
+
+class RankLost(LeaseError):
+    """Another rank of this group gave no sign of life for a whole lease.
+
+    Args:
+        name: of the server.
+        rank: that is silent.
+        holder: its host, process and attach.
+        silent_s: for how many seconds.
+    """
+
+    def __init__(self, name: str, rank: int, holder: str, silent_s: float) -> None:
+        super().__init__(name, rank, holder, silent_s)
+        self.name, self.rank, self.holder, self.silent_s = name, rank, holder, silent_s
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} of server {self.name!r} ({self.holder}) is silent for {self.silent_s:.0f} s; "
+            "start all ranks again from the last checkpoint"
         )
 
 

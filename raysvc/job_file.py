@@ -76,6 +76,10 @@ def _tree(job: str | Path | Mapping[str, Any] | JobConfig | None) -> dict[str, A
         return job.model_dump(exclude_unset=True)
     if isinstance(job, Mapping):
         return {key: dict(value) if isinstance(value, Mapping) else value for key, value in job.items()}
+    if not isinstance(job, str | Path):
+        raise ConfigError(
+            "job", f"{job!r} is no job", "give the path of a job.yaml, a mapping or a JobConfig"
+        )
     path = Path(job)
     try:
         tree = yaml.safe_load(path.read_text())

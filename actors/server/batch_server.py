@@ -151,6 +151,7 @@ class BatchServer:
             StepOutOfOrder: there is no such step.
         """
         if not 0 <= step < self.num_steps:
+            self._leases.check(fence)
             raise StepOutOfOrder(self.spec.name, step, f"a step from 0 to {self.num_steps - 1}")
         lease = self._leases.commit(fence, step, rank, moves=moves, skipped=skipped)
         self._maker.let_go_below(self._leases.leases.committed())

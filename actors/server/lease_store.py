@@ -40,7 +40,8 @@ class LeaseStore:
         self._leases = empty  # guarded by _lock
         self._plan_hash: str | None = None  # guarded by _lock; of the rows that the frontiers belong to
         self._loaded = False  # guarded by _lock; whether the journal was read
-        self._dirty = False  # guarded by _lock; changes that are not in the journal yet
+        self._changes = 0  # guarded by _lock; counted
+        self._durable = 0  # guarded by _lock; of the changes, those in the journal
         self._flush_is_due = False  # guarded by _lock; a timer will flush
 
     def attach(
@@ -133,7 +134,8 @@ class LeaseStore:
         with self._lock:
             leases = self._current()
             if self._plan_hash not in (None, plan_hash):
-                self._leases, self._dirty = leases.without_frontiers(), True
+                self._leases = leases.without_frontiers()
+                self._changes += 1
             self._plan_hash = plan_hash
             return self._leases
 
@@ -147,7 +149,7 @@ class LeaseStore:
     def is_flushed(self) -> bool:
         """Whether the journal holds everything."""
         with self._lock:
-            return not self._dirty
+            return self._durable == self._changes
 
     def lives(self) -> bool:
         """Whether anybody holds an unexpired lease."""
@@ -155,14 +157,12 @@ class LeaseStore:
 
     def flush(self) -> None:
         """Make all changes so far durable."""
-        if self._journal is None:
-            return
-        try:
+        with self._lock:
+            covers = self._changes
+        if self._journal:
             self._journal.save(self._snapshot)
-        except BaseException:
-            with self._lock:
-                self._dirty = True
-            raise
+        with self._lock:
+            self._durable = max(self._durable, covers)
 
     def _current(self) -> Leases:
         """The leases; the first call reads the journal. Called under `_lock`."""
@@ -181,7 +181,7 @@ class LeaseStore:
         """Called under `_lock`."""
         self._leases = self._leases.having(lease)
         if dirty:
-            self._dirty = True
+            self._changes += 1
             self._flush_soon()
         return lease
 
@@ -206,9 +206,8 @@ class LeaseStore:
 
     def _snapshot(self) -> dict[str, Any]:
         with self._lock:
-            leases, self._dirty = self._current().to_json(time.monotonic()), False
             return {
                 "incarnation_id": self._incarnation_id,
                 "plan_hash": self._plan_hash,
-                "leases": leases,
+                "leases": self._current().to_json(time.monotonic()),
             }

@@ -15,7 +15,7 @@ Always true:
 - at most one fence of a reader is accepted at a time: the newest, while its lease is held;
 - a seat's (moves, frontier) never goes down in lexicographic order while its fence is the newest;
 - the frontier is the smallest of the seats once all are taken;
-- clock values stay in the process: a record holds durations, and who reads it starts each lease's time anew.
+- clock values stay in the process: a record holds durations, and who reads it starts each lease's time again.
 """
 
 from __future__ import annotations

@@ -10,12 +10,14 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.config import TokenizerConfig
+from raysvc.errors import ConfigError
 from raysvc.fact_table import facts_html, facts_text
 
 if TYPE_CHECKING:
@@ -127,15 +129,18 @@ class CacheEntry:
         return LoadedTokenizer(TokenizerConfig.model_validate(self.report["tokenizer"])).hf
 
 
-def open_cache(uri: str, storage_options: Mapping[str, Any] | None = None) -> CacheEntry:
+def open_cache(uri: str | Path, storage_options: Mapping[str, Any] | None = None) -> CacheEntry:
     """Open a finished entry by its folder or URL.
 
     Raises:
+        ConfigError: the address is no string.
         EntryError: no finished entry there, or a damaged one.
     """
     from raysvc.cache.find import open_entry
 
-    return CacheEntry(open_entry(uri, dict(storage_options or {})))
+    if not isinstance(uri, str | Path) or not str(uri):
+        raise ConfigError("open_cache(uri)", f"{uri!r} is no address", "give the folder or URL of an entry")
+    return CacheEntry(open_entry(str(uri), dict(storage_options or {})))
 
 
 def open_served(spec: ServeSpec) -> CacheEntry:

@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 from raysvc.actors.server.spec import Role, as_role
+from raysvc.client.arguments import flag, integer, optional_integer, optional_text, text, texts
 from raysvc.client.connection import Connection, new_holder
-from raysvc.client.eval_stream import EvalStream
+from raysvc.client.evals import EvalStream
 from raysvc.client.lease_client import LeaseClient
 from raysvc.client.look_ahead import Limit
 from raysvc.client.steps import ClientStats as ClientStats
 from raysvc.client.steps import Mini as Mini
 from raysvc.client.steps import Step as Step
-from raysvc.errors import StepOutOfOrder
+from raysvc.errors import ConfigError, ServerError, StepOutOfOrder
 
 if TYPE_CHECKING:
     from raysvc.actors.server.spec import Lease, StepInfo
@@ -74,6 +75,8 @@ class BatchClient(LeaseClient[_Fetch, Step]):
                 on_fetch(fetch.step)
             return fetch
 
+        if on_fetch is not None and not callable(on_fetch):
+            raise ConfigError("steps(on_fetch)", f"{on_fetch!r} cannot be called", "give a function")
         return self._run(ask, stop)
 
     def fetch(self, index: int) -> Step:
@@ -83,8 +86,9 @@ class BatchClient(LeaseClient[_Fetch, Step]):
             StepOutOfOrder: there is no such step.
             StepFailed: it could not be made.
         """
+        self._connection.check()
         self._in_range(index)
-        return self._timed(self._fetch(index))
+        return self._timed(self._fetch(int(index)))
 
     def eval(self, name: str, *, look_ahead_steps: int | None = None) -> EvalStream:
         """An eval of the job, from its first step; training does not notice.
@@ -95,11 +99,11 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         Raises:
             ServerError: the server has no eval of that name.
         """
-        steps = self._limit.steps if look_ahead_steps is None else look_ahead_steps
-        return EvalStream(self._connection, name, self.dp_size, Limit(steps, self._limit.nbytes))
+        return EvalStream(self._connection, name, self.dp_size, self._eval_limit(name, look_ahead_steps))
 
     def put_groups(self, groups: Any) -> Any:
         """Put rollouts; as `Rollouts.put_groups`."""
+        self._refuse_unless_rollouts("put_groups")
         from raysvc.client.rollouts import Rollouts
 
         return Rollouts(self.lease.name, self._connection.server).put_groups(groups)
@@ -110,7 +114,10 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         Raises:
             ConfigError: it would make rows of a step that is planned already too old.
         """
-        self._connection.after_commits("set_weight_version", version)
+        self._refuse_unless_rollouts("set_weight_version")
+        self._connection.after_commits(
+            "set_weight_version", integer("set_weight_version(version)", version, 0)
+        )
 
     def forget_below(self, step: int) -> int:
         """Let a rollout server remove what only steps below `step` need; returns how many files went.
@@ -121,7 +128,14 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         Raises:
             StepOutOfOrder: a step below is not committed.
         """
-        return int(self._connection.after_commits("forget_below", step))
+        self._refuse_unless_rollouts("forget_below")
+        return int(self._connection.after_commits("forget_below", integer("forget_below(step)", step, 0)))
+
+    def _refuse_unless_rollouts(self, call: str) -> None:
+        self._connection.check()
+        if not self.lease.forms:
+            where, what = f"server.name {self.lease.name!r}", f"serves an entry, and {call} is for rollouts"
+            raise ServerError(where, what, "attach to a server that serve_rollouts started")
 
     def _fetch(self, index: int) -> _Fetch:
         count, each = self.schedule.mini_batches_at(index), sum(role.dp_size for role in self._roles)
@@ -209,11 +223,13 @@ def attach(
     Raises:
         ServerError: no such server.
         LeaseHeld: another trainer holds it; says who, and since when.
-        ConfigError: a role asks for a column that `plan.columns` does not have.
+        ConfigError: an argument of a wrong type or out of range; a column that `plan.columns` does not have.
     """
     from raysvc.actors.launch import find_server, wait_for
     from raysvc.cluster import connect
 
+    known = _checked_roles(roles, dp_size, rank)
+    _check_attach(name, takeover, reader, group, look_ahead_steps, look_ahead_bytes, address)
     connect(address)
     server = find_server(name)
     limit = Limit(look_ahead_steps, _quarter_of_store() if look_ahead_bytes is None else look_ahead_bytes)
@@ -221,13 +237,52 @@ def attach(
         from raysvc.client.rank_client import attach_rank
 
         return attach_rank(server, name, rank, dp_size, group, reader, takeover, limit)
-    known = {role: as_role(ranks) for role, ranks in (roles or {"": dp_size}).items()}
     columns = tuple(name for role in known.values() for name in role.columns or ())
     if columns:
         check = server.check_columns.options(concurrency_group="control").remote(columns)
         wait_for(check, f"server {name!r}")
     ref = server.attach.options(concurrency_group="lease").remote(new_holder(), takeover, reader)
     return BatchClient(server, wait_for(ref, f"server {name!r}"), known, limit)
+
+
+def _checked_roles(roles: Mapping[str, Role | int] | None, dp_size: int, rank: int | None) -> dict[str, Role]:
+    integer("attach(dp_size)", dp_size, 1)
+    if rank is not None:
+        integer("attach(rank)", rank, 0, dp_size)
+    if roles is None:
+        return {"": Role(int(dp_size))}
+    if not isinstance(roles, Mapping) or not roles:
+        raise ConfigError("attach(roles)", f"{roles!r} names no role", "give a mapping, role -> ranks")
+    if rank is not None:
+        raise ConfigError("attach(roles)", "is given together with rank", "leave one of them out")
+    known = {text("attach(roles)", name): as_role(each) for name, each in roles.items()}
+    for name, role in known.items():
+        if not isinstance(role, Role):
+            raise ConfigError(
+                f"attach(roles[{name!r}])", f"{role!r} is no role", "give an integer or a raysvc.Role"
+            )
+        integer(f"attach(roles[{name!r}])", role.dp_size, 1)
+        if role.columns is not None:
+            texts(f"attach(roles[{name!r}].columns)", role.columns)
+    return known
+
+
+def _check_attach(
+    name: str,
+    takeover: bool,
+    reader: str,
+    group: str | None,
+    look_ahead_steps: int,
+    look_ahead_bytes: int | None,
+    address: str | None,
+) -> None:
+    text("attach(name)", name)
+    flag("attach(takeover)", takeover)
+    text("attach(reader)", reader, empty=True)
+    optional_text("attach(group)", group)
+    integer("attach(look_ahead_steps)", look_ahead_steps, 0)
+    optional_integer("attach(look_ahead_bytes)", look_ahead_bytes, 0)
+    optional_text("attach(address)", address)
 
 
 def _quarter_of_store() -> int | None:

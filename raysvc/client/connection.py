@@ -6,6 +6,8 @@ Always true:
 - commits may reach the server in any order and more than once; any other call of the holder is sent when all commits
   before it are answered;
 - once the lease is lost, or a commit was refused, every call says so, with the server's own error;
+- a rank learns from its heartbeats who of its group is behind or silent;
+- a process that was forked from the one that attached is refused: its threads and its lease stayed there;
 - after `close` both threads are gone, and every commit was answered.
 """
 
@@ -22,9 +24,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from raysvc.errors import LeaseError, ServerError
+from raysvc.errors import LeaseError, RankLost, ServerError
 
 if TYPE_CHECKING:
+    from raysvc.actors.server.leases import Peers
     from raysvc.actors.server.spec import Lease
 
 log = logging.getLogger(__name__)
@@ -44,18 +47,21 @@ class Connection:
         server: Ray handle.
         lease: from one of its attach methods.
         rank: the seat that this process has; None for a driver, who has the only one.
+        window: steps that this rank may be ahead of another one.
     """
 
-    def __init__(self, server: Any, lease: Lease, rank: int | None = None) -> None:
+    def __init__(self, server: Any, lease: Lease, rank: int | None = None, window: int = 1) -> None:
         self.server, self.lease, self.rank = server, lease, rank
+        self._window, self._pid = window, os.getpid()
+        self._told: set[int] = set()  # ranks that were logged as behind or silent; only the heart touches it
         self._moves = 0  # rewinds and restored states, counted by `move`
-        self._commits: collections.deque[Any] = (
-            collections.deque()
-        )  # not answered; only the sender touches it
+        # (step, ref) of commits that are not answered; only the sender touches it
+        self._commits: collections.deque[tuple[int, Any]] = collections.deque()
         self._methods: dict[tuple[str, str, int], Any] = {}
         self._lost: BaseException | None = None  # set once, by the thread that learns it first
         self._leaving = False  # written by close alone
         self._stop = threading.Event()
+        self._beat_now = threading.Event()
         self._sender = ThreadPoolExecutor(1, thread_name_prefix=f"raysvc-send-{lease.name}")
         self._heart = threading.Thread(target=self._beat, name=f"raysvc-lease-{lease.name}", daemon=True)
         self._heart.start()
@@ -70,13 +76,17 @@ class Connection:
 
         Raises:
             FencedError: somebody took over.
+            RankLost: another rank of the group is dead.
             StepOutOfOrder: an earlier commit was refused.
-            ServerError: `close` was called.
+            ServerError: `close` was called, or this process was forked from the one that attached.
         """
+        where = f"server.name {self.lease.name!r}"
+        if os.getpid() != self._pid:
+            what = f"was attached by process {self._pid} and is used in {os.getpid()}, forked from it"
+            raise ServerError(where, what, "attach in the process that trains, after the fork")
         if self._lost is not None:
             raise self._lost
         if self.closed:
-            where = f"server.name {self.lease.name!r}"
             raise ServerError(where, "is used after detach", "attach again")
 
     def fetch(self, method: str, num_returns: int, *args: Any) -> list[Any]:
@@ -151,6 +161,8 @@ class Connection:
         """Wait for the commits, give the lease back, end the threads; safe to call twice."""
         if self.closed:
             return
+        if os.getpid() != self._pid:
+            self.check()
         self._leaving = True  # were the lease lost before, detach itself is refused
         try:
             self._answer(
@@ -159,6 +171,7 @@ class Connection:
             self.check()
         finally:
             self._stop.set()
+            self._beat_now.set()
             self._sender.shutdown(wait=True, cancel_futures=True)
             self._commits.clear()
             self._heart.join(timeout=10.0)
@@ -174,7 +187,8 @@ class Connection:
         if self._lost is not None:
             return
         try:
-            self._commits.append(self._send("commit", step, skipped, rank=self.rank or 0, moves=moves))
+            ref = self._send("commit", step, skipped, rank=self.rank or 0, moves=moves)
+            self._commits.append((step, ref))
             self._collect(COMMITS_AT_ONCE - 1)  # asking for an answer costs more than sending
         except Exception as error:  # noqa: BLE001 - nobody waits for this call: the next one tells
             self._lost = self._lost or error
@@ -185,9 +199,11 @@ class Connection:
         import ray
 
         while len(self._commits) > leave:
-            if leave and not ray.wait([self._commits[0]], timeout=0)[0]:
+            if leave and not ray.wait([self._commits[0][1]], timeout=0)[0]:
                 return
-            self._answer(self._commits.popleft())
+            step, ref = self._commits.popleft()
+            if step + 1 - self._answer(ref) > self._window and self.rank is not None:
+                self._beat_now.set()  # its answer says who is behind
 
     def _answer(self, ref: Any) -> Any:
         import ray
@@ -214,8 +230,10 @@ class Connection:
     def _beat(self) -> None:
         import ray
 
-        period_s = self.lease.ttl_s / 3
-        while not self._stop.wait(period_s):
+        while not self._stop.is_set():
+            self._beat_now.wait(self.lease.ttl_s / 3)
+            if self._stop.is_set():
+                return
             try:
                 self._beat_once()
             except LeaseError as error:
@@ -225,6 +243,9 @@ class Connection:
                 return
             except ray.exceptions.RayError as error:
                 log.warning("heartbeat failed name=%s error=%s", self.lease.name, type(error).__name__)
+            if self._told:  # who is told already need not be asked for at every commit
+                self._stop.wait(min(POLL_S, self.lease.ttl_s / 3))
+            self._beat_now.clear()
 
     def _beat_once(self) -> None:
         import ray
@@ -240,4 +261,17 @@ class Connection:
             if waited_s > self.lease.ttl_s:
                 log.warning("no answer name=%s for=%.0fs: is it restarting?", self.lease.name, waited_s)
                 return
-        wait_for(ref, f"server {self.lease.name!r}")
+        self._heed(wait_for(ref, f"server {self.lease.name!r}"))
+
+    def _heed(self, peers: Peers) -> None:
+        """Say once who is behind or silent, and again after they came back."""
+        name, mine = self.lease.name, self.rank
+        for rank, step in peers.behind:
+            if rank not in self._told:
+                log.warning("rank %d is behind name=%s at_step=%d, told by rank %s", rank, name, step, mine)
+        for rank, holder, silent_s in peers.silent:
+            if rank not in self._told:
+                log.warning("rank %d is silent name=%s for=%.1fs holder=%s", rank, name, silent_s, holder)
+            if silent_s > self.lease.ttl_s:
+                raise RankLost(name, rank, holder, silent_s)
+        self._told = {rank for rank, _ in peers.behind} | {each.rank for each in peers.silent}

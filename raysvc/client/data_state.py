@@ -7,6 +7,7 @@ Always true:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from raysvc.errors import StateMismatch
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from raysvc.plan.schedule import Schedule
 
 STATE_VERSION = 2
+_GIVE = "give what state_dict returned"
 
 
 def state_of(lease: Lease, schedule: Schedule, frontier: int) -> dict[str, Any]:
@@ -44,10 +46,15 @@ def frontier_of(state: dict[str, Any]) -> int:
     Raises:
         StateMismatch: this is no state, or one of another version.
     """
+    if not isinstance(state, Mapping) or not {"version", "frontier", "plan"} <= set(state):
+        raise StateMismatch("state", f"this is no state of a client: {type(state).__name__}", _GIVE)
     if state.get("version") != STATE_VERSION:
         what, remedy = (
             f"{state.get('version')!r} is not {STATE_VERSION}",
             "use the raysvc version that wrote it",
         )
         raise StateMismatch("state.version", what, remedy)
-    return int(state["frontier"])
+    frontier = state["frontier"]
+    if isinstance(frontier, bool) or not isinstance(frontier, int) or frontier < 0:
+        raise StateMismatch("state.frontier", f"{frontier!r} is not an integer of at least 0", _GIVE)
+    return frontier

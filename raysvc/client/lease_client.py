@@ -10,17 +10,21 @@ Always true:
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
+
+from raysvc.client.arguments import flag, integer, optional_integer, text
 from raysvc.client.connection import Connection
 from raysvc.client.data_state import frontier_of, state_of
 from raysvc.client.look_ahead import F, FormedSizes, Limit, LookAhead, PlannedSizes, Sizes
 from raysvc.client.steps import ClientStats
-from raysvc.errors import StepOutOfOrder
+from raysvc.errors import ConfigError, StepOutOfOrder
 from raysvc.metrics import record
 from raysvc.plan.schedule import Schedule
 
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from raysvc.actors.server.spec import Lease, Role, StepOutline
 
 log = logging.getLogger(__name__)
+WARN_AFTER_STEPS = 64  # without a commit
 S = TypeVar("S")  # a step as this client gives it
 
 
@@ -50,6 +55,8 @@ class LeaseClient(ABC, Generic[F, S]):
         self._frontier = self.lease.frontier
         self._taken = self._frontier  # steps below were handed out, or are committed
         self._window: LookAhead[F] | None = None  # of the newest iteration; an older one is refused
+        self._commit_lock = threading.Lock()  # guards what `commit` reads and writes
+        self._uncommitted = 0  # steps handed out since the last commit
         self._steps = 0
         self._wait_s = 0.0
         self._last_wait_s = 0.0
@@ -69,21 +76,24 @@ class LeaseClient(ABC, Generic[F, S]):
         return self._frontier
 
     def commit(self, step: int, *, skipped: bool = False) -> None:
-        """Say that all steps up to `step` are trained (or that `step` was skipped).
-
-        Returns at once; a refusal is raised by one of the next calls.
+        """Say that all steps up to `step` are trained, or `step` was skipped. Returns at once; the next calls raise a refusal.
 
         Raises:
+            ConfigError: `step` is no integer.
             StepOutOfOrder: this client was not given that step yet.
         """
+        integer("commit(step)", step, 0)
+        flag("commit(skipped)", skipped)
         self._connection.check()
-        newest = max(self._frontier, self._taken - 1)
-        if step > newest:
-            expected = f"step {newest} at most, the newest that was handed out or is next"
-            raise StepOutOfOrder(self.lease.name, step, expected)
-        if step >= self._frontier:
-            self._frontier = step + 1
-            self._connection.commit(step, skipped)
+        with self._commit_lock:
+            newest = max(self._frontier, self._taken - 1)
+            if step > newest:
+                expected = f"step {newest} at most, the newest that was handed out or is next"
+                raise StepOutOfOrder(self.lease.name, step, expected)
+            if step >= self._frontier:
+                self._frontier = int(step) + 1
+                self._uncommitted = 0
+                self._connection.commit(int(step), skipped)
 
     def state_dict(self) -> dict[str, Any]:
         """The committed frontier, as small JSON; safe with fetches in flight, equal on all ranks after a step."""
@@ -101,7 +111,7 @@ class LeaseClient(ABC, Generic[F, S]):
 
     def rewind(self, step: int) -> None:
         """Make `step` the next one to train, earlier or later than the frontier; every rank says so."""
-        self._move(step, None)
+        self._move(integer("rewind(step)", step, 0), None)
 
     def peek(self, step: int) -> StepOutline:
         """Row ids, lengths and counts of any step, from the plan alone; no row is read.
@@ -143,7 +153,13 @@ class LeaseClient(ABC, Generic[F, S]):
         """Wait for a step that was asked for."""
 
     def _run(self, ask: Callable[[int], F], stop: int | None) -> Iterator[S]:
-        end = self.schedule.num_steps if stop is None else min(stop, self.schedule.num_steps)
+        """Check first, then iterate from the frontier of the first `next`."""
+        self._connection.check()
+        known = optional_integer("steps(stop)", stop, 0)
+        return self._iterate(ask, self.schedule.num_steps if known is None else known)
+
+    def _iterate(self, ask: Callable[[int], F], stop: int) -> Iterator[S]:
+        end = min(stop, self.schedule.num_steps)
         sizes: Sizes = FormedSizes(self._form) if self.lease.forms else PlannedSizes(self._ask_sizes, end)
         window = self._window = LookAhead(ask, sizes, self._limit)
         with closing(window.run(self._frontier, end)) as fetches:
@@ -155,10 +171,25 @@ class LeaseClient(ABC, Generic[F, S]):
                 if fetch is None:
                     return
                 step = self._timed(fetch)
-                self._taken = max(self._taken, fetch.index + 1)
+                self._note_taken(fetch.index)
                 if self.lease.forms:  # more groups may have come while we waited
                     window.extend()
                 yield step
+
+    def _note_taken(self, index: int) -> None:
+        self._taken = max(self._taken, index + 1)
+        self._uncommitted += 1
+        if self._uncommitted == WARN_AFTER_STEPS:
+            log.warning(
+                "no commit name=%s steps=%d: call commit(step.index) after each step, or a restart begins at step %d",
+                self.lease.name, self._uncommitted, self._frontier,
+            )  # fmt: skip
+
+    def _eval_limit(self, name: str, look_ahead_steps: int | None) -> Limit:
+        """Look-ahead of an eval; None: as in training."""
+        text("eval(name)", name)
+        steps = optional_integer("eval(look_ahead_steps)", look_ahead_steps, 0)
+        return Limit(self._limit.steps if steps is None else steps, self._limit.nbytes)
 
     def _timed(self, fetch: F) -> S:
         begin = time.perf_counter()
@@ -179,6 +210,8 @@ class LeaseClient(ABC, Generic[F, S]):
         record("look_ahead_bytes", stats.outstanding_bytes, server=server)
 
     def _in_range(self, step: int) -> None:
+        if isinstance(step, bool) or not isinstance(step, int | np.integer):
+            raise ConfigError("step", f"{step!r} is not an integer", "give a whole number")
         if not 0 <= step < self.schedule.num_steps:
             raise StepOutOfOrder(self.lease.name, step, f"a step from 0 to {self.schedule.num_steps - 1}")
 

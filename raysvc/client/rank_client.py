@@ -5,6 +5,8 @@ Always true:
 - a rank gets the bytes that the driver of a controller would hand it;
 - a step is collated once for all ranks, and committed when all of them committed it;
 - ranks of one group share a fence; a process of another group is refused, or fences all of them;
+- a rank that is further ahead of another than its look-ahead reaches logs who is behind; a rank that is dead is named in
+  the log of the others before its lease ends, and by `RankLost` after that;
 - with look-ahead the loop neither sends nor copies: threads beside it do;
 - what `raysvc.client.lease_client` says.
 """
@@ -17,14 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from raysvc.actors.server.spec import Role
 from raysvc.client.connection import Connection, new_holder
+from raysvc.client.evals import RankEval
 from raysvc.client.lease_client import LeaseClient
 from raysvc.client.look_ahead import Limit
-from raysvc.client.rank_eval import RankEval
 from raysvc.client.rank_reader import RankFetch, RankReader
-from raysvc.client.rank_steps import RankMicro as RankMicro
-from raysvc.client.rank_steps import RankStep as RankStep
-from raysvc.client.rank_steps import micros_of
-from raysvc.errors import ConfigError
+from raysvc.client.steps import RankMicro as RankMicro
+from raysvc.client.steps import RankStep as RankStep
+from raysvc.client.steps import micros_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +38,7 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
     """One seat of a lease; make it with `raysvc.attach(name, dp_size=R, rank=r)`."""
 
     def __init__(self, server: Any, lease: Lease, rank: int, num_ranks: int, limit: Limit) -> None:
-        super().__init__(Connection(server, lease, rank), (Role(num_ranks),), limit)
+        super().__init__(Connection(server, lease, rank, limit.steps + 1), (Role(num_ranks),), limit)
         self.rank = rank
         self._reader = RankReader(self._connection, num_ranks, in_threads=limit.steps > 0)
 
@@ -76,8 +77,7 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
         Raises:
             ServerError: the server has no eval of that name.
         """
-        steps = self._limit.steps if look_ahead_steps is None else look_ahead_steps
-        return RankEval(self._connection, name, self.dp_size, Limit(steps, self._limit.nbytes))
+        return RankEval(self._connection, name, self.dp_size, self._eval_limit(name, look_ahead_steps))
 
     def num_micro_batches(self) -> int:
         """Micro-batches of this rank that are left; plans all steps that are left."""
@@ -116,15 +116,14 @@ def attach_rank(
     """Take one rank's seat; arguments as in `raysvc.attach`.
 
     Raises:
-        ConfigError: the rank is not in [0, num_ranks).
         LeaseHeld: another group, or another process on that seat, is alive.
     """
     from raysvc.actors.launch import wait_for
 
-    if not 0 <= rank < num_ranks:
-        raise ConfigError("attach(rank)", f"{rank} must be in [0, {num_ranks})", "give dp_size=world size")
     method = server.attach_rank.options(concurrency_group="lease")
-    ref = method.remote(group or launched_group(), new_holder(), rank, num_ranks, takeover, reader)
+    ref = method.remote(
+        group or launched_group(), new_holder(), rank, num_ranks, takeover, reader, limit.steps
+    )
     return RankClient(server, wait_for(ref, f"server {name!r}"), rank, num_ranks, limit)
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysvc.actors.server.spec import Role
 from raysvc.client.connection import POLL_S, Connection
-from raysvc.client.rank_steps import RankStep, private
+from raysvc.client.steps import RankStep, private
 from raysvc.errors import StepOutOfOrder
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
 
+from raysvc.client.arguments import text
 from raysvc.config import PlanConfig
-from raysvc.errors import ConfigError
+from raysvc.errors import ConfigError, ServerError
 from raysvc.rl.group import Group, table_of
 
 if TYPE_CHECKING:
@@ -76,13 +77,18 @@ def rollouts(name: str, *, address: str | None = None) -> Rollouts:
     """The producers' end of a running rollout server.
 
     Raises:
-        ServerError: no such server.
+        ServerError: no such server, or one of an entry.
     """
     from raysvc.actors.launch import find_server
     from raysvc.cluster import connect
 
+    text("rollouts(name)", name)
     connect(address)
-    return Rollouts(name, find_server(name))
+    server = find_server(name)
+    if not hasattr(server, "put_groups"):
+        what = "serves an entry, and takes no rollouts"
+        raise ServerError(f"server.name {name!r}", what, "name a server that serve_rollouts started")
+    return Rollouts(name, server)
 
 
 def serve_rollouts(

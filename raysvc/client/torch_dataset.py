@@ -21,7 +21,7 @@ from raysvc.errors import ConfigError, StateMismatch
 
 if TYPE_CHECKING:
     from raysvc.client.rank_client import RankClient
-    from raysvc.client.rank_steps import RankMicro
+    from raysvc.client.steps import RankMicro
 
 
 class RankDataset(IterableDataset[dict[str, torch.Tensor]]):  # type: ignore[misc]  # torch is not followed

@@ -136,8 +136,12 @@ class Plan:
         """The plan of `step` (0-based, over all epochs) for `dp_size` ranks.
 
         Raises:
-            PlanError: there is no such step.
+            PlanError: there is no such step, or no rank.
         """
+        if isinstance(dp_size, bool) or not isinstance(dp_size, int | np.integer) or dp_size < 1:
+            raise PlanError(
+                "dp_size", f"{dp_size!r} must be an integer of at least 1", "give the number of ranks"
+            )
         groups = self.groups_of(step)
         size = self.schedule.mini_batch_size
         parts = [groups[start : start + size] for start in range(0, len(groups), size)]
@@ -151,9 +155,10 @@ class Plan:
         Raises:
             PlanError: there is no such step.
         """
-        if not 0 <= step < self.schedule.num_steps:
+        whole = isinstance(step, int | np.integer) and not isinstance(step, bool)
+        if not whole or not 0 <= step < self.schedule.num_steps:
             raise PlanError(
-                "step", f"{step} must be in [0, {self.schedule.num_steps})", "ask for one of them"
+                "step", f"{step!r} must be in [0, {self.schedule.num_steps})", "ask for one of them"
             )
         first = self.schedule.position_of(step)
         positions = np.arange(first, first + self.schedule.groups_at(step), dtype=np.int64)

@@ -96,7 +96,7 @@ class PlanState:
             raise StateMismatch(
                 "state",
                 "it belongs to another plan: " + "; ".join(found),
-                "restore these, or load with strict=False",
+                "restore these, or start a run of its own with a fresh trainer.run_dir",
             )
         return found
 

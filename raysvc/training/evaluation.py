@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from raysvc.actors.dispatch.dispatch import WorkerDispatch
     from raysvc.actors.dispatch.future import Pending
     from raysvc.client.batch_client import BatchClient, Step
-    from raysvc.client.eval_stream import EvalStream
+    from raysvc.client.evals import EvalStream
     from raysvc.collate.row_values import RowValues
     from raysvc.config import JobConfig
 

@@ -18,7 +18,7 @@ from raysvc.training.evaluation import Evals, EvalSums, HeldBack, evaluate
 
 if TYPE_CHECKING:
     from raysvc.actors.dispatch.dispatch import WorkerDispatch
-    from raysvc.client.eval_stream import EvalStream
+    from raysvc.client.evals import EvalStream
 
 
 def test_evals_are_due_every_so_often_and_at_the_end() -> None:

@@ -1,0 +1,96 @@
+"""Every row of an eval once, beside training: as refs for a driver, or dealt to ranks that read for themselves.
+
+Axes: R ranks.
+Always true:
+- over all ranks every row comes once; dummies fill up, so all ranks have the same number of steps and micro-batches;
+- denominators count real rows only;
+- it has its own cursor and look-ahead: nothing of the training stream moves or waits;
+- it may be iterated again, and starts at its first step then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from raysvc.actors.server.spec import Role
+from raysvc.client.look_ahead import F, Limit, LookAhead, PlannedSizes
+from raysvc.client.rank_reader import RankReader
+from raysvc.client.steps import Mini, RankMicro, RankStep, Step, micros_of
+from raysvc.plan.schedule import Schedule
+
+if TYPE_CHECKING:
+    from raysvc.actors.server.spec import StepInfo
+    from raysvc.client.connection import Connection
+
+AskSizes = Callable[[int, int], Callable[[], list[int]]]
+
+
+class _Eval:
+    """What both kinds share: an eval of a server, and a look-ahead over its steps."""
+
+    def __init__(self, connection: Connection, name: str, dp_size: int, limit: Limit) -> None:
+        self.name, self.dp_size = name, dp_size
+        self._connection, self._limit = connection, limit
+        self.schedule = Schedule.from_json(connection.get(connection.control("eval_schedule", name)))
+
+    def __len__(self) -> int:
+        """Steps."""
+        return self.schedule.num_steps
+
+    def _fetches(self, ask: Callable[[int], F], sizes: AskSizes) -> Generator[F, None, None]:
+        window = LookAhead(ask, PlannedSizes(sizes, len(self)), self._limit)
+        with closing(window.run(0, len(self))) as fetches:
+            yield from fetches
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    index: int
+    info: Any
+    shards: tuple[Any, ...]
+
+
+class EvalStream(_Eval):
+    """Steps of one eval, each of one mini-batch; make it with `client.eval(name)`."""
+
+    def __iter__(self) -> Iterator[Step]:
+        with closing(self._fetches(self._fetch, self._ask_sizes)) as fetches:
+            for fetch in fetches:
+                info: StepInfo = self._connection.get(fetch.info)
+                mini = Mini(fetch.shards, info.mini_batches[0], {}, info.rows[0])
+                yield Step(fetch.index, 0, (mini,))
+
+    def _fetch(self, index: int) -> _Fetch:
+        args = (index, (Role(self.dp_size),), self.name)
+        info, *shards = self._connection.fetch("fetch", 1 + self.dp_size, *args)
+        return _Fetch(index, info, tuple(shards))
+
+    def _ask_sizes(self, first: int, stop: int) -> Callable[[], list[int]]:
+        return self._connection.sizes(first, stop, (Role(self.dp_size),), self.name)
+
+
+class RankEval(_Eval):
+    """This rank's part of an eval; make it with `rank_client.eval(name)`, on every rank."""
+
+    def __iter__(self) -> Iterator[RankMicro]:
+        return self.micro_batches()
+
+    def micro_batches(self, device: str = "cpu") -> Iterator[RankMicro]:
+        """This rank's micro-batches, as tensors."""
+        return micros_of(self.steps(), device)
+
+    def steps(self) -> Iterator[RankStep]:
+        """This rank's shards, one mini-batch a step.
+
+        Raises:
+            StepFailed: the step that would come next could not be made.
+        """
+        in_threads = self._limit.steps > 0
+        reader = RankReader(self._connection, self.dp_size, in_threads=in_threads, stream=self.name)
+        fetches = self._fetches(lambda index: reader.ask(index, 1), reader.ask_sizes)
+        with closing(reader), closing(fetches):
+            for fetch in fetches:
+                yield reader.arrive(fetch)

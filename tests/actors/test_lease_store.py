@@ -1,0 +1,133 @@
+"""The store of leases without Ray: clocks, restarts, and how often the journal is written."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysvc.actors.server.journal import Journal
+from raysvc.actors.server.lease_store import LeaseStore
+from raysvc.actors.server.leases import Leases
+from raysvc.errors import FencedError, LeaseHeld
+
+
+class Hooked:
+    """A store whose `write` does something first."""
+
+    def __init__(self, journal: Journal, before: Callable[[str], None]) -> None:
+        self._inner, self._before = journal._store, before
+        journal._store = self  # type: ignore[assignment]
+
+    def write(self, name: str, data: bytes) -> None:
+        self._before(name)
+        self._inner.write(name, data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def store(folder: Path, incarnation_id: str = "one", ttl_s: float = 30.0) -> LeaseStore:
+    return LeaseStore(Leases("s"), ttl_s, incarnation_id, Journal(str(folder)))
+
+
+def attach(leases: LeaseStore, holder: str, plan_hash: str = "rows", takeover: bool = False) -> int:
+    return leases.attach("", plan_hash, holder, holder, 0, 1, takeover, 1).fence
+
+
+def test_a_jump_of_the_wall_clock_lets_no_second_trainer_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leases, wall = store(tmp_path), time.time()
+    attach(leases, "a")
+    for jump_s in (61.0, 1e6, -1e6):
+        monkeypatch.setattr(time, "time", lambda jump_s=jump_s: wall + jump_s)
+        with pytest.raises(LeaseHeld):
+            attach(leases, "b")
+        assert leases.lives()
+
+
+def test_a_lease_runs_out_on_the_monotonic_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leases, begin = store(tmp_path), time.monotonic()
+    attach(leases, "a")
+    monkeypatch.setattr(time, "monotonic", lambda: begin + 29.0)
+    with pytest.raises(LeaseHeld):
+        attach(leases, "b")
+    monkeypatch.setattr(time, "monotonic", lambda: begin + 31.0)
+    assert attach(leases, "b") == 2
+
+
+def test_a_restarted_process_keeps_the_lease_on_a_clock_that_begins_again_and_another_incarnation_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = store(tmp_path)
+    fence = attach(first, "a")
+    first.commit(fence, 6, 0, moves=0, skipped=False)
+    first.flush()
+    monkeypatch.setattr(time, "monotonic", lambda: 3.0)  # another boot
+    restarted = store(tmp_path)
+    with pytest.raises(LeaseHeld):
+        attach(restarted, "b")
+    assert restarted.commit(fence, 9, 0, moves=0, skipped=False).frontier == 10
+    monkeypatch.setattr(time, "monotonic", lambda: 34.0)
+    assert not restarted.lives()
+    other = store(tmp_path, "two")
+    with pytest.raises(FencedError):
+        other.check(fence)
+    assert other.leases.of_reader("").frontier == 7, "what was flushed"
+    assert attach(other, "c") == fence + 1
+    rows = store(tmp_path, "three").serving("other rows")
+    assert (rows.of_reader("").frontier, rows.next_fence) == (0, fence + 2)
+
+
+def test_a_commit_is_durable_within_a_second_and_a_journal_that_failed_is_tried_again(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path))
+    failures = [OSError("the disk is full")]
+
+    def failing(name: str) -> None:
+        if failures and threading.current_thread() is not threading.main_thread():
+            raise failures.pop()
+
+    Hooked(journal, failing)
+    leases = LeaseStore(Leases("s"), 30.0, "one", journal)
+    fence = attach(leases, "a")
+    leases.commit(fence, 3, 0, moves=0, skipped=False)
+    assert not leases.is_flushed
+    until = time.monotonic() + 20
+    while not leases.is_flushed or failures:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    record = Journal(str(tmp_path)).load()
+    assert record is not None
+    assert record["leases"][""]["frontier"] == 4
+
+
+def test_ranks_that_attach_together_share_writes_of_the_journal(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path))
+    writes = []
+
+    def slow(name: str) -> None:
+        writes.append(name)
+        time.sleep(0.05)
+
+    Hooked(journal, slow)
+    leases = LeaseStore(Leases("s"), 30.0, "one", journal)
+
+    def attach_rank(rank: int) -> None:
+        leases.attach("", "rows", "g", f"p{rank}", rank, 32, False, 3)
+        record = Journal(str(tmp_path)).load()
+        assert record is not None
+        seen[rank] = record["leases"][""]["seats"][rank][0]
+
+    seen: dict[int, str] = {}
+    ranks = [threading.Thread(target=attach_rank, args=(rank,)) for rank in range(32)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    assert seen == {rank: f"p{rank}" for rank in range(32)}, "durable when attach returned"
+    assert len(writes) <= 6
