@@ -8,13 +8,14 @@ Always true:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,15 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.build.build_progress import Meter, source_tag
-from raysvc.cache.find import Entry, find_entry, list_entries, open_entry
-from raysvc.cache.generations import build_generation, next_generation
+from raysvc.cache.find import Entry, find_entry, open_entry
+from raysvc.cache.generations import build_generation, generations, next_generation
+from raysvc.cache.index import nearest_folders
 from raysvc.cache.key import Difference, cache_key, nearest
 from raysvc.cache.manifest import Manifest
+from raysvc.cache.names import DAMAGED, folder_of
 from raysvc.cache.store.open import open_store
 from raysvc.cache.store.store import Store
+from raysvc.cache.use_marker import Hold, this_process
 from raysvc.cache.writer import EntryWriter
 from raysvc.chat.row_counts import Books, Quarantined, check_quarantine
 from raysvc.chat.slice_tokenizer import FORMAT_VERSION
@@ -49,6 +53,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 EXAMPLES_KEPT = 20
+CANDIDATES = 3  # entries that are compared with a miss in full
 HIT = "same source, tokenizer, template and options"
 
 
@@ -114,8 +119,10 @@ def find_or_build(
     job = job.model_copy(update={"tokenizer": anchored(job.tokenizer)})
     plan = plan_build(job, store)
     if not job.cache.enabled:
-        private = cache_key({**plan.recipe, "private": uuid.uuid4().hex})
-        return _build(job, plan, store, private, 0, address, progress), False, "cache.enabled is false"
+        recipe = {**plan.recipe, "private": uuid.uuid4().hex}
+        plan = replace(plan, recipe=recipe, key=cache_key(recipe))
+        private = _build(job, plan, store, build_generation, address, progress)
+        return private, False, "cache.enabled is false"
     entry = None if job.cache.force else find_entry(store, plan.key)
     if entry is not None:
         _check_share(job, entry.report)  # a stricter job than the one that built it
@@ -123,8 +130,8 @@ def find_or_build(
         return entry, True, HIT
     record("cache_misses", 1, source=source_tag(job))
     reason = "cache.force is true" if job.cache.force else _why_missed(store, plan)[0]
-    generation = (next_generation if job.cache.force else build_generation)(store, plan.key)
-    return _build(job, plan, store, plan.key, generation, address, progress), False, reason
+    chosen = next_generation if job.cache.force else build_generation
+    return _build(job, plan, store, chosen, address, progress), False, reason
 
 
 def _normal_form(spec: TextSpec, tokenizer: LoadedTokenizer) -> dict[str, Any] | None:
@@ -165,17 +172,14 @@ def explain_job(job: JobConfig, root: str) -> dict[str, Any]:
 
 
 def _why_missed(store: Store, plan: BuildPlan) -> tuple[str, list[Difference]]:
-    """One clause, and every field in which the nearest finished entry differs."""
+    """One clause, and every field in which the nearest finished entry differs; asks the index, not every entry."""
+    for generation in generations(store, plan.key):
+        if DAMAGED in store.list(folder_of(plan.key, generation)):
+            return f"its entry {folder_of(plan.key, generation)[:12]} is damaged", []
     recipes = {}
-    for item in list_entries(store):
-        if item.key == plan.key and item.state == "damaged":
-            return f"its entry {item.folder[:12]} is damaged", []
-        if item.state != "finished":
-            continue
-        try:
-            recipes[item.folder] = Entry.open(store, item.folder).recipe
-        except EntryError:
-            continue
+    for folder in nearest_folders(store, plan.recipe, CANDIDATES):
+        with contextlib.suppress(EntryError, StoreError):
+            recipes[folder] = Entry.open(store, folder).recipe
     close = nearest(plan.recipe, recipes)
     if close is None:
         return "the cache holds no finished entry yet", []
@@ -189,23 +193,33 @@ def _build(
     job: JobConfig,
     plan: BuildPlan,
     store: Store,
-    key: str,
-    generation: int,
+    generation_of: Callable[[Store, str], int],
     address: str | None,
     progress: Progress,
 ) -> Entry:
     store.probe()
-    writer = EntryWriter(store, key, generation)
     if store.url.startswith("memory://"):
         what = "it lives in one process, and the workers of a build are others"
         raise StoreError(store.url, what, "use a folder or a bucket as cache.root")
-    making = _Making(job, plan, writer, progress)
-    if making.small:
-        from raysvc.pipelines.local_build import only_builder_here
+    generation, hold = _held_generation(store, plan.key, generation_of)
+    with hold:
+        writer = EntryWriter(store, plan.key, generation)
+        making = _Making(job, plan, writer, progress)
+        if making.small:
+            from raysvc.pipelines.local_build import only_builder_here
 
-        with only_builder_here(writer.uri, making.say_another_builds):
-            return making.entry(address)
-    return making.entry(address)
+            with only_builder_here(writer.uri, making.say_another_builds):
+                return making.entry(address)
+        return making.entry(address)
+
+
+def _held_generation(store: Store, key: str, generation_of: Callable[[Store, str], int]) -> tuple[int, Hold]:
+    """Where to build, held so that gc leaves it alone; another place where gc was faster."""
+    for _ in range(3):
+        generation = generation_of(store, key)
+        with contextlib.suppress(EntryError):
+            return generation, Hold(store, folder_of(key, generation), this_process())
+    raise EntryError(f"{store.url}/{key}", "gc removes it again and again", "check which process runs gc")
 
 
 @dataclass

@@ -6,6 +6,7 @@ Always true:
 - opening reads the manifest and a listing, never a part: it costs the same for any number of rows;
 - a part is memory-mapped when the first row of it is asked for; at most `OPEN_PARTS` stay mapped;
 - a remote part is a checked copy on this node's disk, fetched ahead when reading is sequential or announced;
+- from the first row that is read until the entry is let go of, it is held: gc does not delete it;
 - a part whose size or structure is not what the manifest says raises EntryError and is never served;
 - every method may be called from several threads.
 """
@@ -14,8 +15,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from raysvc.cache.local.part_cache import PartCopies, node_copies
 from raysvc.cache.local.part_source import LocalParts, PartSource, RemoteParts
 from raysvc.cache.manifest import Manifest
 from raysvc.cache.store.store import Found, Store
-from raysvc.cache.use_marker import Hold
+from raysvc.cache.use_marker import Hold, this_process
 from raysvc.cache.verify import Problem, verify_folder
 from raysvc.errors import EntryError
 from raysvc.row_batch import RowBatch
@@ -61,28 +62,30 @@ class Entry:
         self._views: OrderedDict[int, PartView] = OrderedDict()  # mapped parts, least recently used first
         self._mapped_bytes = 0  # of _views
         self._last_part = -1  # where the newest read ended
+        self._held: Future[Hold] | None = None  # begins with the first part that is read
         counts = [part.num_rows for part in manifest.parts]
         self._starts: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
     @classmethod
-    def open(cls, store: Store, key: str) -> Entry:
+    def open(cls, store: Store, key: str, listing: Sequence[Found] | None = None) -> Entry:
         """The entry in folder `key`.
 
         Args:
             store: where.
             key: of the recipe; `<key>.<n>` names a rebuild.
+            listing: of the folder, when it is there already.
 
         Raises:
             EntryError: there is none, or it is damaged, or newer than this raysvc.
         """
         if names.split_folder(key) is None:
             names.folder_of(key)
-        found = {item.name: item for item in store.scan(key)}
+        found = {item.name: item for item in (store.scan(key) if listing is None else listing)}
         where = f"{store.url}/{key}"
         if names.MANIFEST not in found:
             what = "its build has not finished" if found else "there is no such entry"
             raise EntryError(where, what, "build it with raysvc tokenize, or look at raysvc cache ls")
-        for marker in (names.DAMAGED, names.DOOMED):
+        for marker in (names.DAMAGED, names.DELETING):
             if marker in found:
                 what = "it is marked as damaged" if marker == names.DAMAGED else "it is being removed by gc"
                 raise EntryError(where, what, "build it again with raysvc tokenize")
@@ -163,10 +166,12 @@ class Entry:
         ahead = (
             range(used[-1] + 1, min(used[-1] + 1 + READ_AHEAD, len(self.manifest.parts))) if goes_on else ()
         )
+        self._begin_hold()
         self._fetch_ahead([*used, *ahead])
         batch = gather(ids, self._starts, {index: self._view(index) for index in used or [0]})
         if goes_on:
             self._let_go_before(used[0])
+        self._wait_for_hold()
         return batch
 
     def prefetch(self, row_ids: npt.NDArray[np.integer[Any]]) -> None:
@@ -189,23 +194,38 @@ class Entry:
         import pyarrow as pa
 
         everything = range(len(self.manifest.parts))
+        self._begin_hold()
         self._fetch_ahead(list(everything))
-        return pa.concat_tables([self._view(index).table for index in everything])
+        table = pa.concat_tables([self._view(index).table for index in everything])
+        self._wait_for_hold()
+        return table
 
     def verify(self) -> list[Problem]:
         """Read every byte and compare checksums; empty when all is well."""
         return verify_folder(self.store, self.folder)
 
     def hold(self, owner: str) -> Hold:
-        """Keep `collect_garbage` away from the entry while it is read.
+        """Keep `collect_garbage` away from the entry before a row of it is read.
 
         Args:
-            owner: who reads, for display.
+            owner: who uses it, for display.
 
         Raises:
             EntryError: a removal has begun.
         """
         return Hold(self.store, self.folder, owner)
+
+    def _begin_hold(self) -> None:
+        """Hold while the first parts arrive, so that a remote store is not waited for twice."""
+        with self._lock:
+            if self._held is not None:
+                return
+            self._held = Future()
+        threading.Thread(target=_hold_into, args=(self._held, self.store, self.folder), daemon=True).start()
+
+    def _wait_for_hold(self) -> None:
+        assert self._held is not None
+        self._held.result()
 
     def _used(self, ids: npt.NDArray[np.int64]) -> list[int]:
         """Parts that hold the rows, in the order in which they are first needed."""
@@ -265,6 +285,13 @@ class Entry:
         path = f"{self.folder}/{part.name}"
         data = self.store.read(path, part.offsets_start, end) if part.num_rows else b""
         return decode_offsets(data, part, self.uri)
+
+
+def _hold_into(held: Future[Hold], store: Store, folder: str) -> None:
+    try:
+        held.set_result(Hold(store, folder, this_process()))
+    except Exception as error:  # noqa: BLE001  the reader raises it
+        held.set_exception(error)
 
 
 def _source_of(store: Store, folder: str, copies: PartCopies | None) -> PartSource:

@@ -2,12 +2,15 @@
 
 Always true:
 - an entry is found by listing its folder, never by probing a name;
-- of several generations of a key the newest that is finished, undamaged and not being removed counts.
+- of several generations of a key the newest that is finished, undamaged and not being removed counts;
+- an entry that cannot be used is named in the log and taken out of service; the others are found all the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +21,13 @@ from raysvc.cache.gc import collect_garbage as collect_garbage
 from raysvc.cache.generations import generations
 from raysvc.cache.generations import next_generation as next_generation
 from raysvc.cache.store.open import open_store
-from raysvc.cache.store.store import Store
-from raysvc.errors import StoreError
+from raysvc.cache.store.store import Found, Store
+from raysvc.cache.use_marker import mark_used, this_process
+from raysvc.cache.verify import Problem, mark_damaged
+from raysvc.errors import EntryError, EntryTooNew, StoreError
+
+THREADS = 16
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,7 @@ class Listed:
         folder: its name, `<key>` or `<key>.<n>`.
         key: of the recipe.
         generation: 0, or n for a rebuild.
-        state: `finished`, `building` (no manifest yet), `damaged` or `doomed` (gc removes it).
+        state: `finished`, `building` (no manifest yet), `damaged`, `deleting` (gc removes it) or `unreadable`.
         num_files, num_bytes: all that lies in it.
         modified_s: newest file, seconds since 1970 by the store's clock.
     """
@@ -57,29 +65,56 @@ def open_entry(uri: str, storage_options: Mapping[str, Any] | None = None) -> En
 
 
 def find_entry(store: Store, key: str) -> Entry | None:
-    """The newest usable entry of a key, None when it has to be built.
+    """The newest usable entry of a key, None when it has to be built. Being found is a use.
 
     The files for `datasets` are written when a builder died just before it wrote them.
+
+    Raises:
+        EntryTooNew: a newer version built it.
     """
     for generation in reversed(generations(store, key)):
         folder = names.folder_of(key, generation)
-        there = set(store.list(folder))
-        if names.MANIFEST not in there or there & {names.DAMAGED, names.DOOMED}:
+        found = store.scan(folder)
+        there = {item.name for item in found}
+        if names.MANIFEST not in there or there & {names.DAMAGED, names.DELETING}:
             continue
-        entry = Entry.open(store, folder)
+        entry = _usable(store, folder, found)
+        if entry is None:
+            continue
         if not {names.STATE, names.DATASET_INFO} <= there:
-            _mend(entry)
+            _write_datasets_files(entry)
+        mark_used(store, folder, found, this_process())
         return entry
     return None
 
 
 def list_entries(store: Store) -> list[Listed]:
     """Every folder of the root that can be an entry, finished or not, by name."""
-    folders = sorted(item.name for item in store.scan() if item.is_folder and names.split_folder(item.name))
-    return [_listed(store, folder) for folder in folders]
+    folders = entry_folders(store)
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(lambda folder: _listed(store, folder), folders))
 
 
-def _mend(entry: Entry) -> None:
+def entry_folders(store: Store) -> list[str]:
+    """Names of the folders that can be entries, sorted; one listing."""
+    return sorted(name for name in store.list() if names.split_folder(name))
+
+
+def _usable(store: Store, folder: str, found: Sequence[Found]) -> Entry | None:
+    try:
+        return Entry.open(store, folder, found)
+    except EntryTooNew:
+        raise
+    except EntryError as error:
+        log.warning("entry skipped and marked as damaged: %s", error)
+        try:
+            mark_damaged(store, folder, [Problem(names.MANIFEST, "content", error.what)])
+        except (StoreError, OSError) as reason:
+            log.warning("entry not marked uri=%s/%s error=%s", store.url, folder, reason)
+        return None
+
+
+def _write_datasets_files(entry: Entry) -> None:
     try:
         ensure_datasets_files(entry.store, entry.folder, entry.manifest)
     except (StoreError, OSError):
@@ -87,11 +122,15 @@ def _mend(entry: Entry) -> None:
 
 
 def _listed(store: Store, folder: str) -> Listed:
-    found = store.scan(folder)
-    there = {item.name for item in found}
     key, generation = names.split_folder(folder) or (folder, 0)
+    try:
+        found = store.scan(folder)
+    except (StoreError, OSError) as error:
+        log.warning("entry cannot be listed uri=%s/%s error=%s", store.url, folder, error)
+        return Listed(folder, key, generation, "unreadable", 0, 0, 0.0)
+    there = {item.name for item in found}
     state = "finished" if names.MANIFEST in there else "building"
     state = "damaged" if names.DAMAGED in there else state
-    state = "doomed" if names.DOOMED in there else state
+    state = "deleting" if names.DELETING in there else state
     newest = max((item.modified_s for item in found), default=0.0)
     return Listed(folder, key, generation, state, len(found), sum(item.size for item in found), newest)

@@ -1,28 +1,37 @@
 """What may be removed from a cache root, and removing it.
 
-Two visits remove a finished entry: the first marks it (`doomed.json`), after which nobody opens it any more;
-the second, at least the grace period later, deletes it. Whoever opened it before the mark has that
-long to finish, and a reader that holds the entry (`Entry.hold`) is waited for.
+1. List every folder. What cannot be read is named and left alone.
+2. Remove leftovers: receipts and losers' parts of finished entries, temporary files, old scans.
+3. Mark (`deleting.json`) what nobody needs. From then on nobody opens it any more.
+4. Wait: a finished entry is removed by a visit at least the grace period later; whoever opened it before the
+   mark has that long to finish. With a grace period of 0 it is removed in the same visit.
+5. List again what is due. Whoever used it meanwhile left a marker: then it stays.
+6. Delete: the manifest first, the mark last.
+
+A look (`dry_run`) only lists. It writes nothing, so it works on a full disk and on a root that is read-only.
 
 Always true:
-- an entry in use (held, or named by the caller) is neither marked nor deleted;
+- an entry or build in use (held, or named by the caller) is not deleted, even if the use began after the first listing;
 - nothing younger than the grace period is deleted, by the store's own clock;
-- manifests go first and the mark last, so an entry that is half removed is never found.
+- an entry that is half removed is never found.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from raysvc.cache import names
+from raysvc.cache import index, names
 from raysvc.cache.manifest import Manifest
 from raysvc.cache.store.store import Found, Store
 from raysvc.cache.use_marker import USE_TTL_S, store_now
-from raysvc.errors import EntryError
+from raysvc.errors import EntryError, StoreError
 
 GRACE_S = 86400.0
 SCANS_KEPT_S = 90 * 86400.0
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,7 @@ class Removal:
 
     Attributes:
         folder: of the entry; empty for files directly in the root.
-        action: `marked` (removed by a visit after the grace period) or `removed`.
+        action: `marked` (removed by a visit after the grace period), `removed`, or `skipped` (cannot be read).
         reason: one clause.
         num_bytes: that are, or will be, free.
         files: names that were removed.
@@ -63,17 +72,24 @@ class _Folder:
 
     @property
     def is_finished(self) -> bool:
-        return names.MANIFEST in self.there and names.DOOMED not in self.there
+        return names.MANIFEST in self.there and names.DELETING not in self.there
 
     @property
     def is_held(self) -> bool:
         return any(names.USE.fullmatch(i.name) and self.now_s - i.modified_s < USE_TTL_S for i in self.found)
 
     @property
+    def signs(self) -> list[Found]:
+        """What says that somebody uses or used it, newest last."""
+        marks = (i for i in self.found if names.USE.fullmatch(i.name) or names.USED.fullmatch(i.name))
+        return sorted(marks, key=lambda item: item.modified_s)
+
+    @property
     def idle_s(self) -> float:
-        """Seconds since it was finished or last held."""
-        signs = [i.modified_s for i in self.found if i.name == names.MANIFEST or names.USE.fullmatch(i.name)]
-        return self.now_s - max(signs, default=self.now_s)
+        """Seconds since it was finished or last used."""
+        times = [i.modified_s for i in self.found if i.name == names.MANIFEST]
+        times += [item.modified_s for item in self.signs]
+        return self.now_s - max(times, default=self.now_s)
 
     def age_s(self, name: str | None = None) -> float:
         """Seconds since one file, or the newest, was written."""
@@ -100,64 +116,171 @@ def collect_garbage(
         max_bytes: least recently used entries go until the finished ones are not larger together.
         in_use: keys, folders or URIs that must stay.
         grace_s: how long a reader or a slow builder may take; 0 marks and removes in one visit.
-        dry_run: tell what would happen and do nothing.
+        dry_run: tell what would happen and write nothing; ages are then by this machine's clock.
     """
-    now_s = store_now(store)
+    visit = _Visit(store, grace_s, dry_run)
     kept = {item.rstrip("/").rpartition("/")[2] for item in in_use}
-    root = tuple(store.scan())
-    folders = [
-        _Folder(item.name, tuple(store.scan(item.name)), item.modified_s, now_s)
-        for item in root
-        if item.is_folder and names.split_folder(item.name)
-    ]
-    free = [folder for folder in folders if not folder.is_held and not _names_of(folder.name) & kept]
+    free = [one for one in visit.folders if not one.is_held and not _names_of(one.name) & kept]
+    due = [one for one in free if visit.is_due(one)]
     removals = [
-        *_marks(store, folders, free, older_than_s, max_bytes, dry_run),
-        *_leftovers_of_root(store, root, now_s, grace_s, dry_run),
-        *_old_scans(store, root, now_s, dry_run),
+        *visit.skipped,
+        *visit.leftovers(),
+        *(removal for one in due if (removal := visit.remove(one)) is not None),
+        *visit.mark([one for one in free if one not in due], older_than_s, max_bytes),
     ]
-    marked = {one.folder for one in removals}
-    for folder in folders:
-        if folder in free and (_is_over(folder, grace_s) or (grace_s == 0 and folder.name in marked)):
-            removals.append(_remove_all(store, folder, dry_run))
-        elif folder.is_finished:
-            removals.extend(_leftovers_of_entry(store, folder, grace_s, dry_run))
+    if visit.records and not dry_run:
+        store.delete(names.INDEX)  # the folder, where it is empty
     return removals
+
+
+class _Visit:
+    """One run over a root."""
+
+    def __init__(self, store: Store, grace_s: float, dry_run: bool) -> None:
+        self.store, self.grace_s, self.dry_run = store, grace_s, dry_run
+        self.now_s = time.time() if dry_run else _clock(store)
+        self.root = tuple(store.scan())
+        self.skipped: list[Removal] = []
+        listed = [self._look(item) for item in self.root if item.is_folder and names.split_folder(item.name)]
+        self.folders = [one for one in listed if one is not None]
+        self.records = _records(store, self.root)
+
+    def is_due(self, folder: _Folder) -> bool:
+        """Marked long enough ago, or a build that stopped long ago."""
+        if names.DELETING in folder.there:
+            return folder.age_s(names.DELETING) >= self.grace_s
+        return not folder.is_finished and folder.age_s() >= self.grace_s
+
+    def mark(
+        self, free: Sequence[_Folder], older_than_s: float | None, max_bytes: int | None
+    ) -> list[Removal]:
+        """Take out of service what nobody needs; with no grace period remove it too."""
+        total = sum(folder.num_bytes for folder in self.folders if folder.is_finished)
+        removals = []
+        for folder in sorted(free, key=lambda one: one.idle_s, reverse=True):
+            reason = _reason(folder, self.folders, older_than_s)
+            if reason is None and max_bytes is not None and total > max_bytes:
+                reason = f"the entries have {total} bytes, above {max_bytes}; it was used least recently"
+            if reason is None or not folder.is_finished:
+                continue
+            total -= folder.num_bytes
+            mark = Removal(folder.name, "marked", reason, folder.num_bytes)
+            if self.grace_s == 0:
+                gone = self.remove(folder)
+                removals += [] if gone is None else [mark, gone]
+                continue
+            if not self.dry_run:
+                self.store.create(f"{folder.name}/{names.DELETING}", b"")
+            removals.append(mark)
+        return removals
+
+    def remove(self, folder: _Folder) -> Removal | None:
+        """Mark, list again, delete; None when it is used after all."""
+        reason = "it was marked before" if names.MANIFEST in folder.there else "its build did not go on"
+        files = sorted(folder.there | {names.DELETING}, key=_order)
+        removal = Removal(folder.name, "removed", reason, folder.num_bytes, tuple(files))
+        if self.dry_run:
+            return removal
+        marked = self.store.create(f"{folder.name}/{names.DELETING}", b"")
+        again = _Folder(folder.name, tuple(self.store.scan(folder.name)), 0.0, self.now_s)
+        changed = again.there - folder.there - {names.DELETING}
+        if again.is_held or changed:
+            log.info("not removed folder=%s: used while gc looked", folder.name)
+            if marked:
+                self.store.delete(f"{folder.name}/{names.DELETING}")
+            return None
+        for record in self.records.get(folder.name, ()):
+            self.store.delete(f"{names.INDEX}/{record}")
+        for name in files:
+            self.store.delete(f"{folder.name}/{name}")
+        self.store.delete(folder.name)
+        return removal
+
+    def leftovers(self) -> list[Removal]:
+        """Files that nothing needs, in the root and in finished entries."""
+        found = [*self._of_root(), *self._old_scans(), *self._lost_records()]
+        for folder in self.folders:
+            if folder.is_finished:
+                found += self._of_entry(folder)
+        return found
+
+    def _look(self, item: Found) -> _Folder | None:
+        try:
+            return _Folder(item.name, tuple(self.store.scan(item.name)), item.modified_s, self.now_s)
+        except (StoreError, OSError) as error:
+            self.skipped.append(Removal(item.name, "skipped", f"it cannot be read ({error})", 0))
+            return None
+
+    def _of_entry(self, folder: _Folder) -> list[Removal]:
+        """Losers' parts, receipts, temporary files and dead markers; the newest sign of use stays."""
+        path = f"{folder.name}/{names.MANIFEST}"
+        try:
+            manifest = Manifest.from_json(self.store.read(path), f"{self.store.url}/{path}")
+        except (EntryError, StoreError, FileNotFoundError):
+            return []  # without its list of parts nothing can be told apart
+        if folder.name not in self.records and names.DAMAGED not in folder.there and not self.dry_run:
+            index.note(self.store, folder.name, manifest.recipe)
+        needed = {part.name for part in manifest.parts} | {item.name for item in folder.signs[-1:]}
+        needed |= {names.MANIFEST, names.STATE, names.DATASET_INFO, names.TOKENIZER}
+        needed |= {names.DAMAGED, names.DELETING}
+        old = [i for i in folder.found if i.name not in needed and self._is_old(i, self.grace_s)]
+        return self._files(
+            folder.name, [i for i in old if not names.USE.fullmatch(i.name) or self._is_old(i, USE_TTL_S)]
+        )
+
+    def _of_root(self) -> list[Removal]:
+        prefixes = (".tmp-", ".probe-", ".clock-")
+        old = [i for i in self.root if i.name.startswith(prefixes) and self._is_old(i, self.grace_s)]
+        return self._files("", [item for item in old if not item.is_folder])
+
+    def _old_scans(self) -> list[Removal]:
+        """Nobody can tell whether the file of a scan has changed; scanning it again is cheap."""
+        if not any(item.is_folder and item.name == names.SCANS for item in self.root):
+            return []
+        old = [item for item in self.store.scan(names.SCANS) if self._is_old(item, SCANS_KEPT_S)]
+        return self._files(names.SCANS, old)
+
+    def _lost_records(self) -> list[Removal]:
+        """Records of the index whose entry is gone."""
+        lost = set(self.records) - {item.name for item in self.root}
+        found = [Found(name, 0, 0.0, False) for folder in sorted(lost) for name in self.records[folder]]
+        return self._files(names.INDEX, found)
+
+    def _is_old(self, item: Found, age_s: float) -> bool:
+        return self.now_s - item.modified_s >= age_s
+
+    def _files(self, folder: str, files: Sequence[Found]) -> list[Removal]:
+        if not files:
+            return []
+        for item in files:
+            if not self.dry_run:
+                self.store.delete(f"{folder}/{item.name}" if folder else item.name)
+        total = sum(item.size for item in files)
+        return [Removal(folder, "removed", "nothing needs them", total, tuple(item.name for item in files))]
+
+
+def _records(store: Store, root: Sequence[Found]) -> dict[str, list[str]]:
+    """Folder of an entry -> its records in the index."""
+    records: dict[str, list[str]] = {}
+    there = any(item.is_folder and item.name == names.INDEX for item in root)
+    for name in store.list(names.INDEX) if there else ():
+        if folder := index.folder_of_record(name):
+            records.setdefault(folder, []).append(name)
+    return records
+
+
+def _clock(store: Store) -> float:
+    """The store's clock; this machine's where the store is too full to be asked."""
+    try:
+        return store_now(store)
+    except StoreError as error:
+        log.warning("ages are by this machine's clock root=%s error=%s", store.url, error)
+        return time.time()
 
 
 def _names_of(folder: str) -> set[str]:
     split = names.split_folder(folder)
     return {folder, split[0]} if split else {folder}
-
-
-def _is_over(folder: _Folder, grace_s: float) -> bool:
-    """Marked long enough ago, or a build that stopped long ago."""
-    if names.DOOMED in folder.there:
-        return folder.age_s(names.DOOMED) >= grace_s
-    return not folder.is_finished and folder.age_s() >= grace_s
-
-
-def _marks(
-    store: Store,
-    folders: Sequence[_Folder],
-    free: Sequence[_Folder],
-    older_than_s: float | None,
-    max_bytes: int | None,
-    dry_run: bool,
-) -> list[Removal]:
-    total = sum(folder.num_bytes for folder in folders if folder.is_finished)
-    marks = []
-    for folder in sorted(free, key=lambda one: one.idle_s, reverse=True):
-        reason = _reason(folder, folders, older_than_s)
-        if reason is None and max_bytes is not None and total > max_bytes:
-            reason = f"the entries have {total} bytes, above {max_bytes}; it was used least recently"
-        if reason is None or not folder.is_finished:
-            continue
-        total -= folder.num_bytes
-        marks.append(Removal(folder.name, "marked", reason, folder.num_bytes))
-        if not dry_run:
-            store.create(f"{folder.name}/{names.DOOMED}", b"{}")
-    return marks
 
 
 def _reason(folder: _Folder, folders: Sequence[_Folder], older_than_s: float | None) -> str | None:
@@ -174,52 +297,6 @@ def _reason(folder: _Folder, folders: Sequence[_Folder], older_than_s: float | N
     return None
 
 
-def _remove_all(store: Store, folder: _Folder, dry_run: bool) -> Removal:
-    reason = "it was marked before" if names.MANIFEST in folder.there else "its build did not go on"
-    files = sorted(folder.there, key=lambda name: (name == names.DOOMED, name != names.MANIFEST, name))
-    if not dry_run:
-        for name in files:
-            store.delete(f"{folder.name}/{name}")
-        store.delete(f"{folder.name}/{names.DOOMED}")
-        store.delete(folder.name)
-    return Removal(folder.name, "removed", reason, folder.num_bytes, tuple(files))
-
-
-def _leftovers_of_entry(store: Store, folder: _Folder, grace_s: float, dry_run: bool) -> list[Removal]:
-    """Losers' parts, receipts, temporary files and dead markers of a finished entry."""
-    path = f"{folder.name}/{names.MANIFEST}"
-    try:
-        manifest = Manifest.from_json(store.read(path), f"{store.url}/{path}")
-    except (EntryError, FileNotFoundError):
-        return []  # without its list of parts nothing can be told apart
-    needed = {part.name for part in manifest.parts}
-    needed |= {names.MANIFEST, names.STATE, names.DATASET_INFO, names.DAMAGED, names.DOOMED}
-    old = [i for i in folder.found if i.name not in needed and folder.now_s - i.modified_s >= grace_s]
-    old = [i for i in old if not names.USE.fullmatch(i.name) or folder.now_s - i.modified_s >= USE_TTL_S]
-    return _remove_files(store, folder.name, old, dry_run)
-
-
-def _leftovers_of_root(
-    store: Store, root: Sequence[Found], now_s: float, grace_s: float, dry_run: bool
-) -> list[Removal]:
-    prefixes = (".tmp-", ".probe-", ".clock-")
-    old = [i for i in root if i.name.startswith(prefixes) and now_s - i.modified_s >= grace_s]
-    return _remove_files(store, "", [item for item in old if not item.is_folder], dry_run)
-
-
-def _old_scans(store: Store, root: Sequence[Found], now_s: float, dry_run: bool) -> list[Removal]:
-    """Records of scans are of no use once their file has changed; nobody can tell, and making another is cheap."""
-    if not any(item.is_folder and item.name == names.SCANS for item in root):
-        return []
-    old = [item for item in store.scan(names.SCANS) if now_s - item.modified_s >= SCANS_KEPT_S]
-    return _remove_files(store, names.SCANS, old, dry_run)
-
-
-def _remove_files(store: Store, folder: str, files: Sequence[Found], dry_run: bool) -> list[Removal]:
-    if not files:
-        return []
-    for item in files:
-        if not dry_run:
-            store.delete(f"{folder}/{item.name}" if folder else item.name)
-    total = sum(item.size for item in files)
-    return [Removal(folder, "removed", "nothing needs them", total, tuple(item.name for item in files))]
+def _order(name: str) -> tuple[bool, bool, str]:
+    """The manifest first, the mark last."""
+    return name == names.DELETING, name != names.MANIFEST, name

@@ -4,7 +4,8 @@
     <root>/<key>.<n>/       n-th rebuild of it (`force`, or after damage)
         part-<slice>-<uid>.arrow       receipt-<slice>-<uid>.json
         manifest.json   state.json   dataset_info.json
-        use-<uid>.json  doomed.json  damaged.json
+        tokenizer.json  use-<uid>.json  used-<uid>.json  deleting.json  damaged.json
+    <root>/.index/          one empty file per finished entry, see `raysvc.cache.index`
     <root>/.scans/          what was found out about source files, see `raysvc.pipelines.sources.scan_memo`
 
 Always true:
@@ -21,14 +22,17 @@ from raysvc.errors import EntryError
 MANIFEST = "manifest.json"
 STATE = "state.json"
 DATASET_INFO = "dataset_info.json"
-DOOMED = "doomed.json"
+DELETING = "deleting.json"
 DAMAGED = "damaged.json"
+TOKENIZER = "tokenizer.json"
 SCANS = ".scans"
+INDEX = ".index"
 KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 FOLDER = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]{0,127})(?:\.([1-9][0-9]{0,5}))?")
 PART = re.compile(r"part-([0-9]{5,9})-[0-9a-f]{16}\.arrow")
 RECEIPT = re.compile(r"receipt-([0-9]{5,9})-[0-9a-f]{16}\.json")
 USE = re.compile(r"use-[0-9a-f]{16}\.json")
+USED = re.compile(r"used-[0-9a-f]{16}\.json")
 
 
 def new_part(slice_index: int) -> tuple[str, str]:
@@ -40,6 +44,11 @@ def new_part(slice_index: int) -> tuple[str, str]:
 def new_use() -> str:
     """A fresh name of a marker that says an entry is in use."""
     return f"use-{uuid.uuid4().hex[:16]}.json"
+
+
+def new_used() -> str:
+    """A fresh name of a sign that an entry was used."""
+    return f"used-{uuid.uuid4().hex[:16]}.json"
 
 
 def folder_of(key: str, generation: int = 0) -> str:

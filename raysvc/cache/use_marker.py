@@ -1,64 +1,74 @@
-"""A sign in an entry's folder that somebody reads it, for `collect_garbage`.
+"""Signs of use in an entry's folder, for `collect_garbage`.
+
+`use-<uid>.json` says that somebody uses the entry now: a server, a reader, a build. It counts for `USE_TTL_S`, so
+a holder renews it. `used-<uid>.json` says when the entry was used last: a hit, or a hold that ended.
+
+Whoever holds writes the marker first and then looks whether a deletion has begun. gc marks the deletion first and
+then looks for markers. So at least one of the two sees the other.
 
 Always true:
 - a marker is never changed: renewing writes a new one and then removes the old one;
-- a marker counts for `USE_TTL_S` by the store's clock, so one left by a killed reader ends by itself;
-- whoever holds an entry looked after writing the marker that no removal had begun.
+- ages are by the store's clock, so a marker left by a killed process ends by itself;
+- one thread of a process renews all its holds; a hold that nobody refers to any more is released by it;
+- the newest sign of use is never removed before the entry itself.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import logging
+import os
+import socket
+import threading
 import uuid
+import weakref
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
 from raysvc.cache import names
-from raysvc.cache.store.store import Store
+from raysvc.cache.store.store import Found, Store
 from raysvc.errors import EntryError, StoreError
 
 USE_TTL_S = 3600.0
+RENEWALS = 4  # in USE_TTL_S
 logger = logging.getLogger(__name__)
 
 
 class Hold:
-    """Keeps one entry from being removed; `renew` at least twice in `USE_TTL_S`, `release` at the end."""
+    """Keeps one entry, or one build, from being removed until `release`."""
 
     def __init__(self, store: Store, folder: str, owner: str) -> None:
-        """Write the first marker.
+        """Write the first marker; it is renewed from now on.
 
         Args:
             store: of the entry.
             folder: of the entry.
-            owner: who reads, for display.
+            owner: who uses it, for display.
 
         Raises:
-            EntryError: a removal has begun.
+            EntryError: a deletion has begun.
         """
-        self.store, self.folder, self.owner = store, folder, owner
-        self._marker: str | None = None
-        self.renew()
-        if names.DOOMED in store.list(folder):
-            self.release()
+        self._marker = _Marker(store, folder, owner)
+        self._marker.renew()
+        if names.DELETING in store.list(folder):
+            self._marker.end()
             raise EntryError(f"{store.url}/{folder}", "it is being removed by gc", "build it again")
+        _keeper.add(self._marker)
+        self._dropped = weakref.finalize(self, _keeper.drop, self._marker)
+        self._dropped.atexit = False  # `_keeper` ends local ones; a network may hang
 
     def renew(self) -> None:
-        """Write a new marker; a store that cannot be written leaves the entry without one, and says so."""
-        fresh = names.new_use()
-        try:
-            self.store.write(f"{self.folder}/{fresh}", json.dumps({"owner": self.owner}).encode())
-        except (StoreError, OSError) as error:
-            logger.warning("entry not marked as used uri=%s/%s error=%s", self.store.url, self.folder, error)
-            return
-        self.release()
-        self._marker = fresh
+        """Write a new marker now."""
+        self._marker.renew()
 
     def release(self) -> None:
-        """Remove the marker."""
-        if self._marker is not None:
-            self.store.delete(f"{self.folder}/{self._marker}")
-            self._marker = None
+        """Remove the marker, and leave a sign of when the entry was used last."""
+        if self._dropped.detach():
+            _keeper.remove(self._marker)
+            self._marker.end()
 
     def __enter__(self) -> Self:
         return self
@@ -69,11 +79,146 @@ class Hold:
         self.release()
 
 
+class _Marker:
+    """The file of one hold."""
+
+    def __init__(self, store: Store, folder: str, owner: str) -> None:
+        self.store, self.folder, self.owner = store, folder, owner
+        self.name: str | None = None  # None: not written, or removed
+        self.pid = os.getpid()  # a forked child neither renews nor removes what its parent holds
+        self._lock = threading.Lock()  # guards `name` and `_ended`
+        self._ended = False
+
+    def renew(self) -> None:
+        """A store that cannot be written leaves the entry without a marker, and the log says so."""
+        with self._lock:
+            if self._ended:
+                return
+            fresh = names.new_use()
+            try:
+                self.store.write(f"{self.folder}/{fresh}", _who(self.owner))
+            except (StoreError, OSError) as error:
+                where = f"{self.store.url}/{self.folder}"
+                logger.warning("entry not marked as used uri=%s error=%s", where, error)
+                return
+            self._remove()
+            self.name = fresh
+
+    def end(self) -> None:
+        with self._lock:
+            self._ended = True
+            if self.name is not None:
+                mark_used(self.store, self.folder, self.store.scan(self.folder), self.owner)
+                self._remove()
+
+    def _remove(self) -> None:
+        if self.name is not None:
+            with contextlib.suppress(StoreError, OSError):  # it ends by time
+                self.store.delete(f"{self.folder}/{self.name}")
+            self.name = None
+
+
+class _Keeper:
+    """Renews the markers of this process, and ends those whose `Hold` is gone, in one daemon thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the two sets and the thread
+        self._held: set[_Marker] = set()
+        self._dropped: set[_Marker] = set()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, marker: _Marker) -> None:
+        with self._lock:
+            self._held.add(marker)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="raysvc-holds", daemon=True)
+                self._thread.start()
+
+    def remove(self, marker: _Marker) -> None:
+        with self._lock:
+            self._held.discard(marker)
+
+    def drop(self, marker: _Marker) -> None:
+        """Called while objects are collected: no waiting, no input or output here."""
+        if marker.pid == os.getpid():
+            self._dropped.add(marker)
+            self._wake.set()
+
+    def end_local(self) -> None:
+        """At exit; what lies on a network ends by time, since a dead store must not delay the exit."""
+        for marker in list(self._held):
+            if marker.pid == os.getpid() and marker.store.local_path(marker.folder) is not None:
+                with contextlib.suppress(StoreError, OSError):
+                    marker.end()
+
+    def _run(self) -> None:
+        while True:
+            woken = self._wake.wait(USE_TTL_S / RENEWALS)
+            self._wake.clear()
+            try:
+                self._round(renew=not woken)
+            except Exception:  # the next round tries again; without this thread no hold would live
+                logger.exception("renewing holds failed")
+
+    def _round(self, renew: bool) -> None:
+        while self._dropped:
+            marker = self._dropped.pop()
+            self.remove(marker)
+            with contextlib.suppress(StoreError, OSError):
+                marker.end()
+        if renew:
+            with self._lock:
+                held = list(self._held)
+            for marker in held:
+                marker.renew()
+
+
+_keeper = _Keeper()
+
+
+def _fresh_keeper() -> None:
+    global _keeper
+    _keeper = _Keeper()
+
+
+os.register_at_fork(after_in_child=_fresh_keeper)
+atexit.register(lambda: _keeper.end_local())
+
+
+def this_process() -> str:
+    """Who uses an entry, for display."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def mark_used(store: Store, folder: str, found: Sequence[Found], owner: str) -> None:
+    """Leave a sign that the entry was used now; a store that cannot be written has none.
+
+    Args:
+        found: an earlier listing of the folder; older signs in it are removed.
+    """
+    try:
+        store.write(f"{folder}/{names.new_used()}", _who(owner))
+        for item in found:
+            if names.USED.fullmatch(item.name):
+                store.delete(f"{folder}/{item.name}")
+    except (StoreError, OSError) as error:
+        logger.info("use not noted uri=%s/%s error=%s", store.url, folder, error)
+
+
 def store_now(store: Store) -> float:
-    """Seconds since 1970 by the clock that the store's listings use."""
+    """Seconds since 1970 by the clock that the store's listings use; writes an empty file for it.
+
+    Raises:
+        StoreError: the store cannot be written.
+    """
     name = f".clock-{uuid.uuid4().hex}"
-    store.write(name, b"now")
+    store.write(name, b"")
     try:
         return next(item.modified_s for item in store.scan() if item.name == name)
     finally:
         store.delete(name)
+
+
+def _who(owner: str) -> bytes:
+    return json.dumps({"owner": owner}).encode()

@@ -37,6 +37,11 @@ class Problem:
     kind: str
     detail: str
 
+    @property
+    def can_be_repaired(self) -> bool:
+        """The files for `datasets` follow from the manifest; nothing that is trained on depends on them."""
+        return self.name in (names.STATE, names.DATASET_INFO)
+
     def __str__(self) -> str:
         return f"{self.name}: {self.detail}"
 
@@ -60,6 +65,19 @@ def verify_folder(store: Store, folder: str) -> list[Problem]:
     with ThreadPoolExecutor(THREADS) as pool:
         parts = list(pool.map(lambda part: _check(store, folder, part, found.get(part.name)), manifest.parts))
     return [one for one in [*parts, *_small_files(store, folder, manifest, found)] if one is not None]
+
+
+def repair(store: Store, folder: str, problems: Sequence[Problem]) -> None:
+    """Write again what follows from the manifest."""
+    broken = {problem.name for problem in problems if problem.can_be_repaired}
+    if not broken:
+        return
+    path = f"{folder}/{names.MANIFEST}"
+    manifest = Manifest.from_json(store.read(path), f"{store.url}/{path}")
+    for name, data in datasets_files(manifest).items():
+        if name in broken:
+            store.delete(f"{folder}/{name}")
+            store.create(f"{folder}/{name}", data)
 
 
 def mark_damaged(store: Store, folder: str, problems: Sequence[Problem]) -> None:
@@ -90,9 +108,7 @@ def _small_files(
     problems: list[Problem | None] = []
     for name, data in datasets_files(manifest).items():
         if name not in found:
-            problems.append(
-                Problem(name, "missing", "it is not in the folder; raysvc tokenize writes it again")
-            )
+            problems.append(Problem(name, "missing", "it is not in the folder"))
         elif store.read(f"{folder}/{name}") != data:
             problems.append(Problem(name, "content", "it does not follow from the manifest"))
     return problems

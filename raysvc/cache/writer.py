@@ -17,7 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from raysvc.cache import names
+from raysvc.cache import index, names
 from raysvc.cache.datasets_export import ensure_datasets_files
 from raysvc.cache.generations import build_generation
 from raysvc.cache.key import Recipe
@@ -103,6 +103,7 @@ class EntryWriter:
         else:
             winner = Manifest.from_json(self.store.read(path), f"{self.uri}/{names.MANIFEST}")
         ensure_datasets_files(self.store, self.folder, winner)
+        index.note(self.store, self.folder, winner.recipe)
         return winner
 
     def _read_receipt(self, name: str) -> Receipt | None:

@@ -109,20 +109,23 @@ def verify(
 
     Example: raysvc cache verify 3f2a
     """
-    from raysvc.cache.verify import mark_damaged, verify_folder
+    from raysvc.cache.verify import mark_damaged, repair, verify_folder
 
     store = _store(root)
     folder = _folder(root, key)
     problems = verify_folder(store, folder)
-    if problems and mark:
-        mark_damaged(store, folder, problems)
+    if mark:
+        repair(store, folder, problems)
+        if not all(problem.can_be_repaired for problem in problems):
+            mark_damaged(store, folder, problems)
     if as_json:
         emit({"entry": folder, "problems": [asdict(problem) for problem in problems]})
     for problem in problems:
-        print(f"damaged: {problem}", file=sys.stderr)
-    if problems:
+        repaired = mark and problem.can_be_repaired
+        print(f"{'repaired' if repaired else 'damaged'}: {problem}", file=sys.stderr)
+    if not all(mark and problem.can_be_repaired for problem in problems):
         raise typer.Exit(1)
-    if not as_json:
+    if not as_json and not problems:
         print(f"{folder}: every byte is as it was written")
 
 
@@ -195,12 +198,12 @@ def _store(root: str | None) -> Any:
 
 
 def _folder(root: str | None, key: str) -> str:
-    from raysvc.cache.find import list_entries
+    from raysvc.cache.find import entry_folders
     from raysvc.errors import EntryError
 
-    names = [entry.folder for entry in list_entries(_store(root)) if entry.folder.startswith(key)]
+    names = [folder for folder in entry_folders(_store(root)) if folder.startswith(key)]
     if len(names) != 1:
-        what = "is no entry" if not names else f"is the beginning of {len(names)} entries"
+        what = f"{len(names)} entries start with it" if names else "no entry starts with it"
         raise EntryError(repr(key), what, "look at raysvc cache ls, and give more digits")
     return names[0]
 

@@ -280,7 +280,19 @@ class TestDamage:
         other = cache_key({"other": 1})
         folder.rename(tmp_path / other)
         with pytest.raises(EntryError, match="belongs to"):
-            find_entry(store, other)
+            open_entry(f"{store.url}/{other}")
+
+    def test_a_bad_entry_is_named_and_built_anew_beside_it(self, built, caplog):
+        store, folder = built
+        self.part(folder).unlink()
+        assert find_entry(store, KEY) is None
+        assert f"{self.part_name(store)}: it is missing" in caplog.text
+        build(store, make_slices(SIZES))
+        assert find_entry(store, KEY).folder == f"{KEY}.1"
+
+    def part_name(self, store) -> str:
+        manifest = json.loads(store.read(f"{KEY}/manifest.json"))
+        return next(part["name"] for part in manifest["parts"] if part["name"].startswith("part-00002"))
 
     def test_an_unfinished_or_missing_entry_is_told_apart(self, tmp_path):
         store = open_store(str(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 import uuid
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from raysvc.cache import names, use_marker
-from raysvc.cache.find import collect_garbage, find_entry, list_entries, next_generation
+from raysvc.cache.entry import Entry
+from raysvc.cache.find import collect_garbage, find_entry, list_entries, next_generation, open_entry
 from raysvc.cache.key import cache_key
+from raysvc.cache.manifest import Manifest
 from raysvc.cache.store.open import open_store
 from raysvc.cache.store.posix import PosixStore
 from raysvc.cache.store.store import Store
@@ -65,7 +68,7 @@ def test_receipts_and_temporary_files_of_a_finished_entry_go_after_the_grace_per
     collect_garbage(store)
     kept = {names.MANIFEST, names.STATE, names.DATASET_INFO} | {part.name for part in manifest.parts}
     assert set(store.list(KEY)) == kept
-    assert store.list() == (KEY,)
+    assert store.list() == (names.INDEX, KEY)
     assert find_entry(store, KEY).verify() == []
 
 
@@ -97,14 +100,15 @@ def test_a_build_that_stopped_long_ago_goes_and_one_that_goes_on_stays(store):
 def test_an_old_entry_is_marked_first_and_removed_a_grace_period_later(store):
     build(store)
     age(store, KEY, 10 * DAY_S)
-    entry = find_entry(store, KEY)
+    entry = open_entry(f"{store.url}/{KEY}")
     (mark,) = [one for one in collect_garbage(store, older_than_s=7 * DAY_S) if one.action == "marked"]
     assert (mark.folder, mark.num_bytes > 0) == (KEY, True)
     assert "was not used for 864" in mark.reason
     assert find_entry(store, KEY) is None
-    assert entry.table().num_rows == 12
     with pytest.raises(EntryError, match="being removed by gc"):
         entry.hold("late reader")
+    with pytest.raises(EntryError, match="being removed by gc"):
+        entry.table()
     collect_garbage(store, older_than_s=7 * DAY_S)
     assert folders(store) == {KEY}
     age(store, KEY, 2 * DAY_S)
@@ -122,9 +126,9 @@ def test_the_mark_goes_last_and_the_manifest_first(store):
 
     build(store)
     collect_garbage(Watched(store.root), older_than_s=0, grace_s=0)
-    deleted = [name for name in order if not name.startswith(".")]
-    assert deleted[0] == names.MANIFEST
-    assert deleted[-2:] == [names.DOOMED, KEY]
+    deleted = [name for name in order if not name.startswith((".", "receipt"))]
+    assert deleted[1] == names.MANIFEST, "after its record in the index"
+    assert deleted[-2:] == [names.DELETING, KEY]
 
 
 def test_the_least_recently_used_entries_go_until_the_rest_fits(store):
@@ -134,9 +138,9 @@ def test_the_least_recently_used_entries_go_until_the_rest_fits(store):
     use_marker.Hold(store, keys[1], "reader").release()
     size = sum(item.num_bytes for item in list_entries(store)) / 3
     marks = collect_garbage(store, max_bytes=int(2.5 * size), grace_s=30 * DAY_S)
-    assert [one.folder for one in marks] == [keys[1]]
-    with use_marker.Hold(store, keys[2], "reader") as hold:
-        age(store, keys[2], 2 * use_marker.USE_TTL_S, hold._marker)
+    assert [one.folder for one in marks] == [keys[2]], "the oldest one was used just now"
+    with use_marker.Hold(store, keys[1], "reader") as hold:
+        age(store, keys[1], 2 * use_marker.USE_TTL_S, hold._marker.name)
         marks = collect_garbage(store, max_bytes=int(1.5 * size), grace_s=30 * DAY_S)
         assert [one.folder for one in marks] == [keys[0]], "a marker that ended is still a sign of use"
 
@@ -157,8 +161,8 @@ def test_an_entry_in_use_is_never_touched(store):
 def test_a_marked_entry_that_is_held_after_all_is_waited_for(store):
     build(store)
     hold = use_marker.Hold(store, KEY, "reader")
-    store.create(f"{KEY}/{names.DOOMED}", b"{}")
-    age(store, KEY, 2 * DAY_S, names.DOOMED, names.MANIFEST)
+    store.create(f"{KEY}/{names.DELETING}", b"{}")
+    age(store, KEY, 2 * DAY_S, names.DELETING, names.MANIFEST)
     assert [
         one
         for one in collect_garbage(store)
@@ -264,3 +268,141 @@ class TestHold:
         build(store)
         with use_marker.Hold(ReadOnly(store.root), KEY, "reader"):
             assert "not marked as used" in caplog.text
+
+
+class TestUse:
+    """An entry that is used stays; one that nobody uses goes."""
+
+    def test_an_entry_that_a_reader_has_open_is_held_until_it_is_let_go_of(self, store):
+        build(store)
+        entry = open_entry(f"{store.url}/{KEY}")
+        entry.row(0)
+        age(store, KEY, 10 * DAY_S, *(n for n in store.list(KEY) if not names.USE.fullmatch(n)))
+        assert collect_garbage(store, older_than_s=0, max_bytes=0, grace_s=0)[-1].folder == KEY  # leftovers
+        assert entry.row(7)["source_row"] == 7
+        assert open_entry(entry.uri).verify() == []
+        del entry
+        wait_until(lambda: not any(names.USE.fullmatch(name) for name in store.list(KEY)))
+        collect_garbage(store, older_than_s=0, grace_s=0)
+        assert folders(store) == set()
+
+    def test_a_hit_is_a_use(self, store):
+        build(store)
+        age(store, KEY, 40 * DAY_S)
+        assert find_entry(store, KEY) is not None
+        assert collect_garbage(store, older_than_s=30 * DAY_S)[-1].reason == "nothing needs them"
+        age(store, KEY, 20 * DAY_S)
+        assert collect_garbage(store, older_than_s=30 * DAY_S) == [], (
+            "the sign of use outlives the grace period"
+        )
+        age(store, KEY, 20 * DAY_S)
+        assert [one.action for one in collect_garbage(store, older_than_s=30 * DAY_S)] == ["marked"]
+
+    def test_many_hits_leave_one_sign(self, store):
+        build(store)
+        for _ in range(5):
+            find_entry(store, KEY)
+        assert sum(bool(names.USED.fullmatch(name)) for name in store.list(KEY)) == 1
+
+    @pytest.mark.parametrize("grace_s", [0, 3600.0])
+    def test_what_is_held_after_the_listing_is_not_deleted(self, store, grace_s):
+        """A reader comes between gc's listing and its first deletion."""
+        build(store)
+        holds = []
+
+        class Late(PosixStore):
+            def create(self, name: str, data: bytes) -> bool:
+                if name.endswith(names.DELETING) and not holds:
+                    holds.append(use_marker.Hold(store, KEY, "late reader"))
+                return super().create(name, data)
+
+        age(store, KEY, DAY_S)
+        collect_garbage(Late(store.root), older_than_s=0, grace_s=grace_s)
+        age(store, KEY, DAY_S, names.DELETING)
+        collect_garbage(store, older_than_s=0, grace_s=grace_s)
+        assert Entry(store, KEY, Manifest.from_json(store.read(f"{KEY}/{names.MANIFEST}"), "")).verify() == []
+        holds[0].release()
+
+    def test_a_build_that_runs_is_not_deleted(self, store):
+        with use_marker.Hold(store, KEY, "builder"):
+            EntryWriter(store, KEY).write_part(0, make_table(3), {})
+            collect_garbage(store, grace_s=0)
+            assert len(EntryWriter(store, KEY).receipts()) == 1
+        collect_garbage(store, grace_s=0)
+        assert folders(store) == set()
+
+    def test_holds_are_renewed_without_anybody_asking(self, store, monkeypatch):
+        monkeypatch.setattr(use_marker, "USE_TTL_S", 0.2)
+        monkeypatch.setattr(use_marker, "_keeper", use_marker._Keeper())
+        build(store)
+        with use_marker.Hold(store, KEY, "reader"):
+            first = {name for name in store.list(KEY) if names.USE.fullmatch(name)}
+            wait_until(lambda: {n for n in store.list(KEY) if names.USE.fullmatch(n)}.isdisjoint(first))
+
+    def test_a_forked_child_does_not_end_its_parents_hold(self, store):
+        build(store)
+        hold = use_marker.Hold(store, KEY, "parent")
+        child = os.fork()
+        if child == 0:
+            del hold
+            use_marker._keeper.end_local()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert hold._marker.name in store.list(KEY)
+        hold.release()
+
+
+class TestLooking:
+    """A dry run, and what gc can do where writing fails."""
+
+    def test_a_dry_run_works_on_a_root_that_cannot_be_written(self, store):
+        build(store)
+        age(store, KEY, 10 * DAY_S)
+
+        class ReadOnly(PosixStore):
+            def _appear(self, name: str, data: bytes | memoryview) -> bool:
+                raise StoreError(self.root, "cannot be written (read-only)", "choose another cache.root")
+
+            def delete(self, name: str) -> None:
+                raise StoreError(self.root, "cannot be written (read-only)", "choose another cache.root")
+
+        looked = collect_garbage(ReadOnly(store.root), older_than_s=DAY_S, dry_run=True)
+        assert looked[-1].action == "marked"
+
+    def test_gc_frees_a_disk_that_is_full(self, store):
+        build(store)
+        age(store, KEY, 10 * DAY_S)
+
+        class Full(PosixStore):
+            """Names can be made, blocks are used up, as on ext4 and tmpfs."""
+
+            def _stage(self, staged: str, data: bytes | memoryview) -> None:
+                if len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                super()._stage(staged, data)
+
+        collect_garbage(Full(store.root), older_than_s=DAY_S, grace_s=0)
+        assert folders(store) == set()
+
+    def test_a_folder_that_cannot_be_read_is_named_and_the_rest_cleaned(self, store):
+        bad, good = build_named(store, "bad"), build_named(store, "good")
+
+        class Locked(PosixStore):
+            def scan(self, folder: str = ""):
+                if folder == bad:
+                    raise StoreError(self.root, f"{bad} cannot be read", "ask who owns it")
+                return super().scan(folder)
+
+        removals = collect_garbage(Locked(store.root), older_than_s=0, grace_s=0)
+        assert [(one.folder, one.action) for one in removals if one.action != "removed"] == [
+            (bad, "skipped"),
+            (good, "marked"),
+        ]
+        assert {one.folder: one.state for one in list_entries(Locked(store.root))} == {bad: "unreadable"}
+
+
+def wait_until(condition, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

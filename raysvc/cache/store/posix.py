@@ -88,17 +88,13 @@ class PosixStore:
         """Remove a file or an empty folder; a folder that still holds something stays."""
         path = self._path(name)
         try:
-            os.unlink(path)
-        except FileNotFoundError:
-            return
-        except (IsADirectoryError, PermissionError):
-            if not os.path.isdir(path):
+            _remove(path)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
-            try:
-                os.rmdir(path)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-                    raise
+            raise StoreError(
+                self.root, f"{name} cannot be removed ({error})", "ask who may write there"
+            ) from error
 
     def local_path(self, name: str) -> Path | None:
         """The file itself."""
@@ -214,6 +210,22 @@ def _found(item: os.DirEntry[str]) -> Found | None:
     except FileNotFoundError:
         return None
     return Found(item.name, 0 if is_folder else status.st_size, status.st_mtime, is_folder)
+
+
+def _remove(path: str) -> None:
+    """A file, or a folder that is empty."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return
+    except (IsADirectoryError, PermissionError):
+        if not os.path.isdir(path):
+            raise
+        try:
+            os.rmdir(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise
 
 
 def _reopening(action: Callable[[], T]) -> T:
