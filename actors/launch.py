@@ -26,6 +26,7 @@ REPORT_EVERY_S = 5.0
 STOP_TIMEOUT_S = 30.0
 FETCH_THREADS = 16
 LEASE_THREADS = 16
+PUT_THREADS = 8  # puts wait for one write together
 
 
 def start_server(spec: ServeSpec, *, detached: bool) -> ActorHandle:
@@ -41,7 +42,7 @@ def start_server(spec: ServeSpec, *, detached: bool) -> ActorHandle:
         UserMistake: the entry cannot be opened, or no plan can be made of it.
     """
     cls = BatchServer if spec.rollouts is None else RolloutServer
-    threads = {"fetch": FETCH_THREADS, "lease": LEASE_THREADS, "put": 2, "control": 3}
+    threads = {"fetch": FETCH_THREADS, "lease": LEASE_THREADS, "put": PUT_THREADS, "control": 3}
     incarnation_id = uuid.uuid4().hex
     actor = ray.remote(concurrency_groups=threads)(cls)
     handle = actor.options(

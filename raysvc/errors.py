@@ -19,6 +19,7 @@ RaysvcError
 │   ├── RankLost            another rank of the group is dead
 │   └── StepOutOfOrder      a step number that the contract does not allow
 ├── StepFailed              collation of one step failed; carries the step and the cause
+├── NoCapacity              a put waited for room, and none came
 ├── StepNotReady            too few rollouts came for a step
 └── WorkerFailed            a worker did not answer, or answered with an error
 
@@ -217,6 +218,25 @@ class StepNotReady(RaysvcError):
         return (
             f"server {self.name!r} has {self.ready} of the {self.needed} groups of step {self.step}; "
             "look whether the producers live, or ask again"
+        )
+
+
+class NoCapacity(RaysvcError):
+    """A put of groups that were not reserved waited for capacity, and none came.
+
+    Args:
+        name: of the server.
+        waited_s: how long.
+    """
+
+    def __init__(self, name: str, waited_s: float) -> None:
+        super().__init__(name, waited_s)
+        self.name, self.waited_s = name, waited_s
+
+    def __str__(self) -> str:
+        return (
+            f"server {self.name!r} had no capacity for {self.waited_s:.0f} s; "
+            "look whether the trainer commits steps, or reserve prompts before they are sampled"
         )
 
 

@@ -1,21 +1,28 @@
-"""Which groups are ready, which step has which, and who may still produce. Pure: no clock, no disk.
+"""Which groups are ready, which step has which, and who may still produce. Pure: no disk, the clock is an argument.
 
 With b groups per step, and weights that were version v when step f was next: step k is trained by version v + (k - f)
 at the latest (a version per step at most), so a group of version w is v + (k - f) - w old by then.
 Always true:
-- a group is in one step at most, and a step has b groups; groups are taken in the order they were put;
+- a group is in one step at most, and a step has b slots; groups are taken in the order in which they became complete;
 - k's groups are all at most `max_staleness` versions old when step k is trained; older ones are evicted;
-- (uid, attempt) is taken once, however often it is put;
+- (uid, attempt) is taken once, however often it is put; an open group grows, and is taken when it is complete;
 - a step below `kept_from` is never formed, and its groups never come back;
-- capacity = (max_staleness + 1) * b - ready - planned and not committed - reserved: what is evicted, dropped,
-  released or trained gives capacity back.
+- going back to a step restores the version that trained it, keeps the groups of all formed steps, and begins a new
+  timeline; what evictions, drops and quarantine took stays away;
+- capacity = (max_staleness + 1) * b - ready - waiting - planned and not committed - reserved: what is evicted, dropped,
+  released, expired or trained gives capacity back;
+- no call but `load` walks all steps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 Key = tuple[str, int]
+OnBadGroup = Literal["fill", "shrink"]
+FOREVER_S = float("inf")
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,22 @@ class Ready:
     version: int
 
 
+class Timeline(NamedTuple):
+    """A training history that begins where its trainer went back.
+
+    Attributes:
+        number: 0 is the first.
+        begin: its first step.
+        version: of the weights that train this step.
+        abandoned_until: the steps from `begin` to here were trained on the timeline before, and that is void.
+    """
+
+    number: int
+    begin: int
+    version: int
+    abandoned_until: int
+
+
 @dataclass
 class Pool:
     """The state of all groups.
@@ -38,72 +61,165 @@ class Pool:
     Attributes:
         batch_size: groups of a step.
         max_staleness: None: any age.
-        version: of the weights that train.
-        version_step: the step that was next when `version` was told.
-        ready: not planned, in the order they were put.
+        on_bad_group: whether the slot of a quarantined group is filled from the ready ones, or stays empty.
+        told: (step, version) of this timeline, ascending: `version` trains from `step` on.
+        timelines: each time a trainer went back.
+        reached: the highest frontier of this timeline that is known.
+        newest: the highest version that was told on any timeline.
+        ready: complete and not planned, in the order in which they became so.
+        waiting: known and not complete; key -> version.
         steps: step -> its groups.
         versions: of every key that was ever put.
-        reserved: uids that a producer is working on.
+        reserved: uid -> the producer that is working on it.
+        leases: producer -> until when its reservations and open groups hold.
+        owners: open group -> its producer.
         evicted: groups that became too old.
+        quarantined: group -> why it cannot be trained.
         kept_from: steps below are forgotten.
     """
 
     batch_size: int
     max_staleness: int | None = None
-    version: int = 0
-    version_step: int = 0
+    on_bad_group: OnBadGroup = "fill"
+    told: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+    timelines: list[Timeline] = field(default_factory=list)
+    reached: int = 0
+    newest: int = 0
     ready: list[Ready] = field(default_factory=list)
+    waiting: dict[Key, int] = field(default_factory=dict)
     steps: dict[int, list[Key]] = field(default_factory=dict)
     versions: dict[Key, int] = field(default_factory=dict)
-    reserved: set[str] = field(default_factory=set)
+    reserved: dict[str, str] = field(default_factory=dict)
+    leases: dict[str, float] = field(default_factory=dict)
+    owners: dict[Key, str] = field(default_factory=dict)
     evicted: int = 0
+    quarantined: dict[Key, str] = field(default_factory=dict)
     kept_from: int = 0
+    _top: int = -1  # the highest step that was formed
+    _planned_ever: int = 0  # groups of `steps`
+    _untold: list[Key] = field(default_factory=list)  # evicted, and not taken by `take_evicted`
 
-    def put(self, group: Ready) -> bool:
-        """Add a group; False when it was put before."""
-        self.reserved.discard(group.key[0])
+    @property
+    def version(self) -> int:
+        """Of the weights that train."""
+        return self.told[-1][1]
+
+    @property
+    def version_step(self) -> int:
+        """The step that was next when `version` was told."""
+        return self.told[-1][0]
+
+    @property
+    def timeline(self) -> int:
+        """Number of the timeline that is trained."""
+        return self.timelines[-1].number if self.timelines else 0
+
+    def load(self, steps: Mapping[int, list[Key]], kept_from: int, gone: set[Key]) -> None:
+        """Take the memberships of an earlier process; `gone` never gets ready again."""
+        self.kept_from = max(self.kept_from, kept_from)
+        self.steps = {step: keys for step, keys in steps.items() if step >= self.kept_from}
+        self._top = max(self.steps, default=-1)
+        self._planned_ever = sum(map(len, self.steps.values()))
+        through = gone.union(*self.steps.values())
+        self.ready = [group for group in self.ready if group.key not in through]
+        self.waiting = {key: version for key, version in self.waiting.items() if key not in through}
+        self.owners = {key: owner for key, owner in self.owners.items() if key in self.waiting}
+
+    def put(self, group: Ready, *, complete: bool = True, owner: str | None = None) -> bool:
+        """Add a group; False when it was put before. One that is not complete waits; with an `owner` it is open."""
+        self.reserved.pop(group.key[0], None)
         if group.key in self.versions:
             return False
         self.versions[group.key] = group.version
-        self.ready.append(group)
+        if complete:
+            self.ready.append(group)
+        else:
+            self.waiting[group.key] = group.version
+            if owner is not None:
+                self.owners[group.key] = owner
         return True
+
+    def grow(self, key: Key, version: int) -> None:
+        """An open group got rows of `version`: the oldest one counts."""
+        if key in self.waiting:
+            self.versions[key] = self.waiting[key] = min(version, self.waiting[key])
+
+    def close(self, key: Key) -> None:
+        """Nothing is added to its rows any more."""
+        self.owners.pop(key, None)
+
+    def complete(self, key: Key) -> None:
+        """A group that was waiting may be planned."""
+        if key in self.waiting:
+            self.ready.append(Ready(key, self.waiting.pop(key)))
+
+    def refuse_version(self, version: int) -> str | None:
+        """Why no weights of this version can have sampled anything; None: they can. Without a bound all can."""
+        limit = max(self.newest, self.version + max(0, self.reached - self.version_step)) + 1
+        if self.max_staleness is None or version <= limit:
+            return None
+        return f"is of weight version {version}, and the newest that can be there is {limit}"
 
     def form(self, step: int, frontier: int) -> list[Key] | None:
         """The groups of `step`, planned now or before; None while there are not enough.
 
         Steps form in order: a step after one that is not formed waits for it.
         """
-        if step in self.steps:
-            return self.steps[step]
+        keys = self.steps.get(step)
+        if keys is not None:
+            return self._filled(step, keys)
         assert step >= self.kept_from, "refused where it was asked for"
         if step > frontier and step - 1 not in self.steps:
             return None
         self.evict(self.trained_by(step))
         if len(self.ready) < self.batch_size:
             return None
-        taken, self.ready = self.ready[: self.batch_size], self.ready[self.batch_size :]
-        self.steps[step] = [group.key for group in taken]
+        self.steps[step] = self._take(self.batch_size)
+        self._top = max(self._top, step)
+        self._planned_ever += self.batch_size
         return self.steps[step]
 
     def trained_by(self, step: int) -> int:
         """The newest weight version that can train `step`."""
         return self.version + max(0, step - self.version_step)
 
-    def set_version(self, version: int, frontier: int) -> None:
-        """The weights that train are `version` from step `frontier` on.
+    def set_version(self, version: int, frontier: int) -> list[Key]:
+        """The weights that train are `version` from step `frontier` on; returns what became too old.
+
+        Saying the same version again changes nothing.
 
         Raises:
-            ValueError: it goes back, or makes a planned step's groups too old.
+            ValueError: it goes back, advances faster than one per step, or makes a planned step's groups too old.
         """
         if version < self.version:
             raise ValueError(f"{version} is below {self.version}")
-        for step, keys in self.steps.items():
-            oldest = min(self.versions[key] for key in keys)
-            age = version + step - frontier - oldest
-            if step >= frontier and self.max_staleness is not None and age > self.max_staleness:
-                raise ValueError(f"{version} would train step {step} with groups {age} versions old")
-        self.version, self.version_step = version, frontier
-        self.evict(self.trained_by(max([frontier, *(step + 1 for step in self.steps)])))
+        if version == self.version:
+            return []
+        for step in range(max(frontier, self.kept_from), self._top + 1):
+            self._refuse_too_old(step, version + step - frontier, version)
+        steps = max(1, frontier - self.version_step)
+        started = bool(self.versions or self.steps)
+        if self.max_staleness is not None and started and version - self.version > steps:
+            raise ValueError(f"{version} is more than {steps} above {self.version}")
+        self.told.append((frontier, version))
+        self.newest = max(self.newest, version)
+        self.reached = max(self.reached, frontier)
+        return self.evict(self.trained_by(max(frontier, self._top + 1)))
+
+    def rewind(self, step: int, frontier: int) -> Timeline | None:
+        """Go to `step`, all steps below `frontier` being committed; the new timeline when that is back."""
+        reached = max(self.reached, frontier)
+        self.reached = step
+        if step >= reached:
+            return None
+        self.cut(step)
+        self.timelines.append(Timeline(self.timeline + 1, step, self.version, reached))
+        return self.timelines[-1]
+
+    def cut(self, step: int) -> None:
+        """The versions that were told after `step` was next are void."""
+        self.told = [each for each in self.told if each[0] <= step] or [(step, self.told[0][1])]
+        self.reached = step
 
     def evict(self, version: int) -> list[Key]:
         """Drop what is too old for weights of `version`."""
@@ -111,44 +227,119 @@ class Pool:
             return []
         oldest = version - self.max_staleness
         old = [group.key for group in self.ready if group.version < oldest]
-        self.ready = [group for group in self.ready if group.version >= oldest]
+        old += [key for key, own in self.waiting.items() if own < oldest]
+        self._remove(set(old))
         self.evicted += len(old)
+        self._untold += old
         return old
 
-    def drop(self, uids: list[str]) -> list[Key]:
-        """A filter threw the ready groups of these prompts away; returns what went."""
-        gone = [group.key for group in self.ready if group.key[0] in uids]
-        self.ready = [group for group in self.ready if group.key not in gone]
+    def take_evicted(self) -> list[Key]:
+        """What was evicted since this was asked last."""
+        gone, self._untold = self._untold, []
         return gone
+
+    def drop(self, uids: Iterable[str]) -> list[Key]:
+        """A filter threw the groups of these prompts away that are in no step; returns what went."""
+        wanted = set(uids)
+        gone = [key for key in (*(group.key for group in self.ready), *self.waiting) if key[0] in wanted]
+        self._remove(set(gone))
+        return gone
+
+    def quarantine(self, bad: Mapping[Key, str]) -> None:
+        """These groups cannot be trained; their slots go by `on_bad_group` when the step is formed again."""
+        self.quarantined.update(bad)
+        self._remove(set(bad))
+
+    def holes(self, step: int) -> list[int]:
+        """Slots of a step that hold a quarantined group."""
+        return [slot for slot, key in enumerate(self.steps.get(step, ())) if key in self.quarantined]
 
     def forget_below(self, step: int) -> list[Key]:
         """Let go of the steps below `step`; returns their groups."""
+        old = [number for number in range(self.kept_from, step) if number in self.steps]
         self.kept_from = max(self.kept_from, step)
-        old = [number for number in self.steps if number < self.kept_from]
-        return [key for number in old for key in self.steps.pop(number)]
+        base = max((number for number, (at, _) in enumerate(self.told) if at <= self.kept_from), default=0)
+        self.told = self.told[base:]
+        gone = [key for number in old for key in self.steps.pop(number)]
+        self._planned_ever -= len(gone)
+        return gone
+
+    def planned(self, frontier: int) -> int:
+        """Groups of steps that are formed and not committed."""
+        ahead = range(max(frontier, self.kept_from), self._top + 1)
+        return sum(len(self.steps.get(step, ())) for step in ahead)
 
     def trained(self, frontier: int) -> int:
         """Groups of committed steps."""
-        kept = sum(len(keys) for step, keys in self.steps.items() if step < frontier)
-        return kept + self.kept_from * self.batch_size
+        return self._planned_ever - self.planned(frontier) + self.kept_from * self.batch_size
 
     def capacity(self, frontier: int) -> int | None:
         """How many groups may still be started; None: no bound."""
         if self.max_staleness is None:
             return None
-        planned = sum(len(keys) for step, keys in self.steps.items() if step >= frontier)
-        held = len(self.ready) + planned + len(self.reserved)
+        held = len(self.ready) + len(self.waiting) + self.planned(frontier) + len(self.reserved)
         return max(0, (self.max_staleness + 1) * self.batch_size - held)
 
-    def reserve(self, uids: list[str], frontier: int) -> list[str]:
+    def reserve(
+        self, uids: list[str], frontier: int, owner: str = "", until_s: float = FOREVER_S
+    ) -> list[str]:
         """The uids that a producer may start on: as many as there is capacity. Asking again changes nothing."""
-        mine = [uid for uid in uids if uid in self.reserved]
-        new = [uid for uid in uids if uid not in self.reserved]
+        self.leases[owner] = until_s
+        mine = [uid for uid in uids if self.reserved.get(uid) == owner]
+        new = [uid for uid in dict.fromkeys(uids) if uid not in self.reserved]
         room = self.capacity(frontier)
         granted = new if room is None else new[:room]
-        self.reserved.update(granted)
+        self.reserved.update(dict.fromkeys(granted, owner))
         return [*mine, *granted]
 
-    def release(self, uids: list[str]) -> None:
+    def release(self, uids: Iterable[str]) -> None:
         """A producer gave up on these."""
-        self.reserved.difference_update(uids)
+        for uid in uids:
+            self.reserved.pop(uid, None)
+
+    def renew(self, owner: str, until_s: float) -> None:
+        """A sign of life of a producer."""
+        self.leases[owner] = until_s
+
+    def expire(self, now_s: float) -> tuple[list[str], list[Key]]:
+        """Give up what dead producers hold; returns their reservations and their open groups."""
+        dead = {owner for owner, until_s in self.leases.items() if until_s < now_s}
+        if not dead:
+            return [], []
+        for owner in dead:
+            del self.leases[owner]
+        uids = [uid for uid, owner in self.reserved.items() if owner in dead]
+        keys = [key for key, owner in self.owners.items() if owner in dead]
+        self.release(uids)
+        self._remove(set(keys))
+        return uids, keys
+
+    def _filled(self, step: int, keys: list[Key]) -> list[Key] | None:
+        holes = self.holes(step)
+        if not holes or (self.on_bad_group == "shrink" and len(holes) < len(keys)):
+            return keys
+        self.evict(self.trained_by(step))
+        if len(self.ready) < len(holes):
+            return None
+        fresh = dict(zip(holes, self._take(len(holes)), strict=True))
+        self.steps[step] = [fresh.get(slot, key) for slot, key in enumerate(keys)]
+        return self.steps[step]
+
+    def _take(self, count: int) -> list[Key]:
+        taken, self.ready = self.ready[:count], self.ready[count:]
+        return [group.key for group in taken]
+
+    def _refuse_too_old(self, step: int, trained_by: int, version: int) -> None:
+        versions = [self.versions[key] for key in self.steps.get(step, ()) if key in self.versions]
+        if self.max_staleness is None or not versions:
+            return
+        if (age := trained_by - min(versions)) > self.max_staleness:
+            raise ValueError(f"{version} would train step {step} with groups {age} versions old")
+
+    def _remove(self, keys: set[Key]) -> None:
+        if not keys:
+            return
+        self.ready = [group for group in self.ready if group.key not in keys]
+        for key in keys:
+            self.waiting.pop(key, None)
+            self.owners.pop(key, None)

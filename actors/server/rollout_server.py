@@ -3,13 +3,17 @@
 Always true:
 - puts, reservations and filters need no lease: they come from any process;
 - every one of them may come twice;
-- what decides later steps (weight version, reservations, dropped groups) is in the journal before it is answered;
+- what decides later steps (weight version, reservations, dropped groups) is on disk before it is answered;
+- a trainer that goes back gets the version that trained that step, and the same groups from there on;
 - a step that was forgotten is refused, never made of other groups.
 """
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from raysvc.actors.server.batch_server import BatchServer
@@ -17,9 +21,12 @@ from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.rollout_stream import RolloutStream
 from raysvc.actors.server.spec import TRAIN, Role, RolloutSpec, ServeSpec, StepInfo
 from raysvc.collate.shard import Shard
-from raysvc.errors import ConfigError, StepNotReady, StepOutOfOrder
+from raysvc.errors import ConfigError, LeaseError, SourceError, StepFailed, StepNotReady, StepOutOfOrder
+from raysvc.rl.group import Group, table_of
 
+log = logging.getLogger(__name__)
 CHECK_EVERY_S = 0.5
+Made = tuple[StepInfo | Shard, ...]
 
 
 class RolloutServer(BatchServer):
@@ -34,72 +41,81 @@ class RolloutServer(BatchServer):
         self._rollouts = RolloutStream(spec.name, spec.rollouts, recipe, folder, spec.storage_options)
         super().__init__(spec_json, incarnation_id, self._rollouts)
 
-    def put_groups(self, *tables: Any) -> tuple[int, int]:
-        """Keep groups: tables of `raysvc.rl.group.table_of`, or groups; returns how many are new, and how many were there.
+    def put_groups(self, *tables: Any, owner: str = "") -> tuple[int, int] | None:
+        """Keep groups: tables of `raysvc.rl.group.table_of`, or groups; returns how many are new, and how many were
+        there; None when there is no capacity for what was not reserved: ask again.
 
         Raises:
-            SourceError: a group breaks a rule; then nothing of that table is kept.
+            SourceError: a group breaks a rule; then nothing of the call is kept.
         """
-        counts = [self._rollouts.put(_table(table)) for table in tables]
-        return sum(new for new, _ in counts), sum(old for _, old in counts)
+        return self._rollouts.put(_table(tables), owner, gate=self._frontier())
 
-    def reserve(self, uids: list[str]) -> list[str]:
+    def add_columns(self, table: Any) -> int:
+        """Late columns of groups that are there; returns how many rows got something new.
+
+        Raises:
+            SourceError: no such group, row or late column.
+        """
+        return self._rollouts.store.add_columns(table)
+
+    def close_groups(self, keys: list[tuple[str, int]]) -> int:
+        """No rows of these groups will follow; returns how many were open."""
+        return self._rollouts.store.close(keys)
+
+    def reserve(self, uids: list[str], owner: str = "") -> list[str]:
         """The uids that may be started on now, as many as there is capacity."""
-        with self._rollouts.changed:
-            granted = self._rollouts.pool.reserve(uids, self._frontier())
-        self._rollouts.save()
-        return granted
+        return self._rollouts.store.reserve(uids, self._frontier(), owner)
 
     def release(self, uids: list[str]) -> None:
         """A producer gave up on these prompts."""
-        with self._rollouts.changed:
-            self._rollouts.pool.release(uids)
-        self._rollouts.save()
+        self._rollouts.store.release(uids)
+
+    def renew(self, owner: str) -> None:
+        """A sign of life of a producer."""
+        self._rollouts.store.renew(owner)
 
     def drop(self, uids: list[str]) -> int:
         """A filter does not want these prompts: their groups that are in no step go; returns how many went."""
-        with self._rollouts.changed:
-            gone = self._rollouts.pool.drop(uids)
-            self._rollouts.dropped += gone
-        self._rollouts.save()
-        return len(gone)
+        return self._rollouts.store.drop(uids)
 
-    def set_weight_version(self, fence: int, version: int) -> None:
-        """The weights that train from now on.
+    def set_weight_version(self, fence: int, version: int, frontier: int = 0) -> None:
+        """The weights that train from now on; the caller committed all steps below `frontier`.
 
         Raises:
             FencedError: the caller was replaced.
-            ConfigError: it goes back, or makes a planned step too old.
+            ConfigError: it goes back, jumps, or makes a planned step too old.
         """
         self._leases.check(fence)
-        with self._rollouts.changed:
-            try:
-                self._rollouts.pool.set_version(version, self._frontier())
-            except ValueError as error:
-                remedy = "let versions advance by at most one per committed step"
-                raise ConfigError("set_weight_version", str(error), remedy) from None
-        self._rollouts.save()
+        try:
+            self._rollouts.store.set_version(version, max(frontier, self._frontier()))
+        except ValueError as error:
+            remedy = "let versions advance by at most one per committed step"
+            raise ConfigError("set_weight_version", str(error), remedy) from None
 
     def rollouts(self) -> dict[str, Any]:
-        """Counts of groups, the weight version, and the capacity that producers have."""
-        with self._rollouts.changed:
-            pool, frontier = self._rollouts.pool, self._frontier()
+        """Counts of groups, the weight version and timeline, and the capacity that producers have."""
+        store, frontier = self._rollouts.store, self._frontier()
+        with store.changed:
+            pool = store.pool
             return {
                 "ready": len(pool.ready),
-                "planned": sum(len(keys) for step, keys in pool.steps.items() if step >= frontier),
+                "waiting": len(pool.waiting),
+                "planned": pool.planned(frontier),
                 "trained": pool.trained(frontier),
                 "evicted": pool.evicted,
-                "dropped": len(self._rollouts.dropped),
+                "dropped": len(store.dropped),
+                "quarantined": {f"{uid}#{n}": reason for (uid, n), reason in pool.quarantined.items()},
                 "reserved": len(pool.reserved),
                 "capacity": pool.capacity(frontier),
                 "weight_version": pool.version,
-                "sequences": self._rollouts.num_rows,
+                "timeline": pool.timeline,
+                "sequences": store.num_rows,
             }
 
     def commit(self, fence: int, step: int, skipped: bool = False, rank: int = 0, moves: int = 0) -> int:
         """As `BatchServer.commit`; tables of trained groups leave memory."""
         frontier = super().commit(fence, step, skipped, rank, moves)
-        self._rollouts.let_go_below(frontier)
+        self._rollouts.store.let_go_below(frontier)
         return frontier
 
     def move(
@@ -110,10 +126,17 @@ class RolloutServer(BatchServer):
         rank: int = 0,
         moves: int | None = None,
     ) -> int:
-        """As `BatchServer.move`; a step that was forgotten is refused."""
+        """As `BatchServer.move`; restores the weight version that trained this step. A step that was forgotten is
+        refused."""
         self._leases.check(fence)
         self._rollouts.refuse_forgotten(frontier)
-        return super().move(fence, frontier, state, rank, moves)
+        before = self._frontier()
+        moved = super().move(fence, frontier, state, rank, moves)
+        if (
+            self._frontier() == frontier
+        ):  # not an old call that came again, nor a rank that is ahead of the others
+            self._went_to(frontier, before)
+        return moved
 
     def forget_below(self, fence: int, step: int) -> int:
         """Remove what only steps below `step` need: no checkpoint that goes back there will be loaded.
@@ -132,12 +155,16 @@ class RolloutServer(BatchServer):
     def form_size(self, fence: int, step: int, roles: tuple[Role, ...]) -> int | None:
         """Bytes of the shards of a step, formed now if there are groups for it; None while there are not."""
         self._leases.check(fence)
-        frontier = self._frontier()
-        with self._rollouts.changed:
-            if not self._rollouts.form(step, frontier):
-                return None
-            self._rollouts.changed.notify_all()
-        return self.sizes(step, step + 1, roles)[0]
+        if not self._rollouts.form(step, self._frontier()):
+            return None
+        try:
+            return self.sizes(step, step + 1, roles)[0]
+        except LeaseError:
+            raise
+        except Exception:
+            if not self._rollouts.repair(step, roles):
+                raise
+            return None
 
     def fetch(
         self, fence: int, step: int, roles: tuple[Role, ...], stream: str = TRAIN
@@ -147,42 +174,72 @@ class RolloutServer(BatchServer):
         Raises:
             StepNotReady: they did not come in time.
         """
-        if stream == TRAIN:
-            self._await_groups(fence, step)
-        return super().fetch(fence, step, roles, stream)
+        if stream != TRAIN:
+            return super().fetch(fence, step, roles, stream)
+        return self._made(fence, step, roles, lambda: BatchServer.fetch(self, fence, step, roles))
 
     def fetch_rank(
         self, fence: int, step: int, rank: int, num_ranks: int, stream: str = TRAIN
     ) -> tuple[StepInfo | Shard, ...]:
         """As `BatchServer.fetch_rank`, once enough groups are there."""
-        if stream == TRAIN:
+        if stream != TRAIN:
+            return super().fetch_rank(fence, step, rank, num_ranks, stream)
+        make = partial(BatchServer.fetch_rank, self, fence, step, rank, num_ranks)
+        return self._made(fence, step, (Role(num_ranks),), make)
+
+    def _went_to(self, step: int, before: int) -> None:
+        timeline = self._rollouts.store.rewind(step, before)
+        if timeline is not None:
+            log.warning(
+                "went back name=%s step=%d version=%d timeline=%d abandoned_until=%d",
+                self.spec.name, timeline.begin, timeline.version, timeline.number, timeline.abandoned_until,
+            )  # fmt: skip
+
+    def _made(self, fence: int, step: int, roles: tuple[Role, ...], make: Callable[[], Made]) -> Made:
+        """A step once its groups are there; a group that cannot be collated is quarantined, and the step made again."""
+        while True:
             self._await_groups(fence, step)
-        return super().fetch_rank(fence, step, rank, num_ranks, stream)
+            try:
+                return make()
+            except StepFailed:
+                if not self._rollouts.repair(step, roles):
+                    raise
 
     def _await_groups(self, fence: int, step: int) -> None:
         """Wait until the step is formed; a holder that was replaced stops waiting."""
-        begin, rollouts = time.monotonic(), self._rollouts
+        begin, store = time.monotonic(), self._rollouts.store
         while True:
             self._leases.check(fence)
-            frontier = self._frontier()
-            with rollouts.changed:
-                if rollouts.form(step, frontier):
-                    rollouts.changed.notify_all()  # the step after it may be waiting for this one
-                    return
-                if time.monotonic() - begin > self._rollout_spec.wait_s:
-                    ready, needed = len(rollouts.pool.ready), rollouts.pool.batch_size
-                    raise StepNotReady(self.spec.name, step, ready, needed)
-                rollouts.changed.wait(CHECK_EVERY_S)
+            rounds = store.rounds
+            if self._rollouts.form(step, self._frontier()):
+                return
+            if time.monotonic() - begin > self._rollout_spec.wait_s:
+                ready, needed = len(store.pool.ready), store.pool.batch_size
+                raise StepNotReady(self.spec.name, step, ready, needed)
+            store.wait(rounds, CHECK_EVERY_S)
 
     def _frontier(self) -> int:
         return self._leases.leases.of_reader("").frontier
 
 
-def _table(groups: Any) -> Any:
+def _table(parts: Sequence[Any]) -> Any:
+    """One table of everything that a call puts.
+
+    Raises:
+        SourceError: a group breaks a rule, or the parts have different columns.
+    """
     import pyarrow as pa
 
-    from raysvc.rl.group import Group, table_of
+    groups = [group for part in parts if not isinstance(part, pa.Table) for group in _listed(part)]
+    tables = [part for part in parts if isinstance(part, pa.Table)]
+    tables += [table_of(groups)] if groups else []
+    if len({tuple(table.schema) for table in tables}) > 1:
+        names = " and ".join(str(table.schema.names) for table in tables)
+        raise SourceError(
+            "put_groups", f"puts different columns at once: {names}", "give all the same columns"
+        )
+    return pa.concat_tables(tables)
 
-    if isinstance(groups, pa.Table):
-        return groups
-    return table_of([groups] if isinstance(groups, Group) else list(groups))
+
+def _listed(groups: Any) -> list[Group]:
+    return [groups] if isinstance(groups, Group) else list(groups)

@@ -1,22 +1,20 @@
 """Steps made of groups that producers put.
 
-Axes: N sequences of a step, T their tokens, G groups ever put.
+Axes: N sequences of a step, T their tokens.
 Always true:
-- a put is on disk before it is acknowledged, so a dead server loses no rollout;
 - which groups are in a step is on disk before the step is handed out: after a restart it has the same bytes;
+- a group that cannot be collated is quarantined by id, with its reason; its step is filled, or goes on without it;
+- a step that lacks a group has the same mini-batches, and the other groups stay where they are;
 - steps that the trainer will never ask for again can be forgotten; then their groups are removed, when all groups of
-  the same put are through;
-- row ids count sequences in the order in which they were put, and never change.
+  the same file are through.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,9 +22,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raysvc.actors.server.group_log import Forgotten, Spool
-from raysvc.actors.server.group_pool import Key, Pool, Ready
-from raysvc.actors.server.journal import Journal
+from raysvc.actors.server.group_log import Spool
+from raysvc.actors.server.group_pool import Key, Pool
+from raysvc.actors.server.group_rows import batch_of, taken
+from raysvc.actors.server.group_store import GroupStore, PutResult
 from raysvc.actors.server.make_step import Recipe, make_step, outline
 from raysvc.actors.server.spec import Role, RolloutSpec, StepInfo, StepOutline, as_role
 from raysvc.collate.shard import Shard
@@ -34,20 +33,28 @@ from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.errors import SourceError, StateMismatch, StepNotReady, StepOutOfOrder
 from raysvc.plan.plan import Plan, StepPlan
 from raysvc.plan.schedule import Schedule
+from raysvc.rl.schema import Schema
 from raysvc.row_batch import RowBatch
 
 log = logging.getLogger(__name__)
 MAX_STEPS = 10**9
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a group lies: rows [start, stop) of a table; its first sequence is row `row_id`."""
+@dataclass(frozen=True, eq=False)
+class _StepRows:
+    """What a step is planned from: its rows group after group, with a row of one token where a group is missing.
 
-    table: str
-    start: int
-    stop: int
-    row_id: int
+    Attributes:
+        batch: the rows that are there.
+        row_ids: int64, -1 where a group is missing.
+        lengths: of the same rows.
+        uids: of the same rows.
+    """
+
+    batch: RowBatch
+    row_ids: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    uids: list[str]
 
 
 class RolloutStream:
@@ -55,7 +62,7 @@ class RolloutStream:
 
     Args:
         name: of the server.
-        spec: staleness and waiting.
+        spec: staleness, waiting, late columns, defaults.
         recipe: plan and padding.
         folder: fsspec URL; groups and memberships lie below it.
         storage_options: for fsspec.
@@ -65,16 +72,14 @@ class RolloutStream:
         self, name: str, spec: RolloutSpec, recipe: Recipe, folder: str, storage_options: Mapping[str, Any]
     ) -> None:
         self._name, self._recipe = name, recipe
-        self._spool = Spool(folder, storage_options)
-        self._journal = Journal(f"{folder}/pool", storage_options)
-        self.changed = threading.Condition()  # guards what follows; notified when groups come
-        self.pool = Pool(recipe.plan.batch_size, spec.max_staleness)
-        self._places: dict[Key, _Place] = {}
-        self._tables: dict[str, pa.Table] = {}
-        self._num_rows = 0
-        self.forgotten: set[Key] = set()
-        self.dropped: list[Key] = []  # a filter threw them away
-        self._load()
+        pool = Pool(recipe.plan.batch_size, spec.max_staleness, spec.on_bad_group)
+        schema = Schema(recipe.plan.columns, spec.late, spec.defaults)
+        self.store = GroupStore(pool, schema, Spool(folder, storage_options), spec.producer_ttl_s)
+
+    @property
+    def pool(self) -> Pool:
+        """The state of all groups; guarded by `store.changed`."""
+        return self.store.pool
 
     @property
     def schedule(self) -> Schedule:
@@ -112,56 +117,34 @@ class RolloutStream:
     @property
     def num_rows(self) -> int:
         """Sequences that were ever put."""
-        return self._num_rows
+        return self.store.num_rows
 
     @property
     def is_open(self) -> bool:
         """Whether tables are held in memory."""
-        return bool(self._tables)
+        return self.store.holds_tables
 
-    def put(self, table: pa.Table) -> tuple[int, int]:
-        """Keep the new groups of a table; returns how many were new and how many were there before.
+    def put(self, table: pa.Table, owner: str = "", *, gate: int | None = None) -> PutResult | None:
+        """Keep the new groups of a table; None: there is no room, as in `GroupStore.put`.
 
         Raises:
-            SourceError: a sequence that no micro-batch can hold.
+            SourceError: it breaks a rule, or has a sequence that no micro-batch can hold.
         """
         self._refuse_oversize(table)
-        with self.changed:
-            places = _places(table, "", 0)
-            new = [key for key in places if key not in self.pool.versions]
-            for key in places:
-                self.pool.reserved.discard(key[0])
-            if new:
-                rows = np.concatenate([np.arange(places[key].start, places[key].stop) for key in new])
-                kept = table.take(pa.array(rows))
-                self._add(self._spool.put(kept), kept)
-            self.changed.notify_all()
-        return len(new), len(places) - len(new)
+        return self.store.put(table, owner, gate=gate)
 
     def form(self, step: int, frontier: int) -> bool:
-        """Plan a step when enough groups are there, and write down which; call it with `changed` held.
+        """Plan a step when enough groups are there, and write down which; whether it is planned.
 
         Raises:
             StepOutOfOrder: the step was forgotten.
         """
         self.refuse_forgotten(step)
-        before = step in self.pool.steps
-        keys = self.pool.form(step, frontier)
-        if keys is None:
-            return False
-        if not before:
-            self._spool.write_step(step, keys, trained_by=self.pool.trained_by(step))
-        return True
+        return self.store.form(step, frontier)
 
     def make(self, step: int, roles: Sequence[Role | int]) -> tuple[StepInfo, tuple[Shard, ...]]:
         """Info and shards of a step that was formed."""
-        rows, uids = self._rows(step)
-        known = [as_role(role) for role in roles]
-        plans = [self._plan(step, rows, uids, role.dp_size) for role in known]
-        recipes = [self._recipe.carrying(role.columns) for role in known]
-        info, shards = make_step(plans, lambda mini: _taken(rows, mini.row_ids), recipes)
-        versions = rows.rows["weight_version"]
-        return replace(info, weight_versions=(int(versions.min()), int(versions.max()))), shards
+        return self._made(step, self._step_rows(step), roles)
 
     def outline(self, step: int, role: Role | int) -> StepOutline:
         """What the plan says of a formed step.
@@ -169,10 +152,21 @@ class RolloutStream:
         Raises:
             StepNotReady: it is not formed.
         """
-        rows, uids = self._rows(step)
-        role = as_role(role)
+        rows, role = self._step_rows(step), as_role(role)
         config = self._recipe.carrying(role.columns).plan
-        return outline(self._plan(step, rows, uids, role.dp_size), config, ColumnBytes.of(rows, config))
+        return outline(self._plan(step, rows, role.dp_size), config, ColumnBytes.of(rows.batch, config))
+
+    def repair(self, step: int, roles: Sequence[Role | int]) -> bool:
+        """Quarantine the groups of a step that cannot be collated by themselves; whether there were any."""
+        with self.store.changed:
+            known = self.pool.quarantined
+            keys = [key for key in self.pool.steps.get(step, ()) if key not in known]
+        bad = {key: reason for key in keys if (reason := self._fault(step, key, roles)) is not None}
+        for key, reason in bad.items():
+            log.error("quarantined name=%s step=%d group=%s reason=%s", self._name, step, key, reason)
+        if bad:
+            self.store.quarantine(bad)
+        return bool(bad)
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse a state of another stream.
@@ -190,25 +184,9 @@ class RolloutStream:
         if found:
             raise StateMismatch("state", "it belongs to another plan: " + "; ".join(found), "restore these")
 
-    def save(self) -> None:
-        """Make durable what decides later steps and is in no group's file: weight version, reservations, dropped groups."""
-        self._journal.save(self._pool_state)
-
     def free(self) -> bool:
         """Let go of tables in memory; they are read again when a step needs them."""
-        with self.changed:
-            held = bool(self._tables)
-            self._tables.clear()
-        return held
-
-    def let_go_below(self, frontier: int) -> None:
-        """Keep in memory only tables that hold a group that is not trained yet."""
-        with self.changed:
-            open_keys = [key for step, keys in self.pool.steps.items() if step >= frontier for key in keys]
-            open_keys += [group.key for group in self.pool.ready]
-            needed = {self._places[key].table for key in open_keys}
-            for name in set(self._tables) - needed:
-                del self._tables[name]
+        return self.store.free()
 
     def refuse_forgotten(self, step: int) -> None:
         """Refuse a step whose groups may be gone.
@@ -222,112 +200,68 @@ class RolloutStream:
 
     def forget_below(self, step: int) -> int:
         """Give up the steps below `step` for good; returns how many files went."""
-        with self.changed:
-            if step > self.pool.kept_from:
-                gone = set(self.pool.forget_below(step)) - self.forgotten
-                tables = self._through()
-                gone |= {key for key, place in self._places.items() if place.table in tables} - self.forgotten
-                versions = {key: self.pool.versions[key] for key in sorted(gone)}
-                self._spool.forget(Forgotten(step, versions, tables))
-                self._drop(gone, tables)
-        return self._spool.remove_forgotten()
+        return self.store.forget_below(step)
 
-    def _through(self) -> dict[str, int]:
-        """Puts of which no group is needed any more: name -> rows."""
-        open_keys = {key for keys in self.pool.steps.values() for key in keys}
-        open_keys |= {group.key for group in self.pool.ready}
-        rows: dict[str, int] = {}
-        needed = {self._places[key].table for key in open_keys}
-        for place in self._places.values():
-            if place.table not in needed:
-                rows[place.table] = max(rows.get(place.table, 0), place.stop)
-        return rows
+    def _step_rows(self, step: int) -> _StepRows:
+        """The rows of a formed step, group after group.
 
-    def _drop(self, gone: set[Key], tables: Mapping[str, int]) -> None:
-        self.forgotten |= gone
-        self.dropped = [key for key in self.dropped if key not in self.forgotten]
-        self._places = {key: place for key, place in self._places.items() if place.table not in tables}
-        for name in set(self._tables) & set(tables):
-            del self._tables[name]
-
-    def _load(self) -> None:
-        what = self._spool.forgotten()
-        for name in sorted({*self._spool.names(), *what.tables}):
-            if name in what.tables:
-                self._num_rows += what.tables[name]
-            else:
-                self._load_table(name)
-        self.forgotten = set(what.groups)
-        self.pool.kept_from = what.kept_from
-        self.pool.versions.update(what.groups)
-        self.pool.steps = {step: keys for step, keys in self._spool.steps().items() if step >= what.kept_from}
-        through = self.forgotten.union(*self.pool.steps.values())
-        self.pool.ready = [group for group in self.pool.ready if group.key not in through]
-        self._load_pool_state(self._journal.load())
-
-    def _pool_state(self) -> dict[str, Any]:
-        with self.changed:
-            return {
-                "version": self.pool.version,
-                "version_step": self.pool.version_step,
-                "reserved": sorted(self.pool.reserved),
-                "dropped": list(self.dropped),
-            }
-
-    def _load_pool_state(self, state: Mapping[str, Any] | None) -> None:
-        if state is None:
-            return
-        pool = self.pool
-        pool.version, pool.version_step = state["version"], state["version_step"]
-        pool.reserved |= set(state["reserved"]) - {uid for uid, _ in pool.versions}
-        self.dropped = [(uid, attempt) for uid, attempt in state["dropped"]]
-        pool.ready = [group for group in pool.ready if group.key not in self.dropped]
-
-    def _load_table(self, name: str) -> None:
-        try:
-            self._add(name, self._spool.read(name))
-        except pa.ArrowInvalid:
-            log.warning("passed over a torn file: %s", name)
-
-    def _add(self, name: str, table: pa.Table) -> None:
-        places = _places(table, name, self._num_rows)
-        versions = table.column("weight_version").to_numpy()
-        for key, place in places.items():
-            if self.pool.put(Ready(key, int(versions[place.start]))):
-                self._places[key] = place
-        self._num_rows += table.num_rows
-        self._tables[name] = table
-
-    def _rows(self, step: int) -> tuple[RowBatch, list[str]]:
-        """The rows of a formed step, group after group, and the uid of each."""
-        with self.changed:
+        Raises:
+            StepNotReady: it is not formed.
+            KeyError: the rows of a group are gone; names it.
+        """
+        with self.store.changed:
             self.refuse_forgotten(step)
             keys = self.pool.steps.get(step)
             if keys is None:
                 raise StepNotReady(self._name, step, len(self.pool.ready), self.pool.batch_size)
-            places = [self._places[key] for key in keys]
-        tables = [self._table(place.table).slice(place.start, place.stop - place.start) for place in places]
-        ids = [np.arange(place.row_id, place.row_id + place.stop - place.start) for place in places]
-        batch = _batch(pa.concat_tables(tables, promote_options="default"), np.concatenate(ids))
-        names = [f"{uid}#{attempt}" for (uid, attempt), own in zip(keys, ids, strict=True) for _ in own]
-        return batch, names
+            missing = {key for key in keys if key in self.pool.quarantined}
+        return self._rows(keys, missing)
 
-    def _table(self, name: str) -> pa.Table:
-        with self.changed:
-            if name in self._tables:
-                return self._tables[name]
-        table = self._spool.read(name)
-        with self.changed:
-            self._tables[name] = table
-        return table
+    def _rows(self, keys: Sequence[Key], missing: set[Key]) -> _StepRows:
+        tables, ids, lengths, uids = [], [], [], []
+        for uid, attempt in keys:
+            if (uid, attempt) in missing:
+                own = np.array([-1])
+                lengths.append(np.array([1]))
+            else:
+                group = self.store.group((uid, attempt))
+                own = group.row_ids
+                lengths.append(group.lengths)
+                tables.append(self.store.rows_of((uid, attempt)))
+            ids.append(own)
+            uids += [f"{uid}#{attempt}"] * len(own)
+        row_ids = np.concatenate(ids)
+        batch = batch_of(pa.concat_tables(tables), row_ids[row_ids >= 0])
+        return _StepRows(batch, row_ids, np.concatenate(lengths), uids)
 
-    def _plan(self, step: int, rows: RowBatch, uids: list[str], dp_size: int) -> StepPlan:
+    def _made(
+        self, step: int, rows: _StepRows, roles: Sequence[Role | int]
+    ) -> tuple[StepInfo, tuple[Shard, ...]]:
+        known = [as_role(role) for role in roles]
+        plans = [self._plan(step, rows, role.dp_size) for role in known]
+        recipes = [self._recipe.carrying(role.columns) for role in known]
+        info, shards = make_step(plans, lambda mini: taken(rows.batch, mini.row_ids), recipes)
+        versions = rows.batch.rows["weight_version"]
+        return replace(info, weight_versions=(int(versions.min()), int(versions.max()))), shards
+
+    def _plan(self, step: int, rows: _StepRows, dp_size: int) -> StepPlan:
+        holes = tuple(np.flatnonzero(rows.row_ids < 0).tolist())
         config = self._recipe.plan.model_copy(
-            update={"shuffle": "none", "epochs": 1, "tail": "pad", "update_epochs": 1, "skip_rows": ()}
+            update={"shuffle": "none", "epochs": 1, "tail": "pad", "update_epochs": 1, "skip_rows": holes}
         )
-        plan = Plan(config, rows.lengths, uids=uids).step(0, dp_size)
+        plan = Plan(config, rows.lengths, uids=rows.uids).step(0, dp_size)
         minis = tuple(replace(mini, row_ids=rows.row_ids[mini.row_ids]) for mini in plan.mini_batches)
         return StepPlan(step, 0, minis)
+
+    def _fault(self, step: int, key: Key, roles: Sequence[Role | int]) -> str | None:
+        """Why a group alone cannot be collated; None: it can."""
+        try:
+            self._made(step, self._rows([key], set()), roles)
+        except KeyError:
+            return "its rows are gone"
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason
+            return f"{type(error).__name__}: {error}"
+        return None
 
     def _refuse_oversize(self, table: pa.Table) -> None:
         plan = self._recipe.plan
@@ -340,33 +274,3 @@ class RolloutStream:
             raise SourceError(
                 f"group {uid!r}", what, "raise it, or set plan.oversize to truncate, drop or alone"
             )
-
-
-def _places(table: pa.Table, name: str, first_row: int) -> dict[Key, _Place]:
-    keys = list(zip(table.column("uid").to_pylist(), table.column("attempt").to_pylist(), strict=True))
-    bounds = [0, *(row for row in range(1, len(keys)) if keys[row] != keys[row - 1]), len(keys)]
-    return {keys[start]: _Place(name, start, stop, first_row + start) for start, stop in pairwise(bounds)}
-
-
-def _batch(table: pa.Table, row_ids: npt.NDArray[np.int64]) -> RowBatch:
-    tokens, rows = {}, {"weight_version": table.column("weight_version").to_numpy()}
-    offsets = np.zeros(len(row_ids) + 1, np.int64)
-    for name in table.column_names:
-        if name in ("input_ids", "loss_mask") or name.startswith("token."):
-            column = table.column(name)
-            offsets[1:] = np.cumsum(pc.list_value_length(column).to_numpy())
-            tokens[name.removeprefix("token.")] = pc.list_flatten(column).to_numpy()
-        elif name.startswith("row."):
-            rows[name.removeprefix("row.")] = table.column(name).to_numpy()
-    return RowBatch(row_ids, offsets, tokens, rows)
-
-
-def _taken(batch: RowBatch, row_ids: npt.NDArray[np.int64]) -> RowBatch:
-    """The rows with these ids, in their order."""
-    order = np.argsort(batch.row_ids, kind="stable")
-    at = order[np.searchsorted(batch.row_ids, row_ids, sorter=order)]
-    lengths = batch.lengths[at]
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    cells = np.arange(int(offsets[-1])) + np.repeat(batch.offsets[at] - offsets[:-1], lengths)
-    tokens = {name: values[cells] for name, values in batch.tokens.items()}
-    return RowBatch(row_ids, offsets, tokens, {name: values[at] for name, values in batch.rows.items()})

@@ -64,6 +64,16 @@ class RolloutSpec(BaseModel):
     model_config = ConfigDict(frozen=True)
     max_staleness: int | None = Field(description="Weight versions a trained row may be old; None: any.")
     wait_s: float = Field(default=600.0, description="How long a fetch waits for enough groups.")
+    late: tuple[str, ...] = Field(default=(), description="Columns that may arrive after their rows.")
+    defaults: dict[str, float] = Field(
+        default_factory=dict, description="Column -> value where a put lacks it."
+    )
+    on_bad_group: Literal["fill", "shrink"] = Field(
+        default="fill", description="What a step does about a group that cannot be collated."
+    )
+    producer_ttl_s: float = Field(
+        default=60.0, description="How long reservations hold without a sign of life."
+    )
 
 
 class ServeSpec(BaseModel):

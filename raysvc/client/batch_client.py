@@ -115,9 +115,8 @@ class BatchClient(LeaseClient[_Fetch, Step]):
             ConfigError: it would make rows of a step that is planned already too old.
         """
         self._refuse_unless_rollouts("set_weight_version")
-        self._connection.after_commits(
-            "set_weight_version", integer("set_weight_version(version)", version, 0)
-        )
+        told = integer("set_weight_version(version)", version, 0)
+        self._connection.after_commits("set_weight_version", told, self._frontier)
 
     def forget_below(self, step: int) -> int:
         """Let a rollout server remove what only steps below `step` need; returns how many files went.

@@ -10,7 +10,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 KEYS = ("uid", "attempt", "weight_version")
+GROWTH = ("first_row", "closed")  # where the rows lie in their group, and whether it is whole then
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +38,8 @@ class Group:
         rows: per-row columns, name -> numbers [S] (reward, advantage).
         attempt: counts retries of the same prompt; (uid, attempt) is put once.
         weight_version: of the weights that sampled it; the oldest one, where they changed in between.
+        first_row: number of its first sequence, where earlier puts had the sequences before it.
+        closed: False: more sequences will be put; the group is trained once one put says True.
     """
 
     uid: str
@@ -46,6 +49,8 @@ class Group:
     rows: Mapping[str, Any] = field(default_factory=dict)
     attempt: int = 0
     weight_version: int = 0
+    first_row: int = 0
+    closed: bool = True
 
     @property
     def key(self) -> tuple[str, int]:
@@ -59,10 +64,9 @@ def checked(group: Group) -> Group:
     Raises:
         SourceError: it breaks a rule; names uid, column and sequence.
     """
-    if not group.uid:
-        raise SourceError("group ''", "has no uid", "give it the uid of its prompt")
-    if group.attempt < 0 or group.weight_version < 0:
-        raise _error(group, "has a negative attempt or weight_version", "count from 0")
+    if not isinstance(group, Group):
+        raise SourceError("put_groups", f"got a {type(group).__name__}", "put raysvc.Group objects")
+    _check_keys(group)
     ids = [_vector(group, "input_ids", number, ids, np.int32) for number, ids in enumerate(group.input_ids)]
     if not ids or min(len(each) for each in ids) < 1:
         raise _error(group, "has no sequence, or an empty one", "leave it out")
@@ -70,27 +74,30 @@ def checked(group: Group) -> Group:
         raise _error(group, "has a negative token id", "send ids as the tokenizer gave them")
     tokens = {"loss_mask": group.loss_mask, **group.tokens}
     columns = {name: _column(group, name, values, ids) for name, values in tokens.items()}
-    mask = [each.astype(np.uint8) for each in columns.pop("loss_mask")]
-    if any(bool((each > 1).any()) for each in mask):
+    raw = columns.pop("loss_mask")
+    mask = [each.astype(np.uint8) for each in raw]
+    if any(bool(((each != 0) & (each != 1)).any()) for each in raw):
         raise _error(
             group, "has a loss_mask that is neither 0 nor 1", "put weights into a column of their own"
         )
     for name in {*group.tokens, *group.rows}:
-        if name in (*KEYS, "input_ids", "loss_mask") or (name in group.tokens and name in group.rows):
+        if name in (*KEYS, *GROWTH, "input_ids", "loss_mask") or (
+            name in group.tokens and name in group.rows
+        ):
             raise _error(group, f"has two columns {name!r}", "give each column its own name")
     rows = {name: _row_column(group, name, values, len(ids)) for name, values in group.rows.items()}
-    return Group(group.uid, ids, mask, columns, rows, group.attempt, group.weight_version)
+    return replace(group, input_ids=ids, loss_mask=mask, tokens=columns, rows=rows)
 
 
 def table_of(groups: Sequence[Group]) -> pa.Table:
-    """One row per sequence, group after group.
+    """One row per sequence, group after group. Groups of one uid and attempt become one, in the order given.
 
     Raises:
         SourceError: groups of different columns, or a group that breaks a rule.
     """
     import pyarrow as pa
 
-    whole = [checked(group) for group in groups]
+    whole = merged([checked(group) for group in groups])
     for group in whole:
         for mine, first in ((group.tokens, whole[0].tokens), (group.rows, whole[0].rows)):
             if set(mine) != set(first):
@@ -101,14 +108,64 @@ def table_of(groups: Sequence[Group]) -> pa.Table:
         "uid": pa.array(np.repeat([group.uid for group in whole], sizes)),
         "attempt": pa.array(np.repeat(np.array([group.attempt for group in whole], np.int64), sizes)),
         "weight_version": pa.array(np.repeat(np.array([g.weight_version for g in whole], np.int64), sizes)),
+        "first_row": pa.array(np.repeat(np.array([g.first_row for g in whole], np.int64), sizes)),
+        "closed": pa.array(np.repeat(np.array([g.closed for g in whole], np.bool_), sizes)),
         "input_ids": _lists([ids for group in whole for ids in group.input_ids]),
         "loss_mask": _lists([mask for group in whole for mask in group.loss_mask]),
     }
     for name in whole[0].tokens:
-        columns[f"token.{name}"] = _lists([values for group in whole for values in group.tokens[name]])
+        owners = [group for group in whole for _ in group.tokens[name]]
+        vectors = [values for group in whole for values in group.tokens[name]]
+        _same_type(owners, name, [vector.dtype for vector in vectors])
+        columns[f"token.{name}"] = _lists(vectors)
     for name in whole[0].rows:
-        columns[f"row.{name}"] = pa.array(np.concatenate([group.rows[name] for group in whole]))
+        values = [group.rows[name] for group in whole]
+        _same_type(whole, name, [each.dtype for each in values])
+        columns[f"row.{name}"] = pa.array(np.concatenate(values))
     return pa.table(columns)
+
+
+def merged(groups: Sequence[Group]) -> list[Group]:
+    """Groups of one uid and attempt as one group of all their sequences, at the place of the first.
+
+    Its weight version is the oldest of theirs; it is closed when the last one is.
+    """
+    by_key: dict[tuple[str, int], list[Group]] = {}
+    for group in groups:
+        by_key.setdefault(group.key, []).append(group)
+    return [_joined(parts) if len(parts) > 1 else parts[0] for parts in by_key.values()]
+
+
+def late_table(
+    uid: str, columns: Mapping[str, Any], rows: Sequence[int] | None = None, attempt: int = 0
+) -> pa.Table:
+    """Columns of rows of a group that came after the rows: one line per row.
+
+    Raises:
+        SourceError: columns of different lengths, or no numbers.
+    """
+    import pyarrow as pa
+
+    group = Group(uid, [], [], attempt=attempt)
+    _check_keys(group)
+    sizes = {name: len(values) for name, values in columns.items()}
+    count = len(rows) if rows is not None else max(sizes.values(), default=0)
+    if not sizes or set(sizes.values()) != {count} or not count:
+        raise _error(group, f"gets {sizes} values for {count} rows", "give each row one value of each column")
+    numbers = np.arange(count) if rows is None else np.asarray(rows, np.int64)
+    lines: dict[str, Any] = {
+        "uid": pa.array([uid] * count),
+        "attempt": pa.array(np.full(count, attempt, np.int64)),
+        "row": pa.array(numbers),
+    }
+    for name, values in columns.items():
+        if np.ndim(values[0]):
+            vectors = [_vector(group, name, number, each) for number, each in enumerate(values)]
+            _same_type([group] * count, name, [vector.dtype for vector in vectors])
+            lines[f"token.{name}"] = _lists(vectors)
+        else:
+            lines[f"row.{name}"] = pa.array(_row_column(group, name, values, count))
+    return pa.table(lines)
 
 
 def groups_of(table: pa.Table) -> list[Group]:
@@ -131,8 +188,49 @@ def groups_of(table: pa.Table) -> list[Group]:
         ids, mask = lists.pop("input_ids"), lists.pop("loss_mask")
         tokens = {name.removeprefix("token."): values for name, values in lists.items()}
         uid, attempt, version = keys[first]
-        out.append(Group(uid, ids, mask, tokens, rows, attempt, version))
+        growth = {name: part.column(name)[0].as_py() for name in GROWTH if name in part.column_names}
+        out.append(Group(uid, ids, mask, tokens, rows, attempt, version, **growth))
     return out
+
+
+def _check_keys(group: Group) -> None:
+    if not isinstance(group.uid, str):
+        what = f"has a uid of type {type(group.uid).__name__}"
+        raise _error(group, what, "give the uid of its prompt as text")
+    if not group.uid:
+        raise SourceError("group ''", "has no uid", "give it the uid of its prompt")
+    for name in ("attempt", "weight_version", "first_row"):
+        value = getattr(group, name)
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise _error(group, f"has {name} {value!r}, which is no whole number", "count from 0")
+        if value < 0:
+            raise _error(group, f"has a negative {name}, {value}", "count from 0")
+
+
+def _joined(parts: list[Group]) -> Group:
+    first = parts[0]
+    for part in parts[1:]:
+        for mine, other in ((part.tokens, first.tokens), (part.rows, first.rows)):
+            if set(mine) != set(other):
+                what = f"comes twice, with the columns {sorted(mine)} and with {sorted(other)}"
+                raise _error(part, what, "give all groups the same columns")
+    return replace(
+        first,
+        input_ids=[ids for part in parts for ids in part.input_ids],
+        loss_mask=[mask for part in parts for mask in part.loss_mask],
+        tokens={name: [each for part in parts for each in part.tokens[name]] for name in first.tokens},
+        rows={name: np.concatenate([part.rows[name] for part in parts]) for name in first.rows},
+        weight_version=min(part.weight_version for part in parts),
+        closed=parts[-1].closed,
+    )
+
+
+def _same_type(groups: Sequence[Group], name: str, dtypes: Sequence[np.dtype[Any]]) -> None:
+    """Refuse what concatenating would turn into another type without a word."""
+    for group, dtype in zip(groups, dtypes, strict=True):
+        if dtype != dtypes[0]:
+            what = f"has {name!r} of {dtype}, and {groups[0].uid!r} has it of {dtypes[0]}"
+            raise _error(group, what, f"send it as {dtypes[0]}")
 
 
 def _column(group: Group, name: str, values: Sequence[Any], ids: list[Any]) -> list[npt.NDArray[Any]]:
@@ -154,6 +252,9 @@ def _vector(
     if vector.ndim != 1 or vector.dtype.kind not in "iufb":
         what = f"has {name!r} of sequence {number} with shape {vector.shape} of {vector.dtype}"
         raise _error(group, what, "give one list of numbers per sequence")
+    if dtype is not None and len(vector) and vector.dtype.kind not in "iu":
+        what = f"has {name!r} of sequence {number} of {vector.dtype}"
+        raise _error(group, what, "send whole numbers, as the tokenizer gave them")
     if vector.dtype == np.float64:
         vector = vector.astype(np.float32)
     if vector.dtype.kind == "f" and not np.isfinite(vector).all():

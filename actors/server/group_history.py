@@ -1,0 +1,263 @@
+"""What happened to the groups of a server, on disk in its order; and back from there.
+
+Always true:
+- records lie on disk in the order in which they were appended: one that is there was built on nothing that is not;
+- rows, or columns, that come together are one file, so many small puts cost one write;
+- events are small; after `SNAPSHOT_EVERY` of them one says all, and the records before it go;
+- reading an event twice, or one that a snapshot already has, changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raysvc.actors.server.group_commit import GroupCommit
+from raysvc.actors.server.group_log import Event, Spool
+from raysvc.actors.server.group_pool import Key, Pool, Ready, Timeline
+from raysvc.actors.server.group_rows import Chunk, GroupRows, Piece, add_late
+from raysvc.rl.schema import FIXED, Schema, spans_of, with_growth
+
+log = logging.getLogger(__name__)
+SNAPSHOT_EVERY = 1000
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Which groups a step has."""
+
+    step: int
+    groups: list[Key]
+    facts: dict[str, Any]
+
+
+@dataclass
+class Restored:
+    """What the disk says, beside the pool and the schema.
+
+    Attributes:
+        groups: rows of each group.
+        num_rows: sequences that were ever put.
+        forgotten: groups that are removed.
+        dropped: groups that a filter threw away.
+        gone: groups in no step that will never be in one.
+        closed: groups that were closed by a call of its own.
+        held: tables in memory.
+        events: names of the records of events.
+    """
+
+    groups: dict[Key, GroupRows] = field(default_factory=dict)
+    num_rows: int = 0
+    forgotten: set[Key] = field(default_factory=set)
+    dropped: set[Key] = field(default_factory=set)
+    gone: set[Key] = field(default_factory=set)
+    closed: set[Key] = field(default_factory=set)
+    held: set[Chunk] = field(default_factory=set)
+    events: list[str] = field(default_factory=list)
+
+
+class History:
+    """Appends to the log of a store.
+
+    Args:
+        spool: where it lies.
+        lock: guards the fields of chunks.
+        events: names of the records that are there.
+        snapshot: all that events said, as one event.
+    """
+
+    def __init__(
+        self, spool: Spool, lock: threading.Condition, events: list[str], snapshot: Callable[[], Event]
+    ) -> None:
+        self._spool, self._lock, self._snapshot = spool, lock, snapshot
+        self._events = events
+        self._since_snapshot = len(events)
+        self._commit: GroupCommit[Chunk | StepRecord | Event] = GroupCommit(self._write)
+
+    @property
+    def last(self) -> int:
+        """The newest ticket."""
+        return self._commit.last
+
+    def append(self, item: Chunk | StepRecord | Event) -> int:
+        """Put a record in line; returns its ticket. Call it under the lock that orders what happens."""
+        ticket = self._commit.append(item)
+        self._since_snapshot += isinstance(item, dict)
+        if self._since_snapshot >= SNAPSHOT_EVERY:
+            self._since_snapshot = 0
+            ticket = self._commit.append(self._snapshot())
+        return ticket
+
+    def wait(self, ticket: int) -> None:
+        """Return when everything up to `ticket` is on disk."""
+        self._commit.wait(ticket)
+
+    def _write(self, items: list[Chunk | StepRecord | Event]) -> None:
+        """Runs of one kind become one file each; what is written leaves the list."""
+        for run in [list(run) for _, run in groupby(items, _kind)]:
+            first = run[0]
+            if isinstance(first, Chunk):
+                self._write_chunks([item for item in run if isinstance(item, Chunk)])
+            elif isinstance(first, StepRecord):
+                for record in run:
+                    assert isinstance(record, StepRecord)
+                    self._spool.write_step(record.step, record.groups, **record.facts)
+            else:
+                self._write_events([item for item in run if isinstance(item, dict)])
+            del items[: len(run)]
+
+    def _write_chunks(self, chunks: list[Chunk]) -> None:
+        tables = [chunk.table for chunk in chunks]
+        whole = tables[0] if len(tables) == 1 else pa.concat_tables(tables)
+        name = self._spool.put(whole, chunks[0].folder)
+        start = 0
+        with self._lock:
+            for chunk in chunks:
+                chunk.name, chunk.start = name, start
+                start += chunk.num_rows
+
+    def _write_events(self, events: list[Event]) -> None:
+        older, name = self._events, self._spool.write_events(events)
+        if "snapshot" in events[-1]:
+            self._events = [name]
+            self._spool.remove_events(older)
+        else:
+            self._events = [*older, name]
+
+
+def restore(spool: Spool, pool: Pool, schema: Schema) -> Restored:
+    """Read everything back, into an empty pool and an empty schema."""
+    forgotten = spool.forgotten()
+    found = Restored(forgotten=set(forgotten.groups))
+    names = {name: folder for folder, name in spool.history()}
+    for name in sorted({*names, *forgotten.tables}):
+        if name in forgotten.tables:
+            found.num_rows += forgotten.tables[name]
+        elif names[name] == "events":
+            found.events.append(name)
+            for event in spool.read_events(name):
+                apply_event(event, pool, schema, found)
+        else:
+            _read_table(spool, names[name], name, pool, schema, found)
+    pool.versions.update(forgotten.groups)
+    opened = {key for key, rows in found.groups.items() if not rows.closed}
+    pool.owners = {key: owner for key, owner in pool.owners.items() if key in opened}
+    pool.load(spool.steps(), forgotten.kept_from, found.forgotten | found.gone)
+    return found
+
+
+def apply_event(event: Event, pool: Pool, schema: Schema, found: Restored) -> None:
+    """One thing that happened."""
+    ((kind, value),) = event.items()
+    if kind == "told":
+        _tell(pool, *value)
+    elif kind == "timeline":
+        _begin(pool, Timeline(*value))
+    elif kind == "reserved":
+        pool.reserved.update(dict.fromkeys(value[1], value[0]))
+    elif kind == "released":
+        pool.release(value)
+    elif kind == "opened":
+        pool.owners.update({_key(key): value[0] for key in value[1]})
+    elif kind == "closed":
+        for key in map(_key, value):
+            _close(key, pool, schema, found)
+    elif kind == "evicted":
+        pool.evicted += len(value)
+        found.gone.update(map(_key, value))
+    elif kind == "dropped":
+        found.dropped.update(map(_key, value))
+        found.gone.update(map(_key, value))
+    elif kind == "quarantined":
+        pool.quarantined.update({(uid, attempt): reason for uid, attempt, reason in value})
+        found.gone.update((uid, attempt) for uid, attempt, _ in value)
+    else:
+        assert kind == "snapshot", f"a record of a newer version: {kind}"
+        _apply_snapshot(value, pool, schema, found)
+
+
+def _close(key: Key, pool: Pool, schema: Schema, found: Restored) -> None:
+    found.closed.add(key)
+    if key in found.groups:
+        found.groups[key].closed = True
+        _complete(key, pool, schema, found)
+
+
+def _tell(pool: Pool, step: int, version: int) -> None:
+    if version > pool.version:
+        pool.told.append((step, version))
+    pool.newest, pool.reached = max(pool.newest, version), max(pool.reached, step)
+
+
+def _begin(pool: Pool, timeline: Timeline) -> None:
+    if timeline.number > pool.timeline:
+        pool.timelines.append(timeline)
+        pool.cut(timeline.begin)
+
+
+def _apply_snapshot(value: dict[str, Any], pool: Pool, schema: Schema, found: Restored) -> None:
+    pool.told = [(step, version) for step, version in value["told"]]
+    pool.newest, pool.reached = value["newest"], value["reached"]
+    pool.timelines = [Timeline(*each) for each in value["timelines"]]
+    pool.evicted = value["evicted"]
+    pool.reserved = dict(value["reserved"])
+    pool.owners = {(uid, attempt): owner for uid, attempt, owner in value["owners"]}
+    pool.quarantined = {(uid, attempt): reason for uid, attempt, reason in value["quarantined"]}
+    found.gone, found.dropped = set(map(_key, value["gone"])), set(map(_key, value["dropped"]))
+    for key in map(_key, value["closed"]):
+        _close(key, pool, schema, found)
+
+
+def _read_table(spool: Spool, folder: Any, name: str, pool: Pool, schema: Schema, found: Restored) -> None:
+    try:
+        table = spool.read(name, folder)
+    except pa.ArrowInvalid:
+        log.warning("skipped a torn file: %s/%s", folder, name)
+        return
+    chunk = Chunk(folder, table.num_rows, table, name)
+    found.held.add(chunk)
+    if folder == "columns":
+        schema.late_types.update(
+            {each.name: each.type for each in table.schema if each.name not in ("uid", "attempt", "row")}
+        )
+        for key in add_late(found.groups, chunk, table):
+            _complete(key, pool, schema, found)
+        return
+    chunk.table = table = with_growth(table)
+    schema.types = {each.name: each.type for each in table.schema if each.name not in FIXED}
+    lengths = pc.list_value_length(table.column("input_ids")).to_numpy()
+    for span in spans_of(table):
+        group = found.groups.setdefault(span.key, GroupRows())
+        row_id = found.num_rows + span.start
+        group.pieces.append(
+            Piece(chunk, span.start, span.stop, span.first, row_id, lengths[span.start : span.stop])
+        )
+        group.closed = span.closed
+        pool.grow(span.key, span.version)
+        pool.put(Ready(span.key, span.version), complete=False)
+        _complete(span.key, pool, schema, found)
+    found.num_rows += table.num_rows
+
+
+def _complete(key: Key, pool: Pool, schema: Schema, found: Restored) -> None:
+    """A group that has all it needs gets ready, at the place in the history where it got the last of it."""
+    if key in pool.waiting and found.groups[key].is_complete(tuple(schema.late)):
+        pool.complete(key)
+
+
+def _kind(item: Chunk | StepRecord | Event) -> str:
+    if isinstance(item, Chunk):
+        names = item.table.schema.names if item.table is not None else []
+        return f"{item.folder} {names}"
+    return "snapshot" if isinstance(item, dict) and "snapshot" in item else type(item).__name__
+
+
+def _key(pair: list[Any]) -> Key:
+    return str(pair[0]), int(pair[1])

@@ -1,0 +1,170 @@
+"""Rows of groups: in which table they lie, and how they become one batch. No lock, no disk but through `read`.
+
+Axes: N sequences of a step, T their tokens.
+Always true:
+- a group's rows are its pieces in the order of their numbers, whole: no gap and none twice;
+- a late column gets its value from the first table that had one for that row;
+- a table that left memory is read again when it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raysvc.actors.server.group_log import Folder, Key
+from raysvc.row_batch import RowBatch
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(eq=False)
+class Chunk:
+    """A table that was put, in memory or in a file.
+
+    Attributes:
+        folder: of the file.
+        num_rows: of this table.
+        table: None: it left memory.
+        name: of the file; None: not written yet.
+        start: its first row in the file.
+    """
+
+    folder: Folder
+    num_rows: int
+    table: pa.Table | None = None
+    name: str | None = None
+    start: int = 0
+
+
+Read = Callable[[Chunk], pa.Table]
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Rows [start, stop) of a chunk, that are rows `first` on of their group and have the ids `row_id` on."""
+
+    chunk: Chunk
+    start: int
+    stop: int
+    first: int
+    row_id: int
+    lengths: npt.NDArray[np.int32]
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences."""
+        return self.stop - self.start
+
+    def after(self, known: int) -> Piece:
+        """Without the rows below `known`."""
+        cut = known - self.first
+        return (
+            self
+            if cut <= 0
+            else Piece(self.chunk, self.start + cut, self.stop, known, self.row_id + cut, self.lengths[cut:])
+        )
+
+
+@dataclass(eq=False)
+class GroupRows:
+    """What is known of a group.
+
+    Attributes:
+        pieces: its rows.
+        closed: no rows will follow.
+        late: late column -> row -> where its value is.
+    """
+
+    pieces: list[Piece] = field(default_factory=list)
+    closed: bool = False
+    late: dict[str, dict[int, tuple[Chunk, int]]] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences."""
+        return sum(piece.num_rows for piece in self.pieces)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Tokens of each sequence."""
+        return np.concatenate([piece.lengths for piece in self.pieces])
+
+    @property
+    def row_ids(self) -> Ints:
+        """Of each sequence."""
+        return np.concatenate([np.arange(p.row_id, p.row_id + p.num_rows) for p in self.pieces])
+
+    @property
+    def chunks(self) -> set[Chunk]:
+        """All tables that it needs."""
+        late = {chunk for rows in self.late.values() for chunk, _ in rows.values()}
+        return {piece.chunk for piece in self.pieces} | late
+
+    def is_complete(self, late: Sequence[str]) -> bool:
+        """Whether it may be trained: closed, and every late column has all rows."""
+        count = self.num_rows
+        have = {
+            name.removeprefix("token.").removeprefix("row."): len(rows) for name, rows in self.late.items()
+        }
+        return self.closed and all(have.get(name, 0) == count for name in late)
+
+    def table(self, read: Read) -> pa.Table:
+        """All rows with all columns."""
+        parts = [read(piece.chunk).slice(piece.start, piece.num_rows) for piece in self.pieces]
+        whole = parts[0] if len(parts) == 1 else pa.concat_tables(parts)
+        for name in sorted(self.late):
+            whole = whole.append_column(name, self._late_column(name, read))
+        return whole
+
+    def _late_column(self, name: str, read: Read) -> pa.ChunkedArray:
+        rows = self.late[name]
+        found = [rows[number] for number in range(len(rows))]
+        return pa.chunked_array([read(chunk).column(name).slice(at, 1).chunk(0) for chunk, at in found])
+
+
+def add_late(groups: Mapping[Key, GroupRows], chunk: Chunk, table: pa.Table) -> list[Key]:
+    """Note where the late values of a table are; returns the groups that got some."""
+    names = [name for name in table.column_names if name not in ("uid", "attempt", "row")]
+    touched: dict[Key, None] = {}
+    for line, (uid, attempt, row) in enumerate(lines_of(table)):
+        if (group := groups.get((uid, attempt))) is not None:
+            touched[(uid, attempt)] = None
+            for name in names:
+                group.late.setdefault(name, {}).setdefault(row, (chunk, line))
+    return list(touched)
+
+
+def lines_of(table: pa.Table) -> Iterable[tuple[str, int, int]]:
+    """uid, attempt and row of each line of a table of late columns."""
+    return zip(*(table.column(name).to_pylist() for name in ("uid", "attempt", "row")), strict=True)
+
+
+def batch_of(table: pa.Table, row_ids: Ints) -> RowBatch:
+    """Flat columns of a table."""
+    tokens, rows = {}, {"weight_version": table.column("weight_version").to_numpy()}
+    offsets = np.zeros(len(row_ids) + 1, np.int64)
+    for name in table.column_names:
+        if name in ("input_ids", "loss_mask") or name.startswith("token."):
+            column = table.column(name)
+            offsets[1:] = np.cumsum(pc.list_value_length(column).to_numpy())
+            tokens[name.removeprefix("token.")] = pc.list_flatten(column).to_numpy()
+        elif name.startswith("row."):
+            rows[name.removeprefix("row.")] = table.column(name).to_numpy()
+    return RowBatch(row_ids, offsets, tokens, rows)
+
+
+def taken(batch: RowBatch, row_ids: Ints) -> RowBatch:
+    """The rows with these ids, in their order."""
+    order = np.argsort(batch.row_ids, kind="stable")
+    at = order[np.searchsorted(batch.row_ids, row_ids, sorter=order)]
+    lengths = batch.lengths[at]
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    cells = np.arange(int(offsets[-1])) + np.repeat(batch.offsets[at] - offsets[:-1], lengths)
+    tokens = {name: values[cells] for name, values in batch.tokens.items()}
+    return RowBatch(row_ids, offsets, tokens, {name: values[at] for name, values in batch.rows.items()})

@@ -1,0 +1,486 @@
+"""All groups of a rollout server: decided in memory under a lock, written in order outside of it.
+
+1. A call is checked, and applied to the pool and to the rows, under `changed`.
+2. What it did is appended to the log while the lock is still held, so the log has the order of the pool.
+3. The lock is let go; the call returns once its record is on disk, together with those of others.
+Always true:
+- what a call acknowledged is on disk, and so is everything it was built on;
+- no write happens under `changed`: nobody who only asks waits for a store;
+- after a restart the log gives the same pool: same groups, steps, versions, timelines, reservations;
+- a put that breaks a rule is refused whole, to the one who put it;
+- row ids count sequences in the order in which they were put, and never change.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raysvc.actors.server.group_history import History, Restored, StepRecord, restore
+from raysvc.actors.server.group_log import Event, Forgotten, Spool
+from raysvc.actors.server.group_pool import Key, Pool, Ready, Timeline
+from raysvc.actors.server.group_rows import Chunk, GroupRows, Piece, add_late, lines_of
+from raysvc.errors import SourceError
+from raysvc.rl.schema import Admitted, Schema, Span, spans_of
+
+HELD_BYTES = 1 << 30  # of tables in memory; the rest is read again when a step needs it
+
+
+class PutResult(NamedTuple):
+    """What became of a put: groups that are new, and groups that were there before."""
+
+    new: int
+    known: int
+
+
+class GroupStore:
+    """See the module.
+
+    Args:
+        pool: empty.
+        schema: of all puts.
+        spool: where groups, steps and events lie.
+        producer_ttl_s: how long reservations and open groups hold without a sign of life of their producer.
+        now_s: a clock that never goes back.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        schema: Schema,
+        spool: Spool,
+        producer_ttl_s: float = 60.0,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pool, self.schema = pool, schema
+        self._spool, self._ttl_s, self._now_s = spool, producer_ttl_s, now_s
+        self.changed = threading.Condition()  # guards what follows, and the pool; notified when groups come
+        self.rounds = 0  # how often it was notified
+        restored: Restored = restore(spool, pool, schema)
+        self._groups: dict[Key, GroupRows] = restored.groups
+        self.num_rows = restored.num_rows
+        self.forgotten: set[Key] = restored.forgotten
+        self.dropped: set[Key] = restored.dropped
+        self._gone: set[Key] = restored.gone  # in no step, and never will be
+        self._closed: set[Key] = restored.closed  # closed by a call of its own, not by their last rows
+        self._held: set[Chunk] = restored.held  # chunks with a table in memory
+        self._step_tickets: dict[int, int] = {}  # of steps whose record may not be on disk yet
+        self._history = History(spool, self.changed, restored.events, self._snapshot)
+        self._schema_lock = threading.Lock()  # held while the first put fixes the schema
+        self.pool.leases = dict.fromkeys(self._producers(), now_s() + producer_ttl_s)
+
+    # -- producers
+
+    def put(self, table: pa.Table, owner: str = "", *, gate: int | None = None) -> PutResult | None:
+        """Keep what is new of a table; None: there is no room for it now.
+
+        Args:
+            owner: the producer, which open groups belong to.
+            gate: the frontier; without capacity nothing new is taken that was not reserved. None: take it.
+
+        Raises:
+            SourceError: it breaks a rule of the schema; then nothing of it is kept.
+        """
+        table, late = self._admitted(table)
+        spans = spans_of(table)
+        with self.changed:
+            self._expire()
+            if gate is not None and self._is_full(spans, gate):
+                return None
+            self._refuse(spans)
+            kept = [span for span in (self._unknown(span) for span in spans) if span is not None]
+            new = sum(span.key not in self.pool.versions for span in kept)
+            ticket = self._keep(table, kept, owner) if kept else self._history.last
+            if late is not None and (fresh := self._fresh_rows(late)):
+                ticket = self._keep_late(late.take(pa.array(fresh)))
+            if known := [uid for (uid, _), *_ in spans if uid in self.pool.reserved]:
+                self.pool.release(known)
+                ticket = self._event({"released": known})
+            self._notify()
+        self._history.wait(ticket)
+        return PutResult(new, len(spans) - new)
+
+    def add_columns(self, table: pa.Table) -> int:
+        """Late columns: `uid`, `attempt`, `row` and the columns; returns how many rows got something new.
+
+        Raises:
+            SourceError: a group or row that is not there, a column that is not declared late, or of another type.
+        """
+        with self._schema_lock:
+            table = self.schema.admit_late(table)
+        with self.changed:
+            fresh = self._fresh_rows(table)
+            ticket = self._history.last
+            if fresh:
+                ticket = self._keep_late(table.take(pa.array(fresh)))
+            self._notify()
+        self._history.wait(ticket)
+        return len(fresh)
+
+    def reserve(self, uids: list[str], frontier: int, owner: str) -> list[str]:
+        """The uids that may be started on now, as many as there is capacity."""
+        with self.changed:
+            self._expire()
+            granted = self.pool.reserve(uids, frontier, owner, self._until_s())
+            ticket = self._event({"reserved": [owner, granted]}) if granted else self._history.last
+        self._history.wait(ticket)
+        return granted
+
+    def release(self, uids: Iterable[str]) -> None:
+        """A producer gave up on these prompts."""
+        gone = list(uids)
+        with self.changed:
+            self.pool.release(gone)
+            ticket = self._event({"released": gone})
+            self._notify()
+        self._history.wait(ticket)
+
+    def renew(self, owner: str) -> None:
+        """A sign of life of a producer."""
+        with self.changed:
+            self._expire()
+            self.pool.renew(owner, self._until_s())
+
+    def close(self, keys: Iterable[Key]) -> int:
+        """No rows of these groups will follow; returns how many were open."""
+        with self.changed:
+            known = [key for key in keys if key in self._groups and not self._groups[key].closed]
+            self._closed.update(known)
+            for key in known:
+                self._groups[key].closed = True
+                self.pool.close(key)
+                if self._groups[key].is_complete(tuple(self.schema.late)):
+                    self.pool.complete(key)
+            ticket = self._event({"closed": known}) if known else self._history.last
+            self._notify()
+        self._history.wait(ticket)
+        return len(known)
+
+    def drop(self, uids: Iterable[str]) -> int:
+        """A filter does not want these prompts: their groups that are in no step go; returns how many went."""
+        with self.changed:
+            gone = self.pool.drop(uids)
+            ticket = self._drop(gone) if gone else self._history.last
+            self._notify()
+        self._history.wait(ticket)
+        return len(gone)
+
+    # -- the trainer
+
+    def form(self, step: int, frontier: int) -> bool:
+        """Plan a step when enough groups are there; whether it is planned. Which groups it has is on disk then."""
+        with self.changed:
+            self._expire()
+            before = self.pool.steps.get(step)
+            keys = self.pool.form(step, frontier)
+            self._tell_evicted()
+            if keys is None:
+                return False
+            if keys is not before:
+                revision = 0 if before is None else self._history.last
+                facts = {"trained_by": self.pool.trained_by(step), "timeline": self.pool.timeline}
+                record = StepRecord(step, list(keys), {**facts, "revision": revision})
+                self._step_tickets[step] = self._history.append(record)
+                self._notify()
+            ticket = self._step_tickets.get(step)
+        if ticket is not None:
+            self._history.wait(ticket)
+            with self.changed:
+                self._step_tickets.pop(step, None)
+        return True
+
+    def set_version(self, version: int, frontier: int) -> None:
+        """The weights that train from `frontier` on.
+
+        Raises:
+            ValueError: as `Pool.set_version`.
+        """
+        with self.changed:
+            before = self.pool.told[-1]
+            self.pool.set_version(version, frontier)
+            if self.pool.told[-1] != before:
+                self._event({"told": list(self.pool.told[-1])})
+            self._tell_evicted()
+            ticket = self._history.last
+        self._history.wait(ticket)
+
+    def rewind(self, step: int, frontier: int) -> Timeline | None:
+        """Go to `step`; the new timeline when that is back."""
+        with self.changed:
+            timeline = self.pool.rewind(step, frontier)
+            if timeline is not None:
+                self._event({"timeline": list(timeline)})
+            self._notify()
+            ticket = self._history.last
+        self._history.wait(ticket)
+        return timeline
+
+    def quarantine(self, bad: Mapping[Key, str]) -> None:
+        """These groups cannot be trained."""
+        with self.changed:
+            self.pool.quarantine(bad)
+            self._gone.update(bad)
+            ticket = self._event({"quarantined": [[*key, reason] for key, reason in bad.items()]})
+            self._notify()
+        self._history.wait(ticket)
+
+    def rows_of(self, key: Key) -> pa.Table:
+        """All rows of a group.
+
+        Raises:
+            KeyError: they are gone.
+            pyarrow.ArrowInvalid: the file is damaged.
+        """
+        with self.changed:
+            group = self._groups[key]
+        return group.table(self._table)
+
+    def group(self, key: Key) -> GroupRows:
+        """What is known of a group; KeyError when its rows are gone."""
+        with self.changed:
+            return self._groups[key]
+
+    # -- memory and disk
+
+    def free(self) -> bool:
+        """Let go of tables in memory; they are read again when a step needs them."""
+        with self.changed:
+            return self._let_go(self._held) > 0
+
+    def let_go_below(self, frontier: int) -> None:
+        """Keep in memory only tables that hold a group that is not trained yet."""
+        with self.changed:
+            needed = self._needed(step for step in self.pool.steps if step >= frontier)
+            self._let_go(self._held - needed)
+
+    def forget_below(self, step: int) -> int:
+        """Give up the steps below `step` for good; returns how many files went."""
+        self._history.wait(self._history.last)
+        with self.changed:
+            is_new = step > self.pool.kept_from
+            gone = set(self.pool.forget_below(step)) - self.forgotten
+            files = self._files_through()
+            gone |= {key for key, rows in self._groups.items() if _in(rows, files)} - self.forgotten
+            versions = {key: self.pool.versions[key] for key in sorted(gone)}
+        if is_new:
+            self._spool.forget(Forgotten(step, versions, files))
+            with self.changed:
+                self._forget(gone, files)
+        return self._spool.remove_forgotten()
+
+    @property
+    def holds_tables(self) -> bool:
+        """Whether tables are in memory."""
+        return bool(self._held)
+
+    def wait(self, rounds: int, timeout_s: float) -> None:
+        """Return when something changed since `rounds`, or after a while."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.rounds != rounds, timeout_s)
+
+    def _admitted(self, table: pa.Table) -> Admitted:
+        with self._schema_lock:
+            fixed = bool(self.schema.types)
+            if not fixed:
+                return self.schema.admit(table)
+        return self.schema.admit(table)
+
+    def _is_full(self, spans: Sequence[Span], frontier: int) -> bool:
+        new = [span for span in spans if span.key not in self.pool.versions]
+        return self.pool.capacity(frontier) == 0 and any(s.key[0] not in self.pool.reserved for s in new)
+
+    def _refuse(self, spans: Sequence[Span]) -> None:
+        for span in spans:
+            where = f"group {span.key[0]!r}"
+            group = self._groups.get(span.key)
+            known = group.num_rows if group else 0
+            if span.key not in self.pool.versions or (group and not group.closed):
+                if span.first > known:
+                    what = f"begins at row {span.first}, and {known} rows of it were put"
+                    raise SourceError(where, what, "put its rows in order, none left out")
+                if (reason := self.pool.refuse_version(span.version)) is not None:
+                    raise SourceError(where, reason, "tell set_weight_version first, or correct the group")
+
+    def _unknown(self, span: Span) -> Span | None:
+        """What of a span is not known yet; None for nothing."""
+        group = self._groups.get(span.key)
+        if span.key not in self.pool.versions:
+            return span
+        if group is None or group.closed or span.key not in self.pool.waiting:
+            return None
+        cut = max(0, group.num_rows - span.first)
+        rest = span._replace(start=span.start + cut, first=span.first + cut)
+        return rest if rest.start < rest.stop or span.closed else None
+
+    def _keep(self, table: pa.Table, spans: list[Span], owner: str) -> int:
+        whole = sum(span.stop - span.start for span in spans) == table.num_rows
+        if not whole:
+            rows = np.concatenate([np.arange(span.start, span.stop) for span in spans])
+            table = table.take(pa.array(rows))
+        lengths = pc.list_value_length(table.column("input_ids")).to_numpy()
+        chunk = Chunk("groups", table.num_rows, table)
+        begin = 0
+        for span in spans:
+            stop = begin + span.stop - span.start
+            piece = Piece(chunk, begin, stop, span.first, self.num_rows + begin, lengths[begin:stop])
+            self._grow(span, piece, owner)
+            begin = stop
+        self.num_rows += table.num_rows
+        opened = [span.key for span in spans if not span.closed]
+        closed = [span.key for span in spans if span.closed and span.start == span.stop]
+        self._closed.update(closed)
+        if opened:
+            self.pool.renew(owner, self._until_s())
+            self._event({"opened": [owner, opened]})
+        if table.num_rows:
+            self._hold(chunk)
+            self._history.append(chunk)
+        return self._event({"closed": closed}) if closed else self._history.last
+
+    def _grow(self, span: Span, piece: Piece, owner: str) -> None:
+        group = self._groups.setdefault(span.key, GroupRows())
+        if piece.num_rows:
+            group.pieces.append(piece)
+        group.closed = span.closed
+        complete = group.is_complete(tuple(self.schema.late))
+        ready = Ready(span.key, span.version)
+        if not self.pool.put(ready, complete=complete, owner=None if span.closed else owner):
+            self.pool.grow(span.key, span.version)
+            if span.closed:
+                self.pool.close(span.key)
+            if complete:
+                self.pool.complete(span.key)
+
+    def _fresh_rows(self, table: pa.Table) -> list[int]:
+        """Lines of a table of late columns that say something new; checks all of them."""
+        names = [name for name in table.column_names if name not in ("uid", "attempt", "row")]
+        lengths = {
+            n: pc.list_value_length(table.column(n)).to_numpy() for n in names if n.startswith("token.")
+        }
+        fresh = []
+        for line, (uid, attempt, row) in enumerate(lines_of(table)):
+            group = self._groups.get((uid, attempt))
+            if group is None:
+                if (uid, attempt) in self.pool.versions:
+                    continue  # trained and forgotten
+                raise SourceError(
+                    f"group {uid!r}", f"was never put (attempt {attempt})", "put its rows first"
+                )
+            if not 0 <= row < group.num_rows:
+                what = f"has no row {row}, it has {group.num_rows} rows"
+                raise SourceError(f"group {uid!r}", what, "put its rows first")
+            for name, own in lengths.items():
+                if own[line] != group.lengths[row]:
+                    what = f"has {own[line]} values in {name[6:]!r} for the {group.lengths[row]} tokens of row {row}"
+                    raise SourceError(f"group {uid!r}", what, "give every token a value")
+            if any(row not in group.late.get(name, {}) for name in names):
+                fresh.append(line)
+        return fresh
+
+    def _keep_late(self, table: pa.Table) -> int:
+        chunk = Chunk("columns", table.num_rows, table.combine_chunks())
+        for key in add_late(self._groups, chunk, chunk.table):
+            if self._groups[key].is_complete(tuple(self.schema.late)):
+                self.pool.complete(key)
+        self._hold(chunk)
+        return self._history.append(chunk)
+
+    def _expire(self) -> None:
+        """Take back what dead producers hold. Called under `changed`."""
+        uids, keys = self.pool.expire(self._now_s())
+        if uids:
+            self._event({"released": uids})
+        if keys:
+            self._drop(keys)
+
+    def _drop(self, keys: list[Key]) -> int:
+        self.dropped.update(keys)
+        self._gone.update(keys)
+        return self._event({"dropped": keys})
+
+    def _tell_evicted(self) -> None:
+        if gone := self.pool.take_evicted():
+            self._gone.update(gone)
+            self._event({"evicted": gone})
+
+    def _event(self, event: Event) -> int:
+        return self._history.append(event)
+
+    def _notify(self) -> None:
+        self.rounds += 1
+        self.changed.notify_all()
+
+    def _until_s(self) -> float:
+        return self._now_s() + self._ttl_s
+
+    def _producers(self) -> set[str]:
+        return {*self.pool.reserved.values(), *self.pool.owners.values()}
+
+    def _hold(self, chunk: Chunk) -> None:
+        self._held.add(chunk)
+
+    def _let_go(self, chunks: set[Chunk]) -> int:
+        """Tables that leave memory; one that is not on disk yet stays."""
+        gone = [chunk for chunk in chunks if chunk.name is not None]
+        for chunk in gone:
+            chunk.table = None
+        self._held = self._held - set(gone)
+        return len(gone)
+
+    def _table(self, chunk: Chunk) -> pa.Table:
+        table = chunk.table
+        if table is None:
+            assert chunk.name is not None, "a table that is not on disk stays in memory"
+            table = self._spool.read(chunk.name, chunk.folder).slice(chunk.start, chunk.num_rows)
+            with self.changed:
+                chunk.table = table
+                self._held.add(chunk)
+        return table
+
+    def _needed(self, steps: Iterable[int]) -> set[Chunk]:
+        keys = [key for step in steps for key in self.pool.steps[step]]
+        keys += [group.key for group in self.pool.ready]
+        keys += self.pool.waiting
+        rows = (self._groups.get(key) for key in keys)
+        return {chunk for group in rows if group is not None for chunk in group.chunks}
+
+    def _files_through(self) -> dict[str, int]:
+        """Files of which no group is needed any more: name -> rows that count."""
+        needed = {chunk.name for chunk in self._needed(self.pool.steps)}
+        rows: dict[str, int] = {}
+        for chunk in {chunk for group in self._groups.values() for chunk in group.chunks}:
+            if chunk.name is not None and chunk.name not in needed:
+                own = chunk.num_rows if chunk.folder == "groups" else 0
+                rows[chunk.name] = rows.get(chunk.name, 0) + own
+        return rows
+
+    def _forget(self, gone: set[Key], files: Mapping[str, int]) -> None:
+        self.forgotten |= gone
+        self.dropped -= gone
+        self._gone -= gone
+        self._closed -= gone
+        self._groups = {key: rows for key, rows in self._groups.items() if not _in(rows, files)}
+        self._held = {chunk for chunk in self._held if chunk.name not in files}
+
+    def _snapshot(self) -> Event:
+        """All that events said, as one event."""
+        pool = self.pool
+        return {
+            "snapshot": {
+                "told": pool.told, "newest": pool.newest, "timelines": pool.timelines, "reached": pool.reached,
+                "evicted": pool.evicted, "gone": sorted(self._gone), "dropped": sorted(self.dropped),
+                "closed": sorted(self._closed),
+                "quarantined": [[*key, reason] for key, reason in pool.quarantined.items()],
+                "reserved": pool.reserved, "owners": [[*key, owner] for key, owner in pool.owners.items()],
+            }
+        }  # fmt: skip
+
+
+def _in(rows: GroupRows, files: Mapping[str, int]) -> bool:
+    return all(chunk.name in files for chunk in rows.chunks)
