@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 from typing import Any
 
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from raysvc.build.find_or_build import plan_build
 from raysvc.cache.store.open import open_store
-from raysvc.config import SourceConfig
+from raysvc.cache.writer import EntryWriter
+from raysvc.config import JobConfig, SourceConfig
 from raysvc.errors import SourceError
 from raysvc.pipelines.sources import fingerprint
+from raysvc.pipelines.sources.readers import read_rows
 from raysvc.pipelines.sources.scan_memo import Memo
 from raysvc.pipelines.sources.source import look_at
+from raysvc.pipelines.tokenize import BuildTask, SliceWorker
 
 from .servers import S3
 
@@ -72,3 +81,77 @@ def test_the_memo_may_lie_on_s3(
     first, second = (look_at(config, None, Memo(store)).identity for _ in range(2))
     assert first == second
     assert reads == ["rows.jsonl"]
+
+
+def rows_of(*texts: str) -> bytes:
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+
+
+@pytest.mark.parametrize("pattern", ["", "/*.jsonl"])
+def test_a_second_look_in_one_process_sees_new_and_changed_objects(s3: S3, pattern: str) -> None:
+    there = s3.store("source")
+    there.write("a.jsonl", rows_of("one"))
+    config = SourceConfig(path=(there.url + pattern,), storage_options=s3.options)
+    first = look_at(config)
+    assert sum(piece.num_rows for piece in first.slices) == 1
+    other = fsspec.filesystem("s3", **s3.options, skip_instance_cache=True)  # as another process
+    other.pipe_file(f"{there.url}/b.jsonl", rows_of("two", "three"))
+    other.pipe_file(f"{there.url}/a.jsonl", rows_of("eno"))
+    second = look_at(config)
+    assert sum(piece.num_rows for piece in second.slices) == 3
+    assert second.identity[0] != first.identity[0]
+    rows = [row.data for piece in second.slices for row in read_rows(piece, s3.options)]
+    assert rows == [{"text": text} for text in ("eno", "two", "three")]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz", "rows.parquet"])
+def test_an_object_that_is_overwritten_in_mid_build_makes_no_part_and_no_entry(
+    s3: S3, tmp_path: Path, sample: dict[str, str], name: str
+) -> None:
+    there = s3.store("source")
+    there.write(name, _encoded(name, "one", "two"))
+    job = JobConfig.model_validate(
+        {
+            "source": {"path": f"{there.url}/{name}", "storage_options": s3.options, "format": "text"},
+            "tokenizer": sample["tokenizer"],
+            "train_on": "all_tokens",
+        }
+    )
+    store = open_store(str(tmp_path / "root"))
+    plan = plan_build(job, store)
+    slices = plan.source.slices
+    other = fsspec.filesystem("s3", **s3.options, skip_instance_cache=True)
+    other.pipe_file(f"{there.url}/{name}", _encoded(name, "eno", "two"))
+    worker = SliceWorker(BuildTask(plan.spec, EntryWriter(store, plan.key, 0), s3.options))
+    (error,) = worker({"slice": [json.dumps(slices[0].to_json())]})["error"]
+    assert name in error
+    assert "changed" in error
+    assert EntryWriter(store, plan.key, 0).receipts() == {}
+    with pytest.raises(SourceError, match=rf"{name}.*changed"):
+        plan.source.check_unchanged()
+    assert plan_build(job, store).key != plan.key
+
+
+def test_an_object_that_is_overwritten_between_listing_and_scan_is_not_remembered(
+    s3: S3, tmp_path: Path
+) -> None:
+    there = s3.store("source")
+    there.write("rows.jsonl", rows_of("one"))
+    config = SourceConfig(path=(f"{there.url}/rows.jsonl",), storage_options=s3.options)
+    memo = Memo(open_store(str(tmp_path / "root")))
+    source = look_at(config, None, memo)
+    other = fsspec.filesystem("s3", **s3.options, skip_instance_cache=True)
+    other.pipe_file(f"{there.url}/rows.jsonl", rows_of("eno"))
+    with pytest.raises(SourceError, match=r"rows\.jsonl.*changed"):
+        _ = source.slices
+    assert not (tmp_path / "root").exists()
+
+
+def _encoded(name: str, *texts: str) -> bytes:
+    if name.endswith("gz"):
+        return gzip.compress(rows_of(*texts))
+    if not name.endswith("parquet"):
+        return rows_of(*texts)
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"text": list(texts)}), sink)
+    return bytes(sink.getvalue().to_pybytes())

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
+from raysvc.pipelines.sources.cuts import MAX_LINE_BYTES, LineCutter
 from raysvc.pipelines.sources.pins import BLOCK_BYTES, PinHasher
 from raysvc.pipelines.sources.readers import read_rows
 from raysvc.pipelines.sources.slices import Slice
@@ -312,3 +313,48 @@ def test_several_members_of_a_gz_file_are_one_content(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(lines(["one"])) + gzip.compress(lines(["two"])))
     assert read_all(look(path)) == [(0, "one"), (1, "two")]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_line_over_the_limit_is_one_quarantined_row_and_is_never_held(
+    tmp_path: Path, ending: str, last: bool
+) -> None:
+    long = b'{"text": "' + b"a" * MAX_LINE_BYTES + b'"}'
+    after = b"" if last else b"\n" + lines(["two", "three"])
+    data = lines(["one"]) + long + after
+    path = tmp_path / f"rows.{ending}"
+    path.write_bytes(gzip.compress(data, 1) if ending.endswith("gz") else data)
+    source = look(path)
+    rows = [row for piece in source.slices for row in read_rows(piece, {})]
+    assert [row.source_row for row in rows] == ([0, 1] if last else [0, 1, 2, 3])
+    assert [row.data and row.data["text"] for row in rows] == [
+        "one",
+        None,
+        *([] if last else ["two", "three"]),
+    ]
+    assert rows[1].error == "line too long: 67 MB, the limit is 67 MB"
+    assert source.first_row() == {"text": "one"}
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    sizes=st.lists(st.integers(0, 60), max_size=12),
+    last_newline=st.booleans(),
+    slice_bytes=st.integers(1, 80),
+    limit=st.integers(1, 40),
+    block=st.integers(1, 90),
+)
+def test_every_line_over_the_limit_is_a_cut_of_its_own_and_no_other_is(
+    sizes: list[int], last_newline: bool, slice_bytes: int, limit: int, block: int
+) -> None:
+    text = b"\n".join(b"x" * size for size in sizes) + (b"\n" if last_newline and sizes else b"")
+    cutter = LineCutter(slice_bytes, limit)
+    for start in range(0, len(text), block):
+        cutter.feed(text[start : start + block])
+    cuts = cutter.finish()
+    whole = text.splitlines(keepends=True)
+    assert b"".join(text[start:end] for start, end, _ in cuts) == text
+    assert [rows for _, _, rows in cuts] == [len(text[start:end].splitlines()) for start, end, _ in cuts]
+    long = [line for line in whole if len(line) > limit]
+    assert [text[a:b] for a, b, _ in cuts if len(text[a:b].splitlines(True)[0]) > limit] == long
