@@ -12,11 +12,11 @@ Always true:
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from itertools import pairwise
 from typing import Any, get_args
 
@@ -31,7 +31,7 @@ THREADS = 4
 REMOTE_THREADS = 16
 SMALL_BYTES = 1 << 20
 MOST_RECORDS = 256  # of small files: when there are more, they share records
-SHARED_RECORDS = 64
+SHARED_RECORDS = 32
 RECORD_VERSION = 2
 Json = dict[str, Any]
 Group = tuple[SourceFile, ...]
@@ -90,13 +90,16 @@ class Identifier:
             return [
                 {"kind": peek_kind(file.path, self.storage_options), **(file.tag or {})} for file in group
             ]
-        known = self._remembered(group, [stamp_of(file) for file in group], None)
+        stamps = [stamp_of(file) for file in group]
+        known = self._remembered(group, stamps, None)
         if known is not None and all(_fits(one) for one in known):
             return known
-        return [_identity_of(scan) for scan in self._scans_of(group)]
+        return [_identity_of(scan) for scan in self._scans_at(group, stamps)]
 
     def _scans_of(self, group: Group) -> list[FileScan]:
-        stamps = [stamp_of(file) for file in group]
+        return self._scans_at(group, [stamp_of(file) for file in group])
+
+    def _scans_at(self, group: Group, stamps: Sequence[Json | None]) -> list[FileScan]:
         seen = [f"{file.path} {stamp}" for file, stamp in zip(group, stamps, strict=True)]
         if all(one in self._scans for one in seen):
             return [self._scans[one] for one in seen]
@@ -125,7 +128,7 @@ class Identifier:
             return
         records = [
             (_about(group, stamps, None), _value([_identity_of(scan) for scan in scans])),
-            (_about(group, stamps, self.slice_bytes), _value([asdict(scan) for scan in scans])),
+            (_about(group, stamps, self.slice_bytes), _value([dict(vars(scan)) for scan in scans])),
         ]
         if any(file.tag is not None for file in group):
             self._waiting += records
@@ -192,12 +195,11 @@ def _has_stamp(file: SourceFile) -> bool:
 
 
 def _about(group: Group, stamps: Sequence[Json | None], slice_bytes: int | None) -> Json:
-    """A path may hold a secret, so a record has its hash."""
-    files = [
-        {"path": hashlib.sha256(file.path.encode()).hexdigest(), "stamp": stamp}
-        for file, stamp in zip(group, stamps, strict=True)
-    ]
-    about = {"version": RECORD_VERSION, "files": files}
+    """Only a hash of paths and stamps: a path may hold a secret, and ten thousand are long."""
+    digest = hashlib.sha256()
+    for file, stamp in zip(group, stamps, strict=True):
+        digest.update(json.dumps([file.path, stamp], sort_keys=True).encode())
+    about = {"version": RECORD_VERSION, "files": digest.hexdigest()}
     return about if slice_bytes is None else {**about, "slice_bytes": slice_bytes}
 
 

@@ -73,18 +73,20 @@ def scan_file(
     kind = kind_of(path)
     digest, hasher = hashlib.sha256(), PinHasher(block_bytes)
     cutter = LineCutter(slice_bytes)
-    first = True
+    wanted = PEEK_BYTES  # most of many files are small
     with ContentStream(path, storage_options) as stream:
         if tag is not None and store_tag(path, stream.details) not in (None, tag):
             raise changed(path)
-        while block := stream.read(READ_BYTES):
+        while block := stream.read(wanted):
             digest.update(block)
             hasher.feed(block)
-            if kind == "json" and first:
+            if kind == "json" and wanted == PEEK_BYTES:
                 kind = _kind_of_json(block)
-            first = False
             if kind == "lines":
                 cutter.feed(block)
+            if len(block) < wanted:
+                break
+            wanted = READ_BYTES
     pins = hasher.finish()
     if kind == "lines":
         cuts = cutter.finish()

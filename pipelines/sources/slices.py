@@ -88,7 +88,10 @@ class Slice:
 
     def identity(self) -> dict[str, Any]:
         """What makes two slices the same piece of work, wherever the files lie: rows and content."""
-        content = [(one.start, one.end, one.fingerprint, asdict(one)["pins"]) for one in self.pieces]
+        content = [
+            [one.start, one.end, one.fingerprint, *(one.pins.digests if one.pins else ())]
+            for one in self.pieces
+        ]
         digest = hashlib.sha256(canonical_json({"pieces": content})).hexdigest()
         return {"index": self.index, "first_row": self.first_row, "num_rows": self.num_rows, "bytes": digest}
 

@@ -151,7 +151,7 @@ def test_ten_thousand_small_files_are_few_slices_and_planned_at_once(
         seconds.append(time.process_time() - begin)
     assert len(slices) <= 10
     assert texts(source) == [str(number) for number in range(10_000)]
-    assert max(seconds) < 2, seconds
+    assert max(seconds) < 4, seconds  # 1 s on a quiet machine; a slice a file took 17 s
     assert len(list((tmp_path / "root" / ".scans").iterdir())) < 200
 
 
