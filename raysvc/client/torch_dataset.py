@@ -11,7 +11,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -20,8 +20,42 @@ from raysvc.client.data_state import state_of
 from raysvc.errors import ConfigError, StateMismatch
 
 if TYPE_CHECKING:
-    from raysvc.client.rank_client import RankClient
+    from raysvc.actors.server.spec import Lease
     from raysvc.client.steps import RankMicro
+    from raysvc.plan.schedule import Schedule
+
+
+class RankSteps(Protocol):
+    """What a dataset asks of the `RankClient` that made it."""
+
+    lease: Lease
+
+    @property
+    def schedule(self) -> Schedule:
+        """Steps of the run."""
+
+    @property
+    def frontier(self) -> int:
+        """The next step to train."""
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks."""
+
+    def micro_batches(self, device: str) -> Iterator[RankMicro]:
+        """From the frontier on."""
+
+    def num_micro_batches(self) -> int:
+        """How many of them."""
+
+    def commit(self, step: int) -> None:
+        """Say that a step is trained."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The committed frontier."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
 
 
 class RankDataset(IterableDataset[dict[str, torch.Tensor]]):  # type: ignore[misc]  # torch is not followed
@@ -31,7 +65,7 @@ class RankDataset(IterableDataset[dict[str, torch.Tensor]]):  # type: ignore[mis
     `num_tokens`, `num_rows`, `num_groups`; `ends_mini` is true where the optimizer steps.
     """
 
-    def __init__(self, client: RankClient, device: str) -> None:
+    def __init__(self, client: RankSteps, device: str) -> None:
         self._client, self._device = client, device
         self._given: list[list[int]] = []  # row ids of the items given out of the step at the frontier
         self._ends_step = False  # whether the last of them is the step's last

@@ -1,0 +1,81 @@
+"""Rooms a newcomer can read: no circles, no name for two things, no crowded folder, and a map that is true."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from .test_layout import ROOT, code_files, imports_of
+
+
+def module_of(path: Path) -> str:
+    relative = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+    name = relative if relative.startswith("raysvc") else f"raysvc.{relative}"
+    return name.removesuffix(".__init__")
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Module -> modules of ours that it imports anywhere: lazily or for types alone counts too."""
+    modules = {module_of(path): path for path in code_files()}
+    return {
+        name: {other for other in imports_of(path) if other in modules and other not in (name, "raysvc")}
+        for name, path in modules.items()
+    }
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Sets of modules that reach each other (Tarjan 1972, by removing what has no way on)."""
+    left = {name: set(targets) for name, targets in graph.items()}
+    while True:
+        ends = {name for name, targets in left.items() if not targets & set(left)}
+        starts = set(left) - {target for targets in left.values() for target in targets}
+        if not ends | starts:
+            return [sorted(left)] if left else []
+        left = {name: targets for name, targets in left.items() if name not in ends | starts}
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+    assert circles(import_graph()) == []
+
+
+SAME_ROLE = {"plan", "tokenize"}  # the command, and what it calls
+
+
+def test_no_module_name_and_no_public_class_name_stands_for_two_things() -> None:
+    modules: dict[str, list[str]] = {}
+    classes: dict[str, list[str]] = {}
+    for path in code_files():
+        if path.stem != "__init__":
+            modules.setdefault(path.stem, []).append(module_of(path))
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                classes.setdefault(node.name, []).append(module_of(path))
+    assert {name: found for name, found in modules.items() if len(found) > 1 and name not in SAME_ROLE} == {}
+    assert {name: found for name, found in classes.items() if len(found) > 1} == {}
+
+
+def test_no_folder_holds_more_files_than_one_reads_at_a_glance() -> None:
+    folders: dict[str, int] = {}
+    for path in code_files():
+        if path.stem != "__init__":
+            folder = path.parent.relative_to(ROOT).as_posix()
+            folders[folder] = folders.get(folder, 0) + 1
+    assert {folder: count for folder, count in folders.items() if count > 16 and folder != "raysvc/cli"} == {}
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "AGENTS.md"])
+def test_every_file_that_a_map_names_exists(page: str) -> None:
+    named = re.findall(r"`((?:raysvc|actors|pipelines|tests|docs)/[\w/.]+)`", (ROOT / page).read_text())
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_every_command_of_agents_md_is_one_that_ci_runs() -> None:
+    commands = re.findall(r"^\$ make (\w+)", (ROOT / "AGENTS.md").read_text(), re.MULTILINE)
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert commands
+    assert [name for name in commands if f"make {name}" not in ci] == []
