@@ -4,7 +4,7 @@
 changes some tokenizers while it loads them, so a folder is read here only when all that it says is understood; any
 other goes to `transformers`.
 
-1. The class: one that takes `tokenizer.json` as it is, or Qwen2's, which builds all around the vocabulary anew.
+1. The class: one that takes `tokenizer.json` as it is, or Qwen2's, which builds all around the vocabulary itself.
 2. The options: only those that change no ids, or are followed here.
 3. The special tokens: only such as `tokenizer.json` has, with the same flags, so that nothing is added.
 
