@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
 from raysvc.cli.view import View, print_rows
-from raysvc.inspect.row_view import DUMMY, Kind, RowPicture, padding_cells, row_picture, shard_pictures
 
 if TYPE_CHECKING:
     from raysvc.build.cache_entry import CacheEntry
     from raysvc.config import JobConfig
+    from raysvc.inspect.row_view import Kind, RowPicture
 
 RowNumber = Annotated[int, typer.Option(help="Row of the entry, 0-based.", min=0)]
 StepNumber = Annotated[
@@ -85,6 +83,7 @@ def show(
 def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[str, Any]]:
     from raysvc import api
     from raysvc.errors import EntryError
+    from raysvc.inspect.row_view import row_picture
 
     with View() as view:
         entry = api.tokenize(job, address=address, progress=view)
@@ -103,6 +102,7 @@ def _step(job: JobConfig, step: int, rank: int | None, only_rows: bool) -> tuple
     from raysvc.build.cache_entry import open_served
     from raysvc.inspect.lineage import lineage
     from raysvc.inspect.replay_run import replay_job
+    from raysvc.inspect.row_view import padding_cells, shard_pictures
 
     again = replay_job(job, step)
     entry = open_served(again.spec.model_copy(update={"storage_options": job.cache.storage_options}))
@@ -116,7 +116,7 @@ def _step(job: JobConfig, step: int, rank: int | None, only_rows: bool) -> tuple
         f"source: {', '.join(entry.report['paths'])}",
         f"epoch {again.info.epoch}, {len(again.shards)} mini-batches on {again.dp_size} ranks, layout {plan.layout}; "
         f"made as {'the run was served' if again.recorded else 'the job file says'}",
-        f"{len(pictures)} rows, {sum(p.row_id == DUMMY for p in pictures)} of them dummies; "
+        f"{len(pictures)} rows, {sum(p.is_dummy for p in pictures)} of them dummies; "
         f"padding: {padding} of {cells} cells",
     ]
     heads = [_head(picture, line.source_row) for picture, line in zip(pictures, lines, strict=True)]
@@ -144,7 +144,7 @@ def _head(picture: RowPicture, source_row: int | None) -> str:
     assert place is not None
     where = f"mini {place.mini} rank {place.rank} micro {place.micro} line {place.line}"
     where += f" columns {place.column}–{place.column + picture.length - 1}"
-    if picture.row_id == DUMMY:
+    if picture.is_dummy:
         return f"{where} | dummy: {picture.length} tokens without loss, so that all ranks do the same work"
     row = f"row {picture.row_id} (source row {source_row})"
     return f"{where} | {row}, {_tokens(picture)}, positions {picture.first}–{picture.last}"
@@ -163,6 +163,9 @@ def _cells(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print(shown: _Shown) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
     console = Console()
     if len(shown.rows) != 1:
         console.rule(shown.title, align="left", characters="─")
@@ -172,5 +175,5 @@ def _print(shown: _Shown) -> None:
         for words, kind in picture.stretches:
             text.append(f"»{words}«" if kind == "trained" else words, style=STYLES[kind])
         console.print(Text(f"\n── {head}", style="bold"), soft_wrap=True)
-        if picture.row_id != DUMMY:
+        if not picture.is_dummy:
             console.print(text, soft_wrap=True)

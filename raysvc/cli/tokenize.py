@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from raysvc.build.cache_entry import CacheEntry
 from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
 from raysvc.cli.view import View, print_table
+
+if TYPE_CHECKING:
+    from raysvc.build.cache_entry import CacheEntry
 
 EXAMPLES_SHOWN = 5
 

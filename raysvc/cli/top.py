@@ -6,15 +6,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
 from raysvc.cli.common import Address, AsJson, edge, emit
-from raysvc.inspect.live import Line, Snapshot, cells_of, lines, scrape, snapshot, text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from raysvc.inspect.live import Line, Snapshot
 
 Interval = Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)]
 Count = Annotated[int | None, typer.Option(help="Looks; default: until Ctrl-C.", min=1)]
@@ -43,6 +44,11 @@ def top(
 
 
 def _show(interval: float, count: int | None) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    from raysvc.inspect.live import text
+
     console = Console()
     if not console.is_terminal:
         for found in _looks(interval, count):
@@ -56,6 +62,7 @@ def _show(interval: float, count: int | None) -> None:
 def _looks(interval: float, count: int | None) -> Iterator[list[Line]]:
     import ray
 
+    from raysvc.inspect.live import lines, scrape, snapshot
     from raysvc.inspect.servers import list_servers
 
     before: Snapshot | None = None
@@ -73,6 +80,10 @@ def _looks(interval: float, count: int | None) -> Iterator[list[Line]]:
 
 
 def _table(found: Sequence[Line]) -> Table | str:
+    from rich.table import Table
+
+    from raysvc.inspect.live import cells_of
+
     if not found:
         return "no servers"
     table = Table(*cells_of(found[0]))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
 from raysvc.cli.interrupt import asked_to_stop
 from raysvc.cli.view import View, print_table
-from raysvc.config import JobConfig
+
+if TYPE_CHECKING:
+    from raysvc.config import JobConfig
 
 Headroom = Annotated[
     int | None,

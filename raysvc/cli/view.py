@@ -12,20 +12,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from raysvc.progress import Tick
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
 
 LINE_EVERY_S = 3.0
 _shown = True  # False: quiet
@@ -41,6 +34,8 @@ class View:
     """A progress callback; use it as a context manager."""
 
     def __init__(self) -> None:
+        from rich.console import Console
+
         self._console = Console(stderr=True)
         self._quiet = not _shown
         self._live = _live(self._console) if self._console.is_terminal and _shown else None
@@ -120,6 +115,9 @@ def print_table(title: str, rows: Mapping[str, Any]) -> None:
     if not sys.stdout.isatty():
         print(title, *(f"{name}: {number(value)}" for name, value in rows.items()), sep="\n")
         return
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=title, show_header=False, title_justify="left")
     for name, value in rows.items():
         table.add_row(name, number(value))
@@ -136,6 +134,9 @@ def print_rows(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
         for row in rows:
             print("\t".join(str(value) for value in row.values()))
         return
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(*rows[0], title=title, title_justify="left")
     for row in rows:
         table.add_row(*(number(value) for value in row.values()))
@@ -143,6 +144,15 @@ def print_rows(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _live(console: Console) -> Progress:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),

@@ -67,6 +67,11 @@ class RowPicture:
     first: int = 0
     last: int = 0
 
+    @property
+    def is_dummy(self) -> bool:
+        """Whether it only fills up a rank."""
+        return self.row_id == DUMMY
+
 
 def stretches(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any = None) -> tuple[Stretch, ...]:
     """The text of `ids` [L], cut where its kind changes; without a tokenizer the ids themselves."""
