@@ -24,18 +24,16 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raysvc.chat.arrow import table_of
-from raysvc.chat.render.fill import ColumnFiller
 from raysvc.chat.render.renderer import Preparer
 from raysvc.chat.row_counter import Ledger
 from raysvc.chat.row_counts import Books, Quarantined
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.select import Kept, keep
 from raysvc.chat.sequence import Sequence
-from raysvc.chat.source.chat_columns import ChatColumns, columns_of_json_lines
 from raysvc.chat.source.detect import format_of, resolve_format
-from raysvc.chat.source.formats import ChatExample, Example, Format
+from raysvc.chat.source.formats import ChatExample, Format
 from raysvc.chat.source.json_rows import SourceRow, json_blocks, json_rows
-from raysvc.chat.source.raw_rows import line_starts, raw_example
+from raysvc.chat.source.raw_rows import raw_example
 from raysvc.chat.text_batch import Batch, batch_of
 from raysvc.chat.tokens.align import TokenTable
 from raysvc.chat.tokens.encoder import ReferenceEncoder, choose_encoder
@@ -48,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
 ROWS_PER_CHUNK = 2048
-MOST_FAILURES = 3  # blocks in a row that were no plain chats, before columns are given up
-COLUMN_MODES = ("last_assistant_message", "all_assistant_messages", "all_tokens")
 
 
 @dataclass(frozen=True)
@@ -96,7 +92,6 @@ class SliceTokenizer:
         self._preparer = self._new_preparer(fast=True)
         self._table = TokenTable(self.tokenizer, self._preparer.control_tokens)
         self._format: Format | None = None
-        self._not_plain = 0
 
     @property
     def encoder_name(self) -> str:
@@ -132,7 +127,7 @@ class SliceTokenizer:
                     self._switched = f"{self._encoder.name} differs from the reference on {differs}"
                     self._encoder = self._reference
                 except RenderDiffers as differs:
-                    if self._preparer.shapes is None:
+                    if not self._preparer.fast:
                         raise  # two renders of the same row differ: our reading of it is wrong
                     self._switched = f"the short template code differs from the reference on {differs}"
                     self._preparer = self._new_preparer(fast=False)
@@ -143,57 +138,7 @@ class SliceTokenizer:
 
     def _made_of_lines(self, data: bytes, first_row: int, ledger: Ledger) -> Iterator[tuple[Kept, int]]:
         for block, number in json_blocks(data, first_row):
-            columns = self._columns(block, number)
-            if columns is None:
-                yield from self._made_of_rows(json_rows(block, number), ledger)
-            else:
-                yield from self._made_of_columns(columns, block, ledger)
-
-    def _columns(self, block: bytes, first_row: int) -> ChatColumns | None:
-        """Columns of a block, when this build can use them and the block holds nothing else."""
-        if self._format is None:
-            first = next((row for row in json_rows(block, first_row) if row.data is not None), None)
-            if first is None or first.data is None:
-                return None
-            self._format = self._resolved(first.data)
-        columnar = self._format.name == "chat" and self.spec.train_on in COLUMN_MODES
-        if not columnar or self._preparer.shapes is None or self._not_plain >= MOST_FAILURES:
-            return None
-        columns = columns_of_json_lines(block, first_row, self._format)
-        self._not_plain = self._not_plain + 1 if columns is None else 0
-        return columns
-
-    def _made_of_columns(
-        self, columns: ChatColumns, block: bytes, ledger: Ledger
-    ) -> Iterator[tuple[Kept, int]]:
-        shapes, form = self._preparer.shapes, self._format
-        assert shapes is not None
-        assert form is not None
-        every = self.spec.train_on == "all_tokens"
-        filled = ColumnFiller(shapes, columns, _trained(columns, self.spec.train_on), every).fill()
-        if len(filled.rows):
-            tokens = RowEncoder(self._encoder, self._reference, self._table).encode(filled.batch)
-            begins = line_starts(block)
-            compared = compare(
-                sample_places(filled.batch, int(columns.source_rows[0])),
-                tokens,
-                lambda place: self._raw_line(block, begins, int(filled.rows[place])),
-                lambda place: ((), filled.batch.text(place), ()),
-                self.tokenizer,
-                self._reference,
-            )
-            numbers = columns.source_rows[filled.rows]
-            yield keep(tokens, filled.batch, numbers, 1, self.spec, ledger), compared
-        name = form.column("messages")
-        left = (
-            SourceRow(int(columns.source_rows[n]), {name: columns.messages(n)}) for n in filled.left.tolist()
-        )
-        yield from self._made_of_rows(left, ledger)
-
-    def _raw_line(self, block: bytes, begins: npt.NDArray[np.int64], row: int) -> Example | None:
-        assert self._format is not None
-        line = memoryview(block)[begins[row] : begins[row + 1]]
-        return raw_example(SourceRow(row, None, None, line), self._format, ChatExample([], None, ()))
+            yield from self._made_of_rows(json_rows(block, number), ledger)
 
     def _made_of_rows(self, rows: Iterator[SourceRow], ledger: Ledger) -> Iterator[tuple[Kept, int]]:
         while chunk := list(islice(rows, ROWS_PER_CHUNK)):
@@ -295,23 +240,6 @@ def no_collection() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
-
-
-def _trained(columns: ChatColumns, train_on: str) -> npt.NDArray[np.bool_]:
-    """bool [M], messages under loss."""
-    names = columns.role_names
-    assistant: npt.NDArray[np.bool_] = columns.roles == (
-        names.index("assistant") if "assistant" in names else -1
-    )
-    if train_on == "all_assistant_messages":
-        return assistant
-    chosen = np.zeros(len(assistant), np.bool_)
-    if train_on == "last_assistant_message":
-        rows = np.repeat(np.arange(len(columns)), np.diff(columns.starts))
-        places = np.flatnonzero(assistant)
-        last = np.append(np.diff(rows[places]) != 0, True)[: len(places)]
-        chosen[places[last]] = True
-    return chosen
 
 
 def _check_text(text: str) -> None:

@@ -92,15 +92,15 @@ def test_a_difference_on_a_slice_switches_to_the_reference_and_makes_the_slice_a
 def test_a_template_code_that_differs_switches_to_jinjas_own(slice_tokenizer: Any, tokenize: Any) -> None:
     tokenizer = slice_tokenizer(CHATML)
     good, _ = tokenize(tokenizer, *rows(["one", "two"]))
-    shapes = tokenizer._preparer.shapes
-    honest = shapes.fill
+    fast = tokenizer._preparer._template(False)[0].fast
+    honest = fast.render
 
-    def lying(example: Any) -> Any:
-        filled = honest(example)
-        filled.parts[0] += "!"
-        return filled
+    def lying(*row: Any) -> Any:
+        render = honest(*row)
+        render.blocks[0] += "!"
+        return render
 
-    shapes.fill = lying
+    fast.render = lying
     made, result = tokenize(tokenizer, *rows(["one", "two"]))
     assert [row.ids for row in made] == [row.ids for row in good]
     assert "template code differs" in result.switched

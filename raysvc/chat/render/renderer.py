@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from raysvc.chat.render.shapes import Filled, Shapes
-from raysvc.chat.render.template import ChatTemplate, Render
-from raysvc.chat.render.turn_spans import ALL_EMPTY, TurnFinder
-from raysvc.chat.row_errors import RowDropped, RowFault
+from raysvc.chat.render.rendered import Render
+from raysvc.chat.render.template import ChatTemplate
+from raysvc.chat.render.turn_spans import TurnFinder
+from raysvc.chat.row_errors import RowFault
 from raysvc.chat.sequence import CLOSED_TURN, FREE, OPEN_TURN, Sequence
 from raysvc.chat.source.formats import ChatExample, Example, Format, TextExample, TokensExample
 from raysvc.chat.source.messages import SYSTEM_ROLES
@@ -28,7 +28,7 @@ class Preparer:
 
     Args:
         tokenizer: loaded.
-        fast: use shapes and short code for templates; false renders every row with Jinja's own.
+        fast: render by what earlier rows showed; false runs the template for every row.
         with_turns: note where turns begin, for `keep_end_turns`.
 
     Raises:
@@ -37,8 +37,8 @@ class Preparer:
 
     def __init__(self, tokenizer: LoadedTokenizer, fast: bool = True, with_turns: bool = False) -> None:
         self._tokenizer = tokenizer
-        self._fast, self._with_turns = fast, with_turns
-        self._templates: dict[str, tuple[ChatTemplate, TurnFinder, Shapes | None]] = {}
+        self.fast, self._with_turns = fast, with_turns
+        self._templates: dict[str, tuple[ChatTemplate, TurnFinder]] = {}
         self._around, self._eos = _added_around(tokenizer.hf)
         for has_tools in (False, True) if tokenizer.chat_template else ():
             self._template(has_tools)
@@ -46,13 +46,8 @@ class Preparer:
     @property
     def control_tokens(self) -> tuple[str, ...]:
         """Texts of the tokens that open a header or end a turn, in any of the templates."""
-        found = (text for _, finder, _ in self._templates.values() for text in finder.control_tokens)
+        found = (text for _, finder in self._templates.values() for text in finder.control_tokens)
         return tuple(dict.fromkeys(found))
-
-    @property
-    def shapes(self) -> Shapes | None:
-        """Shapes of rows without tools, None when there is no template or it is rendered with Jinja's own code."""
-        return self._template(False)[2] if self._tokenizer.chat_template else None
 
     def sequences(self, row: Mapping[str, Any], form: Format) -> list[Sequence]:
         """Sequences of one row: one, or two of a preference row.
@@ -73,16 +68,12 @@ class Preparer:
 
     def _chat(self, example: ChatExample) -> Sequence:
         has_tools = example.tools is not None
-        template, finder, shapes = self._template(has_tools)
+        template, finder = self._template(has_tools)
         if example.has_parts or example.has_calls:
             example = self._tokenizer.fit(has_tools).fitted(example)
         if example.prompt:
             prompt = template.render(example.messages, example.tools, prompt=True)
             return Sequence(prompt.text, [], example=example)
-        if shapes is not None:
-            filled = shapes.fill(example)
-            if filled is not None:
-                return _filled(filled, example)
         render = template.render(example.messages, example.tools)
         if example.all_tokens:
             text = render.text
@@ -93,7 +84,7 @@ class Preparer:
             (starts[s.block] + s.start, starts[s.block] + s.end, CLOSED_TURN if s.end > s.said else OPEN_TURN)
             for s in found
         ]
-        head, turns = _turns(render, starts, example)
+        head, turns = _turns(render, starts, example) if self._with_turns else (0, ())
         return Sequence(render.text, spans, head=head, turns=turns, example=example)
 
     def _text(self, example: TextExample) -> Sequence:
@@ -113,27 +104,17 @@ class Preparer:
         if min(example.ids) < 0 or max(example.ids) >= size:
             raise RowFault("a token id is not in the vocabulary", f"{max(example.ids)} of {size}")
 
-    def _template(self, has_tools: bool) -> tuple[ChatTemplate, TurnFinder, Shapes | None]:
+    def _template(self, has_tools: bool) -> tuple[ChatTemplate, TurnFinder]:
         name = self._tokenizer.template_name(has_tools)
         if name not in self._templates:
             hf = self._tokenizer.hf
             template = ChatTemplate(
-                self._tokenizer.templates[name], self._tokenizer.template_variables, self._fast
+                self._tokenizer.templates[name], self._tokenizer.template_variables, self.fast
             )
             added = [token.content for token in hf.added_tokens_decoder.values()]
             finder = TurnFinder(template, added, [str(text) for text in hf.special_tokens_map.values()])
-            shapes = Shapes(template, finder, self._with_turns) if self._fast else None
-            self._templates[name] = (template, finder, shapes)
+            self._templates[name] = (template, finder)
         return self._templates[name]
-
-
-def _filled(filled: Filled, example: ChatExample) -> Sequence:
-    text = "".join(filled.parts)
-    if example.all_tokens:
-        return Sequence(text, [(0, len(text), FREE)], example=example)
-    if not filled.spans:
-        raise RowDropped(ALL_EMPTY)
-    return Sequence(text, filled.spans, head=max(filled.head, 0), turns=filled.turns, example=example)
 
 
 def _starts(render: Render) -> list[int]:

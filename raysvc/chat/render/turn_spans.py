@@ -18,8 +18,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from raysvc.chat.render.rendered import Render
 from raysvc.chat.render.span_proof import is_empty, prove_span, tags_of
-from raysvc.chat.render.template import ChatTemplate, Render
+from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.source.formats import ChatExample
 from raysvc.chat.source.messages import Message

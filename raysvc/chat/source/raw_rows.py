@@ -14,9 +14,6 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from raysvc.chat.source.formats import ChatExample, Example, Format
 from raysvc.chat.source.json_rows import SourceRow
 
@@ -32,13 +29,6 @@ def raw_example(row: SourceRow, form: Format, example: Example | None) -> Exampl
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return replace(example, messages=messages, tools=_json_of(form.get(data, "tools")) or None)
-
-
-def line_starts(data: bytes) -> npt.NDArray[np.int64]:
-    """Where every line begins, and where the last one ends, int64 [lines + 1]."""
-    breaks = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + 1
-    ends = breaks if len(breaks) and breaks[-1] == len(data) else np.append(breaks, len(data))
-    return np.concatenate([[0], ends]).astype(np.int64)
 
 
 def _json_of(value: Any) -> Any:

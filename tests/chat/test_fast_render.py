@@ -1,4 +1,4 @@
-"""The fast ways give what the slow way gives: shapes against renders, columns against rows, on any conversation."""
+"""The fast render gives what the template gives, on any conversation: texts, masks and faults."""
 
 from __future__ import annotations
 
@@ -106,14 +106,6 @@ def conversation(draw: Any) -> dict[str, Any]:
     return row
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _trees_settle_at_once() -> Any:
-    """So that few rows meet every way of filling: the walk, the compiled tree, and the compiled loop."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raysvc.chat.render.trees.QUIET_FINDS", 2)
-        yield
-
-
 @pytest.fixture(scope="module")
 def pairs(tokenizer_folder: Any) -> Any:
     """Template -> (tokenizer with everything, one that only renders and uses the reference encoder)."""
@@ -146,7 +138,7 @@ def same(one: Any, other: Any) -> None:
 @pytest.mark.parametrize("template", FAST + SLOW)
 @given(rows=st.lists(conversation(), min_size=1, max_size=4))
 @settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
-def test_a_shape_gives_what_the_render_gives(template: str, pairs: Any, rows: list[dict[str, Any]]) -> None:
+def test_a_walk_gives_what_the_render_gives(template: str, pairs: Any, rows: list[dict[str, Any]]) -> None:
     fast, slow = pairs(template)
     same(run(fast, rows), run(slow, rows))
 
@@ -171,28 +163,25 @@ with_system = st.tuples(content, plain).map(
 @given(rows=st.lists(plain | with_system, min_size=1, max_size=6))
 @example(rows=[{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\x1c"}]}])
 @settings(deadline=None, max_examples=20, suppress_health_check=list(HealthCheck))
-def test_columns_give_what_rows_give(
+def test_json_lines_give_what_rows_give(
     template: str, train_on: str, pairs: Any, rows: list[dict[str, Any]]
 ) -> None:
     fast, slow = pairs(template, train_on=train_on)
-    fast._not_plain = 0
     lines = "\n".join(json.dumps(row) for row in rows).encode()
     same(fast.run_json_lines(lines, 0), run(slow, rows))
 
 
-@pytest.mark.parametrize("template", FAST)
-def test_usual_conversations_have_shapes(template: str, pairs: Any) -> None:
-    from raysvc.chat.source.formats import ChatExample
-
-    fast, _ = pairs(template)
+@pytest.mark.parametrize("template", FAST + SLOW)
+def test_usual_conversations_are_rendered_once(template: str, pairs: Any) -> None:
+    fast = pairs(template)[0]._preparer._template(False)[0]
     messages = [{"role": role, "content": "It is so."} for role in ("user", "assistant", "user", "assistant")]
-    filled = fast._preparer.shapes.fill(
-        ChatExample(messages, None, (1, 3) if "last" not in template else (1,))
-    )
-    assert (filled is None) == (template in WITHOUT_PROVED_SPANS)
+    before = dict(fast.fast.counts)
+    for text in ("one", "two", "three", "four"):
+        fast.render([{**message, "content": text} for message in messages], None)
+    assert fast.fast.counts["rendered"] - before.get("rendered", 0) <= (template in COLLECTS) * 16 + 1
 
 
-WITHOUT_PROVED_SPANS = {"plain_words"}
+COLLECTS = {"captured"}
 
 
 def test_tools_that_json_cannot_spell_stay_their_rows_own(pairs: Any) -> None:
@@ -206,7 +195,7 @@ def test_tools_that_json_cannot_spell_stay_their_rows_own(pairs: Any) -> None:
     assert run(fast, rows).books.rows_written == 4
 
 
-def test_a_trained_message_outside_of_every_loop_is_no_part_of_a_shape(pairs: Any) -> None:
+def test_a_trained_message_outside_of_every_loop_is_refused(pairs: Any) -> None:
     said = [("assistant", "title"), ("user", "a"), ("assistant", "b")]
     row = {"messages": [{"role": role, "content": content} for role, content in said]}
     fast, slow = pairs("first_is_a_title")

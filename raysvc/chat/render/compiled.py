@@ -1,0 +1,95 @@
+"""A chat template compiled, with the Python that Jinja wrote for it.
+
+Always true:
+- the environment is its own: what is changed in it changes no other template;
+- a line of the template's root lies inside the `for` statements that `loops_around` names, outermost first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+from raysvc.errors import TokenizerError
+
+_FOR = re.compile(r"\s*for (.+?) in ")
+_TARGET = re.compile(r"l_(\d+)_\w+")
+
+
+class CompiledTemplate:
+    """One template in an environment of its own.
+
+    Attributes:
+        environment: that it was compiled in; compiled code looks its methods up when it runs.
+        root: the generator function that renders, given a context.
+        code: its code object.
+        blank: a context without variables.
+
+    Raises:
+        TokenizerError: the text is not a template.
+    """
+
+    def __init__(self, text: str) -> None:
+        from jinja2.exceptions import TemplateError
+
+        from raysvc.chat.render.chat_environment import chat_environment
+
+        try:
+            self.environment: Any = chat_environment()
+            source = self.environment.compile(text, raw=True)
+        except TemplateError as error:
+            raise TokenizerError(
+                "tokenizer.chat_template",
+                f"the template does not compile ({type(error).__name__}: {error})",
+                "fix the template",
+            ) from error
+        self.environment.filters = dict(self.environment.filters)
+        self.environment.tests = dict(self.environment.tests)
+        self._lines = source.split("\n")
+        code = compile(source, "<chat template>", "exec")
+        self._template = self.environment.template_class.from_code(
+            self.environment, code, self.environment.make_globals(None)
+        )
+        self.root: Any = self._template.root_render_func
+        self.code: CodeType = self.root.__code__
+        self.blank = self.context({})
+        self._around: dict[int, tuple[int, ...]] = {}
+
+    def context(self, given: dict[str, Any]) -> Any:
+        """A context to render with."""
+        return self._template.new_context(given)
+
+    def on_generation(self, listener: Callable[[Any], Any]) -> None:
+        """Let `listener(caller)` write what a `{% generation %}` wraps."""
+        for extension in self.environment.extensions.values():
+            if "generation" in extension.tags:
+                extension._generation_support = listener
+
+    def targets(self, line: int) -> tuple[str, ...]:
+        """Variables that a `for` on a line binds."""
+        found = _FOR.match(self._lines[line - 1])
+        return tuple(match.group() for match in _TARGET.finditer(found.group(1))) if found else ()
+
+    def level(self, line: int) -> int | None:
+        """Scope that a `for` on a line opens: variables `l_<level>_` are bound in it."""
+        found = _TARGET.search(self.targets(line)[0]) if self.targets(line) else None
+        return int(found.group(1)) if found else None
+
+    def loops_around(self, line: int) -> tuple[int, ...]:
+        """Lines of the `for` statements that a line is inside of, outermost first."""
+        if line not in self._around:
+            found: list[int] = []
+            least = _indent(self._lines[line - 1])
+            for number in range(line - 1, 0, -1):
+                above = self._lines[number - 1]
+                if above.strip() and _indent(above) < least:
+                    least = _indent(above)
+                    found += [number] if above.lstrip().startswith("for ") else []
+            self._around[line] = tuple(reversed(found))
+        return self._around[line]
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())

@@ -1,0 +1,106 @@
+"""Renders rows by what traces of earlier rows found, with the real render as the judge.
+
+1. A row walks through the automaton of its template.
+2. Where it meets something new it is rendered for real, and traced. What the trace found is kept when the trace, and
+   then the walk, give the real blocks, owners and marks.
+3. One row in `SAMPLE_EVERY` is rendered for real too. On a difference every state on its way is dropped for good.
+
+Always true:
+- whatever goes wrong ends in the real render;
+- `counts` has every row, by what became of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from raysvc.chat.render.automaton import Miss, State
+from raysvc.chat.render.kept_tools import KeptTools
+from raysvc.chat.render.rendered import Render, render_of
+from raysvc.chat.render.traced_value import Untraceable
+from raysvc.chat.render.tracing import TracingTemplate
+
+SAMPLE_EVERY = 256
+MAX_REFUSED = 64
+REASON_CHARS = 100
+
+Real = Callable[[list[Any], Any, bool], Render]
+
+
+class FastRender:
+    """The fast way through one template.
+
+    Args:
+        text: Jinja source.
+        variables: what the template sees beside messages and tools.
+        real: the real render, which may raise.
+
+    Attributes:
+        counts: rows "walked", "rendered" (for real), and of these "learned", "refused" (not traceable), "different".
+        reasons: why rows were refused or different -> how many.
+    """
+
+    def __init__(self, text: str, variables: Mapping[str, Any], real: Real) -> None:
+        self._real = real
+        self._tools = KeptTools()
+        self._template = TracingTemplate(text, variables, self._tools.to_json)
+        self._automaton = self._template.automaton
+        self.counts: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+
+    def render(self, messages: list[Any], tools: Any, prompt: bool) -> Render:
+        """Render one row.
+
+        Raises:
+            RowFault: the template raised.
+        """
+        if tools:
+            tools = self._tools.one_of(tools)
+        start = self._automaton.state(prompt)
+        try:
+            made = self._walk(start, messages, tools)
+        except Miss:
+            return self._learn(start, messages, tools, prompt)
+        except Exception:  # noqa: BLE001  the template raises too, or the real render knows better
+            self.counts["rendered"] += 1
+            return self._real(messages, tools, prompt)
+        self.counts["walked"] += 1
+        if self.counts["walked"] % SAMPLE_EVERY == 0:
+            return self._judge(made, start, messages, tools, prompt)
+        return made
+
+    def _walk(self, start: State, messages: list[Any], tools: Any) -> Render:
+        return render_of(self._automaton.walk(start, messages, tools), messages)
+
+    def _learn(self, start: State, messages: list[Any], tools: Any, prompt: bool) -> Render:
+        """Render for real, and keep what a trace finds when it says the same."""
+        self.counts["rendered"] += 1
+        real = self._real(messages, tools, prompt)
+        if self._automaton.is_full or self.counts["refused"] >= MAX_REFUSED:
+            return real
+        try:
+            trace = self._template.trace(start, messages, tools, prompt)
+            if render_of(trace.out, messages) != real:
+                raise Untraceable("the trace differs from the real render")
+            for way in trace.ways:
+                way.state.insert(way.notes, way.leaf)
+            self.counts["learned"] += 1
+            return self._judge(self._walk(start, messages, tools), start, messages, tools, prompt)
+        except Exception as error:  # noqa: BLE001  what cannot be traced is rendered
+            self._note("refused", f"{type(error).__name__}: {error}")
+        return real
+
+    def _judge(self, made: Render, start: State, messages: list[Any], tools: Any, prompt: bool) -> Render:
+        """The real render, after which what led to another one is dropped."""
+        real = self._real(messages, tools, prompt)
+        if made != real:
+            self._note("different", f"{made.text[:40]!r} for {real.text[:40]!r}")
+            for state in self._automaton.states_on_way(start, messages, tools):
+                state.drop()
+        return real
+
+    def _note(self, fate: str, reason: str) -> None:
+        self.counts[fate] += 1
+        self.reasons[f"{fate}: {reason[:REASON_CHARS]}"] += 1

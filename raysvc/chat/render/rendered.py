@@ -1,0 +1,63 @@
+"""A rendered conversation: its text, and which message wrote which part of it.
+
+Always true:
+- the blocks, joined, are the text; each has one owner: a message's place, or -1 for none;
+- blocks side by side have different owners; a message may own several;
+- a `{% generation %}` span lies inside one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+NOBODY = -1
+Written = tuple[bool, Any, str]  # inside `{% generation %}`, for which message or None, text
+
+
+@dataclass(slots=True)
+class Render:
+    """Text of one conversation in blocks.
+
+    Attributes:
+        blocks: text pieces, in order; none is empty.
+        owners: for each block the place of its message, or -1.
+        marks: (block, start, end), characters of that block inside `{% generation %}`.
+    """
+
+    blocks: list[str]
+    owners: list[int]
+    marks: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The whole render."""
+        return "".join(self.blocks)
+
+
+def render_of(written: Iterable[Written], messages: list[Any]) -> Render:
+    """Blocks of what was written; every message is an object of its own."""
+    place_of = {id(message): place for place, message in enumerate(messages)}
+    blocks: list[str] = []
+    owners: list[int] = []
+    marks: list[tuple[int, int, int]] = []
+    parts: list[str] = []
+    last, length = NOBODY, 0
+    for generated, message, text in written:
+        if not text:
+            continue
+        owner = place_of.get(id(message), NOBODY)
+        if owner != last and parts:
+            blocks.append("".join(parts))
+            owners.append(last)
+            parts, length = [], 0
+        last = owner
+        if generated:
+            marks.append((len(blocks), length, length + len(text)))
+        parts.append(text)
+        length += len(text)
+    if parts:
+        blocks.append("".join(parts))
+        owners.append(last)
+    return Render(blocks, owners, marks)

@@ -1,0 +1,181 @@
+"""A template made ready to be traced: what its compiled code calls is replaced by what notes the call.
+
+Always true:
+- on values that are not traced, everything is Jinja's and `transformers`' own;
+- a call with traced values goes to the trace, or raises `Untraceable`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from types import BuiltinMethodType, GeneratorType
+from typing import Any
+
+from jinja2.runtime import LoopContext, Macro, Undefined
+
+from raysvc.chat.render.automaton import Automaton, State
+from raysvc.chat.render.compiled import CompiledTemplate
+from raysvc.chat.render.operations import PURE_METHODS
+from raysvc.chat.render.trace import Trace
+from raysvc.chat.render.traced_value import Generated, Traced, TracedLoop, Untraceable, holds_traced
+
+_DICT_FIELDS = frozenset(dir(dict))
+
+
+class TracingTemplate:
+    """A template that can be traced.
+
+    Args:
+        text: Jinja source.
+        variables: what the template sees beside messages and tools.
+        to_json: of a value, as the `tojson` filter does it.
+
+    Attributes:
+        automaton: what the traces found.
+    """
+
+    def __init__(self, text: str, variables: Mapping[str, Any], to_json: Callable[..., str]) -> None:
+        self._variables = {"documents": None, **variables}
+        self._compiled = CompiledTemplate(text)
+        self._plain = CompiledTemplate(text).environment
+        self._trace: Trace
+        self._missing: dict[str, str] = {}
+        self.automaton = Automaton(self._names(to_json))
+        self._hook()
+
+    def trace(self, start: State, messages: list[Any], tools: Any, prompt: bool) -> Trace:
+        """Run a row through the template.
+
+        Raises:
+            Exception: the row cannot be traced, whatever the reason.
+        """
+        row = {"messages": messages, "tools": tools}
+        trace = self._trace = Trace(self._compiled, self.automaton, start, row)
+        given = {name: trace.given(name) for name in row}
+        given["messages"].of_messages = True
+        root = self._compiled.root(
+            self._compiled.context({**self._variables, **given, "add_generation_prompt": prompt})
+        )
+        for piece in root:
+            trace.write(piece, root.gi_frame.f_lineno)
+        trace.close(None, [])
+        return trace
+
+    def _names(self, to_json: Callable[..., str]) -> dict[str, Any]:
+        plain = self._plain
+        names = {f"filter_{name}": _settled(filter_) for name, filter_ in plain.filters.items()}
+        names |= {f"test_{name}": test for name, test in plain.tests.items()}
+        calls = {"tojson": to_json, "attribute": plain.getattr, "item": plain.getitem, "bound": plain.getattr}
+        return {**names, **calls, "Undefined": Undefined}
+
+    def _hook(self) -> None:
+        environment, compiled = self._compiled.environment, self._compiled
+        for kind, named in (("filter", environment.filters), ("test", environment.tests)):
+            named.update({name: self._noted(f"{kind} {name}", real) for name, real in named.items()})
+        environment.getattr, environment.getitem = self._getattr, self._getitem
+        environment.call, environment.concat = self._call, self._concat
+        compiled.on_generation(self._generation)
+        compiled.root.__globals__.update(
+            str=self._str, LoopContext=self._loop, str_join=lambda items: self._concat(map(self._str, items))
+        )
+        self.automaton.lasting = frozenset(map(id, environment.globals.values()))
+
+    def _noted(self, op: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(real)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not holds_traced((args, kwargs)):
+                return real(*args, **kwargs)
+            made = self._trace.let(op, *args, **kwargs)
+            made.of_messages = type(args[0]) is Traced and args[0].of_messages
+            return made
+
+        return run
+
+    def _getattr(self, value: Any, name: str) -> Any:
+        if type(value) is TracedLoop:
+            return value.field(name)
+        if type(value) is not Traced:
+            return self._plain.getattr(value, name)
+        if isinstance(self._plain.getattr(value.value, name), BuiltinMethodType):
+            method = self._trace.let("bound", value, name)
+            method.method = (value, name)
+            return method
+        return self._field("attribute", value, name)
+
+    def _getitem(self, value: Any, key: Any) -> Any:
+        if type(value) is TracedLoop:
+            return value.field(key)
+        if not holds_traced((value, key)):
+            return self._plain.getitem(value, key)
+        return self._field("item", value, key)
+
+    def _field(self, op: str, value: Any, name: Any) -> Any:
+        """A field; what a dict does not have is one undefined value for each name."""
+        if type(name) is not str or name in _DICT_FIELDS or type(value) is not Traced:
+            return self._trace.let(op, value, name)
+        if name not in self._missing:
+            self._missing[name] = self.automaton.constant(Undefined(obj={}, name=name))
+        return self._trace.let(f"{op} {self._missing[name]}", value, name)
+
+    def _call(self, context: Any, called: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
+        if type(called) is Traced:
+            return self._method(called, *args, **kwargs)
+        known = self._plain.globals
+        pure = called is known["range"] or called is known["dict"] or _is_pure_method(called)
+        if pure and holds_traced((args, kwargs)):
+            return self._trace.let(f"call {self.automaton.constant(called)}", *args, **kwargs)
+        inside = isinstance(called, Macro) or called in (known["namespace"], self._generation)
+        if holds_traced((args, kwargs)) and not inside:
+            raise Untraceable(f"a value of the row in a call of {called}")
+        return type(self._plain).call(self._compiled.environment, context, called, *args, **kwargs)
+
+    def _method(self, called: Traced, *args: Any, **kwargs: Any) -> Any:
+        if called.method is None or called.method[1] not in PURE_METHODS:
+            raise Untraceable("a call of something that is no method of a text, list or dict")
+        value, name = called.method
+        return self._trace.let(f"method {name}", value, *args, **kwargs)
+
+    def _concat(self, pieces: Any) -> Any:
+        parts = [piece.text if type(piece) is Generated else piece for piece in pieces]
+        if not holds_traced(parts):
+            return "".join(parts)
+        made = self._trace.let("concat", *parts)
+        made.parts = tuple(parts)
+        return made
+
+    def _str(self, value: Any) -> Any:
+        if type(value) is Generated:
+            return value
+        return self._trace.let("str", value) if type(value) is Traced else str(value)
+
+    def _loop(self, over: Any, *args: Any) -> Any:
+        if type(over) is not Traced:
+            return LoopContext(over, *args)
+        if len(args) > 1:
+            raise Untraceable("a recursive loop")
+        return TracedLoop(self._trace, over, with_loop=True)
+
+    def _generation(self, caller: Any) -> Any:
+        return Generated(caller())
+
+
+def _is_pure_method(called: Any) -> bool:
+    owner = type(getattr(called, "__self__", None))
+    return (
+        type(called) is BuiltinMethodType
+        and owner in (str, list, dict, tuple)
+        and called.__name__ in PURE_METHODS
+    )
+
+
+def _settled(filter_: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter whose result can be read twice."""
+
+    @wraps(filter_)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        value = filter_(*args, **kwargs)
+        return list(value) if isinstance(value, GeneratorType) else value
+
+    return run

@@ -1,0 +1,165 @@
+"""Every template that TRL ships, on rows made to break it: the fast render says what the template says."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysvc.chat.render.template import ChatTemplate
+from raysvc.chat.row_errors import RowFault
+from raysvc.chat.source.messages import Message
+
+trl = pytest.importorskip("trl")
+FOLDER = Path(trl.__file__).parent / "chat_templates"
+ZOO = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.jinja"))}
+VARIABLES = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+ONLY_PARTS = ("idefics3", "llava_next", "smolvlm")  # take contents apart by letters, or refuse texts
+TEXTS = [
+    *(
+        "",
+        " ",
+        "\n\n",
+        "hello",
+        "Yes, 1 + 1 = 2.",
+        "é e\u0301 你好 😀",
+        "\x00",
+        "\u2028\x1c\xa0",
+        "\ufeffa",
+        "a" * 300,
+    ),
+    *(
+        "<think>\nhm\n</think>\n\nso",
+        "</think>",
+        "<think>",
+        "<|im_end|>",
+        "<|im_start|>assistant\n",
+        "</s>",
+        "[/INST]",
+    ),
+    *(
+        "{{ 7 * 7 }}{% raw %}",
+        "%s {} {0}",
+        '{"a": [1, null]}',
+        "'\"\\",
+        "<tool_response>x</tool_response>",
+        "None",
+    ),
+    *(
+        "<|channel|>final<|message|>x",
+        "<start_of_turn>model\n",
+        "<|START_RESPONSE|>",
+        "  padded \n",
+        "/no_think",
+    ),
+]
+ODD: list[Any] = [None, 0, -1, 2**70, 1.5, True, "", "x", [], {}, ["a", {"b": None}], {"c": {"d": [1, "e"]}}]
+STRUCTURES = [
+    *(
+        "ua",
+        "sua",
+        "uaua",
+        "suauaua",
+        "u",
+        "a",
+        "s",
+        "us",
+        "uu",
+        "aa",
+        "uatu",
+        "uC",
+        "uCta",
+        "suCtaua",
+        "uCttCta",
+    ),
+    *("uR", "uRuR", "suRCtR", "uCtRu", "uP", "sPa", "uDa", "x", "ux"),
+]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "d",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "string", "description": "é"},
+                "b": {"type": "integer", "enum": [1, 2]},
+            },
+            "required": ["a"],
+        },
+    },
+}
+
+
+def call(random_: random.Random) -> Any:
+    arguments = {random_.choice("abc"): random_.choice(ODD + TEXTS) for _ in range(random_.randrange(3))}
+    function = {"name": random_.choice(["f", "g.h", ""]), "arguments": arguments}
+    whole = {"type": "function", "id": random_.choice(["callid001", "9"]), "function": function}
+    return whole if random_.random() < 0.9 else random_.choice([function, {"function": {}}, {}, "f"])
+
+
+def message(kind: str, random_: random.Random) -> Message:
+    text = random_.choice(TEXTS) + random_.choice(TEXTS)
+    roles = {"u": "user", "s": "system", "t": "tool", "P": "user", "D": "developer", "x": "other"}
+    made: Message = {"role": roles.get(kind, "assistant"), "content": text}
+    if kind == "P":
+        made["content"] = [{"type": "text", "text": text}, {"type": "text", "text": random_.choice(TEXTS)}]
+    if kind == "t":
+        made |= {"name": "f", "tool_call_id": "callid001"}
+    if kind == "C":
+        made["tool_calls"] = [call(random_) for _ in range(random_.randrange(1, 3))]
+        if random_.random() < 0.3:
+            del made["content"]
+    if kind == "R":
+        made |= {name: random_.choice(TEXTS) for name in ("reasoning_content", "thinking", "reasoning")}
+    if random_.random() < 0.1:
+        field = random_.choice(["content", "tool_calls", "reasoning_content", "name", "role"])
+        made[field] = random_.choice(ODD)
+    if random_.random() < 0.03:
+        del made[random_.choice(["content", "role"] if "content" in made else ["role"])]
+    return made
+
+
+def rows(random_: random.Random, count: int) -> list[tuple[list[Message], list[Any] | None, bool]]:
+    made = []
+    for _ in range(count):
+        structure = random_.choice(STRUCTURES)
+        tools = random_.choice([None, None, [TOOL], [TOOL, {**TOOL, "extra": random_.choice(ODD)}]])
+        made.append(([message(kind, random_) for kind in structure], tools, random_.random() < 0.2))
+    return [([], None, False), *made]
+
+
+def outcome(render: Any, *row: Any) -> Any:
+    """What a render gives, or the fault that it raises."""
+    try:
+        made = render(*row)
+    except RowFault as fault:
+        return str(fault)
+    return made.blocks, made.owners, made.marks
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if not name.startswith(ONLY_PARTS)])
+def test_hostile_rows_are_rendered_as_the_template_does(name: str) -> None:
+    template = ChatTemplate(ZOO[name], VARIABLES)
+    assert template.fast is not None
+    for row in rows(random.Random(name), 30):
+        got = outcome(template.fast.render, *row)
+        assert got == outcome(template.render_really, *row), (row, got)
+    assert not template.fast.counts["different"]
+
+
+PLAIN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if not name.startswith("llava_next")])
+def test_usual_rows_are_rendered_once(name: str) -> None:
+    template = ChatTemplate(ZOO[name], VARIABLES)
+    assert template.fast is not None
+    for text in (text for text in TEXTS if "<|channel|>" not in text):  # gpt-oss refuses it
+        messages = [{**message_, "content": f"{message_['content']} {text}x"} for message_ in PLAIN]
+        content = [[{"type": "text", "text": each["content"]}] for each in messages]
+        parts = [{**each, "content": part} for each, part in zip(messages, content, strict=True)]
+        template.render(parts if name.startswith(ONLY_PARTS) else messages, None)
+    assert template.fast.counts["rendered"] <= 4, template.fast.reasons
