@@ -28,6 +28,9 @@ from raysvc.pipelines.sources.pins import Pins, changed
 from raysvc.redact import redacted
 
 READ_AHEAD_BYTES = 8 << 20  # of a remote file that is read in small steps
+STREAM_BLOCK_BYTES = (
+    16 << 20
+)  # of one request while a scan streams; s3fs would take 50 MB of each of many files
 CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 Options = dict[str, Any]
 
@@ -125,7 +128,7 @@ def _open_raw(path: str, options: Options) -> Any:
     fs, name = file_system(path, options)
     if path.startswith(("http://", "https://")):
         return fs.open(name, "rb", block_size=0)  # one answer, so one version of the file
-    return fs.open(name, "rb")
+    return fs.open(name, "rb", block_size=STREAM_BLOCK_BYTES)
 
 
 def _decompressed(raw: Any, path: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -156,3 +157,12 @@ def test_a_cluster_that_is_not_there_is_said_at_once(address: str) -> None:
     )
     assert f"--address {address}: nobody listens there" in done.stderr
     assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.csv.gz", "rows.json", "rows.parquet", "rows.arrow"])
+def test_a_source_file_that_was_cut_short_is_named(tmp_path: Path, sample: dict[str, str], name: str) -> None:
+    whole = Path(sample["rows"]).read_bytes()
+    data = gzip.compress(whole)[:-200] if name.endswith("gz") else b"[" + whole[:500]
+    (tmp_path / name).write_bytes(data)
+    job = job_file(tmp_path, source={"path": str(tmp_path / name)}, tokenizer=sample["tokenizer"])
+    assert name in mistake("tokenize", "-c", str(job))

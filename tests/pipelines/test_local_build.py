@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
+import logging
 import signal
 import subprocess
 import sys
 import threading
+import traceback
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +223,36 @@ def test_a_build_of_rows_that_are_nearly_all_bad_ends_after_the_first_thousand(
     with pytest.raises(raysvc.errors.QuarantineExceeded, match="row 0"):
         raysvc.tokenize(job, **sections)
     assert len(list((tmp_path / "cache").glob("*/part-*.arrow"))) == 1, "of 60 slices"
+
+
+def test_a_secret_in_the_address_of_a_source_is_in_no_file_no_log_and_no_error(
+    tmp_path: Path, sample: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = "SECRET-d41d8cd9"
+    caplog.set_level(logging.DEBUG)
+    served = functools.partial(QuietHandler, directory=str(Path(sample["rows"]).parent))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), served)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}"
+        job = {"tokenizer": sample["tokenizer"], "cache": {"root": str(tmp_path / "cache")}}
+        entry = raysvc.tokenize(source={"path": f"{url}/rows.jsonl?sig={secret}"}, **job)
+        with pytest.raises(raysvc.errors.SourceError, match=r"gone\.jsonl") as raised:
+            raysvc.tokenize(source={"path": f"{url}/gone.jsonl?sig={secret}"}, **job)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    shown = "".join(traceback.format_exception(raised.value))
+    assert secret not in shown + repr(raised.value) + json.dumps(entry.report) + repr(entry)
+    ours = [record.getMessage() for record in caplog.records if record.name.startswith("raysvc")]
+    assert secret not in "".join(ours)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 2
+    assert [path for path in files if secret.encode() in path.read_bytes()] == []
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
