@@ -1,51 +1,63 @@
-# `make demo` and `make test` are all a new machine needs; `make install` alone makes .venv.
+# `make demo` installs what running needs, `make test` what testing needs, both in .venv.
 PYTHON ?= python3
 BIN := .venv/bin
-STAMP := .venv/.installed
+RUN := .venv/.installed
+DEV := .venv/.installed-dev
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: install demo docs test test-nfs test-s3 lint format type check clean
+.PHONY: install dev demo docs test test-long test-nfs test-s3 lint format type check clean
 
-install: $(STAMP)
+install: $(RUN)
 
-$(STAMP): pyproject.toml constraints.txt
+dev: $(DEV)
+
+$(RUN): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "error: $(PYTHON) is older than 3.11; run make PYTHON=python3.11"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	touch $(STAMP)
+	$(PIP) torch==2.13.0
+	$(PIP) --editable .
+	touch $(RUN)
+
+$(DEV): $(RUN)
+	$(PIP) --editable '.[dev]'
+	touch $(DEV)
 
 demo: install
 	$(BIN)/raysvc demo
 
 # The site in site/, or while writing: .venv/bin/mkdocs serve
-docs: install
+docs: dev
 	$(BIN)/mkdocs build --strict
 
-test: install
-	$(BIN)/python -m pytest
+# What takes long is in test-long: kills at full speed, autoscaling, submitted jobs, trained models.
+test: dev
+	$(BIN)/python -m pytest -m "not slow" --durations=10
+
+test-long: dev
+	$(BIN)/python -m pytest -m slow --durations=10
 
 # Two guests with a real kernel NFS client; needs Debian's user-mode-linux and nfs-ganesha, and says so when they are missing.
-test-nfs: install
+test-nfs: dev
 	RAYSVC_TEST_NFS=1 $(BIN)/python -m pytest tests/nfs
 
 # The cache on an S3 server of yours instead of moto: its endpoint in RAYSVC_TEST_S3, and the AWS keys of a user who may make a bucket.
-test-s3: install
+test-s3: dev
 	@test -n "$$RAYSVC_TEST_S3" || { echo "error: set RAYSVC_TEST_S3 to an endpoint, like http://127.0.0.1:9000"; exit 2; }
 	$(BIN)/python -m pytest tests/cache
 
-lint: install
+lint: dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: install
+format: dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-type: install
+type: dev
 	$(BIN)/mypy
 
-check: lint type test
+check: lint type test test-long
 
 clean:
 	rm -rf .venv .raysvc runs build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
