@@ -25,6 +25,7 @@ import numpy as np
 from raysvc import errors
 from raysvc.cache.manifest import Receipt
 from raysvc.cache.writer import EntryWriter
+from raysvc.chat.row_counts import Books, Quarantined
 from raysvc.chat.slice_tokenizer import SliceResult, SliceTokenizer
 from raysvc.config import PoolConfig, TextSpec
 from raysvc.errors import RaysvcError
@@ -125,13 +126,25 @@ def part_meta(piece: Slice, result: SliceResult, worker: dict[str, Any]) -> dict
 
 def split_done(writer: EntryWriter, slices: Sequence[Slice]) -> tuple[dict[int, Receipt], list[Slice]]:
     """Receipts of an earlier builder that still fit, and the slices that are left to do."""
-    found = writer.receipts()
-    done = {s.index: found[s.index] for s in slices if _fits(found.get(s.index), s)}
+    wanted = {piece.index: piece.identity() for piece in slices}
+
+    def fits(receipt: Receipt) -> bool:
+        return receipt.meta.get("slice") == wanted.get(receipt.slice_index, 0) and _is_usable(receipt.meta)
+
+    done = writer.receipts(fits)
     return done, [piece for piece in slices if piece.index not in done]
 
 
-def _fits(receipt: Receipt | None, piece: Slice) -> bool:
-    return receipt is not None and receipt.meta.get("slice") == piece.identity()
+def _is_usable(meta: Mapping[str, Any]) -> bool:
+    """Whether a receipt's maker left all that the report is made of."""
+    try:
+        Books.from_json(meta["books"]).check()
+        for item in meta["examples"]:
+            Quarantined(**item)
+        types = (type(meta["sampled"]), type(meta["encoder"]), type(meta["switched"]))
+    except (KeyError, TypeError, ValueError, AttributeError, AssertionError):
+        return False
+    return types == (int, str, str)
 
 
 def receipts_of(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> Iterator[Receipt]:

@@ -1,7 +1,8 @@
 """A finished entry as a user holds it: rows, their text, where they come from.
 
 Always true:
-- nothing is built here, and no part is read before a row of it is asked for.
+- nothing is built here, and no part is read before a row of it is asked for;
+- nothing in an entry chooses code, a path or a flag: its tokenizer comes from bytes that it keeps.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from raysvc.build.entry_report import Report
 from raysvc.cache.joined_entry import JoinedEntry
-from raysvc.config import TokenizerConfig
 from raysvc.errors import ConfigError
 from raysvc.fact_table import facts_html, facts_text
 
@@ -63,10 +64,14 @@ class CacheEntry:
         """Tokens of all rows, context included."""
         return self.entry.num_tokens
 
-    @property
+    @cached_property
     def report(self) -> Mapping[str, Any]:
-        """What the builder reported: books, quarantined examples, encoder, lengths."""
-        return self.entry.report
+        """What the builder reported: books, quarantined examples, encoder, lengths.
+
+        Raises:
+            EntryError: a field is missing or of a wrong type.
+        """
+        return Report(self.entry.report, self.uri)
 
     def table(self) -> pa.Table:
         """All rows, memory-mapped."""
@@ -89,7 +94,7 @@ class CacheEntry:
         """One row as the tokenizer decodes it, special tokens included.
 
         Raises:
-            TokenizerError: the tokenizer that the entry was built with is not found here.
+            TokenizerError: the entry keeps no tokenizer.
         """
         return str(self.tokenizer.decode(self.row(index)["input_ids"]))
 
@@ -119,14 +124,16 @@ class CacheEntry:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer that the entry was built with.
+        """The tokenizer that the entry was built with, from bytes kept in the entry; for decoding.
 
         Raises:
-            TokenizerError: it is not found here.
+            TokenizerError: the entry keeps none.
+            EntryError: the bytes are not those that the recipe names.
         """
-        from raysvc.chat.tokens.tokenizer import LoadedTokenizer
+        from raysvc.build.kept_tokenizer import kept_tokenizer
 
-        return LoadedTokenizer(TokenizerConfig.model_validate(self.report["tokenizer"])).hf
+        entries = self.entry.entries if isinstance(self.entry, JoinedEntry) else (self.entry,)
+        return kept_tokenizer(entries)
 
 
 def open_cache(uri: str | Path, storage_options: Mapping[str, Any] | None = None) -> CacheEntry:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.build.build_progress import Meter, source_tag
+from raysvc.build.entry_report import Report
 from raysvc.cache.find import Entry, find_entry, open_entry
 from raysvc.cache.generations import build_generation, generations, next_generation
 from raysvc.cache.index import nearest_folders
@@ -125,7 +126,7 @@ def find_or_build(
         return private, False, "cache.enabled is false"
     entry = None if job.cache.force else find_entry(store, plan.key)
     if entry is not None:
-        _check_share(job, entry.report)  # a stricter job than the one that built it
+        _check_share(job, Report(entry.report, entry.uri))  # a stricter job than the one that built it
         record("cache_hits", 1, source=source_tag(job))
         return entry, True, HIT
     record("cache_misses", 1, source=source_tag(job))
@@ -261,7 +262,7 @@ class _Making:
         report = make_report(job, self.plan, receipts, time.perf_counter() - begin)
         report["length_percentiles"] = percentiles(_lengths(self.writer, receipts))
         source.check_unchanged()
-        self.writer.commit(receipts, self.plan.recipe, report)
+        self.writer.commit(receipts, self.plan.recipe, report, self.plan.tokenizer.content())
         meter.finish()
         return open_entry(self.writer.uri, job.cache.storage_options)
 

@@ -7,6 +7,7 @@ Always true:
 - a part is memory-mapped when the first row of it is asked for; at most `OPEN_PARTS` stay mapped;
 - a remote part is a checked copy on this node's disk, fetched ahead when reading is sequential or announced;
 - from the first row that is read until the entry is let go of, it is held: gc does not delete it;
+- no row is served whose bytes were not compared with their checksum, in this process or on arrival;
 - a part whose size or structure is not what the manifest says raises EntryError and is never served;
 - every method may be called from several threads.
 """
@@ -196,7 +197,10 @@ class Entry:
         everything = range(len(self.manifest.parts))
         self._begin_hold()
         self._fetch_ahead(list(everything))
-        table = pa.concat_tables([self._view(index).table for index in everything])
+        views = [self._view(index) for index in everything]
+        for view in views:
+            view.check_all()
+        table = pa.concat_tables([view.table for view in views])
         self._wait_for_hold()
         return table
 
@@ -263,7 +267,9 @@ class Entry:
         from raysvc.cache.parts import decode_part
 
         part = self.manifest.parts[index]
-        view = decode_part(self._parts.buffer(part), part, self.uri)
+        view = decode_part(
+            self._parts.buffer(part), part, self.uri, self.manifest.columns, self._parts.are_checked
+        )
         with self._lock:
             self._keep(index, view)
         return view

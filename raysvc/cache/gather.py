@@ -4,6 +4,7 @@ Axes: N rows asked for, T tokens of all of them.
 
 Always true:
 - rows come in the order in which they were asked for, and may be asked for twice;
+- tokens are compared with their checksums before they are copied;
 - no Python object is made per token: a row is one slice, and all slices are joined in one copy.
 """
 
@@ -54,6 +55,7 @@ def gather(row_ids: Ids, starts: Ids, views: Mapping[int, PartView]) -> RowBatch
     for index, places in _by_part(parts_of(row_ids, starts)):
         view, local = views[index], row_ids[places] - starts[index]
         begins[places], ends[places] = view.offsets[local], view.offsets[local + 1]
+        view.check_rows(begins[places], ends[places])
         for name, values in view.rows.items():
             rows[name][places] = values[local]
         for name, texts in view.texts.items():

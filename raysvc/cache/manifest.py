@@ -2,6 +2,7 @@
 
 Always true:
 - a manifest that parses is safe to act on: part names stay in the folder, counts add up, types are right;
+- the recipe hashes to the key, and the columns that a trainer needs are there;
 - its own checksum covers every other field, so a flipped byte anywhere in it is found;
 - a manifest of a newer format is refused with the version that reads it.
 """
@@ -16,7 +17,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from raysvc.cache import names
-from raysvc.cache.key import canonical_json
+from raysvc.cache.key import cache_key, canonical_json
+from raysvc.cache.local.checksum import BLOCK, DIGITS
 from raysvc.errors import EntryError, EntryTooNew
 
 FORMAT = 1
@@ -25,8 +27,10 @@ MAX_BYTES = 1 << 28
 REBUILD = "build it again with cache.force: true"
 _VERSION = re.compile(r"[0-9A-Za-z.+-]{1,40}")
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
+_BLOCKS = re.compile(r"[0-9a-f]*")
 _NUMBERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 _NUMBERS += ["float16", "float32", "float64", "bool"]
+REQUIRED = {"input_ids": "list<int32>", "loss_mask": "list<uint8>"}
 COLUMN_TYPES = frozenset(_NUMBERS) | {"string"} | {f"list<{name}>" for name in _NUMBERS}
 
 
@@ -41,6 +45,8 @@ class PartInfo:
         checksum: XXH3-128 of the whole file, 32 hex digits.
         offsets_start: where in the file the token offsets lie, int32 [num_rows + 1]; 0 without rows.
         offsets_checksum: of these bytes, so that lengths can be read alone.
+        blocks: checksums of the blocks of the file, see `raysvc.cache.local.checksum`; empty: the whole
+            file is compared when it is mapped.
     """
 
     name: str
@@ -50,6 +56,7 @@ class PartInfo:
     checksum: str
     offsets_start: int
     offsets_checksum: str
+    blocks: str = ""
 
 
 @dataclass(frozen=True)
@@ -142,6 +149,8 @@ class Manifest:
         )
         if not names.KEY.fullmatch(manifest.key):
             raise _damaged(where, f"{manifest.key[:80]!r} is not a key")
+        if cache_key(dict(manifest.recipe)) != manifest.key:
+            raise _damaged(where, "its recipe does not hash to its key")
         if len({part.name for part in manifest.parts}) != len(manifest.parts):
             raise _damaged(where, "a part is named twice")
         if raw.get("num_rows") != manifest.num_rows or raw.get("num_tokens") != manifest.num_tokens:
@@ -193,11 +202,15 @@ def _part(raw: Any, where: str) -> PartInfo:
         checksum=str(raw.get("checksum")),
         offsets_start=_count(raw, "offsets_start", where),
         offsets_checksum=str(raw.get("offsets_checksum")),
+        blocks=str(raw.get("blocks", "")),
     )
     if not names.PART.fullmatch(part.name):
         raise _damaged(where, f"{part.name[:80]!r} is not the name of a part")
     if not (_CHECKSUM.fullmatch(part.checksum) and _CHECKSUM.fullmatch(part.offsets_checksum)):
         raise _damaged(where, f"a checksum of {part.name} is not one")
+    num_blocks = -(-part.num_bytes // BLOCK)
+    if part.blocks and (not _BLOCKS.fullmatch(part.blocks) or len(part.blocks) != DIGITS * num_blocks):
+        raise _damaged(where, f"the checksums of the blocks of {part.name} are not {num_blocks}")
     if part.offsets_start + 4 * (part.num_rows + 1) > part.num_bytes:
         raise _damaged(where, f"the offsets of {part.name} lie outside the file")
     return part
@@ -224,6 +237,9 @@ def _columns(raw: Mapping[str, Any], where: str) -> dict[str, str]:
     )
     if not pairs_ok or not isinstance(value, dict):
         raise _damaged(where, "columns are not known types")
+    for name, kind in REQUIRED.items():
+        if value.get(name) != kind:
+            raise _damaged(where, f"column {name} is {value.get(name, 'missing')}, it must be {kind}")
     return value
 
 

@@ -6,24 +6,26 @@ Always true:
 - equal rows give equal bytes, however the table was chunked, sliced, annotated or its columns ordered;
 - every list column is per token: its offsets equal those of `input_ids`;
 - there are no nulls, except in per-row text;
-- a view copies nothing.
+- a view copies nothing, and its columns are those that the manifest names, by name and type;
+- `check_rows` compared the tokens of a row with what was written; all else was compared when the part was mapped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raysvc.cache.local.checksum import checksum_of
-from raysvc.cache.manifest import COLUMN_TYPES, PartInfo
+from raysvc.cache.local.blocks import Blocks, Places
+from raysvc.cache.local.checksum import BLOCK, block_checksums, checksum_of
+from raysvc.cache.manifest import COLUMN_TYPES, REQUIRED, PartInfo
 from raysvc.errors import EntryError
 from raysvc.row_batch import Array
 
-REQUIRED = {"input_ids": "list<int32>", "loss_mask": "list<uint8>"}
+WHOLE_BELOW = 4 * BLOCK  # a part this small is compared when it is mapped
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class PartView:
         tokens: name -> [T].
         rows: name -> [N], numbers.
         texts: name -> [N], text, decoded only for the rows that are asked for.
+        blocks: what has been compared with its checksum; None: all of it.
+        places: name of per-token values -> first byte in the file, and bytes of a value.
     """
 
     table: pa.Table
@@ -58,6 +62,29 @@ class PartView:
     tokens: Mapping[str, Array]
     rows: Mapping[str, Array] = field(default_factory=dict)
     texts: Mapping[str, pa.StringArray] = field(default_factory=dict)
+    blocks: Blocks | None = None
+    places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def check_rows(self, begins: Places, ends: Places) -> None:
+        """Compare the tokens of rows with their checksums.
+
+        Args:
+            begins, ends: first token of each row, and the one after its last; [N].
+
+        Raises:
+            EntryError: bytes are not those that were written.
+        """
+        if self.blocks is None or self.blocks.is_done:
+            return
+        some = ends > begins
+        begins, ends = begins[some], ends[some]
+        for first, size in self.places.values():
+            self.blocks.check(first + begins * size, first + ends * size)
+
+    def check_all(self) -> None:
+        """Compare every byte."""
+        if self.blocks is not None:
+            self.blocks.check_all()
 
 
 def encode_part(name: str, table: pa.Table) -> PartBytes:
@@ -82,24 +109,46 @@ def encode_part(name: str, table: pa.Table) -> PartBytes:
         checksum=checksum_of(data),
         offsets_start=offsets_start,
         offsets_checksum=checksum_of(offsets),
+        blocks=block_checksums(data),
     )
     return PartBytes(data, info, columns)
 
 
-def decode_part(buffer: pa.Buffer, info: PartInfo, where: str) -> PartView:
+def decode_part(
+    buffer: pa.Buffer,
+    info: PartInfo,
+    where: str,
+    columns: Mapping[str, str] | None = None,
+    checked: bool = False,
+) -> PartView:
     """Views of a part's file.
 
+    Args:
+        buffer: the whole file.
+        info: what the manifest says of it.
+        where: URI of the entry, for messages.
+        columns: column name -> type, by the manifest; None: any that a part can hold.
+        checked: the bytes were compared with their checksum already.
+
     Raises:
-        EntryError: the file is not what `info` says.
+        EntryError: the file is not what `info` and `columns` say.
     """
+    blocks = None if checked else Blocks(buffer, info, where)
+    if blocks is not None:
+        first = np.zeros(1, np.int64)  # what follows reads the file's own description of itself
+        blocks.check_all() if info.num_bytes <= WHOLE_BELOW else blocks.check(first, first + BLOCK)
     try:
         with pa.ipc.open_stream(buffer) as reader:
+            _check_columns(reader.schema, columns)
             table = reader.read_all()
-        return _view(table, info)
-    except (pa.ArrowException, ValueError, KeyError, OSError) as error:
+        view = _view(table, info)
+    except (pa.ArrowException, ValueError, KeyError, TypeError, OSError) as error:
+        if isinstance(error, EntryError):
+            raise
         raise EntryError(
             f"{where}/{info.name}", f"it is damaged ({error})", "run raysvc cache verify on the entry"
         ) from error
+    return view if blocks is None else _with_blocks(view, blocks, buffer)
 
 
 def decode_offsets(data: bytes, info: PartInfo, where: str) -> npt.NDArray[np.int32]:
@@ -109,6 +158,33 @@ def decode_offsets(data: bytes, info: PartInfo, where: str) -> npt.NDArray[np.in
             f"{where}/{info.name}", "its lengths are damaged", "run raysvc cache verify on the entry"
         )
     return np.frombuffer(data, np.int32) if info.num_rows else np.zeros(1, np.int32)
+
+
+def _check_columns(schema: pa.Schema, columns: Mapping[str, str] | None) -> None:
+    found = {one.name: _type_text(one.type) for one in schema}
+    if len(found) != len(schema):
+        raise ValueError("a column is there twice")
+    wanted = columns if columns is not None else {**found, **REQUIRED}
+    if found != dict(wanted):
+        raise ValueError(f"its columns are {found}, they must be {dict(wanted)}")
+    for name, kind in found.items():
+        if kind not in COLUMN_TYPES:
+            raise ValueError(f"column {name} is {kind}, which no part holds")
+
+
+def _with_blocks(view: PartView, blocks: Blocks, buffer: pa.Buffer) -> PartView:
+    """The view with what is left to be compared: blocks that hold nothing but per-token values."""
+    places = {}
+    between = [0]  # ends and beginnings of what is compared now, in the order of the file
+    for name, values in view.tokens.items():
+        first = values.__array_interface__["data"][0] - buffer.address
+        if values.nbytes and 0 <= first <= buffer.size - values.nbytes:  # bools are a copy, so compared now
+            places[name] = first, values.itemsize
+    for name, (first, _) in sorted(places.items(), key=lambda item: item[1]):
+        between += [first, first + view.tokens[name].nbytes]
+    edges = np.array([*between, buffer.size], np.int64).reshape(-1, 2)
+    blocks.check(edges[:, 0], edges[:, 1])
+    return replace(view, blocks=blocks, places=places)
 
 
 def _one_batch(table: pa.Table) -> tuple[pa.RecordBatch, dict[str, str]]:
@@ -147,8 +223,12 @@ def _plain(name: str, column: pa.ChunkedArray) -> pa.Array:
     return array
 
 
+def _type_text(kind: pa.DataType) -> str:
+    return f"list<{_scalar_name(kind.value_type)}>" if pa.types.is_list(kind) else _scalar_name(kind)
+
+
 def _type_name(name: str, kind: pa.DataType) -> str:
-    text = f"list<{_scalar_name(kind.value_type)}>" if pa.types.is_list(kind) else _scalar_name(kind)
+    text = _type_text(kind)
     if text not in COLUMN_TYPES:
         raise EntryError(
             f"column {name}", f"its type {kind} cannot be cached", "use numbers, text, or lists of numbers"
@@ -182,11 +262,18 @@ def _view(table: pa.Table, info: PartInfo) -> PartView:
         raise ValueError(f"{table.num_rows} rows instead of {info.num_rows}")
     arrays = {name: _single(table.column(name)) for name in table.column_names}
     lists = {name: array for name, array in arrays.items() if pa.types.is_list(array.type)}
+    if any(a.null_count for a in arrays.values() if not pa.types.is_string(a.type)):
+        raise ValueError("a value is null")
+    if any(array.values.null_count for array in lists.values()):
+        raise ValueError("a per-token value is null")
     offsets = np.zeros(1, np.int32)
     if info.num_rows:
         offsets = _numpy(lists["input_ids"].offsets).view(np.int32)
     if offsets[0] != 0 or offsets[-1] != info.num_tokens or (np.diff(offsets) < 0).any():
         raise ValueError("its token offsets are impossible")
+    for name, array in lists.items():
+        if info.num_rows and not np.array_equal(_numpy(array.offsets).view(np.int32), offsets):
+            raise ValueError(f"column {name} has other lengths than input_ids")
     tokens = {name: _numpy(array.values)[: info.num_tokens] for name, array in lists.items()}
     if any(len(values) != info.num_tokens for values in tokens.values()):
         raise ValueError("a per-token column is too short")

@@ -1,6 +1,6 @@
 """How an entry is built: parts, a receipt for each, and one manifest at the end.
 
-Order of what becomes visible: part file, its receipt, ... , manifest, the files for `datasets`.
+Order of what becomes visible: part file, its receipt, ... , tokenizer, manifest, the files for `datasets`.
 
 Always true:
 - a receipt names a part that is complete and durable, so a build goes on from the receipts a listing shows;
@@ -11,6 +11,7 @@ Always true:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,11 +22,13 @@ from raysvc.cache import index, names
 from raysvc.cache.datasets_export import ensure_datasets_files
 from raysvc.cache.generations import build_generation
 from raysvc.cache.key import Recipe
+from raysvc.cache.local.checksum import checksum_of
 from raysvc.cache.manifest import Manifest, Receipt
 from raysvc.cache.store.store import Found, Store
 from raysvc.errors import EntryError
 
 THREADS = 16
+log = logging.getLogger(__name__)
 
 
 class EntryWriter:
@@ -42,6 +45,7 @@ class EntryWriter:
         """
         self.store = store
         self.key = key
+        self._intact: set[str] = set()  # parts of earlier builds whose bytes were compared here
         self.folder = names.folder_of(key, build_generation(store, key) if generation is None else generation)
 
     @property
@@ -50,7 +54,9 @@ class EntryWriter:
         return f"{self.store.url}/{self.folder}"
 
     def receipts(self, fits: Callable[[Receipt], bool] = lambda receipt: True) -> dict[int, Receipt]:
-        """Slice index -> receipt of every finished slice, by listing; damaged receipts count as none.
+        """Slice index -> receipt of every finished slice, by listing; damaged receipts and parts count as none.
+
+        The bytes of every part are compared with its checksum, once per writer.
 
         Args:
             fits: which of them are wanted, when builders may have cut the source in different ways.
@@ -59,7 +65,9 @@ class EntryWriter:
         wanted = [name for name in found if names.RECEIPT.fullmatch(name)]
         with ThreadPoolExecutor(THREADS) as pool:
             read = list(pool.map(self._read_receipt, wanted))
-        usable = [receipt for receipt in read if receipt and _has_part(receipt, found) and fits(receipt)]
+            fitting = [receipt for receipt in read if receipt and _has_part(receipt, found) and fits(receipt)]
+            intact = list(pool.map(self._is_intact, fitting))
+        usable = [receipt for receipt, good in zip(fitting, intact, strict=True) if good]
         return {one.slice_index: one for one in sorted(usable, key=lambda one: one.part.name, reverse=True)}
 
     def write_part(self, slice_index: int, table: pa.Table, meta: Mapping[str, Any]) -> Receipt:
@@ -79,17 +87,25 @@ class EntryWriter:
         part_name, receipt_name = names.new_part(slice_index)
         part = encode_part(part_name, table)
         receipt = Receipt(slice_index, part.info, part.columns, dict(meta))
+        self._intact.add(part_name)
         self.store.write(f"{self.folder}/{part_name}", part.data)
         self.store.write(f"{self.folder}/{receipt_name}", receipt.to_json())
         return receipt
 
-    def commit(self, receipts: Sequence[Receipt], recipe: Recipe, report: Mapping[str, Any]) -> Manifest:
+    def commit(
+        self,
+        receipts: Sequence[Receipt],
+        recipe: Recipe,
+        report: Mapping[str, Any],
+        tokenizer: bytes | None = None,
+    ) -> Manifest:
         """Finish the entry, or take over what another builder finished first.
 
         Args:
             receipts: one per slice, in slice order.
             recipe: stored in clear.
             report: JSON for the user.
+            tokenizer: `tokenizer.json`, so that the rows can be decoded wherever the entry is copied to.
 
         Raises:
             EntryError: a slice is missing or twice, columns differ between slices, or a part is gone.
@@ -97,6 +113,8 @@ class EntryWriter:
         self._check(receipts)
         columns = receipts[0].columns if receipts else {}
         mine = Manifest(self.key, tuple(one.part for one in receipts), columns, recipe, report)
+        if tokenizer is not None:
+            self.store.create(f"{self.folder}/{names.TOKENIZER}", tokenizer)
         path = f"{self.folder}/{names.MANIFEST}"
         if self.store.create(path, mine.to_json()):
             winner = mine
@@ -111,6 +129,20 @@ class EntryWriter:
             return Receipt.from_json(self.store.read(f"{self.folder}/{name}"), f"{self.uri}/{name}")
         except (EntryError, FileNotFoundError):
             return None
+
+    def _is_intact(self, receipt: Receipt) -> bool:
+        name = receipt.part.name
+        if name in self._intact:
+            return True
+        try:
+            good = checksum_of(self.store.read(f"{self.folder}/{name}")) == receipt.part.checksum
+        except FileNotFoundError:
+            return False
+        if not good:
+            log.warning("part of an earlier build is damaged and made again uri=%s/%s", self.uri, name)
+            return False
+        self._intact.add(name)
+        return True
 
     def _check(self, receipts: Sequence[Receipt]) -> None:
         if [one.slice_index for one in receipts] != list(range(len(receipts))) or not receipts:

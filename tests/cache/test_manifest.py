@@ -15,7 +15,7 @@ from raysvc.cache.manifest import Manifest, PartInfo, Receipt, _sealed
 from raysvc.cache.names import folder_of, new_part
 from raysvc.errors import EntryError, EntryTooNew
 
-from .helpers import KEY
+from .helpers import KEY, RECIPE
 
 COLUMNS = {"input_ids": "list<int32>", "loss_mask": "list<uint8>", "uid": "string"}
 
@@ -25,7 +25,7 @@ def part(index: int = 0, **changes: object) -> PartInfo:
     return replace(info, **changes)
 
 
-MANIFEST = Manifest(KEY, (part(0), part(1)), COLUMNS, {"a": 1}, {"seen": 2})
+MANIFEST = Manifest(KEY, (part(0), part(1)), COLUMNS, RECIPE, {"seen": 2})
 RECEIPT = Receipt(3, part(3), COLUMNS, {"books": {"in": 5}})
 
 
@@ -94,6 +94,9 @@ def test_a_part_cannot_lie_outside_the_folder(name):
         {"num_tokens": -1},
         {"columns": {"input_ids": "object"}},
         {"columns": []},
+        {"columns": COLUMNS | {"input_ids": "list<float32>"}},
+        {"columns": {name: COLUMNS[name] for name in COLUMNS if name != "loss_mask"}},
+        {"recipe": {"other": 1}},
         {"recipe": None},
         {"report": "text"},
         {"parts": [{**json.loads(MANIFEST.to_json())["parts"][0]}] * 2},
@@ -109,6 +112,8 @@ def test_a_part_cannot_lie_outside_the_folder(name):
             ("checksum", "../x"),
             ("offsets_checksum", None),
             ("offsets_start", 1 << 40),
+            ("blocks", "0" * 15),
+            ("blocks", "z" * 16),
         ]
     ],
 )

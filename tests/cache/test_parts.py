@@ -124,7 +124,7 @@ def test_token_offsets_that_go_back_are_refused(value):
     place = part.info.offsets_start + 8
     damaged[place : place + 4] = value.to_bytes(4, "little", signed=True)
     with pytest.raises(EntryError, match="it is damaged"):
-        decode_part(pa.py_buffer(damaged), part.info, "here")
+        decode_part(pa.py_buffer(damaged), part.info, "here", checked=True)
 
 
 def test_text_offsets_that_lead_out_of_the_file_are_refused():
@@ -135,13 +135,13 @@ def test_text_offsets_that_lead_out_of_the_file_are_refused():
     place = offsets.address - buffer.address
     memoryview(buffer).cast("B")[place + 8 : place + 12] = (1 << 30).to_bytes(4, "little")
     with pytest.raises(EntryError, match="it is damaged"):
-        decode_part(buffer, part.info, "here")
+        decode_part(buffer, part.info, "here", checked=True)
 
 
 def test_text_may_be_missing():
     table = make_table(2).drop(["uid"]).append_column("uid", pa.array(["a", None]))
     part = encode_part(NAME, table)
-    view = decode_part(pa.py_buffer(part.data), part.info, "here")
+    view = decode_part(pa.py_buffer(part.data), part.info, "here", checked=True)
     assert view.texts["uid"].to_pylist() == ["a", None]
 
 
@@ -154,7 +154,7 @@ def test_a_file_that_is_not_the_part_is_refused_and_never_crashes(data):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
     damaged = damaged[: data.draw(st.integers(0, len(damaged)) | st.just(len(damaged)))]
     try:
-        view = decode_part(pa.py_buffer(bytes(damaged)), part.info, "here")
+        view = decode_part(pa.py_buffer(bytes(damaged)), part.info, "here", checked=True)
     except EntryError:
         return
     assert view.offsets[-1] == part.info.num_tokens

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from raysvc.cache.key import canonical_json
+from raysvc.cache.key import cache_key, canonical_json
 from raysvc.cache.manifest import Manifest, PartInfo, Receipt
 from raysvc.config import JobConfig, ServerConfig, TextSpec, TokenizerConfig
 from raysvc.errors import ConfigError, EntryError, RaysvcError
@@ -24,7 +24,8 @@ from raysvc.job_file import load_job
 ROOT = Path(__file__).parents[2]
 SECRET = "hush-7f3a91"
 PART = PartInfo("part-00000-0123456789abcdef.arrow", 10, 100, 4096, "0" * 32, 64, "1" * 32)
-MANIFEST = Manifest("ab" * 32, (PART,), {"input_ids": "list<int32>"}, {"a": 1}, {"books": {}})
+COLUMNS = {"input_ids": "list<int32>", "loss_mask": "list<uint8>"}
+MANIFEST = Manifest(cache_key({"a": 1}), (PART,), COLUMNS, {"a": 1}, {"books": {}})
 JSON: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
@@ -135,7 +136,7 @@ def test_a_hostile_part_ends_in_a_typed_error(part_file: tuple[bytes, PartInfo],
     for place in data.draw(st.lists(st.integers(0, len(good) - 1), min_size=1, max_size=8)):
         bad[place] = data.draw(st.integers(0, 255))
     try:
-        view = decode_part(pa.py_buffer(bytes(bad)), info, "x")
+        view = decode_part(pa.py_buffer(bytes(bad)), info, "x", checked=True)
     except EntryError:
         return
     assert view.table.num_rows == info.num_rows

@@ -34,6 +34,11 @@ class PartSource(Protocol):
         """How much an entry may keep mapped."""
         ...
 
+    @property
+    def are_checked(self) -> bool:
+        """Whether `buffer` compared the bytes with their checksum."""
+        ...
+
     def buffer(self, part: PartInfo) -> pa.Buffer:
         """All bytes of a part."""
         ...
@@ -47,6 +52,7 @@ class LocalParts:
     """Files that this node can map: a local disk, or NFS."""
 
     max_mapped_bytes = NO_LIMIT
+    are_checked = False
 
     def __init__(self, store: Store, folder: str) -> None:
         self._store, self._folder = store, folder
@@ -70,6 +76,8 @@ class LocalParts:
 
 class RemoteParts:
     """Parts of an object store, through copies on this node's disk."""
+
+    are_checked = True
 
     def __init__(self, store: Store, folder: str, copies: PartCopies) -> None:
         self._store, self._folder, self._copies = store, folder, copies

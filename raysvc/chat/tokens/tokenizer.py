@@ -95,11 +95,15 @@ class LoadedTokenizer:
             messages, return_dict=False, chat_template=self.templates[name], **options
         )
 
+    def content(self) -> bytes:
+        """`tokenizer.json`: all that decides ids and text, without a line of code."""
+        text: str = self.hf.backend_tokenizer.to_str()
+        return text.encode()
+
     def identity(self) -> dict[str, Any]:
         """What decides the bytes, as JSON."""
-        backend: str = self.hf.backend_tokenizer.to_str()
         return {
-            "content_sha256": hashlib.sha256(backend.encode()).hexdigest(),
+            "content_sha256": hashlib.sha256(self.content()).hexdigest(),
             "special_tokens": {key: str(value) for key, value in sorted(self.hf.special_tokens_map.items())},
             "split_special_tokens": bool(getattr(self.hf, "split_special_tokens", False)),
             "templates": {
