@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from raysvc.cache.manifest import PartInfo
 
+SPAN = 4  # so many blocks in a row are compared without asking which of them are needed
 Places = npt.NDArray[np.integer[Any]]
 
 
@@ -55,6 +56,12 @@ class Blocks:
             EntryError: bytes are not those that were written.
         """
         if self._all or not len(starts):
+            return
+        low, high = int(starts.min()) // BLOCK, max(int(stops.max()) - 1, 0) // BLOCK
+        if high - low <= SPAN:  # neighbours, as in a scan
+            left = np.flatnonzero(~self._checked[low : high + 1])
+            if len(left):
+                self._compare(left + low)
             return
         firsts, lasts = starts // BLOCK, np.maximum(stops - 1, starts) // BLOCK
         wanted = np.zeros(len(self._checked) + 1, np.int32)
