@@ -20,7 +20,7 @@ from raysvc.errors import SourceError
 from raysvc.pipelines.sources.cuts import even_cuts
 from raysvc.pipelines.sources.files import SourceFile, resolve_path
 from raysvc.pipelines.sources.fingerprint import Identifier
-from raysvc.pipelines.sources.readers import is_saved, load_dataset_rows, split_range
+from raysvc.pipelines.sources.readers import is_saved, load_dataset_rows, load_parts
 from raysvc.pipelines.sources.scan_memo import Memo
 from raysvc.pipelines.sources.slices import Piece, Slice, packed
 from raysvc.pipelines.sources.source import MIN_SLICE_BYTES, SLICES_WANTED, share_of
@@ -56,11 +56,7 @@ class DatasetSource:
         if rows == 0:
             raise SourceError("source.dataset", f"{self._config.dataset!r} has no rows", "check source.split")
         if self._files:
-            scans = Identifier(self._slice_bytes, {}, self._memo).scans(self._files)
-            pairs = zip(self._files, scans, strict=True)
-            whole = [piece for file, scan in pairs for piece in scan.pieces(file.path)]
-            begin, end = split_range(self._config.split, sum(piece.num_rows for piece in whole))
-            return packed(_rows_between(whole, begin, end), self._slice_bytes)
+            return packed(self._saved_pieces(), self._slice_bytes)
         wanted = max(1, min(rows, SLICES_WANTED, self.num_bytes // self._slice_bytes))
         where, fingerprint = self._config.model_dump_json(), self._data._fingerprint
         size = -(-self.num_bytes // wanted)
@@ -80,11 +76,18 @@ class DatasetSource:
                 "run again when whoever writes there has finished",
             )
 
+    def _saved_pieces(self) -> Iterator[Piece]:
+        identifier = Identifier(self._slice_bytes, {}, self._memo)
+        for part, begin, end in load_parts(self._config):
+            files = _files_of(part)
+            pairs = zip(files, identifier.scans(files), strict=True)
+            yield from _rows_between((p for file, scan in pairs for p in scan.pieces(file.path)), begin, end)
+
     def _saved_files(self) -> list[SourceFile]:
         if not is_saved(Path(str(self._config.dataset))):
             return []
-        files = [Path(item["filename"]).absolute() for item in self._data.cache_files]
-        return [SourceFile(str(file), file.stat().st_size, None) for file in files]
+        parts = [_files_of(part) for part, _, _ in load_parts(self._config)]
+        return list({file.path: file for files in parts for file in files}.values())
 
     def _identity(self) -> list[dict[str, Any]]:
         known = {"kind": "dataset", "rows": len(self._data), "split": self._config.split}
@@ -92,6 +95,11 @@ class DatasetSource:
             contents = Identifier(MIN_SLICE_BYTES, {}, self._memo).identities(self._files)
             return [{**known, "files": [{n: one[n] for n in ("size", "sha256")} for one in contents]}]
         return [{**known, "revision": resolved_revision(self._data), "fingerprint": self._data._fingerprint}]
+
+
+def _files_of(data: Any) -> list[SourceFile]:
+    files = [Path(item["filename"]).absolute() for item in data.cache_files]
+    return [SourceFile(str(file), file.stat().st_size, None) for file in files]
 
 
 def _rows_between(pieces: Iterable[Piece], begin: int, end: int) -> Iterator[Piece]:

@@ -8,12 +8,15 @@ from typing import Any, Literal
 
 from raysvc.errors import SourceError
 
-Kind = Literal["lines", "json", "csv", "parquet", "arrow", "dataset"]
+Kind = Literal["lines", "text", "json", "csv", "tsv", "parquet", "arrow", "dataset"]
+LINE_KINDS: tuple[Kind, ...] = ("lines", "text")  # cut at line ends
 KINDS: dict[str, Kind] = {
     ".jsonl": "lines",
     ".ndjson": "lines",
     ".json": "json",
+    ".txt": "text",
     ".csv": "csv",
+    ".tsv": "tsv",
     ".parquet": "parquet",
     ".arrow": "arrow",
 }

@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 from raysvc.errors import SourceError
 from raysvc.pipelines.sources.file_stamp import is_settled, local_stamp
-from raysvc.pipelines.sources.files import Kind, SourceFile
+from raysvc.pipelines.sources.files import LINE_KINDS, Kind, SourceFile
 from raysvc.pipelines.sources.pins import BLOCK_BYTES, block_bytes_for
 from raysvc.pipelines.sources.scan import FileScan, peek_kind, scan_file
 from raysvc.pipelines.sources.scan_memo import Memo
@@ -242,12 +242,12 @@ def _cuts_fit(record: Json) -> bool:
         return False
     ends = [0, *(end for _, end, _ in cuts)]
     begins = [begin for begin, _, _ in cuts]
-    whole = record["kind"] != "lines" or ends[-1] == record["size"]
+    whole = record["kind"] not in LINE_KINDS or ends[-1] == record["size"]
     return whole and begins == ends[:-1] and all(a < b for a, b in pairwise(ends)) and _rows_fit(record)
 
 
 def _rows_fit(record: Json) -> bool:
-    exact = record["kind"] != "lines"
+    exact = record["kind"] not in LINE_KINDS
     return all(
         rows == end - begin if exact else 0 < rows <= end - begin for begin, end, rows in record["cuts"]
     )

@@ -11,16 +11,21 @@ import codecs
 import contextlib
 import io
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from raysvc.chat.source.json_rows import SourceRow, json_rows
+from raysvc.chat.source.json_rows import SourceRow, json_rows, load_json
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
+from raysvc.pipelines.sources.arrow_rows import rows_of_table
+from raysvc.pipelines.sources.csv_rows import csv_rows
 from raysvc.pipelines.sources.cuts import MAX_LINE_BYTES
 from raysvc.pipelines.sources.files import Kind
+from raysvc.pipelines.sources.json_file import json_file_rows
 from raysvc.pipelines.sources.open import (
     ContentStream,
     PinnedFile,
@@ -66,10 +71,28 @@ def _numbered_rows(piece: Piece, first_row: int, storage_options: dict[str, Any]
         yield SourceRow(first_row, None, f"line too long: {size}")
     elif piece.kind == "lines":
         yield from json_rows(_lines_of(piece, storage_options), first_row)
+    elif piece.kind == "text":
+        yield from _text_rows(_lines_of(piece, storage_options), first_row)
     else:
-        for number, row in enumerate(_rows_of(piece, storage_options), start=first_row):
-            error = None if isinstance(row, dict) else f"a row is {type(row).__name__}, not an object"
-            yield SourceRow(number, row if error is None else None, error)
+        yield from _rows_of(piece, first_row, storage_options)
+
+
+def _text_rows(data: bytes, first_row: int) -> Iterator[SourceRow]:
+    """Every line is the text of a row; blank ones are none but keep their number."""
+    for number, line in enumerate(data.removesuffix(b"\n").split(b"\n"), start=first_row):
+        try:
+            text = line.removesuffix(b"\r").decode()
+        except UnicodeDecodeError as error:
+            yield SourceRow(number, None, f"not UTF-8: {error}")
+            continue
+        if text.strip():
+            yield SourceRow(number, {"text": text})
+
+
+def _listed_rows(rows: list[Any], first_row: int) -> Iterator[SourceRow]:
+    for number, row in enumerate(rows, start=first_row):
+        error = None if isinstance(row, dict) else f"a row is {type(row).__name__}, not an object"
+        yield SourceRow(number, row if error is None else None, error, odd=True)
 
 
 def _lines_of(piece: Piece, storage_options: dict[str, Any]) -> bytes:
@@ -90,24 +113,27 @@ def first_row(path: str, kind: Kind, storage_options: dict[str, Any]) -> dict[st
 
 def _first_rows(path: str, kind: Kind, storage_options: dict[str, Any]) -> Iterator[Any]:
     """Rows from the beginning, reading no more of the file than its kind asks for."""
-    import orjson
     import pyarrow.parquet as pq
 
     if kind == "lines":
         for line in first_lines(path, storage_options):
-            with contextlib.suppress(orjson.JSONDecodeError):
-                yield orjson.loads(line)
+            with contextlib.suppress(ValueError, RecursionError):
+                yield load_json(line, allow_nan=True)
+        return
+    if kind == "text":
+        texts = (line for line in first_lines(path, storage_options) if line.strip())
+        yield from ({"text": ""} for _ in texts)
         return
     with _unproved(path, storage_options) as stream:
         if kind == "parquet":
             for batch in pq.ParquetFile(stream).iter_batches(batch_size=1):
                 yield from batch.to_pylist()
         elif kind == "json":
-            yield from _json_list(path, stream)
+            yield from json_file_rows(path, stream.read())
         elif kind == "arrow":
             yield from next(arrow_batches(stream)).slice(0, 1).to_pylist()
         else:
-            yield from _csv_table(path, stream).slice(0, 1).to_pylist()
+            yield from (row.data for row in csv_rows(path, stream, kind))
 
 
 def first_lines(path: str, storage_options: dict[str, Any]) -> Iterator[bytes]:
@@ -136,12 +162,12 @@ def count_rows(piece: Piece, storage_options: dict[str, Any]) -> int:
 
     with reading(piece.path), _proved(piece, storage_options) as stream:
         if piece.kind == "json":
-            return len(_json_list(piece.path, stream))
+            return len(json_file_rows(piece.path, stream.read()))
         if piece.kind == "parquet":
             return int(pq.ParquetFile(stream).metadata.num_rows)
         if piece.kind == "arrow":
             return sum(int(batch.num_rows) for batch in arrow_batches(stream))
-        return int(_csv_table(piece.path, stream).num_rows)
+        return sum(1 for _ in csv_rows(piece.path, stream, piece.kind))
 
 
 def load_dataset_rows(config: SourceConfig) -> Any:
@@ -172,42 +198,59 @@ def is_saved(folder: Path) -> bool:
 
 
 def _saved_split(data: Any, split: str | None) -> Any:
-    name = (split or "").partition("[")[0]
-    if isinstance(data, dict):
-        if name not in data:
-            raise SourceError(
-                "source.split", f"{split!r} is not in the folder ({', '.join(data)})", "name one of them"
-            )
-        data = data[name]
-    return data.select(range(*split_range(split, len(data))))
+    from datasets import concatenate_datasets
+
+    parts = [part.select(range(begin, end)) for part, begin, end in split_parts(data, split)]
+    return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
 
 
-def split_range(split: str | None, rows: int) -> tuple[int, int]:
-    """First row and end of what a split like "train[:10%]" leaves of so many rows."""
+def split_parts(data: Any, split: str | None) -> list[tuple[Any, int, int]]:
+    """(dataset, first row, end) of each part of a split like "train[:10%]+test".
+
+    Raises:
+        SourceError: a part names no split of a folder that has several.
+    """
     from datasets import ReadInstruction
 
-    rest = (split or "").partition("[")[2]
-    if not rest:
-        return 0, rows
-    (part,) = ReadInstruction.from_spec(f"all[{rest}").to_absolute({"all": rows})
-    return part.from_ or 0, rows if part.to is None else part.to
+    if not isinstance(data, dict):
+        rest = "+".join("all" + "".join(part.partition("[")[1:]) for part in (split or "all").split("+"))
+        split, data = rest, {"all": data}
+    try:
+        parts = ReadInstruction.from_spec(split or "").to_absolute(
+            {name: len(one) for name, one in data.items()}
+        )
+    except (AssertionError, ValueError, KeyError) as error:
+        what = f"{split!r} is not in the folder ({', '.join(data)})"
+        raise SourceError("source.split", what, "name one of them, or several with +") from error
+    ends = (len(data[part.splitname]) if part.to is None else part.to for part in parts)
+    return [(data[part.splitname], part.from_ or 0, end) for part, end in zip(parts, ends, strict=True)]
 
 
-def _rows_of(piece: Piece, storage_options: dict[str, Any]) -> list[Any]:
+def load_parts(config: SourceConfig) -> list[tuple[Any, int, int]]:
+    """The parts of a folder that `save_to_disk` wrote."""
+    import datasets
+
+    return split_parts(datasets.load_from_disk(str(config.dataset)), config.split)
+
+
+def _rows_of(piece: Piece, first_row: int, storage_options: dict[str, Any]) -> Iterator[SourceRow]:
     if piece.kind == "dataset":
         data = load_dataset_rows(SourceConfig.model_validate_json(piece.path))
         if data._fingerprint != piece.fingerprint:
             raise changed(str(SourceConfig.model_validate_json(piece.path).dataset))
-        return list(data.select(range(piece.start, piece.end)).to_list())
+        yield from rows_of_table(data.with_format("arrow")[piece.start : piece.end], first_row)
+        return
     with _proved(piece, storage_options) as stream:
         if piece.kind == "json":
-            return _json_list(piece.path, stream)[piece.start : piece.end]
-        if piece.kind == "parquet":
-            return list(_parquet_rows(piece, stream).to_pylist())
-        if piece.kind == "arrow":
-            return list(_arrow_rows(piece, stream).to_pylist())
-        table = _csv_table(piece.path, stream)
-        return list(table.slice(piece.start, piece.end - piece.start).to_pylist())
+            rows = json_file_rows(piece.path, stream.read())
+            yield from _listed_rows(rows[piece.start : piece.end], first_row)
+        elif piece.kind == "parquet":
+            yield from rows_of_table(_parquet_rows(piece, stream), first_row)
+        elif piece.kind == "arrow":
+            yield from rows_of_table(_arrow_rows(piece, stream), first_row)
+        else:
+            rows_here = islice(csv_rows(piece.path, stream, piece.kind), piece.start, piece.end)
+            yield from (replace(row, source_row=first_row + n) for n, row in enumerate(rows_here))
 
 
 def _proved(piece: Piece, storage_options: dict[str, Any]) -> PinnedFile:
@@ -229,30 +272,6 @@ def _unproved(path: str, storage_options: dict[str, Any]) -> Iterator[Any]:
     else:
         with ContentStream(path, storage_options) as stream:
             yield io.BytesIO(stream.read_all())
-
-
-def _json_list(path: str, stream: Any) -> list[Any]:
-    import orjson
-
-    try:
-        rows = orjson.loads(stream.read())
-    except orjson.JSONDecodeError as error:
-        remedy = "fix it, or use one object per line"
-        raise SourceError(f"source file {path!r}", f"is not valid JSON: {error}", remedy) from error
-    if not isinstance(rows, list):
-        raise SourceError(f"source file {path!r}", "holds no list of rows", "use a list of objects")
-    return rows
-
-
-def _csv_table(path: str, stream: Any) -> pa.Table:
-    import pyarrow.csv as pc
-
-    try:
-        return pc.read_csv(stream)
-    except pa.ArrowInvalid as error:
-        raise SourceError(
-            f"source file {path!r}", f"cannot be read as csv: {error}", "check the file"
-        ) from error
 
 
 def _parquet_rows(piece: Piece, stream: Any) -> pa.Table:

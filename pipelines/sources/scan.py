@@ -8,7 +8,8 @@ from typing import Any
 
 from raysvc.pipelines.sources.cuts import Cut, LineCutter, even_cuts
 from raysvc.pipelines.sources.file_stamp import store_tag
-from raysvc.pipelines.sources.files import Kind, kind_of
+from raysvc.pipelines.sources.files import LINE_KINDS, Kind, kind_of
+from raysvc.pipelines.sources.json_file import kind_of_json
 from raysvc.pipelines.sources.open import ContentStream
 from raysvc.pipelines.sources.pins import BLOCK_BYTES, PinHasher, Pins, changed
 from raysvc.pipelines.sources.readers import count_rows
@@ -39,7 +40,7 @@ class FileScan:
         """One of each cut, with the digests that a reader of it needs."""
         pins = Pins(self.size, self.block_bytes, 0, self.digests)
         rows = sum(cut_rows for _, _, cut_rows in self.cuts)
-        lines = self.kind == "lines"
+        lines = self.kind in LINE_KINDS
         return [
             Piece(
                 path,
@@ -81,14 +82,14 @@ def scan_file(
             digest.update(block)
             hasher.feed(block)
             if kind == "json" and wanted == PEEK_BYTES:
-                kind = _kind_of_json(block)
-            if kind == "lines":
+                kind = kind_of_json(block)
+            if kind in LINE_KINDS:
                 cutter.feed(block)
             if len(block) < wanted:
                 break
             wanted = READ_BYTES
     pins = hasher.finish()
-    if kind == "lines":
+    if kind in LINE_KINDS:
         cuts = cutter.finish()
     else:
         rows = count_rows(Piece(path, kind, 0, 0, 0, pins.size, pins), storage_options)
@@ -102,9 +103,4 @@ def peek_kind(path: str, storage_options: dict[str, Any]) -> Kind:
     if kind != "json":
         return kind
     with ContentStream(path, storage_options) as stream:
-        return _kind_of_json(stream.read(PEEK_BYTES))
-
-
-def _kind_of_json(begin: bytes) -> Kind:
-    """A list of rows, or one object per line."""
-    return "json" if begin.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[") else "lines"
+        return kind_of_json(stream.read(PEEK_BYTES))

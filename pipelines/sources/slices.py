@@ -18,7 +18,7 @@ from typing import Any
 
 from raysvc.cache.key import canonical_json
 from raysvc.pipelines.sources.cuts import MAX_LINE_BYTES
-from raysvc.pipelines.sources.files import Kind
+from raysvc.pipelines.sources.files import LINE_KINDS, Kind
 from raysvc.pipelines.sources.pins import Pins
 
 MOST_PIECES = 1024  # of one slice: what a file costs to open bounds a slice too
@@ -49,7 +49,7 @@ class Piece:
     @property
     def is_long_line(self) -> bool:
         """One line over the limit: it is counted and never read."""
-        return self.kind == "lines" and self.num_rows == 1 and self.end - self.start > MAX_LINE_BYTES
+        return self.kind in LINE_KINDS and self.num_rows == 1 and self.end - self.start > MAX_LINE_BYTES
 
 
 @dataclass(frozen=True)

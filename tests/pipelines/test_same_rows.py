@@ -1,0 +1,308 @@
+"""The same rows give the same tokens, whatever kind of file they come in."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import gzip
+import io
+import json
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from raysvc.chat.slice_tokenizer import SliceResult, SliceTokenizer
+from raysvc.config import SourceConfig, TextSpec, TokenizerConfig
+from raysvc.errors import SourceError
+from raysvc.pipelines.sources.source import look_at
+from raysvc.pipelines.tokenize import tokenize_slice
+
+TEMPLATE = """\
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (m.content or '') }}
+{%- for call in m.tool_calls or [] %}{{ call.function.name }} {{ call.function.arguments | tojson }}{% endfor %}
+{{- '<|im_end|>\\n' }}{% endfor %}"""
+Json = dict[str, Any]
+
+words = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+arguments = st.fixed_dictionaries(
+    {},
+    optional={
+        "city": words,
+        "days": st.integers(-(2**63), 2**63 - 1),
+        "rate": st.floats(allow_nan=False, allow_infinity=False),
+        "flags": st.lists(st.booleans(), max_size=2),
+        "place": st.fixed_dictionaries({}, optional={"name": words, "floor": st.integers(0, 9)}),
+    },
+)
+
+
+def _ordered(given: Json, names: tuple[str, ...]) -> Json:
+    """A table has one order of fields."""
+    return {name: given[name] for name in names if name in given}
+
+
+def call(given: Json) -> Json:
+    given = _ordered(given, ("city", "days", "rate", "flags", "place"))
+    if "place" in given:
+        given["place"] = _ordered(given["place"], ("name", "floor"))
+    function = {"name": "look", "arguments": given}
+    return {"type": "function", "function": function}
+
+
+def row(texts: list[str], given: list[Json], system: str) -> Json:
+    messages: list[Json] = [{"role": "user", "content": texts[0]}]
+    if given:
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call(one) for one in given]})
+        messages.append({"role": "tool", "content": texts[1]})
+    messages.append({"role": "assistant", "content": "x" + texts[2]})
+    return {"messages": messages, **({"system": system} if system else {})}
+
+
+FIRST = row(
+    ["a", "b", "c"],
+    [{"city": "Oslo", "days": 1, "rate": 0.5, "flags": [True], "place": {"name": "x", "floor": 1}}],
+    "s",
+)
+chats = st.lists(
+    st.builds(row, st.lists(words, min_size=3, max_size=3), st.lists(arguments, max_size=2), words),
+    max_size=4,
+).map(lambda rows: [FIRST, *rows])
+
+
+def lines(rows: list[Json]) -> bytes:
+    return "".join(json.dumps(one) + "\n" for one in rows).encode()
+
+
+def delimited(rows: list[Json], delimiter: str) -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, delimiter=delimiter)
+    names = sorted({name for one in rows for name in one})
+    writer.writerow(names)
+    for one in rows:
+        values = [one.get(name, "") for name in names]
+        writer.writerow([value if isinstance(value, str) else json.dumps(value) for value in values])
+    return text.getvalue().encode()
+
+
+def parquet(rows: list[Json]) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(_aligned(rows)), sink, row_group_size=2)
+    return sink.getvalue()
+
+
+def arrow(rows: list[Json]) -> bytes:
+    table, sink = pa.Table.from_pylist(_aligned(rows)), io.BytesIO()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+def _aligned(rows: list[Json]) -> list[Json]:
+    """With a null for every column that a row lacks: Arrow takes the columns of the first row."""
+    names = {name: None for one in rows for name in one}
+    return [{**names, **one} for one in rows]
+
+
+def zstd(data: bytes) -> bytes:
+    return bytes(pa.compress(data, codec="zstd", asbytes=True))
+
+
+BOM = b"\xef\xbb\xbf"
+FILES: dict[str, Callable[[list[Json]], bytes]] = {
+    "rows.json": lambda rows: json.dumps(rows).encode(),
+    "pretty.json": lambda rows: json.dumps(rows, indent=2).encode(),
+    "data.json": lambda rows: json.dumps({"version": "1", "data": rows}).encode(),
+    "pretty_data.json": lambda rows: json.dumps({"data": rows}, indent=2).encode(),
+    "lines.json": lines,
+    "bom.jsonl": lambda rows: BOM + lines(rows),
+    "bom.json": lambda rows: BOM + json.dumps(rows).encode(),
+    "bom.csv": lambda rows: BOM + delimited(rows, ","),
+    "rows.csv": lambda rows: delimited(rows, ","),
+    "rows.tsv": lambda rows: delimited(rows, "\t"),
+    "rows.csv.gz": lambda rows: gzip.compress(delimited(rows, ",")),
+    "rows.parquet": parquet,
+    "rows.arrow": arrow,
+    "rows.jsonl.gz": lambda rows: gzip.compress(lines(rows)),
+    "rows.jsonl.zst": lambda rows: zstd(lines(rows)),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(sample: dict[str, str]) -> Callable[[], SliceTokenizer]:
+    config = TokenizerConfig(name=sample["tokenizer"], chat_template=TEMPLATE)
+    made = SliceTokenizer(TextSpec(tokenizer=config, format="chat"))
+    return lambda: made
+
+
+def tokens_of(made: SliceTokenizer, source: SourceConfig) -> list[SliceResult]:
+    return [tokenize_slice(made, piece, {}) for piece in look_at(source).slices]
+
+
+def content(results: list[SliceResult]) -> list[Json]:
+    return [one for result in results for one in result.table.to_pylist()]
+
+
+@settings(
+    deadline=None,
+    max_examples=15,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(rows=chats)
+def test_the_same_rows_give_the_same_tokens_in_every_kind_of_file(
+    rows: list[Json], tokenizer: Callable[[], SliceTokenizer], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder, made = tmp_path_factory.mktemp("rows"), tokenizer()
+    truth = [made.tokenizer.reference_ids(_with_system(one), None) for one in rows]
+    (folder / "rows.jsonl").write_bytes(lines(rows))
+    wanted = content(tokens_of(made, SourceConfig(path=(str(folder / "rows.jsonl"),))))
+    assert [one["input_ids"] for one in wanted] == truth
+    for name, write in FILES.items():
+        (folder / name).write_bytes(write(rows))
+        assert content(tokens_of(made, SourceConfig(path=(str(folder / name),)))) == wanted, name
+
+
+def _with_system(one: Json) -> list[Json]:
+    system = one.get("system")
+    return [{"role": "system", "content": system}, *one["messages"]] if system else one["messages"]
+
+
+def test_a_saved_dataset_gives_them_too(tokenizer: Callable[[], SliceTokenizer], tmp_path: Path) -> None:
+    import datasets
+
+    second = row(["q", "r", "s"], [{"days": 3}], "")
+    rows = [FIRST, second]
+    (tmp_path / "rows.jsonl").write_bytes(lines(rows))
+    wanted = content(tokens_of(tokenizer(), SourceConfig(path=(str(tmp_path / "rows.jsonl"),))))
+    split = datasets.Dataset.from_list(_aligned(rows))
+    datasets.DatasetDict(train=split, test=split).save_to_disk(str(tmp_path / "saved"))
+    for name, expected in {
+        "train": [0, 1],
+        "train+test": [0, 1, 0, 1],
+        "train[:1]+test[1:]": [0, 1],
+        "test[50%:]+train": [1, 0, 1],
+    }.items():
+        found = content(tokens_of(tokenizer(), SourceConfig(dataset=str(tmp_path / "saved"), split=name)))
+        assert [one["input_ids"] for one in found] == [wanted[n]["input_ids"] for n in expected], name
+    with pytest.raises(SourceError, match="is not in the folder"):
+        look_at(SourceConfig(dataset=str(tmp_path / "saved"), split="train+dev"))
+
+
+def pairs(folder: Path, name: str, data: bytes, tokenizer: SliceTokenizer) -> list[str]:
+    """The text of every row of a file of questions and answers."""
+    (folder / name).write_bytes(data)
+    spec = TextSpec(tokenizer=tokenizer.spec.tokenizer)
+    made = SliceTokenizer(spec)
+    results = tokens_of(made, SourceConfig(path=(str(folder / name),)))
+    assert all(not result.books.quarantined for result in results)
+    return [made.tokenizer.hf.decode(one["input_ids"]) for one in content(results)]
+
+
+ANSWERS = ["007", "1e3", "2024-01-05", "true", "1.10", "", "NaN", "null", '"x"', "a,b\nc"]
+
+
+@pytest.mark.parametrize(("name", "delimiter"), [("rows.csv", ","), ("rows.tsv", "\t")])
+def test_fields_of_a_csv_file_are_text_as_they_stand(
+    name: str, delimiter: str, tokenizer: Callable[[], SliceTokenizer], tmp_path: Path
+) -> None:
+    rows = [{"answer": "x" + answer, "question": answer} for answer in ANSWERS]
+    found = pairs(tmp_path, name, delimited(rows, delimiter), tokenizer())
+    assert found == [
+        f"<|im_start|>user\n{answer}<|im_end|>\n<|im_start|>assistant\nx{answer}<|im_end|>\n"
+        for answer in ANSWERS
+    ]
+
+
+def test_dates_and_decimals_of_a_table_are_their_text(
+    tokenizer: Callable[[], SliceTokenizer], tmp_path: Path
+) -> None:
+    values = [datetime.date(2024, 1, 5), datetime.datetime(2024, 1, 5, 15, 0, 1), Decimal("1.10")]
+    for value, text in zip(values, ["2024-01-05", "2024-01-05T15:00:01", "1.10"], strict=True):
+        (found,) = pairs(
+            tmp_path, "rows.parquet", parquet([{"question": "when?", "answer": value}]), tokenizer()
+        )
+        assert f"assistant\n{text}<|im_end|>" in found
+
+
+def test_what_json_does_not_have_sets_aside_only_rows_that_use_it(
+    tokenizer: Callable[[], SliceTokenizer], tmp_path: Path
+) -> None:
+    call = {"function": {"name": "f", "arguments": {"x": float("nan")}}}
+    used = {"messages": [*FIRST["messages"][:1], {"role": "assistant", "tool_calls": [call]}]}
+    beside = {**FIRST, "score": float("inf")}
+    binary = pa.table({"messages": [FIRST["messages"]], "image_bytes": [b"\x00"]})
+    (tmp_path / "a.jsonl").write_bytes(lines([used, beside]))
+    (tmp_path / "b.json").write_text(json.dumps([used, beside]))
+    pq.write_table(binary, tmp_path / "c.parquet")
+    for name, written in {"a.jsonl": [1], "b.json": [1], "c.parquet": [0]}.items():
+        (result,) = tokens_of(tokenizer(), SourceConfig(path=(str(tmp_path / name),)))
+        assert result.table["source_row"].to_pylist() == written, name
+        reasons = ["a number is NaN or infinite, which JSON does not have"] if written == [1] else []
+        assert list(result.books.quarantined) == reasons
+
+
+def test_a_large_csv_file_with_line_ends_in_its_fields_is_read_whole(
+    tokenizer: Callable[[], SliceTokenizer], tmp_path: Path
+) -> None:
+    long = "line\n" * 4000
+    rows = [{"question": f"{n}\n{long}", "answer": "yes\n\nno"} for n in range(300)]
+    (tmp_path / "rows.csv").write_bytes(delimited(rows, ","))
+    assert (tmp_path / "rows.csv").stat().st_size > 5 << 20
+    slices = look_at(SourceConfig(path=(str(tmp_path / "rows.csv"),)), 1 << 20).slices
+    assert len(slices) > 1
+    from raysvc.pipelines.sources.readers import read_rows
+
+    found = [one for piece in slices for one in read_rows(piece, {})]
+    assert [one.data for one in found] == rows
+    assert [one.source_row for one in found] == list(range(300))
+
+
+def test_a_row_with_other_fields_than_the_header_is_named_and_keeps_its_number(
+    tokenizer: Callable[[], SliceTokenizer], tmp_path: Path
+) -> None:
+    (tmp_path / "rows.csv").write_text("question,answer\na,b\n\nc\nd,e,f\ng,h\n")
+    made = SliceTokenizer(TextSpec(tokenizer=tokenizer().spec.tokenizer))
+    (result,) = tokens_of(made, SourceConfig(path=(str(tmp_path / "rows.csv"),)))
+    assert result.table["source_row"].to_pylist() == [0, 3]
+    assert result.books.quarantined == {"fields and header differ": 2}
+
+
+def test_lines_of_a_text_file_are_texts(tokenizer: Callable[[], SliceTokenizer], tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_bytes(BOM + b"one\r\n\n{two}\n")
+    made = SliceTokenizer(TextSpec(tokenizer=tokenizer().spec.tokenizer))
+    source = look_at(SourceConfig(path=(str(tmp_path / "rows.txt"),)))
+    assert source.first_row() == {"text": ""}
+    (result,) = [tokenize_slice(made, piece, {}) for piece in source.slices]
+    hf = made.tokenizer.hf
+    assert result.table["source_row"].to_pylist() == [0, 2]
+    assert [hf.decode(ids).removesuffix(hf.eos_token) for ids in result.table["input_ids"].to_pylist()] == [
+        "one",
+        "{two}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (b'{"messages": []}\n{"messages": []}', "lines"),
+        (b'{"data": ["a", "b"]}\n', "lines"),
+        (b'{"data": [{"a": 1}]}\n{"data": [{"a": 2}]}\n', "lines"),
+        (b'{"data": [{"a": 1}]}\n', "json"),
+        (b'{\n  "data": [\n    {"a": 1}\n  ]\n}', "json"),
+        (b'{"messages": [{"role": "user", "data": [{"a": 1}]}]}', "lines"),
+        (b' [{"a": 1}]', "json"),
+        (b"{broken\n{}", "lines"),
+    ],
+)
+def test_a_json_file_is_one_value_or_lines(text: bytes, kind: str) -> None:
+    from raysvc.pipelines.sources.json_file import kind_of_json
+
+    assert kind_of_json(text) == kind
