@@ -6,7 +6,7 @@ Four producers, each an actor of its own, against one rollout server on local di
 acknowledged. `floor` is what the same store takes for one file of that size, alone.
 - small: groups of two sequences of 64 tokens, so many a put, so many puts of a producer under way;
 - payload: puts of several MB;
-- slow store: every write takes 3 s; control calls, commits and reservations while puts wait for it.
+- slow store: every write takes 3 s; control calls and commits while puts wait for it, and before that (idle).
 """
 
 from __future__ import annotations
@@ -165,30 +165,32 @@ def slow_store_rows(folder: Path, seconds: float) -> list[dict[str, Any]]:
     server = actor.options(name="slow", namespace=NAMESPACE, num_cpus=0).remote(spec.model_dump_json(), "one")
     producer = rollouts("slow")
     producer.put_groups(groups_of("a", 512, 2, 64))
-    rows = []
     with attach("slow", look_ahead_steps=0) as client:
         steps = client.steps()
         for step in (next(steps), next(steps), next(steps)):
             last = step.index
-        ray.get(server.slow_down.remote())
-        stop = threading.Event()
-        puts = [threading.Thread(target=putting, args=(producer, stop)) for _ in range(4)]
-        for thread in puts:
-            thread.start()
-        time.sleep(0.5)
         fence, control = client.lease.fence, {"concurrency_group": "control"}
         calls: dict[str, Callable[[], Any]] = {
             "producer.stats()": producer.stats,
             "heartbeat": lambda: ray.get(server.heartbeat.options(**control).remote(fence)),
             "commit": lambda: ray.get(server.commit.options(concurrency_group="lease").remote(fence, last)),
         }
-        for name, call in calls.items():
-            rows.append({"call": name, **latency(call, seconds)})
+        idle = {name: latency(call, seconds) for name, call in calls.items()}
+        ray.get(server.slow_down.remote())
+        stop = threading.Event()
+        puts = [threading.Thread(target=putting, args=(producer, stop)) for _ in range(4)]
+        for thread in puts:
+            thread.start()
+        time.sleep(0.5)
+        slow = {name: latency(call, seconds) for name, call in calls.items()}
         stop.set()
         for thread in puts:
             thread.join()
     ray.kill(server)
-    return rows
+    return [
+        {"call": name, **slow[name], **{f"idle {key}": value for key, value in idle[name].items()}}
+        for name in calls
+    ]
 
 
 def putting(producer: Any, stop: threading.Event) -> None:

@@ -1,13 +1,17 @@
-"""GRPO with a producer of groups: the policy learns to say one word. `python examples/grpo_toy.py`
+"""GRPO with a producer of groups: the policy learns to say one word. `python examples/grpo_toy.py [RUN_DIR [STEPS]]`
 
 A producer samples four answers to a prompt with the newest weights and puts them as a group; the learner trains steps
-of whole groups. No group is trained that is more than one weight version old.
+of whole groups. No group is trained that is more than one weight version old. Killed at any point, the same command with
+the same folder goes on from the last checkpoint: it trains the same groups again that were trained after it.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
+import uuid
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +41,7 @@ class Producer:
     """Samples groups with the weights that it was given last."""
 
     def __init__(self, server: str) -> None:
-        self.model, self.prompts, self.server = build_model(), 0, raysvc.rollouts(server)
+        self.model, self.server = build_model(), raysvc.rollouts(server)
 
     def produce(self, weights: dict[str, Any], version: int, num_groups: int) -> float:
         self.model.load_state_dict(weights)
@@ -47,7 +51,6 @@ class Producer:
 
     @torch.no_grad()
     def group(self, version: int) -> Group:
-        self.prompts += 1
         ids = torch.randint(1, VOCAB, (1, 3)).repeat(4, 1)  # one prompt, four answers
         logprobs = torch.zeros(4, 3)
         for _ in range(ANSWER):
@@ -57,7 +60,7 @@ class Producer:
         reward = (ids[:, 3:] == WORD).float().mean(1).numpy()
         advantage = group_advantages(reward, np.zeros(4, int)).astype(np.float32)
         return Group(
-            uid=f"prompt-{self.prompts}",
+            uid=f"prompt-{uuid.uuid4().hex[:12]}",
             input_ids=ids.numpy(),
             loss_mask=[[0] * 3 + [1] * ANSWER] * 4,
             tokens={"logprobs": logprobs.numpy(), "advantages": advantage[:, None].repeat(3 + ANSWER, 1)},
@@ -66,18 +69,20 @@ class Producer:
         )
 
 
-def main() -> dict[str, Any]:
+def main(run_dir: str | None = None, stop: int = STEPS) -> dict[str, Any]:
+    folder = Path(run_dir or tempfile.mkdtemp())
     server = raysvc.serve_rollouts(
-        "grpo", run_dir=tempfile.mkdtemp(), pad_token_id=0, plan=PLAN, max_staleness=1, detached=False
+        "grpo", run_dir=str(folder), pad_token_id=0, plan=PLAN, max_staleness=1, detached=False
     )
     producer = Producer.remote(server.name)
     model, loss = build_model(), PolicyLoss()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rewards, ages = [], []
 
-    with raysvc.attach(server.name, look_ahead_steps=0) as client:
-        made = producer.produce.remote(model.state_dict(), 0, PLAN["batch_size"])
-        for step in client.steps(stop=STEPS):
+    with raysvc.attach(server.name, look_ahead_steps=0, takeover=True) as client:
+        restore(folder, model, optimizer, client)
+        made = producer.produce.remote(model.state_dict(), client.frontier, PLAN["batch_size"])
+        for step in client.steps(stop=stop):
             # the next groups are sampled with these weights while this step is trained
             made = producer.produce.remote(model.state_dict(), step.index, PLAN["batch_size"])
             for mini in step.mini_batches:
@@ -89,8 +94,27 @@ def main() -> dict[str, Any]:
             ages.append(step.index - step.weight_versions[0])
             client.commit(step.index)
             client.set_weight_version(step.index + 1)
-        ray.get(made)
-    return {"first": rewards[0], "last": rewards[-1], "oldest": max(ages)}
+            save(folder, model, optimizer, client)
+        del made  # what it is still sampling waits for the next run
+    return {"first": rewards[0], "last": rewards[-1], "oldest": max(ages), "steps": len(rewards)}
+
+
+def save(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, client: Any) -> None:
+    """Weights and the data's state in one file, which appears whole."""
+    whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": client.state_dict()}
+    torch.save(whole, folder / "checkpoint.new")
+    (folder / "checkpoint.new").rename(folder / "checkpoint.pt")
+
+
+def restore(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, client: Any) -> None:
+    """The last checkpoint; without one the run begins, whatever an earlier trainer did."""
+    if not (folder / "checkpoint.pt").exists():
+        client.rewind(0)
+        return
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    client.load_state_dict(saved["data"])
 
 
 def policy_loss(model: torch.nn.Module, shard: Any, loss: PolicyLoss) -> torch.Tensor:
@@ -106,4 +130,4 @@ def policy_loss(model: torch.nn.Module, shard: Any, loss: PolicyLoss) -> torch.T
 
 
 if __name__ == "__main__":
-    print(json.dumps(main()))
+    print(json.dumps(main(*sys.argv[1:2], *map(int, sys.argv[2:3]))))

@@ -54,6 +54,7 @@ class Rollouts:
     def __init__(self, name: str, server: Any, owner: str = "", ttl_s: float = 60.0) -> None:
         self.name, self._server, self._ttl_s = name, server, ttl_s
         self.owner = owner or new_holder()
+        self._methods: dict[str, Any] = {}
         self._stop: threading.Event | None = None  # ends the thread that renews
 
     def put_groups(self, groups: Group | Sequence[Any], *, wait_s: float = 600.0) -> Put:
@@ -150,7 +151,9 @@ class Rollouts:
     def _call(self, method: str, threads: str, *args: Any, **named: Any) -> Any:
         from raysvc.actors.launch import wait_for
 
-        ref = getattr(self._server, method).options(concurrency_group=threads).remote(*args, **named)
+        if method not in self._methods:  # making options costs as much as a call
+            self._methods[method] = getattr(self._server, method).options(concurrency_group=threads)
+        ref = self._methods[method].remote(*args, **named)
         return wait_for(ref, f"server {self.name!r}")
 
 

@@ -104,4 +104,15 @@ def test_a_controller_hands_on_refs_by_mini_batch_and_rank(example: Example) -> 
 def test_a_policy_learns_from_groups_that_are_at_most_one_version_old(example: Example) -> None:
     facts = example("grpo_toy")
     assert facts["last"] > facts["first"] + 0.2
-    assert facts["oldest"] == 1
+    assert (facts["oldest"], facts["steps"]) == (1, 15)
+
+
+def test_the_same_command_goes_on_with_rollouts_where_it_ended(example: Example, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    first = example("grpo_toy", str(tmp_path / "run"), "6")
+    checkpoint = (tmp_path / "run" / "checkpoint.pt").read_bytes()
+    for _ in range(2):  # the second time the server is ahead of the checkpoint, as after a crash
+        (tmp_path / "run" / "checkpoint.pt").write_bytes(checkpoint)
+        again = example("grpo_toy", str(tmp_path / "run"), "15")
+        assert (first["steps"], again["steps"], again["oldest"]) == (6, 9, 1)
+        assert again["last"] > first["first"] + 0.2
