@@ -248,12 +248,17 @@ class BatchServer:
     ) -> tuple[StepInfo | Shard, ...]:
         """The step's info, then this rank's shard of each mini-batch; collated once for all ranks.
 
+        A step that ranks ask for while they are no further apart than their look-ahead is kept until all have it, however
+        small `share_bytes` is.
+
         Raises:
             FencedError, StepOutOfOrder, StepFailed: as `fetch`.
         """
-        self._leases.check(fence)
-        readers = num_ranks if self.spec.share == "none" else None
-        info, shards = self._maker.make_shared(step, (Role(num_ranks),), stream, readers)
+        lease = self._leases.check(fence)
+        alone = self.spec.share == "none"
+        pinned = alone and stream == TRAIN and step < lease.frontier + 2 * lease.window
+        readers = num_ranks if alone else None
+        info, shards = self._maker.make_shared(step, (Role(num_ranks),), stream, readers, pinned)
         return (info, *shards[rank::num_ranks])
 
     def stats(self) -> dict[str, Any]:

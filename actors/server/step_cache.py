@@ -3,12 +3,14 @@
 Always true:
 - callers that ask for one key at the same time wait for one making;
 - a failure goes to everybody who waited for it, and is not kept: who asks again makes again;
-- what is kept is at most `max_bytes`, but for one step; what fell out is made again, with the same bytes;
+- what is kept is at most `max_bytes`, but for one step and for steps that are pinned; what fell out is made again, with
+  the same bytes, and a log line says why when one of its readers had not taken it yet;
 - a step that its number of readers have taken is let go.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -16,11 +18,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 @dataclass
 class _Kept(Generic[T]):
+    readers: int | None
+    pinned: bool
     future: Future[T] = field(default_factory=Future)
     nbytes: int = 0
     taken: int = 0
@@ -37,21 +42,30 @@ class SharedSteps(Generic[T]):
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._kept: OrderedDict[Hashable, _Kept[T]] = OrderedDict()  # guarded by _lock; oldest use first
+        self._fell_out = 0  # guarded by _lock; before all readers had taken it
         self.made = 0  # guarded by _lock; how often `make` was called
 
-    def get(self, key: Hashable, readers: int | None, make: Callable[[], T], size: Callable[[T], int]) -> T:
+    def get(
+        self,
+        key: Hashable,
+        readers: int | None,
+        make: Callable[[], T],
+        size: Callable[[T], int],
+        pinned: bool = False,
+    ) -> T:
         """The value of a key, made by the first who asks.
 
         Args:
             readers: let go after so many have taken it; None: only when there is no room.
             make: called outside the lock, by one caller at a time per key.
             size: bytes of a value.
+            pinned: keep it until all readers have taken it, whatever its size.
         """
         with self._lock:
             kept = self._kept.get(key)
             mine = kept is None
             if kept is None:
-                kept = self._kept[key] = _Kept()
+                kept = self._kept[key] = _Kept(readers, pinned)
                 self.made += 1
             self._kept.move_to_end(key)
         if mine:
@@ -90,7 +104,20 @@ class SharedSteps(Generic[T]):
 
     def _make_room(self, newest: Hashable) -> None:
         total = sum(kept.nbytes for kept in self._kept.values())
-        for key in [key for key, kept in self._kept.items() if kept.future.done() and key != newest]:
+        for key, kept in list(self._kept.items()):
             if total <= self._max_bytes:
                 return
+            if kept.pinned or key == newest or not kept.future.done():
+                continue
             total -= self._kept.pop(key).nbytes
+            if kept.readers is not None:
+                self._say_it_fell_out(key, kept.taken, kept.readers)
+
+    def _say_it_fell_out(self, key: Hashable, taken: int, readers: int) -> None:
+        """At the 1st, 2nd, 4th, 8th, ... time."""
+        self._fell_out += 1
+        if self._fell_out & (self._fell_out - 1) == 0:
+            log.warning(
+                "no room for step=%s taken_by=%d of=%d share_bytes=%d so_far=%d: it is collated again for the others",
+                key, taken, readers, self._max_bytes, self._fell_out,
+            )  # fmt: skip

@@ -107,14 +107,16 @@ class StepMaker:
             cause = str(error) if isinstance(error, RaysvcError) else f"{type(error).__name__}: {error}"
             raise StepFailed(name, step, cause) from error
 
-    def make_shared(self, step: int, roles: tuple[Role, ...], stream: str, readers: int | None) -> Made:
-        """As `make`, once for all who ask while it is kept; `readers` as in `SharedSteps.get`."""
+    def make_shared(
+        self, step: int, roles: tuple[Role, ...], stream: str, readers: int | None, pinned: bool = False
+    ) -> Made:
+        """As `make`, once for all who ask while it is kept; `readers` and `pinned` as in `SharedSteps.get`."""
 
         def size(made: Made) -> int:
             return sum(shard.nbytes for shard in made[1])
 
         key = (stream, step, roles)
-        return self.shared.get(key, readers, lambda: self.make(step, roles, stream), size)
+        return self.shared.get(key, readers, lambda: self.make(step, roles, stream), size, pinned)
 
     def let_go_below(self, step: int) -> None:
         """Let go of shared training steps before this one."""
