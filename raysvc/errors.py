@@ -240,18 +240,23 @@ class NoCapacity(RaysvcError):
         )
 
 
+_RESUME = "run again to resume from the last checkpoint"
+
+
 class WorkerFailed(RaysvcError):
     """A worker died, hung or raised.
 
     Args:
         rank: of the worker.
         call: the method that was called.
-        cause: the first line of the error below.
+        cause: the first line of the error below; of a death the process and its node.
+        again: the command that resumes the run, where one is known.
     """
 
-    def __init__(self, rank: int, call: str, cause: str) -> None:
-        super().__init__(rank, call, cause)
-        self.rank, self.call, self.cause = rank, call, cause
+    def __init__(self, rank: int, call: str, cause: str, again: str = "") -> None:
+        super().__init__(rank, call, cause, again)
+        self.rank, self.call, self.cause, self.again = rank, call, cause, again
 
     def __str__(self) -> str:
-        return f"worker of rank {self.rank} failed in {self.call}: {self.cause}; run again to go on from the last checkpoint"
+        resume = f"resume from the last checkpoint with: {self.again}" if self.again else _RESUME
+        return f"worker of rank {self.rank} failed in {self.call}: {self.cause}; {resume}"

@@ -4,12 +4,15 @@ Always true:
 - replicas of a dp rank (tensor, context, pipeline parallel) get the same ref;
 - a call may wait for other refs (`after`) without the driver waiting;
 - answers are in worker order, `collect` gives one per dp rank in dp order;
-- a rank that dies or raises becomes one WorkerFailed that names it.
+- a rank that dies or raises becomes one WorkerFailed that names it: of several failures of a call the cause, a dead process
+  before what the others say of it;
+- after that no call waits for ranks that still wait for the failed one: it fails within seconds, with the same name.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from raysvc.client.batch_client import Step
 
 log = logging.getLogger(__name__)
+SETTLE_S = 3.0  # how long the other ranks of a failed call may take to answer, or to be seen dead
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class WorkerGroup:
         self.workers = list(workers)
         self.mesh = mesh or Mesh(dp=len(self.workers))
         self._timing = timing
+        self._failed: tuple[WorkerFailed, list[Any]] | None = None  # and the refs of its call
         self._dp_ranks = [self.mesh.rank(index).dp for index in range(len(self.workers))]
 
     @classmethod
@@ -122,7 +127,11 @@ class WorkerGroup:
         """Ask every worker (or some); refs in their order. The call starts when all of `after` are there.
 
         An argument may be a ref: it arrives as what it refers to, and the call fails when it failed.
+
+        Raises:
+            WorkerFailed: a rank failed in an earlier call, and is dead or waited for.
         """
+        self._refuse_after_failure(name)
         chosen = self.workers if workers is None else workers
         if after:
             return [worker.call_after.remote(name, len(after), *after, *arguments) for worker in chosen]
@@ -134,7 +143,12 @@ class WorkerGroup:
         return [answers[index] for index in self.mesh.collected()]
 
     def gather(self, call: str, refs: list[Any]) -> list[Any]:
-        """All answers in worker order; says every few seconds which are missing, raises the first failure."""
+        """All answers in worker order; says every few seconds which are missing, raises the failure of the call.
+
+        Raises:
+            WorkerFailed: a rank died or raised, in this call or in one before it.
+            RaysvcError: what a rank raised on purpose.
+        """
         begin = time.monotonic()
         while True:
             try:
@@ -142,6 +156,7 @@ class WorkerGroup:
             except ray.exceptions.GetTimeoutError:
                 done, pending = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
                 self._raise_failure(call, refs, done)
+                self._refuse_after_failure(call)
                 missing = [rank for rank, ref in enumerate(refs) if ref in pending]
                 log.info("waiting call=%s ranks=%s for=%.0fs", call, missing, time.monotonic() - begin)
             except ray.exceptions.RayError:
@@ -150,17 +165,65 @@ class WorkerGroup:
                 raise
 
     def _raise_failure(self, call: str, refs: list[Any], done: list[Any]) -> None:
-        for ref in done:
-            rank = refs.index(ref)
-            try:
-                ray.get(ref)
-            except ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, RaysvcError):
-                    raise error.cause from None
-                cause = f"{type(error.cause).__name__}: {error.cause}".strip().splitlines()[0]
-                raise WorkerFailed(rank, call, cause) from error
-            except ray.exceptions.RayError as error:
-                raise WorkerFailed(rank, call, f"{type(error).__name__}, its process is gone") from error
+        """Raise what went wrong in a call of which some answers are there, if anything did."""
+        errors = _errors(refs, done)
+        if not errors:
+            return
+        if not any(_is_dead(error) or _meant(error) for error in errors.values()):
+            # lost connections are what the others see of a rank that died: give its death the time to be known
+            settled, _ = ray.wait(refs, num_returns=len(refs), timeout=SETTLE_S, fetch_local=False)
+            errors = _errors(refs, settled)
+        rank = next((rank for rank, error in errors.items() if _is_dead(error)), min(errors))
+        error = errors[rank]
+        meant = _meant(error)
+        failed = WorkerFailed(rank, call, str(meant) if meant else _cause(error))
+        self._failed = self._failed or (failed, refs)
+        raise meant or failed from error
+
+    def _refuse_after_failure(self, call: str) -> None:
+        """Refuse a call after one that failed, unless all its ranks are alive and through with it."""
+        if self._failed is None:
+            return
+        failed, refs = self._failed
+        done, waiting = ray.wait(refs, num_returns=len(refs), timeout=SETTLE_S, fetch_local=False)
+        if waiting or any(_is_dead(error) for error in _errors(refs, done).values()):
+            ranks = [refs.index(ref) for ref in waiting]
+            still = f"; ranks {ranks} still wait for it" if ranks else ""
+            cause = f"{failed.cause} (in {failed.call}, before this call{still})"
+            raise WorkerFailed(failed.rank, call, cause)
+        self._failed = None
+
+
+def _errors(refs: list[Any], done: list[Any]) -> dict[int, ray.exceptions.RayError]:
+    """rank -> what its answer raises."""
+    found = {}
+    for ref in done:
+        try:
+            ray.get(ref)
+        except ray.exceptions.RayError as error:
+            found[refs.index(ref)] = error
+    return dict(sorted(found.items()))
+
+
+def _is_dead(error: BaseException) -> bool:
+    return not isinstance(error, ray.exceptions.RayTaskError)
+
+
+def _meant(error: BaseException) -> RaysvcError | None:
+    """What a worker raised on purpose."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, RaysvcError) else None
+
+
+def _cause(error: ray.exceptions.RayError) -> str:
+    """One line: what was raised, or which process died where, and of what."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return f"{type(error.cause).__name__}: {error.cause}".strip().splitlines()[0]
+    text = str(error)
+    facts = {name: re.search(rf"\b{name}: (\S+)", text) for name in ("pid", "ip", "exit type")}
+    pid, node, kind = (found[1] if found else "?" for found in facts.values())
+    memory = ", out of memory" if isinstance(error, ray.exceptions.OutOfMemoryError) else ""
+    return f"its process {pid} on node {node} died ({type(error).__name__}, {kind}{memory})"
 
 
 def pick_device(device: str, dp_size: int) -> str:

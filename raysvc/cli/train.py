@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,6 +11,7 @@ import typer
 from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
 from raysvc.cli.interrupt import asked_to_stop
 from raysvc.cli.view import View, print_table
+from raysvc.errors import WorkerFailed
 
 if TYPE_CHECKING:
     from raysvc.config import JobConfig
@@ -42,8 +45,12 @@ def train(
     if headroom is not None:
         _measure(job, headroom, address, as_json)
         return
-    with View() as view:
-        summary = train_loop.train(job, address=address, progress=view, should_stop=asked_to_stop)
+    try:
+        with View() as view:
+            summary = train_loop.train(job, address=address, progress=view, should_stop=asked_to_stop)
+    except WorkerFailed as error:
+        again = shlex.join(["raysvc", *sys.argv[1:]])
+        raise WorkerFailed(error.rank, error.call, error.cause, again) from error
     show_summary(job.run_dir, summary, as_json)
     say_if_stopped(summary["steps"])
 

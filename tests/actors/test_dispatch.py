@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from itertools import groupby
 from pathlib import Path
@@ -415,3 +417,62 @@ def test_columns_of_other_rows_are_refused() -> None:
     short = RowValues(rows.row_ids[:3], rows.lengths[:3].astype(np.int64), {"x": np.zeros(100)})
     with pytest.raises(ConfigError, match="rows \\[3\\] are missing"):
         with_columns(shards[0], short)
+
+
+class MeetingWorker:
+    """Its ranks meet in `meet`, as in a collective: who comes waits for the others."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        self._folder, self._rank = Path(folder), rank
+
+    def meet(self, failing: int) -> int:
+        if self._rank == failing:
+            raise ValueError("a bad row")
+        while not (self._folder / "all").exists():
+            time.sleep(0.05)
+        return self._rank
+
+    def drop(self, dying: int) -> None:
+        if self._rank == dying:
+            time.sleep(0.5)  # the others lose their connection first
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("Connection closed by peer [192.0.2.2]:1234")
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+@pytest.fixture
+def meeting(ray_session: None, tmp_path: Path) -> Any:
+    import ray
+
+    actor = ray.remote(MeetingWorker).options(num_cpus=0)
+    group = WorkerGroup([actor.remote(str(tmp_path), rank) for rank in range(3)])
+    yield group
+    (tmp_path / "all").touch()
+    group.stop()
+
+
+def test_a_call_after_one_in_which_a_rank_raised_and_others_wait_for_it_fails_within_seconds(
+    meeting: Any, tmp_path: Path
+) -> None:
+    first, second = meeting.call("meet", 1), meeting.call("meet", -1)
+    with pytest.raises(WorkerFailed, match="rank 1 failed in meet: ValueError: a bad row"):
+        meeting.gather("meet", first)
+    for ask in (lambda: meeting.gather("meet", second), lambda: meeting.call("pid")):
+        begin = time.monotonic()
+        with pytest.raises(WorkerFailed, match=r"rank 1 .*a bad row .*ranks \[0, 2\] still wait"):
+            ask()
+        assert time.monotonic() - begin < 20
+    (tmp_path / "all").touch()
+    assert len(meeting.gather("pid", meeting.call("pid"))) == 3, "when all are through, the group goes on"
+
+
+def test_of_a_death_and_the_lost_connections_that_it_causes_the_death_is_told_with_process_and_node(
+    meeting: Any,
+) -> None:
+    pids = meeting.gather("pid", meeting.call("pid"))
+    with pytest.raises(WorkerFailed, match=rf"rank 2 failed in drop: its process {pids[2]} on node \S+ died"):
+        meeting.gather("drop", meeting.call("drop", 2))
+    with pytest.raises(WorkerFailed, match=rf"rank 2 failed in pid: its process {pids[2]}"):
+        meeting.call("pid")
