@@ -150,6 +150,18 @@ def test_hostile_rows_are_rendered_as_the_template_does(name: str) -> None:
     assert not template.fast.counts["different"]
 
 
+ASKED_IN_A_LOOP = """\
+{%- for message in messages %}{{ message.role + message.content }}
+{%- if loop.last and add_generation_prompt %}{{ "<model>" }}{% endif %}{% endfor %}"""
+
+
+def test_a_prompt_that_is_asked_for_in_a_loop_is_never_another_rows() -> None:
+    template = ChatTemplate(ASKED_IN_A_LOOP, VARIABLES)
+    for prompt in (True, False, True, False):
+        text = template.render(PLAIN, None, prompt).text
+        assert text.endswith("<model>") == prompt
+
+
 PLAIN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
@@ -163,3 +175,48 @@ def test_usual_rows_are_rendered_once(name: str) -> None:
         parts = [{**each, "content": part} for each, part in zip(messages, content, strict=True)]
         template.render(parts if name.startswith(ONLY_PARTS) else messages, None)
     assert template.fast.counts["rendered"] <= 4, template.fast.reasons
+
+
+USUAL = ["ua", "sua", "uaua", "suauaua", "uCtaua", "suCttaua", "uR", "uRuR"]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, text in ZOO.items() if "{%- generation" in text or "{% generation" in text]
+)
+def test_generation_spans_are_those_of_transformers(name: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template, compared = ChatTemplate(ZOO[name], VARIABLES), 0
+    for structure in USUAL * 2:
+        random_ = random.Random(f"{name}{structure}{compared}")
+        messages = [{**usual(kind), "content": f"{random_.random()}"} for kind in structure]
+        if name.startswith(ONLY_PARTS):
+            messages = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+        try:
+            made = template.render(messages, [TOOL])
+        except RowFault:
+            continue
+        texts, marks = render_jinja_template(
+            [messages], tools=[TOOL], chat_template=ZOO[name], return_assistant_tokens_mask=True, **VARIABLES
+        )
+        starts = [sum(map(len, made.blocks[:block])) for block, _, _ in made.marks]
+        ours = [(at + start, at + end) for at, (_, start, end) in zip(starts, made.marks, strict=True)]
+        assert made.text == texts[0]
+        assert ours == [(start, end) for start, end in marks[0] if end > start]
+        owners = {made.owners[block] for block, _, _ in made.marks}
+        assert all(owner < 0 or messages[owner]["role"] == "assistant" for owner in owners)
+        compared += 1
+    assert compared or name.startswith("llava_next")
+
+
+def usual(kind: str) -> Message:
+    """A message without anything odd."""
+    roles = {"u": "user", "s": "system", "t": "tool"}
+    made: Message = {"role": roles.get(kind, "assistant")}
+    if kind == "C":
+        made["tool_calls"] = [
+            {"type": "function", "id": "callid001", "function": {"name": "f", "arguments": {"a": "b"}}}
+        ]
+    if kind == "R":
+        made["reasoning_content"] = made["thinking"] = made["reasoning"] = "I think"
+    return made | ({"name": "f", "tool_call_id": "callid001"} if kind == "t" else {})

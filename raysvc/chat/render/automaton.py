@@ -20,6 +20,7 @@ from raysvc.chat.render.traced_value import Untraceable
 
 MAX_LEAVES = 2048
 MAX_STATES = 512
+MAX_NOTES = 4000  # of one way through a state: a macro that writes a loop out a thousand times
 Run = Callable[..., "tuple[State | None, tuple[Any, ...]]"]
 
 
@@ -28,7 +29,7 @@ class Miss(Exception):
 
 
 class Dropped(Exception):
-    """A state that gave another text than the real render."""
+    """A state that gave another text than the real render, or is too large to run."""
 
 
 class Let(NamedTuple):
@@ -103,6 +104,8 @@ class State:
         ways: dict[Any, Tree] = {None: self._tree} if self._tree else {}
         if self.dropped:
             return
+        if len(notes) > MAX_NOTES:
+            raise Untraceable("too much happens between two steps of a loop")
         top, at, lets = ways, None, []
         for note in notes:
             if isinstance(note, Let):
@@ -134,7 +137,11 @@ class State:
         lines = ["def run(messages, tools, out, registers):"]
         if self._registers:
             lines.append(f" {''.join(f'r{n}, ' for n in range(self._registers))} = registers")
-        exec("\n".join([*lines, *self._lines(self._tree, 1)[0]]), names)
+        try:
+            exec("\n".join([*lines, *self._lines(self._tree, 1)[0]]), names)
+        except (SyntaxError, RecursionError, MemoryError):  # a stretch too long or too branched for Python
+            self.drop()
+            raise Dropped from None
         self.run = names["run"]
         return self.run(*args)
 

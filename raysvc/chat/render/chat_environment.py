@@ -57,15 +57,19 @@ class _Namespace(jinja2.utils.Namespace):
         super().__setitem__(name, value)
 
 
-def chat_environment() -> ImmutableSandboxedEnvironment:
-    """A new environment with the blocks, filters and globals that chat templates use."""
+def chat_environment(now: datetime | None = None) -> ImmutableSandboxedEnvironment:
+    """A new environment with the blocks, filters and globals that chat templates use.
+
+    Args:
+        now: what `strftime_now` shows; None reads the clock at every call.
+    """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     environment.globals |= {
         "raise_exception": _raise,
-        "strftime_now": lambda form: datetime.now().strftime(form),
+        "strftime_now": lambda form: (now or datetime.now()).strftime(form),
         "dict": _Dict(),
         "namespace": _Namespace,
     }

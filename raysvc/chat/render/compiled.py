@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from datetime import datetime
 from types import CodeType
 from typing import Any
 
@@ -21,6 +22,10 @@ _TARGET = re.compile(r"l_(\d+)_\w+")
 class CompiledTemplate:
     """One template in an environment of its own.
 
+    Args:
+        text: Jinja source.
+        now: what `strftime_now` shows; None reads the clock.
+
     Attributes:
         environment: that it was compiled in; compiled code looks its methods up when it runs.
         root: the generator function that renders, given a context.
@@ -31,13 +36,13 @@ class CompiledTemplate:
         TokenizerError: the text is not a template.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, now: datetime | None = None) -> None:
         from jinja2.exceptions import TemplateError
 
         from raysvc.chat.render.chat_environment import chat_environment
 
         try:
-            self.environment: Any = chat_environment()
+            self.environment: Any = chat_environment(now)
             source = self.environment.compile(text, raw=True)
         except TemplateError as error:
             raise TokenizerError(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from typing import Any
 
 from raysvc.chat.render.automaton import Miss, State
@@ -36,16 +37,17 @@ class FastRender:
         text: Jinja source.
         variables: what the template sees beside messages and tools.
         real: the real render, which may raise.
+        now: what `strftime_now` shows.
 
     Attributes:
         counts: rows "walked", "rendered" (for real), and of these "learned", "refused" (not traceable), "different".
         reasons: why rows were refused or different -> how many.
     """
 
-    def __init__(self, text: str, variables: Mapping[str, Any], real: Real) -> None:
+    def __init__(self, text: str, variables: Mapping[str, Any], real: Real, now: datetime) -> None:
         self._real = real
         self._tools = KeptTools()
-        self._template = TracingTemplate(text, variables, self._tools.to_json)
+        self._template = TracingTemplate(text, variables, self._tools.to_json, now)
         self._automaton = self._template.automaton
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
@@ -81,7 +83,7 @@ class FastRender:
         if self._automaton.is_full or self.counts["refused"] >= MAX_REFUSED:
             return real
         try:
-            trace = self._template.trace(start, messages, tools, prompt)
+            trace = self._template.trace(messages, tools, prompt)
             if render_of(trace.out, messages) != real:
                 raise Untraceable("the trace differs from the real render")
             for way in trace.ways:

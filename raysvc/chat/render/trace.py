@@ -39,7 +39,7 @@ class Trace:
     Args:
         compiled: the template with hooks that call this trace.
         automaton: whose states and constants are used.
-        start: where the row begins.
+        prompt: it is rendered with the generation prompt; its states are its own, as a loop may look it up anew.
         row: "messages" and "tools".
 
     Attributes:
@@ -49,9 +49,10 @@ class Trace:
     """
 
     def __init__(
-        self, compiled: CompiledTemplate, automaton: Automaton, start: State, row: dict[str, Any]
+        self, compiled: CompiledTemplate, automaton: Automaton, prompt: bool, row: dict[str, Any]
     ) -> None:
-        self._compiled, self._automaton, self._state = compiled, automaton, start
+        self._compiled, self._automaton, self._prompt = compiled, automaton, prompt
+        self._state = automaton.state(prompt)
         self._row, self._epoch = row, 0
         self._sources: dict[str, CodeType] = {}
         self.loops: list[TracedLoop] = []
@@ -172,6 +173,7 @@ class Trace:
         alive = [(name, value) for name, value in frame.f_locals.items() if _is_alive(name, value, level)]
         variables = frame.f_locals["context"].vars.items()
         key = (
+            self._prompt,
             frame.f_lasti,
             tuple((name, reader.key(value)) for name, value in (*alive, *variables)),
             tuple(reader.key(each) for each in self.loops),

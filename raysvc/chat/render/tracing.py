@@ -8,13 +8,14 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from functools import wraps
 from types import BuiltinMethodType, GeneratorType
 from typing import Any
 
 from jinja2.runtime import LoopContext, Macro, Undefined
 
-from raysvc.chat.render.automaton import Automaton, State
+from raysvc.chat.render.automaton import Automaton
 from raysvc.chat.render.compiled import CompiledTemplate
 from raysvc.chat.render.operations import PURE_METHODS
 from raysvc.chat.render.trace import Trace
@@ -30,28 +31,31 @@ class TracingTemplate:
         text: Jinja source.
         variables: what the template sees beside messages and tools.
         to_json: of a value, as the `tojson` filter does it.
+        now: what `strftime_now` shows.
 
     Attributes:
         automaton: what the traces found.
     """
 
-    def __init__(self, text: str, variables: Mapping[str, Any], to_json: Callable[..., str]) -> None:
+    def __init__(
+        self, text: str, variables: Mapping[str, Any], to_json: Callable[..., str], now: datetime
+    ) -> None:
         self._variables = {"documents": None, **variables}
-        self._compiled = CompiledTemplate(text)
-        self._plain = CompiledTemplate(text).environment
+        self._compiled = CompiledTemplate(text, now)
+        self._plain = CompiledTemplate(text, now).environment
         self._trace: Trace
         self._missing: dict[str, str] = {}
         self.automaton = Automaton(self._names(to_json))
         self._hook()
 
-    def trace(self, start: State, messages: list[Any], tools: Any, prompt: bool) -> Trace:
+    def trace(self, messages: list[Any], tools: Any, prompt: bool) -> Trace:
         """Run a row through the template.
 
         Raises:
             Exception: the row cannot be traced, whatever the reason.
         """
         row = {"messages": messages, "tools": tools}
-        trace = self._trace = Trace(self._compiled, self.automaton, start, row)
+        trace = self._trace = Trace(self._compiled, self.automaton, prompt, row)
         given = {name: trace.given(name) for name in row}
         given["messages"].of_messages = True
         root = self._compiled.root(

@@ -1,0 +1,82 @@
+"""A conversation rendered by its template, as Jinja runs it.
+
+Always true:
+- what the template raises comes out as `RowFault`;
+- text belongs to the message of the innermost loop over messages that the writing line stands in, or to nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from types import FrameType
+from typing import Any
+
+from raysvc.chat.render.compiled import CompiledTemplate
+from raysvc.chat.render.rendered import Render, Written, render_of
+from raysvc.chat.row_errors import RowFault
+from raysvc.chat.source.messages import Message
+
+
+class RealRender:
+    """One template.
+
+    Args:
+        text: Jinja source.
+        variables: what the template sees beside messages and tools.
+        now: what `strftime_now` shows.
+
+    Raises:
+        TokenizerError: the text is not a template.
+    """
+
+    def __init__(self, text: str, variables: Mapping[str, Any], now: datetime) -> None:
+        self._compiled = CompiledTemplate(text, now)
+        self._compiled.on_generation(lambda caller: _Generated(caller()))
+        self._variables = {"documents": None, **variables}
+
+    def render(self, messages: list[Message], tools: list[Any] | None, prompt: bool) -> Render:
+        """Run the template.
+
+        Args:
+            messages: each an object of its own.
+            tools: or None.
+            prompt: add the generation prompt.
+
+        Raises:
+            RowFault: the template raised.
+        """
+        given = {**self._variables, "messages": messages, "tools": tools, "add_generation_prompt": prompt}
+        root = self._compiled.root(self._compiled.context(given))
+        places = {id(message) for message in messages}
+        written: list[Written] = []
+        try:
+            for piece in root:
+                owner = self._owner(root.gi_frame, places)
+                written.append((type(piece) is _Generated, owner, str(piece)))
+        except Exception as error:  # noqa: BLE001  a template may raise anything, and it is this row's fault
+            raise _template_fault(error) from None
+        return render_of(written, messages)
+
+    def _owner(self, frame: FrameType, places: set[int]) -> Any:
+        for line in reversed(self._compiled.loops_around(frame.f_lineno)):
+            for target in self._compiled.targets(line):
+                value = frame.f_locals.get(target)
+                if id(value) in places:
+                    return value
+        return None
+
+
+class _Generated(str):
+    """What a `{% generation %}` wraps."""
+
+    __slots__ = ()
+
+
+def _template_fault(error: Exception) -> RowFault:
+    from jinja2.exceptions import TemplateError
+
+    first = (str(error).strip().split("\n") or [""])[0][:200]
+    if type(error) is TemplateError:
+        return RowFault(f"the template refused the conversation: {first[:80]}")
+    return RowFault(f"the template raised {type(error).__name__}", first)
