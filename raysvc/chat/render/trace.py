@@ -39,7 +39,7 @@ class Trace:
     Args:
         compiled: the template with hooks that call this trace.
         automaton: whose states and constants are used.
-        prompt: it is rendered with the generation prompt; its states are its own, as a loop may look it up anew.
+        prompt: it is rendered with the generation prompt; its states are its own, as a loop may look it up again.
         row: "messages" and "tools".
 
     Attributes:
