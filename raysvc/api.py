@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from raysvc.build.cache_entry import CacheEntry
 from raysvc.build.job_plan import plan_config
 from raysvc.config import JobConfig
+from raysvc.errors import ConfigError
 from raysvc.job_file import load_job
 from raysvc.progress import Progress, silent
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from raysvc.plan.schedule import Schedule
 
 DEFAULT_ROOT = ".raysvc/cache"
+JOB_FOLDER = "/runtime_resources/working_dir_files/"  # where Ray unpacks what a job uploads
 
 
 @dataclass(frozen=True)
@@ -166,5 +168,16 @@ def default_root(root: str | None = None) -> str:
 
 
 def absolute(path: str) -> str:
-    """A path that means the same in another process; URLs stay as they are."""
-    return path if "://" in path else str(Path(path).expanduser().absolute())
+    """A path that means the same in another process; URLs stay as they are.
+
+    Raises:
+        ConfigError: a relative path inside a submitted Ray job, whose folder is new for every upload.
+    """
+    if "://" in path:
+        return path
+    full = Path(path).expanduser().absolute()
+    if JOB_FOLDER in full.as_posix() and not Path(path).expanduser().is_absolute():
+        what = f"lies in the temporary folder of a submitted job, {full.parent}, and would be lost with it"
+        remedy = "give an absolute path or a URL: cache.root (or RAYSVC_CACHE_DIR) and trainer.run_dir"
+        raise ConfigError(path, what, remedy)
+    return str(full)

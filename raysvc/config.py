@@ -8,6 +8,8 @@ Always true:
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -296,14 +298,18 @@ class TrainerConfig(Model):
     cpus_per_worker: float = Field(default=0.5, ge=0, description="CPUs that Ray reserves for a worker.")
     max_steps: PositiveInt | None = Field(default=None, description="Stop after this many steps.")
     run_dir: str | None = Field(
-        default=None, description="Checkpoints, row log, summary; default runs/<server.name>."
+        default=None,
+        description="Checkpoints, row log, summary; default runs/<server.name>-<hash of what decides rows and weights>.",
     )
     checkpoint_every_steps: PositiveInt | None = Field(default=50, description="None: only at the end.")
     keep_checkpoints: PositiveInt = Field(default=2, description="Newest complete checkpoints that stay.")
     eval_every_steps: PositiveInt | None = Field(
         default=None, description="Steps between two runs of the evals; None: only at the end."
     )
-    resume: bool = Field(default=True, description="Go on from the newest checkpoint in run_dir.")
+    resume: bool | Literal["changed"] = Field(
+        default=True,
+        description="Go on from the newest checkpoint in run_dir; `changed`: also with another learning rate, schedule or length.",
+    )
 
 
 class JobConfig(Model):
@@ -370,7 +376,22 @@ class JobConfig(Model):
     @property
     def run_dir(self) -> str:
         """Folder of checkpoints, row log and summary."""
-        return self.trainer.run_dir or f"runs/{self.server.name}"
+        if self.trainer.run_dir is not None:
+            return self.trainer.run_dir
+        return f"runs/{self.server.name}-{self._run_digest()}"
+
+    def _run_digest(self) -> str:
+        """Eight hex digits of what decides rows, order and weights, however long, on however many ranks."""
+        plan = ("batch_size", "mini_batch_size", "seed", "shuffle", "tail")
+        trainer = ("model", "learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "loss", "seed")
+        decides = {
+            "source": self.source.model_dump(mode="json", exclude={"storage_options"}),
+            "mixture": self.mixture.model_dump(mode="json") if self.mixture else None,
+            "text": self.text.model_dump(mode="json"),
+            "plan": self.plan.model_dump(mode="json", include=set(plan)),
+            "trainer": self.trainer.model_dump(mode="json", include=set(trainer)),
+        }
+        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
 
 
 class TextSpec(Model):

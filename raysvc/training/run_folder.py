@@ -5,6 +5,7 @@
     <run_dir>/served.jsonl       how the steps were made, from which step on; see `raysvc.build.serve_log`
     <run_dir>/evals.jsonl        one line per eval and time it ran, with the last step trained before it
     <run_dir>/checkpoints/step-<n>.<uid>/   weights; state.json, written last, makes it count
+    <run_dir>/run.json           which job this is; see `raysvc.training.run_identity`
     <run_dir>/summary.json       written at the end
 
 Always true:

@@ -77,6 +77,11 @@ class RunLog:
             log.close()
 
 
+def cache_facts(entry: CacheEntry) -> dict[str, Any]:
+    """Which entry a run reads, and whether it was there."""
+    return {"key": entry.key, "hit": entry.hit, "reason": entry.reason, "uri": entry.uri}
+
+
 def write_summary(
     folder: RunFolder,
     entry: CacheEntry,
@@ -101,7 +106,7 @@ def write_summary(
         "stall_fraction": round(stalls.total_s / loop_s, 4) if loop_s and stalls else 0.0,
         "stalls": dict((stalls or StallBook()).summary()),
         "evals": {line["eval"]: line for line in folder.lines(folder.evals)},  # the last of each
-        "cache": {"key": entry.key, "hit": entry.hit, "reason": entry.reason, "uri": entry.uri},
+        "cache": cache_facts(entry),
         "resumed_from": resumed_from,
     }
     folder.write_summary(summary)

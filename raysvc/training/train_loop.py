@@ -25,7 +25,8 @@ from raysvc.job_file import load_job
 from raysvc.progress import Progress, Tick, silent
 from raysvc.training.evaluation import Evals, HeldBack
 from raysvc.training.run_folder import Checkpoint, RunFolder, StepLog
-from raysvc.training.run_log import RunLog, write_summary
+from raysvc.training.run_identity import claim, identity_of
+from raysvc.training.run_log import RunLog, cache_facts, write_summary
 from raysvc.training.stalls import StallBook
 from raysvc.training.step_metrics import observe_step
 
@@ -70,11 +71,20 @@ def train(
             log.warning("trainer.resume is false: the earlier run is now in %s", moved)
     entry = tokenize(job, address=address, progress=progress)
     checkpoint = folder.newest()
+    claim(
+        folder.path,
+        identity_of(job, entry),
+        has_checkpoint=checkpoint is not None,
+        changed=job.trainer.resume == "changed",
+    )
     if checkpoint is not None and checkpoint.state.get("done_for") == _goal(job):
         progress(
             Tick("train", checkpoint.step, checkpoint.step, "steps", {"already": "complete"}, final=True)
         )
-        return write_summary(folder, entry, checkpoint.step, checkpoint.step, 0.0)
+        known = folder.summary()
+        if known is None:
+            return write_summary(folder, entry, checkpoint.step, checkpoint.step, 0.0)
+        return {**known, "cache": cache_facts(entry), "resumed_from": checkpoint.step}
     progress(Tick("start", 0, None, "", {}))
     run = _Run(job, folder, entry, checkpoint, progress, begin, should_stop)
     return run.run(address)

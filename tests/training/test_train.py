@@ -69,6 +69,11 @@ def test_the_second_run_hits_the_cache_and_a_finished_run_is_not_run_again(
     again = raysvc.train(job)
     assert (again["cache"]["hit"], again["cache"]["key"]) == (True, first["cache"]["key"])
     assert again["resumed_from"] == again["steps"] == 2
+    assert again["tokens_per_s"] == first["tokens_per_s"] > 0
+    assert json.loads((tmp_path / "twice" / "summary.json").read_text()) == first
+    with pytest.raises(raysvc.errors.StateMismatch, match=r"plan\.batch_size was 16 and is 8"):
+        raysvc.train(job, plan={"batch_size": 8})
+    assert json.loads((tmp_path / "twice" / "summary.json").read_text()) == first
     again = raysvc.train(job, trainer={"resume": False})
     assert again["resumed_from"] is None
     assert (tmp_path / "twice.1" / "summary.json").exists()

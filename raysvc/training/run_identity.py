@@ -1,0 +1,90 @@
+"""Which job a run folder belongs to: `<run_dir>/run.json`, written before the first step.
+
+Always true:
+- what decides rows, order or weights is compared field by field; ranks, devices and micro-batches may change;
+- a folder of another job is refused before anything in it is written, with every field that differs;
+- the fields of `CHANGEABLE` may differ where the user says so (`trainer.resume: changed`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raysvc.build.job_plan import plan_of
+from raysvc.errors import StateMismatch
+
+if TYPE_CHECKING:
+    from raysvc.build.cache_entry import CacheEntry
+    from raysvc.config import JobConfig
+
+FILE = "run.json"
+FIXED = ("model", "loss", "precision", "seed")
+CHANGEABLE = ("learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "max_grad_norm", "max_steps")
+EPOCHS = "plan.epochs"
+
+
+def identity_of(job: JobConfig, entry: CacheEntry) -> dict[str, Any]:
+    """Dotted key -> value of all that decides rows, order and weights of a run, in JSON's types."""
+    trainer = {f"trainer.{name}": getattr(job.trainer, name) for name in (*FIXED, *CHANGEABLE)}
+    plan = {f"plan.{name}": value for name, value in plan_of(job, entry).identity.items()}
+    identity: dict[str, Any] = json.loads(json.dumps({**plan, EPOCHS: job.plan.epochs, **trainer}))
+    return identity
+
+
+def claim(folder: Path, identity: Mapping[str, Any], *, has_checkpoint: bool, changed: bool) -> None:
+    """Write the identity of a run into its folder, or compare it with the one that is there.
+
+    Args:
+        folder: the run's.
+        identity: of the job that wants to run there.
+        has_checkpoint: whether there is something to resume.
+        changed: whether fields of `CHANGEABLE` and the number of epochs may differ.
+
+    Raises:
+        StateMismatch: the folder belongs to another job.
+    """
+    known = _read(folder)
+    if known is None and has_checkpoint:
+        what = f"has checkpoints, but no readable {FILE} that says of which job"
+        raise StateMismatch(str(folder), what, "give another trainer.run_dir, or trainer.resume=false")
+    if known is not None and has_checkpoint:
+        _refuse_another(folder, known, identity, changed)
+    if known != identity:
+        _write(folder, identity)
+
+
+def _refuse_another(
+    folder: Path, known: Mapping[str, Any], identity: Mapping[str, Any], changed: bool
+) -> None:
+    differ = [name for name in sorted({*known, *identity}) if known.get(name) != identity.get(name)]
+    changeable = {EPOCHS, *(f"trainer.{name}" for name in CHANGEABLE)}
+    if not differ or (changed and set(differ) <= changeable):
+        return
+    fields = "; ".join(f"{name} was {known.get(name)!r} and is {identity.get(name)!r}" for name in differ)
+    remedy = "give another trainer.run_dir, or trainer.resume=false to start again"
+    if set(differ) <= changeable:
+        remedy = "give trainer.resume=changed to go on with these values, or another trainer.run_dir"
+    raise StateMismatch(str(folder), f"holds another run: {fields}", remedy)
+
+
+def _read(folder: Path) -> dict[str, Any] | None:
+    try:
+        known = json.loads((folder / FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    return known if isinstance(known, dict) else None
+
+
+def _write(folder: Path, identity: Mapping[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = folder / f".{FILE}.{uuid.uuid4().hex[:8]}"
+    with draft.open("w") as file:
+        json.dump(identity, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.rename(folder / FILE)
