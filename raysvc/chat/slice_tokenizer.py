@@ -36,7 +36,8 @@ from raysvc.chat.source.json_rows import SourceRow, json_blocks, json_rows
 from raysvc.chat.source.raw_rows import raw_example
 from raysvc.chat.text_batch import Batch, batch_of
 from raysvc.chat.tokens.align import TokenTable
-from raysvc.chat.tokens.encoder import ReferenceEncoder, choose_encoder
+from raysvc.chat.tokens.encoder import ReferenceEncoder
+from raysvc.chat.tokens.probe import choose_encoder
 from raysvc.chat.tokens.reference_check import RenderDiffers, compare, sample_places
 from raysvc.chat.tokens.token_rows import EncoderDiffers, RowEncoder, TokenRows, rows_of_tokens
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
-from raysvc.chat.tokens.encoder import Encoded, ReferenceEncoder, choose_encoder, probe_texts
+from raysvc.chat.tokens.code_points import GuardedEncoder
+from raysvc.chat.tokens.encoder import Encoded, GigatokenEncoder, ReferenceEncoder
+from raysvc.chat.tokens.probe import choose_encoder, probe_texts
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.config import TextSpec, TokenizerConfig
 
@@ -204,3 +207,75 @@ def test_an_empty_slice_is_an_empty_table(slice_tokenizer: Any) -> None:
     for result in (slice_tokenizer(CHATML).run_json_lines(b"", 0), slice_tokenizer(CHATML).run([])):
         assert (result.table.num_rows, result.books.rows_in) == (0, 0)
         assert result.table.schema.names == ["input_ids", "loss_mask", "source_row"]
+
+
+class Newer:
+    """A fast encoder with other tables of Unicode: it drops the last id of a text that ends a word with a new digit."""
+
+    name = "newer"
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def encode(self, texts: Any) -> Encoded:
+        lists = [self._inner.encode([text]).ids for text in texts]
+        ids = [
+            found[:-1] if "\U00011de3" in text else found for text, found in zip(texts, lists, strict=True)
+        ]
+        offsets = np.zeros(len(ids) + 1, np.int64)
+        np.cumsum([len(found) for found in ids], out=offsets[1:])
+        return Encoded(np.concatenate([*ids, np.zeros(0, np.int32)]).astype(np.int32), offsets)
+
+    def encode_bytes(self, data: Any, offsets: Any) -> Encoded:
+        whole, bounds = data.tobytes(), offsets.tolist()
+        return self.encode([whole[a:b].decode() for a, b in itertools.pairwise(bounds)])
+
+
+def test_rows_with_a_code_point_that_differs_get_the_ids_of_the_reference(tokenizer_folder: Any) -> None:
+    reference = ReferenceEncoder(LoadedTokenizer(TokenizerConfig(name=tokenizer_folder(CHATML))))
+    guarded = GuardedEncoder(Newer(reference), reference)
+    texts = ["plain", "a \U00011de3", "caf\u00e9", "\U00011de3\U00011de4 b", "", "\U00011de4"]
+    whole = "".join(texts).encode()
+    offsets = np.cumsum([0, *(len(text.encode()) for text in texts)])
+    wanted = reference.encode(texts)
+    for found in (guarded.encode(texts), guarded.encode_bytes(np.frombuffer(whole, np.uint8), offsets)):
+        assert found.ids.tolist() == wanted.ids.tolist()
+        assert found.offsets.tolist() == wanted.offsets.tolist()
+    assert guarded.different == set(range(0x11D80, 0x11E00)), "the block, and no other"
+
+
+def test_gigatoken_gives_the_ids_of_the_reference_for_every_code_point_of_new_scripts() -> None:
+    """U+11DE0 to U+11DE9 are digits in Unicode 17, and unassigned in older tables."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    llama = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(llama), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    digits = [chr(point) for point in range(0x11DE0, 0x11DEA)]
+    corpus = ["".join(digits[n:] + digits[:n]) + "'s  " + digits[n] * 5 for n in range(10)] * 50
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    backend.train_from_iterator(corpus, trainer)
+
+    class Loaded:
+        hf = PreTrainedTokenizerFast(tokenizer_object=backend)
+
+    reference = ReferenceEncoder(Loaded())  # type: ignore[arg-type]
+    fast = GigatokenEncoder(Loaded())  # type: ignore[arg-type]
+    texts = [f"  {a}{b}{a}{a}'s {b}1" for a in digits for b in digits]
+    raw, wanted = fast.encode(texts), reference.encode(texts)
+    found = GuardedEncoder(fast, reference).encode(texts)
+    assert found.ids.tolist() == wanted.ids.tolist()
+    if raw.ids.tolist() == wanted.ids.tolist():
+        pytest.skip("this gigatoken and this tokenizers have the same tables")

@@ -1,0 +1,131 @@
+"""A fast encoder, kept off the code points that it treats in another way than the reference.
+
+An encoder's tables of Unicode may be newer or older than the reference's, and then it cuts a few characters elsewhere.
+
+1. Before a batch is encoded, its code points are looked at in blocks of 128.
+2. A block that was not seen before is tried, every code point of it: all in a row, each between two blanks and `'s`, and
+   each between two marks. Pre-tokenizers cut these texts in another way for letters, numbers, blanks and other
+   characters; normalizers put the marks in another order around a mark.
+3. Where the ids differ, the whole block counts as different: a mark may change what its neighbours do.
+4. Rows that hold such a code point get the reference's ids.
+
+Always true:
+- no code point beyond ASCII reaches the fast encoder before it was tried in this process;
+- rows keep their order.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from raysvc.chat.tokens.encoder import Bytes, Encoded, Encoder, Ints64
+
+logger = logging.getLogger(__name__)
+BLOCK_BITS = 7  # most scripts begin at a multiple of 128
+_SURROGATES = range(0xD800, 0xE000)
+
+
+class GuardedEncoder:
+    """The fast encoder where it is known to be equal, else the reference.
+
+    Args:
+        fast: equal on the probe texts.
+        reference: what is right.
+    """
+
+    def __init__(self, fast: Encoder, reference: Encoder) -> None:
+        self._fast, self._reference = fast, reference
+        self.name = fast.name
+        self._tried = {0}  # blocks; the first is in the probe texts and is tried below
+        self._different: set[int] = set()
+        self._pattern: re.Pattern[str] | None = None
+        self._try(0)
+
+    @property
+    def different(self) -> frozenset[int]:
+        """Code points that were found to differ."""
+        return frozenset(self._different)
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Ids of the texts."""
+        self._look_at("".join(texts))
+        rows = self._odd_rows(texts)
+        found = self._fast.encode(texts)
+        return _replaced(found, rows, self._reference.encode([texts[row] for row in rows])) if rows else found
+
+    def encode_bytes(self, data: Bytes, offsets: Ints64) -> Encoded:
+        """Ids of N texts in UTF-8."""
+        if not len(data) or int(data.max()) < 0x80:
+            return self._fast.encode_bytes(data, offsets)
+        whole = data.tobytes()
+        self._look_at(whole.decode())
+        found = self._fast.encode_bytes(data, offsets)
+        if not self._different:
+            return found
+        texts = [whole[a:b].decode() for a, b in pairwise(offsets.tolist())]
+        rows = self._odd_rows(texts)
+        return _replaced(found, rows, self._reference.encode([texts[row] for row in rows])) if rows else found
+
+    def _look_at(self, text: str) -> None:
+        """Try every block of code points that stands in a text for the first time."""
+        points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        blocks = np.flatnonzero(np.bincount(points >> BLOCK_BITS))
+        for block in blocks.tolist():
+            if block not in self._tried:
+                self._tried.add(block)
+                self._try(block)
+
+    def _try(self, block: int) -> None:
+        found = different_points(self._fast, self._reference, block_points(block))
+        if found:
+            logger.warning(
+                "encoder=%s differs on %d code points from U+%04X", self.name, len(found), found[0]
+            )
+            self._different.update(found)
+            self._pattern = re.compile("[" + re.escape("".join(map(chr, sorted(self._different)))) + "]")
+
+    def _odd_rows(self, texts: Sequence[str]) -> list[int]:
+        pattern = self._pattern
+        return [] if pattern is None else [row for row, text in enumerate(texts) if pattern.search(text)]
+
+
+def block_points(block: int) -> list[int]:
+    """The code points of a block that are characters."""
+    first = block << BLOCK_BITS
+    return [point for point in range(first, first + (1 << BLOCK_BITS)) if point not in _SURROGATES]
+
+
+def different_points(fast: Encoder, reference: Encoder, points: Sequence[int]) -> list[int]:
+    """All of a block on which two encoders differ, else none."""
+    chars = [chr(point) for point in points]
+    texts = [*_texts("".join(chars)), "".join(map(_unit, chars))]
+    return [] if not points or _equal(fast, reference, texts) else list(points)
+
+
+def _unit(char: str) -> str:
+    """Shows the class of a character: by the cut, and by the order in which a normalizer puts marks."""
+    return f"  {char}'s a\u0301{char}\u0323"
+
+
+def _texts(text: str) -> list[str]:
+    return [text, f"a{text}a", f"1{text}1", f" {text}\n\n", f"!{text}!"]
+
+
+def _equal(fast: Encoder, reference: Encoder, texts: list[str]) -> bool:
+    ours, theirs = fast.encode(texts), reference.encode(texts)
+    return np.array_equal(ours.offsets, theirs.offsets) and np.array_equal(ours.ids, theirs.ids)
+
+
+def _replaced(found: Encoded, rows: list[int], right: Encoded) -> Encoded:
+    """Ids with some rows taken from another result, which holds these rows alone."""
+    pieces = [found.ids[a:b] for a, b in pairwise(found.offsets.tolist())]
+    for place, row in enumerate(rows):
+        pieces[row] = right.ids[right.offsets[place] : right.offsets[place + 1]]
+    offsets = np.zeros(len(pieces) + 1, np.int64)
+    np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
+    return Encoded(np.concatenate(pieces) if pieces else found.ids, offsets)

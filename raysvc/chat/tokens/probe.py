@@ -1,0 +1,81 @@
+"""Which encoder a tokenizer gets: the fastest that is seen to be equal to the reference.
+
+Always true:
+- a fast encoder is used only after it gave equal ids on the probe texts, which hold every added token;
+- code points are tried when they first stand in a text (`code_points`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from raysvc.chat.tokens import encoder
+from raysvc.chat.tokens.code_points import GuardedEncoder
+from raysvc.chat.tokens.encoder import Encoder, ReferenceEncoder
+from raysvc.chat.tokens.tokenizer import LoadedTokenizer
+
+logger = logging.getLogger(__name__)
+
+PROBES = (
+    "",
+    " ",
+    "\n",
+    "Hello, world! It's 12345 o'clock; don't panic.",
+    "  two   spaces,\ttabs\t\tand\r\nlines\n\n\nend   ",
+    " " * 40 + "x" + " " * 3,
+    "na\u00efve caf\u00e9 cafe\u0301 \u01c5 \ufb01 \u212b \u1e9b\u0323",
+    "\u4f60\u597d\uff0c\u4e16\u754c\u3002\u3053\u3093\u306b\u3061\u306f \ud55c\uad6d\uc5b4 \u0e44\u0e17\u0e22",
+    "\u0645\u0631\u062d\u0628\u0627 \u05e9\u05dc\u05d5\u05dd \u0928\u092e\u0938\u094d\u0924\u0947",
+    "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \u2764\ufe0f",
+    "\u00a0\u2003\u3000\u200b\ufeff\x00\x01\x1f\x7f\x85\u2028",
+    "def f(x):\n    return {'a': [1, 2.5e-3]}  # \u2264 \u03c0\n",
+    '{"name": "f", "arguments": {"q": "a\\"b\\\\c\\n"}}',
+    "1234567890 1,000.00 \u0661\u0662\u0663 \u00bd \u2167 x\u00b2",
+    "I'LL WE'VE they'Re 'S 't \u2019s",
+    "https://example.org/a?b=c&d=%20#e_f-g",
+)
+
+
+def probe_texts(tokenizer: LoadedTokenizer) -> list[str]:
+    """Texts on which an encoder is tried: hard ones, and every added token inside some text."""
+    added = sorted({token.content for token in tokenizer.hf.added_tokens_decoder.values()})
+    inside = [form.replace("{}", token) for token in added for form in ("{}", "a {} b", "a{}b", " {} \n")]
+    return [*PROBES, *inside, "".join(added), " ".join(PROBES)]
+
+
+def choose_encoder(tokenizer: LoadedTokenizer, reference: ReferenceEncoder) -> tuple[Encoder, str]:
+    """The fastest encoder that is equal to the reference on the probe texts, and why it is not a faster one."""
+    if getattr(tokenizer.hf, "split_special_tokens", False):
+        return reference, "the tokenizer splits special tokens"
+    try:
+        fast: Encoder = encoder.GigatokenEncoder(tokenizer)
+    except ImportError:
+        return reference, "gigatoken is not installed"
+    except Exception as error:  # noqa: BLE001  a native package may refuse a tokenizer in any way
+        logger.warning("encoder=%s refused the tokenizer: %s", encoder.GigatokenEncoder.name, error)
+        return reference, f"gigatoken refused the tokenizer: {error}"
+    texts = probe_texts(tokenizer)
+    different = first_difference(fast, reference, texts)
+    if different is None:
+        return GuardedEncoder(fast, reference), ""
+    logger.warning("encoder=%s differs from the reference on a probe: %r", fast.name, texts[different][:80])
+    return reference, f"{fast.name} differs on a probe text"
+
+
+def first_difference(fast: Encoder, reference: Encoder, texts: Sequence[str]) -> int | None:
+    """Index of the first text on which two encoders differ."""
+    try:
+        ours, theirs = fast.encode(texts), reference.encode(texts)
+    except Exception as error:  # noqa: BLE001  a native encoder that raises is one that differs
+        logger.warning("encoder=%s raised on a probe: %s", fast.name, error)
+        return 0
+    if np.array_equal(ours.offsets, theirs.offsets) and np.array_equal(ours.ids, theirs.ids):
+        return None
+    for index in range(len(texts)):
+        mine = ours.ids[ours.offsets[index] : ours.offsets[index + 1]]
+        if not np.array_equal(mine, theirs.ids[theirs.offsets[index] : theirs.offsets[index + 1]]):
+            return index
+    return 0
