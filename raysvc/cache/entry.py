@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -189,6 +189,15 @@ class Entry:
         batch = self.read(np.array([row_id]))
         tokens = {name: values.tolist() for name, values in batch.tokens.items()}
         return tokens | {name: values.tolist()[0] for name, values in batch.rows.items()}
+
+    def part_tables(self) -> Iterator[pa.Table]:
+        """The parts as tables in row order, each compared with its checksums."""
+        for index in range(len(self.manifest.parts)):
+            self._begin_hold()
+            view = self._view(index)
+            view.check_all()
+            self._wait_for_hold()
+            yield view.table
 
     def table(self) -> pa.Table:
         """All parts as one table, memory-mapped."""

@@ -1,4 +1,4 @@
-"""`raysvc cache ls | info | explain | verify | gc`: look after cache entries."""
+"""`raysvc cache ls | info | explain | verify | gc | export`: look after cache entries."""
 
 from __future__ import annotations
 
@@ -6,19 +6,31 @@ import datetime
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from raysvc.cli.common import AsJson, edge, emit
 from raysvc.cli.view import print_rows, print_table
 
+if TYPE_CHECKING:
+    from raysvc.cache.entry import Entry
+    from raysvc.cache.store.store import Store
+
 app = typer.Typer(help="Look after cache entries.", no_args_is_help=True)
 
 Root = Annotated[str | None, typer.Option(help="Cache root; default RAYSVC_CACHE_DIR, else .raysvc/cache.")]
 Key = Annotated[str, typer.Argument(help="Key of an entry, or the beginning of it.")]
 Config = Annotated[
-    str | None, typer.Option("-c", "--config", help="Explain this job instead of two entries.")
+    str | None,
+    typer.Option(
+        "-c", "--config", help="Job whose cache is meant: its root and storage options.", metavar="JOB.YAML"
+    ),
+]
+Storage = Annotated[
+    list[str] | None,
+    typer.Option("--storage-option", help="KEY=VALUE for fsspec, like endpoint_url=...; may repeat."),
 ]
 Days = Annotated[float | None, typer.Option(help="Entries not used for so many days go.", min=0)]
 MaxGB = Annotated[float | None, typer.Option(help="Least recently used entries go above this size.", min=0)]
@@ -27,14 +39,17 @@ GraceHours = Annotated[float, typer.Option(help="Nothing younger is removed.", m
 
 @app.command()
 @edge
-def ls(root: Root = None, as_json: AsJson = False) -> None:
+def ls(
+    root: Root = None, config: Config = None, storage_option: Storage = None, as_json: AsJson = False
+) -> None:
     """List every entry, finished or not.
 
     Example: raysvc cache ls --root s3://bucket/cache
     """
     from raysvc.cache.find import list_entries
 
-    entries = list_entries(_store(root))
+    store = _store(root, config, storage_option)
+    entries = list_entries(store)
     if as_json:
         emit({"entries": [asdict(entry) for entry in entries]})
         return
@@ -48,17 +63,23 @@ def ls(root: Root = None, as_json: AsJson = False) -> None:
         }
         for entry in entries
     ]
-    print_rows(f"Entries in {_store(root).url}", rows)
+    print_rows(f"Entries in {store.url}", rows)
 
 
 @app.command()
 @edge
-def info(key: Key, root: Root = None, as_json: AsJson = False) -> None:
+def info(
+    key: Key,
+    root: Root = None,
+    config: Config = None,
+    storage_option: Storage = None,
+    as_json: AsJson = False,
+) -> None:
     """Show what an entry holds and what decided its bytes.
 
     Example: raysvc cache info 3f2a
     """
-    entry = _entry(root, key)
+    entry = _entry(_store(root, config, storage_option), key)
     facts = {"uri": entry.uri, "key": entry.key, "rows": entry.num_rows, "tokens": entry.num_tokens}
     if as_json:
         emit({**facts, "recipe": entry.recipe, "report": dict(entry.report)})
@@ -73,6 +94,7 @@ def explain(
     keys: Annotated[list[str] | None, typer.Argument(help="Two entries; or none with -c.")] = None,
     config: Config = None,
     root: Root = None,
+    storage_option: Storage = None,
     as_json: AsJson = False,
 ) -> None:
     """Say whether a job hits the cache and why not, or how two entries differ.
@@ -87,7 +109,8 @@ def explain(
         return
     if keys is None or len(keys) != 2:
         raise ConfigError("raysvc cache explain", "needs two entries, or -c job.yaml", "give one of these")
-    first, second = (_entry(root, key) for key in keys)
+    store = _store(root, None, storage_option)
+    first, second = (_entry(store, key) for key in keys)
     differences = keys_module.explain(first.recipe, second.recipe)
     if as_json:
         emit({"differences": [asdict(difference) for difference in differences]})
@@ -102,6 +125,8 @@ def explain(
 def verify(
     key: Key,
     root: Root = None,
+    config: Config = None,
+    storage_option: Storage = None,
     mark: Annotated[bool, typer.Option(help="Take a damaged entry out of service.")] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -111,8 +136,8 @@ def verify(
     """
     from raysvc.cache.verify import mark_damaged, repair, verify_folder
 
-    store = _store(root)
-    folder = _folder(root, key)
+    store = _store(root, config, storage_option)
+    folder = _folder(store, key)
     problems = verify_folder(store, folder)
     if mark:
         repair(store, folder, problems)
@@ -133,6 +158,8 @@ def verify(
 @edge
 def gc(
     root: Root = None,
+    config: Config = None,
+    storage_option: Storage = None,
     days: Days = None,
     max_gb: MaxGB = None,
     grace_hours: GraceHours = 24.0,
@@ -146,7 +173,7 @@ def gc(
     from raysvc.cache.gc import collect_garbage
 
     removals = collect_garbage(
-        _store(root),
+        _store(root, config, storage_option),
         older_than_s=None if days is None else days * 86400,
         max_bytes=None if max_gb is None else int(max_gb * 1e9),
         grace_s=grace_hours * 3600,
@@ -160,6 +187,29 @@ def gc(
         for r in removals
     ]
     print_rows("Would remove" if dry_run else "Removed", rows)
+
+
+@app.command()
+@edge
+def export(
+    key: Key,
+    to: Annotated[Path, typer.Option(help="Folder for the files; new or empty.")],
+    root: Root = None,
+    config: Config = None,
+    storage_option: Storage = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write an entry as Parquet files, for DuckDB and other tools.
+
+    Example: raysvc cache export 3f2a --to rows/
+    """
+    from raysvc.cache.parquet_export import export_parquet
+
+    paths = export_parquet(_entry(_store(root, config, storage_option), key), to)
+    if as_json:
+        emit({"files": [str(path) for path in paths]})
+    else:
+        print(f"{len(paths)} files in {to}")
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -190,28 +240,42 @@ def _explain_job(config: str, overrides: list[str], as_json: bool) -> None:
             print(f"  {line}")
 
 
-def _store(root: str | None) -> Any:
-    from raysvc.api import default_root
+def _store(root: str | None, config: str | None = None, options: list[str] | None = None) -> Store:
+    from raysvc.api import cache_root, default_root
     from raysvc.cache.store.open import open_store
+    from raysvc.errors import ConfigError
+    from raysvc.job_file import load_job
 
-    return open_store(default_root(root))
+    given = {}
+    for option in options or ():
+        name, equals, value = option.partition("=")
+        if not equals:
+            raise ConfigError(
+                "--storage-option", "an option is not KEY=VALUE", "give e.g. endpoint_url=http://host"
+            )
+        given[name] = value
+    if config is None:
+        return open_store(default_root(root), given)
+    job = load_job(config)
+    where = cache_root(job) if root is None else default_root(root)
+    return open_store(where, {**job.cache.storage_options, **given}, job.cache.unsafe_store)
 
 
-def _folder(root: str | None, key: str) -> str:
+def _folder(store: Store, key: str) -> str:
     from raysvc.cache.find import entry_folders
     from raysvc.errors import EntryError
 
-    names = [folder for folder in entry_folders(_store(root)) if folder.startswith(key)]
+    names = [folder for folder in entry_folders(store) if folder.startswith(key)]
     if len(names) != 1:
         what = f"{len(names)} entries start with it" if names else "no entry starts with it"
         raise EntryError(repr(key), what, "look at raysvc cache ls, and give more digits")
     return names[0]
 
 
-def _entry(root: str | None, key: str) -> Any:
+def _entry(store: Store, key: str) -> Entry:
     from raysvc.cache.entry import Entry
 
-    return Entry.open(_store(root), _folder(root, key))
+    return Entry.open(store, _folder(store, key))
 
 
 def _short(value: object) -> str:

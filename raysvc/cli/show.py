@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
-from raysvc.cli.view import View, print_rows
+from raysvc.cli.view import View, print_rows, printable
 
 if TYPE_CHECKING:
     from raysvc.build.cache_entry import CacheEntry
@@ -169,10 +169,11 @@ def _print(shown: _Shown) -> None:
     console = Console()
     if len(shown.rows) != 1:
         console.rule(shown.title, align="left", characters="─")
-        print(*shown.facts, sep="\n")
+        print(*map(printable, shown.facts), sep="\n")
     for head, picture in shown.rows:
         text = Text()
         for words, kind in picture.stretches:
+            words = printable(words)
             text.append(f"»{words}«" if kind == "trained" else words, style=STYLES[kind])
         console.print(Text(f"\n── {head}", style="bold"), soft_wrap=True)
         if not picture.is_dummy:

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
-from raysvc.cli.view import View, print_table
+from raysvc.cli.view import View, print_table, printable
 
 if TYPE_CHECKING:
     from raysvc.build.cache_entry import CacheEntry
@@ -37,7 +37,11 @@ def tokenize(
         return
     print_table("Tokenized", report_rows(entry))
     for example in entry.report["examples"][:EXAMPLES_SHOWN]:
-        print(f"quarantined: row {example['source_row']}: {example['reason']} {example['detail']}".rstrip())
+        print(
+            printable(
+                f"quarantined: row {example['source_row']}: {example['reason']} {example['detail']}".rstrip()
+            )
+        )
 
 
 def cache_line(entry: CacheEntry) -> str:

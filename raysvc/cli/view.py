@@ -101,10 +101,17 @@ def facts_text(facts: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={number(value)}" for name, value in facts.items())
 
 
+def printable(text: str) -> str:
+    """Text in which nothing can steer a terminal: control characters and changes of direction as escapes."""
+    return "".join(
+        one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text
+    )
+
+
 def number(value: object) -> str:
     """A figure as a person reads it."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
+        return printable(str(value))
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}"  # 17,963, not 1.796e+04
     return f"{value:.4g}"
@@ -132,7 +139,7 @@ def print_rows(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     if not sys.stdout.isatty():
         print("\t".join(rows[0]))
         for row in rows:
-            print("\t".join(str(value) for value in row.values()))
+            print("\t".join(printable(str(value)) for value in row.values()))
         return
     from rich.console import Console
     from rich.table import Table

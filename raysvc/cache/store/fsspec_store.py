@@ -17,13 +17,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from raysvc.cache.store.retry import retried
+from raysvc.cache.store.retry import first_answer, retried
 from raysvc.cache.store.signed_url import download_signed
 from raysvc.cache.store.store import Found, probe_create
 from raysvc.errors import StoreError
 
 T = TypeVar("T")
 _probed: set[str] = set()
+_answered: set[str] = set()  # roots that answered this process once
 _memory_create = threading.Lock()  # memory:// checks and writes in two steps; it lives in one process
 
 
@@ -137,6 +138,10 @@ class FsspecStore:
         return f"{self.url}/{name}" if name else self.url
 
     def _retried(self, what: str, action: Callable[[], T]) -> T:
+        if self.url not in _answered and "://" in self.url and not self.url.startswith("memory://"):
+            base = self._fs()._strip_protocol(self.url)
+            first_answer(self.url, lambda: self._fs().ls(base, detail=False, refresh=True))
+            _answered.add(self.url)
         return retried(self.url, what, action)
 
     def _put_if_absent(self, name: str, data: bytes) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from raysvc.cache.store.posix import PosixStore
 from raysvc.cache.store.store import Store
+from raysvc.errors import StoreError
 
 
 def open_store(
@@ -28,6 +29,10 @@ def open_store(
         root = root.removeprefix("file://")
     if "://" not in root:
         return PosixStore(os.path.abspath(os.path.expanduser(root)), unsafe_store)
+    if root.startswith(("http://", "https://")):
+        raise StoreError(
+            root.partition("://")[0] + "://...", "nothing can be written there", "use a folder or a bucket"
+        )
     from raysvc.cache.store.fsspec_store import FsspecStore
 
     return FsspecStore(root.rstrip("/"), dict(storage_options or {}), unsafe_store)

@@ -2,6 +2,7 @@
 
 Always true:
 - pauses double from `FIRST_PAUSE_S`, with jitter; after `ATTEMPTS` attempts or `DEADLINE_S` no other one begins;
+- a store that never answered this process is given `FIRST_ANSWER_S`, not `DEADLINE_S`;
 - refused credentials and missing buckets are never tried again: they are StoreErrors that say what to do.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -20,6 +22,7 @@ T = TypeVar("T")
 ATTEMPTS = 6
 DEADLINE_S = 120.0
 FIRST_PAUSE_S = 0.2
+FIRST_ANSWER_S = 10.0
 PASSING = {
     errno.EBUSY,
     errno.EREMOTEIO,
@@ -74,6 +77,34 @@ def retried(url: str, what: str, action: Callable[[], T], sleep: Callable[[float
             )
             sleep(pause_s)
     raise AssertionError("unreachable")
+
+
+def first_answer(url: str, ask: Callable[[], object], limit_s: float = FIRST_ANSWER_S) -> None:
+    """Return when the store answered for the first time, whatever it said.
+
+    Args:
+        url: of the store, for messages.
+        ask: a cheap request; it is left to itself when it hangs.
+        limit_s: how long a store may take that never answered before.
+
+    Raises:
+        StoreError: no answer in time.
+    """
+    answered = threading.Event()
+    failure: list[BaseException] = []
+
+    def attempt() -> None:
+        try:
+            ask()
+        except Exception as error:  # noqa: BLE001  judged below
+            failure.append(error)
+        answered.set()
+
+    threading.Thread(target=attempt, name="raysvc-first-answer", daemon=True).start()
+    if not answered.wait(limit_s):
+        raise StoreError(url, f"it did not answer in {limit_s:.0f} s", "check the address and the network")
+    if failure and isinstance(failure[0], StoreError):
+        raise failure[0]
 
 
 def passes_by_itself(error: BaseException) -> bool:
