@@ -139,8 +139,7 @@ class FsspecStore:
 
     def _retried(self, what: str, action: Callable[[], T]) -> T:
         if self.url not in _answered and "://" in self.url and not self.url.startswith("memory://"):
-            base = self._fs()._strip_protocol(self.url)
-            first_answer(self.url, lambda: self._fs().ls(base, detail=False, refresh=True))
+            first_answer(self.url, lambda: self._fs().ls(self.url, detail=False, refresh=True))
             _answered.add(self.url)
         return retried(self.url, what, action)
 
