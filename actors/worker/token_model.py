@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from raysvc.actors.worker.head_logprobs import head_logprobs
 from raysvc.actors.worker.losses import Loss, LossSum, Targets
 from raysvc.collate.columns import IGNORED
 
@@ -57,6 +58,10 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
         rows_TD, head = self._rows(inputs)
         labels_T = labels_BL[:, 1:].flatten()
         (targets,) = torch.nonzero(labels_T != IGNORED, as_tuple=True)
+        if loss is not None and len(targets) and _is_large(head, rows_TD):
+            return self._loss_of_large_head(
+                loss, head.weight, rows_TD, labels_BL, weights_BL, columns_BL, targets
+            )
         pieces = targets.split(self.at_once)
         # a micro-batch without a target takes part in the backward pass, head and all: DDP waits for every weight
         zero = rows_TD.sum() * 0.0 + head(rows_TD[:1]).sum() * 0.0
@@ -74,6 +79,22 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
             )  # fmt: skip
             total, metrics = total + part.total, merge_metrics(metrics, part.metrics)
         return total, metrics
+
+    def _loss_of_large_head(
+        self,
+        loss: Loss,
+        weight_VD: torch.Tensor,
+        rows_TD: torch.Tensor,
+        labels_BL: torch.Tensor,
+        weights_BL: torch.Tensor,
+        columns_BL: Mapping[str, torch.Tensor],
+        targets: torch.Tensor,
+    ) -> LossSum:
+        flat = {name: columns_BL[name][:, 1:].flatten()[targets] for name in loss.columns}
+        labels_T, weights_T = labels_BL[:, 1:].flatten()[targets], weights_BL[:, 1:].flatten()[targets]
+        logprobs_T, entropy_T = head_logprobs(rows_TD[targets], weight_VD, labels_T, loss.needs_entropy)
+        found = loss(Targets(weights_T, flat, logprobs_T, entropy_T))
+        return LossSum((rows_TD.sum() * 0.0).to(weights_T.dtype) + found.total, found.metrics)
 
     def _rows(self, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.nn.Module]:
         """[T, D] what the head makes a target of, at the token before it; and the head."""
@@ -133,6 +154,14 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
             name: torch.nn.functional.pad(values.view(lines, width - 1), (1, 0))
             for name, values in out.items()
         }
+
+
+def _is_large(head: torch.nn.Module, rows_TD: torch.Tensor) -> bool:
+    """Whether a gradient of the head, made anew for every piece of targets, would lie in fresh memory each time."""
+    if type(head) is not torch.nn.Linear or head.bias is not None or rows_TD.device.type != "cpu":
+        return False
+    plain = rows_TD.dtype == head.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    return plain and head.weight.numel() * 4 > LOGIT_BYTES["cpu"]
 
 
 def merge_metrics(

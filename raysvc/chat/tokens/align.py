@@ -18,7 +18,7 @@ import pyarrow as pa
 from raysvc.chat.sequence import CLOSED_TURN, FREE
 from raysvc.chat.text_batch import Batch, Bytes, Spans
 from raysvc.chat.tokens.encoder import Encoded, Ints32, Ints64
-from raysvc.chat.tokens.token_bytes import bytes_of_tokens
+from raysvc.chat.tokens.token_bytes import binary_array, bytes_of_tokens
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 
 _BLANK = np.zeros(256, np.bool_)
@@ -50,7 +50,7 @@ class TokenTable:
     """
 
     def __init__(self, tokenizer: LoadedTokenizer, control_texts: tuple[str, ...] = ()) -> None:
-        self._pieces = pa.array(bytes_of_tokens(tokenizer.hf), pa.large_binary())
+        self._pieces = binary_array(bytes_of_tokens(tokenizer.hf))
         self.is_control = np.zeros(len(self._pieces), np.bool_)
         for text in control_texts:
             self.is_control[tokenizer.hf.backend_tokenizer.token_to_id(text)] = True

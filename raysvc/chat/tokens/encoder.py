@@ -91,7 +91,7 @@ class GigatokenEncoder:
     def __init__(self, tokenizer: LoadedTokenizer) -> None:
         import gigatoken
 
-        self._inner = gigatoken.Tokenizer.from_json(tokenizer.hf.backend_tokenizer.to_str())
+        self._inner = gigatoken.Tokenizer.from_json(tokenizer.content())
         self._parallel = int(os.environ.get("RAYON_NUM_THREADS", "1") or 1) > 1
 
     def encode(self, texts: Sequence[str]) -> Encoded:

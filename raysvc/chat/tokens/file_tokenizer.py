@@ -168,6 +168,17 @@ class FileTokenizer:
         return None if text is None else self.backend_tokenizer.token_to_id(text)
 
 
+def read_folder_once(folder: Path) -> FileTokenizer | None:
+    """`read_folder`, remembered as long as no file of the folder changes: a command asks for it more than once."""
+    infos = sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in folder.iterdir())
+    return _remembered(folder.absolute(), tuple(infos))
+
+
+@lru_cache(maxsize=4)
+def _remembered(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> FileTokenizer | None:
+    return read_folder(folder)
+
+
 def read_folder(folder: Path) -> FileTokenizer | None:
     """The tokenizer of a folder; None when something in it is not understood here."""
     config = _json(folder / "tokenizer_config.json")

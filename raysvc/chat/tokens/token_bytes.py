@@ -9,10 +9,13 @@ Always true:
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 
 def count_bytes(hf: Any) -> npt.NDArray[np.int32] | None:
@@ -30,9 +33,11 @@ def bytes_of_tokens(hf: Any) -> list[bytes]:
     backend = hf.backend_tokenizer
     vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     pieces = [b""] * (max(vocab.values(), default=-1) + 1)
-    to_bytes = _byte_level if b'"ByteLevel"' in _state(backend.decoder) else _metaspace
-    for text, token in vocab.items():
-        pieces[token] = to_bytes(text)
+    is_byte_level = b'"ByteLevel"' in _state(backend.decoder)
+    for token, piece in zip(
+        vocab.values(), (_all_byte_level if is_byte_level else _all_metaspace)(vocab), strict=True
+    ):
+        pieces[token] = piece
     for token, added in hf.added_tokens_decoder.items():
         pieces[token] = added.content.encode()
     return pieces
@@ -42,6 +47,29 @@ def _state(part: Any) -> bytes:
     """JSON of one part of a backend; that of the whole takes half a second to write and parse."""
     state: bytes = b"" if part is None else part.__getstate__()
     return state
+
+
+def binary_array(pieces: Sequence[bytes]) -> pa.LargeBinaryArray:
+    """Arrow's; `pa.array` would import pandas, which takes longer than a small build."""
+    offsets = np.zeros(len(pieces) + 1, np.int64)
+    np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(pieces))]
+    return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(pieces), buffers)
+
+
+def _all_byte_level(texts: Iterable[str]) -> list[bytes]:
+    """All at once where every character stands for a byte, which takes a fifth of the time."""
+    texts = list(texts)
+    try:
+        joined = "".join(texts).translate(_BYTE_OF).encode("latin-1")
+    except UnicodeEncodeError:
+        return [_byte_level(text) for text in texts]
+    ends = list(accumulate(map(len, texts), initial=0))
+    return [joined[start:end] for start, end in pairwise(ends)]
+
+
+def _all_metaspace(texts: Iterable[str]) -> list[bytes]:
+    return [_metaspace(text) for text in texts]
 
 
 def _byte_level(text: str) -> bytes:

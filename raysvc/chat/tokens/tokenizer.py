@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,10 @@ class LoadedTokenizer:
 
     def content(self) -> bytes:
         """`tokenizer.json`: all that decides ids and text, without a line of code."""
+        return self._content
+
+    @cached_property
+    def _content(self) -> bytes:
         text: str = self.hf.backend_tokenizer.to_str()
         return text.encode()
 
@@ -115,10 +120,10 @@ class LoadedTokenizer:
 
 
 def _load(config: TokenizerConfig) -> Any:
-    from raysvc.chat.tokens.file_tokenizer import read_folder
+    from raysvc.chat.tokens.file_tokenizer import read_folder_once
 
     if os.path.isdir(config.name) and not config.trust_remote_code:
-        found = read_folder(Path(config.name))
+        found = read_folder_once(Path(config.name))
         if found is not None:
             return found
     return _load_by_transformers(config)

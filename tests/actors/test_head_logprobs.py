@@ -1,0 +1,60 @@
+"""Log-probabilities under a large vocabulary have the values and gradients of plain autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from raysvc.actors.worker import head_logprobs as under_test
+from raysvc.actors.worker.head_logprobs import head_logprobs
+from raysvc.actors.worker.losses import PolicyLoss, SftLoss
+from raysvc.actors.worker.token_model import TokenModel
+from raysvc.actors.worker.torch_worker import tiny_model
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("targets", [1, 15, 16, 50])
+def test_values_and_gradients_are_those_of_log_softmax(
+    targets: int, entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(under_test, "LOGIT_BYTES", 16 * 4 * 301)  # several pieces, the last one short
+    torch.manual_seed(targets)
+    rows = torch.randn(targets, 8, requires_grad=True)
+    weight = torch.randn(301, 8, requires_grad=True)
+    labels = torch.randint(0, 301, (targets,))
+    mix = torch.randn(2, targets)
+    found, of_entropy = head_logprobs(rows, weight, labels, entropy)
+    logs = (rows @ weight.T).log_softmax(1)
+    wanted = logs.gather(1, labels[:, None]).squeeze(1)
+    wanted_entropy = -(logs.exp() * logs).sum(1)
+    torch.testing.assert_close(found, wanted)
+    ours, theirs = (found * mix[0]).sum(), (wanted * mix[0]).sum()
+    if entropy:
+        assert of_entropy is not None
+        torch.testing.assert_close(of_entropy, wanted_entropy)
+        ours, theirs = ours + (of_entropy * mix[1]).sum(), theirs + (wanted_entropy * mix[1]).sum()
+    for one, other in zip(
+        torch.autograd.grad(ours, (rows, weight)), torch.autograd.grad(theirs, (rows, weight)), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss", [SftLoss(), PolicyLoss(entropy_coef=0.1)], ids=["sft", "policy"])
+def test_a_model_trains_alike_with_it_and_without(
+    loss: SftLoss | PolicyLoss, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = TokenModel(tiny_model(70_000).train())
+    ids = torch.randint(0, 70_000, (2, 9))
+    labels = torch.where(torch.arange(9) < 3, -100, ids)
+    places = torch.arange(9).expand(2, 9)
+    inputs = {"input_ids": ids, "position_ids": places, "attention_mask": torch.ones_like(ids)}
+    columns = {"advantages": torch.randn(2, 9), "old_logprobs": torch.full((2, 9), -11.0)}
+    results = []
+    for limit in (16 << 20, 1 << 40):
+        monkeypatch.setitem(model.forward.__globals__["LOGIT_BYTES"], "cpu", limit)
+        model.zero_grad()
+        total, metrics = model(inputs, labels, torch.full((2, 9), 0.1), columns, loss)
+        total.backward()
+        results.append((total.detach(), metrics, {n: p.grad.clone() for n, p in model.named_parameters()}))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
