@@ -11,11 +11,14 @@ import logging
 import math
 import os
 import socket
+import threading
+from concurrent.futures import Future
 
 from raysvc.errors import AddressError
 
 log = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 5.0
+_connecting = threading.Lock()  # one thread of a process connects it, the others find it connected
 
 
 def connect(address: str | None = None, *, need_cpus: float = 0) -> str:
@@ -28,9 +31,13 @@ def connect(address: str | None = None, *, need_cpus: float = 0) -> str:
     Raises:
         AddressError: nothing answers at the address.
     """
+    with _connecting:
+        return _connect(address or os.environ.get("RAY_ADDRESS"), need_cpus)
+
+
+def _connect(address: str | None, need_cpus: float) -> str:
     import ray
 
-    address = address or os.environ.get("RAY_ADDRESS")
     if ray.is_initialized():
         return address or "local"
     if address and address != "local":
@@ -45,6 +52,25 @@ def connect(address: str | None = None, *, need_cpus: float = 0) -> str:
         log_to_driver=False,
     )
     return "local"
+
+
+def starting(address: str | None = None, *, need_cpus: float = 0) -> Future[str]:
+    """`connect` in a thread of its own, beside what does not need Ray.
+
+    The thread stays: Linux ends the processes of a local Ray with the thread that started them.
+    """
+    done: Future[str] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(connect(address, need_cpus=need_cpus))
+        except BaseException as error:  # noqa: BLE001  told to whoever asks for the result
+            done.set_exception(error)
+            return
+        threading.Event().wait()
+
+    threading.Thread(target=run, name="raysvc-ray-start", daemon=True).start()
+    return done
 
 
 def _join(address: str) -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 SETTLE_S = 3.0  # how long the other ranks of a failed call may take to answer, or to be seen dead
+Setup = tuple[list[Any], list[Any]]  # refs of the address, refs of the ranks
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,12 @@ class WorkerGroup:
         """Wait for the actors, let the ranks meet, build the models."""
         self.wait_for_setup(self.start_setup())
 
-    def start_setup(self, after: Sequence[Any] = ()) -> tuple[list[Any], list[Any]]:
+    def start_setup(self, after: Sequence[Any] = ()) -> Setup:
         """Ask rank 0 where to meet, and every rank to meet there and build; returns at once."""
         address = self.call("address", workers=self.workers[:1], after=after)
         return address, self.call("setup", *address)
 
-    def wait_for_setup(self, refs: tuple[list[Any], list[Any]]) -> None:
+    def wait_for_setup(self, refs: Setup) -> None:
         """Wait for what `start_setup` asked for."""
         self.gather("address", refs[0])
         self.gather("setup", refs[1])

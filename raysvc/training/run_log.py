@@ -7,6 +7,8 @@ Always true:
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,17 +23,22 @@ if TYPE_CHECKING:
     from raysvc.client.batch_client import Step
 
 
+STEPS_OF_RATE = 20  # last ones, of which the time that is left follows
+
+
 class RunLog:
     """The logs of a run, from a step on.
 
     Args:
         folder: of the run.
         start: first step that this process trains.
+        stop: the step after the last one.
         progress: told of each step.
     """
 
-    def __init__(self, folder: RunFolder, start: int, progress: Progress) -> None:
-        self._progress = progress
+    def __init__(self, folder: RunFolder, start: int, stop: int, progress: Progress) -> None:
+        self._progress, self._stop = progress, stop
+        self._step_s = deque[float](maxlen=STEPS_OF_RATE)
         self._rows, self._metrics = StepLog(folder.rows, start), StepLog(folder.metrics, start)
         self._evals = StepLog(folder.evals, start)
         self.tokens = 0  # trained by this process
@@ -54,12 +61,16 @@ class RunLog:
         timing = {"timing": parts} if any(parts) else {}
         facts = {"loss": loss, "grad_norm": last.grad_norm, "lr": last.metrics["lr"]}
         self._metrics.append({"step": step.index, **facts, **counts, **times, **timing})
-        shown = {
+        shown: dict[str, Any] = {
             "loss": round(loss, 4),
             "tokens/s": round(tokens / max(step_s, 1e-9)),
             "stall ms": round(stall_s * 1e3, 1),
         }
-        self._progress(Tick("train", step.index + 1, None, "steps", shown))
+        self._step_s.append(step_s)
+        left = self._stop - step.index - 1
+        if left:
+            shown["ETA"] = f"{left * statistics.median(self._step_s):.0f} s"
+        self._progress(Tick("train", step.index + 1, self._stop, "steps", shown, final=not left))
 
     def evals(self, step: int, lines: Iterable[Mapping[str, Any]]) -> None:
         """Write down what the evals say after `step`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from raysvc.build.cache_entry import CacheEntry
 from raysvc.build.serve_log import read_served, served_line
 from raysvc.chat.tokens.token_bytes import count_bytes
 from raysvc.client.batch_client import BatchClient, Step, attach
+from raysvc.cluster import starting
 from raysvc.config import JobConfig
 from raysvc.errors import LeaseHeld, TokenizerError
 from raysvc.job_file import load_job
@@ -32,6 +34,7 @@ from raysvc.training.step_metrics import observe_step
 
 if TYPE_CHECKING:
     from raysvc.actors.dispatch.dispatch import Running, WorkerGroup
+    from raysvc.actors.dispatch.worker_group import Setup
     from raysvc.actors.worker.lr_schedule import LearningRate
     from raysvc.actors.worker.torch_worker import ModelSpec
     from raysvc.actors.worker.worker import MiniResult
@@ -69,15 +72,20 @@ def train(
         moved = folder.set_aside()
         if moved is not None:
             log.warning("trainer.resume is false: the earlier run is now in %s", moved)
-    entry = tokenize(job, address=address, progress=progress)
     checkpoint = folder.newest()
+    complete = checkpoint is not None and checkpoint.state.get("done_for") == _goal(job)
+    entry = (
+        tokenize(job, address=address, progress=progress)
+        if complete
+        else _entry_beside_ray(job, address, progress)
+    )
     claim(
         folder.path,
         identity_of(job, entry),
         has_checkpoint=checkpoint is not None,
         changed=job.trainer.resume == "changed",
     )
-    if checkpoint is not None and checkpoint.state.get("done_for") == _goal(job):
+    if checkpoint is not None and complete:
         progress(
             Tick("train", checkpoint.step, checkpoint.step, "steps", {"already": "complete"}, final=True)
         )
@@ -85,9 +93,21 @@ def train(
         if known is None:
             return write_summary(folder, entry, checkpoint.step, checkpoint.step, 0.0)
         return {**known, "cache": cache_facts(entry), "resumed_from": checkpoint.step}
-    progress(Tick("start", 0, None, "", {}))
     run = _Run(job, folder, entry, checkpoint, progress, begin, should_stop)
     return run.run(address)
+
+
+def _entry_beside_ray(job: JobConfig, address: str | None, progress: Progress) -> CacheEntry:
+    """The job's entry; Ray starts while it is looked up."""
+    ray_there = starting(address, need_cpus=cpus_held(job))
+    try:
+        entry = tokenize(job, address=address, progress=progress)
+    finally:
+        if not ray_there.done():
+            progress(Tick("start", 0, None, "", waiting="starting Ray"))
+        wait([ray_there])
+    ray_there.result()
+    return entry
 
 
 def _goal(job: JobConfig) -> dict[str, Any]:
@@ -127,26 +147,29 @@ class _Run:
         job = self.job
         connect(address, need_cpus=cpus_held(job))
         require_cpus(cpus_held(job))
+        self.progress(Tick("start", 0, None, "", waiting=_what_starts(job)))
         was_there = job.server.name in server_names()
         group = WorkerGroup.start(
             model_spec(job, self.entry), job.trainer.dp_size, job.trainer.device, job.trainer.cpus_per_worker
         )
+        setup = group.start_setup()  # the workers import and build while the server opens the entry
         try:
             # a server that is not detached lives as long as its handle
             server = serve_entry(job, self.entry, address=address, detached=job.server.detached)
             with _attach_when_free(job, server) as client:
-                return self._train(client, group)
+                return self._train(client, group, setup)
         finally:
             group.stop()
             if not was_there and not job.server.detached and job.server.name in server_names():
                 stop_server(job.server.name)
 
-    def _train(self, client: BatchClient, group: WorkerGroup) -> dict[str, Any]:
+    def _train(self, client: BatchClient, group: WorkerGroup, setup: Setup) -> dict[str, Any]:
         if self.checkpoint is not None:
             client.load_state_dict(self.checkpoint.state["data"])
         else:
             client.rewind(0)
-        group.setup()
+        group.wait_for_setup(setup)
+        self.progress(Tick("start", 0, None, "", final=True))
         if self.checkpoint is not None:
             group.load_checkpoint(str(self.checkpoint.folder))
         start = client.frontier
@@ -155,7 +178,7 @@ class _Run:
             "set_schedule", group.call("set_schedule", _learning_rate(self.job, client.schedule, stop))
         )
         self._write_served(start)
-        books = RunLog(self.folder, start, self.progress)
+        books = RunLog(self.folder, start, stop, self.progress)
         loop_begin = time.perf_counter()
         try:
             self._loop(client, group, stop, books)
@@ -239,6 +262,16 @@ class _Run:
         done = {"done_for": _goal(self.job)} if state["frontier"] == stop else {}
         self.folder.publish(folder, {"data": state, **done})
         self.folder.prune(self.job.trainer.keep_checkpoints)
+
+
+def _what_starts(job: JobConfig) -> str:
+    """What a run waits for before its first step."""
+    import ray
+
+    workers = job.trainer.dp_size
+    text = f"starting {workers} {'worker' if workers == 1 else 'workers'} and the server"
+    need, free = cpus_held(job), float(ray.available_resources().get("CPU", 0))
+    return text if free >= need else f"{text}; waiting for {need:g} CPUs, {free:g} are free"
 
 
 def model_spec(job: JobConfig, entry: CacheEntry) -> ModelSpec:
