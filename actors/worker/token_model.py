@@ -157,7 +157,7 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
 
 
 def _is_large(head: torch.nn.Module, rows_TD: torch.Tensor) -> bool:
-    """Whether a gradient of the head, made anew for every piece of targets, would lie in fresh memory each time."""
+    """Whether a gradient of the head, made again for every piece of targets, would lie in fresh memory each time."""
     if type(head) is not torch.nn.Linear or head.bias is not None or rows_TD.device.type != "cpu":
         return False
     plain = rows_TD.dtype == head.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")

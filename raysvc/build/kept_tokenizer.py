@@ -22,14 +22,15 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 
 
 def kept_tokenizer(entries: Sequence[Entry]) -> Any:
-    """A `transformers` tokenizer that decodes the rows of entries.
+    """A tokenizer that decodes the rows of entries, without `transformers`.
 
     Raises:
         TokenizerError: the first entry keeps none.
         EntryError: the bytes are not those of the recipe, or the entries name different ones.
     """
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
+
+    from raysvc.chat.tokens.file_tokenizer import FileTokenizer
 
     first = entries[0]
     digest, special = _identity(first)
@@ -44,7 +45,7 @@ def kept_tokenizer(entries: Sequence[Entry]) -> Any:
         backend = Tokenizer.from_str(data.decode())
     except Exception as error:  # noqa: BLE001  tokenizers raises plain Exception
         raise EntryError(where, f"it is not a tokenizer ({str(error)[:80]})", REBUILD) from None
-    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
+    return FileTokenizer(backend, special, (), None)
 
 
 def _identity(entry: Entry) -> tuple[str, dict[str, str]]:
