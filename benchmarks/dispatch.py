@@ -53,7 +53,8 @@ class Producer:
         lines = lines_of(mb) // DP_SIZE
         ones = np.ones(lines, np.int32)
         arrays = {name: np.ones((lines, WIDTH), np.int32) for name in COLUMNS}
-        arrays |= {"row_tokens": ones, "row_group": ones, "row_group_rows": ones, "seq_lengths": ones}
+        per_row = ("row_tokens", "row_group", "row_group_rows", "row_group_tokens", "seq_lengths")
+        arrays |= dict.fromkeys(per_row, ones)
         micro = (MicroBatch(0, lines, WIDTH, lines * WIDTH),)
         ids = np.arange(lines)
         count = Denominators(1, lines, lines)

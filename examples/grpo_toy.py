@@ -125,7 +125,7 @@ def policy_loss(model: torch.nn.Module, shard: Any, loss: PolicyLoss) -> torch.T
     now = logprobs.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0][is_target]
     columns = {"old_logprobs": arrays["logprobs"], "advantages": arrays["advantages"]}
     at_targets = {name: column[:, 1:][is_target] for name, column in columns.items()}
-    weights = torch.full_like(now, 1 / shard.denominators.tokens)
+    weights = torch.full_like(now, raysvc.loss_scale(shard.denominators, ranks=1))
     return loss(Targets(weights, at_targets, logprobs=now)).total
 
 

@@ -37,8 +37,8 @@ def main(folder: Path) -> dict[str, Any]:
             logits = model(micro["input_ids"], attention_mask=micro["attention_mask"]).logits
             labels = micro["labels"][:, 1:].flatten().long()  # -100 where there is no loss
             total = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction="sum")
-            (total / micro["num_tokens"]).backward()  # targets of the whole mini-batch, all ranks
-            loss += float(total.detach() / micro["num_tokens"])
+            (total * micro["loss_scale"]).backward()  # 1 / targets of the whole mini-batch
+            loss += float(total.detach() * micro["loss_scale"])
             rows += int((micro["row_ids"] >= 0).sum())
             if micro["ends_mini"]:
                 optimizer.step()

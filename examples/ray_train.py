@@ -62,7 +62,7 @@ def loss_of(model: torch.nn.Module, micro: Any, ranks: int) -> torch.Tensor:
     logits = model(micro.tensors["input_ids"], attention_mask=micro.tensors["attention_mask"]).logits
     labels = micro.tensors["labels"][:, 1:].flatten().long()
     total = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction="sum")
-    return total * ranks / micro.denominators.tokens  # DDP averages over the ranks
+    return total * raysvc.loss_scale(micro.denominators, ranks)  # DDP averages over the ranks
 
 
 def build_model() -> torch.nn.Module:

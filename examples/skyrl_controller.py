@@ -44,7 +44,9 @@ class PolicyWorker:
 
         batch, width = training_input(chunk)  # what SkyRL's TrainingInputBatch holds
         logprobs = self.weights.log_softmax(0)[batch["sequences"][:, -width:]]
-        scale = batch["loss_mask"] / chunk.denominators.tokens  # targets of the whole mini-batch
+        scale = batch["loss_mask"] * raysvc.loss_scale(
+            chunk.denominators, ranks=1
+        )  # here nothing is averaged
         (-(logprobs * batch["advantages"] * scale).sum()).backward()
         return [int(row) for row in chunk.row_ids if row >= 0]
 

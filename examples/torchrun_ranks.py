@@ -40,7 +40,7 @@ def train(server: str) -> dict[str, Any]:
             logits = model(micro["input_ids"], attention_mask=micro["attention_mask"]).logits
             labels = micro["labels"][:, 1:].flatten().long()
             total = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction="sum")
-            (total * ranks / micro["num_tokens"]).backward()  # DDP averages over the ranks
+            (total * micro["loss_scale"]).backward()  # ranks / targets of the whole mini-batch: DDP averages
             rows += [row for row in micro["row_ids"].tolist() if row >= 0]
             if micro["ends_mini"]:
                 optimizer.step()

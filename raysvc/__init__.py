@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from raysvc.client.batch_client import BatchClient, attach
     from raysvc.client.rank_client import RankClient
     from raysvc.client.rollouts import rollouts, serve_rollouts
+    from raysvc.collate.loss_weights import loss_scale
     from raysvc.rl.group import Group
     from raysvc.training.train_loop import train
 
@@ -31,6 +32,7 @@ __all__ = [
     "ServerHandle",
     "attach",
     "errors",
+    "loss_scale",
     "open_cache",
     "rollouts",
     "serve",
@@ -46,6 +48,7 @@ _HOMES = {
     "Role": "raysvc.actors.server.spec",
     "ServerHandle": "raysvc.api",
     "attach": "raysvc.client.batch_client",
+    "loss_scale": "raysvc.collate.loss_weights",
     "open_cache": "raysvc.build.cache_entry",
     "rollouts": "raysvc.client.rollouts",
     "serve": "raysvc.api",

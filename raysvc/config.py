@@ -37,6 +37,7 @@ Layout = Literal["padded_right", "padded_left", "packed", "stream"]
 Tail = Literal["pad", "drop", "wrap"]
 Packing = Literal["balanced", "best_fit", "first_fit"]
 Oversize = Literal["error", "truncate", "drop", "alone"]
+Reduction = Literal["token_mean", "sequence_mean", "group_mean", "prompt_mean", "constant"]
 PositiveInt = Annotated[int, Field(ge=1)]
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
@@ -279,8 +280,12 @@ class TrainerConfig(Model):
     )
     weight_decay: float = Field(default=0.0, ge=0, description="Of AdamW.")
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="None: gradients are not clipped.")
-    loss: Literal["token_mean", "sequence_mean"] = Field(
-        default="token_mean", description="Which mean of the token losses, over the whole mini-batch."
+    loss: Reduction = Field(
+        default="token_mean",
+        description="Which mean of the token losses, over the whole mini-batch; see docs/howto/train.md.",
+    )
+    loss_constant: float | None = Field(
+        default=None, gt=0, description="loss=constant: tokens that every row is divided by (Dr. GRPO)."
     )
     strategy: Literal["ddp", "fsdp"] = Field(
         default="ddp", description="Weights on several ranks: a copy each, or a share each (FSDP2)."
@@ -310,6 +315,14 @@ class TrainerConfig(Model):
         default=True,
         description="Go on from the newest checkpoint in run_dir; `changed`: also with another learning rate, schedule or length.",
     )
+
+    @model_validator(mode="after")
+    def _constant_where_it_counts(self) -> TrainerConfig:
+        if (self.loss == "constant") != (self.loss_constant is not None):
+            raise ValueError(
+                "loss: constant and loss_constant (tokens) belong together; give both or neither"
+            )
+        return self
 
 
 class JobConfig(Model):

@@ -22,7 +22,7 @@ from raysvc.actors.staging.staging import StagingOptions
 from raysvc.actors.worker.losses import Loss, LossSum, SftLoss, ValueLoss
 from raysvc.actors.worker.lr_schedule import LearningRate
 from raysvc.actors.worker.worker import Worker
-from raysvc.collate.loss_weights import Reduction
+from raysvc.config import Reduction
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,7 @@ class ModelSpec(BaseModel):
         learning_rate: where there is no schedule.
         max_grad_norm: None: no clipping.
         loss: which mean over a mini-batch.
+        loss_constant: tokens that `constant` divides every row by.
         role: `policy` and `critic` are trained, a `reference` runs forward only.
         strategy: what holds the weights on several ranks: a copy each (`ddp`) or a share each (`fsdp`, FSDP2).
         precision: `bf16`: float32 weights, bfloat16 forward and backward.
@@ -52,6 +53,7 @@ class ModelSpec(BaseModel):
     max_grad_norm: float | None
     loss: Reduction
     seed: int
+    loss_constant: float | None = None
     role: Literal["policy", "critic", "reference"] = "policy"
     strategy: Literal["ddp", "fsdp"] = "ddp"
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -83,7 +85,10 @@ class CausalLMWorker(Worker):
 
     def __init__(self, rank: int, dp_size: int, device: str, spec_json: str) -> None:
         self.spec = ModelSpec.model_validate_json(spec_json)
-        super().__init__(rank, dp_size, device, self.spec.loss, staging=self.spec.staging)
+        spec = self.spec
+        super().__init__(
+            rank, dp_size, device, spec.loss, staging=spec.staging, loss_constant=spec.loss_constant
+        )
         self.max_grad_norm = self.spec.max_grad_norm
         self.learning_rate = self.spec.schedule
         self._own_loss: Loss = ValueLoss() if self.spec.role == "critic" else SftLoss()

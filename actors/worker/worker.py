@@ -8,6 +8,7 @@ Axes: B lines of a shard or micro-batch, L its width.
 
 Always true:
 - the gradient of an optimizer step is that of the whole mini-batch, whatever dp_size and micro-batches;
+- a step whose mini-batches have no target moves no weight;
 - every rank runs the same number of micro-batches, so collectives match;
 - `stage` runs beside everything else (another concurrency group), which runs in turn;
 - the learning rate is a function of the number of optimizer steps.
@@ -31,9 +32,11 @@ from raysvc.actors.worker.lr_schedule import LearningRate
 from raysvc.actors.worker.process_group import join, own_address
 from raysvc.actors.worker.results import Metrics, MiniResult
 from raysvc.actors.worker.timer import Timer
-from raysvc.collate.loss_weights import Reduction, token_weights
+from raysvc.collate.loss_weights import token_weights
 from raysvc.collate.row_values import RowValues, with_columns
 from raysvc.collate.shard import Shard
+from raysvc.config import Reduction
+from raysvc.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +55,10 @@ class Worker:
         reduction: which mean of the token losses is the loss.
         take_timeout_s: how long a step may wait for its shard.
         staging: how shards are staged; `timing` there measures every part of a step.
+        loss_constant: tokens that the reduction `constant` divides every row by.
+
+    Raises:
+        ConfigError: `loss_constant` is missing for `constant`, or not positive.
     """
 
     def __init__(
@@ -62,11 +69,18 @@ class Worker:
         reduction: Reduction = "token_mean",
         take_timeout_s: float = 600.0,
         staging: StagingOptions | None = None,
+        loss_constant: float | None = None,
     ) -> None:
+        if reduction == "constant" and (loss_constant is None or loss_constant <= 0):
+            remedy = "give the tokens of the longest answer allowed"
+            raise ConfigError(
+                "loss_constant", f"is {loss_constant}, reduction 'constant' divides by it", remedy
+            )
         self.rank = rank
         self.dp_size = dp_size
         self.device = device
         self._reduction: Reduction = reduction
+        self._loss_constant = loss_constant
         self._take_timeout_s = take_timeout_s
         options = staging or StagingOptions()
         self._staging = Staging(rank, device, options)
@@ -76,6 +90,7 @@ class Worker:
         self.max_grad_norm: float | None = None
         self.learning_rate: LearningRate | None = None  # None: what the optimizer has, until `set_lr`
         self.optimizer_steps = 0
+        self._targets: int | None = None  # in the gradient so far; None: no mini-batch was added to it
         self._token_bytes: npt.NDArray[np.int32] | None = None  # for bits per byte
         self._ended = 0.0  # when compute ended last, 0.0 before the first step
 
@@ -162,14 +177,19 @@ class Worker:
         return getattr(self, name)(*after_and_arguments[num_after:])
 
     def optim_step(self) -> Metrics:
-        """Clip, step, forget the gradient; `grad_norm` before clipping and `lr`, equal on all ranks."""
+        """Clip, step, forget the gradient; `grad_norm` before clipping and `lr`, equal on all ranks.
+
+        Mini-batches without any target move nothing (weight decay and momentum would); the step counts all the same.
+        """
         optimizer = self._optimizer()
         if self.learning_rate is not None:
             self.set_lr(self.learning_rate.at(self.optimizer_steps))
+        empty, self._targets = self._targets == 0, None
         with self._timer.span("clip"):
-            grad_norm = self._clip()
+            grad_norm = 0.0 if empty else self._clip()
         with self._timer.span("optimizer"):
-            optimizer.step()
+            if not empty:
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.optimizer_steps += 1
         lr = float(optimizer.param_groups[0]["lr"])
@@ -243,7 +263,13 @@ class Worker:
     def _prepared(self, shard: Shard, columns: RowValues | None, loss_weight: float) -> Shard:
         """With `columns`, and with the weight of every target; both in the thread that stages."""
         shard = shard if columns is None else with_columns(shard, columns)
-        weights = token_weights(shard.arrays, shard.denominators, self._reduction, dp_size=self.dp_size)
+        weights = token_weights(
+            shard.arrays,
+            shard.denominators,
+            self._reduction,
+            dp_size=self.dp_size,
+            constant=self._loss_constant,
+        )
         if loss_weight != 1.0:
             weights *= loss_weight
         return replace(shard, arrays={**shard.arrays, "loss_weights": weights})
@@ -252,6 +278,7 @@ class Worker:
         """Backward over all micro-batches, reduced over ranks in the last one; this rank's shares."""
         from raysvc.actors.worker.token_model import merge_metrics
 
+        self._targets = (self._targets or 0) + shard.denominators.tokens
         total: dict[str, torch.Tensor] = {}
         last = len(shard.micro_batches) - 1
         for index in range(last + 1):

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from raysvc.client.data_state import state_of
+from raysvc.collate.loss_weights import loss_scale
 from raysvc.errors import ConfigError, StateMismatch
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ class RankDataset(IterableDataset[dict[str, torch.Tensor]]):  # type: ignore[mis
     """See the module; made by `RankClient.as_torch_dataset`.
 
     Items hold the arrays of `Shard.micro`, `row_ids`, and the denominators of the whole mini-batch as scalars:
-    `num_tokens`, `num_rows`, `num_groups`; `ends_mini` is true where the optimizer steps.
+    `num_tokens`, `num_rows`, `num_groups`; `loss_scale` is the factor of the sum of the item's token losses, for
+    gradients that are averaged over ranks (DDP, FSDP); `ends_mini` is true where the optimizer steps.
     """
 
     def __init__(self, client: RankSteps, device: str) -> None:
@@ -92,6 +94,7 @@ class RankDataset(IterableDataset[dict[str, torch.Tensor]]):  # type: ignore[mis
             yield {
                 **micro.tensors,
                 **{name: torch.tensor(number) for name, number in numbers.items()},
+                "loss_scale": torch.tensor(loss_scale(counts, self._client.dp_size)),
                 "ends_mini": torch.tensor(micro.ends_mini),
             }
         if self._given:

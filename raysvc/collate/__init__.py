@@ -2,7 +2,7 @@
 
 from raysvc.collate.collate import collate_mini_batch
 from raysvc.collate.info import MiniBatchInfo, info_of
-from raysvc.collate.loss_weights import row_weights, token_weights
+from raysvc.collate.loss_weights import loss_scale, row_weights, token_weights
 from raysvc.collate.plan_report import PlanReport, StepRow, plan_report, rows_of_step
 from raysvc.collate.shard import Denominators, MicroBatch, Shard
 
@@ -15,6 +15,7 @@ __all__ = [
     "StepRow",
     "collate_mini_batch",
     "info_of",
+    "loss_scale",
     "plan_report",
     "row_weights",
     "rows_of_step",

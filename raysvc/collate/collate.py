@@ -108,6 +108,7 @@ def _per_row(
         "row_tokens": _dealt(source.row_tokens, geometry, 0),
         "row_group": _dealt(source.mini.group_index, geometry, -1),
         "row_group_rows": _dealt(source.group_rows, geometry, 0),
+        "row_group_tokens": _dealt(source.group_tokens, geometry, 0),
     }
     rows = source.rows.rows
     return own | {

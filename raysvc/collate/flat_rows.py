@@ -90,6 +90,13 @@ class FlatRows:
         return np.bincount(self.mini.group_index)[self.mini.group_index].astype(np.int32)
 
     @cached_property
+    def group_tokens(self) -> npt.NDArray[np.int32]:
+        """int32 [N], targets of each row's group (`stream`: of its window)."""
+        if self.layout == "stream" or not len(self.lengths):
+            return self.row_tokens
+        return np.bincount(self.mini.group_index, self.row_tokens)[self.mini.group_index].astype(np.int32)
+
+    @cached_property
     def denominators(self) -> Denominators:
         """Counts of the mini-batch."""
         if self.layout == "stream":

@@ -1,37 +1,70 @@
 """Denominators into loss weights, so that summed gradients are those of the whole mini-batch at once.
 
 With l_t the loss of target t, T targets, S rows, G groups of the mini-batch (`Denominators`), n_s targets of
-row s and m_g rows of group g, the loss of a mini-batch is
+row s, m_g rows and k_g targets of group g, the loss of a mini-batch is
 
     token_mean      sum_t l_t / T
     sequence_mean   sum_s (1 / S) sum_{t in s} l_t / n_s
     group_mean      sum_g (1 / G) sum_{s in g} (1 / m_g) sum_{t in s} l_t / n_s
-    constant        sum_t l_t / c
+    prompt_mean     sum_g (1 / G) sum_{t in g} l_t / k_g
+    constant        sum_s (1 / S) sum_{t in s} l_t / c         (Dr. GRPO; c tokens, the longest answer allowed)
 
 Each is sum_t w_t l_t with w_t known before the split. A rank adds `dp_size * w_t * l_t` over its
 micro-batches where the gradient reducer averages over ranks (DDP, FSDP), `w_t * l_t` where it sums.
 Always true:
 - a row without a target weighs nothing, and counts in S and in its group;
+- a group without a target weighs nothing, and counts in G;
 - weights of dummies and padding are 0;
-- with dp_size = 1 the weights of a mini-batch sum to 1 where every row has a target (`constant`: to T / c).
+- with dp_size = 1 the weights of a mini-batch sum to 1 where every row has a target (`constant`: to T / (S c)).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from raysvc.collate.columns import IGNORED
 from raysvc.collate.shard import Array, Denominators
+from raysvc.config import Reduction
 
-Reduction = Literal["token_mean", "sequence_mean", "group_mean", "constant"]
+__all__ = ["Reduction", "loss_scale", "row_weights", "token_weights"]
+
+
+def loss_scale(
+    denominators: Denominators,
+    ranks: int,
+    reduction: Reduction = "token_mean",
+    *,
+    constant: float | None = None,
+) -> float:
+    """The factor of the sum of a micro-batch's token losses; then no gradient depends on the number of ranks.
+
+    Args:
+        denominators: of the mini-batch: `micro.denominators`, `shard.denominators`, `mini.info.denominators`.
+        ranks: data-parallel ranks where gradients are averaged over them (DDP, FSDP); 1 where they are summed.
+        reduction: `token_mean` or `constant`. Under the other means rows weigh differently: use `token_weights`.
+        constant: c tokens, for `constant`.
+
+    Raises:
+        ValueError: `reduction` has no one factor, or `ranks` or `constant` is not positive.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks}")
+    if reduction == "token_mean":
+        return ranks / max(denominators.tokens, 1)
+    if reduction != "constant":
+        what = f"reduction {reduction!r} has no one factor, its rows weigh differently"
+        raise ValueError(f"{what}; multiply each token's loss with raysvc.collate.token_weights")
+    if constant is None or constant <= 0:
+        raise ValueError(f"reduction 'constant' needs a positive constant, got {constant}")
+    return ranks / (max(denominators.rows, 1) * constant)
 
 
 def row_weights(
-    arrays: Mapping[str, Array],
+    arrays: Mapping[str, Any],
     denominators: Denominators,
     reduction: Reduction,
     *,
@@ -41,27 +74,25 @@ def row_weights(
     """float64 [S], the weight of every target of each row in `arrays` (of a shard or a micro-batch).
 
     Args:
-        arrays: with `row_tokens`, `row_group_rows` and `row_group`.
+        arrays: numpy or torch, with `row_tokens`, `row_group`, `row_group_rows` and `row_group_tokens`.
         denominators: of the mini-batch.
         reduction: which mean.
         dp_size: number of ranks where the reducer averages; 1 where it sums.
         constant: c, for `constant`.
     """
-    targets = np.maximum(arrays["row_tokens"], 1).astype(np.float64)
-    real = (arrays["row_group"] >= 0).astype(np.float64) * dp_size
-    if reduction == "token_mean":
-        return real / max(denominators.tokens, 1)
+    real = (_on_host(arrays["row_group"]) >= 0).astype(np.float64)
+    if reduction in ("token_mean", "constant"):
+        return real * loss_scale(denominators, dp_size, reduction, constant=constant)
+    if reduction == "prompt_mean":
+        return real * dp_size / (max(denominators.groups, 1) * _counts(arrays, "row_group_tokens"))
+    targets = _counts(arrays, "row_tokens")
     if reduction == "sequence_mean":
-        return real / (max(denominators.rows, 1) * targets)
-    if reduction == "group_mean":
-        return real / (max(denominators.groups, 1) * np.maximum(arrays["row_group_rows"], 1) * targets)
-    if constant is None or constant <= 0:
-        raise ValueError(f"reduction 'constant' needs a positive constant, got {constant}")
-    return real / constant
+        return real * dp_size / (max(denominators.rows, 1) * targets)
+    return real * dp_size / (max(denominators.groups, 1) * _counts(arrays, "row_group_rows") * targets)
 
 
 def token_weights(
-    arrays: Mapping[str, Array],
+    arrays: Mapping[str, Any],
     denominators: Denominators,
     reduction: Reduction,
     *,
@@ -69,16 +100,25 @@ def token_weights(
     constant: float | None = None,
     dtype: npt.DTypeLike = np.float32,
 ) -> npt.NDArray[Any]:
-    """[B, W] in `dtype`, the weight of each label in `arrays`.
+    """[B, W] in `dtype`, the weight of each label in `arrays` (numpy or torch, of a shard or a micro-batch).
 
     It lies like `labels`: shift both alike, multiply with the loss of each target, sum.
     """
     rows = row_weights(arrays, denominators, reduction, dp_size=dp_size, constant=constant).astype(dtype)
-    labels = arrays["labels"]
+    labels = _on_host(arrays["labels"])
     if "segment_ids" not in arrays:
         per_token = np.broadcast_to(rows[:, None], labels.shape)
     else:
-        offsets = arrays["cu_seqlens_offsets"]
+        offsets = _on_host(arrays["cu_seqlens_offsets"])
         firsts = offsets[:-1] - offsets[0] - np.arange(len(offsets) - 1)
-        per_token = rows[np.maximum(arrays["segment_ids"] - 1, 0) + firsts[:, None]]
+        per_token = rows[np.maximum(_on_host(arrays["segment_ids"]) - 1, 0) + firsts[:, None]]
     return np.where(labels != IGNORED, per_token, np.zeros((), dtype))
+
+
+def _counts(arrays: Mapping[str, Any], name: str) -> npt.NDArray[np.float64]:
+    """At least 1 each: what is 0 has no target, so nothing has its weight."""
+    return np.maximum(_on_host(arrays[name]), 1).astype(np.float64)
+
+
+def _on_host(values: Any) -> Array:
+    return values if isinstance(values, np.ndarray) else np.asarray(values.cpu())

@@ -9,6 +9,7 @@ Arrays of every layout:
     row_tokens          int32 [S]       targets of each row (`stream`: of its window)
     row_group           int32 [S]       number of the row's group in the mini-batch, -1 for a dummy
     row_group_rows      int32 [S]       rows of that group in the mini-batch (`stream`: 1)
+    row_group_tokens    int32 [S]       targets of that group in the mini-batch (`stream`: of the row's window)
 and with several rows on a line (`packed`, `stream`):
     segment_ids         int32 [B, W]    number of the row on its line, from 1; 0 in padding
     cu_seqlens          int32 [S + B]   for each line 0 and the end of each of its rows, alignment included

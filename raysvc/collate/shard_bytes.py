@@ -26,7 +26,7 @@ _BUILT_BYTES = {
     "attention_mask": 1,
     "loss_mask": 1,
 }
-_ROW_BYTES = 4 * 4 + 8  # seq_lengths, row_tokens, row_group, row_group_rows; row_ids
+_ROW_BYTES = 5 * 4 + 8  # seq_lengths, row_tokens, row_group, row_group_rows, row_group_tokens; row_ids
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from raysvc.collate.shard import Shard
 
 OURS = {"input_ids", "attention_mask", "position_ids", "labels", "loss_mask"}
-OURS |= {"seq_lengths", "row_tokens", "row_group", "row_group_rows"}
+OURS |= {"seq_lengths", "row_tokens", "row_group", "row_group_rows", "row_group_tokens"}
 
 
 class TrainingInput(NamedTuple):

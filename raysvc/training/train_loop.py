@@ -290,6 +290,7 @@ def model_spec(job: JobConfig, entry: CacheEntry) -> ModelSpec:
         weight_decay=trainer.weight_decay,
         max_grad_norm=trainer.max_grad_norm,
         loss=trainer.loss,
+        loss_constant=trainer.loss_constant,
         seed=trainer.seed,
     )
 

@@ -30,6 +30,7 @@ def reference_gradient(
         mask[0] = False
         masks.append(mask)
     targets, num_groups = sum(int(mask.sum()) for mask in masks), len(set(groups))
+    of_group = {g: sum(int(m.sum()) for m, h in zip(masks, groups, strict=True) if h == g) for g in groups}
     total = torch.zeros((), dtype=torch.float64)
     for row, mask in enumerate(masks):
         if not mask.any():
@@ -46,6 +47,8 @@ def reference_gradient(
             "token_mean": 1 / targets,
             "sequence_mean": 1 / (len(masks) * mask.sum()),
             "group_mean": 1 / (num_groups * groups.count(groups[row]) * mask.sum()),
+            "prompt_mean": 1 / (num_groups * max(of_group[groups[row]], 1)),
+            "constant": 1 / (len(masks) * 9.0),
         }[reduction]
         total = total + weight * losses.sum()
     total.backward()

@@ -101,13 +101,14 @@ def test_a_rank_of_dummies_changes_nothing(ranks: Ranks, strategy: str) -> None:
             assert distance(results[0][number][0], grads) < EXACT
 
 
-@pytest.mark.parametrize("reduction", ["sequence_mean", "group_mean"])
+@pytest.mark.parametrize("reduction", ["sequence_mean", "group_mean", "prompt_mean", "constant"])
 def test_means_over_rows_and_groups_are_exact_too(ranks: Ranks, reduction: str) -> None:
     rows = random_rows(7, seed=8)
     groups = [UIDS.index(uid) for uid in UIDS]
     plan = {**plan_of("rows"), "batch_size": 4}
     ((_, shards, _),) = minis_of(rows, plan, 3, uids=UIDS, columns=COLUMNS)
-    results = ranks.run(tiny_spec(loss=reduction), gradients_of, [([shard], LOSSES) for shard in shards])
+    spec = tiny_spec(loss=reduction, loss_constant=9.0 if reduction == "constant" else None)
+    results = ranks.run(spec, gradients_of, [([shard], LOSSES) for shard in shards])
     for number, formula in enumerate(FORMULAS):
         grads, loss = reference_gradient(model_of(), rows, formula, "logits", groups, reduction)
         assert sum(rank[number][1]["loss"] for rank in results) == pytest.approx(loss, rel=1e-6)

@@ -201,7 +201,8 @@ def test_a_first_token_is_never_a_target_even_when_the_mask_says_so(make_data, m
 def test_the_cost_of_a_column_that_is_not_asked_for_is_nothing(make_data, make_shards):
     config = PlanConfig(batch_size=2, columns=("input_ids",))
     [(_, [shard])] = make_shards(make_data([4, 5]), config, 1)
-    assert set(shard.arrays) == {"input_ids", "seq_lengths", "row_tokens", "row_group", "row_group_rows"}
+    per_row = {"seq_lengths", "row_tokens", "row_group", "row_group_rows", "row_group_tokens"}
+    assert set(shard.arrays) == {"input_ids", *per_row}
 
 
 def test_an_unknown_column_is_named_with_those_that_are_there(make_data, make_shards):

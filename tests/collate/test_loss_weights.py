@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import raysvc
 from raysvc.collate import row_weights, token_weights
 from raysvc.collate.shard import Denominators
 from raysvc.config import PlanConfig
 
-REDUCTIONS = ("token_mean", "sequence_mean", "group_mean", "constant")
+REDUCTIONS = ("token_mean", "sequence_mean", "group_mean", "prompt_mean", "constant")
 CONSTANT = 37.0
 SHAPES = {
     "right, one row": {"micro_batch_size": 1},
@@ -90,13 +91,17 @@ def reference(model, data, row_ids, uids):
     every = torch.cat(list(losses.values()))
     means = {row: loss.mean() if len(loss) else loss.sum() for row, loss in losses.items()}
     groups: dict[str, list[Tensor]] = {}
+    prompts: dict[str, list[Tensor]] = {}
     for row in row_ids:
         groups.setdefault(uids[row], []).append(means[row])
+        prompts.setdefault(uids[row], []).append(losses[row])
+    tokens = [torch.cat(rows) for rows in prompts.values()]
     loss = {
         "token_mean": every.sum() / max(len(every), 1),
         "sequence_mean": sum(means.values()) / len(row_ids),
         "group_mean": sum(sum(group) / len(group) for group in groups.values()) / len(groups),
-        "constant": every.sum() / CONSTANT,
+        "prompt_mean": sum(each.mean() if len(each) else each.sum() for each in tokens) / len(tokens),
+        "constant": sum(rows.sum() / CONSTANT for rows in losses.values()) / len(row_ids),
     }
     return {name: gradient(model, value) for name, value in loss.items()}
 
@@ -149,6 +154,45 @@ def test_gradients_do_not_depend_on_ranks_micro_batches_layout_or_dummies(
             assert distance(got, want[name]) < 1e-10, (name, num_rows)
 
 
+@pytest.mark.parametrize("shape", ["right, two rows", "packed, aligned"])
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 8])
+def test_one_factor_of_the_summed_losses_is_enough_for_means_over_tokens(
+    make_data, make_shards, dp_size, shape
+):
+    model = Tiny()
+    data, uids = mini_batch(make_data, 7)
+    config = PlanConfig(batch_size=7, columns=COLUMNS, **SHAPES[shape])
+    [(mini, shards)] = make_shards(data, config, dp_size, uids=uids)
+    want = reference(model, data, mini.row_ids.tolist(), uids)
+
+    def scaled(arrays, counts):
+        return (arrays["labels"] != -100) * raysvc.loss_scale(counts, dp_size, name, constant=CONSTANT)
+
+    for name in ("token_mean", "constant"):
+        assert distance(over_ranks(model, shards, scaled), want[name]) < 1e-10, name
+
+
+@pytest.mark.parametrize("name", ["sequence_mean", "group_mean", "prompt_mean"])
+def test_a_mean_whose_rows_weigh_differently_has_no_one_factor(name):
+    with pytest.raises(ValueError, match="token_weights"):
+        raysvc.loss_scale(Denominators(5, 2, 1), 2, name)
+    with pytest.raises(ValueError, match="at least 1"):
+        raysvc.loss_scale(Denominators(5, 2, 1), 0)
+
+
+@pytest.mark.parametrize("shape", ["right, two rows", "packed"])
+def test_weights_of_torch_tensors_are_those_of_numpy_arrays(make_data, make_shards, shape):
+    data, uids = mini_batch(make_data, 7)
+    config = PlanConfig(batch_size=7, columns=COLUMNS, **SHAPES[shape])
+    [(_, [shard])] = make_shards(data, config, 1, uids=uids)
+    tensors = {name: torch.from_numpy(array.copy()) for name, array in shard.arrays.items()}
+    for name in REDUCTIONS:
+        one, other = (
+            token_weights(a, shard.denominators, name, constant=2.0) for a in (shard.arrays, tensors)
+        )
+        assert np.array_equal(one, other)
+
+
 @pytest.mark.parametrize("dp_size", [1, 3])
 def test_windows_of_a_stream_equal_whole_windows_in_one_process(make_data, make_shards, dp_size):
     model, window = Tiny(), 10
@@ -171,7 +215,7 @@ def test_windows_of_a_stream_equal_whole_windows_in_one_process(make_data, make_
         "token_mean": torch.cat(per_window).mean(),
         "sequence_mean": sum(losses.mean() for losses in per_window if len(losses)) / len(per_window),
     }
-    want["group_mean"] = want["sequence_mean"]  # a window is a group
+    want["group_mean"] = want["prompt_mean"] = want["sequence_mean"]  # a window is a group
     for name, loss in want.items():
         got = over_ranks(
             model,
@@ -207,18 +251,18 @@ def test_weights_of_a_mini_batch_sum_to_one_where_every_row_has_a_target(make_da
     data = make_data([5, 9, 2, 7, 3, 3, 8], trained=2.0)
     config = PlanConfig(layout="packed", micro_batch_tokens=16, batch_size=7)
     [(_, shards)] = make_shards(data, config, 3, uids=list("aabbbcc"))
-    for name in ("token_mean", "sequence_mean", "group_mean"):
+    for name in ("token_mean", "sequence_mean", "group_mean", "prompt_mean"):
         parts = [token_weights(s.arrays, s.denominators, name, dtype=np.float64).sum() for s in shards]
         assert sum(parts) == pytest.approx(1.0)
     parts = [token_weights(s.arrays, s.denominators, "constant", constant=2.0).sum() for s in shards]
-    assert sum(parts) == pytest.approx(shards[0].denominators.tokens / 2)
+    assert sum(parts) == pytest.approx(shards[0].denominators.tokens / (2 * 7))
 
 
 def test_a_mini_batch_without_any_target_weighs_nothing_and_is_finite(make_data, make_shards):
     data = make_data([5, 9, 2], trained=-1.0)
     [(_, shards)] = make_shards(data, PlanConfig(batch_size=3), 2)
     for shard in shards:
-        for name in ("token_mean", "sequence_mean", "group_mean"):
+        for name in ("token_mean", "sequence_mean", "group_mean", "prompt_mean"):
             assert (token_weights(shard.arrays, shard.denominators, name) == 0).all()
             assert np.isfinite(row_weights(shard.arrays, shard.denominators, name)).all()
 

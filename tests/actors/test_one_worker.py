@@ -1,0 +1,96 @@
+"""A worker in this process: every mean of the loss can be staged, and nothing moves without a target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from raysvc.actors.worker.losses import LossSum
+from raysvc.actors.worker.worker import Worker
+from raysvc.collate import Shard
+from raysvc.errors import ConfigError
+
+from .shards import minis_of, random_rows
+
+
+class BigramWorker(Worker):
+    """A table [V, V] in float64 under AdamW with weight decay and momentum."""
+
+    def build(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Embedding(64, 64, dtype=torch.float64)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, weight_decay=0.5)
+
+    def micro_loss(self, tensors: dict[str, Any], layout: str, loss: Any) -> LossSum:
+        logits_BLV = self.model(tensors["input_ids"].long())[:, :-1]
+        labels_BL, weights_BL = tensors["labels"][:, 1:].long(), tensors["loss_weights"][:, 1:]
+        losses = torch.nn.functional.cross_entropy(logits_BLV.mT, labels_BL, reduction="none")
+        return LossSum((losses * weights_BL).sum(), {})
+
+
+def shards_of_steps(trained: bool) -> Shard:
+    """One mini-batch of four rows, with targets or without."""
+    rows = random_rows(4, seed=5)
+    if not trained:
+        rows.tokens["loss_mask"][:] = 0
+    ((_, (shard,), _),) = minis_of(rows, {"batch_size": 4, "micro_batch_size": 2, "shuffle": "none"}, 1)
+    return shard
+
+
+def worker_of(**options: Any) -> BigramWorker:
+    worker = BigramWorker(0, 1, "cpu", **options)
+    worker.setup("")
+    return worker
+
+
+def loss_of(worker: Worker) -> float:
+    worker.stage((0, 0), shards_of_steps(trained=True))
+    return worker.forward_backward((0, 0))["loss"]
+
+
+def test_the_constant_reduction_is_staged_and_divides_every_row() -> None:
+    loss = loss_of(worker_of(reduction="constant", loss_constant=8.0))
+    shard = shards_of_steps(trained=True)
+    summed = loss_of(worker_of()) * shard.denominators.tokens
+    assert loss == pytest.approx(summed / (8.0 * 4), rel=1e-6)
+
+
+@pytest.mark.parametrize("constant", [None, 0.0, -1.0])
+def test_a_constant_that_is_missing_is_refused_when_the_worker_is_made(constant: float | None) -> None:
+    with pytest.raises(ConfigError, match="loss_constant"):
+        BigramWorker(0, 1, "cpu", reduction="constant", loss_constant=constant)
+
+
+@pytest.mark.parametrize("call", ["train_step", "optim_step"])
+def test_a_mini_batch_without_a_target_moves_no_weight(call: str) -> None:
+    worker = worker_of()
+    worker.stage((0, 0), shards_of_steps(trained=True))
+    worker.train_step([(0, 0)])  # from here on the optimizer has momentum
+    before = worker.model.weight.detach().clone()
+    state = {name: value.clone() for name, value in worker.optimizer.state[worker.model.weight].items()}
+    worker.stage((1, 0), shards_of_steps(trained=False))
+    if call == "train_step":
+        (result,) = worker.train_step([(1, 0)])
+        assert (result.loss, result.grad_norm) == (0.0, 0.0)
+    else:
+        worker.forward_backward((1, 0))
+        assert worker.optim_step()["grad_norm"] == 0.0
+    assert torch.equal(worker.model.weight, before)
+    after = worker.optimizer.state[worker.model.weight]
+    assert all(torch.equal(after[name], value) for name, value in state.items())
+    assert worker.optimizer_steps == 2, "the schedule goes on: learning rates of later steps stay"
+    worker.stage((2, 0), shards_of_steps(trained=True))
+    worker.train_step([(2, 0)])
+    assert not torch.equal(worker.model.weight, before)
+
+
+def test_a_mini_batch_without_a_target_beside_one_with_targets_is_stepped() -> None:
+    worker = worker_of()
+    before = worker.model.weight.detach().clone()
+    for key, trained in enumerate((True, False)):
+        worker.stage((0, key), shards_of_steps(trained))
+        worker.forward_backward((0, key))
+    worker.optim_step()
+    assert not torch.equal(worker.model.weight, before)
