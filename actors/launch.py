@@ -14,8 +14,8 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from raysvc.actors.rollouts.rollout_server import RolloutServer
 from raysvc.actors.server.batch_server import BatchServer
-from raysvc.actors.server.rollout_server import RolloutServer
 from raysvc.actors.server.spec import ServeSpec
 from raysvc.actors.worker.torch_worker import CausalLMWorker, ModelSpec
 from raysvc.errors import RaysvcError, ServerError

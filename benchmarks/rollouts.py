@@ -135,7 +135,7 @@ def slow_store_rows(folder: Path, seconds: float) -> list[dict[str, Any]]:
     import ray
 
     from raysvc.actors.launch import NAMESPACE
-    from raysvc.actors.server.rollout_server import RolloutServer
+    from raysvc.actors.rollouts.rollout_server import RolloutServer
     from raysvc.actors.server.spec import RolloutSpec, ServeSpec
     from raysvc.client.batch_client import attach
     from raysvc.client.rollouts import rollouts

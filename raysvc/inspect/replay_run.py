@@ -22,8 +22,8 @@ from raysvc.errors import ConfigError, EntryError, StepOutOfOrder
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from raysvc.actors.rollouts.rollout_stream import RolloutStream
     from raysvc.actors.server.entry_stream import EntryStream
-    from raysvc.actors.server.rollout_stream import RolloutStream
     from raysvc.actors.server.spec import ServeSpec, StepInfo
     from raysvc.collate.shard import Shard
     from raysvc.config import JobConfig
@@ -168,8 +168,8 @@ def _rows(spec: ServeSpec, step: int) -> EntryStream:
 def _rollouts(spec: ServeSpec, step: int) -> RolloutStream:
     import fsspec
 
+    from raysvc.actors.rollouts.rollout_stream import RolloutStream
     from raysvc.actors.server.make_step import Recipe
-    from raysvc.actors.server.rollout_stream import RolloutStream
 
     assert spec.rollouts is not None
     folder = f"{spec.journal}/rollouts"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.actors.server.group_pool import Pool, Ready
+from raysvc.actors.rollouts.group_pool import Pool, Ready
 
 ACTS = st.one_of(
     st.tuples(st.just("put"), st.integers(0, 30), st.integers(0, 3)),

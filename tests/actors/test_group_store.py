@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raysvc.actors.server.group_commit import GroupCommit
+from raysvc.actors.rollouts.group_commit import GroupCommit
+from raysvc.actors.rollouts.rollout_stream import RolloutStream
 from raysvc.actors.server.make_step import Recipe
-from raysvc.actors.server.rollout_stream import RolloutStream
 from raysvc.actors.server.spec import RolloutSpec
 from raysvc.cache.store.posix import PosixStore
 from raysvc.config import PlanConfig
@@ -437,7 +437,7 @@ def test_a_restart_at_any_point_gives_the_same_pool(
 def test_events_are_summed_up_so_that_a_restart_reads_few_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raysvc.actors.server.group_history.SNAPSHOT_EVERY", 5)
+    monkeypatch.setattr("raysvc.actors.rollouts.group_history.SNAPSHOT_EVERY", 5)
     rollouts = stream(tmp_path, max_staleness=9)
     for number in range(30):
         put(rollouts, group(number))

@@ -12,10 +12,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from raysvc.actors.server.group_log import Spool
+from raysvc.actors.rollouts.group_log import Spool
+from raysvc.actors.rollouts.rollout_stream import RolloutStream
 from raysvc.actors.server.journal import Journal
 from raysvc.actors.server.make_step import Recipe
-from raysvc.actors.server.rollout_stream import RolloutStream
 from raysvc.actors.server.spec import RolloutSpec
 from raysvc.actors.server.step_cache import SharedSteps
 from raysvc.config import PlanConfig

@@ -15,8 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from raysvc.actors.rollouts.rollout_stream import RolloutStream
 from raysvc.actors.server.make_step import Recipe
-from raysvc.actors.server.rollout_stream import RolloutStream
 from raysvc.actors.server.spec import RolloutSpec
 from raysvc.config import PlanConfig
 from raysvc.rl.group import Group, table_of

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raysvc.actors.server.group_log import Folder, Key
+from raysvc.actors.rollouts.group_log import Folder, Key
 from raysvc.row_batch import RowBatch
 
 Ints = npt.NDArray[np.int64]

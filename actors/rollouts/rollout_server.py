@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from raysvc.actors.rollouts.rollout_stream import RolloutStream
 from raysvc.actors.server.batch_server import BatchServer
 from raysvc.actors.server.make_step import Recipe
-from raysvc.actors.server.rollout_stream import RolloutStream
 from raysvc.actors.server.spec import TRAIN, Role, RolloutSpec, ServeSpec, StepInfo
 from raysvc.collate.shard import Shard
 from raysvc.errors import ConfigError, LeaseError, SourceError, StepFailed, StepNotReady, StepOutOfOrder

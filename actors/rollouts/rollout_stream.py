@@ -22,10 +22,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raysvc.actors.server.group_log import Spool
-from raysvc.actors.server.group_pool import Key, Pool
-from raysvc.actors.server.group_rows import batch_of, taken
-from raysvc.actors.server.group_store import GroupStore, PutResult
+from raysvc.actors.rollouts.group_log import Spool
+from raysvc.actors.rollouts.group_pool import Key, Pool
+from raysvc.actors.rollouts.group_rows import batch_of, taken
+from raysvc.actors.rollouts.group_store import GroupStore, PutResult
 from raysvc.actors.server.make_step import Recipe, make_step, outline
 from raysvc.actors.server.spec import Role, RolloutSpec, StepInfo, StepOutline, as_role
 from raysvc.collate.shard import Shard

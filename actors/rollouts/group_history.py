@@ -19,10 +19,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raysvc.actors.server.group_commit import GroupCommit
-from raysvc.actors.server.group_log import Event, Spool
-from raysvc.actors.server.group_pool import Key, Pool, Ready, Timeline
-from raysvc.actors.server.group_rows import Chunk, GroupRows, Piece, add_late
+from raysvc.actors.rollouts.group_commit import GroupCommit
+from raysvc.actors.rollouts.group_log import Event, Spool
+from raysvc.actors.rollouts.group_pool import Key, Pool, Ready, Timeline
+from raysvc.actors.rollouts.group_rows import Chunk, GroupRows, Piece, add_late
 from raysvc.rl.schema import FIXED, Schema, spans_of, with_growth
 
 log = logging.getLogger(__name__)

@@ -22,10 +22,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raysvc.actors.server.group_history import History, Restored, StepRecord, restore
-from raysvc.actors.server.group_log import Event, Forgotten, Spool
-from raysvc.actors.server.group_pool import Key, Pool, Ready, Timeline
-from raysvc.actors.server.group_rows import Chunk, GroupRows, Piece, add_late, lines_of
+from raysvc.actors.rollouts.group_history import History, Restored, StepRecord, restore
+from raysvc.actors.rollouts.group_log import Event, Forgotten, Spool
+from raysvc.actors.rollouts.group_pool import Key, Pool, Ready, Timeline
+from raysvc.actors.rollouts.group_rows import Chunk, GroupRows, Piece, add_late, lines_of
 from raysvc.errors import SourceError
 from raysvc.rl.schema import Admitted, Schema, Span, spans_of
 

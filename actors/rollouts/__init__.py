@@ -1,0 +1,1 @@
+"""The rollout server: groups that producers put, kept in a log and formed into steps."""
