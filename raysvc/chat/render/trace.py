@@ -20,7 +20,7 @@ from jinja2.utils import Namespace, missing
 from raysvc.chat.render.automaton import Ask, Automaton, Leaf, Let, State, Stretch
 from raysvc.chat.render.compiled import CompiledTemplate
 from raysvc.chat.render.operations import CANNOT_RAISE, Code, expression
-from raysvc.chat.render.traced_value import Generated, Traced, TracedLoop, Untraceable, holds_traced
+from raysvc.chat.render.traced_value import Generated, Traced, TracedLoop, Untraceable
 
 _LOCAL = re.compile(r"([lt])_(\d+)")
 
@@ -103,7 +103,7 @@ class Trace:
             if value.epoch not in (None, self._epoch):
                 raise Untraceable("a value that was taken for dead")
             return Code(value.var, (value.var,))
-        if kind in (list, tuple, dict) and holds_traced(value):
+        if kind in (list, tuple, dict):
             return self._container(value)
         if value is None or kind in (str, bool):
             return Code(repr(value))
