@@ -30,7 +30,12 @@ Format = Literal[
     "prompt",
 ]
 TrainOn = Literal[
-    "last_assistant_message", "all_assistant_messages", "completion", "all_tokens", "message_weight"
+    "last_assistant_message",
+    "all_assistant_messages",
+    "each_assistant_turn",
+    "completion",
+    "all_tokens",
+    "message_weight",
 ]
 Truncation = Literal["error", "drop", "keep_start", "keep_end_turns"]
 Layout = Literal["padded_right", "padded_left", "packed", "stream"]

@@ -32,7 +32,7 @@ class Ledger:
         self._quarantined: Counter[str] = Counter()
         self._examples: list[Quarantined] = []
         self._normalized: Counter[str] = Counter()
-        self._truncated = 0
+        self._truncated = self._reasoning_removed = 0
 
     @property
     def count(self) -> int:
@@ -59,6 +59,10 @@ class Ledger:
         """Count a written row whose messages were brought into normal form."""
         self._normalized.update(changes)
 
+    def remove_reasoning(self, messages: int) -> None:
+        """Count trained messages that are written without their reasoning."""
+        self._reasoning_removed += messages
+
     def truncate(self, rows: int) -> None:
         """Count rows that are written with tokens cut away."""
         self._truncated += rows
@@ -76,6 +80,7 @@ class Ledger:
             rows_in=written + self.count,
             rows_written=written,
             rows_truncated=self._truncated,
+            reasoning_removed=self._reasoning_removed,
             dropped=dict(self._dropped),
             quarantined=dict(self._quarantined),
             normalized=dict(self._normalized),

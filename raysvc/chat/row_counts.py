@@ -18,6 +18,7 @@ COUNTS = (
     "rows_in",
     "rows_written",
     "rows_truncated",
+    "reasoning_removed",
     "tokens_rendered",
     "tokens_trained",
     "tokens_context",
@@ -56,6 +57,7 @@ class Books:
         rows_truncated: of these, with tokens cut away.
         dropped: reason -> rows left out by a declared policy.
         quarantined: reason -> rows that could not be read or proved.
+        reasoning_removed: trained messages of written rows whose reasoning the template left out.
         normalized: what the normal form of messages changed -> rows that were written.
         tokens_rendered: tokens of the written rows before truncation.
         tokens_trained: of these, with loss.
@@ -72,6 +74,7 @@ class Books:
     tokens_context: int = 0
     tokens_truncated: int = 0
     rows_truncated: int = 0
+    reasoning_removed: int = 0
     normalized: Mapping[str, int] = field(default_factory=dict)
 
     def __add__(self, other: Books) -> Books:

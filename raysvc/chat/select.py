@@ -2,7 +2,7 @@
 
 Axes: N sequences before, K after; T tokens before, W written.
 Always true:
-- a source row is written whole or not at all: both sequences of a preference row, or neither;
+- a source row is written whole or not at all: all its sequences, or none;
 - a row that is not written is in the ledger, once;
 - when nothing has to go, nothing is copied.
 """
@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from raysvc.chat.row_counter import Ledger
 from raysvc.chat.row_errors import RowDropped, RowFault
-from raysvc.chat.text_batch import Batch
 from raysvc.chat.tokens.encoder import Ints32, Ints64
 from raysvc.chat.tokens.token_rows import TokenRows
 from raysvc.chat.truncate import Ranges, kept_ranges
@@ -44,21 +43,12 @@ class Kept:
     rendered: int
 
 
-def keep(
-    tokens: TokenRows,
-    batch: Batch | None,
-    source_rows: Ints64,
-    per_row: int,
-    spec: TextSpec,
-    ledger: Ledger,
-) -> Kept:
+def keep(tokens: TokenRows, source_rows: Ints64, spec: TextSpec, ledger: Ledger) -> Kept:
     """Apply faults and the truncation policy.
 
     Args:
         tokens: N sequences.
-        batch: they came from, None when they came as tokens.
-        source_rows: int64 [N].
-        per_row: sequences of a source row.
+        source_rows: int64 [N]; the sequences of one row lie together.
         spec: for the policy.
         ledger: counts what is not written.
 
@@ -69,22 +59,28 @@ def keep(
     odd = _odd(tokens, lengths, spec)
     if not odd.any():
         total = int(tokens.offsets[-1])
-        return Kept(tokens.ids, tokens.mask, lengths, source_rows, len(lengths) // per_row, total)
+        return Kept(tokens.ids, tokens.mask, lengths, source_rows, _count(source_rows), total)
     ranges: list[Ranges] = [[(a, b)] for a, b in zip(tokens.offsets, tokens.offsets[1:], strict=False)]
     left_out = np.zeros(len(lengths), np.bool_)
-    for row in np.flatnonzero(odd.reshape(-1, per_row).any(axis=1)).tolist():
-        places = range(row * per_row, (row + 1) * per_row)
+    starts = np.flatnonzero(np.append(True, np.diff(source_rows) != 0))
+    ends = np.append(starts[1:], len(source_rows))
+    for row in np.flatnonzero(np.logical_or.reduceat(odd, starts)).tolist():
+        places = range(int(starts[row]), int(ends[row]))
         number = int(source_rows[places[0]])
         try:
             for place in places:
-                ranges[place] = _ranges(tokens, place, batch, spec, f"{ledger.dataset or 'source'}:{number}")
+                ranges[place] = _ranges(tokens, place, spec, f"{ledger.dataset or 'source'}:{number}")
         except (RowFault, RowDropped) as why:
             ledger.leave_out(number, why)
             left_out[places.start : places.stop] = True
-    kept = _gathered(tokens, ranges, left_out, source_rows, per_row)
-    cut = kept.lengths < lengths[~left_out]
-    ledger.truncate(int(cut.reshape(-1, per_row).any(axis=1).sum()))
+    kept = _gathered(tokens, ranges, left_out, source_rows)
+    ledger.truncate(_count(kept.source_rows[kept.lengths < lengths[~left_out]]))
     return kept
+
+
+def _count(source_rows: Ints64) -> int:
+    """Different numbers among some that lie together."""
+    return int((np.diff(source_rows) != 0).sum()) + 1 if len(source_rows) else 0
 
 
 def _odd(tokens: TokenRows, lengths: Ints64, spec: TextSpec) -> npt.NDArray[np.bool_]:
@@ -100,10 +96,10 @@ def _odd(tokens: TokenRows, lengths: Ints64, spec: TextSpec) -> npt.NDArray[np.b
     return odd
 
 
-def _ranges(tokens: TokenRows, place: int, batch: Batch | None, spec: TextSpec, label: str) -> Ranges:
+def _ranges(tokens: TokenRows, place: int, spec: TextSpec, label: str) -> Ranges:
     if place in tokens.faults:
         raise tokens.faults[place]
-    return kept_ranges(tokens, place, batch, spec, label)
+    return kept_ranges(tokens, place, spec, label)
 
 
 def _gathered(
@@ -111,7 +107,6 @@ def _gathered(
     ranges: list[Ranges],
     left_out: npt.NDArray[np.bool_],
     source_rows: Ints64,
-    per_row: int,
 ) -> Kept:
     there = np.flatnonzero(~left_out)
     flat = np.array([pair for row in there.tolist() for pair in ranges[row]], np.int64).reshape(-1, 2)
@@ -120,6 +115,5 @@ def _gathered(
     index = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(flat[:, 0] - ends + sizes, sizes)
     lengths = np.array([sum(b - a for a, b in ranges[row]) for row in there.tolist()], np.int64)
     rendered = int(np.diff(tokens.offsets)[there].sum())
-    return Kept(
-        tokens.ids[index], tokens.mask[index], lengths, source_rows[there], len(there) // per_row, rendered
-    )
+    written = source_rows[there]
+    return Kept(tokens.ids[index], tokens.mask[index], lengths, written, _count(written), rendered)

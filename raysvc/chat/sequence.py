@@ -26,8 +26,6 @@ class Sequence:
         spans: (start, end, kind) characters under loss; the kind is FREE, OPEN_TURN or CLOSED_TURN.
         prefix: ids before the text, without loss.
         suffix: ids behind it, with loss.
-        head: characters before the first turn, kept by `keep_end_turns`.
-        turns: characters where the user begins to speak.
         example: what it came from.
         tokens: ids and mask that came as tokens, instead of a text.
     """
@@ -36,7 +34,5 @@ class Sequence:
     spans: list[Span]
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
-    head: int = 0
-    turns: tuple[int, ...] = ()
     example: Example | None = None
     tokens: TokensExample | None = None

@@ -13,9 +13,10 @@ from __future__ import annotations
 import codecs
 import gc
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -25,6 +26,7 @@ import pyarrow as pa
 
 from raysvc.chat.arrow import table_of
 from raysvc.chat.render.renderer import Preparer
+from raysvc.chat.render.turn_check import reasoning_of, removed_reasoning
 from raysvc.chat.row_counter import Ledger
 from raysvc.chat.row_counts import Books, Quarantined
 from raysvc.chat.row_errors import RowDropped, RowFault
@@ -41,11 +43,12 @@ from raysvc.chat.tokens.probe import choose_encoder
 from raysvc.chat.tokens.reference_check import RenderDiffers, compare, sample_places
 from raysvc.chat.tokens.token_rows import EncoderDiffers, RowEncoder, TokenRows, rows_of_tokens
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
+from raysvc.chat.truncate import fewer_turns
 from raysvc.config import TextSpec
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 ROWS_PER_CHUNK = 2048
 
 
@@ -91,7 +94,7 @@ class SliceTokenizer:
         self._reference = ReferenceEncoder(self.tokenizer)
         self._encoder, self._switched = choose_encoder(self.tokenizer, self._reference)
         self._preparer = self._new_preparer(fast=True)
-        self._table = TokenTable(self.tokenizer, self._preparer.control_tokens)
+        self._table = TokenTable(self.tokenizer, self._preparer.control_tokens, self._preparer.inner_tokens)
         self._format: Format | None = None
 
     @property
@@ -135,7 +138,7 @@ class SliceTokenizer:
                 logger.warning("dataset=%s switched to the reference: %s", self._label, self._switched)
 
     def _new_preparer(self, fast: bool) -> Preparer:
-        return Preparer(self.tokenizer, fast, with_turns=self.spec.truncation == "keep_end_turns")
+        return Preparer(self.tokenizer, fast)
 
     def _made_of_lines(self, data: bytes, first_row: int, ledger: Ledger) -> Iterator[tuple[Kept, int]]:
         for block, number in json_blocks(data, first_row):
@@ -177,9 +180,38 @@ class SliceTokenizer:
                 self.tokenizer,
                 self._reference,
             )
-        kept = keep(tokens, batch, numbers, form.sequences_per_row, self.spec, ledger)
+        lengths = np.diff(tokens.offsets)
+        if self.spec.truncation == "keep_end_turns" and lengths.max() > (
+            self.spec.max_length or lengths.max()
+        ):
+            shorter = [self._shortened(flat[n], int(lengths[n])) for n in range(len(flat))]
+            if any(a is not b for a, b in zip(shorter, flat, strict=True)):
+                flat, tokens = shorter, self._encode(shorter)[0]
+        kept = keep(tokens, numbers, self.spec, ledger)
+        kept = _with_cut_turns(kept, numbers, lengths, np.diff(tokens.offsets), ledger)
         _note_changes(flat, numbers, kept, ledger)
+        _note_reasoning(flat, numbers, kept, ledger)
         return kept, compared
+
+    def _shortened(self, sequence: Sequence, length: int) -> Sequence:
+        """`keep_end_turns`: the render of as many whole last turns as fit, the sequence itself when none does."""
+        limit, example = self.spec.max_length, sequence.example
+        if limit is None or length <= limit or not isinstance(example, ChatExample):
+            return sequence
+        choices = [chosen for chosen in fewer_turns(example) if chosen.trained or chosen.all_tokens]
+        best, low, high = sequence, 0, len(choices)
+        while low < high:  # the fewer turns the shorter
+            middle = (low + high) // 2
+            try:
+                made = self._preparer.sequence(choices[middle])
+            except (RowFault, RowDropped):
+                low = middle + 1  # the template refuses this beginning
+                continue
+            if int(self._encode([made])[0].offsets[-1]) <= limit:
+                best, high = made, middle
+            else:
+                low = middle + 1
+        return best
 
     def _prepare(self, row: SourceRow) -> list[Sequence]:
         if row.data is None:
@@ -221,6 +253,21 @@ class SliceTokenizer:
         )
 
 
+def _with_cut_turns(
+    kept: Kept,
+    numbers: npt.NDArray[np.int64],
+    before: npt.NDArray[np.int64],
+    after: npt.NDArray[np.int64],
+    ledger: Ledger,
+) -> Kept:
+    """Count the tokens of turns that were left out of rows that are written."""
+    cut = (after < before) & np.isin(numbers, kept.source_rows)
+    if not cut.any():
+        return kept
+    ledger.truncate(len(np.unique(numbers[cut])))
+    return replace(kept, rendered=kept.rendered + int((before - after)[cut].sum()))
+
+
 def _note_changes(flat: list[Sequence], numbers: npt.NDArray[np.int64], kept: Kept, ledger: Ledger) -> None:
     """Count what the normal form changed in rows that are written."""
     changed: dict[int, frozenset[str]] = {}
@@ -229,6 +276,21 @@ def _note_changes(flat: list[Sequence], numbers: npt.NDArray[np.int64], kept: Ke
             changed[number] = changed.get(number, frozenset()) | sequence.example.changes
     for number in changed.keys() & set(kept.source_rows.tolist()) if changed else ():
         ledger.note(changed[number])
+
+
+def _note_reasoning(flat: list[Sequence], numbers: npt.NDArray[np.int64], kept: Kept, ledger: Ledger) -> None:
+    """Count the reasoning that a template left out of rows that are written."""
+    removed: Counter[int] = Counter()
+    for number, sequence in zip(numbers.tolist(), flat, strict=True):
+        example = sequence.example
+        if isinstance(example, ChatExample) and not example.all_tokens:
+            said = [example.messages[place] for place in example.trained]
+            if any(map(reasoning_of, said)):
+                trained = "".join(sequence.text[start:end] for start, end, _ in sequence.spans)
+                removed[number] += removed_reasoning(said, trained)
+    if removed:
+        written = set(kept.source_rows.tolist())
+        ledger.remove_reasoning(sum(count for number, count in removed.items() if number in written))
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """Texts of many rows in columns, on their way to tokens.
 
-Axes: N sequences, B bytes of all texts one after the other, S spans, U places where a user begins to speak.
+Axes: N sequences, B bytes of all texts one after the other, S spans.
 Always true:
 - sequence n has the bytes `offsets[n]:offsets[n + 1]`;
-- spans and turns are ascending, inside their sequence, in bytes of the joined texts.
+- spans are ascending, inside their sequence, in bytes of the joined texts.
 """
 
 from __future__ import annotations
@@ -40,21 +40,6 @@ class Spans:
 
 
 @dataclass(frozen=True)
-class Turns:
-    """Where `keep_end_turns` may cut.
-
-    Attributes:
-        heads: int64 [N], byte where the first turn begins; the start of the sequence when there is no head.
-        rows: int64 [U], sequence of each user's turn.
-        starts: int64 [U], its first byte.
-    """
-
-    heads: Ints64
-    rows: Ints64
-    starts: Ints64
-
-
-@dataclass(frozen=True)
 class Batch:
     """N texts.
 
@@ -62,7 +47,6 @@ class Batch:
         data: uint8 [B].
         offsets: int64 [N + 1].
         spans: what is under loss.
-        turns: where rows may be cut.
         prefix: ids before every text, without loss.
         suffixes: ids behind each text, with loss; empty when no text has any.
     """
@@ -70,7 +54,6 @@ class Batch:
     data: Bytes
     offsets: Ints64
     spans: Spans
-    turns: Turns
     prefix: tuple[int, ...] = ()
     suffixes: Many[tuple[int, ...]] = field(default=())
 
@@ -91,42 +74,33 @@ def batch_of(sequences: Many[Sequence]) -> Batch:
     joined = "".join([s.text for s in sequences])
     if joined.isascii():
         sizes = [len(s.text) for s in sequences]
-        places = [(s.spans, s.head, s.turns) for s in sequences]
+        places = [s.spans for s in sequences]
     else:
         sizes = [len(s.text.encode()) for s in sequences]
         places = [_byte_places(s) for s in sequences]
     offsets = np.zeros(len(sequences) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
-    counts = [len(spans) for spans, _, _ in places]
-    numbers = chain.from_iterable(chain.from_iterable(spans for spans, _, _ in places))
+    counts = [len(spans) for spans in places]
+    numbers = chain.from_iterable(chain.from_iterable(places))
     flat = np.fromiter(numbers, np.int64, 3 * sum(counts)).reshape(-1, 3)
     rows = np.repeat(np.arange(len(sequences)), counts)
-    turns = np.array([(n, a) for n, (_, _, turns) in enumerate(places) for a in turns], np.int64).reshape(
-        -1, 2
-    )
     base = offsets[:-1]
     suffixes = [s.suffix for s in sequences] if any(s.suffix for s in sequences) else []
     return Batch(
         np.frombuffer(joined.encode(), np.uint8),
         offsets,
         Spans(rows, flat[:, 0] + base[rows], flat[:, 1] + base[rows], flat[:, 2].astype(np.int8)),
-        Turns(
-            base + np.array([head for _, head, _ in places], np.int64),
-            turns[:, 0],
-            turns[:, 1] + base[turns[:, 0]],
-        ),
         sequences[0].prefix if sequences else (),
         suffixes,
     )
 
 
-def _byte_places(sequence: Sequence) -> tuple[list[Span], int, tuple[int, ...]]:
-    """Spans, head and turns of a sequence in bytes of its text."""
+def _byte_places(sequence: Sequence) -> list[Span]:
+    """Spans of a sequence in bytes of its text."""
     text = sequence.text
     if text.isascii():
-        return sequence.spans, sequence.head, sequence.turns
-    spans = [(_bytes(text, a), _bytes(text, b), kind) for a, b, kind in sequence.spans]
-    return spans, _bytes(text, sequence.head), tuple(_bytes(text, turn) for turn in sequence.turns)
+        return sequence.spans
+    return [(_bytes(text, a), _bytes(text, b), kind) for a, b, kind in sequence.spans]
 
 
 def _bytes(text: str, chars: int) -> int:

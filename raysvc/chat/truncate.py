@@ -1,17 +1,20 @@
 """What is kept of rows that are too long.
 
 Always true:
-- a kept row is a subsequence of its tokens, at most `max_length` long: a prefix, or the head and whole last turns;
+- `drop` and `error` keep nothing of them, `keep_start` a prefix of their tokens;
+- `keep_end_turns` keeps the render of a shorter conversation: the system messages and as many whole last turns as fit,
+  as `apply_chat_template` writes them; a turn begins where a user begins to speak;
 - no token becomes trained by it;
 - a row without a trained token is dropped, with a reason.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import replace
 
 from raysvc.chat.row_errors import RowDropped
-from raysvc.chat.text_batch import Batch
+from raysvc.chat.source.formats import ChatExample
+from raysvc.chat.source.messages import SYSTEM_ROLES
 from raysvc.chat.tokens.token_rows import TokenRows
 from raysvc.config import TextSpec
 from raysvc.errors import SourceError
@@ -20,17 +23,15 @@ TOO_LONG = "longer than max_length"
 NOTHING_LEFT = "no trained token is left after truncation"
 NOTHING_TRAINED = "no trained token"
 LAST_TURN_TOO_LONG = "the last turn alone is longer than max_length"
-NO_TURNS = "longer than max_length, and its turns are not whole tokens"
 Ranges = list[tuple[int, int]]
 
 
-def kept_ranges(rows: TokenRows, row: int, batch: Batch | None, spec: TextSpec, place: str) -> Ranges:
+def kept_ranges(rows: TokenRows, row: int, spec: TextSpec, place: str) -> Ranges:
     """Token ranges of one row that are kept, ascending, in tokens of all rows.
 
     Args:
         rows: with their mask.
         row: which one.
-        batch: for its turns, None for rows that came as tokens.
         spec: for the policy.
         place: of the row, for the error.
 
@@ -52,30 +53,25 @@ def kept_ranges(rows: TokenRows, row: int, batch: Batch | None, spec: TextSpec, 
             f"the row has {last - first} tokens and max_length is {spec.max_length}",
             "raise max_length, or set truncation to drop, keep_start or keep_end_turns",
         )
-    if spec.truncation == "keep_start":
-        ranges = [(first, first + spec.max_length)]
-    else:
-        ranges = _end_turns(rows, row, batch, spec.max_length)
-    if not is_prompt and not any(rows.mask[a:b].any() for a, b in ranges):
+    if spec.truncation == "keep_end_turns":
+        raise RowDropped(LAST_TURN_TOO_LONG)  # what could be made shorter was
+    ranges = [(first, first + spec.max_length)]
+    if not any(rows.mask[a:b].any() for a, b in ranges):
         raise RowDropped(NOTHING_LEFT)
     return ranges
 
 
-def _end_turns(rows: TokenRows, row: int, batch: Batch | None, limit: int) -> Ranges:
-    """The head and as many whole last turns as fit; a turn begins where a user begins to speak."""
-    first, last = int(rows.offsets[row]), int(rows.offsets[row + 1])
-    if batch is None or rows.token_bytes is None or row in rows.odd:
-        raise RowDropped(NO_TURNS)
-    shift = int(rows.token_bytes[first] - batch.offsets[row])
-    cuts = (
-        np.concatenate([batch.turns.heads[row : row + 1], batch.turns.starts[batch.turns.rows == row]])
-        + shift
-    )
-    tokens = np.searchsorted(rows.token_bytes, cuts, "left")
-    if not np.array_equal(rows.token_bytes[tokens], cuts):
-        raise RowDropped(NO_TURNS)
-    head = int(tokens[0])
-    for turn in tokens[1:].tolist():
-        if turn >= head and head - first + last - turn <= limit:
-            return [(first, head), (turn, last)] if head > first else [(turn, last)]
-    raise RowDropped(LAST_TURN_TOO_LONG)
+def fewer_turns(example: ChatExample) -> list[ChatExample]:
+    """The conversation without its first turn, without its first two, and so on: the shortest has one turn."""
+    messages = example.messages
+    roles = [message.get("role") for message in messages]
+    head = next((n for n, role in enumerate(roles) if role not in SYSTEM_ROLES), len(roles))
+    users = [n for n in range(head + 1, len(roles)) if roles[n] == "user"]
+    return [
+        replace(
+            example,
+            messages=[*messages[:head], *messages[start:]],
+            trained=tuple(place - start + head for place in example.trained if place >= start),
+        )
+        for start in users
+    ]

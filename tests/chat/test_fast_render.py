@@ -202,5 +202,5 @@ def test_a_trained_message_outside_of_every_loop_is_refused(pairs: Any) -> None:
     usual = {"messages": row["messages"][1:]}
     lines = "\n".join(json.dumps(each) for each in [usual, row]).encode()
     for result in (run(fast, [usual, row]), run(slow, [usual, row]), fast.run_json_lines(lines, 0)):
-        assert list(result.books.quarantined) == ["a trained message is not one stretch of the render"]
+        assert list(result.books.quarantined) == ["the template does not show a trained message"]
         assert result.table["source_row"].to_pylist() == [0]

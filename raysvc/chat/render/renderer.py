@@ -1,7 +1,7 @@
 """A source row -> texts to encode, with the places of what is trained.
 
 Always true:
-- a row gives one sequence, a preference row two;
+- a row gives one sequence, a preference row two, and with `each_assistant_turn` one for each trained message;
 - whatever a template or a field raises is this row's fault and comes out as `RowFault`.
 
 Plain text is `tokenizer(text)` with the special tokens that the tokenizer adds, and its end-of-sequence token once at
@@ -11,15 +11,16 @@ the end: appended, unless the text or the tokenizer put it there. What the token
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
-from raysvc.chat.render.rendered import Render
 from raysvc.chat.render.template import ChatTemplate
-from raysvc.chat.render.turn_spans import TurnFinder
-from raysvc.chat.row_errors import RowFault
+from raysvc.chat.render.turn_check import is_empty
+from raysvc.chat.render.turn_spans import ALL_EMPTY, TurnFinder
+from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.sequence import CLOSED_TURN, FREE, OPEN_TURN, Sequence
 from raysvc.chat.source.formats import ChatExample, Example, Format, TextExample, TokensExample
-from raysvc.chat.source.messages import SYSTEM_ROLES
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 
 
@@ -29,15 +30,14 @@ class Preparer:
     Args:
         tokenizer: loaded.
         fast: render by what earlier rows showed; false runs the template for every row.
-        with_turns: note where turns begin, for `keep_end_turns`.
 
     Raises:
         TokenizerError: the template does not compile.
     """
 
-    def __init__(self, tokenizer: LoadedTokenizer, fast: bool = True, with_turns: bool = False) -> None:
+    def __init__(self, tokenizer: LoadedTokenizer, fast: bool = True) -> None:
         self._tokenizer = tokenizer
-        self.fast, self._with_turns = fast, with_turns
+        self.fast = fast
         self._templates: dict[str, tuple[ChatTemplate, TurnFinder]] = {}
         self._around, self._eos = _added_around(tokenizer.hf)
         for has_tools in (False, True) if tokenizer.chat_template else ():
@@ -49,16 +49,30 @@ class Preparer:
         found = (text for _, finder in self._templates.values() for text in finder.control_tokens)
         return tuple(dict.fromkeys(found))
 
+    @property
+    def inner_tokens(self) -> frozenset[str]:
+        """Of these, the ones that a template writes inside of turns."""
+        return frozenset(text for _, finder in self._templates.values() for text in finder.inner_tokens)
+
     def sequences(self, row: Mapping[str, Any], form: Format) -> list[Sequence]:
-        """Sequences of one row: one, or two of a preference row.
+        """Sequences of one row.
 
         Raises:
-            RowFault: the row cannot be read, rendered or proved.
+            RowFault: the row cannot be read, rendered or verified.
             RowDropped: nothing of it is trained.
         """
-        return [self._sequence(example) for example in form.normalize(row)]
+        examples = form.normalize(row)
+        if form.train_on == "each_assistant_turn" and form.name != "preference":
+            examples = tuple(chain.from_iterable(map(each_turn, examples)))
+        return [self.sequence(example) for example in examples]
 
-    def _sequence(self, example: Example) -> Sequence:
+    def sequence(self, example: Example) -> Sequence:
+        """One sequence.
+
+        Raises:
+            RowFault: it cannot be rendered or verified.
+            RowDropped: nothing of it is trained.
+        """
         if isinstance(example, ChatExample):
             return self._chat(example)
         if isinstance(example, TextExample):
@@ -79,13 +93,8 @@ class Preparer:
             text = render.text
             return Sequence(text, [(0, len(text), FREE)], example=example)
         found = finder.spans(render, example)
-        starts = _starts(render)
-        spans = [
-            (starts[s.block] + s.start, starts[s.block] + s.end, CLOSED_TURN if s.end > s.said else OPEN_TURN)
-            for s in found
-        ]
-        head, turns = _turns(render, starts, example) if self._with_turns else (0, ())
-        return Sequence(render.text, spans, head=head, turns=turns, example=example)
+        spans = [(s.start, s.end, CLOSED_TURN if s.closed else OPEN_TURN) for s in found]
+        return Sequence(render.text, spans, example=example)
 
     def _text(self, example: TextExample) -> Sequence:
         text = example.context + example.trained
@@ -112,25 +121,24 @@ class Preparer:
                 self._tokenizer.templates[name], self._tokenizer.template_variables, self.fast
             )
             added = [token.content for token in hf.added_tokens_decoder.values()]
-            finder = TurnFinder(template, added, [str(text) for text in hf.special_tokens_map.values()])
+            finder = TurnFinder(
+                template,
+                added,
+                {role: str(text) for role, text in hf.special_tokens_map.items()},
+                self._tokenizer.stop_tokens,
+            )
             self._templates[name] = (template, finder)
         return self._templates[name]
 
 
-def _starts(render: Render) -> list[int]:
-    starts, at = [], 0
-    for block in render.blocks:
-        starts.append(at)
-        at += len(block)
-    return starts
-
-
-def _turns(render: Render, starts: list[int], example: ChatExample) -> tuple[int, tuple[int, ...]]:
-    """(characters of the head, characters where a user's block begins)."""
-    roles = [example.messages[owner]["role"] if owner >= 0 else "" for owner in render.owners]
-    first = next((n for n, role in enumerate(roles) if role and role not in SYSTEM_ROLES), len(roles))
-    head = starts[first] if first < len(roles) else 0
-    return head, tuple(start for start, role in zip(starts, roles, strict=True) if role == "user")
+def each_turn(example: Example) -> list[Example]:
+    """One conversation for each trained message that says something, which it ends with."""
+    if not isinstance(example, ChatExample) or not example.trained:
+        return [example]
+    said = [place for place in example.trained if not is_empty(example.messages[place])]
+    if not said:
+        raise RowDropped(ALL_EMPTY)
+    return [replace(example, messages=example.messages[: place + 1], trained=(place,)) for place in said]
 
 
 def _added_around(hf: Any) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[int | None, str]]:

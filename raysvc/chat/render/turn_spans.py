@@ -1,14 +1,22 @@
-"""Where a trained message begins and ends in the render.
+"""What a turn of the model is in a render: the characters under loss of every trained message.
 
-A turn is trained from where the model would start to write to the end of its end-of-turn token:
-- it begins after the generation prompt, as far as the render repeats it: a `<think>` that the prompt writes is context,
-  one that the model has to write is trained;
-- it ends after the end-of-turn token that the template writes; the newline or text after that is context.
-`{% generation %}` marks are the beginning and end of what is said; the same rule then decides about the end of turn.
+A turn is everything that the model emits until control returns. The rule:
+
+1. The block of a message is what the template writes while it is at that message. Where it marks `{% generation %}`,
+   only what lies inside the marks of the block is the model's.
+2. The generation prompt is context, as far as the block repeats it, inside of a mark too: in whole tokens, tags, words
+   and blanks. A `<think>` that the prompt writes is context, one that the model has to write is trained, and so is a
+   `<think></think>` that the template writes and the prompt does not.
+3. Everything after it is trained up to the last control token of the block: headers between the parts of one message
+   (analysis, call, final), closing tags, and every token of the end of turn. Blanks and text after that are context.
+4. A template that writes no token at the end of its turns stops the model with the token at the head of what follows:
+   that token is trained too. When the tokenizer comes with a `generation_config.json`, only a token that it names.
+5. The end of sequence that a template writes after its last block belongs to the turn that is there.
+6. What a template writes of tool results inside the block of their call is context.
 
 Always true:
-- a span lies inside the block of its own message;
-- it is proved by `prove_span`, or its row has a fault;
+- a span holds nothing of another message but the stop token of 4;
+- `verify_turn` accepted it, or its row has a fault;
 - a message that says nothing has no span.
 """
 
@@ -19,24 +27,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from raysvc.chat.render.rendered import Render
-from raysvc.chat.render.span_proof import is_empty, prove_span, tags_of
 from raysvc.chat.render.template import ChatTemplate
+from raysvc.chat.render.turn_check import is_empty, tags_of, texts_of, verify_turn
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.source.formats import ChatExample
 from raysvc.chat.source.messages import Message
 
 ALL_EMPTY = "every trained message is empty"
 PROBE = "Seven quiet words that nobody ever writes"
+_PIECE = r"<[^<>\s]{1,40}>|\s|\w+|."
+Extent = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Characters of one block under loss: [start, end), of which [said, end) is the end of turn."""
+class TurnSpan:
+    """Characters of a render under loss: [start, end); `closed` when the last of them is a control token."""
 
-    block: int
     start: int
-    said: int
     end: int
+    closed: bool
 
 
 @dataclass(frozen=True)
@@ -49,168 +58,274 @@ class Frame:
 
 
 class TurnFinder:
-    """Finds and proves the trained turns of one template.
+    """Finds and verifies the trained turns of one template.
 
     Args:
         template: compiled.
         added_tokens: texts of the tokenizer's added tokens.
-        special_tokens: of these, the ones with a role, like the end of a sequence.
+        special_tokens: role -> text, of the tokens with a role, like the end of a sequence.
+        stop_tokens: texts that the model's `generation_config.json` stops at, empty when there is none.
     """
 
     def __init__(
-        self, template: ChatTemplate, added_tokens: Iterable[str], special_tokens: Iterable[str] = ()
+        self,
+        template: ChatTemplate,
+        added_tokens: Iterable[str],
+        special_tokens: dict[str, str] | None = None,
+        stop_tokens: Iterable[str] = (),
     ) -> None:
+        roles = special_tokens or {}
         self._template = template
-        self._tags = tags_of(template.text, special_tokens)
+        self._tags = tags_of(template.text, roles.values())
+        self._bos, self._eos = roles.get("bos_token", ""), roles.get("eos_token", "")
+        self._stops = frozenset(stop_tokens)
         texts = sorted((t for t in added_tokens if t), key=len, reverse=True)
-        self._added = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
-        self._middle, self._last, called = self._probe()
-        self._prompts: dict[tuple[str, bool], str] = {}
-        frames = [frame for frame in (self._middle, self._last) if frame]
-        self._eots = frozenset({frame.eot for frame in frames if frame.eot} | ({called} if called else set()))
-        heads = [token for frame in frames for token in self._added.findall(frame.head)]
-        self.control_tokens = tuple(
-            t for t in dict.fromkeys([*heads, *self._eot_tokens()]) if t not in self._tags
-        )
+        any_added = "|".join(map(re.escape, texts)) or r"(?!)"
+        self._added = re.compile(any_added)
+        self._run = re.compile(rf"\s*(?:(?:{any_added})\s*)+\Z")
+        self._lead = re.compile(rf"\s*(?:(?:{any_added})\s*)+")
+        self._piece = re.compile(f"{any_added}|{_PIECE}", re.DOTALL)
+        self._prompts: dict[tuple[str, bool, bool], str | None] = {}
+        self.inner_tokens: frozenset[str] = frozenset()
+        self._middle, self._last = self._frames()
+        self._frames_known = self._middle is not None or self._last is not None
+        self._writes_end = any(frame.eot for frame in (self._middle, self._last) if frame)
+        self.control_tokens, self.inner_tokens = self._controls()
 
-    def spans(self, render: Render, example: ChatExample) -> list[Span]:
+    def spans(self, render: Render, example: ChatExample) -> list[TurnSpan]:
         """Spans of the trained messages of one row, in order.
 
         Raises:
-            RowFault: a turn cannot be found or proved.
+            RowFault: a turn cannot be found or verified.
             RowDropped: all trained messages are empty.
         """
-        spans = []
+        spans: list[TurnSpan] = []
         for place in example.trained:
             if not is_empty(example.messages[place]):
-                spans.append(self.span(render, example, place))
+                spans += self.turn(render, example, place)
         if not spans:
             raise RowDropped(ALL_EMPTY)
         return spans
 
-    def span(self, render: Render, example: ChatExample, place: int) -> Span:
-        """Span of one message that says something.
+    def turn(self, render: Render, example: ChatExample, place: int) -> list[TurnSpan]:
+        """Spans of one message that says something, verified.
 
         Raises:
-            RowFault: it cannot be found or proved.
+            RowFault: they cannot be found or verified.
         """
-        block = _block_of(render, place)
-        plain = self._plain(render, example, place, block)
-        return plain or self._general(render, example, place, block)
+        text, found = render.text, self._found(render, example, place)
+        self.verify("".join(text[span.start : span.end] for span in found), example.messages[place])
+        self._check_foreign(text, found, example, place)
+        return found
 
-    def prove(self, stretch: str, message: Message) -> None:
-        """`prove_span` with what this template needs."""
-        prove_span(stretch, message, self._tags, self.control_tokens)
+    def verify(self, stretch: str, message: Message) -> None:
+        """`verify_turn` with what this template needs; the stretch includes its end of turn.
+
+        Raises:
+            RowFault: the stretch is not what the message says.
+        """
+        verify_turn(stretch, message, self._tags, self.control_tokens, self.inner_tokens)
+
+    def closing(self, text: str, span: TurnSpan) -> int:
+        """Characters of the control token that ends a span, zero when none does."""
+        tail = text[max(span.start, span.end - 80) : span.end]
+        tokens = list(self._added.finditer(tail))
+        return len(tokens[-1].group()) if tokens and tokens[-1].end() == len(tail) else 0
+
+    def first_piece(self, head: str) -> str:
+        """The shortest beginning of a header that a block can repeat of it."""
+        found = self._piece.match(head)
+        return found.group() if found else ""
 
     def heads(self, render: Render, example: ChatExample, place: int) -> list[str]:
         """Headers that the block of a message may begin with."""
-        prompt = self._prompt(render, example, place, _block_of(render, place))
+        extents = extents_of(render, place)
+        prompt = self._prompt(render, example, place, extents[0][0]) if extents else ""
         return [head for head in (prompt, *(f.head for f in (self._middle, self._last) if f)) if head]
 
-    def _plain(self, render: Render, example: ChatExample, place: int, block: int) -> Span | None:
-        """The usual case, proved by equality: head + content + end of turn + trailer is the block."""
-        frame, message = self._frame(example, place), example.messages[place]
-        content = message.get("content")
-        if frame is None or not frame.eot or self._template.marks_generation or type(content) is not str:
-            return None
-        if message.get("tool_calls"):
-            return None
-        head = self._prompt(render, example, place, block) or frame.head
-        if render.blocks[block] != f"{head}{content}{frame.eot}{frame.trailer}":
-            return None
-        if any(control in content for control in self.control_tokens):
-            return None
-        said = len(head) + len(content)
-        return Span(block, len(head), said, said + len(frame.eot))
-
-    def _general(self, render: Render, example: ChatExample, place: int, block: int) -> Span:
-        """Header and end of turn are found one by one, and what lies between is held against the message."""
-        text, frame = render.blocks[block], self._frame(example, place)
-        if self._template.marks_generation:
-            start, stop = _marked(render, block)
-        elif frame is None:
+    def _found(self, render: Render, example: ChatExample, place: int) -> list[TurnSpan]:
+        text, extents = render.text, extents_of(render, place)
+        if not extents:
+            raise RowFault("the template does not show a trained message")
+        marked = self._template.marks_generation
+        if not marked and not self._frames_known:
             raise RowFault("the template does not show where an assistant's turn begins and ends")
-        else:
-            start, stop = self._start(render, example, place, block), len(text)
-        said, end = self._close(text, start, stop, frame)
-        self.prove(text[start:said], example.messages[place])
-        return Span(block, start, said, end)
+        parts = _marks_of(render, extents) if marked else self._own(render, example, place, extents)
+        head = self._head(render, example, place, extents[0][0], marked)
+        parts = [(max(start, head), end) for start, end in parts if end > head]
+        if not parts:
+            raise RowFault("a trained message has no text after its header")
+        start, stop = parts[-1]
+        end = self._end(text, start, stop, extents[-1][1], example, place)
+        parts = [*parts[:-1], (start, end)]
+        spans = [TurnSpan(a, b, True) for a, b in parts if text[a:b].strip()]
+        return [span if self.closing(text, span) else TurnSpan(span.start, span.end, False) for span in spans]
 
-    def _start(self, render: Render, example: ChatExample, place: int, block: int) -> int:
-        """End of the first header that the block repeats, the generation prompt before others."""
-        prompt = self._prompt(render, example, place, block)
-        heads = [frame.head for frame in (self._middle, self._last) if frame]
-        for head in (prompt, *heads):
-            if head and render.blocks[block].startswith(head):
-                return len(head)
-        if not prompt and not any(heads):
-            return 0
-        raise RowFault("a trained turn does not begin with a known header", repr(render.blocks[block][:60]))
+    def _head(self, render: Render, example: ChatExample, place: int, begin: int, marked: bool) -> int:
+        """Rule 2: where the repeated part of the generation prompt ends."""
+        text = render.text
+        prompt = self._prompt(render, example, place, begin)
+        repeated = self._repeated(prompt or "", text, begin)
+        if repeated:
+            return begin + repeated
+        heads = [frame.head for frame in (self._middle, self._last) if frame and frame.head]
+        for head in heads:
+            if text.startswith(head, begin):
+                return begin + len(head)
+        goes_on = prompt == "" and self._has_prompt  # the model speaks where the last block ended
+        first = self._lead.match(text, begin)
+        opened = self._added.search(first.group()) if first else None
+        goes_on |= (
+            opened is not None and opened.group() in self.inner_tokens - self._opening
+        )  # no header at all
+        if marked or goes_on or not (prompt or heads):
+            return begin
+        raise RowFault("a trained turn does not begin with a known header", repr(text[begin : begin + 60]))
 
-    def _close(self, text: str, start: int, stop: int, frame: Frame | None) -> tuple[int, int]:
-        """(end of what is said, end of the end-of-turn token); the turn was marked up to `stop`."""
-        if frame and frame.eot and text.endswith(frame.eot + frame.trailer):
-            end = len(text) - len(frame.trailer)
-            said = end - len(frame.eot)
-        else:
-            said, end = self._last_token(text, start, frame)
-        if text[stop:said].strip() or said < start:
-            raise RowFault("a trained turn goes on after its generation mark", repr(text[stop:said][:60]))
-        return (min(stop, said), end) if end > said else (len(text[:stop].rstrip()),) * 2
+    def _repeated(self, prompt: str, text: str, begin: int) -> int:
+        """Characters of the prompt that stand at `begin`, in whole pieces; none when they are blank."""
+        if prompt and text.startswith(prompt, begin):
+            return len(prompt) if prompt.strip() else 0
+        at = 0
+        for piece in self._piece.finditer(prompt):
+            word = piece.group()
+            behind = text[begin + piece.end() : begin + piece.end() + 1]
+            split = word[-1:].isalnum() and behind.isalnum()
+            if not text.startswith(word, begin + at) or split:
+                break
+            at = piece.end()
+        return at if prompt[:at].strip() else 0
 
-    def _last_token(self, text: str, start: int, frame: Frame | None) -> tuple[int, int]:
-        """Place of the last added token, when nothing but blanks follows it and it can end a turn."""
-        found = list(self._added.finditer(text, start))
-        if found and not text[found[-1].end() :].strip():
-            token = found[-1]
-            if frame is None or not frame.eot or token.group() in self._eots:
-                return token.start(), token.end()
-        if frame is not None and frame.eot:
-            raise RowFault("a trained turn has no end of turn", repr(text[-60:]))
-        return len(text), len(text)
+    def _end(self, text: str, start: int, stop: int, block_end: int, example: ChatExample, place: int) -> int:
+        """Rules 3 to 5: behind the last token that the model must produce."""
+        frame = self._last if place == len(example.messages) - 1 else self._middle
+        end = self._end_in_block(text, start, stop, block_end, frame)
+        if end is None:
+            end = start + len(text[start:stop].rstrip())
+            if frame is not None and frame.eot and not self._template.marks_generation:
+                raise RowFault("a trained turn has no end of turn", repr(text[max(start, stop - 60) : stop]))
+        if self._writes_end or self._template.marks_generation:
+            return self._with_end_of_sequence(text, end, block_end, example, place)
+        return self._with_next_stop(text, end, block_end)
 
-    def _frame(self, example: ChatExample, place: int) -> Frame | None:
-        return self._last if place == len(example.messages) - 1 else self._middle
+    def _end_in_block(
+        self, text: str, start: int, stop: int, block_end: int, frame: Frame | None
+    ) -> int | None:
+        if frame and frame.trailer.strip() and text[start:block_end].endswith(frame.eot + frame.trailer):
+            return block_end - len(frame.trailer)
+        if frame is not None and not frame.eot and not self._template.marks_generation:
+            return None
+        run = self._run.search(text, start, block_end)
+        if run is None or run.start() > stop:
+            return self._last_token(text, start, stop)
+        return self._last_token(text, run.start(), block_end)
 
-    def _prompt(self, render: Render, example: ChatExample, place: int, block: int) -> str:
-        """What the generation prompt adds before message `place`, asked once for each role before it."""
-        key = (example.messages[place - 1]["role"] if place else "", example.tools is not None)
+    def _last_token(self, text: str, start: int, stop: int) -> int | None:
+        """Behind the last added token of [start, stop) when only blanks follow it; what begins a sequence ends no turn."""
+        last = None
+        for token in self._added.finditer(text, start, stop):
+            if token.group() == self._bos and token.group() != self._eos:
+                break
+            last = token.end()
+        return last if last is not None and not self._lead.sub("", text[last:stop]).strip() else None
+
+    def _with_end_of_sequence(
+        self, text: str, end: int, block_end: int, example: ChatExample, place: int
+    ) -> int:
+        """Rule 5."""
+        if place != len(example.messages) - 1 or not self._eos or end < block_end - 2:
+            return end
+        run = self._run.fullmatch(text, end)
+        last = text.rfind(self._eos, end) if run else -1
+        return last + len(self._eos) if last >= 0 else end
+
+    def _with_next_stop(self, text: str, end: int, block_end: int) -> int:
+        """Rule 4."""
+        if text[end:block_end].strip():
+            return end
+        following = re.compile(r"\s*").match(text, block_end)
+        token = self._added.match(text, following.end() if following else block_end)
+        if token is None:
+            return end
+        if self._stops:
+            return token.end() if token.group() in self._stops else end
+        return end if token.group() in (self._bos, *self._opening) else token.end()
+
+    def _own(self, render: Render, example: ChatExample, place: int, extents: list[Extent]) -> list[Extent]:
+        """Rule 6: the block without the tool results that the template writes into it."""
+        messages, text = example.messages, render.text
+        after = place + 1
+        while after < len(messages) and messages[after].get("role") == "tool":
+            after += 1
+        results = [said.strip() for message in messages[place + 1 : after] for said in texts_of(message)]
+        start, end = extents[0][0], extents[-1][1]
+        if not any(said and said in text[start:end] for said in results) or len(extents) > 1:
+            return extents
+        without = self._template.render([*messages[: place + 1], *messages[after:]], example.tools)
+        other = extents_of(without, place)
+        if len(other) != 1:
+            raise RowFault("a trained message and the results of its calls cannot be told apart")
+        mine, bare = text[start:end], without.text[other[0][0] : other[0][1]]
+        prefix = _common(mine, bare)
+        suffix = _common(mine[prefix:][::-1], bare[prefix:][::-1])
+        parts = [(start, start + prefix), (end - suffix, end)]
+        return [(a, b) for a, b in parts if text[a:b].strip()]
+
+    def _check_foreign(self, text: str, found: list[TurnSpan], example: ChatExample, place: int) -> None:
+        """Nothing that another message says is trained, unless this one says it too.
+
+        Raises:
+            RowFault: it is.
+        """
+        stretch = "".join(text[span.start : span.end] for span in found)
+        own = "\n".join(_all_words(example.messages[place]))
+        for other, message in enumerate(example.messages):
+            if abs(other - place) > 8 or other == place:
+                continue
+            for said in texts_of(message):
+                words = said.strip()
+                if len(words) >= 12 and words in stretch and words not in own:
+                    raise RowFault("a trained turn holds text of another message", repr(words[:60]))
+
+    def _prompt(self, render: Render, example: ChatExample, place: int, begin: int) -> str | None:
+        """What the generation prompt adds before a message, asked once for each kind of message before it.
+
+        None: it cannot be told.
+        """
+        before = example.messages[place - 1] if place else {}
+        key = (str(before.get("role", "")), bool(before.get("tool_calls")), example.tools is not None)
         if key not in self._prompts:
-            self._prompts[key] = self._ask_prompt(render, example, place, block)
+            self._prompts[key] = self._ask_prompt(render, example, place, begin)
         return self._prompts[key]
 
-    def _ask_prompt(self, render: Render, example: ChatExample, place: int, block: int) -> str:
+    def _ask_prompt(self, render: Render, example: ChatExample, place: int, begin: int) -> str | None:
         if not place:
-            return self._middle.head if self._middle else ""
+            return self._middle.head if self._middle else None
         before = example.messages[:place]
         try:
             prompted = self._template.render(before, example.tools, prompt=True).text
-            written = "".join(render.blocks[:block])
-            if prompted.startswith(written):
-                return prompted[len(written) :]
-            written = self._template.render(before, example.tools).text
+            written = render.text[:begin]
+            if not prompted.startswith(written):
+                written = self._template.render(before, example.tools).text
         except RowFault:
-            return ""
-        return prompted[len(written) :] if prompted.startswith(written) else ""
+            return None
+        return prompted[len(written) :] if prompted.startswith(written) else None
 
-    def _probe(self) -> tuple[Frame | None, Frame | None, str]:
-        """Frames of a turn in the middle and of the last one, and the end of turn after a tool call."""
+    def _frames(self) -> tuple[Frame | None, Frame | None]:
+        """Frames of a turn in the middle and of the last one."""
         first, second = PROBE, PROBE[::-1]
         plain = [_say("user", "a"), _say("assistant", first), _say("user", "b"), _say("assistant", second)]
-        call = {"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
-        calling = [_say("user", "a"), {**_say("assistant", ""), "tool_calls": [call]}, _say("tool", "c")]
         middle, last = self._frame_at(plain, 1, first), self._frame_at(plain, 3, second)
         last = last or self._frame_at(plain[2:], 1, second)
-        if middle is None and last is None:
-            return None, None, ""
         try:
-            render = self._template.render(calling, None)
+            asked = self._template.render(plain[:1], None, prompt=True).text
+            bare = self._template.render(plain[:1], None).text
         except RowFault:
-            return middle, last, ""
-        tokens = self._added.findall(
-            "".join(t for t, o in zip(render.blocks, render.owners, strict=True) if o == 1)
-        )
-        return middle, last, tokens[-1] if tokens else ""
+            asked = bare = ""
+        self._has_prompt = asked != bare
+        heads = [asked[_common(asked, bare) :], *(f.head for f in (middle, last) if f)]
+        self._opening = {token.group() for head in heads for token in [self._added.search(head)] if token}
+        return middle, last
 
     def _frame_at(self, messages: list[Message], place: int, content: str) -> Frame | None:
         """What stands around a message of a conversation, None when the template refuses it or shows another text."""
@@ -224,26 +339,102 @@ class TurnFinder:
         if not found:
             return None
         head = head if head.strip() else ""  # a blank is no header: the model writes it
-        token = self._added.search(tail)
-        return Frame(head, tail[: token.end()], tail[token.end() :]) if token else Frame(head, "", tail)
+        end = self._added.search(tail) and self._last_token(tail, 0, len(tail))
+        if end is None:
+            token = self._added.search(tail)
+            end = token.end() if token else 0
+        return Frame(head, tail[:end], tail[end:]) if end else Frame(head, "", tail)
 
-    def _eot_tokens(self) -> list[str]:
-        return [token for eot in sorted(self._eots) for token in self._added.findall(eot)]
+    def _controls(self) -> tuple[tuple[str, ...], frozenset[str]]:
+        """(tokens that open a header or end a turn, those of them that also stand inside a turn)."""
+        ends: list[str] = []
+        inner: set[str] = set()
+        for messages, tools in _PROBES:
+            example = ChatExample(messages, tools, ())
+            try:
+                render = self._template.render(messages, tools)
+            except RowFault:
+                continue
+            for place, message in enumerate(messages):
+                if message["role"] != "assistant":
+                    continue
+                try:
+                    spans = self._found(render, example, place)
+                except RowFault:
+                    continue
+                tokens = self._added.findall("".join(render.text[s.start : s.end] for s in spans))
+                ends += tokens[-1:]
+                inner |= set(tokens[:-1])
+        heads = [t for frame in (self._middle, self._last) if frame for t in self._added.findall(frame.head)]
+        eots = [t for frame in (self._middle, self._last) if frame for t in self._added.findall(frame.eot)]
+        controls = tuple(t for t in dict.fromkeys([*heads, *eots, *ends]) if t not in self._tags)
+        return controls, frozenset(inner)
 
 
-def _say(role: str, content: str) -> Message:
-    return {"role": role, "content": content}
+def extents_of(render: Render, place: int) -> list[Extent]:
+    """[start, end) of each stretch of a render that belongs to a message; neighbours are joined."""
+    made: list[Extent] = []
+    at = 0
+    for block, owner in zip(render.blocks, render.owners, strict=True):
+        if owner == place:
+            start = made.pop()[0] if made and made[-1][1] == at else at
+            made.append((start, at + len(block)))
+        at += len(block)
+    return made
 
 
-def _block_of(render: Render, place: int) -> int:
-    found = [index for index, owner in enumerate(render.owners) if owner == place]
-    if len(found) != 1:
-        raise RowFault("a trained message is not one stretch of the render", f"it is {len(found)}")
-    return found[0]
+def _marks_of(render: Render, extents: list[Extent]) -> list[Extent]:
+    starts, at = [], 0
+    for block in render.blocks:
+        starts.append(at)
+        at += len(block)
+    marks = sorted((starts[block] + start, starts[block] + end) for block, start, end in render.marks)
+    inside = [(a, b) for a, b in marks if b > a and any(a >= first and b <= last for first, last in extents)]
+    if not inside:
+        raise RowFault("a trained message has no generation mark")
+    joined = [inside[0]]
+    for start, end in inside[1:]:
+        if start == joined[-1][1]:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((start, end))
+    return joined
 
 
-def _marked(render: Render, block: int) -> tuple[int, int]:
-    inside = [(start, end) for owner, start, end in render.marks if owner == block]
-    if len(inside) != 1:
-        raise RowFault("a trained message does not have one generation mark", f"it has {len(inside)}")
-    return inside[0]
+def _common(left: str, right: str) -> int:
+    size = min(len(left), len(right))
+    return next((n for n in range(size) if left[n] != right[n]), size)
+
+
+def _all_words(message: Message) -> list[str]:
+    """All texts of a message, those of its calls too."""
+    return [
+        *texts_of(message),
+        str(message.get("reasoning_content") or ""),
+        str(message.get("tool_calls") or ""),
+    ]
+
+
+def _say(role: str, content: str, **fields: object) -> Message:
+    return {"role": role, "content": content, **fields}
+
+
+_CALL = {"type": "function", "id": "callid001", "function": {"name": "f", "arguments": {"a": "b"}}}
+_TEXT_CALL = {"type": "function", "id": "callid001", "function": {"name": "f", "arguments": '{"a": "b"}'}}
+_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
+}
+_RESULT = _say("tool", "c", name="f", tool_call_id="callid001")
+_THOUGHT = {"reasoning_content": "c d", "thinking": "c d", "reasoning": "c d"}
+_PROBES: list[tuple[list[Message], list[object] | None]] = [
+    ([_say("user", "a"), _say("assistant", "b"), _say("user", "c"), _say("assistant", "d")], None),
+    ([_say("user", "a"), _say("assistant", "b", **_THOUGHT)], None),
+    ([_say("user", "a"), _say("assistant", "", tool_calls=[_CALL]), _RESULT], [_TOOL]),
+    ([_say("user", "a"), _say("assistant", "", tool_calls=[_CALL], **_THOUGHT), _RESULT], [_TOOL]),
+    (
+        [_say("user", "a"), _say("assistant", "", tool_calls=[_CALL]), _RESULT, _say("assistant", "d")],
+        [_TOOL],
+    ),
+    ([_say("user", "a"), _say("assistant", "", tool_calls=[_TEXT_CALL]), _RESULT], [_TOOL]),
+]

@@ -28,6 +28,8 @@ def raw_example(row: SourceRow, form: Format, example: Example | None) -> Exampl
     system = form.get(data, "system")
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
+    if form.train_on == "each_assistant_turn":
+        messages = messages[: len(example.messages)]
     return replace(example, messages=messages, tools=_json_of(form.get(data, "tools")) or None)
 
 

@@ -10,6 +10,7 @@ Always true:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,12 +48,20 @@ class TokenTable:
     Args:
         tokenizer: any kind; for one that is not plainly bytes the decoded text differs, and `differing_rows` says so.
         control_texts: tokens that open a header or end a turn.
+        inner_texts: of these, the ones that stand inside of turns too.
     """
 
-    def __init__(self, tokenizer: LoadedTokenizer, control_texts: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: LoadedTokenizer,
+        control_texts: tuple[str, ...] = (),
+        inner_texts: Iterable[str] = (),
+    ) -> None:
         self._pieces = binary_array(bytes_of_tokens(tokenizer.hf))
         self.is_control = np.zeros(len(self._pieces), np.bool_)
-        for text in control_texts:
+        self.ends_turn = np.zeros(len(self._pieces), np.bool_)
+        self.ends_turn[list(tokenizer.hf.added_tokens_decoder)] = True
+        for text in set(control_texts) - set(inner_texts):
             self.is_control[tokenizer.hf.backend_tokenizer.token_to_id(text)] = True
 
     def control_fault(self, ids: Ints32, kind: int) -> str:
@@ -60,7 +69,7 @@ class TokenTable:
         if kind == FREE:
             return ""
         held, closed = self.is_control[ids], kind == CLOSED_TURN
-        if closed and self.is_control.any() and not (len(held) and held[-1]):
+        if closed and not (len(ids) and self.ends_turn[ids[-1]]):
             return NO_EOT
         return EXTRA_CONTROL if held[: len(held) - closed].any() else ""
 
@@ -134,12 +143,13 @@ def _check_controls(ids: Ints32, found: TokenSpans, spans: Spans, table: TokenTa
     behind = np.cumsum(sizes)
     at = np.flatnonzero(table.is_control[ids[found.within]])
     held = np.searchsorted(at, behind) - np.searchsorted(at, behind - sizes)
-    ended = np.where(sizes > 0, table.is_control[ids[np.maximum(ends - 1, 0)]], False)
+    last = ids[np.maximum(ends - 1, 0)]
+    ended = np.where(sizes > 0, table.ends_turn[last], False)
     closed = spans.kinds == CLOSED_TURN
-    too_many = (held > (closed & ended)) & (spans.kinds != FREE)
+    too_many = (held > (closed & ended & table.is_control[last])) & (spans.kinds != FREE)
     for index in np.flatnonzero(too_many).tolist():
         faults.setdefault(int(spans.rows[index]), EXTRA_CONTROL)
-    for index in np.flatnonzero(closed & table.is_control.any() & ~ended).tolist():
+    for index in np.flatnonzero(closed & ~ended).tolist():
         faults.setdefault(int(spans.rows[index]), NO_EOT)
 
 

@@ -8,6 +8,7 @@ Always true:
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from functools import cached_property
 from pathlib import Path
@@ -67,6 +68,20 @@ class LoadedTokenizer:
         """What the template sees beside messages and tools."""
         return {**self.hf.special_tokens_map, **self.config.template_kwargs}
 
+    @cached_property
+    def stop_tokens(self) -> tuple[str, ...]:
+        """Tokens that the model stops at, as its `generation_config.json` says; empty when it has none."""
+        from transformers.utils import cached_file
+
+        try:
+            path = cached_file(self.config.name, "generation_config.json", revision=self.config.revision)
+        except OSError:
+            return ()
+        with open(path, encoding="utf-8") as file:
+            ids = json.load(file).get("eos_token_id")
+        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        return tuple(str(token) for token in self.hf.convert_ids_to_tokens(ids) if token is not None)
+
     def reference_ids(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False
     ) -> list[int]:
@@ -116,6 +131,7 @@ class LoadedTokenizer:
                 for name, text in sorted(self.templates.items())
             },
             "template_kwargs": self.config.template_kwargs,
+            "stop_tokens": sorted(self.stop_tokens),
         }
 
 

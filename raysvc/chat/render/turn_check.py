@@ -1,0 +1,203 @@
+"""Whether the trained text of a turn says what its message says, and nothing else.
+
+Always true, of a turn that was verified:
+- all of the content is in it, after the template's own trimming and cutting of `<tag>` parts;
+- every tool call parses back: its name is there, and after it arguments equal to the source's, as one JSON value or
+  as every key followed by its value;
+- no text of the message holds a control token, and none stands in the turn but its end and what the template itself
+  writes inside a turn.
+
+Reasoning may be missing: templates strip it from earlier turns. `removed_reasoning` says so.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from raysvc.chat.row_errors import RowFault
+from raysvc.chat.source.messages import Message
+
+_CLOSING = re.compile(r"</([\w:.-]{1,40})>|\[/(\w{1,40})\]")
+_DECODER = json.JSONDecoder()
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+
+
+def tags_of(template: str, special_tokens: Iterable[str] = ()) -> tuple[str, ...]:
+    """Pairs like `<think>` and `</think>` that a template names: where it may cut a content apart."""
+    tags: set[str] = set()
+    for angle, square in _CLOSING.findall(template):
+        tags |= {f"<{angle}>", f"</{angle}>"} if angle else {f"[{square}]", f"[/{square}]"}
+    return tuple(sorted(tags - set(special_tokens), key=len, reverse=True))
+
+
+def verify_turn(
+    stretch: str, message: Message, tags: tuple[str, ...], controls: Iterable[str], inner: Iterable[str] = ()
+) -> None:
+    """Check the trained text of one turn.
+
+    Args:
+        stretch: text under loss.
+        message: that it must say.
+        tags: from `tags_of`.
+        controls: texts of the tokens that open a header or end a turn.
+        inner: of these, the ones that the template writes inside of turns.
+
+    Raises:
+        RowFault: with what is missing or too much.
+    """
+    allowed = set(inner)
+    for control in controls:
+        if control not in stretch:
+            continue
+        at = stretch.index(control)
+        if (control not in allowed and at + len(control) < len(stretch)) or _said_by(message, control):
+            raise RowFault("a trained turn holds a control token", f"{control!r} in {_short(stretch)!r}")
+    for text in texts_of(message):
+        if not _says(stretch, text, tags):
+            raise RowFault(
+                "a trained turn does not hold its message", f"{_short(text)!r} not in {_short(stretch)!r}"
+            )
+    for call in message.get("tool_calls") or ():
+        missing = _missing_of_call(stretch, call)
+        if missing:
+            raise RowFault("a trained turn does not hold its tool call", f"{_short(missing)} is missing")
+
+
+def is_empty(message: Message) -> bool:
+    """Whether a message says nothing: its end of turn alone teaches only to be silent."""
+    content = message.get("content")
+    if type(content) is str and content and not content.isspace():
+        return False
+    said = [*texts_of(message), reasoning_of(message)]
+    return not message.get("tool_calls") and not any(text.strip() for text in said)
+
+
+def texts_of(message: Message) -> list[str]:
+    """Texts of the content."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content if "text" in part] if isinstance(content, list) else []
+
+
+def reasoning_of(message: Message) -> str:
+    """What a message thinks before it speaks: a field of its own, or `<think>` in its content; empty without."""
+    for name in _REASONING:
+        if isinstance(message.get(name), str) and message[name].strip():
+            return str(message[name]).strip()
+    content = message.get("content")
+    if type(content) is not str or "</think>" not in content:
+        return ""
+    return content.split("</think>")[0].split("<think>")[-1].strip()
+
+
+def removed_reasoning(messages: Iterable[Message], trained: str) -> int:
+    """How many of some trained messages have reasoning that is not in the trained text."""
+    return sum(1 for message in messages if (thought := reasoning_of(message)) and thought not in trained)
+
+
+def _said_by(message: Message, control: str) -> bool:
+    if any(control in text for text in texts_of(message)) or control in reasoning_of(message):
+        return True
+    return any(control in leaf for call in message.get("tool_calls") or () for leaf in _leaves(call))
+
+
+def _says(stretch: str, text: str, tags: tuple[str, ...]) -> bool:
+    if text in stretch or text.strip() in stretch:
+        return True
+    cut = [text]
+    for tag in tags:
+        cut = [piece for whole in cut for piece in whole.split(tag)]
+    kept = [piece.strip() for piece in cut if piece.strip()]
+    return len(cut) > 1 and bool(kept) and kept[-1] in stretch
+
+
+def _missing_of_call(stretch: str, call: Any) -> str:
+    """What of a call does not parse back, empty when all of it does."""
+    function = call.get("function", call) if isinstance(call, dict) else call
+    if not isinstance(function, dict):
+        return ""
+    name, arguments = str(function.get("name") or ""), function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments)
+    if name and name not in stretch:
+        return repr(name)
+    places = [found.end() for found in re.finditer(re.escape(name), stretch)] if name else [0]
+    if not arguments or any(_holds(stretch[place:], arguments) for place in places):
+        return ""
+    if name and any(value == arguments for value in _json_values(stretch)):
+        return ""  # a template that writes the arguments before the name
+    return f"the call of {name!r} with {json.dumps(arguments, ensure_ascii=False, default=str)}"
+
+
+def _parsed(text: str) -> Any:
+    """Arguments that are JSON in a string, parsed; any other text as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _holds(text: str, value: Any) -> bool:
+    """Whether a value is in a text: as one JSON value, or as its parts in order."""
+    if isinstance(value, dict | list) and any(found == value for found in _json_values(text)):
+        return True
+    at = 0
+    for part in _parts(value):
+        ends = [place + len(form) for form in _forms(part) if (place := text.find(form, at)) >= 0]
+        if not ends:
+            return False
+        at = min(ends)
+    return True
+
+
+def _json_values(text: str) -> Iterator[Any]:
+    """JSON objects and lists that begin anywhere in a text."""
+    for found in re.finditer(r"[{\[]", text):
+        try:
+            yield _DECODER.raw_decode(text, found.start())[0]
+        except (ValueError, RecursionError):
+            continue
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Keys and scalars of a value; a template may sort the keys, so a dict of several is looked for key by key."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from _parts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _parts(item)
+    else:
+        yield value
+
+
+def _forms(value: Any) -> set[str]:
+    """How templates write a scalar."""
+    if isinstance(value, str):
+        quoted = json.dumps(value, ensure_ascii=False)[1:-1]
+        escaped = json.dumps(value)[1:-1]
+        forms = {
+            value,
+            value.strip(),
+            quoted,
+            escaped,
+            repr(value)[1:-1],
+            html.escape(value),
+            quoted.replace("'", "\\'"),
+        }
+        return {form for form in forms if form} or {""}
+    return {str(value), json.dumps(value, default=str)}
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    return (part for part in _parts(value) if isinstance(part, str))
+
+
+def _short(text: str, limit: int = 60) -> str:
+    return text if len(text) <= limit else f"{text[: limit // 2]}…{text[-limit // 2 :]}"

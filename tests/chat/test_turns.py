@@ -1,0 +1,119 @@
+"""One row for each turn, whole last turns of long rows, and reasoning that a template removes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysvc.chat.slice_tokenizer import SliceTokenizer
+from raysvc.chat.source.json_rows import SourceRow
+from raysvc.config import TextSpec, TokenizerConfig
+
+from .conftest import metaspace, save
+from .zoo import Template, say, tokenizer_folder
+
+U, A, S, T = "user", "assistant", "system", "tool"
+GEMMA_LIKE = """\
+{{- bos_token }}
+{%- if messages[0].role == 'system' %}{% set first = messages[0].content + '\\n\\n' %}{% set rest = messages[1:] %}
+{%- else %}{% set first = '' %}{% set rest = messages %}{% endif %}
+{%- for message in rest %}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+{{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}
+{{- first if loop.first }}{{ message.content | trim + '<end_of_turn>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
+THINKS = """\
+{%- set ns = namespace(last=-1) %}
+{%- for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' and loop.index0 > ns.last and message.reasoning_content %}
+    {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
+{%- endif %}
+{{- message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+def made(folder: str, *rows: Any, **options: Any) -> Any:
+    tokenizer = SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=folder), **options))
+    result = tokenizer.run([SourceRow(n, {"messages": row}) for n, row in enumerate(rows)])
+    return tokenizer.tokenizer.hf, result
+
+
+def gemma(folder: Path) -> str:
+    return tokenizer_folder(Template("gemma_like", GEMMA_LIKE, "", ("<bos>", "<end_of_turn>")), folder)
+
+
+def chat(turns: int) -> list[dict[str, Any]]:
+    messages = [say(S, "Be brief.")]
+    for number in range(turns):
+        messages += [say(U, f"question {number}"), say(A, f"answer {number}")]
+    return messages
+
+
+@pytest.mark.parametrize("kind", ["bytes", "metaspace"])
+def test_keep_end_turns_keeps_a_system_prompt_inside_the_first_user_turn(kind: str, tmp_path: Path) -> None:
+    folder = gemma(tmp_path)
+    if kind == "metaspace":
+        backend = metaspace(["<bos>", "<start_of_turn>", "<end_of_turn>"])
+        roles = {"bos_token": "<bos>", "eos_token": "<end_of_turn>"}
+        folder = save(tmp_path / "metaspace", backend, GEMMA_LIKE, **roles)
+    hf, whole = made(folder, chat(6))
+    length = len(whole.table["input_ids"][0])
+    _, result = made(folder, chat(6), max_length=length // 2, truncation="keep_end_turns")
+    ids = result.table["input_ids"][0].as_py()
+    kept = next(
+        n
+        for n in range(6, 0, -1)
+        if len(hf.apply_chat_template([chat(6)[0], *chat(6)[-2 * n :]], return_dict=False)) <= length // 2
+    )
+    assert 1 <= kept < 6
+    assert ids == hf.apply_chat_template([chat(6)[0], *chat(6)[-2 * kept :]], return_dict=False)
+    assert "Be brief." in hf.decode(ids)
+    counts = result.books
+    assert (counts.rows_written, counts.rows_truncated) == (1, 1)
+    assert counts.tokens_truncated == length - len(ids)
+
+
+def test_a_turn_that_is_too_long_alone_is_dropped_by_name(tmp_path: Path) -> None:
+    folder = gemma(tmp_path)
+    _, result = made(folder, chat(3), max_length=5, truncation="keep_end_turns")
+    assert result.books.dropped == {"the last turn alone is longer than max_length": 1}
+
+
+def thinking(folder: Path) -> str:
+    return tokenizer_folder(Template("thinks", THINKS, "", ("<|endoftext|>", "<|im_end|>")), folder)
+
+
+THOUGHTS = [
+    say(U, "2 + 2?"),
+    say(A, "It is 4.", reasoning_content="two and two"),
+    say(U, "and 5 + 5?"),
+    say(A, "Ten.", reasoning_content="five twice"),
+]
+
+
+def test_each_assistant_turn_is_a_row_as_the_model_sees_it_when_it_speaks(tmp_path: Path) -> None:
+    hf, result = made(thinking(tmp_path), THOUGHTS, chat(1), train_on="each_assistant_turn")
+    table = result.table
+    assert table["source_row"].to_pylist() == [0, 0, 1]
+    for index, size in enumerate((2, 4)):
+        ids, mask = table["input_ids"][index].as_py(), table["loss_mask"][index].as_py()
+        assert ids == hf.apply_chat_template(THOUGHTS[:size], return_dict=False)
+        said = THOUGHTS[size - 1]
+        trained = hf.decode([token for token, bit in zip(ids, mask, strict=True) if bit])
+        assert trained == f"<think>\n{said['reasoning_content']}\n</think>\n\n{said['content']}<|im_end|>"
+    assert (result.books.rows_in, result.books.rows_written) == (2, 2)
+    assert result.books.reasoning_removed == 0
+
+
+def test_reasoning_that_the_template_removes_is_counted(tmp_path: Path) -> None:
+    folder = thinking(tmp_path)
+    _, result = made(folder, THOUGHTS, chat(2))
+    assert result.books.reasoning_removed == 1
+    _, last = made(folder, THOUGHTS, train_on="last_assistant_message")
+    assert last.books.reasoning_removed == 0

@@ -1,0 +1,68 @@
+"""The zoo: every template times every kind of row is exact, or refused where the template itself refuses."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysvc.chat.slice_tokenizer import SliceTokenizer
+from raysvc.chat.source.json_rows import SourceRow
+from raysvc.config import TextSpec, TokenizerConfig
+
+from .zoo import ROWS, Row, Template, tokenizer_folder, trl_folder, zoo
+from .zoo_judge import faults, refusal_is_right, truth
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "templates.md"
+NAMES = [template.name for template in zoo()]
+TEMPLATES = {template.name: template for template in zoo()}
+MODES = ("all_assistant_messages", "last_assistant_message")
+
+
+def tokenizers_of(template: Template, folder: Path) -> dict[str, Any]:
+    """Mode -> slice tokenizer."""
+    config = TokenizerConfig(name=tokenizer_folder(template, folder))
+    return {mode: SliceTokenizer(TextSpec(tokenizer=config, train_on=mode)) for mode in MODES}
+
+
+def row_of_table(template: Template, tokenizers: dict[str, Any]) -> tuple[str, list[str]]:
+    """(line of the table, what is wrong) of one template."""
+    cells, wrong = [], []
+    for kind, rows in ROWS.items():
+        cell = ""
+        for row in rows:
+            for mode, tokenizer in tokenizers.items():
+                mark, why = judged(template, tokenizer, mode, row)
+                cell = mark if mode == MODES[0] else cell
+                wrong += [f"{kind}, {mode}: {each}" for each in why]
+        cells.append(cell)
+    return f"| {template.name} | " + " | ".join(cells) + " |", wrong
+
+
+def judged(template: Template, tokenizer: Any, mode: str, row: Row) -> tuple[str, list[str]]:
+    """(`=` equal to the marks, `+` right, `-` refused by the template; what is wrong) of one row."""
+    hf = tokenizer.tokenizer.hf
+    oracle = template.text if "endgeneration" in template.text else template.marked
+    found = truth(hf, row, oracle if mode == MODES[0] else "")
+    result = tokenizer.run([SourceRow(0, copy.deepcopy(row))])
+    if not result.table.num_rows:
+        why = refusal_is_right(row, found)
+        return "-", [] if why else [f"refused: {[str(each) for each in result.examples]}"]
+    places = [n for n, message in enumerate(row["messages"]) if message["role"] == "assistant"]
+    places = places if mode == MODES[0] else places[-1:]
+    ids, mask = result.table["input_ids"][0].as_py(), result.table["loss_mask"][0].as_py()
+    return "=" if found.mask is not None else "+", faults(hf, row, places, found, ids, mask)
+
+
+@pytest.mark.skipif(trl_folder() is None, reason="TRL is not installed")
+def test_the_zoo_has_all_of_trl_s_templates() -> None:
+    assert len(NAMES) >= 72 + 7
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_template_of_the_zoo_is_exact_or_refuses(name: str, tmp_path: Path) -> None:
+    line, wrong = row_of_table(TEMPLATES[name], tokenizers_of(TEMPLATES[name], tmp_path))
+    assert wrong == []
+    assert line in DOCS.read_text(), f"docs/templates.md is old: run docs/make_templates.py\n{line}"
