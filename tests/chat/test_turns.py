@@ -12,6 +12,7 @@ from raysvc.chat.source.json_rows import SourceRow
 from raysvc.config import TextSpec, TokenizerConfig
 
 from .conftest import metaspace, save
+from .test_zoo import hugging_face
 from .zoo import Template, say, tokenizer_folder
 
 U, A, S, T = "user", "assistant", "system", "tool"
@@ -41,7 +42,7 @@ THINKS = """\
 def made(folder: str, *rows: Any, **options: Any) -> Any:
     tokenizer = SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=folder), **options))
     result = tokenizer.run([SourceRow(n, {"messages": row}) for n, row in enumerate(rows)])
-    return tokenizer.tokenizer.hf, result
+    return hugging_face(folder), result
 
 
 def gemma(folder: Path) -> str:

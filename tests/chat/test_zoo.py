@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,17 @@ def row_of_table(template: Template, tokenizers: dict[str, Any]) -> tuple[str, l
     return f"| {template.name} | " + " | ".join(cells) + " |", wrong
 
 
+@lru_cache(maxsize=1)
+def hugging_face(folder: str) -> Any:
+    """The tokenizer as Hugging Face loads it."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
 def judged(template: Template, tokenizer: Any, mode: str, row: Row) -> tuple[str, list[str]]:
     """(`=` equal to the marks, `+` right, `-` refused by the template; what is wrong) of one row."""
-    hf = tokenizer.tokenizer.hf
+    hf = hugging_face(tokenizer.spec.tokenizer.name)
     oracle = template.text if "endgeneration" in template.text else template.marked
     found = truth(hf, row, oracle if mode == MODES[0] else "")
     result = tokenizer.run([SourceRow(0, copy.deepcopy(row))])

@@ -71,14 +71,10 @@ class LoadedTokenizer:
     @cached_property
     def stop_tokens(self) -> tuple[str, ...]:
         """Tokens that the model stops at, as its `generation_config.json` says; empty when it has none."""
-        from transformers.utils import cached_file
-
-        try:
-            path = cached_file(self.config.name, "generation_config.json", revision=self.config.revision)
-        except OSError:
+        path = _generation_config(self.config)
+        if path is None:
             return ()
-        with open(path, encoding="utf-8") as file:
-            ids = json.load(file).get("eos_token_id")
+        ids = json.loads(path.read_text()).get("eos_token_id")
         ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
         return tuple(str(token) for token in self.hf.convert_ids_to_tokens(ids) if token is not None)
 
@@ -133,6 +129,19 @@ class LoadedTokenizer:
             "template_kwargs": self.config.template_kwargs,
             "stop_tokens": sorted(self.stop_tokens),
         }
+
+
+def _generation_config(config: TokenizerConfig) -> Path | None:
+    name = "generation_config.json"
+    if os.path.isdir(config.name):
+        path = Path(config.name) / name
+        return path if path.is_file() else None
+    from transformers.utils import cached_file
+
+    try:
+        return Path(cached_file(config.name, name, revision=config.revision))
+    except OSError:
+        return None
 
 
 def _load(config: TokenizerConfig) -> Any:
