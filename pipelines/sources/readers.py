@@ -26,7 +26,7 @@ from raysvc.pipelines.sources.csv_rows import csv_rows
 from raysvc.pipelines.sources.cuts import MAX_LINE_BYTES
 from raysvc.pipelines.sources.files import Kind
 from raysvc.pipelines.sources.json_file import json_file_rows
-from raysvc.pipelines.sources.open import (
+from raysvc.pipelines.sources.pinned_file import (
     ContentStream,
     PinnedFile,
     file_system,

@@ -10,7 +10,7 @@ from raysvc.pipelines.sources.cuts import Cut, LineCutter, even_cuts
 from raysvc.pipelines.sources.file_stamp import store_tag
 from raysvc.pipelines.sources.files import LINE_KINDS, Kind, kind_of
 from raysvc.pipelines.sources.json_file import kind_of_json
-from raysvc.pipelines.sources.open import ContentStream
+from raysvc.pipelines.sources.pinned_file import ContentStream
 from raysvc.pipelines.sources.pins import BLOCK_BYTES, PinHasher, Pins, changed
 from raysvc.pipelines.sources.readers import count_rows
 from raysvc.pipelines.sources.slices import Piece

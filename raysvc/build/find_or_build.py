@@ -87,7 +87,7 @@ def plan_build(job: JobConfig, store: Store) -> BuildPlan:
         SourceError: no rows, or not the columns that the format needs.
         TokenizerError: it cannot be used for this format.
     """
-    from raysvc.pipelines.sources.source import look_at
+    from raysvc.pipelines.sources.look import look_at
 
     memo = Memo(store) if job.cache.enabled and not job.cache.force else None
     slice_bytes = None if job.workers.slice_mb is None else int(job.workers.slice_mb * 1e6)

@@ -18,9 +18,9 @@ from raysvc.cache.writer import EntryWriter
 from raysvc.config import JobConfig, SourceConfig
 from raysvc.errors import SourceError
 from raysvc.pipelines.sources import fingerprint
+from raysvc.pipelines.sources.look import look_at
 from raysvc.pipelines.sources.readers import read_rows
 from raysvc.pipelines.sources.scan_memo import Memo
-from raysvc.pipelines.sources.source import look_at
 from raysvc.pipelines.tokenize import BuildTask, SliceWorker
 
 from .servers import S3

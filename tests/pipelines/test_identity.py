@@ -17,8 +17,9 @@ from raysvc.errors import SourceError, StoreError
 from raysvc.pipelines.sources import file_stamp, fingerprint
 from raysvc.pipelines.sources.dataset import resolved_revision
 from raysvc.pipelines.sources.file_stamp import is_settled, store_tag
+from raysvc.pipelines.sources.look import look_at
 from raysvc.pipelines.sources.scan_memo import Memo
-from raysvc.pipelines.sources.source import Source, look_at
+from raysvc.pipelines.sources.source import Source
 
 OLD_S = 1_600_000_000
 

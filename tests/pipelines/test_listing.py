@@ -12,9 +12,10 @@ from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
 from raysvc.pipelines.sources import file_stamp
 from raysvc.pipelines.sources.listing import find_files
+from raysvc.pipelines.sources.look import look_at
 from raysvc.pipelines.sources.readers import read_rows
 from raysvc.pipelines.sources.scan_memo import Memo
-from raysvc.pipelines.sources.source import Source, look_at
+from raysvc.pipelines.sources.source import Source
 
 from .test_sources import lines_of
 

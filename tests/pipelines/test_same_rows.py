@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from raysvc.chat.slice_tokenizer import SliceResult, SliceTokenizer
 from raysvc.config import SourceConfig, TextSpec, TokenizerConfig
 from raysvc.errors import SourceError
-from raysvc.pipelines.sources.source import look_at
+from raysvc.pipelines.sources.look import look_at
 from raysvc.pipelines.tokenize import tokenize_slice
 
 TEMPLATE = """\

@@ -25,8 +25,8 @@ from types import MappingProxyType
 from typing import Any
 
 from raysvc.chat.row_errors import RowFault
+from raysvc.chat.source.content_parts import PARTS_READ, read_parts
 from raysvc.chat.source.json_rows import load_json
-from raysvc.chat.source.parts import PARTS_READ, read_parts
 from raysvc.chat.source.tool_calls import CALLS_WRAPPED, calls_of_text, read_calls, wrapped
 
 NORMAL_FORM = 1  # of messages; another number gives other keys
