@@ -116,6 +116,10 @@ class WorkerGroup:
         """Every rank reads; dp_size may differ from the one that saved."""
         self.gather("load_checkpoint", self.call("load_checkpoint", folder))
 
+    def save_hf_model(self, folder: str) -> None:
+        """Rank 0 writes the whole model as `transformers` reads it; all ranks take part."""
+        self.gather("save_hf_model", self.call("save_hf_model", folder))
+
     def stop(self) -> None:
         """End the actors."""
         for worker in self.workers:

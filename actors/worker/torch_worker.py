@@ -116,10 +116,10 @@ class CausalLMWorker(Worker):
         from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
         model: torch.nn.Module = (
-            AutoModelForTokenClassification.from_pretrained(self.spec.model, num_labels=1)
+            AutoModelForTokenClassification.from_pretrained(self.spec.model, num_labels=1, dtype="float32")
             if critic
-            else AutoModelForCausalLM.from_pretrained(self.spec.model)
-        )
+            else AutoModelForCausalLM.from_pretrained(self.spec.model, dtype="float32")
+        )  # not in the dtype of its files: bfloat16 weights lose small updates
         return model
 
     def micro_loss(self, tensors: dict[str, torch.Tensor], layout: str, loss: Loss | None) -> LossSum:
@@ -145,8 +145,10 @@ class CausalLMWorker(Worker):
 
     def save_checkpoint(self, folder: str) -> None:
         """Write this rank's part of a checkpoint into an existing folder."""
-        from raysvc.actors.worker import checkpoint
+        from raysvc.actors.worker import checkpoint, hf_model
 
+        if self.rank == 0:
+            hf_model.save_config(self.model, Path(folder))
         checkpoint.save(Path(folder), self.rank, self.model, self.optimizer, self.optimizer_steps)
 
     def load_checkpoint(self, folder: str) -> None:
@@ -157,13 +159,11 @@ class CausalLMWorker(Worker):
 
     def save_hf_model(self, folder: str) -> None:
         """Write the model as `transformers` reads it; rank 0 writes, all ranks call it."""
-        from raysvc.actors.worker import checkpoint
+        from raysvc.actors.worker import checkpoint, hf_model
 
         weights = checkpoint.full_weights(self.model)
         if self.rank == 0:
-            lm = getattr(self.model, "module", self.model).lm
-            own = {name.removeprefix("lm."): weight for name, weight in weights.items()}
-            lm.save_pretrained(folder, state_dict=own)
+            hf_model.save_weights(self.model, weights, Path(folder))
 
     def export_weights(self) -> dict[str, Any] | None:
         """The whole model as numpy arrays with their torch dtype (bfloat16 as uint16); None but on rank 0."""

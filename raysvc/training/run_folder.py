@@ -5,6 +5,7 @@
     <run_dir>/served.jsonl       how the steps were made, from which step on; see `raysvc.build.serve_log`
     <run_dir>/evals.jsonl        one line per eval and time it ran, with the last step trained before it
     <run_dir>/checkpoints/step-<n>.<uid>/   weights; state.json, written last, makes it count
+    <run_dir>/model/             the trained model, as `transformers` reads it, when the run has ended
     <run_dir>/run.json           which job this is; see `raysvc.training.run_identity`
     <run_dir>/summary.json       written at the end
 
@@ -93,6 +94,11 @@ class RunFolder:
     def evals(self) -> Path:
         """What the evals said, and after which step."""
         return self.path / "evals.jsonl"
+
+    @property
+    def model(self) -> Path:
+        """The trained model."""
+        return self.path / "model"
 
     def checkpoints(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first."""

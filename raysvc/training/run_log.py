@@ -101,8 +101,9 @@ def write_summary(
     loop_s: float,
     stalls: StallBook | None = None,
     tokens: int = 0,
+    finished: bool = True,
 ) -> dict[str, Any]:
-    """What a run says at its end."""
+    """What a run says at its end; `finished`: it has trained all its steps."""
     lines = list(folder.lines(folder.metrics))
     if not lines:
         raise ConfigError("trainer.run_dir", f"{folder.path} has no metrics.jsonl", "use another run_dir")
@@ -119,6 +120,7 @@ def write_summary(
         "evals": {line["eval"]: line for line in folder.lines(folder.evals)},  # the last of each
         "cache": cache_facts(entry),
         "resumed_from": resumed_from,
+        "model": str(folder.model) if finished and folder.model.exists() else None,
     }
     folder.write_summary(summary)
     return summary

@@ -26,6 +26,7 @@ from raysvc.errors import LeaseHeld, TokenizerError
 from raysvc.job_file import load_job
 from raysvc.progress import Progress, Tick, silent
 from raysvc.training.evaluation import Evals, HeldBack
+from raysvc.training.export import export, write_model
 from raysvc.training.run_folder import Checkpoint, RunFolder, StepLog
 from raysvc.training.run_identity import claim, identity_of
 from raysvc.training.run_log import RunLog, cache_facts, write_summary
@@ -89,6 +90,8 @@ def train(
         progress(
             Tick("train", checkpoint.step, checkpoint.step, "steps", {"already": "complete"}, final=True)
         )
+        if not folder.model.exists():
+            export(job, folder.model)
         known = folder.summary()
         if known is None:
             return write_summary(folder, entry, checkpoint.step, checkpoint.step, 0.0)
@@ -186,8 +189,9 @@ class _Run:
             books.close()
         loop_s = time.perf_counter() - loop_begin
         resumed = start if self.checkpoint is not None else None
+        finished = client.frontier == stop
         return write_summary(
-            self.folder, self.entry, client.frontier, resumed, loop_s, self.stalls, books.tokens
+            self.folder, self.entry, client.frontier, resumed, loop_s, self.stalls, books.tokens, finished
         )
 
     def _write_served(self, start: int) -> None:
@@ -262,6 +266,8 @@ class _Run:
         done = {"done_for": _goal(self.job)} if state["frontier"] == stop else {}
         self.folder.publish(folder, {"data": state, **done})
         self.folder.prune(self.job.trainer.keep_checkpoints)
+        if done:
+            write_model(self.job, self.folder.model, lambda folder: group.save_hf_model(str(folder)))
 
 
 def _what_starts(job: JobConfig) -> str:

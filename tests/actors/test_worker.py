@@ -219,6 +219,30 @@ def test_weights_move_to_another_group_and_to_transformers(ranks: Ranks, tmp_pat
             assert ours.row(number, "logprobs") == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
+def save_shares(worker: Any, shards: list[Shard], folder: str) -> dict[str, np.ndarray]:
+    """Train a little, and write a checkpoint."""
+    train(worker, shards)
+    worker.save_checkpoint(folder)
+    return weights_of(worker)
+
+
+def test_a_checkpoint_of_several_ranks_is_exported_without_any(ranks: Ranks, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from raysvc.actors.worker.hf_model import export_checkpoint
+
+    shards = shards_of(random_rows(12, seed=27), 2, layout="packed", micro_batch_tokens=30)
+    (tmp_path / "saved").mkdir()
+    arguments = [(mine, str(tmp_path / "saved")) for mine in shards]
+    expected = ranks.run(tiny_spec(strategy="fsdp"), save_shares, arguments)[0]
+    export_checkpoint(tmp_path / "saved", tmp_path / "model")
+    lm = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    found = {f"lm.{name}": weight.numpy() for name, weight in lm.state_dict().items()}
+    assert found.keys() == expected.keys()
+    assert all(found[name].dtype == np.float64 for name in found)
+    assert all(np.array_equal(found[name], expected[name]) for name in found)
+
+
 def evaluate(worker: Any, shards: list[Shard]) -> list[RowValues]:
     """Bits and bytes of every mini-batch, each staged before the one before is asked for."""
     worker.set_token_bytes(np.arange(VOCAB) % 5)

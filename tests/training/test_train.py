@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -59,6 +60,7 @@ def test_a_run_trains_every_row_once_an_epoch_and_its_loss_falls(
         )
 
 
+@pytest.mark.timeout(300)
 def test_the_second_run_hits_the_cache_and_a_finished_run_is_not_run_again(
     tmp_path: Path, sample: dict[str, str], ray_session: None
 ) -> None:
@@ -71,6 +73,11 @@ def test_the_second_run_hits_the_cache_and_a_finished_run_is_not_run_again(
     assert again["resumed_from"] == again["steps"] == 2
     assert again["tokens_per_s"] == first["tokens_per_s"] > 0
     assert json.loads((tmp_path / "twice" / "summary.json").read_text()) == first
+    by_the_ranks = (tmp_path / "twice" / "model" / "model.safetensors").read_bytes()
+    assert first["model"] == str(tmp_path / "twice" / "model")
+    shutil.rmtree(first["model"])
+    assert raysvc.train(job) == again
+    assert (tmp_path / "twice" / "model" / "model.safetensors").read_bytes() == by_the_ranks
     with pytest.raises(raysvc.errors.StateMismatch, match=r"plan\.batch_size was 16 and is 8"):
         raysvc.train(job, plan={"batch_size": 8})
     assert json.loads((tmp_path / "twice" / "summary.json").read_text()) == first

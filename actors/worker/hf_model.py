@@ -1,0 +1,84 @@
+"""A model as `transformers` reads it: from live ranks, or from a checkpoint without any rank.
+
+Always true:
+- weights keep their dtype, and names are those of the model inside of `TokenModel`;
+- tied weights are written once;
+- reading a checkpoint needs neither Ray, a process group nor the hub: the checkpoint holds the model's `config.json`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raysvc.errors import StateMismatch
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG = "config.json"
+INSIDE = "lm."  # where TokenModel keeps it
+
+
+def save_config(model: torch.nn.Module, folder: Path) -> None:
+    """Write the configuration of the model inside of a (spread) `TokenModel`."""
+    lm: Any = getattr(model, "module", model).lm
+    lm.config.save_pretrained(folder)
+    if lm.can_generate():
+        lm.generation_config.save_pretrained(folder)
+
+
+def save_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write a whole model; `weights` as `checkpoint.full_weights` gives them."""
+    lm: Any = getattr(model, "module", model).lm
+    lm.save_pretrained(folder, state_dict=_own_names(weights))
+
+
+def export_checkpoint(checkpoint: Path, folder: Path) -> None:
+    """Write what a checkpoint of any number of ranks holds.
+
+    Raises:
+        StateMismatch: the checkpoint has no configuration of a model, or weights of another one.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    if not (checkpoint / CONFIG).exists():
+        remedy = "export a checkpoint that raysvc train wrote"
+        raise StateMismatch(str(checkpoint), f"holds no {CONFIG} of a model", remedy)
+    weights = _own_names(read_weights(checkpoint))
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+    found = lm.load_state_dict(weights, strict=False, assign=True)
+    lm.tie_weights()
+    empty = sorted(name for name, value in lm.named_parameters() if value.is_meta)
+    if empty or found.unexpected_keys:
+        differ = ", ".join([*empty, *found.unexpected_keys][:3])
+        raise StateMismatch(str(checkpoint), f"its weights are not of its {CONFIG}: {differ}", "train again")
+    if (checkpoint / "generation_config.json").exists():
+        lm.generation_config = GenerationConfig.from_pretrained(checkpoint)
+    lm.save_pretrained(folder)
+
+
+def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The whole model of a checkpoint in host memory, put together from the shares of all ranks."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = dcp.FileSystemReader(checkpoint)
+    kept = reader.read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(facts.size, dtype=facts.properties.dtype)
+        for name, facts in kept.items()
+        if name.startswith("model.") and isinstance(facts, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as asked for
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+
+
+def _own_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(INSIDE): weight for name, weight in weights.items()}

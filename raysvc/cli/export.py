@@ -1,0 +1,37 @@
+"""`raysvc export`: a checkpoint as a model that `transformers` reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raysvc.cli.common import AsJson, Job, Overrides, edge, emit
+
+Out = Annotated[Path, typer.Option(help="A new folder.", metavar="DIR")]
+Step = Annotated[
+    int | None, typer.Option(help="Steps trained in the checkpoint; default: the newest.", min=0)
+]
+
+
+@edge
+def export(
+    out: Out,
+    config: Job = "job.yaml",
+    overrides: Overrides = None,
+    step: Step = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint as safetensors with its tokenizer, for AutoModelForCausalLM.from_pretrained; starts no Ray.
+
+    Example: raysvc export -c job.yaml --step 100 --out model-100
+    """
+    from raysvc.job_file import load_job
+    from raysvc.training.export import export as write
+
+    checkpoint = write(load_job(config, overrides or ()), out, step)
+    if as_json:
+        emit({"model": str(out.absolute()), "step": checkpoint.step})
+    else:
+        print(f"model of step {checkpoint.step}: {out}")

@@ -1,0 +1,94 @@
+"""A trained model in the format of Hugging Face, with its tokenizer: what a run leaves to others.
+
+    <folder>/config.json, generation_config.json, *.safetensors     the model
+    <folder>/tokenizer.json, tokenizer_config.json, chat_template.jinja    the tokenizer, with the job's template
+
+Always true:
+- the folder is there whole or not at all; one that is not empty is never written over by `raysvc export`;
+- a checkpoint is read without Ray, whatever number of ranks wrote it.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from raysvc.api import absolute
+from raysvc.chat.tokens.tokenizer import LoadedTokenizer
+from raysvc.config import JobConfig, TokenizerConfig
+from raysvc.errors import ConfigError, TokenizerError
+from raysvc.training.run_folder import Checkpoint, RunFolder
+
+log = logging.getLogger(__name__)
+
+
+def export(job: JobConfig, out: str | Path, step: int | None = None) -> Checkpoint:
+    """Write the model of a checkpoint of the job's run into `out`; returns which one it was.
+
+    Args:
+        step: steps trained in it; None: the newest.
+
+    Raises:
+        ConfigError: no such checkpoint, or `out` holds something.
+    """
+    target = Path(out).expanduser().absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError("--out", f"{target} is there and not empty", "name a new folder")
+    checkpoint = _chosen(RunFolder(absolute(job.run_dir)), step)
+    write_model(job, target, lambda folder: _from_checkpoint(checkpoint, folder))
+    return checkpoint
+
+
+def write_model(job: JobConfig, target: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a new folder, add the tokenizer's files, and put it in the place of `target`."""
+    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    draft.mkdir(parents=True)
+    try:
+        write(draft)
+        _add_tokenizer(job.tokenizer, draft)
+        if target.exists():
+            shutil.rmtree(target)
+        draft.rename(target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _from_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
+    from raysvc.actors.worker.hf_model import export_checkpoint
+
+    export_checkpoint(checkpoint.folder, folder)
+
+
+def _chosen(run: RunFolder, step: int | None) -> Checkpoint:
+    there = run.checkpoints()
+    if not there:
+        raise ConfigError("trainer.run_dir", f"{run.path} has no checkpoint", "train first: raysvc train")
+    if step is None:
+        return there[-1]
+    for checkpoint in there:
+        if checkpoint.step == step:
+            return checkpoint
+    steps = ", ".join(str(checkpoint.step) for checkpoint in there)
+    remedy = "name one of these; trainer.keep_checkpoints says how many stay"
+    raise ConfigError("--step", f"{run.path} has no checkpoint {step}, but {steps}", remedy)
+
+
+def _add_tokenizer(config: TokenizerConfig, folder: Path) -> None:
+    """A tokenizer that is gone (all rows came from the cache) costs no model."""
+    from transformers import AutoTokenizer
+
+    try:
+        templates = LoadedTokenizer(config).templates
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.name, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    except (TokenizerError, OSError, ValueError) as error:
+        log.warning("the exported model has no tokenizer files: %s", error)
+        return
+    if templates:
+        only = templates["default"] if set(templates) == {"default"} else templates
+        tokenizer.chat_template = only
+    tokenizer.save_pretrained(folder)
