@@ -1,4 +1,4 @@
-"""Where a worker's tensors live, as the staging ring sees it: buffers, copies, and events both ways.
+"""Where a worker's tensors live, as staging sees it: buffers, copies, and events both ways.
 
 Two orders matter on a GPU, and each has an event: the compute stream starts on a buffer when the copy into it is done
 (`upload` returns that event), and the next copy into it starts when compute is done with it (`consumed`).
@@ -20,7 +20,7 @@ Event = Any  # torch.cuda.Event; None where everything has happened
 
 
 class Device(Protocol):
-    """What the ring needs of a device."""
+    """What staging needs of a device."""
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes] that the device can read."""

@@ -1,10 +1,16 @@
-"""Shards copied into memory that is allocated once: room for each, the copy, the upload, and giving room back.
+"""Memory for staged shards: a few slots that are used in turn. One shard trains, one is ready, one arrives.
+
+1. A shard larger than all slots may be together is refused.
+2. As long as another slot may be made, one of the shard's size is.
+3. Else the slot that was given back first is used again, if it is large enough.
+4. Else slots that nobody uses go, the oldest first, until a new one fits.
+5. Else every slot is in use, and the shard waits (back-pressure).
 
 Always true:
-- shards in the ring never take more than its bytes: a shard waits for room (back-pressure). Only when the caller says
-  that this one cannot wait does it go beside the ring, and is counted;
-- without a limit the ring is three of the largest shard; a larger one comes when the smaller one is empty;
-- nothing is copied over a shard before compute is done with it, nor into host memory that a copy still reads.
+- slots together never have more than `ring_bytes`, or are never more than three. Only when the caller says that a shard
+  cannot wait does it go beside them, and is counted;
+- events belong to a slot, not to who uses it: nothing is copied over a shard before compute is done with it, nor into host
+  memory that a copy still reads, whatever fails in between.
 """
 
 from __future__ import annotations
@@ -19,7 +25,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from raysvc.actors.staging.device import Device, Event, open_device
-from raysvc.actors.staging.ring import LINE, Ring, Room, aligned
 from raysvc.collate.shard import Shard
 from raysvc.errors import ConfigError
 
@@ -28,7 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 REPORT_EVERY_S = 10.0
-SHARDS_IN_RING = 3  # one trains, one is ready, one arrives
+NUM_SLOTS = 3  # one trains, one is ready, one arrives
+LINE = 64  # arrays begin at multiples of it, so every dtype may lie there
 Key = tuple[int, int]  # (step, mini-batch)
 
 
@@ -40,7 +46,7 @@ class StagingOptions:
         prefetch: copy when a shard arrives; False: when it is taken.
         copy_stream: False: copies queue behind compute.
         pin_memory: False: plain host memory.
-        ring_bytes: of the ring; None: three times the largest shard.
+        ring_bytes: of all slots; None: three slots of the largest shard.
         timing: measure each part by itself: no overlap, and the caller waits for every copy.
     """
 
@@ -52,14 +58,14 @@ class StagingOptions:
 
 
 class StagingStats(NamedTuple):
-    """What the ring did so far."""
+    """What the slots did so far."""
 
     staged: int  # shards copied
     bytes: int  # of them
-    ring_bytes: int  # allocated now, on the host; the same again on a GPU
-    rings: int  # allocations of a ring
-    beside: int  # shards that went beside the ring
-    blocked_s: float  # puts waited for room
+    ring_bytes: int  # of all slots now, on the host; the same again on a GPU
+    allocations: int  # slots made
+    beside: int  # shards that went beside the slots
+    blocked_s: float  # puts waited for a slot
 
 
 @dataclass(frozen=True)
@@ -81,34 +87,53 @@ class StagedShard:
     nbytes: int = 0
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Host and device side of one allocation; `ring` is None for one beside the ring."""
+@dataclass(eq=False)
+class Slot:
+    """Host and device side of memory for one shard, and what may still use it.
+
+    Attributes:
+        copied: the last copy out of the host side.
+        consumed: the last compute on the device side.
+        beside: it is no slot of the ring, and goes when its shard goes.
+    """
 
     host: torch.Tensor
     device: torch.Tensor
-    ring: Ring | None
+    copied: Event = None
+    consumed: Event = None
+    beside: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Of one side."""
+        return int(self.host.numel())
+
+
+class AllInUse(NamedTuple):
+    """There is no slot now."""
+
+    in_use: int
+    ring_bytes: int
 
 
 @dataclass(frozen=True)
 class Lot:
-    """A staged shard, the bytes it lies in, and the event that it is there."""
+    """A staged shard and its slot; compute waits for `copied` before it reads."""
 
     staged: StagedShard
-    memory: Memory
-    room: Room
+    slot: Slot
     copied: Event
 
 
-class RingMemory:
+class Slots:
     """The memory of one worker's staged shards.
 
     Args:
         rank: named in logs.
         device: torch device string, or a device.
         options: how.
-        changed: guards the memory; told when room is given back.
-        cannot_wait: whether a shard without room must go on now; asked with `changed` held.
+        changed: guards the slots; told when one is given back.
+        cannot_wait: whether a shard without a slot must go on now; asked with `changed` held.
     """
 
     def __init__(
@@ -125,7 +150,9 @@ class RingMemory:
         self._device: Device | None = None if isinstance(device, str) else device
         self._cannot_wait = cannot_wait
         self._changed = changed  # guards everything below
-        self._ring: Memory | None = None
+        self._free: list[Slot] = []  # given back first comes first, so that old events have happened
+        self._in_use: list[Slot] = []
+        self._largest = 0  # shard so far
         self._stats = StagingStats(0, 0, 0, 0, 0, 0.0)
 
     @property
@@ -140,86 +167,108 @@ class RingMemory:
     @property
     def stats(self) -> StagingStats:
         """Counters since the start; with `changed` held."""
-        return self._stats
+        return self._stats._replace(ring_bytes=self._ring_bytes())
 
     def load(self, key: Key, shard: Shard, fetch_s: float = 0.0) -> Lot:
-        """Bring a shard to the device; waits for room, returns while the copy to the device may still run.
+        """Bring a shard to the device; waits for a slot, returns while the copy to the device may still run.
 
         Raises:
-            ConfigError: the shard is larger than the ring may be.
+            ConfigError: the shard is larger than the slots may be.
         """
-        memory, room = self._room(key, sum(aligned(array.nbytes) for array in shard.arrays.values()))
+        slot = self.take(key, sum(aligned(array.nbytes) for array in shard.arrays.values()))
         try:
-            for event in room.copied:
-                self.device.wait_on_host(event)
+            if slot.copied is not None:
+                self.device.wait_on_host(slot.copied)
             begin = time.perf_counter()
-            tensors = _copy(shard, memory, room)
+            tensors = _copy(shard, slot)
             copy_s = time.perf_counter() - begin
-            here = slice(room.start, room.stop)
-            copied = self.device.upload(memory.host[here], memory.device[here], room.consumed)
+            after = () if slot.consumed is None else (slot.consumed,)
+            slot.copied = self.device.upload(slot.host, slot.device, after)
             if self._options.timing:
                 self.device.synchronize()
             h2d_s = time.perf_counter() - begin - copy_s
         except BaseException:
             with self._changed:
-                self._return(memory, room, None, None)
+                self.give_back(slot)  # with its events: what used it before may still run
             raise
         self._count(staged=1, bytes=shard.nbytes)
         staged = StagedShard(replace(shard, arrays=tensors), copy_s, fetch_s, h2d_s, shard.nbytes)
-        return Lot(staged, memory, room, copied)
+        return Lot(staged, slot, slot.copied)
 
-    def give_back(self, lot: Lot) -> None:
+    def release(self, lot: Lot) -> None:
         """With `changed` held, in the training thread: what it asked of compute may still use the shard."""
-        self._return(lot.memory, lot.room, lot.copied, self.device.consumed())
+        lot.slot.consumed = self.device.consumed()
+        self.give_back(lot.slot)
 
-    def _room(self, key: Key, nbytes: int) -> tuple[Memory, Room]:
-        """Room for `nbytes`; waits until there is some."""
+    def give_back(self, slot: Slot) -> None:
+        """With `changed` held: the next user waits for the slot's events."""
+        if slot.beside:
+            for event in (slot.copied, slot.consumed):
+                if event is not None:
+                    self.device.wait_on_host(event)  # rare; then its memory may go
+        else:
+            self._in_use.remove(slot)
+            self._free.append(slot)
+        self._changed.notify_all()
+
+    def take(self, key: Key, nbytes: int) -> Slot:
+        """A slot for `nbytes`; waits until there is one, and says so."""
         begin = time.perf_counter()
         with self._changed:
-            while True:
-                memory = self._grown(nbytes)
-                room = memory.ring.take(nbytes) if memory is not None and memory.ring else None
-                if memory is not None and room is not None:
-                    self._count(blocked_s=time.perf_counter() - begin)
-                    return memory, room
+            while isinstance(found := self.take_nowait(nbytes), AllInUse):
                 if self._cannot_wait():
                     self._count(beside=1)
-                    return self._allocate(nbytes, None), Room(0, aligned(nbytes))
+                    return self._made(nbytes, beside=True)
                 if not self._changed.wait(REPORT_EVERY_S):
                     waited_s = time.perf_counter() - begin
-                    log.info("ring full rank=%d step=%d mini=%d for=%.0fs", self._rank, *key, waited_s)
+                    what = (self._rank, *key, found.in_use, found.ring_bytes, waited_s)
+                    log.info("all slots in use rank=%d step=%d mini=%d slots=%d bytes=%d for=%.0fs", *what)
+            self._count(blocked_s=time.perf_counter() - begin)
+            return found
 
-    def _grown(self, nbytes: int) -> Memory | None:
-        """The ring, large enough for `nbytes`; None while a smaller one is in use. Under the lock."""
-        limit = self._options.ring_bytes
-        if limit is not None and aligned(nbytes) > limit:
+    def take_nowait(self, nbytes: int) -> Slot | AllInUse:
+        """With `changed` held: a slot for `nbytes` as the module says, if there is one now.
+
+        Raises:
+            ConfigError: the shard is larger than the slots may be.
+        """
+        size, limit = aligned(nbytes), self._options.ring_bytes
+        if limit is not None and size > limit:  # 1
             remedy = "raise it, or lower the tokens of a mini-batch"
             raise ConfigError("ring_bytes", f"a ring of {limit} bytes holds no shard of {nbytes}", remedy)
-        ring = self._ring.ring if self._ring else None
-        if ring is not None and ring.nbytes >= aligned(nbytes):
-            return self._ring
-        if ring is not None:
-            if ring.used:
-                return None
+        self._largest = max(self._largest, size)
+        if not self._fits(size):  # else 2
+            old = next((slot for slot in self._free if slot.nbytes >= size), None)
+            if old is not None:  # 3
+                self._free.remove(old)
+                self._in_use.append(old)
+                return old
+            if not self._make_room(size):
+                return AllInUse(len(self._in_use), self._ring_bytes())  # 5
+        slot = self._made(size if limit is not None else self._largest)
+        self._in_use.append(slot)
+        self._count(allocations=1)
+        log.info("made a slot rank=%d bytes=%d", self._rank, slot.nbytes)
+        return slot
+
+    def _fits(self, size: int) -> bool:
+        """Whether one more slot may be made."""
+        if self._options.ring_bytes is None:
+            return len(self._free) + len(self._in_use) < NUM_SLOTS
+        return self._ring_bytes() + size <= self._options.ring_bytes
+
+    def _make_room(self, size: int) -> bool:  # 4
+        while self._free and not self._fits(size):
             self.device.synchronize()
-            self._ring = None  # the old one goes before the new one comes
-        size = max(limit // LINE * LINE if limit is not None else SHARDS_IN_RING * aligned(nbytes), LINE)
-        self._ring = self._allocate(size, Ring(size))
-        self._stats = self._stats._replace(ring_bytes=size)
-        self._count(rings=1)
-        log.info("allocated ring rank=%d bytes=%d", self._rank, size)
-        return self._ring
+            self._free.pop(0)
+        return self._fits(size)
 
-    def _allocate(self, nbytes: int, ring: Ring | None) -> Memory:
-        host = self.device.host_buffer(aligned(nbytes))
-        return Memory(host, self.device.device_buffer(host), ring)
+    def _made(self, nbytes: int, beside: bool = False) -> Slot:
+        host = self.device.host_buffer(max(aligned(nbytes), LINE))
+        return Slot(host, self.device.device_buffer(host), beside=beside)
 
-    def _return(self, memory: Memory, room: Room, copied: Event, consumed: Event) -> None:
-        if memory.ring is not None:
-            memory.ring.give_back(room, copied, consumed)
-        elif consumed is not None:
-            self.device.wait_on_host(consumed)  # rare; then its memory may go
-        self._changed.notify_all()
+    def _ring_bytes(self) -> int:
+        return sum(slot.nbytes for slot in (*self._free, *self._in_use))
 
     def _count(self, **more: float) -> None:
         with self._changed:
@@ -227,17 +276,22 @@ class RingMemory:
             self._stats = self._stats._replace(**{name: old[name] + value for name, value in more.items()})
 
 
-def _copy(shard: Shard, memory: Memory, room: Room) -> dict[str, Any]:
-    """Copy the arrays of a shard into a room's host side; tensors of the same shapes on its device side."""
+def aligned(nbytes: int) -> int:
+    """`nbytes` up to the next multiple of 64."""
+    return -(-nbytes // LINE) * LINE
+
+
+def _copy(shard: Shard, slot: Slot) -> dict[str, Any]:
+    """Copy the arrays of a shard into a slot's host side; tensors of the same shapes on its device side."""
     import torch
 
-    host = memory.host.numpy()
+    host = slot.host.numpy()
     tensors: dict[str, Any] = {}
-    start = room.start
+    start = 0
     for name, array in shard.arrays.items():
         stop = start + array.nbytes
         np.copyto(host[start:stop].view(array.dtype).reshape(array.shape), array)
         dtype = getattr(torch, array.dtype.name)
-        tensors[name] = memory.device[start:stop].view(dtype).view(array.shape)
+        tensors[name] = slot.device[start:stop].view(dtype).view(array.shape)
         start += aligned(array.nbytes)
     return tensors

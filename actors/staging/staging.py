@@ -1,12 +1,12 @@
 """Shards inside a worker: put by one thread before the step, taken by another when it trains.
 
-A shard is copied once, out of the object store's shared pages into a ring of memory that is allocated once and used
-again; on a GPU the ring is pinned and a copy stream brings the shard to the device while compute runs.
+A shard is copied once, out of the object store's shared pages into one of a few slots that are used in
+turn; on a GPU they are pinned and a copy stream brings the shard to the device while compute runs.
 
 Always true:
 - `take(key)` returns the shard that was put under that key, once, and waits for it when it is late;
 - it is valid until the next `take` or `release`, and nothing is copied over it before compute is done with it;
-- a put waits for room in the ring, but never keeps out the shard that the training thread waits for;
+- a put waits for a slot, but never keeps out the shard that the training thread waits for;
 - `prefetch`, `copy_stream` and `pin_memory` decide when bytes move, never which;
 - a wait has a bound or a report every few seconds, and says what is there instead.
 """
@@ -25,7 +25,7 @@ from raysvc.actors.staging.slots import (
     REPORT_EVERY_S,
     Key,
     Lot,
-    RingMemory,
+    Slots,
     StagedShard,
     StagingOptions,
     StagingStats,
@@ -69,11 +69,11 @@ class Staging:
     def __init__(self, rank: int, device: str | Device, options: StagingOptions | None = None) -> None:
         self._rank = rank
         self._options = options or StagingOptions()
-        self._changed = threading.Condition()  # guards everything below, and the memory
+        self._changed = threading.Condition()  # guards everything below, and the slots
         self._staged: dict[Key, Lot | _Source | BaseException] = {}
         self._held: Lot | None = None  # taken last; compute may still use it
         self._wanted: Key | None = None  # the training thread waits for it
-        self._memory = RingMemory(rank, device, self._options, self._changed, self._is_kept_out)
+        self._slots = Slots(rank, device, self._options, self._changed, self._is_kept_out)
 
     def put(self, key: Key, shard: Shard | list[Any], prepare: Callable[[Shard], Shard] | None = None) -> int:
         """Take in a shard, or a list of one ref to it; returns its bytes (0 for what is opened when taken).
@@ -83,7 +83,7 @@ class Staging:
         source = _Source(shard, prepare)
         lazy = self._options.timing or not self._options.prefetch
         try:
-            lot = source if lazy else self._memory.load(key, *source.opened())
+            lot = source if lazy else self._slots.load(key, *source.opened())
         except Exception as error:
             self._offer(key, error)
             raise
@@ -104,8 +104,8 @@ class Staging:
         wait_s = time.perf_counter() - begin
         if isinstance(found, BaseException):
             raise WorkerFailed(self._rank, "stage", f"{type(found).__name__}: {found}") from found
-        lot = found if isinstance(found, Lot) else self._memory.load(key, *found.opened())
-        self._memory.device.wait_on_compute(lot.copied)
+        lot = found if isinstance(found, Lot) else self._slots.load(key, *found.opened())
+        self._slots.device.wait_on_compute(lot.copied)
         with self._changed:
             self._held = lot
         return lot.staged, wait_s
@@ -114,7 +114,7 @@ class Staging:
         """The shard taken last may be overwritten as soon as what compute was asked for up to now is done."""
         with self._changed:
             if self._held is not None:
-                self._memory.give_back(self._held)
+                self._slots.release(self._held)
             self._held = None
             self._changed.notify_all()
 
@@ -123,20 +123,20 @@ class Staging:
         with self._changed:
             for lot in self._staged.values():
                 if isinstance(lot, Lot):
-                    self._memory.give_back(lot)
+                    self._slots.give_back(lot.slot)
             self._staged.clear()
             self._changed.notify_all()
 
     def stats(self) -> StagingStats:
         """Counters since the start."""
         with self._changed:
-            return self._memory.stats
+            return self._slots.stats
 
     def _offer(self, key: Key, lot: Lot | _Source | BaseException) -> None:
         with self._changed:
             before = self._staged.get(key)
             if isinstance(before, Lot):
-                self._memory.give_back(before)
+                self._slots.give_back(before.slot)
             self._staged[key] = lot
             self._changed.notify_all()
 

@@ -1,10 +1,11 @@
-"""The staging ring: right bytes whatever the order of events, bounded memory, nothing that hangs."""
+"""Staging: right bytes whatever the order of events, bounded memory, nothing that hangs."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.actors.staging.ring import Ring, Room, aligned
+from raysvc.actors.staging.slots import AllInUse, Slot, Slots, aligned
 from raysvc.actors.staging.staging import Staging, StagingOptions
+from raysvc.collate import Shard
 from raysvc.errors import ConfigError, WorkerFailed
 
 from .fake_device import FakeDevice, ForgetsConsumed, ForgetsCopied, ForgetsHost
@@ -47,8 +49,19 @@ def same(tensors: dict[str, torch.Tensor], number: int) -> bool:
     )
 
 
-def run_on(device: FakeDevice, ring_bytes: int, count: int = 12, compute_s: float = 3.0) -> list[bool]:
-    """Stage shards two ahead of a slow compute, on a host that never waits for it; what its kernels saw."""
+def spoiled_shard() -> Shard:
+    """It fails in the middle of its copy: torch has no such type."""
+    shard = bytes_shard(99)
+    return replace(shard, arrays={**shard.arrays, "text": np.array(["no tensor"])})
+
+
+def run_on(
+    device: FakeDevice, ring_bytes: int | None, count: int = 12, compute_s: float = 3.0, spoil: bool = False
+) -> list[bool]:
+    """Stage shards two ahead of a slow compute, on a host that never waits for it; what its kernels saw.
+
+    With `spoil` a put fails before every put.
+    """
     staging = Staging(0, device, StagingOptions(ring_bytes=ring_bytes))
     seen: list[bool] = []
     for number in range(2):
@@ -62,6 +75,9 @@ def run_on(device: FakeDevice, ring_bytes: int, count: int = 12, compute_s: floa
 
         device.kernel(compute_s, look)
         staging.release()
+        if spoil:
+            with pytest.raises(AttributeError):
+                staging.put((-1, number), spoiled_shard())
         if number + 2 < count:
             staging.put((number + 2, 0), bytes_shard(number + 2))
     device.synchronize()
@@ -69,9 +85,14 @@ def run_on(device: FakeDevice, ring_bytes: int, count: int = 12, compute_s: floa
     return seen
 
 
-@pytest.mark.parametrize("shards", [2, 2.5, 3, 7])
-def test_every_kernel_sees_the_bytes_of_its_shard(shards: float) -> None:
-    assert all(run_on(FakeDevice(), int(shards * SHARD)))
+@pytest.mark.parametrize("shards", [2, 2.5, 3, 7, None])
+def test_every_kernel_sees_the_bytes_of_its_shard(shards: float | None) -> None:
+    assert all(run_on(FakeDevice(), None if shards is None else int(shards * SHARD)))
+
+
+@pytest.mark.parametrize("shards", [3, 4])
+def test_a_put_that_fails_lets_nobody_write_under_a_running_kernel(shards: int) -> None:
+    assert all(run_on(FakeDevice(), shards * SHARD, compute_s=9.0, spoil=True))
 
 
 @pytest.mark.parametrize("mutant", [ForgetsConsumed, ForgetsCopied, ForgetsHost])
@@ -85,7 +106,7 @@ def test_copies_hide_behind_longer_compute() -> None:
     assert device.now == 1.0 + 12 * 3.0
 
 
-def test_a_ring_is_allocated_once_and_holds_no_more_than_its_bytes() -> None:
+def test_slots_are_made_once_and_hold_no_more_than_their_bytes() -> None:
     device = FakeDevice()
     staging = Staging(0, device, StagingOptions(ring_bytes=2 * SHARD))
     putter = threading.Thread(
@@ -99,19 +120,22 @@ def test_a_ring_is_allocated_once_and_holds_no_more_than_its_bytes() -> None:
         assert same(staged.shard.arrays, number)
     putter.join(60.0)
     stats = staging.stats()
-    assert (stats.staged, stats.rings, stats.beside, device.buffers) == (6, 1, 0, 1)
+    assert (stats.staged, stats.allocations, stats.beside, device.buffers) == (6, 2, 0, 2)
     assert stats.ring_bytes == 2 * SHARD
     assert stats.blocked_s > 0
 
 
-def test_without_a_limit_the_ring_grows_to_three_of_the_largest_shard() -> None:
+def test_without_a_limit_there_are_three_slots_of_the_largest_shard() -> None:
     staging = Staging(0, "cpu")
-    for number, nbytes in enumerate((640, 640, 3200, 640)):
+    for number, nbytes in enumerate((640, 640, 3200, 640, 3200, 3200, 640, 3200)):
         staging.put((number, 0), bytes_shard(number, nbytes))
         staging.take((number, 0), 1.0)
         staging.release()
     large = sum(aligned(array.nbytes) for array in bytes_shard(2, 3200).arrays.values())
-    assert staging.stats().rings == 2
+    assert staging.stats().allocations == 3  # one of them is large enough for every large shard
+    for number in range(8, 11):
+        staging.put((number, 0), bytes_shard(number, 3200))
+    assert staging.stats().allocations == 5  # two were too small
     assert staging.stats().ring_bytes == 3 * large
 
 
@@ -174,33 +198,44 @@ def test_clearing_gives_the_room_back() -> None:
 
 
 @settings(deadline=None, max_examples=150)
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 500)), max_size=40))
-def test_rooms_never_overlap_and_hand_on_the_events_of_exactly_their_bytes(
-    actions: list[tuple[bool, int]],
+@given(
+    st.one_of(st.none(), st.just(1024)), st.lists(st.tuples(st.booleans(), st.integers(1, 500)), max_size=40)
+)
+def test_slots_are_used_by_one_shard_at_a_time_within_their_bytes(
+    limit: int | None, actions: list[tuple[bool, int]]
 ) -> None:
-    ring = Ring(1024)
-    rooms: list[Room] = []
-    last: list[int | None] = [None] * 1024  # which event the next user of a byte has to wait for
-    for event, (take, size) in enumerate(actions):
+    changed = threading.Condition()
+    slots = Slots(0, "cpu", StagingOptions(ring_bytes=limit), changed, lambda: False)
+    taken: list[Slot] = []
+    for take, size in actions:
         if take:
-            room = ring.take(size)
-            if room is None:
-                free = "".join("." if all(b not in range(r.start, r.stop) for r in rooms) else "#"
-                               for b in range(0, 1024, 64))  # fmt: skip
-                assert "." * (aligned(size) // 64) not in free
+            found = slots.take_nowait(size)
+            if isinstance(found, AllInUse):
+                used = sum(slot.nbytes for slot in taken)
+                assert len(taken) == 3 if limit is None else used + aligned(size) > limit
                 continue
-            here = range(room.start, room.stop)
-            assert room.stop - room.start == aligned(size)
-            assert not any(other.start < room.stop and room.start < other.stop for other in rooms)
-            assert set(room.consumed) == {last[byte] for byte in here} - {None}
-            for byte in here:
-                last[byte] = None
-            rooms.append(room)
-        elif rooms:
-            room = rooms.pop(size % len(rooms))
-            ring.give_back(room, None, event)
-            for byte in range(room.start, room.stop):
-                last[byte] = event
+            assert found.nbytes >= size
+            assert found not in taken
+            taken.append(found)
+        elif taken:
+            with changed:
+                slots.give_back(taken.pop(size % len(taken)))
+        assert slots.stats.ring_bytes <= (limit or 3 * aligned(500))
+
+
+def test_a_slot_keeps_its_events_until_a_newer_one_is_known() -> None:
+    changed = threading.Condition()
+    slots = Slots(0, FakeDevice(), StagingOptions(), changed, lambda: False)
+    lot = slots.load((0, 0), bytes_shard(0))
+    with changed:
+        slots.release(lot)
+    events = (lot.slot.copied, lot.slot.consumed)
+    others = [slots.load((0, number), bytes_shard(number)) for number in (1, 2)]
+    assert slots.take_nowait(SHARD) is lot.slot
+    with changed:
+        slots.give_back(lot.slot)  # whoever took it did nothing
+    assert (lot.slot.copied, lot.slot.consumed) == events
+    assert len({id(other.slot) for other in (lot, *others)}) == 3
 
 
 @pytest.mark.parametrize("copy_stream", [pytest.param(on, marks=ON_CUDA) for on in (True, False)])
