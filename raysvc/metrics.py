@@ -47,8 +47,8 @@ class Metric:
 _ROLE = ("server", "role")
 _SOURCE = ("source",)
 TABLE = (
-    Metric("steps", "counter", "Steps that were trained."),
-    Metric("step_seconds", "histogram", "From the end of a step to the end of the next one."),
+    Metric("steps", "counter", "Steps that were committed."),
+    Metric("step_seconds", "histogram", "From one commit to the next one, for each step between."),
     Metric("stall_seconds", "counter", "Time in which a trainer waited for data.", _ROLE),
     Metric("stall_read_seconds", "counter", "Of these, while the server read rows."),
     Metric("stall_collate_seconds", "counter", "Of these, while the server wrote arrays."),
@@ -77,6 +77,14 @@ TABLE = (
         "Trained rows over plan.micro_batch_tokens that the plan cut (oversize: truncate).",
     ),
     Metric("trained_tokens", "counter", "Tokens that the loss counted."),
+    Metric("committed_steps", "gauge", "The next step to train, as its server knows it."),
+    Metric("planned_steps", "gauge", "Steps of the whole plan."),
+    Metric("leases_held", "gauge", "Living trainers of a server."),
+    Metric("lease_silent_seconds", "gauge", "Since the quietest trainer that did not detach was heard of."),
+    Metric("groups_put", "counter", "Groups of rollouts that were new to a server."),
+    Metric("groups_ready", "gauge", "Groups that wait to be trained."),
+    Metric("producers_seen", "gauge", "Producers of rollouts that gave a sign of life lately."),
+    Metric("producer_wait_seconds", "counter", "Time in which producers waited for capacity."),
     Metric("leases_granted", "counter", "Leases given out."),
     Metric("leases_refused", "counter", "Attaches that a living lease turned away."),
     Metric("fenced_calls", "counter", "Calls with the fence of a holder that was replaced."),

@@ -22,6 +22,7 @@ from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.spec import TRAIN, Role, RolloutSpec, ServeSpec, StepInfo
 from raysvc.collate.shard import Shard
 from raysvc.errors import ConfigError, LeaseError, SourceError, StepFailed, StepNotReady, StepOutOfOrder
+from raysvc.metrics import record
 from raysvc.rl.group import Group, table_of
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class RolloutServer(BatchServer):
         self._rollout_spec: RolloutSpec = spec.rollouts
         recipe, folder = Recipe(spec.plan, spec.pad_token_id), f"{spec.journal}/rollouts"
         self._rollouts = RolloutStream(spec.name, spec.rollouts, recipe, folder, spec.storage_options)
+        self._producers: dict[str, float] = {}  # owner -> clock value of its last sign of life
         super().__init__(spec_json, incarnation_id, self._rollouts)
 
     def put_groups(self, *tables: Any, owner: str = "") -> tuple[int, int] | None:
@@ -48,7 +50,12 @@ class RolloutServer(BatchServer):
         Raises:
             SourceError: a group breaks a rule; then nothing of the call is kept.
         """
-        return self._rollouts.put(_table(tables), owner, gate=self._frontier())
+        counts = self._rollouts.put(_table(tables), owner, gate=self._frontier())
+        self._saw(owner)
+        if counts is not None:
+            record("groups_put", counts[0], server=self.spec.name)
+            record("groups_ready", len(self._rollouts.store.pool.ready), server=self.spec.name)
+        return counts
 
     def add_columns(self, table: Any) -> int:
         """Late columns of groups that are there; returns how many rows got something new.
@@ -64,6 +71,7 @@ class RolloutServer(BatchServer):
 
     def reserve(self, uids: list[str], owner: str = "") -> list[str]:
         """The uids that may be started on now, as many as there is capacity."""
+        self._saw(owner)
         return self._rollouts.store.reserve(uids, self._frontier(), owner)
 
     def release(self, uids: list[str]) -> None:
@@ -72,6 +80,7 @@ class RolloutServer(BatchServer):
 
     def renew(self, owner: str) -> None:
         """A sign of life of a producer."""
+        self._saw(owner)
         self._rollouts.store.renew(owner)
 
     def drop(self, uids: list[str]) -> int:
@@ -91,6 +100,25 @@ class RolloutServer(BatchServer):
         except ValueError as error:
             remedy = "let versions advance by at most one per committed step"
             raise ConfigError("set_weight_version", str(error), remedy) from None
+
+    def stats(self) -> dict[str, Any]:
+        """As `BatchServer.stats`, and counts of groups and of producers that live."""
+        store = self._rollouts.store
+        with store.changed:
+            pool = store.pool
+            counts = {"ready": len(pool.ready), "waiting": len(pool.waiting), "weight_version": pool.version}
+        return {**super().stats(), "rollouts": {**counts, "producers": self._num_producers()}}
+
+    def _saw(self, owner: str) -> None:
+        now_s = time.monotonic()
+        oldest_s = now_s - self._rollout_spec.producer_ttl_s
+        living = {each: seen_s for each, seen_s in list(self._producers.items()) if seen_s >= oldest_s}
+        self._producers = {**living, owner: now_s}
+        record("producers_seen", self._num_producers(), server=self.spec.name)
+
+    def _num_producers(self) -> int:
+        oldest_s = time.monotonic() - self._rollout_spec.producer_ttl_s
+        return sum(seen_s >= oldest_s for seen_s in list(self._producers.values()))
 
     def rollouts(self) -> dict[str, Any]:
         """Counts of groups, the weight version and timeline, and the capacity that producers have."""

@@ -18,6 +18,7 @@ import os
 import time
 from typing import Any
 
+from raysvc import __version__
 from raysvc.actors.server.entry_stream import streams_of
 from raysvc.actors.server.journal import Journal
 from raysvc.actors.server.lease_store import LeaseStore
@@ -30,6 +31,7 @@ from raysvc.actors.server.spec import ServeSpec as ServeSpec
 from raysvc.actors.server.spec import StepInfo as StepInfo
 from raysvc.actors.server.spec import StepOutline as StepOutline
 from raysvc.actors.server.step_maker import StepMaker, Stream
+from raysvc.actors.server.trainer_reports import TrainerReports
 from raysvc.collate.shard import Shard
 from raysvc.errors import ConfigError, LeaseHeld, StepOutOfOrder
 from raysvc.metrics import record
@@ -57,6 +59,7 @@ class BatchServer:
         nobody = Leases(spec.name, shared=spec.share != "none")
         self._leases = LeaseStore(nobody, spec.lease_ttl_s, incarnation_id, journal)
         self._orphans = OrphanWatch(spec, self._leases, self._maker)
+        self._reports = TrainerReports()
 
     @property
     def num_steps(self) -> int:
@@ -122,6 +125,7 @@ class BatchServer:
             record("leases_refused", 1, server=self.spec.name)
             raise
         record("leases_granted", 1, server=self.spec.name)
+        record("planned_steps", self.num_steps, server=self.spec.name)
         self._orphans.seen()
         log.info("attached name=%s holder=%s fence=%d", self.spec.name, holder, lease.fence)
         return Lease(
@@ -135,9 +139,16 @@ class BatchServer:
             schedule=schedule,
         )
 
-    def heartbeat(self, fence: int, rank: int = 0) -> Peers:
-        """A sign of life; returns what a rank should know of the others."""
-        return self._leases.beat(fence, rank)
+    def heartbeat(self, fence: int, rank: int = 0, report: dict[str, Any] | None = None) -> Peers:
+        """A sign of life; returns what a rank should know of the others.
+
+        Args:
+            report: what the trainer measured, as `raysvc.client.meter`; shown by `stats`.
+        """
+        peers = self._leases.beat(fence, rank)
+        if report is not None:
+            self._reports.note(fence, rank, report)
+        return peers
 
     def commit(self, fence: int, step: int, skipped: bool = False, rank: int = 0, moves: int = 0) -> int:
         """Note that all steps up to `step` are trained; returns the frontier. Order and number of calls do not matter.
@@ -264,12 +275,17 @@ class BatchServer:
     def stats(self) -> dict[str, Any]:
         """Plain facts about this server."""
         leases = self._leases.serving(self._train.plan_hash)
-        readers = {reader: _facts(lease) for reader, lease in leases.by_reader.items()}
-        own = readers.get("") or next(iter(readers.values()), _facts(leases.of_reader("")))
+        readers = {
+            reader: {**_facts(lease), "trainer": self._reports.of(lease.fence) if lease.holder else None}
+            for reader, lease in leases.by_reader.items()
+        }
+        nobody = {**_facts(leases.of_reader("")), "trainer": None}
+        own = readers.get("") or next(iter(readers.values()), nobody)
         return {
             "name": self.spec.name,
             "pid": os.getpid(),
             "node": _node_id(),
+            "version": __version__,
             "up_s": time.monotonic() - self._began_s,
             "entry_key": self._train.entry_key,
             "num_steps": self.num_steps,

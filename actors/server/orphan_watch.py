@@ -14,6 +14,7 @@ import time
 from raysvc.actors.server.lease_store import LeaseStore
 from raysvc.actors.server.spec import ServeSpec
 from raysvc.actors.server.step_maker import StepMaker
+from raysvc.metrics import record
 
 log = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
@@ -47,10 +48,22 @@ class OrphanWatch:
                 log.exception("orphan watch failed name=%s: trying again", self._spec.name)
 
     def _look(self) -> None:
+        self._export()
         if self._leases.lives():
             self.seen()
         elif time.monotonic() - self._idle_since_s > self._spec.orphan_ttl_s:
             self._orphaned()
+
+    def _export(self) -> None:
+        """Leases as Prometheus sees them, whether their trainers say anything or not."""
+        name, now_s = self._spec.name, time.monotonic()
+        leases = [lease for lease in self._leases.leases.by_reader.values() if lease.holder]
+        living = [lease for lease in leases if lease.lives(now_s, self._spec.lease_ttl_s)]
+        silent_s = max((now_s - lease.seen_s for lease in leases), default=0.0)
+        record("leases_held", len(living), server=name)
+        record("lease_silent_seconds", silent_s, server=name)
+        if leases:
+            record("committed_steps", min(lease.frontier for lease in leases), server=name)
 
     def _orphaned(self) -> None:
         if self._maker.free():

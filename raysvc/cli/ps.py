@@ -26,13 +26,15 @@ def ps(address: Address = None, as_json: AsJson = False) -> None:
 
 def _cells(facts: dict[str, Any]) -> dict[str, Any]:
     if facts["state"] == "silent":
-        names = ("step", "holder", "held", "pid", "up", "memory")
+        names = ("step", "holder", "held", "stall", "version", "pid", "up", "memory")
         return {"name": facts["name"], **dict.fromkeys(names, ""), "holder": f"silent ({facts['cause']})"}
     return {
         "name": facts["name"],
         "step": f"{facts['frontier']} of {facts['num_steps']}",
         "holder": facts["holder"] or "",
         "held": _held(facts),
+        "stall": _stall(facts),
+        "version": facts.get("version", ""),
         "pid": str(facts["pid"]),
         "up": f"{facts['up_s']:.0f} s",
         "memory": f"{facts['rss_bytes'] >> 20} MB",
@@ -43,3 +45,9 @@ def _held(facts: dict[str, Any]) -> str:
     if facts["state"] == "lapsed":
         return f"silent for {facts['seen_s']:.0f} s"
     return f"{facts['since_s']:.0f} s" if facts["holder"] else ""
+
+
+def _stall(facts: dict[str, Any]) -> str:
+    """Share of its last 30 seconds in which a living trainer waited for data."""
+    told = facts.get("trainer") if facts["state"] == "held" else None
+    return f"{told['stall']:.1%}" if told and "stall" in told else ""

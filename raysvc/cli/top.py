@@ -28,7 +28,7 @@ def top(
     count: Count = None,
     as_json: AsJson = False,
 ) -> None:
-    """Watch the servers of a cluster: trainer, step, rate, stalls, look-ahead, memory, lease, node.
+    """Watch the servers of a cluster: trainer, versions, step, rates, stalls, look-ahead, rollouts, memory, lease, node.
 
     Example: raysvc top --address auto --interval 5
     """
@@ -62,16 +62,15 @@ def _show(interval: float, count: int | None) -> None:
 def _looks(interval: float, count: int | None) -> Iterator[list[Line]]:
     import ray
 
-    from raysvc.inspect.live import lines, scrape, snapshot
+    from raysvc.inspect.live import Snapshot, lines
     from raysvc.inspect.servers import list_servers
 
     before: Snapshot | None = None
     done = 0
     while True:
-        nodes = ray.nodes()
-        address = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}
+        address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         servers = [{**facts, "node": address.get(facts.get("node", ""))} for facts in list_servers()]
-        now = snapshot(time.monotonic(), servers, scrape(nodes))
+        now = Snapshot(time.monotonic(), servers)
         yield lines(now, before)
         before, done = now, done + 1
         if done == count:

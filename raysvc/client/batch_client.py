@@ -20,6 +20,7 @@ from raysvc.client.connection import Connection, new_holder
 from raysvc.client.evals import EvalStream
 from raysvc.client.lease_client import LeaseClient
 from raysvc.client.look_ahead import Limit
+from raysvc.client.meter import Given
 from raysvc.client.steps import ClientStats as ClientStats
 from raysvc.client.steps import Mini as Mini
 from raysvc.client.steps import Step as Step
@@ -77,6 +78,7 @@ class BatchClient(LeaseClient[_Fetch, Step]):
 
         if on_fetch is not None and not callable(on_fetch):
             raise ConfigError("steps(on_fetch)", f"{on_fetch!r} cannot be called", "give a function")
+        self._overlaps = on_fetch is not None
         return self._run(ask, stop)
 
     def fetch(self, index: int) -> Step:
@@ -159,6 +161,10 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         )
         facts = (info.weight_versions, info.read_s, info.collate_s)
         return Step(fetch.index, fetch.step.epoch, minis, fetch.step.update_epochs, *facts)
+
+    def _given(self, step: Step) -> Given:
+        infos = [mini.info for mini in step.mini_batches if mini.info is not None]
+        return Given(step.index, infos, step.read_s, step.collate_s)
 
 
 @overload

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from raysvc import __version__
 from raysvc.errors import LeaseError, RankLost, ServerError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 POLL_S = 0.5
+REPORT_S = 2.0  # a driver, or rank 0, says so often how it does
 COMMITS_AT_ONCE = 8
 
 
@@ -48,11 +50,15 @@ class Connection:
         lease: from one of its attach methods.
         rank: the seat that this process has; None for a driver, who has the only one.
         window: steps that this rank may be ahead of another one.
+
+    Attributes:
+        report: what heartbeats carry beside the sign of life.
     """
 
     def __init__(self, server: Any, lease: Lease, rank: int | None = None, window: int = 1) -> None:
         self.server, self.lease, self.rank = server, lease, rank
         self._window, self._pid = window, os.getpid()
+        self.report: Callable[[], dict[str, Any]] = dict
         self._told: set[int] = set()  # ranks that were logged as behind or silent; only the heart touches it
         self._moves = 0  # rewinds and restored states, counted by `move`
         # (step, ref) of commits that are not answered; only the sender touches it
@@ -230,8 +236,9 @@ class Connection:
     def _beat(self) -> None:
         import ray
 
+        period_s = self.lease.ttl_s / 3 if self.rank else min(REPORT_S, self.lease.ttl_s / 3)
         while not self._stop.is_set():
-            self._beat_now.wait(self.lease.ttl_s / 3)
+            self._beat_now.wait(period_s)
             if self._stop.is_set():
                 return
             try:
@@ -253,7 +260,8 @@ class Connection:
         from raysvc.actors.launch import wait_for
 
         method = self.server.heartbeat.options(concurrency_group="control")
-        ref, begin = method.remote(self.lease.fence, self.rank or 0), time.monotonic()
+        report = {"version": __version__, **self.report()}
+        ref, begin = method.remote(self.lease.fence, self.rank or 0, report), time.monotonic()
         while not ray.wait([ref], timeout=POLL_S)[0]:
             waited_s = time.monotonic() - begin
             if self._stop.is_set():

@@ -23,6 +23,7 @@ from raysvc.client.arguments import flag, integer, optional_integer, text
 from raysvc.client.connection import Connection
 from raysvc.client.data_state import frontier_of, state_of
 from raysvc.client.look_ahead import F, FormedSizes, Limit, LookAhead, PlannedSizes, Sizes
+from raysvc.client.meter import Given, Meter
 from raysvc.client.steps import ClientStats
 from raysvc.errors import ConfigError, StepOutOfOrder
 from raysvc.metrics import record
@@ -60,6 +61,9 @@ class LeaseClient(ABC, Generic[F, S]):
         self._steps = 0
         self._wait_s = 0.0
         self._last_wait_s = 0.0
+        self._overlaps = False  # workers compute while the caller waits for the next step
+        self.meter = Meter(self.lease.name, exports=not connection.rank)
+        connection.report = self._report
 
     def __len__(self) -> int:
         """Steps that are left."""
@@ -91,6 +95,7 @@ class LeaseClient(ABC, Generic[F, S]):
                 expected = f"step {newest} at most, the newest that was handed out or is next"
                 raise StepOutOfOrder(self.lease.name, step, expected)
             if step >= self._frontier:
+                self.meter.committed(int(step), int(step) + 1 - self._frontier)
                 self._frontier = int(step) + 1
                 self._uncommitted = 0
                 self._connection.commit(int(step), skipped)
@@ -132,6 +137,7 @@ class LeaseClient(ABC, Generic[F, S]):
     def detach(self) -> None:
         """Give the lease (or this rank's seat) back; safe to call twice, and with fetches in flight."""
         self._window = None
+        self._record()
         self._connection.close()
 
     def __enter__(self) -> Self:
@@ -151,6 +157,10 @@ class LeaseClient(ABC, Generic[F, S]):
     @abstractmethod
     def _arrive(self, fetch: F) -> S:
         """Wait for a step that was asked for."""
+
+    @abstractmethod
+    def _given(self, step: S) -> Given:
+        """What is known of a step that arrived."""
 
     def _run(self, ask: Callable[[int], F], stop: int | None) -> Iterator[S]:
         """Check first, then iterate from the frontier of the first `next`."""
@@ -192,20 +202,32 @@ class LeaseClient(ABC, Generic[F, S]):
         return Limit(self._limit.steps if steps is None else steps, self._limit.nbytes)
 
     def _timed(self, fetch: F) -> S:
-        begin = time.perf_counter()
-        step = self._arrive(fetch)
-        self._last_wait_s = time.perf_counter() - begin
+        begin, given = time.perf_counter(), None
+        self.meter.wait_begins(overlaps=self._overlaps and self._uncommitted > 0)
+        try:
+            step = self._arrive(fetch)
+            given = self._given(step)
+        finally:
+            self._last_wait_s = time.perf_counter() - begin
+            self.meter.wait_ends(self._last_wait_s, given)
         self._wait_s += self._last_wait_s
         self._steps += 1
+        if not self._connection.rank:
+            record("fetch_seconds", self._last_wait_s, server=self.lease.name)
         self._record()
         return step
 
+    def _report(self) -> dict[str, Any]:
+        """For the server, with each heartbeat."""
+        stats = self.stats()
+        ahead = {"look_ahead": stats.outstanding, "look_ahead_bytes": stats.outstanding_bytes}
+        return {**self.meter.report(), **ahead}
+
     def _record(self) -> None:
-        """What the metrics know of any trainer's data; one rank speaks for all."""
+        """What is outstanding; one rank speaks for all."""
         if self._connection.rank:
             return
         server, stats = self.lease.name, self.stats()
-        record("fetch_seconds", stats.last_wait_s, server=server)
         record("look_ahead_steps", stats.outstanding, server=server)
         record("look_ahead_bytes", stats.outstanding_bytes, server=server)
 
@@ -217,6 +239,7 @@ class LeaseClient(ABC, Generic[F, S]):
 
     def _move(self, frontier: int, plan_state: dict[str, Any] | None) -> None:
         self._frontier = self._taken = self._connection.move(frontier, plan_state)
+        self.meter.moved()
         self._window = None
 
     def _ask_sizes(self, first: int, stop: int) -> Callable[[], list[int]]:

@@ -22,6 +22,7 @@ from raysvc.client.connection import Connection, new_holder
 from raysvc.client.evals import RankEval
 from raysvc.client.lease_client import LeaseClient
 from raysvc.client.look_ahead import Limit
+from raysvc.client.meter import Given
 from raysvc.client.rank_reader import RankFetch, RankReader
 from raysvc.client.steps import RankMicro as RankMicro
 from raysvc.client.steps import RankStep as RankStep
@@ -94,6 +95,9 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
 
     def _arrive(self, fetch: RankFetch) -> RankStep:
         return self._reader.arrive(fetch)
+
+    def _given(self, step: RankStep) -> Given:
+        return Given(step.index, step.infos, step.read_s, step.collate_s, step.copy_s)
 
     def _ask_sizes(self, first: int, stop: int) -> Callable[[], list[int]]:
         return self._reader.ask_sizes(first, stop)

@@ -9,6 +9,7 @@ Always true:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -108,4 +109,7 @@ class RankReader:
             self._connection.check()
         info: StepInfo
         info, *shards = self._connection.get(refs)
-        return RankStep(info.index, info.epoch, tuple(map(private, shards)), info.mini_batches)
+        begin = time.perf_counter()
+        own = tuple(map(private, shards))
+        times = (info.read_s, info.collate_s, time.perf_counter() - begin)
+        return RankStep(info.index, info.epoch, own, info.mini_batches, *times)

@@ -22,6 +22,7 @@ from raysvc.client.arguments import text
 from raysvc.client.connection import new_holder
 from raysvc.config import PlanConfig
 from raysvc.errors import ConfigError, NoCapacity, ServerError
+from raysvc.metrics import record
 from raysvc.rl.group import Group, late_table, table_of
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class Rollouts:
             if (waited_s := time.monotonic() - begin) > wait_s:
                 raise NoCapacity(self.name, waited_s)
             time.sleep(pause_s)
+            record("producer_wait_seconds", pause_s, server=self.name)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
         return Put(*counts)
 

@@ -113,12 +113,18 @@ class RankStep:
         epoch: 0-based.
         shards: one per mini-batch, numpy, private.
         infos: of the mini-batches over all ranks.
+        read_s: the server read its rows.
+        collate_s: the server wrote its arrays.
+        copy_s: this process copied the shards.
     """
 
     index: int
     epoch: int
     shards: tuple[Shard, ...]
     infos: tuple[MiniBatchInfo, ...]
+    read_s: float = 0.0
+    collate_s: float = 0.0
+    copy_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

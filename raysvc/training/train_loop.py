@@ -213,6 +213,7 @@ class _Run:
         every, evals = self.job.trainer.checkpoint_every_steps, self._evals(group, stop)
         stage = HeldBack(group.stage, evals.next_after(client.frontier))
         before: _Started | None = None
+        client.meter.told_by_workers = True
         for step in client.steps(on_fetch=stage, stop=stop):
             started = _Started(step, group.start_step(step), client.stats().last_wait_s)
             if before is not None:
@@ -251,7 +252,7 @@ class _Run:
         step_s = time.perf_counter() - max(started.begin, self.last_end)
         self.last_end = time.perf_counter()
         stall_s = max(_stall_s(rank, started.waited_s) for rank in results)
-        times = observe_step(self.entry.uri, client, started.step, results, step_s, stall_s)
+        times = observe_step(self.entry.uri, client, started.step, results, stall_s)
         verdict = self.stalls.add(times)
         if verdict is not None:
             log.info("stalled server=%s %s", self.job.server.name, verdict)

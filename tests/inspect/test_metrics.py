@@ -13,13 +13,28 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raysvc.inspect.live import samples
 from raysvc.metrics import BY_NAME, SPILLED, TABLE, record
 from raysvc.training.stalls import PARTS
 
 ROOT = Path(__file__).parents[2]
+READ = """
+def samples(text):
+    import re
+    lines = (re.fullmatch(r"(\\w+)\\{([^}]*)\\} (\\S+)", line) for line in text.splitlines())
+    return [(hit[1], dict(re.findall(r'(\\w+)="([^"]*)"', hit[2])), float(hit[3])) for hit in lines if hit]
+"""
 UNITS = ("_seconds", "_bytes", "_share", "_ratio", "_steps", "_rows", "_tokens", "steps")
-COUNTS = ("leases_granted", "leases_refused", "fenced_calls", "cache_hits", "cache_misses")
+COUNTS = (
+    "leases_granted",
+    "leases_held",
+    "groups_put",
+    "groups_ready",
+    "producers_seen",
+    "leases_refused",
+    "fenced_calls",
+    "cache_hits",
+    "cache_misses",
+)
 
 
 def test_names_end_in_their_unit_and_tags_are_few() -> None:
@@ -61,7 +76,9 @@ def test_every_record_in_the_code_is_one_of_the_table() -> None:
     assert {"cache_hits", "stall_seconds", "build_rows"} <= found
 
 
-RUN = """
+RUN = (
+    READ
+    + """
 import json, os, socket, sys, time, urllib.request
 import ray, raysvc
 
@@ -73,7 +90,6 @@ ray.init(address="local", num_cpus=3, include_dashboard=False, object_store_memo
 (node,) = ray.nodes()
 url = f"http://{node['NodeManagerAddress']}:{port}/metrics"
 
-from raysvc.inspect.live import samples
 wanted = set(json.loads(sys.argv[2]))
 texts = []
 
@@ -114,6 +130,7 @@ mine = [sample for sample in samples(texts[-1]) if sample[0].startswith("ray_ray
 print(json.dumps({"mine": mine, "during": sorted(during), "all": sorted({n for n, _, _ in samples(texts[-1])}),
                   "summary": summary, "spilled": spilled(), "books": books}), flush=True)
 """
+)
 
 
 @pytest.mark.ray
@@ -138,6 +155,7 @@ def test_a_prometheus_endpoint_has_them_during_a_run(tmp_path: Path, sample: dic
     path.write_text(yaml.safe_dump(job))
     # what every run has; hits, refusals, fenced calls and stalls by cause need their event
     seldom = {"cache_hits", "leases_refused", "fenced_calls", "dropped_rows"}
+    seldom |= {"groups_put", "groups_ready", "producers_seen", "producer_wait_seconds"}
     seldom |= {f"stall_{part}_seconds" for part in PARTS} | {
         metric.name for metric in TABLE if "eval" in metric.name
     }
@@ -187,8 +205,3 @@ def test_a_prometheus_endpoint_has_them_during_a_run(tmp_path: Path, sample: dic
     ]
     assert source == "rows.jsonl"
     assert found["summary"]["stalls"]["seconds"] >= 0
-
-
-def test_the_text_format_is_read_with_labels() -> None:
-    text = '# HELP a b\na_total{server="s",le="+Inf"} 1.5\nplain 3\n'
-    assert samples(text) == [("a_total", {"server": "s", "le": "+Inf"}, 1.5)]

@@ -3,57 +3,56 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from raysvc.cli.main import app
-from raysvc.inspect.live import Line, Snapshot, cells_of, lines, snapshot, text
+from raysvc.errors import ServerError
+from raysvc.inspect.live import Line, Snapshot, cells_of, lines, text
 
 FACTS = {
     "name": "a", "state": "held", "holder": "host:1:x", "frontier": 10, "num_steps": 100,
-    "rss_bytes": 50_000_000, "seen_s": 2.0,
+    "rss_bytes": 50_000_000, "seen_s": 2.0, "version": "0.1.0",
 }  # fmt: skip
 
 
-def exposition(stall_s: float, ahead: float) -> str:
-    return (
-        f'ray_raysvc_stall_seconds_total{{server="a",role="trainer"}} {stall_s}\n'
-        f'ray_raysvc_look_ahead_steps{{server="a"}} {ahead}\n'
-        'ray_raysvc_look_ahead_bytes{server="a"} 3000000\n'
-        f'ray_raysvc_stall_read_seconds_total{{server="a"}} {stall_s / 2}\n'
-        f'ray_raysvc_stall_collate_seconds_total{{server="a"}} {stall_s}\n'
-        'ray_raysvc_look_ahead_steps{server="b"} 9\nother 3\n'
-    )
+TOLD = {
+    "version": "0.1.0", "steps": 10, "tokens": 500, "stall_s": 1.5, "causes": {"read": 0.75, "collate": 1.5}, "stall": 0.125,
+    "steps_per_s": 0.5, "tokens_per_s": 25.0, "elapsed_s": 20.0, "look_ahead": 2, "look_ahead_bytes": 3_000_000,
+}  # fmt: skip
 
 
-def test_rates_and_shares_are_between_two_looks() -> None:
-    before = snapshot(100.0, [FACTS], [exposition(1.0, 2)])
-    now = snapshot(104.0, [{**FACTS, "frontier": 18}], [exposition(1.5, 2), "garbage"])
+def test_a_line_is_what_the_trainer_says_and_steps_are_between_two_looks() -> None:
+    facts = {**FACTS, "trainer": TOLD}
+    before, now = Snapshot(100.0, [facts]), Snapshot(104.0, [{**facts, "frontier": 18}])
+    (first,) = lines(before)
+    assert first.steps_per_s == 0.5, "one look has the trainer's own rate"
     (line,) = lines(now, before)
-    causes = {"collate": 1.5, "read": 0.75}
-    assert line == Line(
-        "a", "host:1:x", 18, 100, 2.0, 0.125, 1.5, causes, 2, 3_000_000, 50_000_000, 2.0, None
-    )
+    assert (line.steps_per_s, line.tokens_per_s, line.stall, line.stall_s) == (2.0, 25.0, 0.125, 1.5)
     assert list(line.causes or ()) == ["collate", "read"], "largest first"
     assert text(line) == (
-        "server=a trainer=host:1:x step=18/100 steps/s=2.00 stall=12.5% stalled=1.5s "
+        "server=a state=held trainer=host:1:x version=0.1.0 step=18/100 steps/s=2.00 tokens/s=25 stall=12.5% stalled=1.5s "
         "why=collate:1.5s,read:0.8s ahead=2 ahead MB=3.0 memory=50MB lease=2s"
     )
 
 
-def test_a_trainer_of_ones_own_has_its_waits_for_steps() -> None:
-    def seen(time_s: float, waited_s: float) -> Snapshot:
-        name = "ray_raysvc_fetch_seconds"
-        return snapshot(
-            time_s, [FACTS], [f'{name}_sum{{server="a"}} {waited_s}\n{name}_count{{server="a"}} 9\n']
-        )
+def test_what_a_dead_trainer_said_is_not_shown() -> None:
+    (line,) = lines(Snapshot(1.0, [{**FACTS, "state": "lapsed", "seen_s": 99.0, "trainer": TOLD}]))
+    assert (line.trainer, line.step, line.lease_age_s) == ("host:1:x", 10, 99.0)
+    assert (line.stall, line.steps_per_s, line.tokens_per_s, line.look_ahead, line.causes) == (None,) * 5
 
-    (line,) = lines(seen(14.0, 3.0), seen(10.0, 1.0))
-    assert (line.stall_s, line.stall) == (3.0, 0.5)
+
+def test_a_trainer_of_another_version_is_named() -> None:
+    (line,) = lines(Snapshot(1.0, [{**FACTS, "trainer": {**TOLD, "version": "0.1.9"}}]))
+    assert line.versions == "0.1.0 (trainer 0.1.9)"
 
 
 def test_ctrl_c_is_how_one_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,24 +63,22 @@ def test_ctrl_c_is_how_one_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raysvc.cli.top._looks", looks)
     monkeypatch.setattr("raysvc.inspect.servers.join_cluster", lambda address: None)
     result = CliRunner().invoke(app, ["top"])
-    assert (result.exit_code, result.stdout, result.stderr) == (0, "server=a\n", "")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "server=a state=silent\n", "")
 
 
 def test_what_is_not_known_is_a_dash_and_not_zero() -> None:
-    (line,) = lines(snapshot(1.0, [{**FACTS, "holder": None}], []))
+    (line,) = lines(Snapshot(1.0, [{**FACTS, "holder": None, "state": "free"}]))
     assert (line.steps_per_s, line.stall, line.stall_s, line.look_ahead, line.lease_age_s) == (None,) * 5
     assert (line.causes, line.look_ahead_bytes) == (None, None)
     assert cells_of(line)["stall"] == "-"
-    (silent,) = lines(snapshot(1.0, [{"name": "x", "state": "silent", "cause": "dead"}], []))
+    (silent,) = lines(Snapshot(1.0, [{"name": "x", "state": "silent", "cause": "dead"}]))
     assert silent == Line("x")
 
 
-def test_a_server_that_came_between_two_looks_has_no_rate() -> None:
-    before = snapshot(0.0, [FACTS], [])
-    now = snapshot(1.0, [FACTS, {**FACTS, "name": "b"}], [exposition(1, 1)])
-    first, second = lines(now, before)
+def test_a_server_that_came_between_two_looks_has_no_rate_of_its_own() -> None:
+    now = Snapshot(1.0, [FACTS, {**FACTS, "name": "b"}])
+    first, second = lines(now, Snapshot(0.0, [FACTS]))
     assert (first.steps_per_s, second.steps_per_s) == (0.0, None)
-    assert second.look_ahead == 9
 
 
 @pytest.mark.ray
@@ -123,3 +120,47 @@ def client_holder(client: object) -> str:
     from raysvc.inspect.servers import list_servers
 
     return next(str(facts["holder"]) for facts in list_servers() if facts["name"] == "watched")
+
+
+@pytest.mark.ray
+def test_a_trainer_that_only_waits_is_shown_while_it_waits(tmp_path: Path, ray_session: None) -> None:
+    """Nobody puts rollouts: all of the trainer's time is a wait for its first step, which has not ended."""
+    import raysvc
+    from raysvc.actors.launch import stop_server
+
+    plan = {"batch_size": 2, "mini_batch_size": 2}
+    raysvc.serve_rollouts("starved", run_dir=str(tmp_path), pad_token_id=0, plan=plan, wait_s=60.0)
+    client = raysvc.attach("starved", rank=0)  # as HF Trainer, torchrun and SkyRL's loops do
+    waiting = threading.Thread(target=lambda: suppressed(client), daemon=True)
+    waiting.start()
+    try:
+        line = eventually(lambda: seen("starved"), lambda line: (line["stall"] or 0) > 0.5)
+        assert line["stall_s"] > 0.5
+        assert line["rollouts"] == {"ready": 0, "waiting": 0, "weight_version": 0, "producers": 0}
+        table = CliRunner().invoke(app, ["ps", "--json"])
+        (facts,) = [one for one in json.loads(table.stdout)["servers"] if one["name"] == "starved"]
+        assert facts["trainer"]["stall"] > 0.5
+    finally:
+        client.detach()
+        waiting.join()
+    assert seen("starved")["stall"] is None, "it has left"
+    stop_server("starved")
+
+
+def suppressed(client: Any) -> None:
+    with suppress(ServerError):  # it is detached while it waits
+        next(iter(client.steps()))
+
+
+def seen(name: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["top", "--json", "--count", "1"])
+    found = json.loads(result.stdout.splitlines()[-1])["servers"]
+    return next(dict(one) for one in found if one["name"] == name)
+
+
+def eventually(look: Callable[[], dict[str, Any]], good: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    until = time.monotonic() + 30
+    while not good(found := look()):
+        assert time.monotonic() < until, found
+        time.sleep(0.2)
+    return found

@@ -1,0 +1,196 @@
+"""What a trainer does with its data, measured where it attached: steps, tokens, and the time it waited.
+
+Axes: R ranks.
+Always true:
+- every attached trainer is measured, whatever loop it has;
+- a wait counts while it lasts, not only when it has ended;
+- where workers compute while the driver waits for the next step (`steps(on_fetch=...)`), its wait counts only when
+  every step that was handed out is committed, and not at all when `told_by_workers` is set;
+- `report` is plain JSON: a newer or an older server may leave out what it does not know.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from raysvc.metrics import record
+from raysvc.training.stalls import StepTimes
+
+if TYPE_CHECKING:
+    from raysvc.collate.info import MiniBatchInfo
+
+ROLE = "trainer"
+RECENT_S = 30.0  # `stall` and the rates of a report are of so long
+MAX_UNCOMMITTED = 4096  # steps whose shape is kept until they are committed
+
+
+class Given(NamedTuple):
+    """What a client knows of a step that it hands out.
+
+    Attributes:
+        infos: of the mini-batches.
+        read_s, collate_s: the server's time.
+        copy_s: this process copied the arrays.
+    """
+
+    step: int
+    infos: Sequence[MiniBatchInfo]
+    read_s: float
+    collate_s: float
+    copy_s: float = 0.0
+
+
+class _Shape(NamedTuple):
+    """Of a step: `worst` is the tokens of the fullest rank over the mean."""
+
+    tokens: int
+    cut_rows: int
+    padding: float
+    worst: float
+
+
+class _Look(NamedTuple):
+    time_s: float
+    stall_s: float
+    steps: int
+    tokens: int
+
+
+class Meter:
+    """See the module.
+
+    Args:
+        server: its name.
+        exports: whether to record metrics; one rank speaks for all.
+        clock: seconds that only go forward.
+    """
+
+    def __init__(
+        self, server: str, *, exports: bool = True, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._server, self._exports, self._clock = server, exports, clock
+        self.told_by_workers = False  # `stalled` says all stalls; set it before the first step
+        self._lock = threading.Lock()  # guards all below: the heartbeat thread reports
+        self._began_s = self._last_commit_s = clock()
+        self._since_s: float | None = None  # the caller waits since then, and it counts
+        self._stall_s = 0.0
+        self._causes: dict[str, float] = {}
+        self._steps = self._tokens = 0
+        self._shapes: dict[int, _Shape] = {}  # of steps that are not committed
+        self._looks = collections.deque([_Look(self._began_s, 0.0, 0, 0)])
+
+    def wait_begins(self, *, overlaps: bool = False) -> None:
+        """The caller waits for a step.
+
+        Args:
+            overlaps: workers compute meanwhile.
+        """
+        with self._lock:
+            self._since_s = None if overlaps or self.told_by_workers else self._clock()
+
+    def wait_ends(self, waited_s: float, given: Given | None) -> None:
+        """The caller has its step, or None: it could not be made."""
+        with self._lock:
+            counted = self._since_s is not None
+            self._charge()
+            self._since_s = None
+            if given is not None:
+                self._keep_shape(given)
+        if counted and given is not None:
+            self._blame(StepTimes(given.step, waited_s, given.read_s, given.collate_s, given.copy_s))
+
+    def stalled(self, times: StepTimes) -> None:
+        """Workers stood still for a step, as they measured it."""
+        with self._lock:
+            self._add_stall(times.waited_s)
+        self._blame(times)
+
+    def committed(self, step: int, count: int) -> None:
+        """All steps up to `step` are trained, `count` of them newly."""
+        with self._lock:
+            now_s = self._clock()
+            step_s, self._last_commit_s = (now_s - self._last_commit_s) / count, now_s
+            shapes = [self._shapes.pop(index) for index in sorted(self._shapes) if index <= step]
+            tokens = sum(shape.tokens for shape in shapes)
+            self._steps += count
+            self._tokens += tokens
+        if self._exports:
+            record("steps", count, server=self._server)
+            record("step_seconds", step_s, server=self._server)
+            record("trained_tokens", tokens, server=self._server)
+            record("cut_rows", sum(shape.cut_rows for shape in shapes), server=self._server)
+            self._show(shapes)
+
+    def moved(self) -> None:
+        """The trainer went to another step: what it was given is not trained."""
+        with self._lock:
+            self._shapes.clear()
+
+    def report(self) -> dict[str, Any]:
+        """Sums since the attach, and shares and rates of the last `RECENT_S`."""
+        with self._lock:
+            self._charge()
+            now = _Look(self._clock(), self._stall_s, self._steps, self._tokens)
+            self._looks.append(now)
+            while len(self._looks) > 2 and now.time_s - self._looks[1].time_s >= RECENT_S:
+                self._looks.popleft()
+            first, causes = self._looks[0], dict(self._causes)
+        passed_s = max(now.time_s - first.time_s, 1e-9)
+        return {
+            "steps": now.steps,
+            "tokens": now.tokens,
+            "stall_s": now.stall_s,
+            "causes": causes,
+            "stall": min((now.stall_s - first.stall_s) / passed_s, 1.0),
+            "steps_per_s": (now.steps - first.steps) / passed_s,
+            "tokens_per_s": (now.tokens - first.tokens) / passed_s,
+            "elapsed_s": now.time_s - self._began_s,
+        }
+
+    def _charge(self) -> None:
+        """Count the wait so far. Called under `_lock`."""
+        if self._since_s is not None:
+            now_s = self._clock()
+            self._add_stall(now_s - self._since_s)
+            self._since_s = now_s
+
+    def _add_stall(self, seconds: float) -> None:
+        self._stall_s += seconds
+        if self._exports:
+            record("stall_seconds", seconds, server=self._server, role=ROLE)
+
+    def _blame(self, times: StepTimes) -> None:
+        charged = times.charged()
+        with self._lock:
+            for part, seconds in charged.items():
+                self._causes[part] = self._causes.get(part, 0.0) + seconds
+        if self._exports:
+            record("stall_read_seconds", charged.get("read", 0.0), server=self._server)
+            record("stall_collate_seconds", charged.get("collate", 0.0), server=self._server)
+            record("stall_copy_seconds", charged.get("copy", 0.0), server=self._server)
+            record("stall_other_seconds", charged.get("other", 0.0), server=self._server)
+
+    def _keep_shape(self, given: Given) -> None:
+        """Called under `_lock`."""
+        while len(self._shapes) >= MAX_UNCOMMITTED:
+            self._shapes.pop(min(self._shapes))
+        self._shapes[given.step] = _shape(given.infos)
+
+    def _show(self, shapes: Sequence[_Shape]) -> None:
+        if shapes:
+            newest = shapes[-1]
+            record("padding_share", newest.padding, server=self._server)
+            record("packing_share", 1.0 - newest.padding, server=self._server)
+            record("imbalance_ratio", newest.worst, server=self._server)
+
+
+def _shape(infos: Sequence[MiniBatchInfo]) -> _Shape:
+    cells = max(sum(info.num_cells for info in infos), 1)
+    padding = sum(info.pad_share * info.num_cells for info in infos) / cells
+    ratios = [max(info.rank_tokens) * len(info.rank_tokens) / sum(info.rank_tokens) for info in infos]
+    tokens = sum(info.denominators.tokens for info in infos)
+    return _Shape(tokens, sum(info.num_truncated for info in infos), padding, max(ratios, default=1.0))
