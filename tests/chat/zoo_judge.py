@@ -86,9 +86,9 @@ def marked_mask(hf: Any, row: Row, marked: str, ids: list[int]) -> list[int] | N
         )
     except Exception:  # noqa: BLE001
         return None
-    if list(both["input_ids"]) != ids:
+    if list(both["input_ids"][: len(ids)]) != ids:  # GLM-4.5's twin adds the last stop token
         return None
-    mask = list(both["assistant_masks"])
+    mask = list(both["assistant_masks"][: len(ids)])
     text, bounds = hf.decode(ids), _bounds(hf, ids)
     prompts = _prompts(hf, row, marked, text)
     special = set(hf.all_special_ids) | set(hf.added_tokens_decoder)
