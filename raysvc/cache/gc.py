@@ -212,7 +212,10 @@ class _Visit:
             return None
 
     def _of_entry(self, folder: _Folder) -> list[Removal]:
-        """Losers' parts, receipts, temporary files and dead markers; the newest sign of use stays."""
+        """Losers' parts, receipts, temporary files and dead markers; the newest sign of use stays.
+
+        While somebody holds the entry only markers go: a second builder may still be writing there.
+        """
         path = f"{folder.name}/{names.MANIFEST}"
         try:
             manifest = Manifest.from_json(self.store.read(path), f"{self.store.url}/{path}")
@@ -224,6 +227,8 @@ class _Visit:
         needed |= {names.MANIFEST, names.STATE, names.DATASET_INFO, names.TOKENIZER}
         needed |= {names.DAMAGED, names.DELETING}
         old = [i for i in folder.found if i.name not in needed and self._is_old(i, self.grace_s)]
+        if folder.is_held:
+            old = [i for i in old if names.USE.fullmatch(i.name) or names.USED.fullmatch(i.name)]
         return self._files(
             folder.name, [i for i in old if not names.USE.fullmatch(i.name) or self._is_old(i, USE_TTL_S)]
         )

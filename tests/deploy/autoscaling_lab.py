@@ -134,7 +134,10 @@ def main(rows: str, tokenizer: str, folder: str) -> dict[str, Any]:
         "source": {"path": rows, "format": "chat"},
         "tokenizer": tokenizer,
         "cache": {"root": f"{folder}/cache"},
-        "workers": {"slice_mb": os.path.getsize(rows) / 1e6 / 24},
+        "workers": {
+            "slice_mb": os.path.getsize(rows) / 1e6 / 24,
+            "min": 2,
+        },  # so small a source needs no cluster otherwise
         "plan": {"batch_size": 16, "micro_batch_tokens": 1024},
         "server": {"name": "scaled", "orphan_ttl_s": 2.0, "reap": True, "lease_ttl_s": 10.0},
         "trainer": {"run_dir": f"{folder}/run"},

@@ -74,7 +74,7 @@ def test_the_steps_of_the_page_lead_to_something_that_passes_its_contract(
         done = subprocess.run(arguments, cwd=copy, env=env, capture_output=True, text=True, check=False)
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     if title != "A store":
-        assert re.search(r"`(qa|single)`", (copy / "docs" / "reference.md").read_text())
+        assert re.search(r"`(riddle|single)`", (copy / "docs" / "reference.md").read_text())
 
 
 @pytest.fixture
