@@ -128,6 +128,8 @@ class SliceTokenizer:
                 try:
                     return self._result(list(make(ledger)), ledger)
                 except EncoderDiffers as differs:
+                    if self._encoder is self._reference:
+                        raise  # it does not give the same ids twice
                     self._switched = f"{self._encoder.name} differs from the reference on {differs}"
                     self._encoder = self._reference
                 except RenderDiffers as differs:

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
 
 from raysvc.chat.sequence import CLOSED_TURN, FREE
 from raysvc.chat.text_batch import Batch, Bytes, Spans
+from raysvc.chat.tokens.added_blanks import AddedBlanks, rule_of
 from raysvc.chat.tokens.encoder import Encoded, Ints32, Ints64
+from raysvc.chat.tokens.normal_text import NormalText
 from raysvc.chat.tokens.token_bytes import binary_array, bytes_of_tokens
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 
@@ -57,10 +60,13 @@ class TokenTable:
         control_texts: tuple[str, ...] = (),
         inner_texts: Iterable[str] = (),
     ) -> None:
-        self._pieces = binary_array(bytes_of_tokens(tokenizer.hf))
+        pieces = bytes_of_tokens(tokenizer.hf)
+        self._pieces = binary_array(pieces)
         self.is_control = np.zeros(len(self._pieces), np.bool_)
         self.ends_turn = np.zeros(len(self._pieces), np.bool_)
         self.ends_turn[list(tokenizer.hf.added_tokens_decoder)] = True
+        self._blanks = AddedBlanks(rule_of(tokenizer.hf.backend_tokenizer), pieces, self.ends_turn)
+        self._hf = tokenizer.hf
         for text in set(control_texts) - set(inner_texts):
             self.is_control[tokenizer.hf.backend_tokenizer.token_to_id(text)] = True
 
@@ -72,6 +78,16 @@ class TokenTable:
         if closed and not (len(ids) and self.ends_turn[ids[-1]]):
             return NO_EOT
         return EXTRA_CONTROL if held[: len(held) - closed].any() else ""
+
+    @cached_property
+    def normal_text(self) -> NormalText:
+        """For rows that do not decode to their text as it is; most data has none."""
+        return NormalText(self._hf)
+
+    def decode_texts(self, encoded: Encoded, batch: Batch) -> tuple[Ints64, Bytes]:
+        """(int64 [T + 1] byte offsets of the tokens in their texts, these texts joined), as far as the ids say."""
+        token_ends, decoded = self.decode(encoded.ids)
+        return self._blanks.removed(encoded, token_ends, decoded, batch)
 
     def decode(self, ids: Ints32) -> tuple[Ints64, Bytes]:
         """(int64 [T + 1] byte offsets of the tokens, their bytes joined)."""

@@ -36,6 +36,7 @@ PROBES = (
     "1234567890 1,000.00 \u0661\u0662\u0663 \u00bd \u2167 x\u00b2",
     "I'LL WE'VE they'Re 'S 't \u2019s",
     "https://example.org/a?b=c&d=%20#e_f-g",
+    "a\u2581b \u2581 \u2581\u2581 c \u2581<0x41>",
 )
 
 

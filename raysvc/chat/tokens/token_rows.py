@@ -8,6 +8,7 @@ Always true:
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +28,8 @@ from raysvc.chat.tokens.align import (
 )
 from raysvc.chat.tokens.encoder import Encoded, Encoder, Ints32, Ints64, ReferenceEncoder
 
+logger = logging.getLogger(__name__)
+
 UNDECODABLE = "the tokens of a trained turn do not decode to it"
 
 
@@ -43,16 +46,12 @@ class TokenRows:
         mask: uint8 [T].
         offsets: int64 [N + 1].
         faults: row -> why it cannot be used.
-        token_bytes: int64 [T + 1], bytes before each token; None when tokens were put around the texts.
-        odd: rows whose tokens do not add up to their bytes.
     """
 
     ids: Ints32
     mask: npt.NDArray[np.uint8]
     offsets: Ints64
     faults: dict[int, RowFault] = field(default_factory=dict)
-    token_bytes: Ints64 | None = None
-    odd: frozenset[int] = frozenset()
 
 
 class RowEncoder:
@@ -74,9 +73,8 @@ class RowEncoder:
             EncoderDiffers: on a row that was encoded again by the reference.
         """
         encoded = self._encoder.encode_bytes(batch.data, batch.offsets)
-        token_ends, decoded = self._table.decode(encoded.ids)
-        odd = set(differing_rows(encoded, token_ends, decoded, batch).tolist())
-        found = align(encoded, token_ends, batch, self._table, odd)
+        seen, token_ends, odd = self._seen(encoded, batch)
+        found = align(encoded, token_ends, seen, self._table, odd)
         mask = np.zeros(len(encoded.ids), np.uint8)
         mask[found.within] = 1
         rows = TokenRows(
@@ -86,8 +84,20 @@ class RowEncoder:
             self._align_odd(rows, batch, row)
         if batch.prefix or batch.suffixes:
             return _surrounded(rows, batch)
-        rows.token_bytes, rows.odd = token_ends, frozenset(odd)
         return rows
+
+    def _seen(self, encoded: Encoded, batch: Batch) -> tuple[Batch, Ints64, set[int]]:
+        """(texts that the ids decode to, int64 [T + 1] ends of the tokens in them, rows for which there is no such text)."""
+        token_ends, decoded = self._table.decode_texts(encoded, batch)
+        changed = differing_rows(encoded, token_ends, decoded, batch).tolist()
+        if not changed:
+            return batch, token_ends, set()
+        batch = self._table.normal_text.batch(batch, changed)
+        token_ends, decoded = self._table.decode_texts(encoded, batch)
+        odd = set(differing_rows(encoded, token_ends, decoded, batch).tolist())
+        if odd:
+            logger.debug("rows=%d of %d aligned one by one", len(odd), len(batch))
+        return batch, token_ends, odd
 
     def _align_odd(self, rows: TokenRows, batch: Batch, row: int) -> None:
         """A row that the tokenizer normalizes, or one of a tokenizer that is not made of bytes."""

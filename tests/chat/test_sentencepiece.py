@@ -1,0 +1,114 @@
+"""Tokenizers that put blanks before a text, and those that normalize it: ids and masks are those of `transformers`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
+
+from raysvc.chat.slice_tokenizer import SliceTokenizer
+from raysvc.chat.source.json_rows import SourceRow
+from raysvc.chat.tokens.added_blanks import Rule
+from raysvc.chat.tokens.token_rows import RowEncoder
+from raysvc.config import TextSpec, TokenizerConfig
+
+from .sentencepiece_like import INST, KINDS, MARKED, save, small_model
+
+BITS = [
+    *(
+        "a",
+        "hello",
+        " ",
+        "  ",
+        "   ",
+        "\n",
+        "\n\n",
+        "\t",
+        "\u2581",
+        " \u2581 ",
+        "\u2581\u2581x",
+        "The answer",
+    ),
+    *(
+        "e\u0301",
+        "\u0301",
+        "\u1100\u1161\u11a8",
+        "\u212b",
+        "\ufb01",
+        "\u1e9b\u0323",
+        "\u0130",
+        "\u0391\u03a3",
+    ),
+    *(
+        "\u4f60\u597d",
+        "\U0001f600",
+        "\U0001f468\u200d\U0001f469",
+        "\x00",
+        "\u00a0",
+        "\u3000",
+        "\ufeff",
+        "\x85",
+    ),
+    *("<0x41>", "<0xE2>", "<s", "/s>", "[INST]", "[/INST]", "ABC", "2 + 2"),
+]
+text = (
+    st.lists(st.sampled_from(BITS), min_size=1, max_size=6)
+    .map("".join)
+    .filter(lambda made: bool(made.strip()) and "<s>" not in made and "</s>" not in made)
+)
+chats = st.lists(st.tuples(text, text), min_size=1, max_size=3)
+SLOW = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def marked(request: Any, tmp_path_factory: pytest.TempPathFactory) -> SliceTokenizer:
+    folder = save(tmp_path_factory.mktemp(request.param), KINDS[request.param](small_model()), MARKED)
+    return SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=folder)))
+
+
+def messages(chat: list[tuple[str, str]]) -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    return [{"role": role, "content": said} for pair in chat for role, said in zip(roles, pair, strict=True)]
+
+
+@given(chats=st.lists(chats, min_size=1, max_size=4))
+@example(chats=[[(" a ", " b ")], [("\u2581", "\u2581")], [("a  b", "\u2581a\u2581\u2581b  ")]])
+@example(chats=[[("e\u0301", "e\u0301\u0323 \u1100\u1161\u11a8")], [("\u0301x", "\u0301x \ufb01\u212b")]])
+@SLOW
+def test_ids_and_masks_are_those_of_transformers(marked: SliceTokenizer, chats: Any) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("a row was aligned one by one")
+
+    if "Unigram" in repr(marked.tokenizer.hf.backend_tokenizer.model):  # it reads these six letters as a byte
+        assume("<0x" not in str(chats))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowEncoder, "_align_odd", never)
+        rows = [SourceRow(number, {"messages": messages(chat)}) for number, chat in enumerate(chats)]
+        result = marked.run(rows)
+    assert result.books.rows_written == len(chats), result.examples
+    for number, chat in enumerate(chats):
+        truth = marked.tokenizer.hf.apply_chat_template(
+            messages(chat), return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert result.table["input_ids"][number].as_py() == truth["input_ids"]
+        assert result.table["loss_mask"][number].as_py() == truth["assistant_masks"]
+
+
+def test_both_ways_of_alignment_give_the_same_mask(tmp_path: Any, monkeypatch: Any) -> None:
+    folder = save(tmp_path, KINDS["llama2"](small_model()), INST)
+    seen: list[int] = []
+    real = RowEncoder._align_odd
+    monkeypatch.setattr(
+        RowEncoder,
+        "_align_odd",
+        lambda self, rows, batch, row: seen.append(row) or real(self, rows, batch, row),
+    )
+    rows = [SourceRow(0, {"messages": messages([("a b", "c d")])})]
+    fast = SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=folder))).run(rows)
+    assert seen == []
+    monkeypatch.setattr("raysvc.chat.tokens.align.rule_of", lambda _: Rule.NONE)
+    slow = SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=folder))).run(rows)
+    assert seen == [0]
+    assert fast.table.equals(slow.table)
