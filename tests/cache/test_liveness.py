@@ -229,6 +229,7 @@ def nobody_left(world: World) -> None:
     assert [name for name in world.store.inner.list() if names.split_folder(name)] == []
 
 
+@pytest.mark.slow
 @given(st.lists(step, max_size=25))
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 def test_what_is_used_stays_and_what_nobody_uses_goes(tmp_path_factory, history):

@@ -37,6 +37,7 @@ def kill_server(server: Any) -> int:
     return int(pid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["idle", "collating", "between_reply_and_commit"])
 def test_a_killed_server_comes_back_and_the_stream_goes_on(
     point: str, serve: Served, entry: Callable[..., str], streams: Any
@@ -81,6 +82,7 @@ def kill_while_collating(server: Any, step: Any, pids: set[int], point: str) -> 
     pids.add(facts["pid"])
 
 
+@pytest.mark.slow
 def test_a_trainer_killed_at_four_points_ends_with_the_rows_of_one_that_was_not(
     serve: Served, entry: Callable[..., str], tmp_path: Path
 ) -> None:

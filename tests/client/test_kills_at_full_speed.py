@@ -138,6 +138,7 @@ print(json.dumps({"rows": rows, "frontier": facts["frontier"], "holder": facts["
 """
 
 
+@pytest.mark.slow
 def test_lost_requests_and_lost_answers_of_actor_calls_change_nothing(
     entry: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -110,6 +110,7 @@ def test_a_source_joins_later_and_the_steps_before_stay(
         PlanState.of(plan_of(before, old), 6).check(plan)
 
 
+@pytest.mark.slow
 def test_a_mixture_trains_every_row_as_often_as_its_source_says(
     tmp_path: Path, cache_root: str, sample: dict[str, str], ray_session: None
 ) -> None:

@@ -94,6 +94,7 @@ def test_ray_train_with_a_killed_worker_ends_like_ranks_that_nobody_killed(
     assert killed["weights"] == calm[0]["weights"] == calm[1]["weights"]
 
 
+@pytest.mark.slow
 def test_a_controller_hands_on_refs_by_mini_batch_and_rank(example: Example) -> None:
     facts = example("skyrl_controller")
     assert facts["shape"] == [[2, 2], [2, 2]]
@@ -101,6 +102,7 @@ def test_a_controller_hands_on_refs_by_mini_batch_and_rank(example: Example) -> 
     assert flat == sorted(set(flat)), "every row of every step once, prompts in order"
 
 
+@pytest.mark.slow
 def test_a_policy_learns_from_groups_that_are_at_most_one_version_old(example: Example) -> None:
     facts = example("grpo_toy")
     assert facts["last"] > facts["first"] + 0.2

@@ -149,6 +149,7 @@ def test_pictures_cover_the_tokens_and_the_loss_of_a_shard(layout: str, plan: di
     assert dummies > 0 or layout != "padded_right"
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_rows_that_a_file_takes_out_in_mid_run_leave_holes_from_there_on(
     job: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture

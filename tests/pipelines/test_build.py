@@ -45,6 +45,7 @@ def rows_of(entry: raysvc.CacheEntry) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_job_without_parallelism_and_one_with_many_slices_give_the_same_rows(
     tmp_path: Path, sample: dict[str, str], ray_session: None
 ) -> None:
@@ -69,6 +70,7 @@ def test_a_tokenizer_and_a_template_are_found_from_the_folder_of_who_asks(
     assert raysvc.open_cache(entry.uri).text(0).startswith("<|im_start|>")
 
 
+@pytest.mark.slow
 def test_two_that_ask_at_once_share_one_build(
     tmp_path: Path, sample: dict[str, str], ray_session: None
 ) -> None:

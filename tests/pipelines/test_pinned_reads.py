@@ -285,6 +285,7 @@ def test_digests_do_not_depend_on_how_the_bytes_arrive(data: bytes, block: int, 
             pins.check(start, memoryview(bytes([data[start] ^ 1]) + data[start + 1 : start + block]), "x")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["gz", "bz2", "xz", "zst"])
 def test_a_compressed_file_gives_many_slices_that_can_be_read_in_any_order(
     tmp_path: Path, ending: str

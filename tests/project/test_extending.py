@@ -94,6 +94,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         del sys.modules[name]
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_the_worker_of_the_page_has_the_same_losses_however_rows_are_split(
     toy: Any, serve: Callable[..., Any]

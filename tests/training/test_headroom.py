@@ -24,6 +24,7 @@ def test_the_verdict_says_whether_data_is_the_limit() -> None:
     assert (even.share_lost, even.verdict().split(":")[0]) == (0.0, "data is not the limit")
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_it_measures_after_a_run_and_leaves_the_run_as_it_was(
     tmp_path: Path, sample: dict[str, str], ray_session: None

@@ -60,6 +60,7 @@ def test_a_run_trains_every_row_once_an_epoch_and_its_loss_falls(
         )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_second_run_hits_the_cache_and_a_finished_run_is_not_run_again(
     tmp_path: Path, sample: dict[str, str], ray_session: None
@@ -86,6 +87,7 @@ def test_the_second_run_hits_the_cache_and_a_finished_run_is_not_run_again(
     assert (tmp_path / "twice.1" / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_the_driver_never_opens_a_shard(
     tmp_path: Path, sample: dict[str, str], ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
