@@ -29,7 +29,7 @@ from raysvc.chat.row_counts import Books, Quarantined
 from raysvc.chat.slice_tokenizer import SliceResult, SliceTokenizer
 from raysvc.config import PoolConfig, TextSpec
 from raysvc.errors import RaysvcError
-from raysvc.pipelines.sources.readers import has_long_line, read_lines, read_rows
+from raysvc.pipelines.reading.readers import has_long_line, read_lines, read_rows
 from raysvc.pipelines.sources.slices import Slice
 
 if TYPE_CHECKING:

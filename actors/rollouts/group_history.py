@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from raysvc.actors.rollouts.group_commit import GroupCommit
 from raysvc.actors.rollouts.group_log import Event, Spool
 from raysvc.actors.rollouts.group_pool import Key, Pool, Ready, Timeline
-from raysvc.actors.rollouts.group_rows import Chunk, GroupRows, Piece, add_late
+from raysvc.actors.rollouts.group_rows import Chunk, ChunkPiece, GroupRows, add_late
 from raysvc.rl.schema import FIXED, Schema, spans_of, with_growth
 
 log = logging.getLogger(__name__)
@@ -237,7 +237,7 @@ def _read_table(spool: Spool, folder: Any, name: str, pool: Pool, schema: Schema
         group = found.groups.setdefault(span.key, GroupRows())
         row_id = found.num_rows + span.start
         group.pieces.append(
-            Piece(chunk, span.start, span.stop, span.first, row_id, lengths[span.start : span.stop])
+            ChunkPiece(chunk, span.start, span.stop, span.first, row_id, lengths[span.start : span.stop])
         )
         group.closed = span.closed
         pool.grow(span.key, span.version)

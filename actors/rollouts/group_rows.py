@@ -46,7 +46,7 @@ Read = Callable[[Chunk], pa.Table]
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class ChunkPiece:
     """Rows [start, stop) of a chunk, that are rows `first` on of their group and have the ids `row_id` on."""
 
     chunk: Chunk
@@ -61,13 +61,15 @@ class Piece:
         """Sequences."""
         return self.stop - self.start
 
-    def after(self, known: int) -> Piece:
+    def after(self, known: int) -> ChunkPiece:
         """Without the rows below `known`."""
         cut = known - self.first
         return (
             self
             if cut <= 0
-            else Piece(self.chunk, self.start + cut, self.stop, known, self.row_id + cut, self.lengths[cut:])
+            else ChunkPiece(
+                self.chunk, self.start + cut, self.stop, known, self.row_id + cut, self.lengths[cut:]
+            )
         )
 
 
@@ -81,7 +83,7 @@ class GroupRows:
         late: late column -> row -> where its value is.
     """
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[ChunkPiece] = field(default_factory=list)
     closed: bool = False
     late: dict[str, dict[int, tuple[Chunk, int]]] = field(default_factory=dict)
 

@@ -25,9 +25,9 @@ import pyarrow.compute as pc
 from raysvc.actors.rollouts.group_history import History, Restored, StepRecord, restore
 from raysvc.actors.rollouts.group_log import Event, Forgotten, Spool
 from raysvc.actors.rollouts.group_pool import Key, Pool, Ready, Timeline
-from raysvc.actors.rollouts.group_rows import Chunk, GroupRows, Piece, add_late, lines_of
+from raysvc.actors.rollouts.group_rows import Chunk, ChunkPiece, GroupRows, add_late, lines_of
 from raysvc.errors import SourceError
-from raysvc.rl.schema import Admitted, Schema, Span, spans_of
+from raysvc.rl.schema import Admitted, GroupSpan, Schema, spans_of
 
 HELD_BYTES = 1 << 30  # of tables in memory; the rest is read again when a step needs it
 
@@ -291,11 +291,11 @@ class GroupStore:
                 return self.schema.admit(table)
         return self.schema.admit(table)
 
-    def _is_full(self, spans: Sequence[Span], frontier: int) -> bool:
+    def _is_full(self, spans: Sequence[GroupSpan], frontier: int) -> bool:
         new = [span for span in spans if span.key not in self.pool.versions]
         return self.pool.capacity(frontier) == 0 and any(s.key[0] not in self.pool.reserved for s in new)
 
-    def _refuse(self, spans: Sequence[Span]) -> None:
+    def _refuse(self, spans: Sequence[GroupSpan]) -> None:
         for span in spans:
             where = f"group {span.key[0]!r}"
             group = self._groups.get(span.key)
@@ -307,7 +307,7 @@ class GroupStore:
                 if (reason := self.pool.refuse_version(span.version)) is not None:
                     raise SourceError(where, reason, "tell set_weight_version first, or correct the group")
 
-    def _unknown(self, span: Span) -> Span | None:
+    def _unknown(self, span: GroupSpan) -> GroupSpan | None:
         """What of a span is not known yet; None for nothing."""
         group = self._groups.get(span.key)
         if span.key not in self.pool.versions:
@@ -318,7 +318,7 @@ class GroupStore:
         rest = span._replace(start=span.start + cut, first=span.first + cut)
         return rest if rest.start < rest.stop or span.closed else None
 
-    def _keep(self, table: pa.Table, spans: list[Span], owner: str) -> int:
+    def _keep(self, table: pa.Table, spans: list[GroupSpan], owner: str) -> int:
         whole = sum(span.stop - span.start for span in spans) == table.num_rows
         if not whole:
             rows = np.concatenate([np.arange(span.start, span.stop) for span in spans])
@@ -328,7 +328,7 @@ class GroupStore:
         begin = 0
         for span in spans:
             stop = begin + span.stop - span.start
-            piece = Piece(chunk, begin, stop, span.first, self.num_rows + begin, lengths[begin:stop])
+            piece = ChunkPiece(chunk, begin, stop, span.first, self.num_rows + begin, lengths[begin:stop])
             self._grow(span, piece, owner)
             begin = stop
         self.num_rows += table.num_rows
@@ -343,7 +343,7 @@ class GroupStore:
             self._history.append(chunk)
         return self._event({"closed": closed}) if closed else self._history.last
 
-    def _grow(self, span: Span, piece: Piece, owner: str) -> None:
+    def _grow(self, span: GroupSpan, piece: ChunkPiece, owner: str) -> None:
         group = self._groups.setdefault(span.key, GroupRows())
         if piece.num_rows:
             group.pieces.append(piece)

@@ -17,10 +17,10 @@ from typing import Any
 
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
+from raysvc.pipelines.reading.readers import is_saved, load_dataset_rows, load_parts
 from raysvc.pipelines.sources.cuts import even_cuts
 from raysvc.pipelines.sources.files import SourceFile, resolve_path
 from raysvc.pipelines.sources.fingerprint import Identifier
-from raysvc.pipelines.sources.readers import is_saved, load_dataset_rows, load_parts
 from raysvc.pipelines.sources.scan_memo import Memo
 from raysvc.pipelines.sources.slices import Piece, Slice, packed
 from raysvc.pipelines.sources.source import MIN_SLICE_BYTES, SLICES_WANTED, share_of

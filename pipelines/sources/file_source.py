@@ -7,11 +7,11 @@ from typing import Any
 
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
+from raysvc.pipelines.reading.pins import changed
+from raysvc.pipelines.reading.readers import first_row
 from raysvc.pipelines.sources.files import SourceFile
 from raysvc.pipelines.sources.fingerprint import Identifier, stamp_of
 from raysvc.pipelines.sources.listing import find_files
-from raysvc.pipelines.sources.pins import changed
-from raysvc.pipelines.sources.readers import first_row
 from raysvc.pipelines.sources.scan_memo import Memo
 from raysvc.pipelines.sources.slices import Slice, packed
 from raysvc.pipelines.sources.source import share_of

@@ -21,9 +21,9 @@ from itertools import pairwise
 from typing import Any, get_args
 
 from raysvc.errors import SourceError
+from raysvc.pipelines.reading.pins import BLOCK_BYTES, block_bytes_for
 from raysvc.pipelines.sources.file_stamp import is_settled, local_stamp
 from raysvc.pipelines.sources.files import LINE_KINDS, Kind, SourceFile
-from raysvc.pipelines.sources.pins import BLOCK_BYTES, block_bytes_for
 from raysvc.pipelines.sources.scan import FileScan, peek_kind, scan_file
 from raysvc.pipelines.sources.scan_memo import Memo
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from raysvc.config import SourceConfig
 from raysvc.errors import RaysvcError, SourceError
+from raysvc.pipelines.reading.pinned_file import file_system
 from raysvc.pipelines.sources.file_stamp import listed_stamp, store_tag
 from raysvc.pipelines.sources.files import ENDINGS, SourceFile, known_kind, resolve_path
-from raysvc.pipelines.sources.pinned_file import file_system
 from raysvc.redact import redacted
 
 HIDDEN = (".", "_")

@@ -6,13 +6,13 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+from raysvc.pipelines.reading.json_file import kind_of_json
+from raysvc.pipelines.reading.pinned_file import ContentStream
+from raysvc.pipelines.reading.pins import BLOCK_BYTES, PinHasher, Pins, changed
+from raysvc.pipelines.reading.readers import count_rows
 from raysvc.pipelines.sources.cuts import Cut, LineCutter, even_cuts
 from raysvc.pipelines.sources.file_stamp import store_tag
 from raysvc.pipelines.sources.files import LINE_KINDS, Kind, kind_of
-from raysvc.pipelines.sources.json_file import kind_of_json
-from raysvc.pipelines.sources.pinned_file import ContentStream
-from raysvc.pipelines.sources.pins import BLOCK_BYTES, PinHasher, Pins, changed
-from raysvc.pipelines.sources.readers import count_rows
 from raysvc.pipelines.sources.slices import Piece
 
 READ_BYTES = 8 << 20

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raysvc.cache.key import canonical_json
+from raysvc.pipelines.reading.pins import Pins
 from raysvc.pipelines.sources.cuts import MAX_LINE_BYTES
 from raysvc.pipelines.sources.files import LINE_KINDS, Kind
-from raysvc.pipelines.sources.pins import Pins
 
 MOST_PIECES = 1024  # of one slice: what a file costs to open bounds a slice too
 

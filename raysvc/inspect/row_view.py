@@ -27,7 +27,7 @@ KINDS: tuple[Kind, ...] = ("context", "trained", "special")
 DUMMY = -1
 
 
-class Stretch(NamedTuple):
+class TextRun(NamedTuple):
     """Text of neighbouring tokens of one kind; `special` tokens without loss mark where turns begin and end."""
 
     text: str
@@ -61,7 +61,7 @@ class RowPicture:
     row_id: int
     length: int
     trained: int
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[TextRun, ...]
     place: Place | None = None
     group: int | None = None
     first: int = 0
@@ -73,14 +73,14 @@ class RowPicture:
         return self.row_id == DUMMY
 
 
-def stretches(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any = None) -> tuple[Stretch, ...]:
+def stretches(ids: Sequence[int], trained: Sequence[bool], tokenizer: Any = None) -> tuple[TextRun, ...]:
     """The text of `ids` [L], cut where its kind changes; without a tokenizer the ids themselves."""
     special = _special_ids(tokenizer)
     kinds = ["trained" if hit else "special" if token in special else "context"
              for token, hit in zip(ids, trained, strict=True)]  # fmt: skip
     cuts = [0, *(at for at, (a, b) in enumerate(itertools.pairwise(kinds), start=1) if a != b), len(ids)]
     edges = [(start, stop) for start, stop in itertools.pairwise(cuts) if start < stop]
-    return tuple(Stretch(_text(ids[start:stop], tokenizer), kinds[start]) for start, stop in edges)  # type: ignore[arg-type]
+    return tuple(TextRun(_text(ids[start:stop], tokenizer), kinds[start]) for start, stop in edges)  # type: ignore[arg-type]
 
 
 def row_picture(row_id: int, ids: Sequence[int], mask: Sequence[int], tokenizer: Any = None) -> RowPicture:

@@ -32,7 +32,7 @@ class Admitted(NamedTuple):
     late: pa.Table | None
 
 
-class Span(NamedTuple):
+class GroupSpan(NamedTuple):
     """A group in a table: its rows [start, stop), which are rows `first` on of the group."""
 
     key: tuple[str, int]
@@ -186,7 +186,7 @@ def row_numbers(table: pa.Table) -> list[int]:
     return numbers
 
 
-def spans_of(table: pa.Table) -> list[Span]:
+def spans_of(table: pa.Table) -> list[GroupSpan]:
     """The groups of a put."""
     starts = group_starts(table)
     uids, attempts = table.column("uid"), table.column("attempt")
@@ -196,7 +196,7 @@ def spans_of(table: pa.Table) -> list[Span]:
     for start, stop in pairwise(starts):
         key = (uids[start].as_py(), attempts[start].as_py())
         oldest = int(versions[start:stop].min())
-        spans.append(Span(key, start, stop, oldest, int(firsts[start]), bool(closed[stop - 1])))
+        spans.append(GroupSpan(key, start, stop, oldest, int(firsts[start]), bool(closed[stop - 1])))
     return spans
 
 

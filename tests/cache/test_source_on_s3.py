@@ -17,9 +17,9 @@ from raysvc.cache.store.open import open_store
 from raysvc.cache.writer import EntryWriter
 from raysvc.config import JobConfig, SourceConfig
 from raysvc.errors import SourceError
+from raysvc.pipelines.reading.readers import read_rows
 from raysvc.pipelines.sources import fingerprint
 from raysvc.pipelines.sources.look import look_at
-from raysvc.pipelines.sources.readers import read_rows
 from raysvc.pipelines.sources.scan_memo import Memo
 from raysvc.pipelines.tokenize import BuildTask, SliceWorker
 

@@ -75,9 +75,9 @@ def at_a_terminal(code: str, **env: str) -> str:
 SHOW = """
 from raysvc.cli.show import _print, _Shown
 from raysvc.cli.view import View, print_table
-from raysvc.inspect.row_view import row_picture, RowPicture, Stretch
+from raysvc.inspect.row_view import row_picture, RowPicture, TextRun
 from raysvc.progress import Tick
-row = RowPicture(0, 3, 1, (Stretch("question", "context"), Stretch("answer", "trained")))
+row = RowPicture(0, 3, 1, (TextRun("question", "context"), TextRun("answer", "trained")))
 _print(_Shown("t", [], [("head", row)]))
 with View() as view:
     view(Tick("work", 1, 2, "rows", final=True))

@@ -10,10 +10,10 @@ import pytest
 
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
+from raysvc.pipelines.reading.readers import read_rows
 from raysvc.pipelines.sources import file_stamp
 from raysvc.pipelines.sources.listing import find_files
 from raysvc.pipelines.sources.look import look_at
-from raysvc.pipelines.sources.readers import read_rows
 from raysvc.pipelines.sources.scan_memo import Memo
 from raysvc.pipelines.sources.source import Source
 

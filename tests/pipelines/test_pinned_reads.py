@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
+from raysvc.pipelines.reading.pins import BLOCK_BYTES, PinHasher
+from raysvc.pipelines.reading.readers import read_rows
 from raysvc.pipelines.sources.cuts import MAX_LINE_BYTES, LineCutter
 from raysvc.pipelines.sources.look import look_at
-from raysvc.pipelines.sources.pins import BLOCK_BYTES, PinHasher
-from raysvc.pipelines.sources.readers import read_rows
 from raysvc.pipelines.sources.slices import Slice
 from raysvc.pipelines.sources.source import Source
 

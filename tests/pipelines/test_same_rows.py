@@ -258,7 +258,7 @@ def test_a_large_csv_file_with_line_ends_in_its_fields_is_read_whole(
     assert (tmp_path / "rows.csv").stat().st_size > 5 << 20
     slices = look_at(SourceConfig(path=(str(tmp_path / "rows.csv"),)), 1 << 20).slices
     assert len(slices) > 1
-    from raysvc.pipelines.sources.readers import read_rows
+    from raysvc.pipelines.reading.readers import read_rows
 
     found = [one for piece in slices for one in read_rows(piece, {})]
     assert [one.data for one in found] == rows
@@ -303,6 +303,6 @@ def test_lines_of_a_text_file_are_texts(tokenizer: Callable[[], SliceTokenizer],
     ],
 )
 def test_a_json_file_is_one_value_or_lines(text: bytes, kind: str) -> None:
-    from raysvc.pipelines.sources.json_file import kind_of_json
+    from raysvc.pipelines.reading.json_file import kind_of_json
 
     assert kind_of_json(text) == kind

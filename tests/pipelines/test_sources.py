@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
+from raysvc.pipelines.reading.readers import read_lines, read_rows
 from raysvc.pipelines.sources.cuts import LineCutter, even_cuts
 from raysvc.pipelines.sources.look import look_at
-from raysvc.pipelines.sources.readers import read_lines, read_rows
 
 ROWS = [{"text": f"row {number} " + "x" * (number % 17)} for number in range(100)]
 

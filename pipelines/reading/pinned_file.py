@@ -23,8 +23,8 @@ import fsspec
 import pyarrow as pa
 
 from raysvc.errors import RaysvcError, SourceError
+from raysvc.pipelines.reading.pins import Pins, changed
 from raysvc.pipelines.sources.files import COMPRESSED, name_of
-from raysvc.pipelines.sources.pins import Pins, changed
 from raysvc.redact import redacted
 
 READ_AHEAD_BYTES = 8 << 20  # of a remote file that is read in small steps

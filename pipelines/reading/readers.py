@@ -21,12 +21,10 @@ import pyarrow as pa
 from raysvc.chat.source.json_rows import SourceRow, json_rows, load_json
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
-from raysvc.pipelines.sources.arrow_rows import rows_of_table
-from raysvc.pipelines.sources.csv_rows import csv_rows
-from raysvc.pipelines.sources.cuts import MAX_LINE_BYTES
-from raysvc.pipelines.sources.files import Kind
-from raysvc.pipelines.sources.json_file import json_file_rows
-from raysvc.pipelines.sources.pinned_file import (
+from raysvc.pipelines.reading.arrow_rows import rows_of_table
+from raysvc.pipelines.reading.csv_rows import csv_rows
+from raysvc.pipelines.reading.json_file import json_file_rows
+from raysvc.pipelines.reading.pinned_file import (
     ContentStream,
     PinnedFile,
     file_system,
@@ -34,7 +32,9 @@ from raysvc.pipelines.sources.pinned_file import (
     read_content,
     reading,
 )
-from raysvc.pipelines.sources.pins import changed
+from raysvc.pipelines.reading.pins import changed
+from raysvc.pipelines.sources.cuts import MAX_LINE_BYTES
+from raysvc.pipelines.sources.files import Kind
 from raysvc.pipelines.sources.slices import Piece, Slice
 
 FIRST_BYTES = 1 << 16  # of a file whose first row is wanted
