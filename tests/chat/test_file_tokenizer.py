@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from raysvc.chat.render.chat_environment import chat_environment
 from raysvc.chat.tokens import tokenizer as loading
-from raysvc.chat.tokens.encoder import PROBES
 from raysvc.chat.tokens.file_tokenizer import FileTokenizer, read_folder
+from raysvc.chat.tokens.probe import PROBES
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.config import TokenizerConfig
 

@@ -113,6 +113,9 @@ class TurnFinder:
         Raises:
             RowFault: they cannot be found or verified.
         """
+        plain = self._plain(render, example, place)
+        if plain is not None:
+            return [plain]
         text, found = render.text, self._found(render, example, place)
         self.verify("".join(text[span.start : span.end] for span in found), example.messages[place])
         self._check_foreign(text, found, example, place)
@@ -132,16 +135,25 @@ class TurnFinder:
         tokens = list(self._added.finditer(tail))
         return len(tokens[-1].group()) if tokens and tokens[-1].end() == len(tail) else 0
 
-    def first_piece(self, head: str) -> str:
-        """The shortest beginning of a header that a block can repeat of it."""
-        found = self._piece.match(head)
-        return found.group() if found else ""
-
-    def heads(self, render: Render, example: ChatExample, place: int) -> list[str]:
-        """Headers that the block of a message may begin with."""
-        extents = extents_of(render, place)
-        prompt = self._prompt(render, example, place, extents[0][0]) if extents else ""
-        return [head for head in (prompt, *(f.head for f in (self._middle, self._last) if f)) if head]
+    def _plain(self, render: Render, example: ChatExample, place: int) -> TurnSpan | None:
+        """The usual turn, verified by equality: prompt, content, end of turn and blanks are the block."""
+        message = example.messages[place]
+        last = place == len(example.messages) - 1
+        frame, content = self._last if last else self._middle, message.get("content")
+        if frame is None or not frame.eot or frame.trailer.strip() or self._template.marks_generation:
+            return None
+        if type(content) is not str or "tool_calls" in message or render.owners.count(place) != 1:
+            return None
+        index = render.owners.index(place)
+        if last and index != len(render.blocks) - 1:
+            return None  # rule 5
+        begin, block = sum(map(len, render.blocks[:index])), render.blocks[index]
+        head = self._prompt(render, example, place, begin)
+        if not head or not head.strip() or block != f"{head}{content}{frame.eot}{frame.trailer}":
+            return None
+        if any(control in content for control in self.control_tokens):
+            return None
+        return TurnSpan(begin + len(head), begin + len(block) - len(frame.trailer), True)
 
     def _found(self, render: Render, example: ChatExample, place: int) -> list[TurnSpan]:
         text, extents = render.text, extents_of(render, place)
