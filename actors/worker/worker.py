@@ -95,7 +95,11 @@ class Worker:
         self._ended = 0.0  # when compute ended last, 0.0 before the first step
 
     def build(self) -> None:
-        """Make `self.model` and `self.optimizer`; called once, after the process group is up."""
+        """Make `self.model` and `self.optimizer`; called once, after the process group is up.
+
+        Raises:
+            TypeError: a subclass does not define it.
+        """
         raise TypeError(f"{type(self).__name__} must define build()")
 
     def micro_loss(self, tensors: dict[str, torch.Tensor], layout: str, loss: Loss | None) -> LossSum:
@@ -105,11 +109,18 @@ class Worker:
             tensors: of the micro-batch, on the device.
             layout: of the tensors.
             loss: what the caller asked for; None: the worker's own.
+
+        Raises:
+            TypeError: a subclass does not define it.
         """
         raise TypeError(f"{type(self).__name__} must define micro_loss()")
 
     def micro_forward(self, tensors: dict[str, torch.Tensor], layout: str) -> dict[str, torch.Tensor]:
-        """Outputs [B, L] by name, each number at its token."""
+        """Outputs [B, L] by name, each number at its token.
+
+        Raises:
+            TypeError: a subclass does not define it.
+        """
         raise TypeError(f"{type(self).__name__} must define micro_forward()")
 
     def address(self) -> str:

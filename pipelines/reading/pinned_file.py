@@ -155,7 +155,11 @@ class _Cursor:
         return start // self.block_bytes >= self._next - 1
 
     def read(self, start: int, end: int, pins: Pins) -> bytearray:
-        """Whole blocks around the range, compared."""
+        """Whole blocks around the range, compared.
+
+        Raises:
+            SourceError: the bytes are not those that the scan saw.
+        """
         first = start // self.block_bytes
         while self._next <= first:
             self._step()

@@ -51,7 +51,11 @@ class DatasetSource:
 
     @cached_property
     def slices(self) -> tuple[Slice, ...]:
-        """Of about equal numbers of rows."""
+        """Of about equal numbers of rows.
+
+        Raises:
+            SourceError: the split has no rows.
+        """
         rows = len(self._data)
         if rows == 0:
             raise SourceError("source.dataset", f"{self._config.dataset!r} has no rows", "check source.split")
@@ -68,7 +72,11 @@ class DatasetSource:
         return dict(self._data[0]) if len(self._data) else None
 
     def check_unchanged(self) -> None:
-        """Of a folder; what lies in the cache of `datasets` is never changed."""
+        """Of a folder; what lies in the cache of `datasets` is never changed.
+
+        Raises:
+            SourceError: the folder changed.
+        """
         if self._identity() != self.identity:
             raise SourceError(
                 "source.dataset",

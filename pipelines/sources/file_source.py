@@ -33,7 +33,11 @@ class FileSource:
 
     @cached_property
     def slices(self) -> tuple[Slice, ...]:
-        """The first time this reads every file that the memo does not know."""
+        """The first time this reads every file that the memo does not know.
+
+        Raises:
+            SourceError: no file has a row, or one changed while it was read.
+        """
         scans = self._identifier.scans(self._files)
         if any(file.tag is not None for file in self._files):
             self._check_tags()
@@ -56,7 +60,11 @@ class FileSource:
         return None
 
     def check_unchanged(self) -> None:
-        """Looks at the listing and the stamps, and reads only files that these do not tell; new files do not matter."""
+        """Looks at the listing and the stamps, and reads only files that these do not tell; new files do not matter.
+
+        Raises:
+            SourceError: a file changed.
+        """
         files = self._listed()
         marks = [_mark(file) for file in files]
         if marks == self._marks and None not in marks:

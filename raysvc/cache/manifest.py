@@ -81,7 +81,11 @@ class Receipt:
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Receipt:
-        """Parse and check; EntryError with `where` when anything is off."""
+        """Parse and check; EntryError with `where` when anything is off.
+
+        Raises:
+            EntryError: it is damaged.
+        """
         raw = _opened(data, where)
         receipt = cls(
             slice_index=_count(raw, "slice_index", where),
@@ -135,7 +139,11 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Manifest:
-        """Parse and check; EntryError with `where` when anything is off."""
+        """Parse and check; EntryError with `where` when anything is off.
+
+        Raises:
+            EntryError: it is damaged.
+        """
         raw = _opened(data, where)
         parts = raw.get("parts")
         if not isinstance(parts, list) or not isinstance(raw.get("key"), str):

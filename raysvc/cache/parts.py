@@ -152,7 +152,11 @@ def decode_part(
 
 
 def decode_offsets(data: bytes, info: PartInfo, where: str) -> npt.NDArray[np.int32]:
-    """Token offsets, int32 [N + 1], from the bytes that `info` points at."""
+    """Token offsets, int32 [N + 1], from the bytes that `info` points at.
+
+    Raises:
+        EntryError: the lengths are damaged.
+    """
     if checksum_of(data) != info.offsets_checksum:
         raise EntryError(
             f"{where}/{info.name}", "its lengths are damaged", "run raysvc cache verify on the entry"

@@ -2,6 +2,12 @@
 
 Axes: R ranks, B lines and S sequences of all ranks one after the other, W_r columns of rank r.
 A column of the shards is one flat buffer of cells, rank after rank, line after line.
+
+1. Put the sequences of all ranks one after the other, with where each rank and each line begins among them.
+2. Lay out each line: its sequences one after the other, each rounded up to `align`.
+3. A micro-batch is as wide as its widest line, rounded up to `pad_to_multiple`; a rank's arrays are as wide as its widest one.
+4. A sequence's first cell follows from rank, line and column.
+
 Always true:
 - sequences do not overlap; with `align` each begins at a multiple of it;
 - a micro-batch's width covers its lines and is a multiple of `pad_to_multiple`;
@@ -74,7 +80,7 @@ def geometry_of(
     align: int = 1,
 ) -> Geometry:
     """The geometry of `ranks` over rows of `row_lengths` (int32 [N])."""
-    rows = np.concatenate([plan.rows for plan in ranks]).astype(np.int64)
+    rows = np.concatenate([plan.rows for plan in ranks]).astype(np.int64)  # 1
     lengths = np.append(row_lengths.astype(np.int64), DUMMY_LENGTH)[rows]  # DUMMY is the last one
     sequence_bounds = offsets_of([len(plan.rows) for plan in ranks])
     line_bounds = offsets_of([len(plan.lines) - 1 for plan in ranks])
@@ -85,12 +91,14 @@ def geometry_of(
     )
     num_lines = int(line_bounds[-1])
     line_of = np.repeat(np.arange(num_lines), np.diff(line_starts))
+    # 2
     ends = np.cumsum(_up(lengths, align if layout == "packed" else 1))
     ends -= np.append(0, ends)[line_starts[line_of]]
     used = ends[line_starts[1:] - 1]  # no line is empty
     starts = np.append(0, ends[:-1])
     starts[line_starts[:-1]] = 0
 
+    # 3
     micro_starts = np.concatenate(
         [line_bounds[rank] + [start for start, _ in plan.micro_batches] for rank, plan in enumerate(ranks)]
     )
@@ -101,6 +109,7 @@ def geometry_of(
     widths = np.maximum.reduceat(micro_widths, micro_bounds[:-1])
     cell_bounds = offsets_of(np.diff(line_bounds) * widths)
 
+    # 4
     rank_of = np.repeat(np.arange(len(ranks)), np.diff(sequence_bounds))
     columns = widths[rank_of] - lengths if layout == "padded_left" else starts
     return Geometry(

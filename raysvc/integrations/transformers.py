@@ -142,7 +142,11 @@ class Frontier(TrainerCallback, ExportableState):  # type: ignore[misc]  # trans
         return {"args": {}, "attributes": self.minis.state_dict()}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Go to the frontier of the checkpoint, or to step 0."""
+        """Go to the frontier of the checkpoint, or to step 0.
+
+        Raises:
+            ConfigError: the checkpoint was not saved by `FromServer`.
+        """
         if not state.global_step:
             self.minis.client.rewind(0)
             return

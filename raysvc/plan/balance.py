@@ -1,6 +1,11 @@
 """Items of known cost to R ranks, the same number for each.
 
 Axes: B items of a rank, R ranks.
+
+1. Deal stripe by stripe: of R items, the costliest goes to the rank that has the least so far.
+2. Swap items of the heaviest and the lightest rank while that lowers the heaviest.
+3. Sort each rank's items again, costliest first.
+
 Always true:
 - every item goes to one rank, and every rank gets B of them, costliest first;
 - the items at one place of all ranks cost about the same, but for the few that were swapped;
@@ -30,9 +35,9 @@ def deal_even(items: Int32s, costs: Int64s, num_ranks: int) -> Int32s:
     items_BR = items.reshape(-1, num_ranks)
     if num_ranks == 1:
         return items_BR
-    dealt, loads = _deal_stripes(items_BR, costs)
-    if _swap(dealt, costs, loads):
-        order = np.argsort(-costs[dealt], axis=0, kind="stable")
+    dealt, loads = _deal_stripes(items_BR, costs)  # 1
+    if _swap(dealt, costs, loads):  # 2
+        order = np.argsort(-costs[dealt], axis=0, kind="stable")  # 3
         dealt = np.take_along_axis(dealt, order, axis=0)
     return dealt
 

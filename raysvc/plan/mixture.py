@@ -140,7 +140,11 @@ class Mixture:
 
 
 def apportion(weights: Sequence[Fraction | float | int], total: int) -> tuple[int, ...]:
-    """Whole numbers like `weights` that sum to `total`, by largest remainder (ties: the earlier one)."""
+    """Whole numbers like `weights` that sum to `total`, by largest remainder (ties: the earlier one).
+
+    Raises:
+        PlanError: a weight is negative, or none is above 0.
+    """
     exact = [Fraction(weight) for weight in weights]
     whole = sum(exact, Fraction(0))
     if whole <= 0 or min(exact) < 0:

@@ -1,6 +1,12 @@
 """In which order the groups of an epoch come: a keyed permutation with random access.
 
 Axes: G groups, P positions asked for.
+
+1. A key is made of salt, seed and epoch.
+2. `full`: a Feistel network keyed by it permutes [0, G'), the smallest rectangle of at least G; images outside [0, G) are walked
+   on until they are inside. A small G has a table instead.
+3. `block(n)`: the blocks are permuted by the key, and each block inside by the key and its number.
+
 Always true:
 - `order.at(epoch, positions)` is a pure function of (seed, epoch, shuffle, G): pure integers, the same on
   every machine;
@@ -51,8 +57,10 @@ class Order:
         if self.block is None:
             return positions
         if self.block == 0:
-            return Permutation.keyed(self.num_groups, f"{self.salt}/{self.seed}/{epoch}").at(positions)
-        return self._blocks(epoch).at(positions)
+            return Permutation.keyed(self.num_groups, f"{self.salt}/{self.seed}/{epoch}").at(
+                positions
+            )  # 1, 2
+        return self._blocks(epoch).at(positions)  # 1, 3
 
     def _blocks(self, epoch: int) -> _Blocks:
         assert self.block

@@ -1,6 +1,12 @@
 """Which sequences share a packed row.
 
 Axes: N sequences, P packs.
+
+1. Take the sequences longest first.
+2. Put each into a pack that has room: the first one, the fullest one, or the one of least cost, by packer.
+3. Open a new pack where none has room; a sequence over the capacity gets one for itself.
+4. Where ranks need more packs, split the costliest one until their number fits (`split_to`).
+
 Always true:
 - every sequence is in exactly one pack;
 - a pack's sequences, each rounded up to `align`, fit the capacity; only a sequence that does not fit by
@@ -34,10 +40,10 @@ def pack_first_fit(lengths: Int64s, capacity: int, align: int = 1) -> Packs:
     sizes = aligned(lengths, align)
     packs: Packs = []
     room: list[int] = []
-    for item in np.lexsort((-np.arange(len(sizes)), -sizes)).tolist():
+    for item in np.lexsort((-np.arange(len(sizes)), -sizes)).tolist():  # 1
         size = int(sizes[item])
-        place = next((p for p, free in enumerate(room) if free >= size), None)
-        if place is None:
+        place = next((p for p, free in enumerate(room) if free >= size), None)  # 2
+        if place is None:  # 3
             packs.append([item])
             room.append(capacity - size if size <= capacity else _FULL)
         else:
@@ -51,10 +57,10 @@ def pack_best_fit(lengths: Int64s, capacity: int, align: int = 1) -> Packs:
     sizes = aligned(lengths, align)
     packs: Packs = []
     room: list[tuple[int, int]] = []  # (free tokens, pack), sorted
-    for item in np.argsort(-sizes, kind="stable").tolist():
+    for item in np.argsort(-sizes, kind="stable").tolist():  # 1
         size = int(sizes[item])
-        place = bisect_left(room, (size, -1))
-        if place == len(room):
+        place = bisect_left(room, (size, -1))  # 2
+        if place == len(room):  # 3
             packs.append([item])
             insort(room, (capacity - size if size <= capacity else _FULL, len(packs) - 1))
         else:

@@ -2,6 +2,12 @@
 
 Axes: N rows of the mini-batch, R ranks, S rows and B lines of one rank. A line is one row of the rank's 2-D
 arrays: a row where rows are padded, a pack or a window of several rows otherwise.
+
+1. Make lines: a row each where rows are padded; packs (`packed`) or windows (`stream`) of several rows otherwise.
+2. Make micro-batches of lines: a fixed number of rows, or as many as the token budget holds.
+3. Bring their number to a multiple of R: split the costliest, then fill with dummies.
+4. Deal them to the ranks, costliest first, so that the i-th ones of all ranks cost about the same.
+
 Always true:
 - every row is on exactly one rank, in exactly one line, in exactly one micro-batch;
 - every rank has the same number of micro-batches, none of them empty;
@@ -70,7 +76,7 @@ class RankPlan:
 def deal(lengths: npt.NDArray[np.int32], dp_size: int, rules: Rules) -> tuple[RankPlan, ...]:
     """The plan of each of `dp_size` ranks for rows of `lengths` (int32 [N])."""
     sizes = lengths.astype(np.int64)
-    if rules.layout == "packed":
+    if rules.layout == "packed":  # 1: a line is a pack, and a micro-batch of its own
         return _deal_lines(_packs(sizes, dp_size, rules), sizes, dp_size, rules)
     if rules.rows is not None:
         return _deal_rows(sizes, dp_size, rules.rows, rules.cost)
@@ -82,7 +88,7 @@ def deal_windows(
 ) -> tuple[RankPlan, ...]:
     """The plan of each rank for pieces of documents; `window_of` (int32 [N]) is a piece's window, ascending."""
     bounds = np.flatnonzero(np.diff(window_of, prepend=-1, append=window_of[-1:] + 1)).tolist()
-    windows = _filled([list(range(start, stop)) for start, stop in pairwise(bounds)], dp_size)
+    windows = _filled([list(range(start, stop)) for start, stop in pairwise(bounds)], dp_size)  # 1, 3
     micro_batches = _ranges(len(windows) // dp_size, windows_per_micro_batch)
     return tuple(_rank_plan(windows[rank::dp_size], micro_batches) for rank in range(dp_size))
 
@@ -93,9 +99,9 @@ def _deal_rows(
     """Fixed rows per micro-batch: dealt longest first, so that neighbours need little padding."""
     per_rank = max(1, -(-len(sizes) // dp_size))
     order = np.full(per_rank * dp_size, DUMMY, np.int32)
-    order[: len(sizes)] = np.argsort(-sizes, kind="stable")
+    order[: len(sizes)] = np.argsort(-sizes, kind="stable")  # 1, 3: the rest are dummies
     costs = cost.of(np.append(sizes, DUMMY_LENGTH))  # the last one is a dummy's
-    rows_BR = deal_even(order, costs, dp_size)
+    rows_BR = deal_even(order, costs, dp_size)  # 4
     lines = np.arange(per_rank + 1, dtype=np.int32)
     return tuple(
         RankPlan(np.ascontiguousarray(rows_BR[:, rank]), lines, _ranges(per_rank, rows))
@@ -116,9 +122,9 @@ def _deal_micro_batches(sizes: npt.NDArray[np.int64], dp_size: int, rules: Rules
     wanted = -(-fewest // dp_size) * dp_size
     budgets = range(min(max(widths, default=0), rules.tokens), rules.tokens + 1)
     least = bisect_left(budgets, -wanted, key=lambda budget: -len(_cut(widths, budget)))
-    runs = [order[start:stop].tolist() for start, stop in _cut(widths, budgets[least])]
-    runs = split_to(runs, dp_size, rules.cost.of(sizes), in_order=True)
-    dealt = _deal_runs(_filled(runs, dp_size), sizes, dp_size, rules.cost)
+    runs = [order[start:stop].tolist() for start, stop in _cut(widths, budgets[least])]  # 2
+    runs = split_to(runs, dp_size, rules.cost.of(sizes), in_order=True)  # 3
+    dealt = _deal_runs(_filled(runs, dp_size), sizes, dp_size, rules.cost)  # 3, 4
     return tuple(_padded_plan(runs, sizes) for runs in dealt)
 
 

@@ -103,7 +103,11 @@ def write_summary(
     tokens: int = 0,
     finished: bool = True,
 ) -> dict[str, Any]:
-    """What a run says at its end; `finished`: it has trained all its steps."""
+    """What a run says at its end; `finished`: it has trained all its steps.
+
+    Raises:
+        ConfigError: the folder has no metrics.
+    """
     lines = list(folder.lines(folder.metrics))
     if not lines:
         raise ConfigError("trainer.run_dir", f"{folder.path} has no metrics.jsonl", "use another run_dir")

@@ -130,7 +130,11 @@ def node_copies() -> PartCopies:
 
 
 def copies_from(environ: Mapping[str, str]) -> PartCopies:
-    """Folder and bound from the environment; by default half of what is free in the temporary folder."""
+    """Folder and bound from the environment; by default half of what is free in the temporary folder.
+
+    Raises:
+        StoreError: `RAYSVC_PART_CACHE_GB` is not a number.
+    """
     default = Path(tempfile.gettempdir()) / f"raysvc-parts-{os.getuid()}"
     folder = Path(environ.get("RAYSVC_PART_CACHE_DIR") or default)
     limit_gb = environ.get("RAYSVC_PART_CACHE_GB")

@@ -58,7 +58,11 @@ class LocalParts:
         self._store, self._folder = store, folder
 
     def buffer(self, part: PartInfo) -> pa.Buffer:
-        """Map the file."""
+        """Map the file.
+
+        Raises:
+            EntryError: the part is missing, or its bytes are not those of the manifest.
+        """
         path = self._store.local_path(f"{self._folder}/{part.name}")
         assert path is not None, "RemoteParts is for stores without files"
         try:

@@ -58,7 +58,11 @@ class PosixStore:
         return self._names_in(self._path(folder))
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
-        """Bytes of a file; an absence is believed only after a fresh listing."""
+        """Bytes of a file; an absence is believed only after a fresh listing.
+
+        Raises:
+            FileNotFoundError: it is not there.
+        """
         path = self._path(name)
 
         def attempt() -> bytes:
@@ -76,7 +80,11 @@ class PosixStore:
         target.write(self.read(name))
 
     def write(self, name: str, data: bytes | memoryview) -> None:
-        """Make a file; FileExistsError when the name is taken after all."""
+        """Make a file; FileExistsError when the name is taken after all.
+
+        Raises:
+            FileExistsError: the name is taken.
+        """
         if not self._appear(name, data):
             raise FileExistsError(errno.EEXIST, "a unique name was taken", self._path(name))
 
@@ -85,7 +93,11 @@ class PosixStore:
         return self._appear(name, data)
 
     def delete(self, name: str) -> None:
-        """Remove a file or an empty folder; a folder that still holds something stays."""
+        """Remove a file or an empty folder; a folder that still holds something stays.
+
+        Raises:
+            StoreError: it cannot be removed.
+        """
         path = self._path(name)
         try:
             _remove(path)

@@ -132,7 +132,11 @@ class Preparer:
 
 
 def each_turn(example: Example) -> list[Example]:
-    """One conversation for each trained message that says something, which it ends with."""
+    """One conversation for each trained message that says something, which it ends with.
+
+    Raises:
+        RowDropped: no trained message says anything.
+    """
     if not isinstance(example, ChatExample) or not example.trained:
         return [example]
     said = [place for place in example.trained if not is_empty(example.messages[place])]

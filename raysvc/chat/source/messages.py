@@ -179,7 +179,11 @@ def _with_aliases(message: Message) -> Message:
 
 
 def read_tools(value: Any) -> list[Any] | None:
-    """Tools from a list or a JSON string; an empty one means no tools."""
+    """Tools from a list or a JSON string; an empty one means no tools.
+
+    Raises:
+        RowFault: they are not a list of tools.
+    """
     if isinstance(value, str):
         return _tools_of(value)
     if value is None:
@@ -196,7 +200,11 @@ def _tools_of(text: str) -> list[Any] | None:
 
 
 def parse_json(text: str, column: str) -> Any:
-    """Parsed text of a column that holds JSON strings."""
+    """Parsed text of a column that holds JSON strings.
+
+    Raises:
+        RowFault: the text is not JSON.
+    """
     try:
         return load_json(text.encode())
     except (ValueError, RecursionError) as broken:

@@ -21,7 +21,11 @@ _OUTER = ("id", "type", "index")
 
 
 def read_calls(message: dict[str, Any], changes: set[str]) -> dict[str, Any]:
-    """A message that has a key `tool_calls`, in normal form."""
+    """A message that has a key `tool_calls`, in normal form.
+
+    Raises:
+        RowFault: the calls are not a list, or one has no name.
+    """
     calls = message["tool_calls"]
     if type(calls) is list and calls and all(map(_is_normal, calls)):
         return message
