@@ -21,9 +21,9 @@ def doctor(
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check Ray, authentication, shared memory, store, tokenizer, plan, clocks and GPUs; each finding has its remedy.
+    """Check Ray, authentication, store, tokenizer and plan here, and packages, memory, GPUs, clocks and folders of every node.
 
-    Exit code 1 when a check failed. Example: raysvc doctor -c job.yaml --address auto
+    Each finding has its remedy; without --address RAY_ADDRESS is asked. Exit code 1 when a check failed. Example: raysvc doctor -c job.yaml --address auto
     """
     from raysvc.inspect.examine import examine
     from raysvc.job_file import load_job

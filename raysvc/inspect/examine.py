@@ -10,58 +10,97 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from raysvc.config import JobConfig
 from raysvc.errors import RaysvcError
+from raysvc.inspect.finding import Finding, State
+from raysvc.inspect.node_checks import (
+    MAX_SKEW_S,
+    MIN_SHM_SHARE,
+    ask_nodes,
+    check_access,
+    check_answers,
+    check_node_gpus,
+    check_node_shm,
+    check_packages,
+    clock_skew,
+    label,
+)
+from raysvc.inspect.node_facts import Place, facts_of_this_node, remove, shared_memory, write_marker
 
-State = Literal["ok", "warn", "fail", "skip"]
 MIN_RAY = (2, 60)
-MIN_SHM_SHARE = 0.3  # of memory: what Ray takes for objects by default
-MAX_SKEW_S = 1.0  # a lease lives for 30 s
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What one check found.
-
-    Attributes:
-        check: its name.
-        what: one clause with the figures.
-        remedy: one clause; "" when there is nothing to do.
-    """
-
-    check: str
-    state: State
-    what: str
-    remedy: str = ""
 
 
 def examine(job: JobConfig | None = None, address: str | None = None) -> list[Finding]:
     """All checks; those of a job or a cluster say `skip` without one.
 
     Args:
-        job: checks its cache root, tokenizer and plan too.
-        address: checks that cluster too; a cluster that cannot be reached is a finding.
+        job: checks its cache root, tokenizer and plan too, and its folders from every node.
+        address: checks that cluster too; None: RAY_ADDRESS. A cluster that cannot be reached is a finding.
     """
-    nodes, reached = _nodes(address)
+    nodes, reached = _nodes(address or os.environ.get("RAY_ADDRESS"))
     return [
         check_versions(
             sys.version_info[:3], _version("ray"), [str(node.get("RayVersion", "")) for node in nodes]
         ),
         check_auth(os.environ, Path.home() / ".ray" / "auth_token"),
         reached,
-        check_shm(*_shm()),
+        check_shm(*shared_memory()),
         _guarded("cache store", job, _check_store),
         _guarded("tokenizer", job, _check_tokenizer),
         _guarded("object store", job, lambda job: _check_plan(job, nodes)),
-        _check_clocks(nodes),
         _check_gpu(),
+        *(_check_nodes(job, nodes) if nodes else _skipped()),
     ]
+
+
+def _skipped() -> list[Finding]:
+    return [Finding(name, "skip", "no cluster given (--address, RAY_ADDRESS)") for name in ("nodes", "clock")]
+
+
+def _check_nodes(job: JobConfig | None, nodes: list[dict[str, Any]]) -> list[Finding]:
+    """What only the nodes can say."""
+    places, findings = _places(job)
+    try:
+        answers, missing = ask_nodes(nodes, tuple(place for place, _ in places))
+    finally:
+        for place, _ in places:
+            remove(place.marker, place.options)
+    gpus = {label(node): float(node["Resources"].get("GPU", 0)) for node in nodes}
+    device = job.trainer.device if job is not None else "auto"
+    answering = [node for node in nodes if label(node) in answers]
+    here = facts_of_this_node().versions
+    return [
+        check_answers(answers, missing),
+        check_packages(answers, here),
+        check_node_shm(answers),
+        check_node_gpus(answers, gpus, device),
+        *findings,
+        *(check_access(place.name, url, answers) for place, url in places),
+        check_clock_skew(clock_skew(answering)) if answering else _skipped()[1],
+    ]
+
+
+def _places(job: JobConfig | None) -> tuple[list[tuple[Place, str]], list[Finding]]:
+    """The folders of a job, each with a file that nodes look for; findings for those we cannot write to ourselves."""
+    from raysvc.api import absolute, cache_root
+
+    if job is None:
+        return [], []
+    urls = {"cache.root": cache_root(job), "trainer.run_dir": absolute(job.run_dir)}
+    places, findings = [], []
+    for name, url in urls.items():
+        try:
+            places.append((write_marker(name, url, job.cache.storage_options), url))
+        except OSError as error:
+            what = f"{url}: {type(error).__name__}: {error.strerror or error}"
+            findings.append(
+                Finding(f"{name} on nodes", "fail", what, f"give {name} a place that can be written")
+            )
+    return places, findings
 
 
 def check_versions(python: tuple[int, ...], ray: str, nodes: Iterable[str] = ()) -> Finding:
@@ -186,30 +225,8 @@ def _check_plan(job: JobConfig, nodes: list[dict[str, Any]]) -> Finding:
         return Finding("object store", "skip", "the job's entry is not built yet")
     report = report_of(job, tokenize(job))
     stores = [node["Resources"].get("object_store_memory", 0) for node in nodes]
-    store_bytes = int(min(stores)) if stores else int(MIN_SHM_SHARE * _memory_bytes())
+    store_bytes = int(min(stores)) if stores else int(MIN_SHM_SHARE * shared_memory()[1])
     return check_look_ahead(report.bytes_look_ahead, store_bytes, job.server.look_ahead_steps)
-
-
-def _check_clocks(nodes: list[dict[str, Any]]) -> Finding:
-    if not nodes:
-        return Finding("clock", "skip", "no cluster given (--address)")
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    now = ray.remote(_now)
-    skew_s = {}
-    for node in nodes:
-        where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ask = now.options(num_cpus=0, scheduling_strategy=where)
-        ray.get(ask.remote(), timeout=60)  # the first call starts a process
-        before = time.time()
-        there = ray.get(ask.remote(), timeout=60)
-        skew_s[node["NodeManagerAddress"]] = there - (before + time.time()) / 2
-    return check_clock_skew(skew_s)
-
-
-def _now() -> float:
-    return time.time()
 
 
 def _check_gpu() -> Finding:
@@ -231,7 +248,7 @@ def _nodes(address: str | None) -> tuple[list[dict[str, Any]], Finding]:
     import ray
 
     if address is None and not ray.is_initialized():
-        return [], Finding("cluster", "skip", "no cluster given (--address)")
+        return [], Finding("cluster", "skip", "no cluster given (--address, RAY_ADDRESS)")
     from raysvc.cluster import connect
 
     try:
@@ -244,19 +261,6 @@ def _nodes(address: str | None) -> tuple[list[dict[str, Any]], Finding]:
     return nodes, Finding(
         "cluster", "ok", f"{len(nodes)} nodes, {ray.cluster_resources().get('CPU', 0):g} CPUs"
     )
-
-
-def _shm() -> tuple[int | None, int]:
-    if not Path("/dev/shm").is_dir():
-        return None, _memory_bytes()
-    found = os.statvfs("/dev/shm")
-    return found.f_blocks * found.f_frsize, _memory_bytes()
-
-
-def _memory_bytes() -> int:
-    from ray._common.utils import get_system_memory  # knows the limits of containers
-
-    return int(get_system_memory())
 
 
 def _version(package: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,22 @@ import yaml
 from typer.testing import CliRunner
 
 from raysvc.cli.main import app
-from raysvc.inspect.examine import check_auth, check_clock_skew, check_look_ahead, check_shm, check_versions
+from raysvc.inspect.examine import (
+    check_auth,
+    check_clock_skew,
+    check_look_ahead,
+    check_shm,
+    check_versions,
+    examine,
+)
+from raysvc.inspect.node_checks import (
+    check_access,
+    check_answers,
+    check_node_gpus,
+    check_node_shm,
+    check_packages,
+)
+from raysvc.inspect.node_facts import NodeFacts, facts_of_this_node, remove, write_marker
 
 GB = 10**9
 
@@ -72,6 +88,75 @@ def test_a_clock_that_is_off_is_named() -> None:
     assert (off.state, off.what) == ("warn", "b is off by -7.5 s")
 
 
+def node(**changed: Any) -> NodeFacts:
+    facts = NodeFacts({"Python": "3.11", "raysvc": "0.1.0"}, 30 * GB, 64 * GB, None, None, {})
+    return facts._replace(**changed)
+
+
+def test_a_node_with_another_package_is_named() -> None:
+    other = node(versions={"Python": "3.11", "raysvc": ""})
+    found = check_packages({"a": node(), "b": other}, node().versions)
+    assert (found.state, found.what) == ("fail", "raysvc absent on b, 0.1.0 here")
+    assert check_packages({"a": node()}, node().versions).state == "ok"
+
+
+def test_a_node_that_does_not_answer_is_a_finding() -> None:
+    found = check_answers({"a": node()}, {"b": "ModuleNotFoundError: No module named 'raysvc'"})
+    assert (found.state, found.what) == ("fail", "b: ModuleNotFoundError: No module named 'raysvc'")
+
+
+def test_shared_memory_of_one_node_is_too_small() -> None:
+    found = check_node_shm({"a": node(), "b": node(shm_bytes=64 << 20)})
+    assert (found.state, found.what) == ("warn", "b: 0.1 GB for 64.0 GB")
+    assert "--shm-size=17g" in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("seen", "cuda", "given", "device", "state"),
+    [
+        (None, None, 0, "auto", "skip"),
+        (None, None, 0, "cuda", "fail"),
+        (8, "12.8", 8, "cuda", "ok"),
+        (8, None, 8, "auto", "fail"),
+        (7, "12.8", 8, "auto", "fail"),
+        (8, "12.8", 0, "auto", "warn"),
+    ],
+)
+def test_driver_torch_and_ray_agree_about_gpus(
+    seen: int | None, cuda: str | None, given: float, device: str, state: str
+) -> None:
+    found = check_node_gpus({"a": node(num_gpus=seen, cuda=cuda)}, {"a": given}, device)
+    assert (found.state, bool(found.remedy)) == (state, state in ("warn", "fail"))
+
+
+def test_a_folder_that_a_node_does_not_share_is_found(tmp_path: Path) -> None:
+    place = write_marker("cache.root", str(tmp_path / "not" / "there"), {})
+    assert facts_of_this_node((place,)).access == {"cache.root": ""}
+    remove(place.marker, {})
+    access = facts_of_this_node((place,)).access  # as a node that has another disk
+    assert list(tmp_path.iterdir()) == []
+    found = check_access("cache.root", "/cache", {"b": node(access=access)})
+    assert (found.state, found.what) == (
+        "fail", "/cache: b does not see a file that this machine wrote there",
+    )  # fmt: skip
+    assert "mounted on every node" in found.remedy
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_is_found(tmp_path: Path) -> None:
+    place = write_marker("cache.root", str(tmp_path), {})
+    tmp_path.chmod(0o555)
+    assert "PermissionError" in facts_of_this_node((place,)).access["cache.root"]
+
+
+def test_the_address_of_the_environment_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setattr("ray.is_initialized", bool)
+    found = {finding.check: finding for finding in examine()}
+    assert found["cluster"].state == "fail"
+    assert (found["nodes"].state, found["clock"].state) == ("skip", "skip")
+
+
 def run(*arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
     result = CliRunner().invoke(app, ["doctor", "--json", *arguments])
     assert isinstance(result.exception, SystemExit | None), result.exception
@@ -92,6 +177,9 @@ def test_a_job_and_its_cluster_are_checked(tmp_path: Path, sample: dict[str, str
     code, found = run("-c", str(path))
     assert (code, found["cluster"]["state"], found["clock"]["state"]) == (0, "ok", "ok")
     assert (found["cache store"]["state"], found["tokenizer"]["state"]) == ("ok", "ok")
+    for check in ("nodes", "packages of nodes", "cache.root on nodes", "trainer.run_dir on nodes"):
+        assert found[check]["state"] == "ok", found[check]
+    assert not [name for name in tmp_path.rglob("*") if "doctor" in name.name], "nothing stays"
     assert found["object store"]["state"] == "skip"
 
     import raysvc
