@@ -43,7 +43,7 @@ def ask_nodes(
 
 
 def label(node: Mapping[str, Any]) -> str:
-    """A node for people; two on one address differ by id."""
+    """Name of a node for display; two on one address differ by id."""
     return f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})"
 
 
