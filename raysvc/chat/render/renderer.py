@@ -17,6 +17,7 @@ from typing import Any
 
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.render.turn_check import is_empty
+from raysvc.chat.render.turn_memory import TurnMemory
 from raysvc.chat.render.turn_spans import ALL_EMPTY, TurnFinder
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.sequence import CLOSED_TURN, FREE, OPEN_TURN, Sequence
@@ -38,7 +39,7 @@ class Preparer:
     def __init__(self, tokenizer: LoadedTokenizer, fast: bool = True) -> None:
         self._tokenizer = tokenizer
         self.fast = fast
-        self._templates: dict[str, tuple[ChatTemplate, TurnFinder]] = {}
+        self._templates: dict[str, tuple[ChatTemplate, TurnFinder, TurnMemory]] = {}
         self._around, self._eos = _added_around(tokenizer.hf)
         for has_tools in (False, True) if tokenizer.chat_template else ():
             self._template(has_tools)
@@ -46,13 +47,13 @@ class Preparer:
     @property
     def control_tokens(self) -> tuple[str, ...]:
         """Texts of the tokens that open a header or end a turn, in any of the templates."""
-        found = (text for _, finder in self._templates.values() for text in finder.control_tokens)
+        found = (text for _, finder, _ in self._templates.values() for text in finder.control_tokens)
         return tuple(dict.fromkeys(found))
 
     @property
     def inner_tokens(self) -> frozenset[str]:
         """Of these, the ones that a template writes inside of turns."""
-        return frozenset(text for _, finder in self._templates.values() for text in finder.inner_tokens)
+        return frozenset(text for _, finder, _ in self._templates.values() for text in finder.inner_tokens)
 
     def sequences(self, row: Mapping[str, Any], form: Format) -> list[Sequence]:
         """Sequences of one row.
@@ -82,7 +83,7 @@ class Preparer:
 
     def _chat(self, example: ChatExample) -> Sequence:
         has_tools = example.tools is not None
-        template, finder = self._template(has_tools)
+        template, finder, memory = self._template(has_tools)
         if example.has_parts or example.has_calls:
             example = self._tokenizer.fit(has_tools).fitted(example)
         if example.prompt:
@@ -92,7 +93,7 @@ class Preparer:
         if example.all_tokens:
             text = render.text
             return Sequence(text, [(0, len(text), FREE)], example=example)
-        found = finder.spans(render, example)
+        found = (memory if self.fast else finder).spans(render, example)
         spans = [(s.start, s.end, CLOSED_TURN if s.closed else OPEN_TURN) for s in found]
         return Sequence(render.text, spans, example=example)
 
@@ -113,7 +114,7 @@ class Preparer:
         if min(example.ids) < 0 or max(example.ids) >= size:
             raise RowFault("a token id is not in the vocabulary", f"{max(example.ids)} of {size}")
 
-    def _template(self, has_tools: bool) -> tuple[ChatTemplate, TurnFinder]:
+    def _template(self, has_tools: bool) -> tuple[ChatTemplate, TurnFinder, TurnMemory]:
         name = self._tokenizer.template_name(has_tools)
         if name not in self._templates:
             hf = self._tokenizer.hf
@@ -127,7 +128,7 @@ class Preparer:
                 {role: str(text) for role, text in hf.special_tokens_map.items()},
                 self._tokenizer.stop_tokens,
             )
-            self._templates[name] = (template, finder)
+            self._templates[name] = (template, finder, TurnMemory(finder))
         return self._templates[name]
 
 

@@ -67,7 +67,7 @@ class ChatTemplate:
         if len({*map(id, messages)}) != len(messages):
             messages = [dict(message) for message in messages]  # blocks find their message by identity
         render = self._render_once(messages, tools, prompt)
-        if prompt or any(owner != NOBODY for owner in render.owners):
+        if prompt or render.owners not in ([], [NOBODY]):
             return render
         return self._by_prefixes(render, messages, tools)
 

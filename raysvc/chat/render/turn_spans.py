@@ -80,6 +80,7 @@ class TurnFinder:
         self._bos, self._eos = roles.get("bos_token", ""), roles.get("eos_token", "")
         self._stops = frozenset(stop_tokens)
         texts = sorted((t for t in added_tokens if t), key=len, reverse=True)
+        self.openings = frozenset(text[:2] for text in (*texts, *self._tags))
         any_added = "|".join(map(re.escape, texts)) or r"(?!)"
         self._added = re.compile(any_added)
         self._run = re.compile(rf"\s*(?:(?:{any_added})\s*)+\Z")
@@ -91,6 +92,11 @@ class TurnFinder:
         self._frames_known = self._middle is not None or self._last is not None
         self._writes_end = any(frame.eot for frame in (self._middle, self._last) if frame)
         self.control_tokens, self.inner_tokens = self._controls()
+
+    @property
+    def ends_in_block(self) -> bool:
+        """Whether a turn that is not the last ends inside its own block, and no marks say where."""
+        return self._writes_end and not self._template.marks_generation
 
     def spans(self, render: Render, example: ChatExample) -> list[TurnSpan]:
         """Spans of the trained messages of one row, in order.
@@ -134,6 +140,12 @@ class TurnFinder:
         tail = text[max(span.start, span.end - 80) : span.end]
         tokens = list(self._added.finditer(tail))
         return len(tokens[-1].group()) if tokens and tokens[-1].end() == len(tail) else 0
+
+    def header(self, render: Render, example: ChatExample, place: int) -> str:
+        """What a message with one block is expected to begin with: the generation prompt, else a plain turn's header."""
+        prompt = self._prompt(render, example, place, extents_of(render, place)[0][0])
+        heads = (frame.head for frame in (self._middle, self._last) if frame and frame.head)
+        return prompt or next(heads, "")
 
     def _plain(self, render: Render, example: ChatExample, place: int) -> TurnSpan | None:
         """The usual turn, verified by equality: prompt, content, end of turn and blanks are the block."""

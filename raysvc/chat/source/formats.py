@@ -111,9 +111,11 @@ class Format:
         reader = MessageReader(self.roles, self.columns.get("role"), self.columns.get("content"))
         object.__setattr__(self, "_reader", reader)
         object.__setattr__(self, "refused", tuple(sorted(self._refused())))
+        object.__setattr__(self, "_refused_names", frozenset(self.refused))
 
     _reader: MessageReader = field(init=False, repr=False, compare=False)
     refused: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    _refused_names: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def _refused(self) -> set[str]:
         """Columns that are payload we cannot carry yet."""
@@ -150,7 +152,7 @@ class Format:
         for ours in NEEDS[self.name]:
             if self.get(row, ours) is None:
                 raise RowFault(f"no value in column {self.column(ours)!r}", _columns(row))
-        for name in self.refused:
+        for name in () if self._refused_names.isdisjoint(row) else self.refused:
             if name in row and row[name] not in (None, "", []):
                 raise RowFault(f"column {name!r} is not supported yet", refused_why(name))
         if self.name == "preference":

@@ -27,6 +27,7 @@ from raysvc.chat.tokens.encoder import Bytes, Encoded, Encoder, Ints64
 
 logger = logging.getLogger(__name__)
 BLOCK_BITS = 7  # most scripts begin at a multiple of 128
+_ASCII = bytes(range(0x80))  # the first block, tried at the start
 _SURROGATES = range(0xD800, 0xE000)
 
 
@@ -63,7 +64,7 @@ class GuardedEncoder:
         if not len(data) or int(data.max()) < 0x80:
             return self._fast.encode_bytes(data, offsets)
         whole = data.tobytes()
-        self._look_at(whole.decode())
+        self._look_at(whole.translate(None, _ASCII).decode())
         found = self._fast.encode_bytes(data, offsets)
         if not self._different:
             return found

@@ -1,0 +1,198 @@
+"""Spans of turns that are built like an earlier one: what the template writes around a message is found once.
+
+A turn is remembered as the literals around what its message says: `literal content literal`, or with calls
+`literal content literal name literal arguments literal`. A later turn whose block is exactly that, with its own content,
+names and arguments, has its span at the same literals.
+
+Always true:
+- a span is the one that `TurnFinder` gives: only what it looks at in such a turn decides, and all of it is in the key, in
+  the literals, or asked again;
+- a row goes to `TurnFinder` when one of its texts holds the first two characters of an added token or a tag, or ends with
+  the first of them; so does a message with other fields than role, content and calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from functools import cached_property
+from typing import NamedTuple
+
+from raysvc.chat.render.rendered import Render
+from raysvc.chat.render.turn_check import is_empty
+from raysvc.chat.render.turn_spans import ALL_EMPTY, TurnFinder, TurnSpan
+from raysvc.chat.row_errors import RowDropped
+from raysvc.chat.source.formats import ChatExample
+from raysvc.chat.source.messages import Message
+
+MAX_KINDS = 1024
+_CALLING = {"role", "content", "tool_calls"}
+_to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+Key = tuple[object, ...]
+
+
+class _Turn(NamedTuple):
+    """Literals around what is said, where the span begins, and how far before the block's end it ends.
+
+    `alone`: whether no other message can have a part in it: only a header stands before its text, and a token behind it.
+    """
+
+    literals: tuple[str, ...]
+    start: int
+    left: int
+    alone: bool
+
+
+class _Row:
+    """One render: where its blocks begin, and which one a message owns; -1 when it owns several."""
+
+    def __init__(self, render: Render, messages: list[Message]) -> None:
+        self.render, self._messages = render, messages
+        self.starts: list[int] = []
+        self.block_of: dict[int, int] = {}
+        at = 0
+        for index, block in enumerate(render.blocks):
+            owner = render.owners[index]
+            self.starts.append(at)
+            self.block_of[owner] = -1 if owner in self.block_of else index
+            at += len(block)
+
+    @cached_property
+    def _words(self) -> list[str]:
+        """Of each message what `TurnFinder` looks for in the turns of others."""
+        said = [(message["role"], (message.get("content") or "").strip()) for message in self._messages]
+        return [words if len(words) >= 12 or role == "tool" else "" for role, words in said]
+
+    def meets_others(self, place: int, block: str) -> bool:
+        """Whether a block may hold what another message says."""
+        return any(words and words in block and other != place for other, words in enumerate(self._words))
+
+
+class TurnMemory:
+    """Remembers turns of one template.
+
+    Args:
+        finder: of the same template; finds every turn that is not remembered.
+    """
+
+    def __init__(self, finder: TurnFinder) -> None:
+        self._finder = finder
+        self._known: dict[Key, _Turn] = {}
+        self._openings = tuple(sorted(finder.openings))
+        self._firsts = frozenset(opening[0] for opening in self._openings)
+        self._json_hides = any(_to_json(text) != f'"{text}"' for text in self._openings)
+
+    def spans(self, render: Render, example: ChatExample) -> list[TurnSpan]:
+        """`TurnFinder.spans`.
+
+        Raises:
+            RowFault: a turn cannot be found or verified.
+            RowDropped: all trained messages are empty.
+        """
+        if not self._finder.ends_in_block or not self._is_plain(example.messages):
+            return self._finder.spans(render, example)
+        row = _Row(render, example.messages)
+        spans: list[TurnSpan] = []
+        for place in example.trained:
+            if not is_empty(example.messages[place]):
+                spans += self._turn(row, example, place)
+        if not spans:
+            raise RowDropped(ALL_EMPTY)
+        return spans
+
+    def _is_plain(self, messages: list[Message]) -> bool:
+        """Whether contents are texts in which no token or tag can begin."""
+        for message in messages:
+            content = message.get("content", "")
+            if type(content) is not str or not self._is_clean(content):
+                return False
+        return True
+
+    def _is_clean(self, text: str) -> bool:
+        for opening in self._openings:
+            if opening in text:
+                return False
+        return text[-1:] not in self._firsts and (not text[-1:].isspace() or self._is_clean(text.rstrip()))
+
+    def _turn(self, row: _Row, example: ChatExample, place: int) -> list[TurnSpan]:
+        block, said = row.block_of.get(place, -1), self._said(example.messages[place])
+        if block < 0 or said is None:
+            return self._finder.turn(row.render, example, place)
+        text, start = row.render.blocks[block], row.starts[block]
+        key = _key(example, place, len(said), row.render.blocks[block + 1 :])
+        known = self._known.get(key)
+        is_known = known is not None and text == _joined(known.literals, said)
+        if known is not None and is_known and (known.alone or not row.meets_others(place, text)):
+            return [TurnSpan(start + known.start, start + len(text) - known.left, True)]
+        found = self._finder.turn(row.render, example, place)
+        if not is_known and len(found) == 1 and found[0].closed and not row.meets_others(place, text):
+            header = self._finder.header(row.render, example, place)
+            self._keep(key, text, said, (found[0].start - start, found[0].end - start), header)
+        return found
+
+    def _said(self, message: Message) -> list[str] | None:
+        """What of a message its block shows, in order; None when it is more than text and calls."""
+        content = message.get("content", "")
+        if len(message) == 2 and content:
+            return [content]
+        calls = message.get("tool_calls")
+        if not calls or self._json_hides or not message.keys() <= _CALLING:
+            return None
+        said = [content] if content else []
+        for call in calls:
+            function = call.get("function") if type(call) is dict else None
+            if type(function) is not dict or type(function.get("arguments")) is not dict:
+                return None
+            name = function.get("name")
+            if type(name) is not str or not name:
+                return None
+            try:
+                said += [name, _to_json(function["arguments"])]
+            except (ValueError, TypeError):
+                return None
+        return said if all(map(self._is_clean, said)) else None
+
+    def _keep(self, key: Key, text: str, said: list[str], span: tuple[int, int], header: str) -> None:
+        """Remember a turn when its span depends on the literals alone."""
+        literals = _literals(text, said)
+        if literals is None or len(self._known) >= MAX_KINDS:
+            return
+        (start, end), first, last = span, literals[0], literals[-1]
+        tail = text[len(text) - len(last) : end].lstrip()
+        opens = header.strip() and first.startswith(header) and start <= len(first)
+        whole = not any(literal[-1:] in self._firsts for literal in literals[:-1])
+        if opens and whole and end <= len(text):
+            alone = len(said) == 1 and not first[start:].strip() and tail[:2] in self._openings
+            self._known[key] = _Turn(literals, start, len(text) - end, alone)
+
+
+def _key(example: ChatExample, place: int, pieces: int, following: list[str]) -> Key:
+    """All that decides on a span beside the text of the block."""
+    messages = example.messages
+    before = messages[place - 1] if place else {}
+    is_last = place == len(messages) - 1
+    return (
+        before.get("role"),
+        bool(before.get("tool_calls")),
+        example.tools is not None,
+        "".join(following) if is_last else None,
+        bool(messages[place].get("content")),
+        pieces,
+    )
+
+
+def _joined(literals: tuple[str, ...], said: list[str]) -> str:
+    if len(said) == 1:
+        return f"{literals[0]}{said[0]}{literals[1]}"
+    return literals[0] + "".join([part for pair in zip(said, literals[1:], strict=True) for part in pair])
+
+
+def _literals(text: str, said: Iterable[str]) -> tuple[str, ...] | None:
+    """What stands around texts that follow each other, None when that is not clear."""
+    literals = []
+    for part in said:
+        before, found, text = text.partition(part)
+        if not found:
+            return None
+        literals.append(before)
+    return (*literals, text)
