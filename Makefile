@@ -5,7 +5,7 @@ RUN := .venv/.installed
 DEV := .venv/.installed-dev
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: install dev demo docs test test-long test-nfs test-s3 lint format type check clean
+.PHONY: install dev demo docs gpu test test-long test-nfs test-s3 lint format type check clean
 
 install: $(RUN)
 
@@ -45,6 +45,10 @@ test-nfs: dev
 test-s3: dev
 	@test -n "$$RAYSVC_TEST_S3" || { echo "error: set RAYSVC_TEST_S3 to an endpoint, like http://127.0.0.1:9000"; exit 2; }
 	$(BIN)/python -m pytest tests/cache
+
+# On a machine with a CUDA device, within eight minutes: what staging does there, as one JSON and a table.
+gpu: dev
+	$(BIN)/python benchmarks/gpu.py
 
 lint: dev
 	$(BIN)/ruff check .

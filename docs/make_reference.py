@@ -45,6 +45,11 @@ def section(name: str, model: type[BaseModel]) -> list[str]:
         for key, item in model.model_fields.items()
         if named_models(item.annotation) and (held := model_of(item.annotation))
     ]
+    inner += [
+        section(f"{name}.{key}", type(item.default))
+        for key, item in model.model_fields.items()
+        if isinstance(item.default, BaseModel)
+    ]
     return [table(f"## {name}\n\n{summary}", rows), *itertools.chain(*inner)]
 
 
@@ -82,6 +87,8 @@ def kind_of(schema: dict[str, Any]) -> str:
 
 def default_of(field: Any) -> str:
     """The default as YAML would say it."""
+    if isinstance(field.default, BaseModel):
+        return ""
     if field.default is PydanticUndefined:
         return "**needed**" if field.default_factory is None else f"`{field.default_factory()!r}`"
     return (

@@ -270,6 +270,20 @@ class EvalConfig(Model):
     )
 
 
+class StagingConfig(Model):
+    """How a worker brings shards to its device. Each part can be switched off; no byte changes."""
+
+    prefetch: bool = Field(default=True, description="Copy when a shard arrives; false: when it is trained.")
+    copy_stream: bool = Field(default=True, description="false: copies to a GPU queue behind compute.")
+    pin_memory: bool = Field(default=True, description="false: plain host memory.")
+    ring_mb: float | None = Field(
+        default=None, gt=0, description="Memory for staged shards; None: three times the largest."
+    )
+    timing_every_steps: PositiveInt = Field(
+        default=1, description="With trainer.timing: only every Nth step is measured, the others overlap."
+    )
+
+
 class TrainerConfig(Model):
     """The built-in trainer of `raysvc train`."""
 
@@ -301,6 +315,7 @@ class TrainerConfig(Model):
     timing: bool = Field(
         default=False, description="Measure each part of an optimizer step; nothing overlaps then."
     )
+    staging: StagingConfig = Field(default=StagingConfig(), description="How shards reach the device.")
     seed: int = Field(default=0, ge=0, description="Of the initial weights.")
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: CUDA where the cluster has a GPU for every rank."

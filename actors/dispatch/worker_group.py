@@ -22,7 +22,7 @@ import ray
 
 from raysvc.actors.dispatch.mesh import Mesh
 from raysvc.actors.launch import REPORT_EVERY_S, start_workers
-from raysvc.actors.staging.staging import Key
+from raysvc.actors.staging.staging import Key, StagingOptions
 from raysvc.actors.worker.results import MiniResult
 from raysvc.actors.worker.torch_worker import ModelSpec
 from raysvc.collate.row_values import RowValues
@@ -49,13 +49,15 @@ class WorkerGroup:
     Args:
         workers: actor handles, in the order of the mesh.
         mesh: None: every worker is a dp rank.
-        timing: shards are opened when they are taken, so that fetching can be measured.
+        staging: where it measures, shards are opened when they are taken, so that fetching is measured too.
     """
 
-    def __init__(self, workers: Sequence[Any], mesh: Mesh | None = None, timing: bool = False) -> None:
+    def __init__(
+        self, workers: Sequence[Any], mesh: Mesh | None = None, staging: StagingOptions | None = None
+    ) -> None:
         self.workers = list(workers)
         self.mesh = mesh or Mesh(dp=len(self.workers))
-        self._timing = timing
+        self._staging = staging or StagingOptions()
         self._failed: tuple[WorkerFailed, list[Any]] | None = None  # and the refs of its call
         self._dp_ranks = [self.mesh.rank(index).dp for index in range(len(self.workers))]
 
@@ -63,7 +65,7 @@ class WorkerGroup:
     def start(cls, spec: ModelSpec, dp_size: int, device: str, num_cpus: float) -> WorkerGroup:
         """Ask for the actors; returns at once."""
         workers = start_workers(spec, dp_size, pick_device(device, dp_size), num_cpus)
-        return cls(workers, timing=spec.staging.timing)
+        return cls(workers, staging=spec.staging)
 
     def setup(self) -> None:
         """Wait for the actors, let the ranks meet, build the models."""
@@ -92,7 +94,7 @@ class WorkerGroup:
         if columns is not None or loss_weight != 1.0:
             extra = (None if columns is None else ray.put(columns), loss_weight)
         for worker, dp in zip(self.workers, self._dp_ranks, strict=True):
-            shard = [shards[dp]] if self._timing else shards[dp]
+            shard = [shards[dp]] if self._staging.timed(key) else shards[dp]
             worker.stage.options(concurrency_group="stage").remote(key, shard, *extra)
 
     def start_step(self, step: Step, learning_rate: float | None = None) -> Running:

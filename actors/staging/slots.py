@@ -48,6 +48,7 @@ class StagingOptions:
         pin_memory: False: plain host memory.
         ring_bytes: of all slots; None: three slots of the largest shard.
         timing: measure each part by itself: no overlap, and the caller waits for every copy.
+        timing_every_steps: with `timing`: only in steps whose number is a multiple of this.
     """
 
     prefetch: bool = True
@@ -55,6 +56,11 @@ class StagingOptions:
     pin_memory: bool = True
     ring_bytes: int | None = None
     timing: bool = False
+    timing_every_steps: int = 1
+
+    def timed(self, key: Key) -> bool:
+        """Whether the parts of this mini-batch are measured."""
+        return self.timing and key[0] % self.timing_every_steps == 0
 
 
 class StagingStats(NamedTuple):
@@ -160,7 +166,7 @@ class Slots:
         """Opened when it is needed first: a worker chooses its GPU before."""
         if self._device is None:
             options = self._options
-            stream = options.copy_stream and not options.timing
+            stream = options.copy_stream and not (options.timing and options.timing_every_steps == 1)
             self._device = open_device(str(self._name), stream, options.pin_memory)
         return self._device
 
@@ -184,7 +190,7 @@ class Slots:
             copy_s = time.perf_counter() - begin
             after = () if slot.consumed is None else (slot.consumed,)
             slot.copied = self.device.upload(slot.host, slot.device, after)
-            if self._options.timing:
+            if self._options.timed(key):
                 self.device.synchronize()
             h2d_s = time.perf_counter() - begin - copy_s
         except BaseException:

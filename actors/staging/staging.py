@@ -81,7 +81,7 @@ class Staging:
         `prepare` is what to make of a shard before it is copied. A failure is raised by `take` too.
         """
         source = _Source(shard, prepare)
-        lazy = self._options.timing or not self._options.prefetch
+        lazy = self._options.timed(key) or not self._options.prefetch
         try:
             lot = source if lazy else self._slots.load(key, *source.opened())
         except Exception as error:

@@ -25,15 +25,11 @@ class Timer:
     def __init__(self, synchronize: Callable[[], object] | None = None) -> None:
         self._synchronize = synchronize
         self._seconds: dict[str, float] = {}
-
-    @property
-    def on(self) -> bool:
-        """Whether anything is measured."""
-        return self._synchronize is not None
+        self.on = synchronize is not None  # may be switched from step to step
 
     def span(self, part: str) -> AbstractContextManager[None]:
         """Measures what runs inside it as `part`."""
-        return _NOTHING if self._synchronize is None else self._measured(part)
+        return self._measured(part) if self.on else _NOTHING
 
     def add(self, part: str, seconds: float) -> None:
         """Count seconds that were measured elsewhere."""

@@ -82,9 +82,9 @@ class Worker:
         self._reduction: Reduction = reduction
         self._loss_constant = loss_constant
         self._take_timeout_s = take_timeout_s
-        options = staging or StagingOptions()
-        self._staging = Staging(rank, device, options)
-        self._timer = Timer(self._synchronize if options.timing else None)
+        self._options = staging or StagingOptions()
+        self._staging = Staging(rank, device, self._options)
+        self._timer = Timer(self._synchronize if self._options.timing else None)
         self.model: torch.nn.Module
         self.optimizer: torch.optim.Optimizer | None = None
         self.max_grad_norm: float | None = None
@@ -261,6 +261,7 @@ class Worker:
         )
 
     def _take(self, key: Key) -> tuple[StagedShard, float]:
+        self._timer.on = self._options.timed(key)
         staged, wait_s = self._staging.take(key, self._take_timeout_s)
         for part, seconds in (
             ("wait", wait_s),

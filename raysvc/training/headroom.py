@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,10 +133,11 @@ def _workers(
     job: JobConfig, entry: CacheEntry, checkpoint: Checkpoint | None, ring_bytes: int
 ) -> WorkerGroup:
     from raysvc.actors.dispatch.worker_group import WorkerGroup
-    from raysvc.actors.staging.staging import StagingOptions
 
     trainer = job.trainer
-    spec = model_spec(job, entry).model_copy(update={"staging": StagingOptions(ring_bytes=ring_bytes)})
+    spec = model_spec(job, entry)
+    staging = replace(spec.staging, ring_bytes=ring_bytes, timing=False)
+    spec = spec.model_copy(update={"staging": staging})
     group = WorkerGroup.start(spec, trainer.dp_size, trainer.device, trainer.cpus_per_worker)
     group.setup()
     if checkpoint is not None:

@@ -286,13 +286,20 @@ def model_spec(job: JobConfig, entry: CacheEntry) -> ModelSpec:
     from raysvc.actors.staging.staging import StagingOptions
     from raysvc.actors.worker.torch_worker import ModelSpec
 
-    trainer = job.trainer
+    trainer, staging = job.trainer, job.trainer.staging
     return ModelSpec(
         model=trainer.model,
         vocab_size=int(entry.report["vocab_size"]),
         strategy=trainer.strategy,
         precision=trainer.precision,
-        staging=StagingOptions(timing=trainer.timing),
+        staging=StagingOptions(
+            prefetch=staging.prefetch,
+            copy_stream=staging.copy_stream,
+            pin_memory=staging.pin_memory,
+            ring_bytes=None if staging.ring_mb is None else int(staging.ring_mb * 1e6),
+            timing=trainer.timing,
+            timing_every_steps=staging.timing_every_steps,
+        ),
         learning_rate=trainer.learning_rate,
         weight_decay=trainer.weight_decay,
         max_grad_norm=trainer.max_grad_norm,

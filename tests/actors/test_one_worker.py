@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from raysvc.actors.staging.staging import StagingOptions
 from raysvc.actors.worker.losses import LossSum
 from raysvc.actors.worker.worker import Worker
 from raysvc.collate import Shard
+from raysvc.config import JobConfig
 from raysvc.errors import ConfigError
+from raysvc.training.train_loop import model_spec
 
 from .shards import minis_of, random_rows
 
@@ -94,3 +98,34 @@ def test_a_mini_batch_without_a_target_beside_one_with_targets_is_stepped() -> N
         worker.forward_backward((0, key))
     worker.optim_step()
     assert not torch.equal(worker.model.weight, before)
+
+
+def test_a_job_switches_parts_of_staging_and_the_mean_of_the_loss() -> None:
+    trainer = {
+        "loss": "constant",
+        "loss_constant": 512,
+        "timing": True,
+        "staging": {
+            "prefetch": False,
+            "copy_stream": False,
+            "pin_memory": False,
+            "ring_mb": 1.5,
+            "timing_every_steps": 4,
+        },
+    }
+    job = JobConfig(source={"path": "rows.jsonl"}, tokenizer="tokenizer", trainer=trainer)
+    entry: Any = SimpleNamespace(report={"vocab_size": 64})
+    spec = model_spec(job, entry)
+    assert spec.staging == StagingOptions(False, False, False, 1_500_000, timing=True, timing_every_steps=4)
+    assert (spec.loss, spec.loss_constant) == ("constant", 512)
+    with pytest.raises(ValueError, match="loss_constant"):
+        JobConfig(source={"path": "rows.jsonl"}, tokenizer="tokenizer", trainer={"loss": "constant"})
+
+
+def test_only_every_nth_step_is_measured() -> None:
+    worker = worker_of(staging=StagingOptions(timing=True, timing_every_steps=2))
+    for step in range(4):
+        worker.stage((step, 0), shards_of_steps(trained=True))
+        (result,) = worker.train_step([(step, 0)])
+        assert bool(result.timing) == (step % 2 == 0)
+        assert step % 2 or result.timing["forward"] > 0
