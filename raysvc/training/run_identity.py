@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from raysvc.config import JobConfig
 
 FILE = "run.json"
-FIXED = ("model", "loss", "precision", "seed")
+FIXED = ("model", "loss", "loss_constant", "precision", "seed")
 CHANGEABLE = ("learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "max_grad_norm", "max_steps")
 EPOCHS = "plan.epochs"
 
