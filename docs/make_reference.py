@@ -88,7 +88,7 @@ def kind_of(schema: dict[str, Any]) -> str:
 def default_of(field: Any) -> str:
     """The default as YAML would say it."""
     if isinstance(field.default, BaseModel):
-        return ""
+        return "see below"
     if field.default is PydanticUndefined:
         return "**needed**" if field.default_factory is None else f"`{field.default_factory()!r}`"
     return (
