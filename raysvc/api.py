@@ -8,7 +8,6 @@ Always true:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from raysvc.build.cache_entry import CacheEntry
 from raysvc.build.job_plan import plan_config
+from raysvc.cache.store.open import absolute, default_root
 from raysvc.config import JobConfig
-from raysvc.errors import ConfigError
 from raysvc.job_file import load_job
 from raysvc.progress import Progress, silent
 
 if TYPE_CHECKING:
     from raysvc.plan.schedule import Schedule
-
-DEFAULT_ROOT = ".raysvc/cache"
-JOB_FOLDER = "/runtime_resources/working_dir_files/"  # where Ray unpacks what a job uploads
 
 
 @dataclass(frozen=True)
@@ -160,24 +156,3 @@ def cpus_held(job: JobConfig) -> float:
 def cache_root(job: JobConfig) -> str:
     """Where the entries of a job live; absolute when local."""
     return default_root(job.cache.root)
-
-
-def default_root(root: str | None = None) -> str:
-    """A cache root: the given one, RAYSVC_CACHE_DIR, or a folder here; absolute when local."""
-    return absolute(root or os.environ.get("RAYSVC_CACHE_DIR") or DEFAULT_ROOT)
-
-
-def absolute(path: str) -> str:
-    """A path that means the same in another process; URLs stay as they are.
-
-    Raises:
-        ConfigError: a relative path inside a submitted Ray job, whose folder is new for every upload.
-    """
-    if "://" in path:
-        return path
-    full = Path(path).expanduser().absolute()
-    if JOB_FOLDER in full.as_posix() and not Path(path).expanduser().is_absolute():
-        what = f"lies in the temporary folder of a submitted job, {full.parent}, and would be lost with it"
-        remedy = "give an absolute path or a URL: cache.root (or RAYSVC_CACHE_DIR) and trainer.run_dir"
-        raise ConfigError(path, what, remedy)
-    return str(full)

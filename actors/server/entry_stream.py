@@ -16,7 +16,8 @@ import numpy as np
 
 from raysvc.actors.server.make_step import Recipe, make_step, outline
 from raysvc.actors.server.spec import TRAIN, MixtureSpec, Role, ServeSpec, StepInfo, StepOutline, as_role
-from raysvc.cache.find import Entry, open_entry
+from raysvc.cache.entry import Entry
+from raysvc.cache.find import open_entry
 from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.collate.shard import Shard
 from raysvc.collate.shard_bytes import ColumnBytes

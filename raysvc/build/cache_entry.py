@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from raysvc.actors.server.spec import ServeSpec
-    from raysvc.cache.find import Entry
+    from raysvc.cache.entry import Entry
 
 
 @dataclass(frozen=True, repr=False)

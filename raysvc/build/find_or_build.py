@@ -24,7 +24,8 @@ import numpy.typing as npt
 
 from raysvc.build.build_progress import Meter, source_tag
 from raysvc.build.entry_report import Report
-from raysvc.cache.find import Entry, find_entry, open_entry
+from raysvc.cache.entry import Entry
+from raysvc.cache.find import find_entry, open_entry
 from raysvc.cache.generations import build_generation, generations, next_generation
 from raysvc.cache.index import nearest_folders
 from raysvc.cache.key import Difference, cache_key, nearest

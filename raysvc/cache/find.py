@@ -12,11 +12,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raysvc.cache import names
 from raysvc.cache.datasets_export import ensure_datasets_files
-from raysvc.cache.entry import Entry as Entry
 from raysvc.cache.gc import collect_garbage as collect_garbage
 from raysvc.cache.generations import generations
 from raysvc.cache.generations import next_generation as next_generation
@@ -25,6 +24,9 @@ from raysvc.cache.store.store import Found, Store
 from raysvc.cache.use_marker import mark_used, this_process
 from raysvc.cache.verify import Problem, mark_damaged
 from raysvc.errors import EntryError, EntryTooNew, StoreError
+
+if TYPE_CHECKING:
+    from raysvc.cache.entry import Entry  # imports numpy, which a listing does not need
 
 THREADS = 16
 log = logging.getLogger(__name__)
@@ -58,6 +60,8 @@ def open_entry(uri: str, storage_options: Mapping[str, Any] | None = None) -> En
     Raises:
         EntryError: there is none, or it is damaged, or newer than this raysvc.
     """
+    from raysvc.cache.entry import Entry
+
     root, _, folder = uri.rstrip("/").rpartition("/")
     if not root:
         root = "/" if uri.startswith("/") else "."
@@ -101,6 +105,8 @@ def entry_folders(store: Store) -> list[str]:
 
 
 def _usable(store: Store, folder: str, found: Sequence[Found]) -> Entry | None:
+    from raysvc.cache.entry import Entry
+
     try:
         return Entry.open(store, folder, found)
     except EntryTooNew:

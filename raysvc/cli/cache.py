@@ -241,10 +241,8 @@ def _explain_job(config: str, overrides: list[str], as_json: bool) -> None:
 
 
 def _store(root: str | None, config: str | None = None, options: list[str] | None = None) -> Store:
-    from raysvc.api import cache_root, default_root
-    from raysvc.cache.store.open import open_store
+    from raysvc.cache.store.open import default_root, open_store
     from raysvc.errors import ConfigError
-    from raysvc.job_file import load_job
 
     given = {}
     for option in options or ():
@@ -256,6 +254,9 @@ def _store(root: str | None, config: str | None = None, options: list[str] | Non
         given[name] = value
     if config is None:
         return open_store(default_root(root), given)
+    from raysvc.api import cache_root
+    from raysvc.job_file import load_job
+
     job = load_job(config)
     where = cache_root(job) if root is None else default_root(root)
     return open_store(where, {**job.cache.storage_options, **given}, job.cache.unsafe_store)

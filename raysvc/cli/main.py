@@ -24,6 +24,7 @@ app = typer.Typer(
     name="raysvc",
     callback=before_the_command,
     no_args_is_help=True,
+    rich_markup_mode=None,  # plain help: rich costs more than all the rest of it
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -52,7 +52,9 @@ def show(
     """Print rows; trained tokens are green and stand between » and «, special tokens are blue.
 
     Example: raysvc show -c job.yaml --row 17
+
     Example: raysvc show -c job.yaml --step 812 --rank 1
+
     Example: raysvc show -c job.yaml --step 812 --rows
     """
     from raysvc.errors import ConfigError

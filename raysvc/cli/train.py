@@ -36,6 +36,7 @@ def train(
     """Tokenize, serve and train a job; goes on from the last checkpoint when there is one.
 
     Example: raysvc train -c job.yaml trainer.max_steps=100
+
     Example: raysvc train -c job.yaml --headroom 10
     """
     from raysvc.job_file import load_job

@@ -242,8 +242,9 @@ def serve_rollouts(
     """
     from raysvc.actors.launch import NAMESPACE, start_server, wait_for
     from raysvc.actors.server.spec import RolloutSpec, ServeSpec
-    from raysvc.api import ServerHandle, absolute
+    from raysvc.api import ServerHandle
     from raysvc.build.serve_log import write_served
+    from raysvc.cache.store.open import absolute
     from raysvc.cluster import connect
     from raysvc.plan.schedule import Schedule
 

@@ -79,7 +79,7 @@ def replay_job(job: JobConfig, step: int, dp_size: int | None = None) -> Replaye
         StepOutOfOrder: there is no such step.
         EntryError: the entry is not built, or gone.
     """
-    from raysvc.api import absolute
+    from raysvc.cache.store.open import absolute
 
     served = read_served(absolute(job.run_dir), step, job.cache.storage_options)
     if served is not None:
@@ -96,7 +96,7 @@ def replay_run(
         ConfigError: the folder does not say how its steps were made, or for how many ranks.
         EntryError: the groups of the step are not in the spool.
     """
-    from raysvc.api import absolute
+    from raysvc.cache.store.open import absolute
 
     served = read_served(absolute(run_dir), step, storage_options)
     if served is None:

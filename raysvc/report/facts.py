@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raysvc.api import absolute
 from raysvc.build.job_plan import report_of
+from raysvc.cache.store.open import absolute
 from raysvc.collate.plan_report import PlanReport
 from raysvc.training.run_folder import RunFolder
 

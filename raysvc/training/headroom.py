@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysvc.api import absolute, cpus_held, serve_spec, tokenize
+from raysvc.api import cpus_held, serve_spec, tokenize
 from raysvc.build.cache_entry import CacheEntry
+from raysvc.cache.store.open import absolute
 from raysvc.client.batch_client import BatchClient, attach
 from raysvc.config import JobConfig
 from raysvc.errors import PlanError

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysvc.api import ServerHandle, absolute, cpus_held, serve_entry, serve_spec, tokenize
+from raysvc.api import ServerHandle, cpus_held, serve_entry, serve_spec, tokenize
 from raysvc.build.cache_entry import CacheEntry
 from raysvc.build.serve_log import read_served, served_line
+from raysvc.cache.store.open import absolute
 from raysvc.chat.tokens.token_bytes import count_bytes
 from raysvc.client.batch_client import BatchClient, Step, attach
 from raysvc.cluster import starting

@@ -437,7 +437,7 @@ def _calls(store: Store) -> list[Callable[[], object]]:
 
 
 def test_the_default_root_is_the_environment_or_a_folder_here(monkeypatch, tmp_path):
-    from raysvc.api import default_root
+    from raysvc.cache.store.open import default_root
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAYSVC_CACHE_DIR", "/data/cache")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from raysvc.api import absolute
 from raysvc.build.cache_entry import open_cache
+from raysvc.cache.store.open import absolute
 from raysvc.config import JobConfig
 from raysvc.errors import ConfigError, StateMismatch
 from raysvc.job_file import load_job

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import pyarrow as pa
 
 from raysvc.chat.sequence import CLOSED_TURN, FREE
 from raysvc.chat.text_batch import Batch, Bytes, Spans
 from raysvc.chat.tokens.added_blanks import AddedBlanks, rule_of
+from raysvc.chat.tokens.arrow_arrays import arrow_of, binary_array
 from raysvc.chat.tokens.encoder import Encoded, Ints32, Ints64
 from raysvc.chat.tokens.normal_text import NormalText
-from raysvc.chat.tokens.token_bytes import binary_array, bytes_of_tokens
+from raysvc.chat.tokens.token_bytes import bytes_of_tokens
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 
 _BLANK = np.zeros(256, np.bool_)
@@ -93,7 +93,7 @@ class TokenTable:
         """(int64 [T + 1] byte offsets of the tokens, their bytes joined)."""
         if not len(ids):
             return np.zeros(1, np.int64), np.zeros(0, np.uint8)
-        taken = self._pieces.take(pa.array(ids))
+        taken = self._pieces.take(arrow_of(ids))
         _, offsets, data = taken.buffers()
         ends = np.frombuffer(offsets, np.int64)[taken.offset : taken.offset + len(ids) + 1]
         return ends, np.frombuffer(data, np.uint8)[: ends[-1]] if data is not None else np.zeros(0, np.uint8)

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from raysvc.chat.source.formats import ChatExample, Example
 from raysvc.chat.text_batch import Batch
+from raysvc.chat.tokens.arrow_arrays import numpy_of
 from raysvc.chat.tokens.encoder import ReferenceEncoder
 from raysvc.chat.tokens.token_rows import EncoderDiffers, TokenRows
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
@@ -39,7 +40,7 @@ def sample_places(batch: Batch, seed: int) -> list[int]:
     random = np.random.default_rng(seed)
     buffers = [None, pa.py_buffer(batch.offsets), pa.py_buffer(batch.data)]
     texts = pa.Array.from_buffers(pa.large_string(), len(batch), buffers)
-    plain = pc.string_is_ascii(texts).to_numpy(zero_copy_only=False)
+    plain = numpy_of(pc.string_is_ascii(texts))
     hard = fit[~plain[fit]]
     count = min(2 + len(batch) // ROWS_PER_SAMPLE, len(fit))
     chosen = random.choice(fit, count, replace=False)

@@ -9,13 +9,12 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 
 def count_bytes(hf: Any) -> npt.NDArray[np.int32] | None:
@@ -47,14 +46,6 @@ def _state(part: Any) -> bytes:
     """JSON of one part of a backend; that of the whole takes half a second to write and parse."""
     state: bytes = b"" if part is None else part.__getstate__()
     return state
-
-
-def binary_array(pieces: Sequence[bytes]) -> pa.LargeBinaryArray:
-    """Arrow's; `pa.array` would import pandas, which takes longer than a small build."""
-    offsets = np.zeros(len(pieces) + 1, np.int64)
-    np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(pieces))]
-    return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(pieces), buffers)
 
 
 def _all_byte_level(texts: Iterable[str]) -> list[bytes]:
