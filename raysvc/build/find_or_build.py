@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from raysvc.build.build_progress import Meter, source_tag
 from raysvc.build.entry_report import Report
+from raysvc.build.kept_tokenizer import remember
 from raysvc.cache.entry import Entry
 from raysvc.cache.find import find_entry, open_entry
 from raysvc.cache.generations import build_generation, generations, next_generation
@@ -99,13 +100,15 @@ def plan_build(job: JobConfig, store: Store) -> BuildPlan:
     tokenizer = LoadedTokenizer(job.tokenizer)
     if kind in ("chat", "alpaca", "question_answer", "prompt"):
         tokenizer.template_name(has_tools=False)  # refuse before anything starts
+    identity = _identity(tokenizer, kind)
+    remember(identity["content_sha256"], tokenizer)
     recipe = {
         "format_version": FORMAT_VERSION,
         "source": source.identity,
         "format": kind,
         "columns": dict(spec.columns),
         "messages": _normal_form(spec, tokenizer),
-        "tokenizer": _identity(tokenizer, kind),
+        "tokenizer": identity,
         "train_on": spec.train_on,
         "max_length": spec.max_length,
         "truncation": spec.truncation if spec.max_length else None,

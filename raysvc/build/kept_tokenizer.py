@@ -2,7 +2,8 @@
 
 Always true:
 - nothing but `tokenizer.json` in the entry's folder is read; no name, path or flag of the entry is followed;
-- the bytes have the hash that the entry's recipe names, and that all entries of a mixture name.
+- the bytes have the hash that the entry's recipe names, and that all entries of a mixture name;
+- what this process has loaded from the same bytes is not loaded again.
 """
 
 from __future__ import annotations
@@ -16,9 +17,20 @@ from raysvc.cache.manifest import REBUILD
 from raysvc.errors import EntryError, TokenizerError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from raysvc.cache.entry import Entry
+    from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+_loaded: dict[str, Tokenizer] = {}  # hash of its bytes -> the one that a build or a look-up loaded last
+
+
+def remember(digest: str, tokenizer: LoadedTokenizer) -> None:
+    """Say what was loaded from the bytes of this hash: loading takes a third of a second."""
+    _loaded.clear()
+    _loaded[digest] = tokenizer.hf.backend_tokenizer
 
 
 def kept_tokenizer(entries: Sequence[Entry]) -> Any:
@@ -28,8 +40,6 @@ def kept_tokenizer(entries: Sequence[Entry]) -> Any:
         TokenizerError: the first entry keeps none.
         EntryError: the bytes are not those of the recipe, or the entries name different ones.
     """
-    from tokenizers import Tokenizer
-
     from raysvc.chat.tokens.file_tokenizer import FileTokenizer
 
     first = entries[0]
@@ -41,11 +51,17 @@ def kept_tokenizer(entries: Sequence[Entry]) -> Any:
     where = f"{first.uri}/{names.TOKENIZER}"
     if hashlib.sha256(data).hexdigest() != digest:
         raise EntryError(where, "its bytes are not those that the recipe names", REBUILD)
+    backend = _loaded.get(digest) or _backend(data, where)
+    return FileTokenizer(backend, special, (), None)
+
+
+def _backend(data: bytes, where: str) -> Tokenizer:
+    from tokenizers import Tokenizer
+
     try:
-        backend = Tokenizer.from_str(data.decode())
+        return Tokenizer.from_str(data.decode())
     except Exception as error:  # noqa: BLE001  tokenizers raises plain Exception
         raise EntryError(where, f"it is not a tokenizer ({str(error)[:80]})", REBUILD) from None
-    return FileTokenizer(backend, special, (), None)
 
 
 def _identity(entry: Entry) -> tuple[str, dict[str, str]]:
