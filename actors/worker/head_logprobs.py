@@ -2,13 +2,16 @@
 
 A vocabulary of 150 k makes the head's weight 40 MB and the logits of one target 0.6 MB. Autograd would make a gradient
 as large as the weight for every piece of targets, in fresh memory each time; most of a step was the first touch of it.
-Here one gradient is added to in place, and the logits of a piece lie in memory that is kept.
+Here logits exist a tile at a time, some targets by some of the vocabulary, and a tile stays in the cache of a core.
 
-Axes: T targets, D hidden, V vocabulary, P targets of a piece.
+Axes: T targets, D hidden, V vocabulary, P targets of a tile, W entries of the vocabulary of a tile.
 
-1. Forward, piece by piece: logits, their log-sum-exp, the logit of the label; the entropy where it is asked for.
-2. Backward, piece by piece: logits again, from them the gradient of the logits in place, from that the gradients of
-   the rows and, added to one tensor, of the weight.
+1. Forward, tile by tile: logits, and their log-sum-exp, added to that of the tiles before.
+2. The entropy, where it is asked for: a second pass, with the whole log-sum-exp.
+3. Backward, tile by tile: log-probabilities again; from them the gradient of the logits in place; from that the
+   gradients of the rows and of the weight, added to one tensor each. Without entropy the factor of a target is the
+   same for all entries, and is multiplied in where there are D numbers, not V.
+4. The label's own share of either gradient is one row of the other factor, added at the end.
 
 Always true:
 - values and gradients are those of `log_softmax(rows @ weight.T)` in float32, up to the order of sums.
@@ -18,14 +21,12 @@ This file imports torch; import it inside the function that builds a model.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-LOGIT_BYTES = 32 << 20
-_kept: dict[
-    int, torch.Tensor
-] = {}  # width of the vocabulary -> logits of a piece; a worker computes in one thread
+TARGETS, ENTRIES = 256, 2048  # of a tile: 2 MB of logits, what a core's second cache holds
 
 
 def head_logprobs(
@@ -41,69 +42,66 @@ class _HeadLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is 
     def forward(
         ctx: Any, rows_TD: torch.Tensor, weight_VD: torch.Tensor, labels_T: torch.Tensor, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs_T, entropy_T = rows_TD.new_empty(len(rows_TD)), rows_TD.new_zeros(len(rows_TD))
-        for part in _pieces(len(rows_TD), len(weight_VD)):
-            logits_PV = _logits(rows_TD[part], weight_VD)
-            chosen_P = logits_PV.gather(1, labels_T[part, None]).squeeze(1)
-            lse_P = torch.logsumexp(logits_PV, 1) if entropy else _log_sum_exp_(logits_PV)
-            logprobs_T[part] = chosen_P - lse_P
-            if entropy:
-                logits_PV.sub_(lse_P[:, None])
-                entropy_T[part] = -(logits_PV.exp() * logits_PV).sum(1)
-        ctx.save_for_backward(rows_TD, weight_VD, labels_T, entropy_T)
+        lse_T, entropy_T = rows_TD.new_full((len(rows_TD),), -torch.inf), rows_TD.new_zeros(len(rows_TD))
+        for part, entries, logits_PW in _tiles(rows_TD, weight_VD):
+            torch.mm(rows_TD[part], weight_VD[entries].T, out=logits_PW)
+            lse_T[part] = torch.logaddexp(lse_T[part], _log_sum_exp_(logits_PW))
+        if entropy:
+            for part, entries, logprobs_PW in _tiles(rows_TD, weight_VD):
+                _logprobs(rows_TD[part], weight_VD[entries], lse_T[part], logprobs_PW)
+                entropy_T[part] -= (logprobs_PW.exp() * logprobs_PW).sum(1)
+        ctx.save_for_backward(rows_TD, weight_VD, labels_T, lse_T, entropy_T)
         ctx.entropy = entropy
-        return logprobs_T, entropy_T
+        return (rows_TD * weight_VD[labels_T]).sum(1) - lse_T, entropy_T
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs_T: torch.Tensor, grad_entropy_T: torch.Tensor) -> tuple[Any, ...]:
-        rows_TD, weight_VD, labels_T, entropy_T = ctx.saved_tensors
-        grad_rows_TD, grad_weight_VD = torch.empty_like(rows_TD), torch.zeros_like(weight_VD)
-        for part in _pieces(len(rows_TD), len(weight_VD)):
-            logits_PV = _logits(rows_TD[part], weight_VD)
-            grad_PV = _grad_of_logits_(
-                logits_PV,
-                grad_logprobs_T[part],
-                grad_entropy_T[part] if ctx.entropy else None,
-                entropy_T[part],
-            )
-            grad_PV[torch.arange(len(grad_PV)), labels_T[part]] += grad_logprobs_T[part]
-            grad_rows_TD[part] = grad_PV @ weight_VD
-            grad_weight_VD.addmm_(grad_PV.T, rows_TD[part])
+        rows_TD, weight_VD, labels_T, lse_T, entropy_T = ctx.saved_tensors
+        grad_rows_TD, grad_weight_VD = torch.zeros_like(rows_TD), torch.zeros_like(weight_VD)
+        factor_T1 = -(grad_logprobs_T.new_ones(len(rows_TD)) if ctx.entropy else grad_logprobs_T)[:, None]
+        scaled_TD = rows_TD * factor_T1
+        for part, entries, tile_PW in _tiles(rows_TD, weight_VD):
+            weight_WD = weight_VD[entries]
+            _logprobs(rows_TD[part], weight_WD, lse_T[part], tile_PW)
+            if ctx.entropy:
+                _grad_with_entropy_(tile_PW, grad_logprobs_T[part], entropy_T[part], grad_entropy_T[part])
+            else:
+                tile_PW.exp_()
+            grad_rows_TD[part].addmm_(tile_PW, weight_WD)
+            grad_weight_VD[entries].addmm_(tile_PW.T, scaled_TD[part])
+        grad_rows_TD.mul_(factor_T1).addcmul_(grad_logprobs_T[:, None], weight_VD[labels_T])
+        grad_weight_VD.index_add_(0, labels_T, grad_logprobs_T[:, None] * rows_TD)
         return grad_rows_TD, grad_weight_VD, None, None
 
 
-def _grad_of_logits_(
-    logits_PV: torch.Tensor,
-    grad_P: torch.Tensor,
-    grad_entropy_P: torch.Tensor | None,
-    entropy_P: torch.Tensor,
-) -> torch.Tensor:
-    """Gradient of the logits, without the share of the label, in the memory of the logits."""
-    if grad_entropy_P is None:
-        torch.softmax(logits_PV, 1, out=logits_PV)
-        return logits_PV.mul_(-grad_P[:, None])
-    logprobs_PV = logits_PV.log_softmax(1)
-    of_entropy_PV = (logprobs_PV + entropy_P[:, None]).mul_(grad_entropy_P[:, None])
-    return logprobs_PV.exp_().mul_(of_entropy_PV.add_(grad_P[:, None])).neg_()
+def _tiles(rows_TD: torch.Tensor, weight_VD: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """(targets, entries, [P, W] memory for them), all targets of some entries before the next entries."""
+    memory = rows_TD.new_empty(TARGETS * ENTRIES)
+    for entries in _pieces(len(weight_VD), ENTRIES):
+        for part in _pieces(len(rows_TD), TARGETS):
+            shape = part.stop - part.start, entries.stop - entries.start
+            yield part, entries, memory[: shape[0] * shape[1]].view(shape)
 
 
-def _log_sum_exp_(logits_PV: torch.Tensor) -> torch.Tensor:
+def _pieces(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _logprobs(
+    rows_PD: torch.Tensor, weight_WD: torch.Tensor, lse_P: torch.Tensor, out_PW: torch.Tensor
+) -> None:
+    torch.addmm(lse_P[:, None], rows_PD, weight_WD.T, beta=-1, out=out_PW)
+
+
+def _log_sum_exp_(logits_PW: torch.Tensor) -> torch.Tensor:
     """[P], in the memory of the logits."""
-    most_P = logits_PV.amax(1)
-    return logits_PV.sub_(most_P[:, None]).exp_().sum(1).log_().add_(most_P)
+    most_P = logits_PW.amax(1)
+    return logits_PW.sub_(most_P[:, None]).exp_().sum(1).log_().add_(most_P)
 
 
-def _logits(rows_PD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    width = len(weight_VD)
-    if width not in _kept:
-        _kept[width] = torch.empty(_at_once(width), width)
-    return torch.mm(rows_PD, weight_VD.T, out=_kept[width][: len(rows_PD)])
-
-
-def _pieces(count: int, width: int) -> list[slice]:
-    step = _at_once(width)
-    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
-
-
-def _at_once(width: int) -> int:
-    return max(16, LOGIT_BYTES // (4 * width))
+def _grad_with_entropy_(
+    logprobs_PW: torch.Tensor, grad_P: torch.Tensor, entropy_P: torch.Tensor, grad_entropy_P: torch.Tensor
+) -> None:
+    """Minus the gradient of the logits, without the share of the label, in the memory of the log-probabilities."""
+    factor_PW = (logprobs_PW + entropy_P[:, None]).mul_(grad_entropy_P[:, None]).add_(grad_P[:, None])
+    logprobs_PW.exp_().mul_(factor_PW)

@@ -27,6 +27,8 @@ from raysvc.config import Reduction
 if TYPE_CHECKING:
     import torch
 
+LARGE_VOCABULARY = 1 << 16
+
 
 class ModelSpec(BaseModel):
     """What a `CausalLMWorker` trains, and how.
@@ -62,13 +64,17 @@ class ModelSpec(BaseModel):
 
 
 def tiny_model(vocab_size: int, critic: bool = False) -> torch.nn.Module:
-    """A randomly initialised Llama of two layers and width 64: big enough for its loss to fall."""
+    """A randomly initialised Llama of two layers: big enough for its loss to fall, small enough to try on a CPU.
+
+    Its width is 64, and 16 under a large vocabulary, whose head is then all that a step computes.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
 
+    width = 64 if vocab_size < LARGE_VOCABULARY else 16
     config = LlamaConfig(
         vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

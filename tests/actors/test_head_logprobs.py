@@ -17,7 +17,8 @@ from raysvc.actors.worker.torch_worker import tiny_model
 def test_values_and_gradients_are_those_of_log_softmax(
     targets: int, entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(under_test, "LOGIT_BYTES", 16 * 4 * 301)  # several pieces, the last one short
+    monkeypatch.setattr(under_test, "TARGETS", 16)  # several tiles, the last ones short
+    monkeypatch.setattr(under_test, "ENTRIES", 100)
     torch.manual_seed(targets)
     rows = torch.randn(targets, 8, requires_grad=True)
     weight = torch.randn(301, 8, requires_grad=True)
