@@ -86,7 +86,8 @@ def _check_nodes(job: JobConfig | None, nodes: list[dict[str, Any]]) -> list[Fin
 
 def _places(job: JobConfig | None) -> tuple[list[tuple[Place, str]], list[Finding]]:
     """The folders of a job, each with a file that nodes look for; findings for those we cannot write to ourselves."""
-    from raysvc.api import absolute, cache_root
+    from raysvc.api import cache_root
+    from raysvc.cache.store.open import absolute
 
     if job is None:
         return [], []

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from raysvc.api import absolute
+from raysvc.cache.store.open import absolute
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.config import JobConfig, TokenizerConfig
 from raysvc.errors import ConfigError, TokenizerError
