@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
 from raysvc.chat.tokens.added_blanks import Rule
+from raysvc.chat.tokens.encoder import ReferenceEncoder
 from raysvc.chat.tokens.token_rows import RowEncoder
+from raysvc.chat.tokens.tokenizer import LoadedTokenizer
+from raysvc.chat.tokens.word_encoder import WordEncoder, word_encoder
 from raysvc.config import TextSpec, TokenizerConfig
 
 from .sentencepiece_like import INST, KINDS, MARKED, save, small_model
@@ -112,3 +115,39 @@ def test_both_ways_of_alignment_give_the_same_mask(tmp_path: Any, monkeypatch: A
     slow = SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=folder))).run(rows)
     assert seen == [0]
     assert fast.table.equals(slow.table)
+
+
+@given(
+    texts=st.lists(st.lists(st.sampled_from([*BITS, "</s>", "<s>", "<unk>", ""]), max_size=8).map("".join))
+)
+@example(texts=["", " </s>", "", "</s> a", "a b", "", "</s>", " ", "\u2581 a", "a\u00a0 b", ""])
+@SLOW
+def test_ids_by_words_are_those_of_the_whole_text(marked: SliceTokenizer, texts: list[str]) -> None:
+    reference = ReferenceEncoder(marked.tokenizer)
+    encoder = marked._encoder
+    assert isinstance(encoder, WordEncoder)
+    for _ in range(2):  # of new words, and of words that are remembered
+        found, wanted = encoder.encode(texts), reference.encode(texts)
+        assert found.ids.tolist() == wanted.ids.tolist()
+        assert found.offsets.tolist() == wanted.offsets.tolist()
+
+
+@pytest.mark.parametrize("piece", ["a\u2581", "\u2581a\u2581b"])
+def test_a_vocabulary_with_a_blank_inside_a_token_is_not_encoded_by_words(piece: str, tmp_path: Any) -> None:
+    model = small_model()
+    vocab = {**model["vocab"], piece: len(model["vocab"])}
+    for vocabulary, is_by_words in ((model["vocab"], True), (vocab, False)):
+        made = KINDS["llama2"]({**model, "vocab": vocabulary})
+        tokenizer = LoadedTokenizer(TokenizerConfig(name=save(tmp_path / str(is_by_words), made, INST)))
+        assert (word_encoder(tokenizer, ReferenceEncoder(tokenizer)) is not None) == is_by_words
+
+
+def test_words_are_forgotten_when_they_are_too_many(tmp_path: Any, monkeypatch: Any) -> None:
+    tokenizer = LoadedTokenizer(TokenizerConfig(name=save(tmp_path, KINDS["gemma"](small_model()), INST)))
+    reference = ReferenceEncoder(tokenizer)
+    encoder = word_encoder(tokenizer, reference)
+    assert encoder is not None
+    monkeypatch.setattr("raysvc.chat.tokens.word_encoder._MOST_IDS", 3)
+    for text in ("one two three", "four five six", "one two four"):
+        assert encoder.encode([text]).ids.tolist() == reference.encode([text]).ids.tolist()
+        assert len(encoder._words.numbers) == 3

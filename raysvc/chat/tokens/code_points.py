@@ -57,7 +57,7 @@ class GuardedEncoder:
         self._look_at("".join(texts))
         rows = self._odd_rows(texts)
         found = self._fast.encode(texts)
-        return _replaced(found, rows, self._reference.encode([texts[row] for row in rows])) if rows else found
+        return replaced(found, rows, self._reference.encode([texts[row] for row in rows])) if rows else found
 
     def encode_bytes(self, data: Bytes, offsets: Ints64) -> Encoded:
         """Ids of N texts in UTF-8."""
@@ -70,7 +70,7 @@ class GuardedEncoder:
             return found
         texts = [whole[a:b].decode() for a, b in pairwise(offsets.tolist())]
         rows = self._odd_rows(texts)
-        return _replaced(found, rows, self._reference.encode([texts[row] for row in rows])) if rows else found
+        return replaced(found, rows, self._reference.encode([texts[row] for row in rows])) if rows else found
 
     def _look_at(self, text: str) -> None:
         """Try every block of code points that stands in a text for the first time."""
@@ -122,7 +122,7 @@ def _equal(fast: Encoder, reference: Encoder, texts: list[str]) -> bool:
     return np.array_equal(ours.offsets, theirs.offsets) and np.array_equal(ours.ids, theirs.ids)
 
 
-def _replaced(found: Encoded, rows: list[int], right: Encoded) -> Encoded:
+def replaced(found: Encoded, rows: list[int], right: Encoded) -> Encoded:
     """Ids with some rows taken from another result, which holds these rows alone."""
     pieces = [found.ids[a:b] for a, b in pairwise(found.offsets.tolist())]
     for place, row in enumerate(rows):

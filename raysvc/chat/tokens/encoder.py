@@ -63,7 +63,7 @@ class ReferenceEncoder:
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Ids of the texts."""
         found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return _joined([encoding.ids for encoding in found])
+        return joined([encoding.ids for encoding in found])
 
     def encode_bytes(self, data: Bytes, offsets: Ints64) -> Encoded:
         """Ids of N texts in UTF-8."""
@@ -97,7 +97,7 @@ class GigatokenEncoder:
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Ids of the texts."""
         if not texts:
-            return _joined([])
+            return joined([])
         return self._encoded(list(texts))
 
     def encode_bytes(self, data: Bytes, offsets: Ints64) -> Encoded:
@@ -105,7 +105,7 @@ class GigatokenEncoder:
         import awkward as ak
 
         if len(offsets) == 1:
-            return _joined([])
+            return joined([])
         chars = ak.contents.NumpyArray(data, parameters={"__array__": "char"})
         strings = ak.contents.ListOffsetArray(
             ak.index.Index64(offsets), chars, parameters={"__array__": "string"}
@@ -119,7 +119,7 @@ class GigatokenEncoder:
         return Encoded(ids.astype(np.int32, copy=False).view(np.int32), offsets - offsets[0])
 
 
-def _joined(lists: list[list[int]]) -> Encoded:
+def joined(lists: list[list[int]]) -> Encoded:
     offsets = np.zeros(len(lists) + 1, np.int64)
     np.cumsum([len(ids) for ids in lists], out=offsets[1:])
     ids = np.fromiter((token for ids in lists for token in ids), np.int32, int(offsets[-1]))

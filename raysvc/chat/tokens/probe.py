@@ -16,6 +16,7 @@ from raysvc.chat.tokens import encoder
 from raysvc.chat.tokens.code_points import GuardedEncoder
 from raysvc.chat.tokens.encoder import Encoder, ReferenceEncoder
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
+from raysvc.chat.tokens.word_encoder import word_encoder
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,10 @@ def choose_encoder(tokenizer: LoadedTokenizer, reference: ReferenceEncoder) -> t
     """The fastest encoder that is equal to the reference on the probe texts, and why it is not a faster one."""
     if getattr(tokenizer.hf, "split_special_tokens", False):
         return reference, "the tokenizer splits special tokens"
+    texts = probe_texts(tokenizer)
+    words = word_encoder(tokenizer, reference)
+    if words is not None and first_difference(words, reference, texts) is None:
+        return words, ""
     try:
         fast: Encoder = encoder.GigatokenEncoder(tokenizer)
     except ImportError:
@@ -58,7 +63,6 @@ def choose_encoder(tokenizer: LoadedTokenizer, reference: ReferenceEncoder) -> t
     except Exception as error:  # noqa: BLE001  a native package may refuse a tokenizer in any way
         logger.warning("encoder=%s refused the tokenizer: %s", encoder.GigatokenEncoder.name, error)
         return reference, f"gigatoken refused the tokenizer: {error}"
-    texts = probe_texts(tokenizer)
     different = first_difference(fast, reference, texts)
     if different is None:
         return GuardedEncoder(fast, reference), ""
