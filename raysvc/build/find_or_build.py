@@ -36,7 +36,7 @@ from raysvc.cache.store.open import open_store
 from raysvc.cache.store.store import Store
 from raysvc.cache.use_marker import Hold, this_process
 from raysvc.cache.writer import EntryWriter
-from raysvc.chat.row_counts import Books, Quarantined, check_quarantine
+from raysvc.chat.row_counts import Books, Quarantined, check_quarantine, reasoning_note
 from raysvc.chat.slice_tokenizer import FORMAT_VERSION
 from raysvc.chat.source.detect import resolve_format, seen
 from raysvc.chat.source.formats import Format as RowFormat
@@ -268,6 +268,8 @@ class _Making:
         source.check_unchanged()
         self.writer.commit(receipts, self.plan.recipe, report, self.plan.tokenizer.content())
         meter.finish()
+        if note := reasoning_note(report["books"]):
+            log.warning("%s", note)
         return open_entry(self.writer.uri, job.cache.storage_options)
 
     def _receipts(self, left: Sequence[Slice], address: str | None, meter: Meter) -> Iterator[Receipt]:

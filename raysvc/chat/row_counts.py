@@ -124,6 +124,21 @@ def _merged(left: Mapping[str, int], right: Mapping[str, int]) -> dict[str, int]
     return merged
 
 
+def reasoning_note(counts: Mapping[str, Any]) -> str:
+    """One sentence on trained messages whose reasoning the template left out; "" when there are none.
+
+    Args:
+        counts: what `to_json` gave.
+    """
+    count = counts.get("reasoning_removed", 0)
+    if not count:
+        return ""
+    return (
+        f"the chat template removed the reasoning of {count} trained messages, so the model is trained to answer "
+        "without it; train_on: each_assistant_turn keeps it"
+    )
+
+
 def check_quarantine(books: Books, examples: Sequence[Quarantined], max_share: float) -> None:
     """Raise `QuarantineExceeded` when more than `max_share` of the rows were quarantined.
 

@@ -95,7 +95,7 @@ def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[st
     picture = row_picture(row, values["input_ids"], values["loss_mask"], entry.tokenizer)
     head = f"row {row} of {entry.num_rows}, source row {values['source_row']}, {_tokens(picture)}"
     spans = [list(span) for span in entry.spans(row)]
-    facts = [f"source: {', '.join(entry.report['paths'])}"]
+    facts = [f"source: {', '.join(entry.report['paths'])}", *_notes(entry)]
     result = {"row": row, "source_row": values["source_row"], "spans": spans}
     return _Shown(f"Row {row}", facts, [(head, picture)]), result
 
@@ -120,6 +120,7 @@ def _step(job: JobConfig, step: int, rank: int | None, only_rows: bool) -> tuple
         f"made as {'the run was served' if again.recorded else 'the job file says'}",
         f"{len(pictures)} rows, {sum(p.is_dummy for p in pictures)} of them dummies; "
         f"padding: {padding} of {cells} cells",
+        *_notes(entry),
     ]
     heads = [_head(picture, line.source_row) for picture, line in zip(pictures, lines, strict=True)]
     shown = _Shown(
@@ -129,6 +130,14 @@ def _step(job: JobConfig, step: int, rank: int | None, only_rows: bool) -> tuple
     )
     return shown, {"step": step, "epoch": again.info.epoch, "dp_size": again.dp_size,
                    "rows": [asdict(line) for line in lines]}  # fmt: skip
+
+
+def _notes(entry: CacheEntry) -> list[str]:
+    """What holds for the entry as a whole: its rows do not say which of them lost reasoning."""
+    from raysvc.chat.row_counts import reasoning_note
+
+    note = reasoning_note(entry.report["books"])
+    return [f"note: in this entry {note}"] if note else []
 
 
 def _tokenizer(entry: CacheEntry) -> Any:
@@ -172,6 +181,9 @@ def _print(shown: _Shown) -> None:
     if len(shown.rows) != 1:
         console.rule(shown.title, align="left", characters="─")
         print(*map(printable, shown.facts), sep="\n")
+    else:
+        for note in (fact for fact in shown.facts if fact.startswith("note: ")):
+            print(printable(note))
     for head, picture in shown.rows:
         text = Text()
         for words, kind in picture.stretches:

@@ -64,6 +64,10 @@ def report_rows(entry: CacheEntry) -> dict[str, Any]:
     rows |= {f"normalized: {change}": count for change, count in books.get("normalized", {}).items()}
     rows |= {f"dropped: {reason}": count for reason, count in books["dropped"].items()}
     rows |= {f"quarantined: {reason}": count for reason, count in books["quarantined"].items()}
+    if removed := books.get("reasoning_removed", 0):
+        rows["trained messages without their reasoning"] = (
+            f"{removed} (train_on: each_assistant_turn keeps it)"
+        )
     rows["rows truncated"] = books.get("rows_truncated", 0)
     for name in ("trained", "context", "truncated"):
         rows[f"tokens {name}"] = books[f"tokens_{name}"]

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from raysvc.chat.row_counts import reasoning_note
 from raysvc.report.charts import bar_chart, histogram, line_chart, short
 from raysvc.report.facts import Facts, plan_rows, worst_stalls
 
@@ -59,11 +60,14 @@ def _books(facts: Facts) -> str:
     rows["of these truncated"] = books.get("rows_truncated", 0)
     rows |= {f"dropped: {name}": count for name, count in books["dropped"].items()}
     rows |= {f"quarantined: {name}": count for name, count in books["quarantined"].items()}
+    if note := reasoning_note(books):
+        rows["trained messages without their reasoning"] = books["reasoning_removed"]
     tokens = {name: books[f"tokens_{name}"] for name in ("rendered", "trained", "context", "truncated")}
     aside = _records(facts.set_aside, ("source_row", "reason", "detail")) if facts.set_aside else ""
     return (
         "<h2>Books</h2><p>Rows in = written + dropped + quarantined; tokens rendered = trained + context + truncated."
-        f"</p><div class='grid2'><div class='card'>{_table(rows)}</div><div class='card'>{_table(tokens)}</div></div>{aside}"
+        f"</p><div class='grid2'><div class='card'>{_table(rows)}</div><div class='card'>{_table(tokens)}</div></div>"
+        f"{f'<p>Note: {escape(note)}.</p>' if note else ''}{aside}"
     )
 
 

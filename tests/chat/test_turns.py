@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from typer.testing import CliRunner
 
+import raysvc
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
+from raysvc.cli.main import app
 from raysvc.config import TextSpec, TokenizerConfig
 
 from .conftest import metaspace, save
@@ -118,3 +123,45 @@ def test_reasoning_that_the_template_removes_is_counted(tmp_path: Path) -> None:
     assert result.books.reasoning_removed == 1
     _, last = made(folder, THOUGHTS, train_on="last_assistant_message")
     assert last.books.reasoning_removed == 0
+
+
+def job_file(folder: Path, rows: list[Any], **options: Any) -> Path:
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    job = {
+        "source": {"path": str(folder / "rows.jsonl"), "format": "chat"},
+        "tokenizer": thinking(folder / "tokenizer"),
+        "cache": {"root": str(folder / "cache")},
+        "plan": {"batch_size": 2},
+        "trainer": {"run_dir": str(folder / "run")},
+    }
+    (folder / "job.yaml").write_text(yaml.safe_dump(job | options))
+    return folder / "job.yaml"
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [line.getMessage() for line in caplog.records if line.levelname == "WARNING"]
+
+
+def test_a_build_warns_once_of_removed_reasoning_and_every_view_says_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = job_file(tmp_path, [THOUGHTS, chat(2), THOUGHTS])
+    raysvc.tokenize(job)
+    (warning,) = warnings_of(caplog)
+    assert "the reasoning of 2 trained messages" in warning
+    assert "train_on: each_assistant_turn" in warning
+    page = tmp_path / "page.html"
+    run = CliRunner().invoke
+    assert "trained messages without their reasoning" in run(app, ["tokenize", "-c", str(job)]).stdout
+    assert "the reasoning of 2 trained messages" in run(app, ["show", "-c", str(job)]).stdout
+    assert run(app, ["report", "-c", str(job), "--html", str(page)]).exit_code == 0
+    assert "the reasoning of 2 trained messages" in page.read_text()
+
+
+def test_a_build_that_keeps_the_reasoning_warns_of_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = job_file(tmp_path, [THOUGHTS, chat(2), THOUGHTS], train_on="each_assistant_turn")
+    raysvc.tokenize(job)
+    assert warnings_of(caplog) == []
+    assert "reasoning" not in CliRunner().invoke(app, ["tokenize", "-c", str(job)]).stdout
