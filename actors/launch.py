@@ -111,6 +111,28 @@ def stop_server(name: str) -> None:
         time.sleep(0.05)
 
 
+def restart_server(name: str) -> str:
+    """End the process of a server; Ray starts it again with the package that its nodes have now. Its trainer goes on.
+
+    Returns:
+        The version that answers.
+
+    Raises:
+        ServerError: no such server.
+    """
+    handle, what = find_server(name), f"server {name!r} to restart"
+    stats = handle.stats.options(concurrency_group="control")
+    before = wait_for(stats.remote(), what)
+    ray.get(handle.flush.options(concurrency_group="lease").remote(), timeout=STOP_TIMEOUT_S)
+    ray.kill(handle, no_restart=False)
+    begin = time.monotonic()
+    while (facts := wait_for(stats.remote(), what))["pid"] == before["pid"]:  # the kill is on its way
+        if time.monotonic() - begin > STOP_TIMEOUT_S:
+            raise ServerError(f"server.name {name!r}", "did not end", "try again")
+        time.sleep(0.05)
+    return str(facts["version"])
+
+
 def server_names() -> list[str]:
     """Names of all servers of the cluster."""
     actors = ray.util.list_named_actors(all_namespaces=True)

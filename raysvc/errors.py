@@ -16,6 +16,7 @@ RaysvcError
 ├── LeaseError
 │   ├── LeaseHeld           somebody else holds the server
 │   ├── FencedError         this holder was replaced
+│   ├── VersionMismatch     client and server do not work together
 │   ├── RankLost            another rank of the group is dead
 │   └── StepOutOfOrder      a step number that the contract does not allow
 ├── StepFailed              collation of one step failed; carries the step and the cause
@@ -142,6 +143,27 @@ class FencedError(LeaseError):
         return (
             f"server {self.name!r} refused fence {self.fence}: the newest is {self.newest}; "
             "another trainer took over or the lease ran out, stop this one or attach again"
+        )
+
+
+class VersionMismatch(LeaseError):
+    """A client and a server of versions that do not work together.
+
+    Args:
+        name: of the server.
+        client, server: their versions.
+    """
+
+    def __init__(self, name: str, client: str, server: str) -> None:
+        super().__init__(name, client, server)
+        self.name, self.client, self.server = name, client, server
+
+    def __str__(self) -> str:
+        same = f"`pip install raysvc=={self.server}` where you train" if self.server[:1].isdigit() else ""
+        again = f"`raysvc stop {self.name}` and serve it again with raysvc {self.client}"
+        return (
+            f"server {self.name!r} runs raysvc {self.server} and this client {self.client}, and they need the same minor "
+            f"version; run {f'{same}, or {again}' if same else again}"
         )
 
 

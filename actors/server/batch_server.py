@@ -18,7 +18,6 @@ import os
 import time
 from typing import Any
 
-from raysvc import __version__
 from raysvc.actors.server.entry_stream import streams_of
 from raysvc.actors.server.journal import Journal
 from raysvc.actors.server.lease_store import LeaseStore
@@ -35,6 +34,7 @@ from raysvc.actors.server.trainer_reports import TrainerReports
 from raysvc.collate.shard import Shard
 from raysvc.errors import ConfigError, LeaseHeld, StepOutOfOrder
 from raysvc.metrics import record
+from raysvc.versions import HERE, Side, check_versions_meet
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +94,15 @@ class BatchServer:
         """
         return self._maker.stream(name).schedule.to_json()
 
+    def meet(self, version: str, wire: int) -> Side:
+        """The version and wire format of this server.
+
+        Raises:
+            VersionMismatch: it does not work with such a client.
+        """
+        check_versions_meet(self.spec.name, Side(version, wire), HERE)
+        return HERE
+
     def attach(self, holder: str, takeover: bool = False, reader: str = "") -> Lease:
         """Give out the next fence.
 
@@ -147,6 +156,8 @@ class BatchServer:
         """
         peers = self._leases.beat(fence, rank)
         if report is not None:
+            told = Side(report.get("version", HERE.version), report.get("wire", HERE.wire))
+            check_versions_meet(self.spec.name, told, HERE)  # this process may be newer than the attach
             self._reports.note(fence, rank, report)
         return peers
 
@@ -285,7 +296,7 @@ class BatchServer:
             "name": self.spec.name,
             "pid": os.getpid(),
             "node": _node_id(),
-            "version": __version__,
+            "version": HERE.version,
             "up_s": time.monotonic() - self._began_s,
             "entry_key": self._train.entry_key,
             "num_steps": self.num_steps,

@@ -9,6 +9,10 @@ import typer
 from raysvc.cli.common import Address, AsJson, edge, emit
 
 Name = Annotated[str, typer.Argument(help="Of the server; `raysvc ps` lists them.")]
+Restart = Annotated[
+    bool,
+    typer.Option("--restart", help="Start it again with the package that its node has now; trainers go on."),
+]
 Force = Annotated[bool, typer.Option("--force", help="End it even when a living trainer holds it.")]
 
 
@@ -16,16 +20,23 @@ Force = Annotated[bool, typer.Option("--force", help="End it even when a living 
 def stop(
     name: Name,
     force: Force = False,
+    restart: Restart = False,
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """End a server. How far its trainer came stays in the run folder.
+    """End a server, or restart its process for an upgrade. How far its trainer came stays in the run folder.
 
     Example: raysvc stop sft-1
     """
     from raysvc.inspect import servers
 
     servers.join_cluster(address)
+    if restart:
+        version = servers.restart(name)
+        emit({"restarted": [name], "version": version}) if as_json else print(
+            f"restarted {name}, raysvc {version}"
+        )
+        return
     servers.stop(name, force=force)
     if as_json:
         emit({"stopped": [name]})

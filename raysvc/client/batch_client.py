@@ -20,6 +20,7 @@ from raysvc.client.connection import Connection, new_holder
 from raysvc.client.evals import EvalStream
 from raysvc.client.lease_client import LeaseClient
 from raysvc.client.look_ahead import Limit
+from raysvc.client.meet import meet
 from raysvc.client.meter import Given
 from raysvc.client.steps import ClientStats as ClientStats
 from raysvc.client.steps import Mini as Mini
@@ -227,6 +228,7 @@ def attach(
 
     Raises:
         ServerError: no such server.
+        VersionMismatch: it runs another minor version of raysvc.
         LeaseHeld: another trainer holds it; says who, and since when.
         ConfigError: an argument of a wrong type or out of range; a column that `plan.columns` does not have.
     """
@@ -237,6 +239,7 @@ def attach(
     _check_attach(name, takeover, reader, group, look_ahead_steps, look_ahead_bytes, address)
     connect(address)
     server = find_server(name)
+    meet(server, name)
     limit = Limit(look_ahead_steps, _quarter_of_store() if look_ahead_bytes is None else look_ahead_bytes)
     if rank is not None:
         from raysvc.client.rank_client import attach_rank

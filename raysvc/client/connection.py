@@ -24,8 +24,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from raysvc import __version__
 from raysvc.errors import LeaseError, RankLost, ServerError
+from raysvc.versions import HERE
 
 if TYPE_CHECKING:
     from raysvc.actors.server.leases import Peers
@@ -260,7 +260,7 @@ class Connection:
         from raysvc.actors.launch import wait_for
 
         method = self.server.heartbeat.options(concurrency_group="control")
-        report = {"version": __version__, **self.report()}
+        report = {**HERE._asdict(), **self.report()}
         ref, begin = method.remote(self.lease.fence, self.rank or 0, report), time.monotonic()
         while not ray.wait([ref], timeout=POLL_S)[0]:
             waited_s = time.monotonic() - begin

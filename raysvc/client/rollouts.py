@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from raysvc.client.arguments import text
 from raysvc.client.connection import new_holder
+from raysvc.client.meet import meet
 from raysvc.config import PlanConfig
 from raysvc.errors import ConfigError, NoCapacity, ServerError
 from raysvc.metrics import record
@@ -195,6 +196,7 @@ def rollouts(name: str, *, owner: str = "", address: str | None = None) -> Rollo
     if not hasattr(server, "put_groups"):
         what = "serves an entry, and takes no rollouts"
         raise ServerError(f"server.name {name!r}", what, "name a server that serve_rollouts started")
+    meet(server, name)
     spec_json, _ = wait_for(
         server.spec_json.options(concurrency_group="control").remote(), f"server {name!r}"
     )

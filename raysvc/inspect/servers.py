@@ -62,6 +62,17 @@ def stop(name: str, *, force: bool = False) -> None:
     stop_server(name)
 
 
+def restart(name: str) -> str:
+    """Have a server's process started again; returns the version of the package that runs now.
+
+    Raises:
+        ServerError: no such server.
+    """
+    from raysvc.actors.launch import restart_server
+
+    return restart_server(name)
+
+
 def _facts(name: str, ref: Any) -> dict[str, Any]:
     import ray
 

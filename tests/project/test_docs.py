@@ -63,8 +63,9 @@ def test_dir_shows_the_public_names() -> None:
 
 
 def test_the_version_is_one() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == raysvc.__version__
+    built = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert built["project"]["dynamic"] == ["version"]
+    assert built["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "raysvc.__version__"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -6,11 +6,14 @@ import ast
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
+
+import raysvc
 
 ROOT = Path(__file__).parents[2]
 CORE = ("raysvc/chat/", "raysvc/cache/", "raysvc/plan/", "raysvc/collate/")
@@ -113,7 +116,9 @@ def source_tree(target: Path, *, links_as_text: bool) -> Path:
         shutil.copytree(
             ROOT / folder, target / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
         )
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
+    (target / "tests").mkdir()
+    shutil.copy(ROOT / "tests" / "conftest.py", target / "tests" / "conftest.py")
+    for file in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md"):
         shutil.copy(ROOT / file, target / file)
     if links_as_text:
         for room in ROOMS:
@@ -140,7 +145,18 @@ def modules_in(wheel: Path) -> set[str]:
 
 def test_a_wheel_from_an_sdist_holds_every_module_and_nothing_else(tmp_path: Path) -> None:
     # without --wheel the wheel is built from the unpacked sdist
-    assert modules_in(build(source_tree(tmp_path / "tree", links_as_text=False))) == expected_modules()
+    wheel = build(source_tree(tmp_path / "tree", links_as_text=False))
+    assert modules_in(wheel) == expected_modules()
+    assert wheel.name.startswith(f"raysvc-{raysvc.__version__}-")
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        text = archive.read(metadata).decode()
+    assert f"\nVersion: {raysvc.__version__}\n" in text
+    assert "\nClassifier: Typing :: Typed\n" in text
+    (sdist,) = wheel.parent.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive_of_source:
+        names = {name.partition("/")[2] for name in archive_of_source.getnames()}
+    assert {"tests/conftest.py", "CHANGELOG.md", "raysvc/__init__.py"} <= names
 
 
 def test_a_wheel_from_a_zip_archive_holds_every_module_too(tmp_path: Path) -> None:
