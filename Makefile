@@ -3,9 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := .venv/.installed
 DEV := .venv/.installed-dev
+COVER ?= 90
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: install dev demo docs gpu test test-long test-nfs test-s3 lint format type check clean
+.PHONY: install dev demo docs gpu test test-long coverage test-nfs test-s3 lint format type check clean
 
 install: $(RUN)
 
@@ -36,6 +37,11 @@ test: dev
 
 test-long: dev
 	$(BIN)/python -m pytest -m slow --durations=10
+
+# Branches of the rooms that decide; the tests that need no Ray.
+coverage: dev
+	$(BIN)/python -m pytest -m "not slow and not ray" tests/chat tests/cache tests/plan tests/collate tests/test_ragged.py \
+	  --cov=raysvc/chat --cov=raysvc/plan --cov=raysvc/collate --cov=raysvc/cache --cov-branch --cov-report=term:skip-covered --cov-fail-under=$(COVER)
 
 # Two guests with a real kernel NFS client; needs Debian's user-mode-linux and nfs-ganesha, and says so when they are missing.
 test-nfs: dev
