@@ -1,6 +1,6 @@
-"""Writes docs/reference.md from the config models: `python docs/make_reference.py`.
+"""Writes docs/reference.md and docs/job.schema.json from the config models: `python docs/make_reference.py`.
 
-A test holds the file against the models, so it cannot go stale.
+A test holds the files against the models, so they cannot go stale.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from raysvc import job_schema
 from raysvc.config import JobConfig
 
 INTRO = """# job.yaml
@@ -19,7 +20,7 @@ INTRO = """# job.yaml
 Every key, with its default. Made from the config models by `python docs/make_reference.py`.
 
 The same keys work as keyword arguments of `raysvc.tokenize`, `raysvc.serve` and `raysvc.train`, and as dotted
-overrides of every command (`plan.batch_size=64`). An unknown key is an error that names the nearest known one.
+overrides of every command (`plan.batch_size=64`). Editors complete and check a job.yaml by [its JSON schema](job.schema.json). An unknown key is an error that names the nearest known one.
 """
 
 
@@ -109,3 +110,4 @@ def escape(text: str) -> str:
 
 if __name__ == "__main__":
     Path(__file__).with_name("reference.md").write_text(render())
+    Path(__file__).with_name(job_schema.FILE).write_text(job_schema.schema_text())

@@ -156,7 +156,8 @@ class PlanConfig(Model):
         default=None, description="Rows per forward on one rank; default 8 unless micro_batch_tokens is set."
     )
     micro_batch_tokens: PositiveInt | None = Field(
-        default=None, description="Token budget of one forward on one rank; for `packed` the row capacity."
+        default=None,
+        description="Token budget of one forward on one rank; for `packed` the capacity of a line, default the longest row and at least 4096.",
     )
     packing: Packing = Field(
         default="balanced",
@@ -195,8 +196,8 @@ class PlanConfig(Model):
     def _consistent(self) -> PlanConfig:
         if self.micro_batch_size is not None and self.micro_batch_tokens is not None:
             raise ValueError("give micro_batch_size or micro_batch_tokens, not both")
-        if self.layout == "packed" and self.micro_batch_tokens is None:
-            raise ValueError("layout: packed needs micro_batch_tokens, the capacity of one packed row")
+        if self.layout == "packed" and self.micro_batch_size is not None:
+            raise ValueError("layout: packed has lines of micro_batch_tokens and no micro_batch_size")
         if self.layout == "stream" and self.window is None:
             raise ValueError("layout: stream needs window, the tokens of one row")
         if self.mini_batch_size is not None and self.mini_batch_size > self.batch_size:

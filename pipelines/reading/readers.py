@@ -18,6 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from raysvc import hub
 from raysvc.chat.source.json_rows import SourceRow, json_rows, load_json
 from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
@@ -182,7 +183,8 @@ def load_dataset_rows(config: SourceConfig) -> Any:
     try:
         if Path(name).is_dir() and is_saved(Path(name)):
             return _saved_split(datasets.load_from_disk(name), split)
-        data = datasets.load_dataset(name, config.subset, split=split, revision=config.revision)
+        with hub.answering():
+            data = datasets.load_dataset(name, config.subset, split=split, revision=config.revision)
     except (OSError, ValueError, KeyError, ConnectionError) as error:
         first_line = str(error).strip().split("\n")[0]
         remedy = "check the name, the subset and HF_TOKEN, or download it first"

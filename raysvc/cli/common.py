@@ -3,12 +3,15 @@
 Always true:
 - exit code 0 only on success, 2 for a user's mistake (one line on stderr, no traceback), 1 for what raysvc
   raised otherwise, 130 for Ctrl-C;
+- what a file system refuses is a user's mistake;
+- a job.yaml may stand where overrides stand;
 - with `--json` the last line of stdout is one JSON object, everything else goes to stderr;
 - every command takes -v and -q, before its name or after it.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import json
@@ -21,7 +24,7 @@ import typer
 
 from raysvc.cli import interrupt
 from raysvc.cli.view import show_progress
-from raysvc.errors import RaysvcError, UserMistake
+from raysvc.errors import ConfigError, RaysvcError, UserMistake
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,7 +32,10 @@ R = TypeVar("R")
 Job = Annotated[str, typer.Option("-c", "--config", help="Path of a job.yaml.", metavar="JOB.YAML")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Dotted overrides, like plan.batch_size=64.", metavar="[KEY=VALUE]..."),
+    typer.Argument(
+        help="A job.yaml, where -c names none, and dotted overrides like plan.batch_size=64.",
+        metavar="[JOB.YAML] [KEY=VALUE]...",
+    ),
 ]
 Address = Annotated[
     str | None, typer.Option(help="Ray cluster; default RAY_ADDRESS, else a local Ray.", show_default=False)
@@ -37,12 +43,29 @@ Address = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show log lines.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Show results and errors alone.")]
+FILE_SYSTEM = {  # errors that a user mends -> how
+    errno.EACCES: "allow this user to use it, or name another place",
+    errno.EPERM: "allow this user to use it, or name another place",
+    errno.EROFS: "name a place that can be written",
+    errno.ENOSPC: "make room on its disk, or name another one",
+    errno.EDQUOT: "make room in your quota, or name another disk",
+    errno.ENOTDIR: "name a path that leads through folders",
+    errno.EISDIR: "name a file, this is a folder",
+    errno.EEXIST: "name a folder, this is a file",
+    errno.ENAMETOOLONG: "give a shorter name",
+}
 LOUDNESS = {"verbose": Verbose, "quiet": Quiet}
 
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version", help="Print the version.", is_eager=True, callback=lambda asked: _say_version(asked)
+    ),
+]
 _before_the_command = {"verbose": False, "quiet": False}  # what stood there
 
 
-def before_the_command(verbose: Verbose = False, quiet: Quiet = False) -> None:
+def before_the_command(verbose: Verbose = False, quiet: Quiet = False, version: Version = False) -> None:
     """Ray-native distributed data service for LLM post-training."""
     _before_the_command.update(verbose=verbose, quiet=quiet)
 
@@ -56,17 +79,22 @@ def edge(function: Callable[P, R]) -> Callable[..., R]:
         _set_loudness(**chosen)
         try:
             with interrupt.twice():
-                return function(*args, **kwargs)
+                return function(*args, **_with_job_named(kwargs, default))
         except UserMistake as error:
             raise _fail(error, 2) from None
         except (RaysvcError, TimeoutError) as error:
             raise _fail(error, 1) from None
+        except OSError as error:
+            if error.errno not in FILE_SYSTEM:
+                raise
+            raise _fail(_as_mistake(error), 2) from None
         except KeyboardInterrupt as error:
             said = str(error) or "the same command goes on from what is finished"
             print(f"interrupted: {said}", file=sys.stderr)
             raise typer.Exit(130) from None
 
     signature = inspect.signature(function, eval_str=True)
+    default = signature.parameters["config"].default if "config" in signature.parameters else None
     extra = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
         for name, kind in LOUDNESS.items()
@@ -79,6 +107,31 @@ def edge(function: Callable[P, R]) -> Callable[..., R]:
 def emit(result: Mapping[str, Any]) -> None:
     """Print the machine-readable result."""
     print(json.dumps(result), flush=True)
+
+
+def _with_job_named(arguments: dict[str, Any], default: str | None) -> dict[str, Any]:
+    """`raysvc train job.yaml` means `raysvc train -c job.yaml`."""
+    words = arguments.get("overrides")
+    if not words or "=" in words[0] or not words[0].endswith((".yaml", ".yml")):
+        return arguments
+    if arguments["config"] != default:
+        what = f"there is another job, -c {arguments['config']}"
+        raise ConfigError(words[0], what, "name one of them")
+    return {**arguments, "config": words[0], "overrides": words[1:]}
+
+
+def _as_mistake(error: OSError) -> UserMistake:
+    """What a file system refused, as a line that says what to do."""
+    remedy = FILE_SYSTEM[error.errno or 0]
+    return ConfigError(str(error.filename or "a file"), f"cannot be used ({error.strerror})", remedy)
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        from raysvc import __version__
+
+        print(f"raysvc {__version__}")
+        raise typer.Exit
 
 
 def _set_loudness(*, verbose: bool, quiet: bool) -> None:

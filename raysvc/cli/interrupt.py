@@ -2,6 +2,7 @@
 
 Always true:
 - the first one asks a loop that listens to stop after its step; where none listens it is a KeyboardInterrupt;
+- while a module is imported it ends the process: libraries swallow the exception, or turn it into one of theirs;
 - the second one ends the process, whatever it is doing; what was saved stays saved.
 """
 
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,12 +47,24 @@ def asked_to_stop() -> bool:
     return _state.presses > 0
 
 
+def leave(number: int, frame: FrameType | None) -> None:
+    """End the process here; what was saved stays saved."""
+    os.write(2, b"\nexited immediately\n" if _state.presses > 1 else b"\ninterrupted\n")
+    os._exit(EXIT_CODE)
+
+
 def _pressed(number: int, frame: FrameType | None) -> None:
     _state.presses += 1
-    if _state.presses > 1:
-        os.write(2, b"\nexited immediately\n")
-        sys.stdout.flush()
-        os._exit(EXIT_CODE)
+    if _state.presses > 1 or (not _state.listening and _importing(frame)):
+        leave(number, frame)
     if not _state.listening:
         raise KeyboardInterrupt
     os.write(2, b"\nstopping after this step, with everything saved; Ctrl-C again leaves at once\n")
+
+
+def _importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False

@@ -45,5 +45,5 @@ app.command()(train)
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command line of this process."""
     app()

@@ -31,9 +31,10 @@ def report(
     from raysvc.report.page import render
 
     job = load_job(config, overrides or ())
+    html.parent.mkdir(parents=True, exist_ok=True)
+    html.open("a").close()  # what cannot be written is said before the rows are read
     with View() as view:
         entry = api.tokenize(job, address=address, progress=view)
-    html.parent.mkdir(parents=True, exist_ok=True)
     html.write_text(render(gather(job, entry)))
     if as_json:
         emit({"html": str(html)})

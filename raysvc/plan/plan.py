@@ -30,6 +30,7 @@ from raysvc.plan.cost import CostModel
 from raysvc.plan.groups import Groups
 from raysvc.plan.mixture import Mixture
 from raysvc.plan.order import Order, parse_shuffle
+from raysvc.plan.pack import aligned
 from raysvc.plan.rank_plan import RankPlan, Rules, deal, deal_windows
 from raysvc.plan.row_pieces import Pieces
 from raysvc.plan.schedule import Schedule
@@ -37,6 +38,7 @@ from raysvc.plan.windows import Windows
 
 PLAN_VERSION = 1
 DEFAULT_MICRO_BATCH_SIZE = 8
+PACKED_TOKENS = 4096  # least capacity of a packed line where none is given
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +93,7 @@ class Plan:
         entry_keys: Sequence[str] = (),
         mixture: Mixture | None = None,
     ) -> None:
+        config = with_capacity(config, lengths)
         _refuse_contradictions(config, lengths, uids, mixture)
         self.config, self.lengths = config, lengths
         self.groups = Groups.singles(len(lengths)) if uids is None else Groups.of_uids(uids)
@@ -184,6 +187,14 @@ class Plan:
         if self.rules.rows is not None or self.rules.tokens is None:
             return self.rules.rows or 1
         return max(1, self.rules.tokens // (self.config.window or 1))
+
+
+def with_capacity(config: PlanConfig, lengths: npt.NDArray[np.integer[Any]]) -> PlanConfig:
+    """The config, where `packed` names no capacity with that of the longest row, and at least `PACKED_TOKENS`."""
+    if config.layout != "packed" or config.micro_batch_tokens is not None:
+        return config
+    longest = aligned(np.array([lengths.max(initial=0), PACKED_TOKENS], np.int64), config.align)
+    return config.model_copy(update={"micro_batch_tokens": int(longest.max())})
 
 
 def schedule_of(config: PlanConfig, num_groups: int) -> Schedule:

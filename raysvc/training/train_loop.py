@@ -28,6 +28,7 @@ from raysvc.job_file import load_job
 from raysvc.progress import Progress, Tick, silent
 from raysvc.training.evaluation import Evals, HeldBack
 from raysvc.training.export import export, write_model
+from raysvc.training.model_name import check_model
 from raysvc.training.run_folder import Checkpoint, RunFolder, StepLog
 from raysvc.training.run_identity import claim, identity_of
 from raysvc.training.run_log import RunLog, cache_facts, write_summary
@@ -76,6 +77,8 @@ def train(
             log.warning("trainer.resume is false: the earlier run is now in %s", moved)
     checkpoint = folder.newest()
     complete = checkpoint is not None and checkpoint.state.get("done_for") == _goal(job)
+    if not complete:
+        check_model(job.trainer.model)
     entry = (
         tokenize(job, address=address, progress=progress)
         if complete

@@ -166,6 +166,38 @@ def test_a_second_ctrl_c_leaves_at_once() -> None:
     assert "exited immediately" in process.communicate()[1]
 
 
+IMPORTS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from raysvc.cli.common import edge
+@edge
+def slow():
+    try:
+        import waits
+    except BaseException:
+        print("swallowed", flush=True)
+slow()
+"""
+
+
+def test_ctrl_c_in_an_import_ends_the_command_quietly(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    starts = "from raysvc.cli import __main__ as m; import sys, signal; signal.signal(signal.SIGINT, m.leave); import waits"
+    for code in (IMPORTS, f"import sys; sys.path.insert(0, sys.argv[1]); {starts}"):
+        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+        assert (process.returncode, out, err.strip()) == (130, "", "interrupted")
+
+
+def test_the_version_is_said() -> None:
+    import raysvc
+
+    assert runner.invoke(app, ["--version"]).stdout == f"raysvc {raysvc.__version__}\n"
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 def test_the_first_ctrl_c_ends_a_run_after_its_step_and_the_same_command_goes_on(

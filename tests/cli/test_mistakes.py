@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
@@ -166,3 +168,76 @@ def test_a_source_file_that_was_cut_short_is_named(tmp_path: Path, sample: dict[
     (tmp_path / name).write_bytes(data)
     job = job_file(tmp_path, source={"path": str(tmp_path / name)}, tokenizer=sample["tokenizer"])
     assert name in mistake("tokenize", "-c", str(job))
+
+
+def test_a_job_may_be_named_without_an_option_but_only_one(tmp_path: Path, sample: dict[str, str]) -> None:
+    job = job_file(tmp_path, source={"path": sample["rows"]}, tokenizer=sample["tokenizer"])
+    assert "plan.batch_size" in mistake("tokenize", str(job), "plan.batch_size=0")
+    assert "there is another job" in mistake("tokenize", "-c", str(job), "other.yaml")
+
+
+HUB_IS_GONE = """
+import socket, sys
+def nobody(*_, **__): raise socket.gaierror(-2, "Name or service not known")
+socket.getaddrinfo = nobody
+from raysvc.cli.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("key", ["tokenizer", "trainer.model", "source"])
+def test_an_unknown_hub_name_is_said_in_seconds_where_the_hub_does_not_answer(
+    tmp_path: Path, sample: dict[str, str], key: str
+) -> None:
+    job = job_file(tmp_path, source={"path": sample["rows"]}, tokenizer=sample["tokenizer"])
+    name = f"{key}=nobody/nothing" if key != "source" else "source={path: [], dataset: nobody/nothing}"
+    env = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    begin = time.process_time(), time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", HUB_IS_GONE, "train", str(job), name],
+        capture_output=True, text=True, check=False, timeout=100, env=env,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "nobody/nothing" in done.stderr.splitlines()[-1]
+    assert "Retry" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - begin[1] < 60  # 70 to 100 with the retries
+
+
+def test_what_a_file_system_refuses_is_one_line(tmp_path: Path, sample: dict[str, str]) -> None:
+    import errno
+
+    from raysvc.cli.common import edge
+
+    for number in (errno.EACCES, errno.ENOSPC, errno.ENOTDIR, errno.EISDIR, errno.EROFS):
+
+        @edge
+        def command(number: int = number) -> None:
+            raise OSError(number, os.strerror(number), "/there/rows.jsonl")
+
+        with pytest.raises(typer.Exit) as ended:
+            command()
+        assert ended.value.exit_code == 2
+
+    @edge
+    def broken() -> None:
+        raise ConnectionResetError(errno.ECONNRESET, "reset")
+
+    with pytest.raises(ConnectionResetError):
+        broken()
+
+
+def test_a_run_folder_that_is_a_file_is_one_line(tmp_path: Path, sample: dict[str, str]) -> None:
+    (tmp_path / "file").write_text("")
+    job = job_file(tmp_path, source={"path": sample["rows"]}, tokenizer=sample["tokenizer"])
+    line = mistake("train", str(job), f"trainer.run_dir={tmp_path}/file/run")
+    assert f"{tmp_path}/file" in line
+    assert "not a directory" in line.lower()
+
+
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, sample: dict[str, str]) -> None:
+    (tmp_path / "file").write_text("")
+    job = job_file(tmp_path, source={"path": sample["rows"]}, tokenizer=sample["tokenizer"])
+    for page in (tmp_path, tmp_path / "file" / "page.html"):
+        assert mistake("report", str(job), "--html", str(page)).startswith(f"error: {tmp_path}")
+    assert not (tmp_path / "cache").exists()  # said before the rows were read

@@ -222,3 +222,19 @@ def test_a_billion_rows_are_planned_in_a_millisecond_without_memory():
 def test_a_row_to_skip_that_is_not_there_is_refused():
     with pytest.raises(PlanError, match=r"9 must be in \[0, 9\)"):
         Plan(PlanConfig(batch_size=2, skip_rows=(3, 9)), np.full(9, 4, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("longest", "align", "capacity"), [(90, 1, 4096), (5000, 1, 5000), (5000, 64, 5056), (0, 1000, 5000)]
+)
+def test_packed_lines_are_as_long_as_the_longest_row_and_at_least_4096(
+    longest: int, align: int, capacity: int
+) -> None:
+    lengths = np.array([7, longest, 12], np.int32)
+    plan = Plan(PlanConfig(batch_size=3, layout="packed", align=align), lengths)
+    assert plan.config.micro_batch_tokens == capacity
+    assert members(plan)
+    given = Plan(PlanConfig(batch_size=3, layout="packed", micro_batch_tokens=9000), lengths)
+    assert given.config.micro_batch_tokens == 9000
+    with pytest.raises(ValueError, match="packed has lines of micro_batch_tokens"):
+        PlanConfig(layout="packed", micro_batch_size=2)

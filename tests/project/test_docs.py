@@ -41,6 +41,31 @@ def test_the_reference_is_what_the_config_models_say() -> None:
     assert "|  |" not in text, "every key has a description"
 
 
+def test_the_schema_for_editors_takes_what_loads_and_refuses_what_does_not() -> None:
+    from jsonschema import Draft202012Validator
+
+    from raysvc.job_schema import FILE, job_schema, schema_text
+
+    assert (ROOT / "docs" / FILE).read_text() == schema_text(), "run python docs/make_reference.py"
+    Draft202012Validator.check_schema(job_schema())
+    editor = Draft202012Validator(job_schema())
+    for block in job_blocks():
+        editor.validate(yaml.safe_load(block))
+    good = {"source": {"path": ["a.jsonl"]}, "tokenizer": {"name": "t"}, "plan": {"skip_rows": "ids.txt"}}
+    editor.validate(good)
+    wrong: list[dict[str, Any]] = [
+        {**good, "plan": {"bach_size": 4}},
+        {**good, "plan": {"batch_size": 0}},
+        {**good, "plan": {"layout": "wide"}},
+        {**good, "tokenizer": 4},
+        {"tokenizer": "t"},
+    ]
+    for job in wrong:
+        assert not editor.is_valid(job), job
+        with pytest.raises(raysvc.errors.ConfigError):
+            load_job(job)
+
+
 def api_objects() -> dict[str, str]:
     """Heading of docs/api.md -> path of the object that is shown under it."""
     page = (ROOT / "docs" / "api.md").read_text()

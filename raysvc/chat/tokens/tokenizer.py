@@ -157,10 +157,13 @@ def _load(config: TokenizerConfig) -> Any:
 def _load_by_transformers(config: TokenizerConfig) -> Any:
     from transformers import AutoTokenizer
 
+    from raysvc import hub
+
     try:
-        hf = AutoTokenizer.from_pretrained(
-            config.name, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
+        with hub.answering():
+            hf = AutoTokenizer.from_pretrained(
+                config.name, revision=config.revision, trust_remote_code=config.trust_remote_code
+            )
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         first = str(error).strip().split("\n")[0]
         raise TokenizerError(
