@@ -9,6 +9,7 @@ from raysvc.cli.common import before_the_command
 from raysvc.cli.demo import demo
 from raysvc.cli.doctor import doctor
 from raysvc.cli.export import export
+from raysvc.cli.init import init
 from raysvc.cli.plan import plan
 from raysvc.cli.ps import ps
 from raysvc.cli.replay import replay
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(doctor)
 app.command()(export)
+app.command()(init)
 app.command()(plan)
 app.command()(ps)
 app.command()(replay)

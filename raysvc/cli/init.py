@@ -1,0 +1,39 @@
+"""`raysvc init`: a first job.yaml from rows and a tokenizer."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raysvc.cli.common import AsJson, edge, emit
+
+Data = Annotated[str, typer.Argument(help="A file, a glob or a folder of rows.")]
+Tokenizer = Annotated[str, typer.Option(help="Folder or hub name.")]
+Out = Annotated[Path, typer.Option(help="The file to write.", metavar="JOB.YAML")]
+
+
+@edge
+def init(data: Data, tokenizer: Tokenizer, out: Out = Path("job.yaml"), as_json: AsJson = False) -> None:
+    """Look at rows and write a commented job.yaml for them, with the schema that editors check it by.
+
+    Example: raysvc init rows.jsonl --tokenizer Qwen/Qwen2.5-0.5B
+    """
+    from raysvc.build.first_job import job_text, look
+    from raysvc.errors import ConfigError
+    from raysvc.job_schema import FILE, schema_text
+
+    if out.exists():
+        raise ConfigError(str(out), "is there", "name another file with --out")
+    found = look(data, tokenizer)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_name(FILE).write_text(schema_text())
+    out.write_text(job_text(data, tokenizer, found))
+    if as_json:
+        emit({"job": str(out), **asdict(found)})
+        return
+    print(*found.lines(), sep="\n", file=sys.stderr)
+    print(f"job: {out} (next: raysvc show {out} --row 0, then raysvc train {out})")

@@ -1,0 +1,98 @@
+"""`raysvc init` on rows of several kinds: the job loads, and its own command takes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from raysvc.cli.main import app
+from raysvc.job_file import load_job
+from raysvc.sample_data import chat_rows
+
+Rows = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def pair(row: dict[str, Any]) -> tuple[str, str]:
+    return row["messages"][0]["content"], row["messages"][-1]["content"]
+
+
+KINDS: dict[str, Rows] = {
+    "chat": lambda row: row,
+    "alpaca": lambda row: dict(zip(("instruction", "output"), pair(row), strict=True)),
+    "question_answer": lambda row: dict(zip(("question", "answer"), pair(row), strict=True)),
+    "text": lambda row: {"text": pair(row)[1]},
+    "preference": lambda row: {"prompt": pair(row)[0], "chosen": pair(row)[1], "rejected": "no"},
+}
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["init", *arguments])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_job_is_written_for_rows_of_every_kind(tmp_path: Path, sample: dict[str, str], kind: str) -> None:
+    rows = [KINDS[kind](row) for row in chat_rows(40)]
+    data, out = tmp_path / "my rows (1).jsonl", tmp_path / "new" / "job.yaml"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"broken\n')
+    result = run(str(data), "--tokenizer", sample["tokenizer"], "--out", str(out), "--json")
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout.splitlines()[-1])
+    assert (said["format"], said["num_rows"]) == (kind, 41)
+    assert (said["books"]["rows_in"], said["books"]["rows_written"]) == (41, 40)
+    job = load_job(out)
+    assert (job.source.format, job.source.path) == (kind, (str(data),))
+    assert job.server.name == "my-rows-1"
+    assert job.trainer.model == "tiny"
+    text = out.read_text()
+    assert "# Not usable: 1, " in text
+    assert f"half of them at most {said['length']}, the longest {said['longest']}" in text
+
+
+def test_the_lengths_are_those_that_transformers_counts_and_the_editor_finds_its_schema(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    from jsonschema import Draft202012Validator
+    from transformers import AutoTokenizer
+
+    out = tmp_path / "job.yaml"
+    assert run(sample["rows"], "--tokenizer", sample["tokenizer"], "--out", str(out)).exit_code == 0
+    (
+        first,
+        *_,
+    ) = out.read_text().splitlines()
+    schema = out.with_name(first.removeprefix("# yaml-language-server: $schema="))
+    Draft202012Validator(json.loads(schema.read_text())).validate(yaml.safe_load(out.read_text()))
+    hf = AutoTokenizer.from_pretrained(sample["tokenizer"])
+    rows = [json.loads(line) for line in Path(sample["rows"]).read_text().splitlines()]
+    ids = [
+        hf.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=True, return_dict=False)
+        for row in rows
+    ]
+    assert f"the longest {max(map(len, ids))};" in out.read_text()
+
+
+def test_a_model_folder_is_trained_and_nothing_is_written_over(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    import shutil
+
+    model = tmp_path / "model"
+    shutil.copytree(sample["tokenizer"], model)
+    (model / "config.json").write_text("{}")
+    out = tmp_path / "job.yaml"
+    assert run(sample["rows"], "--tokenizer", str(model), "--out", str(out)).exit_code == 0
+    assert load_job(out).trainer.model == str(model)
+    before = out.read_bytes()
+    again = run(sample["rows"], "--tokenizer", str(model), "--out", str(out))
+    assert (again.exit_code, out.read_bytes()) == (2, before)
+    (tmp_path / "odd.jsonl").write_text('{"colour": "red"}\n')
+    odd = run(str(tmp_path / "odd.jsonl"), "--tokenizer", str(model), "--out", str(tmp_path / "odd.yaml"))
+    assert (odd.exit_code, odd.stderr.count("\n")) == (2, 1)
+    assert "colour" in odd.stderr
+    assert not (tmp_path / "odd.yaml").exists()
