@@ -9,16 +9,21 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import ray
 from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raysvc.actors.placement import GroupNeed, place_groups, what_is_missing
 from raysvc.actors.rollouts.rollout_server import RolloutServer
 from raysvc.actors.server.batch_server import BatchServer
 from raysvc.actors.server.spec import ServeSpec
 from raysvc.actors.worker.torch_worker import CausalLMWorker, ModelSpec
-from raysvc.errors import RaysvcError, ServerError
+from raysvc.actors.worker.worker import Worker
+from raysvc.errors import ConfigError, RaysvcError, ServerError
 
 log = logging.getLogger(__name__)
 NAMESPACE = "raysvc"
@@ -147,6 +152,48 @@ def start_workers(spec: ModelSpec, dp_size: int, device: str, num_cpus: float) -
     actor = ray.remote(concurrency_groups={"stage": 1})(CausalLMWorker)
     actor = actor.options(num_cpus=num_cpus, num_gpus=1 if device.startswith("cuda") else 0)
     return [actor.remote(rank, dp_size, device, spec.model_dump_json()) for rank in range(dp_size)]
+
+
+class PlacedWorkers(NamedTuple):
+    """Workers by group, in rank order, and what holds their places; removing it ends them."""
+
+    workers: dict[str, list[ActorHandle]]
+    reserved: PlacementGroup
+
+
+def start_groups(
+    specs: Mapping[str, ModelSpec],
+    needs: Mapping[str, GroupNeed],
+    colocated: Iterable[Collection[str]] = (),
+    device: str = "cuda",
+    worker: type[Worker] = CausalLMWorker,
+) -> PlacedWorkers:
+    """Workers of several groups in places that are reserved together, packed onto nodes; colocated ones share devices.
+
+    Raises:
+        ConfigError: the cluster cannot hold them; the error says what is missing. Nothing was started then.
+    """
+    placed = place_groups(needs, colocated)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    missing = what_is_missing(placed.bundles, nodes)
+    if missing is not None:
+        raise ConfigError(
+            f"groups {', '.join(needs)}", missing, "add nodes, or start fewer or smaller workers"
+        )
+    reserved = placement_group(placed.bundles, strategy="PACK")
+    actor = ray.remote(concurrency_groups={"stage": 1})(worker)
+    workers = {}
+    for name, need in needs.items():
+        text = specs[name].model_dump_json()
+        workers[name] = [
+            actor.options(
+                num_cpus=need.num_cpus,
+                num_gpus=need.num_gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(reserved, bundle),
+            ).remote(rank, need.num_workers, device, text)
+            for rank, bundle in enumerate(placed.bundle_of[name])
+        ]
+    return PlacedWorkers(workers, reserved)
 
 
 def wait_for(refs: Any, what: str, timeout_s: float = 600.0) -> Any:

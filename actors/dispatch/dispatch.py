@@ -18,11 +18,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+
 from raysvc.actors.dispatch.future import Pending, waiting
 from raysvc.actors.dispatch.residency import Move, Residency
 from raysvc.actors.dispatch.worker_group import Running, WorkerGroup, pick_device
+from raysvc.actors.launch import start_groups
+from raysvc.actors.placement import GroupNeed
 from raysvc.actors.worker.losses import Loss
 from raysvc.actors.worker.results import Metrics, reduce_metrics
+from raysvc.actors.worker.torch_worker import ModelSpec
 from raysvc.collate.row_values import RowValues, in_order
 from raysvc.errors import ConfigError, RaysvcError
 
@@ -44,7 +49,31 @@ class WorkerDispatch:
     def __init__(self, groups: Mapping[str, WorkerGroup], colocated: Iterable[Collection[str]] = ()) -> None:
         self.groups = dict(groups)
         self.memory = Residency(colocated)
+        self._reserved: PlacementGroup | None = None  # where `start` placed the workers
         self._calls = 0  # each call stages shards of its own, under keys that no trainer's steps have
+
+    @classmethod
+    def start(
+        cls,
+        specs: Mapping[str, ModelSpec],
+        needs: Mapping[str, GroupNeed],
+        colocated: Iterable[Collection[str]] = (),
+        device: str = "cuda",
+    ) -> WorkerDispatch:
+        """Start the workers of all groups, colocated ones on shared devices; then call `init_model` for each.
+
+        Raises:
+            ConfigError: the cluster cannot hold them; the error says what is missing.
+        """
+        colocated = [frozenset(names) for names in colocated]
+        placed = start_groups(specs, needs, colocated, device)
+        groups = {
+            name: WorkerGroup(workers, staging=specs[name].staging)
+            for name, workers in placed.workers.items()
+        }
+        dispatch = cls(groups, colocated)
+        dispatch._reserved = placed.reserved
+        return dispatch
 
     def init_model_async(self, name: str) -> Pending[None]:
         """Let the ranks meet and build the model; colocated groups make room first."""
@@ -145,6 +174,9 @@ class WorkerDispatch:
         """End all workers."""
         for group in self.groups.values():
             group.stop()
+        if self._reserved is not None:
+            remove_placement_group(self._reserved)
+            self._reserved = None
 
     def _stage(self, name: str, data: Mini, columns: RowValues | None, loss_weight: float) -> tuple[int, int]:
         """Hand the group its shards: those of the role of its name, or the mini-batch's own."""

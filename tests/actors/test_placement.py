@@ -1,0 +1,135 @@
+"""Where workers go: decided without Ray, and once on a cluster of three nodes with GPUs that do not exist."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raysvc.actors.placement import GroupNeed, place_groups, what_is_missing
+from raysvc.errors import ConfigError
+
+HALF = GroupNeed(2, num_cpus=1, num_gpus=0.5)
+
+
+def test_colocated_groups_share_a_bundle_of_one_gpu_rank_by_rank() -> None:
+    needs = {"policy": HALF, "ref": HALF, "critic": GroupNeed(1, num_cpus=2, num_gpus=1)}
+    placed = place_groups(needs, [{"policy", "ref"}])
+    assert placed.bundle_of == {"policy": [0, 1], "ref": [0, 1], "critic": [2]}
+    assert placed.bundles == [{"CPU": 2, "GPU": 1}, {"CPU": 2, "GPU": 1}, {"CPU": 2, "GPU": 1}]
+
+
+@pytest.mark.parametrize(
+    ("needs", "colocated", "said"),
+    [
+        ({"a": HALF, "b": GroupNeed(3, 1, 0.5)}, [{"a", "b"}], "same number"),
+        ({"a": GroupNeed(2, 1, 1), "b": HALF}, [{"a", "b"}], "need 1.5 GPUs in one place"),
+        ({"a": HALF}, [{"a", "b"}], "'b' is not a group"),
+        ({"a": HALF, "b": HALF, "c": HALF}, [{"a", "b"}, {"b", "c"}], "'b' is in two sets"),
+        ({"a": GroupNeed(1, 1, 1.5)}, [], "whole GPUs"),
+    ],
+)
+def test_what_cannot_share_a_device_is_refused(needs: Any, colocated: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        place_groups(needs, colocated)
+
+
+@pytest.mark.parametrize(
+    ("bundles", "said"),
+    [
+        ([{"GPU": 1, "CPU": 1}] * 4, None),
+        ([{"GPU": 1, "CPU": 1}] * 5, "needs 5 GPU, the cluster has 4"),
+        ([{"GPU": 3, "CPU": 1}], r"needs 1 places of 3 GPU, 1 CPU on one node each \(most on a node: 2 GPU, 8 CPU\)"),
+        ([{"GPU": 1, "CPU": 5}] * 3, "needs 3 places"),
+        ([{"CPU": 17}], "needs 17 CPU, the cluster has 16"),
+        ([{"TPU": 1}], "needs 1 TPU, the cluster has 0"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_named(bundles: Any, said: str | None) -> None:
+    found = what_is_missing(bundles, [{"CPU": 8, "GPU": 2}, {"CPU": 8, "GPU": 2}])
+    if said is None:
+        assert found is None
+    else:
+        assert found is not None
+        with pytest.raises(ValueError, match=said):
+            raise ValueError(found)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(1, 8), st.integers(1, 4))
+def test_whole_gpus_fit_exactly_when_there_are_enough(sizes: list[int], gpus: int, num_nodes: int) -> None:
+    needs = {f"g{i}": GroupNeed(size, num_cpus=0, num_gpus=1) for i, size in enumerate(sizes)}
+    placed = place_groups(needs)
+    assert sorted(bundle for own in placed.bundle_of.values() for bundle in own) == list(range(sum(sizes)))
+    nodes = [{"GPU": float(gpus), "CPU": 1.0}] * num_nodes
+    assert (what_is_missing(placed.bundles, nodes) is None) == (sum(sizes) <= gpus * num_nodes)
+
+
+class Place:
+    """A worker that only says where it is."""
+
+    def __init__(self, rank: int, dp_size: int, device: str, spec_json: str) -> None:
+        self.rank = rank
+
+    def where(self) -> tuple[str, list[int]]:
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()
+
+
+CLUSTER = """
+import json, ray
+from ray.cluster_utils import Cluster
+from raysvc.actors.launch import start_groups
+from raysvc.actors.placement import GroupNeed
+from raysvc.errors import ConfigError
+from tests.actors.ranks import tiny_spec
+from tests.actors.test_placement import Place
+
+store = {"object_store_memory": 80 * 2**20}
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, **store})
+for _ in range(2):
+    cluster.add_node(num_cpus=4, num_gpus=2, **store)
+ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+half, whole = GroupNeed(2, 0.5, 0.5), GroupNeed(1, 0.5, 1)
+needs = {"policy": half, "ref": half, "critic": whole}
+specs = {name: tiny_spec() for name in needs}
+placed = start_groups(specs, needs, [{"policy", "ref"}], worker=Place)
+where = {name: ray.get([w.where.remote() for w in own], timeout=100) for name, own in placed.workers.items()}
+try:
+    start_groups(specs, {**needs, "critic": GroupNeed(3, 0.5, 1)}, [{"policy", "ref"}], worker=Place)
+except ConfigError as error:
+    refused = str(error)
+print(json.dumps({"where": where, "refused": refused}))
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_on_three_nodes_colocated_ranks_share_a_device_and_the_rest_has_its_own() -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", CLUSTER],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    policy, ref, critic = (found["where"][name] for name in ("policy", "ref", "critic"))
+    assert policy == ref, "the same node and the same device, rank by rank"
+    devices = {(node, *gpus) for node, gpus in (*policy, *critic)}
+    assert len(devices) == 3, "two shared devices, and one of the critic's own"
+    assert len({node for node, _ in policy}) == 1, "ranks pack onto a node"
+    assert "needs 5 GPU, the cluster has 4" in found["refused"]
