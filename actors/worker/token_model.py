@@ -25,6 +25,7 @@ from raysvc.collate.columns import IGNORED
 
 # float32 logits held at once: on a CPU what malloc keeps and reuses, on a GPU what makes large matrices
 LOGIT_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
+FEW_TARGETS = 64  # of a piece; below it, above 65,536 entries, the head goes through tiles
 
 
 class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the type checker
@@ -157,11 +158,11 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
 
 
 def _is_large(head: torch.nn.Module, rows_TD: torch.Tensor) -> bool:
-    """Whether a gradient of the head, made again for every piece of targets, would lie in fresh memory each time."""
+    """Whether the vocabulary is so large that only few targets would be a piece, and the head be read for each."""
     if type(head) is not torch.nn.Linear or head.bias is not None or rows_TD.device.type != "cpu":
         return False
     plain = rows_TD.dtype == head.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    return plain and head.weight.numel() * 4 > LOGIT_BYTES["cpu"]
+    return plain and LOGIT_BYTES["cpu"] // (4 * len(head.weight)) < FEW_TARGETS
 
 
 def merge_metrics(

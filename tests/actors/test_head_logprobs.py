@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from raysvc.actors.worker import head_logprobs as under_test
+from raysvc.actors.worker import token_model
 from raysvc.actors.worker.head_logprobs import head_logprobs
 from raysvc.actors.worker.losses import PolicyLoss, SftLoss
 from raysvc.actors.worker.token_model import TokenModel
@@ -51,7 +52,11 @@ def test_a_model_trains_alike_with_it_and_without(
     places = torch.arange(9).expand(2, 9)
     inputs = {"input_ids": ids, "position_ids": places, "attention_mask": torch.ones_like(ids)}
     columns = {"advantages": torch.randn(2, 9), "old_logprobs": torch.full((2, 9), -11.0)}
-    results = []
+    results, calls = [], []
+    tiles = under_test.head_logprobs
+    monkeypatch.setattr(
+        token_model, "head_logprobs", lambda *args: calls.append(len(results)) or tiles(*args)
+    )
     for limit in (16 << 20, 1 << 40):
         monkeypatch.setitem(model.forward.__globals__["LOGIT_BYTES"], "cpu", limit)
         model.zero_grad()
@@ -59,3 +64,4 @@ def test_a_model_trains_alike_with_it_and_without(
         total.backward()
         results.append((total.detach(), metrics, {n: p.grad.clone() for n, p in model.named_parameters()}))
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
+    assert calls == [0]  # the first went through tiles, the second did not
