@@ -19,6 +19,7 @@ from raysvc.errors import AddressError
 log = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 5.0
 _connecting = threading.Lock()  # one thread of a process connects it, the others find it connected
+_started: list[str] = []  # addresses of the local Rays that this process has started
 
 
 def connect(address: str | None = None, *, need_cpus: float = 0) -> str:
@@ -51,7 +52,26 @@ def _connect(address: str | None, need_cpus: float) -> str:
         logging_level=logging.ERROR,
         log_to_driver=False,
     )
+    _started.append(ray.get_runtime_context().gcs_address)
     return "local"
+
+
+def leave() -> None:
+    """End the local Ray that `connect` started in this process; any other stays.
+
+    Ray does the same at the exit of the interpreter, half a second later, and then waits a second for its monitor, which
+    scales clusters, keeps nothing and does not listen. It is killed first.
+    """
+    import ray
+
+    if not _started or not ray.is_initialized():
+        return
+    if ray.get_runtime_context().gcs_address not in _started:
+        return
+    node = getattr(ray._private.worker, "_global_node", None)
+    for info in getattr(node, "all_processes", {}).get("monitor", ()):
+        info.process.kill()
+    ray.shutdown()
 
 
 def starting(address: str | None = None, *, need_cpus: float = 0) -> Future[str]:

@@ -6,7 +6,8 @@ Always true:
 - what a file system refuses is a user's mistake;
 - a job.yaml may stand where overrides stand;
 - with `--json` the last line of stdout is one JSON object, everything else goes to stderr;
-- every command takes -v and -q, before its name or after it.
+- every command takes -v and -q, before its name or after it;
+- a local Ray that a command started ends with it.
 """
 
 from __future__ import annotations
@@ -92,6 +93,11 @@ def edge(function: Callable[P, R]) -> Callable[..., R]:
             said = str(error) or "the same command goes on from what is finished"
             print(f"interrupted: {said}", file=sys.stderr)
             raise typer.Exit(130) from None
+        finally:
+            if "ray" in sys.modules:
+                from raysvc.cluster import leave
+
+                leave()
 
     signature = inspect.signature(function, eval_str=True)
     default = signature.parameters["config"].default if "config" in signature.parameters else None
