@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from raysvc.cache.manifest import Receipt
 from raysvc.config import PoolConfig
@@ -52,11 +53,13 @@ class Builder:
         self._receipts: list[bytes] = []  # appended by the thread, read by `news`
         self._error: Exception | None = None
         self._finished = False
+        self._entry, self._num_slices = "", 0
 
     def start(self, task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> None:
         """Begin, unless somebody else's call has begun already."""
         with self._lock:
             if self._thread is None:
+                self._entry, self._num_slices = task.writer.uri, len(slices)
                 self._thread = threading.Thread(target=self._run, args=(task, slices, pool), daemon=True)
                 self._thread.start()
 
@@ -72,6 +75,14 @@ class Builder:
             raise self._error
         return News(tuple(self._receipts[seen:]), finished)
 
+    def facts(self) -> dict[str, Any]:
+        """What it builds, slices that are done of all that were left, and its node."""
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        facts = {"entry": self._entry, "done": len(self._receipts), "slices": self._num_slices, "node": node}
+        return {**facts, "finished": self._finished}
+
     def _run(self, task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> None:
         try:
             for receipt in receipts_of(task, slices, pool):
@@ -82,6 +93,27 @@ class Builder:
             log.exception("build failed entry=%s", task.writer.uri)
             self._error = RuntimeError(f"the build of {task.writer.uri} failed: {error}")
         self._finished = True
+
+
+def builds_in_progress(timeout_s: float = 5.0) -> list[dict[str, Any]]:
+    """`Builder.facts` of every build of the cluster that answers and is not finished."""
+    import ray
+
+    refs = []
+    for found in ray.util.list_named_actors(all_namespaces=True):
+        if found["namespace"] == NAMESPACE:
+            try:
+                refs.append(ray.get_actor(found["name"], namespace=NAMESPACE).facts.remote())
+            except ValueError:
+                continue  # it ended just now
+    ready = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[0] if refs else []
+    facts = []
+    for ref in ready:
+        try:
+            facts.append(ray.get(ref))
+        except ray.exceptions.RayError:
+            continue
+    return [each for each in facts if not each["finished"]]
 
 
 def shared_receipts(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> Iterator[Receipt]:

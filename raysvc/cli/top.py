@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from raysvc.inspect.live import Line, Snapshot
 
 Interval = Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)]
+Web = Annotated[bool, typer.Option("--web", help="Serve a live page on this machine instead.")]
+Port = Annotated[int, typer.Option(help="Of the page; 0: a free one.", min=0, max=65535)]
 Count = Annotated[int | None, typer.Option(help="Looks; default: until Ctrl-C.", min=1)]
 
 
@@ -26,6 +28,8 @@ def top(
     address: Address = None,
     interval: Interval = 2.0,
     count: Count = None,
+    web: Web = False,
+    port: Port = 0,
     as_json: AsJson = False,
 ) -> None:
     """Watch the servers of a cluster: trainer, versions, step, rates, stalls, look-ahead, rollouts, memory, lease, node.
@@ -35,12 +39,48 @@ def top(
     from raysvc.inspect.servers import join_cluster
 
     join_cluster(address)
+    if web:
+        _serve(port)
+        return
     if as_json:
         *_, last = _looks(interval, count or 2)
         emit({"servers": [asdict(line) for line in last]})
         return
     with suppress(KeyboardInterrupt):  # how one leaves it
         _show(interval, count)
+
+
+def _serve(port: int) -> None:
+    from raysvc.errors import ConfigError
+    from raysvc.inspect.web import page_server
+
+    try:
+        server, url = page_server(rows, port)
+    except OSError as error:
+        raise ConfigError("--port", f"{port}: {error.strerror}", "give another one, or 0") from None
+    print(url, flush=True)
+    with server, suppress(KeyboardInterrupt):
+        server.serve_forever()
+
+
+def rows() -> dict[str, list[dict[str, str]]]:
+    """What the page shows, as text."""
+    import ray
+
+    from raysvc.inspect.live import cells_of
+    from raysvc.pipelines.shared_build import builds_in_progress
+
+    (found,) = _looks(0.0, 1)
+    address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    builds = [
+        {
+            "entry": build["entry"],
+            "slices": f"{build['done']}/{build['slices']}",
+            "node": address.get(build["node"], "-"),
+        }
+        for build in builds_in_progress()
+    ]
+    return {"servers": [cells_of(line) for line in found], "builds": builds}
 
 
 def _show(interval: float, count: int | None) -> None:

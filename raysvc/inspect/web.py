@@ -1,0 +1,96 @@
+"""`raysvc top --web`: a page that shows the newest look at the servers and builds of a cluster.
+
+Always true:
+- it listens on this machine alone, and answers nobody who does not have the token of its address;
+- it only reads: every method but GET is refused;
+- text of the cluster is set as text, never as markup.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Look = Callable[[], dict[str, Any]]
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>raysvc top</title><style>
+body{font:14px system-ui,sans-serif;margin:1.5rem;color:#222;background:#fff}
+div{overflow-x:auto}table{border-collapse:collapse}th,td{padding:.3rem .7rem;text-align:left;white-space:nowrap}
+th{border-bottom:2px solid #888}td{border-bottom:1px solid #ddd}#state{color:#666}
+@media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}td{border-color:#444}}
+</style></head><body><h1>raysvc top</h1><p id="state">asking the cluster</p>
+<h2>Servers</h2><div><table id="servers"></table></div><h2>Builds in progress</h2><div><table id="builds"></table></div>
+<script>
+function fill(id, rows){
+  const table = document.getElementById(id); table.replaceChildren();
+  if(!rows.length){ table.insertRow().insertCell().textContent = "none"; return; }
+  const head = table.createTHead().insertRow();
+  for(const name of Object.keys(rows[0])){ const cell = document.createElement("th"); cell.textContent = name; head.append(cell); }
+  const body = table.createTBody();
+  for(const row of rows){ const line = body.insertRow(); for(const value of Object.values(row)) line.insertCell().textContent = value; }
+}
+async function look(){
+  const state = document.getElementById("state");
+  try{
+    const answer = await fetch("look.json", {cache: "no-store"});
+    if(!answer.ok) throw new Error("answer " + answer.status);
+    const found = await answer.json();
+    fill("servers", found.servers); fill("builds", found.builds);
+    state.textContent = "as of " + new Date().toLocaleTimeString();
+  }catch(error){ state.textContent = "no answer: " + error.message; }
+  setTimeout(look, 2000);
+}
+look();
+</script></body></html>
+"""
+
+
+def page_server(look: Look, port: int = 0) -> tuple[ThreadingHTTPServer, str]:
+    """A server that does not run yet, and the address of its page.
+
+    Args:
+        look: rows of "servers" and of "builds", each column -> text.
+        port: 0: a free one.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    token = secrets.token_urlsafe(16)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            given, _, rest = self.path.lstrip("/").partition("/")
+            if not secrets.compare_digest(given.encode(), token.encode()) or rest not in ("", "look.json"):
+                self.send_error(404)
+                return
+            if not rest:
+                self._send(PAGE, "text/html; charset=utf-8")
+                return
+            try:
+                found = look()
+            except Exception as error:  # noqa: BLE001 - told to whoever looks
+                self.log_error("%s", error)
+                self.send_error(503)
+                return
+            self._send(json.dumps(found), "application/json")
+
+        def _send(self, text: str, kind: str) -> None:
+            data = text.encode()
+            self.send_response(200)
+            for name, value in (("Content-Type", kind), ("Content-Length", str(len(data)))):
+                self.send_header(name, value)
+            self.send_header("Content-Security-Policy", POLICY)
+            self.send_header("Referrer-Policy", "no-referrer")
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_request(self, code: Any = "-", size: Any = "-") -> None:
+            """Every two seconds: nothing to log."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    return server, f"http://127.0.0.1:{server.server_address[1]}/{token}/"
