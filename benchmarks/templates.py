@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def measure(name: str, text: str, data: Path, given: argparse.Namespace) -> dict
     from raysvc.chat.slice_tokenizer import SliceTokenizer
     from raysvc.config import TextSpec, TokenizerConfig
 
-    config = TokenizerConfig(name=given.tokenizer, chat_template=text)
+    config = TokenizerConfig(name=given.tokenizer, chat_template=text, date=date.today())
     tokenizer = SliceTokenizer(TextSpec(tokenizer=config, train_on="all_tokens"), name)
     template = ChatTemplate(text, tokenizer.tokenizer.template_variables)
     lines = data.read_bytes().splitlines(keepends=True)[: given.rows]

@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from datetime import date as Day
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -96,6 +97,10 @@ class TokenizerConfig(Model):
     chat_template: str | None = Field(default=None, description="A file, or the template text itself.")
     template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Extra variables for the template."
+    )
+    date: Day | None = Field(
+        default=None,
+        description="Day that a template sees which asks for it (`strftime_now`); it must be given then.",
     )
     trust_remote_code: bool = Field(
         default=False, description="Run Python code that comes with the tokenizer."

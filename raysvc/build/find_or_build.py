@@ -309,7 +309,7 @@ def make_report(
             "source", f"no row is left to train on ({reasons})", "check train_on, max_length and truncation"
         )
     return {
-        "tokenizer": job.tokenizer.model_dump(),
+        "tokenizer": job.tokenizer.model_dump(mode="json"),
         "format": plan.seen,
         "pad_token_id": _pad_token_id(plan.tokenizer.hf),
         "vocab_size": len(plan.tokenizer.hf),
@@ -337,6 +337,7 @@ def _identity(tokenizer: LoadedTokenizer, kind: Format) -> dict[str, Any]:
     identity = tokenizer.identity()
     if kind in ("text", "pretokenized"):
         return {name: identity[name] for name in identity if not name.startswith("template")}
+    tokenizer.check_date()
     return identity
 
 

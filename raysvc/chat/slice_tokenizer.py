@@ -232,6 +232,8 @@ class SliceTokenizer:
     def _resolved(self, row: Mapping[str, Any]) -> Format:
         """Of a spec that names it; else of a row."""
         form = resolve_format(self.spec, row) if self.spec.format == "auto" else format_of(self.spec)
+        if form.name not in ("text", "pretokenized"):
+            self.tokenizer.check_date()
         self.spec = self.spec.model_copy(update={"format": form.name, "columns": dict(form.columns)})
         return form
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,44 @@ def test_whatever_decides_the_bytes_changes_the_identity(tokenizer_folder: Any, 
     identities = [json.dumps(one.identity(), sort_keys=True) for one in seen]
     assert len(set(identities)) == len(identities)
     assert loaded(folder, chat_template=same_text).identity() == seen[3].identity()
+
+
+DATED = "{{ strftime_now('%d %b %Y') }} {% for m in messages %}{{ m.content + '<|im_end|>' }}{% endfor %}"
+
+
+def test_templates_see_the_day_of_the_job_and_the_key_holds_it(tokenizer_folder: Any) -> None:
+    keys = set()
+    for day, shown in (("2024-07-26", "26 Jul 2024"), ("2025-01-02", "02 Jan 2025")):
+        config = TokenizerConfig.model_validate(
+            {"name": tokenizer_folder(CHATML), "chat_template": DATED, "date": day}
+        )
+        tokenizer = SliceTokenizer(TextSpec(tokenizer=config))
+        result = tokenizer.run([SourceRow(0, ROW)])
+        assert (result.sampled, result.switched) == (1, "")
+        hf = tokenizer.tokenizer.hf
+        assert hf.decode(result.table["input_ids"][0].as_py()).startswith(shown)
+        assert hf.decode(tokenizer.tokenizer.reference_ids(ROW["messages"], None)).startswith(shown)
+        keys.add(json.dumps(tokenizer.tokenizer.identity()))
+    assert len(keys) == 2
+
+
+def test_transformers_own_tokenizer_shows_the_day_of_the_job(tokenizer_folder: Any) -> None:
+    from transformers import AutoTokenizer
+
+    config = TokenizerConfig(name=tokenizer_folder(CHATML), chat_template=DATED, date=date(2024, 7, 26))
+    tokenizer = LoadedTokenizer(config)
+    tokenizer.hf = AutoTokenizer.from_pretrained(config.name)
+    assert tokenizer.hf.decode(tokenizer.reference_ids(ROW["messages"], None)).startswith("26 Jul 2024")
+    now = tokenizer.hf.apply_chat_template(ROW["messages"], tokenize=False, chat_template=DATED)
+    assert now[:11] in {f"{datetime.now() - timedelta(seconds=s):%d %b %Y}" for s in (0, 60)}
+
+
+def test_a_template_that_asks_for_the_day_needs_one(tokenizer_folder: Any) -> None:
+    config = TokenizerConfig(name=tokenizer_folder(CHATML), chat_template=DATED)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.date"):
+        SliceTokenizer(TextSpec(tokenizer=config)).run([SourceRow(0, ROW)])
+    plain = SliceTokenizer(TextSpec(tokenizer=config, format="text")).run([SourceRow(0, {"text": "a"})])
+    assert plain.books.rows_written == 1
 
 
 def test_template_kwargs_reach_the_template(tokenizer_folder: Any) -> None:

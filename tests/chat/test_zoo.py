@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from datetime import date
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ MODES = ("all_assistant_messages", "last_assistant_message")
 
 def tokenizers_of(template: Template, folder: Path) -> dict[str, Any]:
     """Mode -> slice tokenizer."""
-    config = TokenizerConfig(name=tokenizer_folder(template, folder))
+    config = TokenizerConfig(name=tokenizer_folder(template, folder), date=date.today())
     return {mode: SliceTokenizer(TextSpec(tokenizer=config, train_on=mode)) for mode in MODES}
 
 

@@ -119,7 +119,10 @@ class Preparer:
         if name not in self._templates:
             hf = self._tokenizer.hf
             template = ChatTemplate(
-                self._tokenizer.templates[name], self._tokenizer.template_variables, self.fast
+                self._tokenizer.templates[name],
+                self._tokenizer.template_variables,
+                self.fast,
+                self._tokenizer.now,
             )
             added = [token.content for token in hf.added_tokens_decoder.values()]
             finder = TurnFinder(

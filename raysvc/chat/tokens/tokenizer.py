@@ -10,6 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, time
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -78,6 +82,28 @@ class LoadedTokenizer:
         ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
         return tuple(str(token) for token in self.hf.convert_ids_to_tokens(ids) if token is not None)
 
+    @property
+    def now(self) -> datetime | None:
+        """Beginning of the day that templates see; None when none is given."""
+        return datetime.combine(self.config.date, time()) if self.config.date else None
+
+    def check_date(self) -> None:
+        """Refuse to render by a template that asks for a day which is not given.
+
+        Raises:
+            TokenizerError: `tokenizer.date` is missing.
+        """
+        if self._asks_date and self.config.date is None:
+            raise TokenizerError(
+                "tokenizer.date",
+                "the chat template asks for the day (strftime_now), and tokens must not depend on when they are made",
+                "set tokenizer.date, for example to 2026-01-31",
+            )
+
+    @property
+    def _asks_date(self) -> bool:
+        return any("strftime_now" in text for text in self.templates.values())
+
     def reference_ids(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False
     ) -> list[int]:
@@ -103,9 +129,10 @@ class LoadedTokenizer:
 
     def _apply(self, name: str, messages: list[dict[str, Any]], **options: Any) -> Any:
         options = {"tokenize": True, **options, **self.config.template_kwargs}
-        return self.hf.apply_chat_template(
-            messages, return_dict=False, chat_template=self.templates[name], **options
-        )
+        with _clock_at(self.now):
+            return self.hf.apply_chat_template(
+                messages, return_dict=False, chat_template=self.templates[name], **options
+            )
 
     def content(self) -> bytes:
         """`tokenizer.json`: all that decides ids and text, without a line of code."""
@@ -127,8 +154,26 @@ class LoadedTokenizer:
                 for name, text in sorted(self.templates.items())
             },
             "template_kwargs": self.config.template_kwargs,
+            **({"template_date": str(self.config.date)} if self._asks_date else {}),
             "stop_tokens": sorted(self.stop_tokens),
         }
+
+
+@contextmanager
+def _clock_at(now: datetime | None) -> Iterator[None]:
+    """Let `apply_chat_template` show templates a moment, by the clock that its module reads; None leaves the clock."""
+    from raysvc.chat.render import chat_environment
+
+    theirs = sys.modules.get("transformers.utils.chat_template_utils")
+    places: list[Any] = [place for place in (chat_environment, theirs) if place is not None and now]
+    fixed = type("FixedClock", (datetime,), {"now": staticmethod(lambda: now)})
+    for place in places:
+        place.datetime = fixed
+    try:
+        yield
+    finally:
+        for place in places:
+            place.datetime = datetime
 
 
 def _generation_config(config: TokenizerConfig) -> Path | None:
