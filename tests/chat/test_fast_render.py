@@ -116,7 +116,7 @@ def pairs(tokenizer_folder: Any) -> Any:
         if key not in made:
             spec = TextSpec(tokenizer=TokenizerConfig(name=tokenizer_folder(name)), **options)
             fast, slow = SliceTokenizer(spec), SliceTokenizer(spec)
-            slow._preparer = Preparer(slow.tokenizer, fast=False, with_turns=True)
+            slow._preparer = Preparer(slow.tokenizer, fast=False)
             slow._encoder = slow._reference
             made[key] = (fast, slow)
         return made[key]

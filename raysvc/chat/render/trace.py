@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from operator import itemgetter
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
@@ -170,8 +171,10 @@ class Trace:
             raise Untraceable("a loop in an odd place")
         registers: list[Traced] = []
         reader = _FrameReader(self._epoch, registers, self._counter, self._automaton)
-        alive = [(name, value) for name, value in frame.f_locals.items() if _is_alive(name, value, level)]
-        variables = frame.f_locals["context"].vars.items()
+        # by name: `f_locals` keeps the order in which names were bound, which is another after the first step
+        local = sorted(frame.f_locals.items(), key=itemgetter(0))
+        alive = [(name, value) for name, value in local if _is_alive(name, value, level)]
+        variables = sorted(frame.f_locals["context"].vars.items(), key=itemgetter(0))
         key = (
             self._prompt,
             frame.f_lasti,
