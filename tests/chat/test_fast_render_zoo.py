@@ -11,6 +11,7 @@ import pytest
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.messages import Message
+from raysvc.chat.source.template_fit import TemplateFit
 
 trl = pytest.importorskip("trl")
 FOLDER = Path(trl.__file__).parent / "chat_templates"
@@ -220,3 +221,23 @@ def usual(kind: str) -> Message:
     if kind == "R":
         made["reasoning_content"] = made["thinking"] = made["reasoning"] = "I think"
     return made | ({"name": "f", "tool_call_id": "callid001"} if kind == "t" else {})
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("name", ["gemma4_v2", "qwen3_8"])
+def test_the_order_in_which_names_are_bound_makes_no_other_state(name: str) -> None:
+    if name not in ZOO:
+        pytest.skip(f"this TRL has no {name}")
+    template = ChatTemplate(ZOO[name], VARIABLES)
+    assert template.fast is not None
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
+    calling: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result: Message = {"role": "tool", "name": "f", "content": "two"}
+    TemplateFit.of(lambda messages: template.render(messages, None).text)  # rows of other shapes come first
+    template.fast.counts.clear()
+    for _ in range(3):
+        template.render([dict(turn) for turn in [*PLAIN, PLAIN[0], calling, result, PLAIN[1]] * 2], TOOLS)
+    assert not template.fast.counts["refused"]
+    assert template.fast.counts["walked"] == 2
