@@ -31,6 +31,9 @@ def trained(corpus: Iterable[str], vocab_size: int) -> dict[str, Any]:
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=pieces, show_progress=False)
     tokenizer.train_from_iterator(corpus, trainer)
     model: dict[str, Any] = json.loads(tokenizer.to_str())["model"]
+    for run in (BLANK, BLANK * 2):  # runs of blanks are tokens of Llama-2 and Gemma
+        model["vocab"][run * 2] = len(model["vocab"])
+        model["merges"].append([run, run])
     return model
 
 
