@@ -26,7 +26,7 @@ FIRST_ROWS = 1000
 HOPELESS_SHARE = 0.9
 
 
-class Meter:
+class BuildMeter:
     """Turns receipts into ticks and metrics."""
 
     def __init__(

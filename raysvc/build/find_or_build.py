@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.build.build_progress import Meter, source_tag
+from raysvc.build.build_progress import BuildMeter, source_tag
 from raysvc.build.entry_report import Report
 from raysvc.build.kept_tokenizer import remember
 from raysvc.cache.entry import Entry
@@ -257,7 +257,7 @@ class _Making:
         begin = time.perf_counter()
         job, source = self.job, self.plan.source
         done, left = split_done(self.writer, source.slices)
-        meter = Meter(self.progress, source.slices, done.values(), job, source.num_bytes)
+        meter = BuildMeter(self.progress, source.slices, done.values(), job, source.num_bytes)
         for receipt in self._receipts(left, address, meter) if left else ():
             if receipt.slice_index not in done:
                 done[receipt.slice_index] = receipt
@@ -272,7 +272,7 @@ class _Making:
             log.warning("%s", note)
         return open_entry(self.writer.uri, job.cache.storage_options)
 
-    def _receipts(self, left: Sequence[Slice], address: str | None, meter: Meter) -> Iterator[Receipt]:
+    def _receipts(self, left: Sequence[Slice], address: str | None, meter: BuildMeter) -> Iterator[Receipt]:
         from raysvc.pipelines.tokenize import BuildTask
 
         task = BuildTask(self.plan.spec, self.writer, self.job.source.storage_options)

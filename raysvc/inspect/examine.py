@@ -29,7 +29,7 @@ from raysvc.inspect.node_checks import (
     clock_skew,
     label,
 )
-from raysvc.inspect.node_facts import Place, facts_of_this_node, remove, shared_memory, write_marker
+from raysvc.inspect.node_facts import StoragePlace, facts_of_this_node, remove, shared_memory, write_marker
 
 MIN_RAY = (2, 60)
 
@@ -84,7 +84,7 @@ def _check_nodes(job: JobConfig | None, nodes: list[dict[str, Any]]) -> list[Fin
     ]
 
 
-def _places(job: JobConfig | None) -> tuple[list[tuple[Place, str]], list[Finding]]:
+def _places(job: JobConfig | None) -> tuple[list[tuple[StoragePlace, str]], list[Finding]]:
     """The folders of a job, each with a file that nodes look for; findings for those we cannot write to ourselves."""
     from raysvc.api import cache_root
     from raysvc.cache.store.open import absolute

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysvc.inspect.finding import Finding
-from raysvc.inspect.node_facts import NodeFacts, Place, facts_of_this_node, now_s
+from raysvc.inspect.node_facts import NodeFacts, StoragePlace, facts_of_this_node, now_s
 
 ANSWER_TIMEOUT_S = 120.0  # a first task on a node starts a process and imports torch
 MIN_SHM_SHARE = 0.3  # of memory: what Ray takes for objects by default
@@ -21,7 +21,7 @@ Answers = Mapping[str, NodeFacts]
 
 
 def ask_nodes(
-    nodes: Sequence[Mapping[str, Any]], places: tuple[Place, ...] = ()
+    nodes: Sequence[Mapping[str, Any]], places: tuple[StoragePlace, ...] = ()
 ) -> tuple[dict[str, NodeFacts], dict[str, str]]:
     """Facts by node, and why the others did not answer."""
     import ray

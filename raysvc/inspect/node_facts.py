@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 PACKAGES = ("raysvc", "ray", "torch", "transformers", "tokenizers", "pyarrow", "numpy")
 
 
-class Place(NamedTuple):
+class StoragePlace(NamedTuple):
     """A folder that every node must reach.
 
     Attributes:
@@ -52,7 +52,7 @@ class NodeFacts(NamedTuple):
     access: dict[str, str]
 
 
-def facts_of_this_node(places: tuple[Place, ...] = ()) -> NodeFacts:
+def facts_of_this_node(places: tuple[StoragePlace, ...] = ()) -> NodeFacts:
     """Look around."""
     import torch
 
@@ -82,7 +82,7 @@ def count_gpus() -> int | None:
     return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
 
 
-def write_marker(name: str, url: str, options: Mapping[str, Any]) -> Place:
+def write_marker(name: str, url: str, options: Mapping[str, Any]) -> StoragePlace:
     """Write a file into a folder, or into the nearest one above it that is there.
 
     Raises:
@@ -98,7 +98,7 @@ def write_marker(name: str, url: str, options: Mapping[str, Any]) -> Place:
         path = str(folder)
     marker = f"{path.rstrip('/')}/.raysvc-doctor-{uuid.uuid4().hex}"
     fs.pipe_file(marker, b"")
-    return Place(name, fs.unstrip_protocol(marker), options)
+    return StoragePlace(name, fs.unstrip_protocol(marker), options)
 
 
 def remove(url: str, options: Mapping[str, Any]) -> None:
@@ -114,7 +114,7 @@ def now_s() -> float:
     return time.time()
 
 
-def _access(place: Place) -> str:
+def _access(place: StoragePlace) -> str:
     import fsspec
 
     own = f"{place.marker}-{uuid.uuid4().hex}"
