@@ -145,7 +145,9 @@ class PoolConfig(Model):
 class PlanConfig(Model):
     """Which rows go where, and in which shape."""
 
-    batch_size: PositiveInt = Field(default=32, description="Groups per step (for SFT a row is a group).")
+    batch_size: PositiveInt = Field(
+        default=32, description="Groups per step: rows, or conversations with train_on: each_assistant_turn."
+    )
     mini_batch_size: PositiveInt | None = Field(
         default=None, description="Groups per optimizer step; default batch_size."
     )
@@ -272,7 +274,7 @@ class EvalConfig(Model):
 
     source: SourceConfig = Field(description="Same keys as the section source.")
     batch_size: PositiveInt | None = Field(
-        default=None, description="Rows per step; default plan.batch_size."
+        default=None, description="Groups per step; default plan.batch_size."
     )
 
 

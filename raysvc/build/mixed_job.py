@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.chat.row_counts import Books
 from raysvc.errors import PlanError
+from raysvc.plan.entry_plan import group_bounds, num_groups
 from raysvc.plan.mixture import counts_by_epochs, counts_by_weight
 from raysvc.plan.plan import schedule_of
 
@@ -82,16 +83,16 @@ def stages_of(job: JobConfig, entries: Sequence[Entry]) -> Stages:
 
 
 def _counts(mixture: MixtureConfig, step: int, entries: Sequence[Entry]) -> tuple[int, ...]:
-    """Rows of each source in a period, of those that have joined by `step`."""
+    """Groups of each source in a period, of those that have joined by `step`."""
     joined = [each.from_step <= step for each in mixture.sources.values()]
     known = [entry for entry, here in zip(entries, joined, strict=True) if here]
     shares = [each for each, here in zip(mixture.sources.values(), joined, strict=True) if here]
-    rows = [entry.num_rows for entry in known]
+    groups = [num_groups(entry, group_bounds(entry)) for entry in known]
     if shares[0].epochs is not None:
-        counts = counts_by_epochs([each.epochs or 0 for each in shares], rows)
+        counts = counts_by_epochs([each.epochs or 0 for each in shares], groups)
     else:
         tokens = [entry.num_tokens for entry in known] if mixture.by == "tokens" else None
-        counts = counts_by_weight([each.weight or 0 for each in shares], rows, tokens)
+        counts = counts_by_weight([each.weight or 0 for each in shares], groups, tokens)
     if not sum(counts):
         raise PlanError("mixture", f"no row comes from step {step} on", "give more epochs or weights above 0")
     each_count = iter(counts)

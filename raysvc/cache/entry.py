@@ -175,6 +175,23 @@ class Entry:
         self._wait_for_hold()
         return batch
 
+    def row_values(self, name: str) -> npt.NDArray[Any]:
+        """A per-row column of all rows, [N]; of a mapped part no page of another column is read.
+
+        Raises:
+            EntryError: a damaged part, or one without the column.
+        """
+        self._begin_hold()
+        values = []
+        for index in range(len(self.manifest.parts)):
+            self._fetch_ahead(list(range(index, min(index + READ_AHEAD, len(self.manifest.parts)))))
+            rows = self._view(index).rows
+            if name not in rows:
+                raise EntryError(self.uri, f"it has no per-row column {name}", "run raysvc tokenize again")
+            values.append(rows[name])
+        self._wait_for_hold()
+        return np.concatenate(values) if values else np.zeros(0, np.int64)
+
     def prefetch(self, row_ids: npt.NDArray[np.integer[Any]]) -> None:
         """Announce rows that will be read soon, in that order; never blocks.
 

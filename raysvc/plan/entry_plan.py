@@ -1,17 +1,25 @@
-"""The plan over the rows of cache entries, and that of an evaluation."""
+"""The plan over the rows of cache entries, and that of an evaluation.
+
+Axes: N rows, G groups.
+Always true:
+- a group is a row, or the rows that `train_on: each_assistant_turn` made of one conversation;
+- a server and `raysvc plan` ask the same function, so they follow the same plan.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from raysvc.config import PlanConfig
+from raysvc.plan.groups import Groups
 from raysvc.plan.mixture import Mixture, MixtureSource, Stage
 from raysvc.plan.order import parse_shuffle
 from raysvc.plan.plan import Plan
+from raysvc.ragged import Int64s
 
 
 class Rows(Protocol):
@@ -24,6 +32,13 @@ class Rows(Protocol):
     @property
     def num_rows(self) -> int:
         """How many rows there are."""
+
+    @property
+    def recipe(self) -> Mapping[str, Any]:
+        """What decided the rows."""
+
+    def row_values(self, name: str) -> npt.NDArray[Any]:
+        """A per-row column of all rows, [N]."""
 
 
 def plan_of_entries(
@@ -40,12 +55,44 @@ def plan_of_entries(
         lengths: [N], tokens of each row of all entries.
         stages: of a mixture, see `raysvc.plan.mixture`; none for a single entry.
     """
+    bounds = [group_bounds(one) for one in entries]
     mixture = None
     if stages:
-        sources = tuple(MixtureSource(one.key, one.num_rows) for one in entries)
+        counts = [num_groups(one, its) for one, its in zip(entries, bounds, strict=True)]
+        sources = tuple(MixtureSource(one.key, count) for one, count in zip(entries, counts, strict=True))
         order = config.seed, parse_shuffle(config.shuffle)
         mixture = Mixture(sources, tuple(Stage(*stage) for stage in stages), *order)
-    return Plan(config, lengths, entry_keys=[one.key for one in entries], mixture=mixture)
+    keys = [one.key for one in entries]
+    return Plan(config, lengths, groups=_joined(entries, bounds), entry_keys=keys, mixture=mixture)
+
+
+def group_bounds(entry: Rows) -> Int64s | None:
+    """First row of each group, and N, int64 [G + 1]; None: every row is its own group.
+
+    A conversation's rows lie together, and are known by their equal `source_row`.
+    """
+    if entry.recipe.get("train_on") != "each_assistant_turn" or entry.recipe.get("format") == "preference":
+        return None
+    source_rows = entry.row_values("source_row")
+    firsts = np.flatnonzero(source_rows[1:] != source_rows[:-1]) + 1
+    return np.concatenate([[0], firsts, [len(source_rows)]]).astype(np.int64)
+
+
+def num_groups(entry: Rows, bounds: Int64s | None) -> int:
+    """Groups of an entry with these `group_bounds`."""
+    return entry.num_rows if bounds is None else len(bounds) - 1
+
+
+def _joined(entries: Sequence[Rows], bounds: Sequence[Int64s | None]) -> Groups | None:
+    """Groups over the rows of all entries, one entry after the other; None: every row is its own group."""
+    if all(one is None for one in bounds):
+        return None
+    firsts: list[Int64s] = []
+    offset = 0
+    for entry, its in zip(entries, bounds, strict=True):
+        firsts.append((np.arange(entry.num_rows) if its is None else its[:-1]) + offset)
+        offset += entry.num_rows
+    return Groups.of_runs(np.concatenate([*firsts, [offset]]).astype(np.int64))
 
 
 def eval_plan(config: PlanConfig, batch_size: int) -> PlanConfig:

@@ -4,6 +4,7 @@ Axes: N rows, G groups.
 Always true:
 - groups are numbered by first appearance, and a group's rows keep their order;
 - rows of one uid are gathered even when other rows lie between them;
+- runs are the groups that lie together already: their bounds are all that is held;
 - an empty or doubled group is an error that names it.
 """
 
@@ -27,9 +28,9 @@ class Groups:
     Attributes:
         num_rows: N.
         num_groups: G.
-        rows: int64 [N], row numbers, group after group; None: group g is row g.
-        bounds: int64 [G + 1], where each group begins in `rows`.
-        digest: sha256 of the uids, "" without.
+        rows: int64 [N], row numbers, group after group; None: they lie in this order already.
+        bounds: int64 [G + 1], where each group begins in `rows`; None: group g is row g.
+        digest: sha256 of the uids or bounds, "" when every row is its own group.
     """
 
     num_rows: int
@@ -66,13 +67,24 @@ class Groups:
             digest=_digest(uids),
         )
 
+    @classmethod
+    def of_runs(cls, bounds: Int64s) -> Groups:
+        """Groups of rows that lie one after the other.
+
+        Args:
+            bounds: int64 [G + 1], the first row of each group, and N.
+        """
+        digest = hashlib.sha256(bounds.astype("<i8").tobytes()).hexdigest()
+        return cls(int(bounds[-1]), len(bounds) - 1, bounds=bounds, digest=digest)
+
     def rows_of(self, groups: Int64s) -> tuple[Int64s, npt.NDArray[np.int32]]:
         """Rows of `groups` [P], group after group: numbers int64 [n], and index into `groups` int32 [n]."""
-        if self.rows is None or self.bounds is None:
+        if self.bounds is None:
             return groups, np.arange(len(groups), dtype=np.int32)
         starts, sizes = self.bounds[groups], self.bounds[groups + 1] - self.bounds[groups]
         index = np.repeat(np.arange(len(groups), dtype=np.int32), sizes)
-        return self.rows[cells_of_runs(starts, sizes)], index
+        cells = cells_of_runs(starts, sizes)
+        return cells if self.rows is None else self.rows[cells], index
 
 
 def _digest(uids: Sequence[str]) -> str:

@@ -72,6 +72,7 @@ class Plan:
         config: section `plan` of the job.
         lengths: int [N], tokens of every row of the entry; may be a memory map, is never copied.
         uids: one uid per row; rows of one uid are a group. None: every row is its own group.
+        groups: instead of `uids`, for rows that lie together already.
         entry_keys: keys of the cache entries that the rows come from.
         mixture: the stream of groups when there are several entries; rows lie one entry after the other.
 
@@ -90,13 +91,15 @@ class Plan:
         lengths: npt.NDArray[np.integer[Any]],
         *,
         uids: Sequence[str] | None = None,
+        groups: Groups | None = None,
         entry_keys: Sequence[str] = (),
         mixture: Mixture | None = None,
     ) -> None:
         config = with_capacity(config, lengths)
-        _refuse_contradictions(config, lengths, uids, mixture)
-        self.config, self.lengths = config, lengths
-        self.groups = Groups.singles(len(lengths)) if uids is None else Groups.of_uids(uids)
+        if groups is None:
+            groups = Groups.singles(len(lengths)) if uids is None else Groups.of_uids(uids)
+        _refuse_contradictions(config, lengths, groups, mixture)
+        self.config, self.lengths, self.groups = config, lengths, groups
         self.windows = (
             Windows(lengths, config.window) if config.layout == "stream" and config.window else None
         )
@@ -216,12 +219,12 @@ def schedule_of(config: PlanConfig, num_groups: int) -> Schedule:
 def _refuse_contradictions(
     config: PlanConfig,
     lengths: npt.NDArray[np.integer[Any]],
-    uids: Sequence[str] | None,
+    groups: Groups,
     mixture: Mixture | None,
 ) -> None:
-    if uids is not None and len(uids) != len(lengths):
-        raise PlanError("uid", f"{len(uids)} uids for {len(lengths)} rows", "give one uid per row")
-    if config.layout == "stream" and (uids is not None or mixture is not None):
+    if groups.num_rows != len(lengths):
+        raise PlanError("uid", f"{groups.num_rows} uids for {len(lengths)} rows", "give one uid per row")
+    if config.layout == "stream" and (groups.bounds is not None or mixture is not None):
         raise PlanError(
             "plan.layout", "stream cuts rows without regard to groups", "use packed for groups or mixtures"
         )
