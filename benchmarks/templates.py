@@ -10,7 +10,7 @@ Two measures, with the same rows, in one process:
   control tokens.
 
 With `--sentencepiece`: tokenizers configured as Llama-2, Mistral, Gemma and normalizing ones are, trained on GSM8K, with Mistral's
-first template. `tokens` is the part behind the render: encode, align and prove, beside the library's encoding, row by row.
+first template. `tokens` is the part behind the render: encode, align and verify, beside the library's encoding, row by row.
 
 Rows that a template refuses are left out. `rendered` counts the rows that had to run the template. The last line of
 stdout is JSON.

@@ -3,7 +3,7 @@
     python benchmarks/tokenization.py [--quick] [--out results.json]
 
 Contenders, each in fresh processes pinned to their cores:
-- ours: JSON lines -> parse, render, encode, mask, proof, sample against the reference -> Arrow file;
+- ours: JSON lines -> parse, render, encode, mask, verification, sample against the reference -> Arrow file;
 - datasets.map: `apply_chat_template(return_assistant_tokens_mask=True)` row by row;
 - skyrl: `tokenize_chat_example` of SkyRL 0.3.0, in an environment of its own (`.bench/peers`);
 - encode_batch: `tokenizers` alone, on texts that are already rendered;

@@ -97,7 +97,7 @@ def ours(job: dict[str, Any]) -> Run:
         result = tokenizer.run_json_lines(data, 0)
         write(result.table)
         assert result.switched == ""
-        return result.books.rows_written, result.books.tokens_rendered
+        return result.row_counts.rows_written, result.row_counts.tokens_rendered
 
     return run
 
@@ -112,7 +112,7 @@ def rendered(job: dict[str, Any], data: bytes) -> list[str]:
 
 
 def floor(job: dict[str, Any]) -> Run:
-    """Parse, encode texts that are already there with the fast encoder, write; no render, no mask, no proof."""
+    """Parse, encode texts that are already there with the fast encoder, write; no render, no mask, no verification."""
     import numpy as np
     import orjson
     import pyarrow as pa

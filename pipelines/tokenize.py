@@ -25,7 +25,7 @@ import numpy as np
 from raysvc import errors
 from raysvc.cache.manifest import Receipt
 from raysvc.cache.writer import EntryWriter
-from raysvc.chat.row_counts import Books, Quarantined
+from raysvc.chat.row_counts import Quarantined, RowCounts
 from raysvc.chat.slice_tokenizer import SliceResult, SliceTokenizer
 from raysvc.config import PoolConfig, TextSpec
 from raysvc.errors import RaysvcError
@@ -115,7 +115,7 @@ def part_meta(piece: Slice, result: SliceResult, worker: dict[str, Any]) -> dict
     """What a receipt remembers of its slice, so that a later builder can tell and report it."""
     return {
         "slice": piece.identity(),
-        "books": result.books.to_json(),
+        "row_counts": result.row_counts.to_json(),
         "examples": [asdict(example) for example in result.examples],
         "encoder": result.encoder,
         "switched": result.switched,
@@ -138,7 +138,7 @@ def split_done(writer: EntryWriter, slices: Sequence[Slice]) -> tuple[dict[int, 
 def _is_usable(meta: Mapping[str, Any]) -> bool:
     """Whether a receipt's maker left all that the report is made of."""
     try:
-        Books.from_json(meta["books"]).check()
+        RowCounts.from_json(meta["row_counts"]).check()
         for item in meta["examples"]:
             Quarantined(**item)
         types = (type(meta["sampled"]), type(meta["encoder"]), type(meta["switched"]))

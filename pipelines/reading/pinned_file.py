@@ -1,4 +1,4 @@
-"""Opens source files: their content as a stream, or any range of it, proved to be what the scan saw.
+"""Opens source files: their content as a stream, or any range of it, verified to be what the scan saw.
 
 What a worker reads goes through the digests of the scan (`pins`). Uncompressed files are read by ranges. Compressed ones,
 and those on a server that ignores ranges, are read from their beginning; a process keeps the last such stream open,

@@ -43,7 +43,7 @@ MOST_READ_BYTES = 8 << 20
 
 
 def read_lines(piece: Slice, storage_options: dict[str, Any]) -> bytes:
-    """The bytes of a slice of line files: whole lines, proved to be those that were scanned."""
+    """The bytes of a slice of line files: whole lines, verified to be those that were scanned."""
     parts = [_lines_of(one, storage_options) for one in piece.pieces]
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -125,7 +125,7 @@ def _first_rows(path: str, kind: Kind, storage_options: dict[str, Any]) -> Itera
         texts = (line for line in first_lines(path, storage_options) if line.strip())
         yield from ({"text": ""} for _ in texts)
         return
-    with _unproved(path, storage_options) as stream:
+    with _unverified(path, storage_options) as stream:
         if kind == "parquet":
             for batch in pq.ParquetFile(stream).iter_batches(batch_size=1):
                 yield from batch.to_pylist()
@@ -161,7 +161,7 @@ def count_rows(piece: Piece, storage_options: dict[str, Any]) -> int:
     """
     import pyarrow.parquet as pq
 
-    with reading(piece.path), _proved(piece, storage_options) as stream:
+    with reading(piece.path), _verified(piece, storage_options) as stream:
         if piece.kind == "json":
             return len(json_file_rows(piece.path, stream.read()))
         if piece.kind == "parquet":
@@ -242,7 +242,7 @@ def _rows_of(piece: Piece, first_row: int, storage_options: dict[str, Any]) -> I
             raise changed(str(SourceConfig.model_validate_json(piece.path).dataset))
         yield from rows_of_table(data.with_format("arrow")[piece.start : piece.end], first_row)
         return
-    with _proved(piece, storage_options) as stream:
+    with _verified(piece, storage_options) as stream:
         if piece.kind == "json":
             rows = json_file_rows(piece.path, stream.read())
             yield from _listed_rows(rows[piece.start : piece.end], first_row)
@@ -255,14 +255,14 @@ def _rows_of(piece: Piece, first_row: int, storage_options: dict[str, Any]) -> I
             yield from (replace(row, source_row=first_row + n) for n, row in enumerate(rows_here))
 
 
-def _proved(piece: Piece, storage_options: dict[str, Any]) -> PinnedFile:
+def _verified(piece: Piece, storage_options: dict[str, Any]) -> PinnedFile:
     """The file that a piece is of; every byte that is read from it is compared with the scan."""
     assert piece.pins is not None
     return PinnedFile(piece.path, storage_options, piece.pins)
 
 
 @contextlib.contextmanager
-def _unproved(path: str, storage_options: dict[str, Any]) -> Iterator[Any]:
+def _unverified(path: str, storage_options: dict[str, Any]) -> Iterator[Any]:
     """A file before it was scanned, as something that can be read anywhere."""
     if "://" not in path and not is_compressed(path):
         with open(path, "rb") as file:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from raysvc.chat.row_counts import Books, Quarantined, check_quarantine
+from raysvc.chat.row_counts import Quarantined, RowCounts, check_quarantine
 from raysvc.config import JobConfig
 from raysvc.metrics import record
 from raysvc.progress import Progress, Tick
@@ -54,7 +54,7 @@ class BuildMeter:
         self._resumed = self._done = sum(self._rows[one.slice_index] for one in done)
         self._slices_done = len(done)
         self._tokens = 0
-        self._books = Books()
+        self._row_counts = RowCounts()
         self._examples: list[Quarantined] = []
         self._workers: Counter[tuple[str, int]] = Counter()
         self._slowest: tuple[float, int, str] = (0.0, 0, "")  # seconds, slice, host
@@ -73,23 +73,23 @@ class BuildMeter:
         self._slices_done += 1
         self._tokens += receipt.part.num_tokens
         self._note_worker(receipt)
-        books = Books.from_json(receipt.meta["books"])
-        self._record(receipt, books)
+        row_counts = RowCounts.from_json(receipt.meta["row_counts"])
+        self._record(receipt, row_counts)
         self._tick()
-        self._check_first_rows(receipt, books)
+        self._check_first_rows(receipt, row_counts)
 
     def finish(self) -> None:
         """The entry was finished."""
         record("build_seconds", time.time() - self._asked, source=self._source)
         self._tick(final=True)
 
-    def _check_first_rows(self, receipt: Receipt, books: Books) -> None:
-        if self._books.rows_in >= FIRST_ROWS:
+    def _check_first_rows(self, receipt: Receipt, row_counts: RowCounts) -> None:
+        if self._row_counts.rows_in >= FIRST_ROWS:
             return
-        self._books += books
+        self._row_counts += row_counts
         self._examples += [Quarantined(**item) for item in receipt.meta["examples"]]
-        if self._books.rows_in >= FIRST_ROWS:
-            check_quarantine(self._books, self._examples, self._most)
+        if self._row_counts.rows_in >= FIRST_ROWS:
+            check_quarantine(self._row_counts, self._examples, self._most)
 
     def _note_worker(self, receipt: Receipt) -> None:
         worker = receipt.meta.get("worker")
@@ -100,13 +100,13 @@ class BuildMeter:
         self._workers[worker["host"], worker["pid"]] += 1
         self._slowest = max(self._slowest, (worker["seconds"], receipt.slice_index, worker["host"]))
 
-    def _record(self, receipt: Receipt, books: Books) -> None:
-        record("build_rows", books.rows_in, source=self._source)
+    def _record(self, receipt: Receipt, row_counts: RowCounts) -> None:
+        record("build_rows", row_counts.rows_in, source=self._source)
         record("build_tokens", receipt.part.num_tokens, source=self._source)
-        record("quarantined_rows", sum(books.quarantined.values()), source=self._source)
-        record("dropped_rows", sum(books.dropped.values()), source=self._source)
-        record("truncated_rows", books.rows_truncated, source=self._source)
-        record("truncated_tokens", books.tokens_truncated, source=self._source)
+        record("quarantined_rows", sum(row_counts.quarantined.values()), source=self._source)
+        record("dropped_rows", sum(row_counts.dropped.values()), source=self._source)
+        record("truncated_rows", row_counts.rows_truncated, source=self._source)
+        record("truncated_tokens", row_counts.tokens_truncated, source=self._source)
 
     def _tick(self, *, final: bool = False, waiting: str = "") -> None:
         facts = {**self._rates(final), **self._where()}

@@ -66,7 +66,7 @@ class CacheEntry:
 
     @cached_property
     def report(self) -> Mapping[str, Any]:
-        """What the builder reported: books, quarantined examples, encoder, lengths.
+        """What the builder reported: row counts, quarantined examples, encoder, lengths.
 
         Raises:
             EntryError: a field is missing or of a wrong type.

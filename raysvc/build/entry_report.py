@@ -32,9 +32,9 @@ class _Fields(BaseModel):
 
     pad_token_id: int = 0
     vocab_size: int = 0
-    books: dict[str, int | dict[str, int]] = {}
+    row_counts: dict[str, int | dict[str, int]] = {}
     examples: list[_Example] = []
-    proof: dict[str, int | list[str]] = {}
+    verification: dict[str, int | list[str]] = {}
     encoders: dict[str, int] = {}
     length_percentiles: dict[str, int] = {}
     seconds: float = 0.0

@@ -3,7 +3,7 @@
 Always true:
 - the key is known before any row is tokenized;
 - a finished entry is used as it is; a started one goes on from its receipts;
-- an entry is finished only when its books balance and not too many rows were quarantined.
+- an entry is finished only when its row counts balance and not too many rows were quarantined.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from raysvc.cache.store.open import open_store
 from raysvc.cache.store.store import Store
 from raysvc.cache.use_marker import Hold, this_process
 from raysvc.cache.writer import EntryWriter
-from raysvc.chat.row_counts import Books, Quarantined, check_quarantine, reasoning_note
+from raysvc.chat.row_counts import Quarantined, RowCounts, check_quarantine, reasoning_note
 from raysvc.chat.slice_tokenizer import FORMAT_VERSION
 from raysvc.chat.source.detect import resolve_format, seen
 from raysvc.chat.source.formats import Format as RowFormat
@@ -268,7 +268,7 @@ class _Making:
         source.check_unchanged()
         self.writer.commit(receipts, self.plan.recipe, report, self.plan.tokenizer.content())
         meter.finish()
-        if note := reasoning_note(report["books"]):
+        if note := reasoning_note(report["row_counts"]):
             log.warning("%s", note)
         return open_entry(self.writer.uri, job.cache.storage_options)
 
@@ -299,12 +299,14 @@ def make_report(
         QuarantineExceeded: more rows than `max_quarantine` could not be verified.
         SourceError: no row is left.
     """
-    books = sum((Books.from_json(one.meta["books"]) for one in receipts), Books())
-    books.check()
+    row_counts = sum((RowCounts.from_json(one.meta["row_counts"]) for one in receipts), RowCounts())
+    row_counts.check()
     examples = [item for one in receipts for item in one.meta["examples"]]
-    _check_share(job, {"books": books.to_json(), "examples": examples})
-    if books.rows_written == 0:
-        reasons = ", ".join(f"{name}: {count}" for name, count in books.dropped.items()) or "none were read"
+    _check_share(job, {"row_counts": row_counts.to_json(), "examples": examples})
+    if row_counts.rows_written == 0:
+        reasons = (
+            ", ".join(f"{name}: {count}" for name, count in row_counts.dropped.items()) or "none were read"
+        )
         raise SourceError(
             "source", f"no row is left to train on ({reasons})", "check train_on, max_length and truncation"
         )
@@ -313,9 +315,9 @@ def make_report(
         "format": plan.seen,
         "pad_token_id": _pad_token_id(plan.tokenizer.hf),
         "vocab_size": len(plan.tokenizer.hf),
-        "books": books.to_json(),
+        "row_counts": row_counts.to_json(),
         "examples": examples[:EXAMPLES_KEPT],
-        "proof": {
+        "verification": {
             "rows_compared_with_the_reference": sum(int(one.meta["sampled"]) for one in receipts),
             "switched_to_the_reference": sorted({str(one.meta["switched"]) for one in receipts} - {""}),
         },
@@ -348,7 +350,7 @@ def _lengths(writer: EntryWriter, receipts: Sequence[Receipt]) -> npt.NDArray[np
 
 def _check_share(job: JobConfig, report: Mapping[str, Any]) -> None:
     examples = [Quarantined(**item) for item in report["examples"]]
-    check_quarantine(Books.from_json(report["books"]), examples, job.max_quarantine)
+    check_quarantine(RowCounts.from_json(report["row_counts"]), examples, job.max_quarantine)
 
 
 def percentiles(lengths: npt.NDArray[np.int32]) -> dict[str, int]:

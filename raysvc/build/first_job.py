@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.compute as pc
 
-from raysvc.chat.row_counts import Books
+from raysvc.chat.row_counts import RowCounts
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.detect import resolve_format, seen
 from raysvc.config import SourceConfig, TextSpec, TokenizerConfig
@@ -39,7 +39,7 @@ class Look:
         format: name of their format.
         seen: which columns say so, in one line.
         num_rows: of the whole source.
-        books: of the sample.
+        row_counts: of the sample.
         length: tokens of a row in the sample, the median.
         longest: tokens of the longest.
     """
@@ -47,20 +47,23 @@ class Look:
     format: str
     seen: str
     num_rows: int
-    books: Books
+    row_counts: RowCounts
     length: int
     longest: int
 
     def lines(self) -> list[str]:
         """The same as sentences."""
-        books = self.books
-        share = books.tokens_trained / max(1, books.tokens_trained + books.tokens_context)
+        row_counts = self.row_counts
+        share = row_counts.tokens_trained / max(1, row_counts.tokens_trained + row_counts.tokens_context)
         out = [
             f"{self.num_rows} rows; they are {self.seen}.",
-            f"Of the first {books.rows_in}, {books.rows_written} give tokens: "
+            f"Of the first {row_counts.rows_in}, {row_counts.rows_written} give tokens: "
             f"half of them at most {self.length}, the longest {self.longest}; {share:.0%} are trained.",
         ]
-        out += [f"Not usable: {rows}, {why}." for why, rows in {**books.dropped, **books.quarantined}.items()]
+        out += [
+            f"Not usable: {rows}, {why}."
+            for why, rows in {**row_counts.dropped, **row_counts.quarantined}.items()
+        ]
         return out
 
 
@@ -82,15 +85,17 @@ def look(path: str, tokenizer: str) -> Look:
     form = resolve_format(spec, row)
     rows = itertools.islice(read_rows(source.slices[0], {}), SAMPLE_ROWS)
     sample = SliceTokenizer(spec.model_copy(update={"format": form.name, "columns": form.columns})).run(rows)
-    if not sample.books.rows_written:
-        why = "; ".join(map(str, sample.examples[:2])) or str(sample.books.dropped)
+    if not sample.row_counts.rows_written:
+        why = "; ".join(map(str, sample.examples[:2])) or str(sample.row_counts.dropped)
         raise SourceError(
-            path, f"none of its first {sample.books.rows_in} rows can be used: {why}", "look at these rows"
+            path,
+            f"none of its first {sample.row_counts.rows_in} rows can be used: {why}",
+            "look at these rows",
         )
     lengths = pc.list_value_length(sample.table.column("input_ids")).to_numpy()
     num_rows = sum(part.num_rows for part in source.slices)
     return Look(
-        form.name, seen(form, row), num_rows, sample.books, int(np.median(lengths)), int(lengths.max())
+        form.name, seen(form, row), num_rows, sample.row_counts, int(np.median(lengths)), int(lengths.max())
     )
 
 

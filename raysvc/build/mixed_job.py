@@ -15,7 +15,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from raysvc.cache.joined_entry import JoinedEntry
-from raysvc.chat.row_counts import Books
+from raysvc.chat.row_counts import RowCounts
 from raysvc.errors import PlanError
 from raysvc.plan.entry_plan import group_bounds, num_groups
 from raysvc.plan.mixture import counts_by_epochs, counts_by_weight
@@ -102,16 +102,18 @@ def _counts(mixture: MixtureConfig, step: int, entries: Sequence[Entry]) -> tupl
 
 def _added(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One report of several builds with the same tokenizer."""
-    proofs = [one["proof"] for one in reports]
-    books = reduce(Books.__add__, (Books.from_json(one["books"]) for one in reports))
-    switched = {reason for proof in proofs for reason in proof["switched_to_the_reference"]}
+    verifications = [one["verification"] for one in reports]
+    row_counts = reduce(RowCounts.__add__, (RowCounts.from_json(one["row_counts"]) for one in reports))
+    switched = {
+        reason for verification in verifications for reason in verification["switched_to_the_reference"]
+    }
     return {
         **reports[0],
-        "books": books.to_json(),
+        "row_counts": row_counts.to_json(),
         "examples": [example for one in reports for example in one["examples"]],
-        "proof": {
+        "verification": {
             "rows_compared_with_the_reference": sum(
-                proof["rows_compared_with_the_reference"] for proof in proofs
+                verification["rows_compared_with_the_reference"] for verification in verifications
             ),
             "switched_to_the_reference": sorted(switched),
         },

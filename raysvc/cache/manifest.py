@@ -61,13 +61,13 @@ class PartInfo:
 
 @dataclass(frozen=True)
 class Receipt:
-    """Proof that one slice is finished: its part is complete and durable.
+    """Evidence that one slice is finished: its part is complete and durable.
 
     Attributes:
         slice_index: which slice.
         part: the file that holds its rows.
         columns: column name -> type.
-        meta: JSON of the slice's maker (books, quarantined examples).
+        meta: JSON of the slice's maker (row counts, quarantined examples).
     """
 
     slice_index: int

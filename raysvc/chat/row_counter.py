@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from raysvc.chat.row_counts import Books, Quarantined
+from raysvc.chat.row_counts import Quarantined, RowCounts
 from raysvc.chat.row_errors import RowDropped, RowFault
 
 EXAMPLES = 3
@@ -19,7 +19,7 @@ REASONS = 50
 OTHER = "other faults"
 
 
-class Ledger:
+class RowCounter:
     """Fates of the rows of one slice.
 
     Attributes:
@@ -67,8 +67,8 @@ class Ledger:
         """Count rows that are written with tokens cut away."""
         self._truncated += rows
 
-    def books(self, written: int, rendered: int, trained: int, context: int) -> Books:
-        """Closed books of the slice.
+    def row_counts(self, written: int, rendered: int, trained: int, context: int) -> RowCounts:
+        """Row counts of the slice, checked.
 
         Args:
             written: source rows that were written.
@@ -76,7 +76,7 @@ class Ledger:
             trained: tokens with loss that were written.
             context: tokens without loss that were written.
         """
-        books = Books(
+        row_counts = RowCounts(
             rows_in=written + self.count,
             rows_written=written,
             rows_truncated=self._truncated,
@@ -89,5 +89,5 @@ class Ledger:
             tokens_context=context,
             tokens_truncated=rendered - trained - context,
         )
-        books.check()
-        return books
+        row_counts.check()
+        return row_counts

@@ -3,7 +3,7 @@
 Always true:
 - rows_in = rows_written + dropped + quarantined;
 - tokens_rendered = tokens_trained + tokens_context + tokens_truncated, over the written rows;
-- adding books is associative, and the empty books change nothing.
+- adding row counts is associative, and the empty ones change nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Quarantined:
 
     Attributes:
         source_row: its number in the source.
-        reason: key in `Books.quarantined`.
+        reason: key in `RowCounts.quarantined`.
         detail: what is special about this row, may be empty.
         dataset: label of the source.
     """
@@ -48,7 +48,7 @@ class Quarantined:
 
 
 @dataclass(frozen=True)
-class Books:
+class RowCounts:
     """Counts of one slice or of a whole build.
 
     Attributes:
@@ -56,7 +56,7 @@ class Books:
         rows_written: source rows whose tokens were written.
         rows_truncated: of these, with tokens cut away.
         dropped: reason -> rows left out by a declared policy.
-        quarantined: reason -> rows that could not be read or proved.
+        quarantined: reason -> rows that could not be read or verified.
         reasoning_removed: trained messages of written rows whose reasoning the template left out.
         normalized: what the normal form of messages changed -> rows that were written.
         tokens_rendered: tokens of the written rows before truncation.
@@ -77,9 +77,9 @@ class Books:
     reasoning_removed: int = 0
     normalized: Mapping[str, int] = field(default_factory=dict)
 
-    def __add__(self, other: Books) -> Books:
+    def __add__(self, other: RowCounts) -> RowCounts:
         counts = {name: getattr(self, name) + getattr(other, name) for name in COUNTS}
-        return Books(
+        return RowCounts(
             dropped=_merged(self.dropped, other.dropped),
             quarantined=_merged(self.quarantined, other.quarantined),
             normalized=_merged(self.normalized, other.normalized),
@@ -103,7 +103,7 @@ class Books:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; `from_json` gives equal books back."""
+        """Plain data; `from_json` gives equal row counts back."""
         counts: dict[str, Any] = {name: getattr(self, name) for name in COUNTS}
         return counts | {
             "dropped": dict(self.dropped),
@@ -112,8 +112,8 @@ class Books:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Books:
-        """Books from what `to_json` gave."""
+    def from_json(cls, data: Mapping[str, Any]) -> RowCounts:
+        """RowCounts from what `to_json` gave."""
         return cls(**data)
 
 
@@ -139,22 +139,22 @@ def reasoning_note(counts: Mapping[str, Any]) -> str:
     )
 
 
-def check_quarantine(books: Books, examples: Sequence[Quarantined], max_share: float) -> None:
+def check_quarantine(row_counts: RowCounts, examples: Sequence[Quarantined], max_share: float) -> None:
     """Raise `QuarantineExceeded` when more than `max_share` of the rows were quarantined.
 
     Args:
-        books: of the build so far.
+        row_counts: of the build so far.
         examples: rows that were quarantined; one of each of the three commonest reasons is shown.
         max_share: 0..1.
     """
-    count = sum(books.quarantined.values())
-    if count <= max_share * books.rows_in:
+    count = sum(row_counts.quarantined.values())
+    if count <= max_share * row_counts.rows_in:
         return
-    commonest = sorted(books.quarantined.items(), key=lambda item: (-item[1], item[0]))[:3]
+    commonest = sorted(row_counts.quarantined.items(), key=lambda item: (-item[1], item[0]))[:3]
     shown = [f"{reason} ({n} rows{_example(reason, examples)})" for reason, n in commonest]
     raise QuarantineExceeded(
         "source",
-        f"{count} of {books.rows_in} rows could not be verified, more than max_quarantine = {max_share:g}: "
+        f"{count} of {row_counts.rows_in} rows could not be verified, more than max_quarantine = {max_share:g}: "
         + "; ".join(shown),
         "fix these rows, or raise max_quarantine to go on without them",
     )

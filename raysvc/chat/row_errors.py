@@ -2,17 +2,17 @@
 
 Always true:
 - a `RowFault` sets its row aside (quarantine), a `RowDropped` leaves it out by a declared policy;
-- neither leaves the slice: both are caught at the row and counted in the books.
+- neither leaves the slice: both are caught at the row and counted.
 """
 
 from __future__ import annotations
 
 
 class RowFault(Exception):
-    """A row that cannot be read or proved.
+    """A row that cannot be read or verified.
 
     Args:
-        reason: short and the same for all rows with this fault, a key of `Books.quarantined`.
+        reason: short and the same for all rows with this fault, a key of `RowCounts.quarantined`.
         detail: what is special about this row.
     """
 
@@ -28,7 +28,7 @@ class RowDropped(Exception):
     """A row that a declared policy leaves out.
 
     Args:
-        reason: a key of `Books.dropped`.
+        reason: a key of `RowCounts.dropped`.
     """
 
     def __init__(self, reason: str) -> None:

@@ -3,7 +3,7 @@
 Axes: N sequences before, K after; T tokens before, W written.
 Always true:
 - a source row is written whole or not at all: all its sequences, or none;
-- a row that is not written is in the ledger, once;
+- a row that is not written is counted, once;
 - when nothing has to go, nothing is copied.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.chat.row_counter import Ledger
+from raysvc.chat.row_counter import RowCounter
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.tokens.encoder import Ints32, Ints64
 from raysvc.chat.tokens.token_rows import TokenRows
@@ -43,14 +43,14 @@ class Kept:
     rendered: int
 
 
-def keep(tokens: TokenRows, source_rows: Ints64, spec: TextSpec, ledger: Ledger) -> Kept:
+def keep(tokens: TokenRows, source_rows: Ints64, spec: TextSpec, counter: RowCounter) -> Kept:
     """Apply faults and the truncation policy.
 
     Args:
         tokens: N sequences.
         source_rows: int64 [N]; the sequences of one row lie together.
         spec: for the policy.
-        ledger: counts what is not written.
+        counter: counts what is not written.
 
     Raises:
         SourceError: a row is too long and the policy is `error`.
@@ -69,12 +69,12 @@ def keep(tokens: TokenRows, source_rows: Ints64, spec: TextSpec, ledger: Ledger)
         number = int(source_rows[places[0]])
         try:
             for place in places:
-                ranges[place] = _ranges(tokens, place, spec, f"{ledger.dataset or 'source'}:{number}")
+                ranges[place] = _ranges(tokens, place, spec, f"{counter.dataset or 'source'}:{number}")
         except (RowFault, RowDropped) as why:
-            ledger.leave_out(number, why)
+            counter.leave_out(number, why)
             left_out[places.start : places.stop] = True
     kept = _gathered(tokens, ranges, left_out, source_rows)
-    ledger.truncate(_count(kept.source_rows[kept.lengths < lengths[~left_out]]))
+    counter.truncate(_count(kept.source_rows[kept.lengths < lengths[~left_out]]))
     return kept
 
 

@@ -2,10 +2,10 @@
 
 Axes: N rows of a chunk, T tokens of a chunk.
 Always true:
-- a row that is written has the ids of `apply_chat_template`, and a mask that was proved;
+- a row that is written has the ids of `apply_chat_template`, and a mask that was verified;
 - a row that fails is quarantined alone, never with its slice;
 - every slice is compared with the reference on a sample; a difference switches to the reference, with a warning;
-- the books of a slice balance.
+- the row counts of a slice balance.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raysvc.chat.arrow import table_of
-from raysvc.chat.render.renderer import Preparer
+from raysvc.chat.render.renderer import Renderer
 from raysvc.chat.render.turn_check import reasoning_of, removed_reasoning
-from raysvc.chat.row_counter import Ledger
-from raysvc.chat.row_counts import Books, Quarantined
+from raysvc.chat.row_counter import RowCounter
+from raysvc.chat.row_counts import Quarantined, RowCounts
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.select import Kept, keep
 from raysvc.chat.sequence import Sequence
@@ -58,7 +58,7 @@ class SliceResult:
 
     Attributes:
         table: as `tables` writes it.
-        books: balanced.
+        row_counts: balanced.
         examples: a few quarantined rows of each reason.
         encoder: that made the ids.
         switched: why it is not the fast one, empty when it is.
@@ -66,7 +66,7 @@ class SliceResult:
     """
 
     table: pa.Table
-    books: Books
+    row_counts: RowCounts
     examples: tuple[Quarantined, ...]
     encoder: str = ""
     switched: str = ""
@@ -93,8 +93,8 @@ class SliceTokenizer:
         self._label = dataset_label
         self._reference = ReferenceEncoder(self.tokenizer)
         self._encoder, self._switched = choose_encoder(self.tokenizer, self._reference)
-        self._preparer = self._new_preparer(fast=True)
-        self._table = TokenTable(self.tokenizer, self._preparer.control_tokens, self._preparer.inner_tokens)
+        self._renderer = self._new_renderer(fast=True)
+        self._table = TokenTable(self.tokenizer, self._renderer.control_tokens, self._renderer.inner_tokens)
         self._format: Format | None = None
 
     @property
@@ -109,7 +109,7 @@ class SliceTokenizer:
             SourceError: a column that is needed is missing, or a row is too long and `truncation` is `error`.
         """
         held = list(rows)
-        return self._run(lambda ledger: self._made_of_rows(iter(held), ledger))
+        return self._run(lambda counter: self._made_of_rows(iter(held), counter))
 
     def run_json_lines(self, data: bytes | bytearray | memoryview, first_row: int) -> SliceResult:
         """Tokenize one slice of complete JSON lines; blank lines are no rows but keep their number.
@@ -119,34 +119,34 @@ class SliceTokenizer:
             first_row: number of the first line in the source.
         """
         lines = bytes(data).removeprefix(codecs.BOM_UTF8)  # of any file whose first slice this is
-        return self._run(lambda ledger: self._made_of_lines(lines, first_row, ledger))
+        return self._run(lambda counter: self._made_of_lines(lines, first_row, counter))
 
-    def _run(self, make: Callable[[Ledger], Iterator[tuple[Kept, int]]]) -> SliceResult:
+    def _run(self, make: Callable[[RowCounter], Iterator[tuple[Kept, int]]]) -> SliceResult:
         with no_collection():
             while True:
-                ledger = Ledger(self._label)
+                counter = RowCounter(self._label)
                 try:
-                    return self._result(list(make(ledger)), ledger)
+                    return self._result(list(make(counter)), counter)
                 except EncoderDiffers as differs:
                     if self._encoder is self._reference:
                         raise  # it does not give the same ids twice
                     self._switched = f"{self._encoder.name} differs from the reference on {differs}"
                     self._encoder = self._reference
                 except RenderDiffers as differs:
-                    if not self._preparer.fast:
+                    if not self._renderer.fast:
                         raise  # two renders of the same row differ: our reading of it is wrong
                     self._switched = f"the short template code differs from the reference on {differs}"
-                    self._preparer = self._new_preparer(fast=False)
+                    self._renderer = self._new_renderer(fast=False)
                 logger.warning("dataset=%s switched to the reference: %s", self._label, self._switched)
 
-    def _new_preparer(self, fast: bool) -> Preparer:
-        return Preparer(self.tokenizer, fast)
+    def _new_renderer(self, fast: bool) -> Renderer:
+        return Renderer(self.tokenizer, fast)
 
-    def _made_of_lines(self, data: bytes, first_row: int, ledger: Ledger) -> Iterator[tuple[Kept, int]]:
+    def _made_of_lines(self, data: bytes, first_row: int, counter: RowCounter) -> Iterator[tuple[Kept, int]]:
         for block, number in json_blocks(data, first_row):
-            yield from self._made_of_rows(json_rows(block, number), ledger)
+            yield from self._made_of_rows(json_rows(block, number), counter)
 
-    def _made_of_rows(self, rows: Iterator[SourceRow], ledger: Ledger) -> Iterator[tuple[Kept, int]]:
+    def _made_of_rows(self, rows: Iterator[SourceRow], counter: RowCounter) -> Iterator[tuple[Kept, int]]:
         while chunk := list(islice(rows, ROWS_PER_CHUNK)):
             numbers: list[int] = []
             flat: list[Sequence] = []
@@ -155,20 +155,20 @@ class SliceTokenizer:
                 try:
                     sequences = self._prepare(row)
                 except (RowFault, RowDropped) as why:
-                    ledger.leave_out(row.source_row, why)
+                    counter.leave_out(row.source_row, why)
                     continue
                 flat += sequences
                 numbers += [row.source_row] * len(sequences)
                 origins += [row] * len(sequences)
             if flat:
-                yield self._chunk(flat, origins, np.array(numbers, np.int64), ledger)
+                yield self._chunk(flat, origins, np.array(numbers, np.int64), counter)
 
     def _chunk(
         self,
         flat: list[Sequence],
         origins: list[SourceRow],
         numbers: npt.NDArray[np.int64],
-        ledger: Ledger,
+        counter: RowCounter,
     ) -> tuple[Kept, int]:
         tokens, batch = self._encode(flat)
         compared, form = 0, self._format
@@ -189,10 +189,10 @@ class SliceTokenizer:
             shorter = [self._shortened(flat[n], int(lengths[n])) for n in range(len(flat))]
             if any(a is not b for a, b in zip(shorter, flat, strict=True)):
                 flat, tokens = shorter, self._encode(shorter)[0]
-        kept = keep(tokens, numbers, self.spec, ledger)
-        kept = _with_cut_turns(kept, numbers, lengths, np.diff(tokens.offsets), ledger)
-        _note_changes(flat, numbers, kept, ledger)
-        _note_reasoning(flat, numbers, kept, ledger)
+        kept = keep(tokens, numbers, self.spec, counter)
+        kept = _with_cut_turns(kept, numbers, lengths, np.diff(tokens.offsets), counter)
+        _note_changes(flat, numbers, kept, counter)
+        _note_reasoning(flat, numbers, kept, counter)
         return kept, compared
 
     def _shortened(self, sequence: Sequence, length: int) -> Sequence:
@@ -205,7 +205,7 @@ class SliceTokenizer:
         while low < high:  # the fewer turns the shorter
             middle = (low + high) // 2
             try:
-                made = self._preparer.sequence(choices[middle])
+                made = self._renderer.sequence(choices[middle])
             except (RowFault, RowDropped):
                 low = middle + 1  # the template refuses this beginning
                 continue
@@ -223,7 +223,7 @@ class SliceTokenizer:
             self._format = self._resolved(row.data)
         if row.odd:
             self._format.check_values(row.data)
-        sequences = self._preparer.sequences(row.data, self._format)
+        sequences = self._renderer.sequences(row.data, self._format)
         for sequence in sequences:
             if not sequence.text.isascii():
                 _check_text(sequence.text)
@@ -244,16 +244,21 @@ class SliceTokenizer:
         batch = batch_of(flat)
         return RowEncoder(self._encoder, self._reference, self._table).encode(batch), batch
 
-    def _result(self, made: list[tuple[Kept, int]], ledger: Ledger) -> SliceResult:
+    def _result(self, made: list[tuple[Kept, int]], counter: RowCounter) -> SliceResult:
         kept = [part for part, _ in made]
         trained = sum(int(part.mask.sum(dtype=np.int64)) for part in kept)
         tokens = sum(len(part.ids) for part in kept)
         rendered, rows = sum(part.rendered for part in kept), sum(part.rows for part in kept)
-        books = ledger.books(rows, rendered, trained, tokens - trained)
+        row_counts = counter.row_counts(rows, rendered, trained, tokens - trained)
         preference = self._format is not None and self._format.name == "preference"
         compared = sum(count for _, count in made)
         return SliceResult(
-            table_of(kept, preference), books, ledger.examples, self._encoder.name, self._switched, compared
+            table_of(kept, preference),
+            row_counts,
+            counter.examples,
+            self._encoder.name,
+            self._switched,
+            compared,
         )
 
 
@@ -262,27 +267,31 @@ def _with_cut_turns(
     numbers: npt.NDArray[np.int64],
     before: npt.NDArray[np.int64],
     after: npt.NDArray[np.int64],
-    ledger: Ledger,
+    counter: RowCounter,
 ) -> Kept:
     """Count the tokens of turns that were left out of rows that are written."""
     cut = (after < before) & np.isin(numbers, kept.source_rows)
     if not cut.any():
         return kept
-    ledger.truncate(len(np.unique(numbers[cut])))
+    counter.truncate(len(np.unique(numbers[cut])))
     return replace(kept, rendered=kept.rendered + int((before - after)[cut].sum()))
 
 
-def _note_changes(flat: list[Sequence], numbers: npt.NDArray[np.int64], kept: Kept, ledger: Ledger) -> None:
+def _note_changes(
+    flat: list[Sequence], numbers: npt.NDArray[np.int64], kept: Kept, counter: RowCounter
+) -> None:
     """Count what the normal form changed in rows that are written."""
     changed: dict[int, frozenset[str]] = {}
     for number, sequence in zip(numbers.tolist(), flat, strict=True):
         if isinstance(sequence.example, ChatExample) and sequence.example.changes:
             changed[number] = changed.get(number, frozenset()) | sequence.example.changes
     for number in changed.keys() & set(kept.source_rows.tolist()) if changed else ():
-        ledger.note(changed[number])
+        counter.note(changed[number])
 
 
-def _note_reasoning(flat: list[Sequence], numbers: npt.NDArray[np.int64], kept: Kept, ledger: Ledger) -> None:
+def _note_reasoning(
+    flat: list[Sequence], numbers: npt.NDArray[np.int64], kept: Kept, counter: RowCounter
+) -> None:
     """Count the reasoning that a template left out of rows that are written."""
     removed: Counter[int] = Counter()
     for number, sequence in zip(numbers.tolist(), flat, strict=True):
@@ -294,7 +303,7 @@ def _note_reasoning(flat: list[Sequence], numbers: npt.NDArray[np.int64], kept: 
                 removed[number] += removed_reasoning(said, trained)
     if removed:
         written = set(kept.source_rows.tolist())
-        ledger.remove_reasoning(sum(count for number, count in removed.items() if number in written))
+        counter.remove_reasoning(sum(count for number, count in removed.items() if number in written))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ def report(
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a self-contained HTML page: lengths, masks, books, plan and, after a run, its curves.
+    """Write a self-contained HTML page: lengths, masks, row counts, plan and, after a run, its curves.
 
     Example: raysvc report -c job.yaml --html report.html
     """

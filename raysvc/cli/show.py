@@ -136,7 +136,7 @@ def _notes(entry: CacheEntry) -> list[str]:
     """What holds for the entry as a whole: its rows do not say which of them lost reasoning."""
     from raysvc.chat.row_counts import reasoning_note
 
-    note = reasoning_note(entry.report["books"])
+    note = reasoning_note(entry.report["row_counts"])
     return [f"note: in this entry {note}"] if note else []
 
 

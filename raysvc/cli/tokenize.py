@@ -57,27 +57,27 @@ def cache_facts(entry: CacheEntry) -> dict[str, Any]:
 def report_rows(entry: CacheEntry) -> dict[str, Any]:
     """The report as a person reads it."""
     report = entry.report
-    books = report["books"]
-    rows: dict[str, Any] = {"rows in": books["rows_in"], "rows written": books["rows_written"]}
+    row_counts = report["row_counts"]
+    rows: dict[str, Any] = {"rows in": row_counts["rows_in"], "rows written": row_counts["rows_written"]}
     if "format" in report:
         rows["format"] = report["format"]
-    rows |= {f"normalized: {change}": count for change, count in books.get("normalized", {}).items()}
-    rows |= {f"dropped: {reason}": count for reason, count in books["dropped"].items()}
-    rows |= {f"quarantined: {reason}": count for reason, count in books["quarantined"].items()}
-    if removed := books.get("reasoning_removed", 0):
+    rows |= {f"normalized: {change}": count for change, count in row_counts.get("normalized", {}).items()}
+    rows |= {f"dropped: {reason}": count for reason, count in row_counts["dropped"].items()}
+    rows |= {f"quarantined: {reason}": count for reason, count in row_counts["quarantined"].items()}
+    if removed := row_counts.get("reasoning_removed", 0):
         rows["trained messages without their reasoning"] = (
             f"{removed} (train_on: each_assistant_turn keeps it)"
         )
-    rows["rows truncated"] = books.get("rows_truncated", 0)
+    rows["rows truncated"] = row_counts.get("rows_truncated", 0)
     for name in ("trained", "context", "truncated"):
-        rows[f"tokens {name}"] = books[f"tokens_{name}"]
+        rows[f"tokens {name}"] = row_counts[f"tokens_{name}"]
     rows["tokens per row"] = " ".join(
         f"{name} {value}" for name, value in report["length_percentiles"].items()
     )
     rows["encoder"] = ", ".join(f"{name} ({count} slices)" for name, count in report["encoders"].items())
-    proof = report["proof"]
-    rows["rows compared with the reference"] = proof["rows_compared_with_the_reference"]
-    for reason in proof["switched_to_the_reference"]:
+    verification = report["verification"]
+    rows["rows compared with the reference"] = verification["rows_compared_with_the_reference"]
+    for reason in verification["switched_to_the_reference"]:
         rows["switched to the reference encoder"] = reason
     rows["seconds"] = report["seconds"]
     return rows

@@ -36,7 +36,7 @@ class Facts:
         lengths: tokens of every row.
         trained: trained tokens of the sampled rows.
         examples: rows as stretches (text, trained), by row number.
-        books: the entry's books.
+        row_counts: the entry's row_counts.
         set_aside: quarantined examples.
         plan: for `dp_size` ranks.
         steps: lines of the run's metrics; empty without a run.
@@ -48,7 +48,7 @@ class Facts:
     lengths: Sequence[int]
     trained: Sequence[int]
     examples: Mapping[int, Sequence[tuple[str, bool]]]
-    books: Mapping[str, Any]
+    row_counts: Mapping[str, Any]
     set_aside: Sequence[Mapping[str, Any]]
     plan: PlanReport
     dp_size: int
@@ -75,7 +75,7 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
         lengths=lengths.tolist(),
         trained=_trained(entry),
         examples={row: entry.spans(row) for row in _spread(entry.num_rows, MASK_EXAMPLES)},
-        books=report["books"],
+        row_counts=report["row_counts"],
         set_aside=report["examples"],
         plan=report_of(job, entry),
         dp_size=job.trainer.dp_size,

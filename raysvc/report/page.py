@@ -36,7 +36,7 @@ def render(facts: Facts) -> str:
     """The whole page."""
     sections = [
         _entry(facts),
-        _books(facts),
+        _row_counts(facts),
         _masks(facts),
         _plan(facts),
         _run(facts) if facts.steps else "",
@@ -54,18 +54,18 @@ def _entry(facts: Facts) -> str:
     return f"{_table(facts.overview)}<h2>Lengths</h2><div class='grid2'>{charts}</div>"
 
 
-def _books(facts: Facts) -> str:
-    books = facts.books
-    rows = {"rows in": books["rows_in"], "rows written": books["rows_written"]}
-    rows["of these truncated"] = books.get("rows_truncated", 0)
-    rows |= {f"dropped: {name}": count for name, count in books["dropped"].items()}
-    rows |= {f"quarantined: {name}": count for name, count in books["quarantined"].items()}
-    if note := reasoning_note(books):
-        rows["trained messages without their reasoning"] = books["reasoning_removed"]
-    tokens = {name: books[f"tokens_{name}"] for name in ("rendered", "trained", "context", "truncated")}
+def _row_counts(facts: Facts) -> str:
+    row_counts = facts.row_counts
+    rows = {"rows in": row_counts["rows_in"], "rows written": row_counts["rows_written"]}
+    rows["of these truncated"] = row_counts.get("rows_truncated", 0)
+    rows |= {f"dropped: {name}": count for name, count in row_counts["dropped"].items()}
+    rows |= {f"quarantined: {name}": count for name, count in row_counts["quarantined"].items()}
+    if note := reasoning_note(row_counts):
+        rows["trained messages without their reasoning"] = row_counts["reasoning_removed"]
+    tokens = {name: row_counts[f"tokens_{name}"] for name in ("rendered", "trained", "context", "truncated")}
     aside = _records(facts.set_aside, ("source_row", "reason", "detail")) if facts.set_aside else ""
     return (
-        "<h2>Books</h2><p>Rows in = written + dropped + quarantined; tokens rendered = trained + context + truncated."
+        "<h2>Row counts</h2><p>Rows in = written + dropped + quarantined; tokens rendered = trained + context + truncated."
         f"</p><div class='grid2'><div class='card'>{_table(rows)}</div><div class='card'>{_table(tokens)}</div></div>"
         f"{f'<p>Note: {escape(note)}.</p>' if note else ''}{aside}"
     )

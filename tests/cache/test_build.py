@@ -208,7 +208,7 @@ class TestWriter:
         assert set(EntryWriter(store, KEY).receipts()) == {2}
 
     def test_the_meta_of_a_slice_comes_back(self, store):
-        meta = {"books": {"in": 3, "reason": {"too long": 1}}, "examples": ["ü", None, 1.5]}
+        meta = {"row_counts": {"in": 3, "reason": {"too long": 1}}, "examples": ["ü", None, 1.5]}
         receipt = EntryWriter(store, KEY).write_part(0, make_table(3), meta)
         assert EntryWriter(store, KEY).receipts() == {0: receipt}
         assert receipt.meta == meta

@@ -26,7 +26,7 @@ def part(index: int = 0, **changes: object) -> PartInfo:
 
 
 MANIFEST = Manifest(KEY, (part(0), part(1)), COLUMNS, RECIPE, {"seen": 2})
-RECEIPT = Receipt(3, part(3), COLUMNS, {"books": {"in": 5}})
+RECEIPT = Receipt(3, part(3), COLUMNS, {"row_counts": {"in": 5}})
 
 
 def resealed(manifest: Manifest, **changes: object) -> bytes:

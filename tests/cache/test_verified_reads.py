@@ -211,7 +211,7 @@ def test_a_manifest_with_any_field_changed_is_a_typed_error_or_whole(data):
     columns = {"input_ids": "list<int32>", "loss_mask": "list<uint8>"}
     documents = [
         (Manifest, Manifest(KEY, (part,), columns, RECIPE, {"paths": ["a"]}).to_json()),
-        (Receipt, Receipt(0, part, columns, {"books": {}}).to_json()),
+        (Receipt, Receipt(0, part, columns, {"row_counts": {}}).to_json()),
     ]
     kind, text = data.draw(st.sampled_from(documents))
     raw = json.loads(text)
@@ -234,7 +234,11 @@ def test_a_manifest_with_any_field_changed_is_a_typed_error_or_whole(data):
     assert kind.from_json(read.to_json(), "here") == read
 
 
-@given(st.dictionaries(st.sampled_from(["paths", "books", "examples", "proof", "encoders", "seconds"]), JSON))
+@given(
+    st.dictionaries(
+        st.sampled_from(["paths", "row_counts", "examples", "verification", "encoders", "seconds"]), JSON
+    )
+)
 @settings(deadline=None, max_examples=100)
 def test_a_report_of_any_shape_is_a_typed_error_or_usable(fields):
     try:

@@ -72,7 +72,7 @@ def test_a_row_is_the_conversation_that_it_says(name: str, slice_tokenizer: Any,
     row, messages, answers = ROWS[name]
     tokenizer = slice_tokenizer(CHATML)
     made, result = tokenize(tokenizer, row)
-    assert result.books.quarantined == {}
+    assert result.row_counts.quarantined == {}
     assert made[0].ids == tokenizer.tokenizer.hf.apply_chat_template(messages, return_dict=False)
     assert len(made[0].trained) == answers
     assert made[0].trained[-1] == "hi there<|im_end|>"
@@ -120,7 +120,7 @@ def test_a_prompt_alone_ends_where_the_model_begins_and_nothing_is_trained(
     truth = tokenizer.tokenizer.hf.apply_chat_template([USER], add_generation_prompt=True, return_dict=False)
     assert made[0].ids == truth
     assert not any(made[0].mask)
-    assert (result.books.rows_written, result.books.tokens_context) == (1, len(truth))
+    assert (result.row_counts.rows_written, result.row_counts.tokens_context) == (1, len(truth))
     with pytest.raises(ConfigError, match="truncation"):
         resolve_format(spec(max_length=5, truncation="keep_start"), row)
 
@@ -144,7 +144,7 @@ def test_payload_that_cannot_be_carried_is_refused_by_name(
     first = {key: value for key, value in row.items() if key != name}
     _, result = tokenize(tokenizer, first, row, {**first, "images": []})
     assert result.table["source_row"].to_pylist() == [0, 2]
-    assert result.books.quarantined == {f"column '{name}' is not supported yet": 1}
+    assert result.row_counts.quarantined == {f"column '{name}' is not supported yet": 1}
 
 
 def test_labels_of_plain_text_mean_nothing_here(slice_tokenizer: Any, tokenize: Any) -> None:
@@ -154,7 +154,7 @@ def test_labels_of_plain_text_mean_nothing_here(slice_tokenizer: Any, tokenize: 
 def test_history_beside_messages_is_refused_and_not_ignored(slice_tokenizer: Any, tokenize: Any) -> None:
     row = {"messages": [USER, ANSWER], "history": [["q", "a"]]}
     _, result = tokenize(slice_tokenizer(CHATML), row, {"messages": [USER, ANSWER], "history": []})
-    assert result.books.quarantined == {"column 'history' beside messages": 1}
+    assert result.row_counts.quarantined == {"column 'history' beside messages": 1}
 
 
 def test_what_was_seen_is_said() -> None:

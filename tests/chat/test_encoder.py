@@ -99,7 +99,7 @@ def test_a_difference_on_a_slice_switches_to_the_reference_and_makes_the_slice_a
 def test_a_template_code_that_differs_switches_to_jinjas_own(slice_tokenizer: Any, tokenize: Any) -> None:
     tokenizer = slice_tokenizer(CHATML)
     good, _ = tokenize(tokenizer, *rows(["one", "two"]))
-    fast = tokenizer._preparer._template(False)[0].fast
+    fast = tokenizer._renderer._template(False)[0].fast
     honest = fast.render
 
     def lying(*row: Any) -> Any:
@@ -176,7 +176,7 @@ def test_content_that_spells_the_end_of_turn_cannot_be_trained_but_can_be_contex
     assert result.table["source_row"].to_pylist() == [0]
     assert made[0].ids == tokenizer.tokenizer.hf.apply_chat_template(asked["messages"], return_dict=False)
     assert made[0].trained == [f"c{eot}"]
-    assert result.books.quarantined == {"a trained turn holds a control token": 1}
+    assert result.row_counts.quarantined == {"a trained turn holds a control token": 1}
 
 
 def test_blanks_that_merge_with_the_header_are_context(slice_tokenizer: Any, tokenize: Any) -> None:
@@ -195,7 +195,7 @@ def test_a_token_over_header_and_message_sets_the_row_aside(
     tokenizer = SliceTokenizer(TextSpec(tokenizer=config))
     _, result = tokenize(tokenizer, *rows(["er me", " me"]))
     assert result.table["source_row"].to_pylist() == [1]
-    assert result.books.quarantined == {"a token spans a header and its message": 1}
+    assert result.row_counts.quarantined == {"a token spans a header and its message": 1}
 
 
 def test_lines_keep_their_numbers_and_one_fault_stays_one_rows(slice_tokenizer: Any) -> None:
@@ -203,14 +203,14 @@ def test_lines_keep_their_numbers_and_one_fault_stays_one_rows(slice_tokenizer: 
     lines = [good, "", "{broken", good, "[1, 2]", good + "\r", "  "]
     result = slice_tokenizer(CHATML).run_json_lines("\n".join(lines).encode(), 100)
     assert result.table["source_row"].to_pylist() == [100, 103, 105]
-    assert result.books.quarantined == {"broken JSON": 1, "not a JSON object": 1}
+    assert result.row_counts.quarantined == {"broken JSON": 1, "not a JSON object": 1}
     assert [example.source_row for example in result.examples] == [102, 104]
     assert "broken JSON" in str(result.examples[0])
 
 
 def test_a_byte_order_mark_is_no_fault(slice_tokenizer: Any) -> None:
     data = b"\xef\xbb\xbf" + json.dumps(rows(["a"])[0]).encode()
-    assert slice_tokenizer(CHATML).run_json_lines(data, 0).books.rows_written == 1
+    assert slice_tokenizer(CHATML).run_json_lines(data, 0).row_counts.rows_written == 1
 
 
 def test_a_slice_of_many_blocks_gives_what_one_block_gives(slice_tokenizer: Any, monkeypatch: Any) -> None:
@@ -223,13 +223,13 @@ def test_a_slice_of_many_blocks_gives_what_one_block_gives(slice_tokenizer: Any,
     monkeypatch.setattr(tokenizing, "ROWS_PER_CHUNK", 3)
     many = slice_tokenizer(CHATML).run_json_lines(data, 7)
     assert once.table.to_pydict() == many.table.to_pydict()
-    assert once.books == many.books
+    assert once.row_counts == many.row_counts
     assert once.table["source_row"].to_pylist() == list(range(7, 57))
 
 
 def test_an_empty_slice_is_an_empty_table(slice_tokenizer: Any) -> None:
     for result in (slice_tokenizer(CHATML).run_json_lines(b"", 0), slice_tokenizer(CHATML).run([])):
-        assert (result.table.num_rows, result.books.rows_in) == (0, 0)
+        assert (result.table.num_rows, result.row_counts.rows_in) == (0, 0)
         assert result.table.schema.names == ["input_ids", "loss_mask", "source_row"]
 
 

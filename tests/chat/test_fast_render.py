@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from raysvc.chat.render.renderer import Preparer
+from raysvc.chat.render.renderer import Renderer
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
 from raysvc.config import TextSpec, TokenizerConfig
@@ -116,7 +116,7 @@ def pairs(tokenizer_folder: Any) -> Any:
         if key not in made:
             spec = TextSpec(tokenizer=TokenizerConfig(name=tokenizer_folder(name)), **options)
             fast, slow = SliceTokenizer(spec), SliceTokenizer(spec)
-            slow._preparer = Preparer(slow.tokenizer, fast=False)
+            slow._renderer = Renderer(slow.tokenizer, fast=False)
             slow._encoder = slow._reference
             made[key] = (fast, slow)
         return made[key]
@@ -132,7 +132,7 @@ def run(tokenizer: SliceTokenizer, rows: list[dict[str, Any]]) -> Any:
 
 def same(one: Any, other: Any) -> None:
     assert one.table.to_pydict() == other.table.to_pydict()
-    assert one.books == other.books
+    assert one.row_counts == other.row_counts
 
 
 @pytest.mark.parametrize("template", FAST + SLOW)
@@ -173,7 +173,7 @@ def test_json_lines_give_what_rows_give(
 
 @pytest.mark.parametrize("template", FAST + SLOW)
 def test_usual_conversations_are_rendered_once(template: str, pairs: Any) -> None:
-    fast = pairs(template)[0]._preparer._template(False)[0]
+    fast = pairs(template)[0]._renderer._template(False)[0]
     messages = [{"role": role, "content": "It is so."} for role in ("user", "assistant", "user", "assistant")]
     before = dict(fast.fast.counts)
     for text in ("one", "two", "three", "four"):
@@ -192,7 +192,7 @@ def test_tools_that_json_cannot_spell_stay_their_rows_own(pairs: Any) -> None:
     fast, slow = pairs("merges_tools")
     rows = [with_tool(odd) for odd in (None, float("nan"), "\ud800", 2**70, "plain")]
     same(run(fast, rows), run(slow, rows))
-    assert run(fast, rows).books.rows_written == 4
+    assert run(fast, rows).row_counts.rows_written == 4
 
 
 def test_a_trained_message_outside_of_every_loop_is_refused(pairs: Any) -> None:
@@ -202,5 +202,5 @@ def test_a_trained_message_outside_of_every_loop_is_refused(pairs: Any) -> None:
     usual = {"messages": row["messages"][1:]}
     lines = "\n".join(json.dumps(each) for each in [usual, row]).encode()
     for result in (run(fast, [usual, row]), run(slow, [usual, row]), fast.run_json_lines(lines, 0)):
-        assert list(result.books.quarantined) == ["the template does not show a trained message"]
+        assert list(result.row_counts.quarantined) == ["the template does not show a trained message"]
         assert result.table["source_row"].to_pylist() == [0]

@@ -113,7 +113,7 @@ def test_a_string_prompt_is_context_and_its_completion_is_trained(
 def test_a_token_over_prompt_and_completion_sets_the_row_aside(slice_tokenizer: Any, tokenize: Any) -> None:
     made, result = tokenize(slice_tokenizer("no template"), {"prompt": "The ans", "completion": "wer is 4."})
     assert made == []
-    (reason,) = result.books.quarantined
+    (reason,) = result.row_counts.quarantined
     assert reason.startswith("a token spans the prompt and its completion")
 
 
@@ -136,7 +136,7 @@ def test_a_preference_is_two_sequences_of_one_row(slice_tokenizer: Any, tokenize
     assert [row.trained for row in made] == [["hi there<|im_end|>"], ["go away<|im_end|>"]] * 2
     assert result.table["chosen"].to_pylist() == [1, 0, 1, 0]
     assert result.table["source_row"].to_pylist() == [0, 0, 1, 1]
-    assert (result.books.rows_in, result.books.rows_written) == (3, 2)
+    assert (result.row_counts.rows_in, result.row_counts.rows_written) == (3, 2)
     assert made[2].hf.decode(made[2].ids).count("<|im_start|>user") == 1
 
 
@@ -160,13 +160,13 @@ def test_weights_of_messages_choose_what_is_trained(slice_tokenizer: Any, tokeni
     assert len(made) == 3
     assert first[0] > first[1] == first[2]
     assert whole[0] == whole[1]
-    assert result.books.dropped == {"every message has weight 0": 1}
-    assert sum(result.books.quarantined.values()) == 2
+    assert result.row_counts.dropped == {"every message has weight 0": 1}
+    assert sum(result.row_counts.quarantined.values()) == 2
 
 
 def test_a_row_without_an_assistant_is_dropped(slice_tokenizer: Any, tokenize: Any) -> None:
     _, result = tokenize(slice_tokenizer(CHATML), {"messages": [USER]}, {"messages": [USER, ANSWER]})
-    assert result.books.dropped == {"no assistant message": 1}
+    assert result.row_counts.dropped == {"no assistant message": 1}
 
 
 def test_an_empty_answer_is_not_trained(slice_tokenizer: Any, tokenize: Any) -> None:
@@ -174,7 +174,7 @@ def test_an_empty_answer_is_not_trained(slice_tokenizer: Any, tokenize: Any) -> 
     rows = [{"messages": [USER, silent, USER, ANSWER]}, {"messages": [USER, silent]}]
     made, result = tokenize(slice_tokenizer(CHATML), *rows)
     assert [row.trained for row in made] == [["hi there<|im_end|>"]]
-    assert result.books.dropped == {"every trained message is empty": 1}
+    assert result.row_counts.dropped == {"every trained message is empty": 1}
 
 
 def test_the_system_column_comes_first_unless_there_is_a_system_message(
@@ -223,7 +223,7 @@ def test_a_bad_field_sets_aside_its_row_alone(
     good = {"messages": [USER, ANSWER]}
     made, result = tokenize(slice_tokenizer(CHATML), good, row, good)
     assert len(made) == 2
-    assert list(result.books.quarantined) == [reason]
+    assert list(result.row_counts.quarantined) == [reason]
     assert result.examples[0].source_row == 1
 
 
@@ -268,5 +268,5 @@ def test_tokens_are_written_as_they_are_when_the_vocabulary_has_them(
     ]
     made, result = tokenize(slice_tokenizer("no template"), *rows)
     assert [(row.ids, row.mask) for row in made] == [([5, 6, 7], [0, 1, 1]), ([5, 6], [0, 1])]
-    assert result.books.quarantined == {"a token id is not in the vocabulary": 1}
-    assert result.books.dropped == {"no trained token": 1}
+    assert result.row_counts.quarantined == {"a token id is not in the vocabulary": 1}
+    assert result.row_counts.dropped == {"no trained token": 1}

@@ -42,7 +42,7 @@ def messages(made: list[tuple[str, str]]) -> list[dict[str, str]]:
 
 def run(tokenizer: SliceTokenizer, made: list[tuple[str, str]]) -> tuple[list[int], list[int]]:
     result = tokenizer.run([SourceRow(0, {"messages": messages(made)})])
-    assert result.books.rows_written == 1, result.examples
+    assert result.row_counts.rows_written == 1, result.examples
     return result.table["input_ids"][0].as_py(), result.table["loss_mask"][0].as_py()
 
 

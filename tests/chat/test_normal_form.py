@@ -93,14 +93,14 @@ def test_every_spelling_of_a_call_gives_the_ids_of_its_normal_form(
     made, result = tokenize(tokenizer, row)
     truth = tokenizer.tokenizer.hf.apply_chat_template(NORMAL, return_dict=False)
     assert made[0].ids == truth
-    assert set(result.books.normalized) == changes
+    assert set(result.row_counts.normalized) == changes
     assert json.dumps(row) == before, "what came in is not changed"
 
 
 def test_the_usual_form_is_left_alone_and_counted_nowhere(slice_tokenizer: Any, tokenize: Any) -> None:
     made, result = tokenize(slice_tokenizer(TOOLS), {"messages": NORMAL}, {"messages": [USER, ANSWER]})
     assert len(made) == 2
-    assert result.books.normalized == {}
+    assert result.row_counts.normalized == {}
 
 
 @pytest.mark.parametrize("empty", [[], "[]", "", None, "null"])
@@ -129,7 +129,7 @@ def test_a_template_that_concatenates_gets_the_text_of_the_source(
         talk([{"type": "function", "function": {"name": "f", "arguments": {"city": "Oslo"}}}]),
     )
     assert [row.trained[0] for row in made] == [f"f {odd}<|im_end|>", 'f {"city": "Oslo"}<|im_end|>']
-    assert result.books.normalized == {"arguments that were objects made JSON text": 1}
+    assert result.row_counts.normalized == {"arguments that were objects made JSON text": 1}
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_arguments_that_are_no_object_set_the_row_aside(
     arguments: str, reason: str, slice_tokenizer: Any, tokenize: Any
 ) -> None:
     _, result = tokenize(slice_tokenizer(TOOLS), talk([{"name": "f", "arguments": arguments}]))
-    assert list(result.books.quarantined) == [reason]
+    assert list(result.row_counts.quarantined) == [reason]
 
 
 @pytest.mark.parametrize("arguments", [None, "", "{}"])
@@ -193,7 +193,7 @@ def test_integers_of_any_size_reach_the_template(slice_tokenizer: Any) -> None:
 def test_roles_are_declared_or_the_row_says_how(slice_tokenizer: Any, tokenize: Any) -> None:
     row = {"messages": [{"role": "seeker", "content": "hello"}, {"role": "helper", "content": "hi there"}]}
     _, result = tokenize(slice_tokenizer(TOOLS), row)
-    (reason,) = result.books.quarantined
+    (reason,) = result.row_counts.quarantined
     assert reason == "no message of the assistant, and unknown roles: helper, seeker"
     assert "source.roles" in result.examples[0].detail
     made, _ = tokenize(slice_tokenizer(TOOLS, roles={"seeker": "user", "helper": "assistant"}), row)
@@ -207,7 +207,7 @@ def test_plain_lines_with_other_roles_are_mapped_too(slice_tokenizer: Any) -> No
     ]
     made = [slice_tokenizer(TOOLS).run_json_lines(json.dumps(line).encode(), 0) for line in lines]
     assert made[0].table["input_ids"].to_pylist() == made[1].table["input_ids"].to_pylist()
-    assert [result.books.normalized for result in made] == [{"roles mapped": 1}, {}]
+    assert [result.row_counts.normalized for result in made] == [{"roles mapped": 1}, {}]
 
 
 def test_keys_of_a_message_can_be_declared(slice_tokenizer: Any, tokenize: Any) -> None:
@@ -241,4 +241,4 @@ def test_the_sample_compares_with_the_row_and_not_with_our_reading(
     monkeypatch.setattr(json_rows, "has_long_numbers", lambda text: False)  # our reading is wrong now
     with pytest.raises(RenderDiffers):
         slice_tokenizer(TOOLS).run_json_lines(json.dumps(row).encode(), 0)
-    assert slice_tokenizer(TOOLS).run([SourceRow(0, row)]).books.rows_written == 1
+    assert slice_tokenizer(TOOLS).run([SourceRow(0, row)]).row_counts.rows_written == 1

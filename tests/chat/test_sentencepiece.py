@@ -90,7 +90,7 @@ def test_ids_and_masks_are_those_of_transformers(marked: SliceTokenizer, chats: 
         patch.setattr(RowEncoder, "_align_odd", never)
         rows = [SourceRow(number, {"messages": messages(chat)}) for number, chat in enumerate(chats)]
         result = marked.run(rows)
-    assert result.books.rows_written == len(chats), result.examples
+    assert result.row_counts.rows_written == len(chats), result.examples
     for number, chat in enumerate(chats):
         truth = marked.tokenizer.hf.apply_chat_template(
             messages(chat), return_dict=True, return_assistant_tokens_mask=True

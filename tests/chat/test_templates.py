@@ -172,7 +172,7 @@ def test_a_header_that_is_not_known_is_never_trained(slice_tokenizer: Any, token
     """No generation prompt and no probe say where a turn of this template begins; its text alone would hold a header."""
     rows, result = tokenize(slice_tokenizer("shows_ten_letters"), talk((U, "hi"), (A, "short")))
     assert rows == []
-    assert list(result.books.quarantined) == [
+    assert list(result.row_counts.quarantined) == [
         "the template does not show where an assistant's turn begins and ends"
     ]
 
@@ -182,4 +182,4 @@ def test_a_template_of_one_turn_is_probed_with_one_turn(slice_tokenizer: Any, to
     assert row.trained == ["short<|im_end|>"]
     rows, result = tokenize(slice_tokenizer("only_one_turn"), talk((U, "hi"), (A, "bad <|im_start|>user")))
     assert rows == []
-    assert list(result.books.quarantined) == ["a trained turn holds a control token"]
+    assert list(result.row_counts.quarantined) == ["a trained turn holds a control token"]

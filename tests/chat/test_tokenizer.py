@@ -85,7 +85,7 @@ def test_a_template_that_asks_for_the_day_needs_one(tokenizer_folder: Any) -> No
     with pytest.raises(TokenizerError, match=r"tokenizer\.date"):
         SliceTokenizer(TextSpec(tokenizer=config)).run([SourceRow(0, ROW)])
     plain = SliceTokenizer(TextSpec(tokenizer=config, format="text")).run([SourceRow(0, {"text": "a"})])
-    assert plain.books.rows_written == 1
+    assert plain.row_counts.rows_written == 1
 
 
 def test_template_kwargs_reach_the_template(tokenizer_folder: Any) -> None:
@@ -124,7 +124,7 @@ def test_only_a_chat_needs_a_template(tokenizer_folder: Any) -> None:
     with pytest.raises(TokenizerError, match="has no chat template"):
         tokenizer.run([SourceRow(0, ROW)])
     tokenizer = SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=tokenizer_folder("none"))))
-    assert tokenizer.run([SourceRow(0, {"text": "hello"})]).books.rows_written == 1
+    assert tokenizer.run([SourceRow(0, {"text": "hello"})]).row_counts.rows_written == 1
 
 
 def test_importing_the_room_is_quick_and_starts_nothing() -> None:

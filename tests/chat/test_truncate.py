@@ -1,4 +1,4 @@
-"""What is left of a row that is too long is part of it, and still proved."""
+"""What is left of a row that is too long is part of it, and still verified."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_drop_leaves_out_what_is_too_long(slice_tokenizer: Any, tokenize: Any) -
     limit = len(whole(slice_tokenizer, tokenize, talk(2)).ids)
     made, result = tokenize(slice_tokenizer(TEMPLATE, max_length=limit), talk(2), talk(3), talk(1))
     assert result.table["source_row"].to_pylist() == [0, 2]
-    assert result.books.dropped == {TOO_LONG: 1}
+    assert result.row_counts.dropped == {TOO_LONG: 1}
     assert len(made[0].ids) == limit
 
 
@@ -50,14 +50,14 @@ def test_keep_start_trains_the_beginning_of_a_cut_turn_without_its_end(
     for limit in range(1, len(full.ids), 3):
         made, result = tokenize(slice_tokenizer(TEMPLATE, max_length=limit, truncation="keep_start"), row)
         if not any(full.mask[:limit]):
-            assert result.books.dropped == {NOTHING_LEFT: 1}
+            assert result.row_counts.dropped == {NOTHING_LEFT: 1}
             continue
         assert (made[0].ids, made[0].mask) == (full.ids[:limit], full.mask[:limit])
         expected = ["answer 0<|im_end|>", "answer 1<|im_end|>"]
         assert all(whole_.startswith(part) for whole_, part in zip(expected, made[0].trained, strict=False))
-        books = result.books
-        assert books.tokens_truncated == len(full.ids) - limit
-        assert books.tokens_trained == sum(full.mask[:limit])
+        row_counts = result.row_counts
+        assert row_counts.tokens_truncated == len(full.ids) - limit
+        assert row_counts.tokens_trained == sum(full.mask[:limit])
 
 
 @pytest.mark.parametrize("system", ["", "Be brief."])
@@ -70,7 +70,7 @@ def test_keep_end_turns_keeps_the_head_and_the_last_whole_turns(
     for limit in range(10, len(full.ids), 3):
         made, result = tokenize(slice_tokenizer(TEMPLATE, max_length=limit, truncation="keep_end_turns"), row)
         if not made:
-            assert result.books.dropped == {LAST_TURN_TOO_LONG: 1}
+            assert result.row_counts.dropped == {LAST_TURN_TOO_LONG: 1}
             seen.add(0)
             continue
         left = len(made[0].trained)
@@ -102,10 +102,10 @@ def test_no_row_is_left_without_loss_and_all_tokens_are_accounted_for(
     rows = [talk(size + 1, "x" * size) for size in sizes]
     options = {"max_length": limit, "truncation": policy, "train_on": train_on}
     made, result = tokenize(slice_tokenizer(TEMPLATE, **options), *rows)
-    result.books.check()
-    assert result.books.rows_in == len(rows)
+    result.row_counts.check()
+    assert result.row_counts.rows_in == len(rows)
     assert all(any(row.mask) and len(row.ids) <= limit for row in made)
-    assert sum(sum(row.mask) for row in made) == result.books.tokens_trained
+    assert sum(sum(row.mask) for row in made) == result.row_counts.tokens_trained
 
 
 def test_cut_tokens_that_came_as_tokens(slice_tokenizer: Any, tokenize: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raysvc.chat.render.renderer import Preparer
+from raysvc.chat.render.renderer import Renderer
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.source.formats import ChatExample
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
@@ -57,14 +57,14 @@ def conversation(draw: Any) -> tuple[ChatExample, bool]:
 
 @pytest.fixture(scope="module")
 def preparers(tokenizer_folder: Any) -> Any:
-    made: dict[str, Preparer] = {}
+    made: dict[str, Renderer] = {}
 
-    def preparer(name: str) -> Preparer:
+    def renderer(name: str) -> Renderer:
         if name not in made:
-            made[name] = Preparer(LoadedTokenizer(TokenizerConfig(name=tokenizer_folder(name))))
+            made[name] = Renderer(LoadedTokenizer(TokenizerConfig(name=tokenizer_folder(name))))
         return made[name]
 
-    return preparer
+    return renderer
 
 
 def outcome(find: Any, render: Any, example: ChatExample) -> Any:

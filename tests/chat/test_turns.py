@@ -80,7 +80,7 @@ def test_keep_end_turns_keeps_a_system_prompt_inside_the_first_user_turn(kind: s
     assert 1 <= kept < 6
     assert ids == hf.apply_chat_template([chat(6)[0], *chat(6)[-2 * kept :]], return_dict=False)
     assert "Be brief." in hf.decode(ids)
-    counts = result.books
+    counts = result.row_counts
     assert (counts.rows_written, counts.rows_truncated) == (1, 1)
     assert counts.tokens_truncated == length - len(ids)
 
@@ -88,7 +88,7 @@ def test_keep_end_turns_keeps_a_system_prompt_inside_the_first_user_turn(kind: s
 def test_a_turn_that_is_too_long_alone_is_dropped_by_name(tmp_path: Path) -> None:
     folder = gemma(tmp_path)
     _, result = made(folder, chat(3), max_length=5, truncation="keep_end_turns")
-    assert result.books.dropped == {"the last turn alone is longer than max_length": 1}
+    assert result.row_counts.dropped == {"the last turn alone is longer than max_length": 1}
 
 
 def thinking(folder: Path) -> str:
@@ -113,16 +113,16 @@ def test_each_assistant_turn_is_a_row_as_the_model_sees_it_when_it_speaks(tmp_pa
         said = THOUGHTS[size - 1]
         trained = hf.decode([token for token, bit in zip(ids, mask, strict=True) if bit])
         assert trained == f"<think>\n{said['reasoning_content']}\n</think>\n\n{said['content']}<|im_end|>"
-    assert (result.books.rows_in, result.books.rows_written) == (2, 2)
-    assert result.books.reasoning_removed == 0
+    assert (result.row_counts.rows_in, result.row_counts.rows_written) == (2, 2)
+    assert result.row_counts.reasoning_removed == 0
 
 
 def test_reasoning_that_the_template_removes_is_counted(tmp_path: Path) -> None:
     folder = thinking(tmp_path)
     _, result = made(folder, THOUGHTS, chat(2))
-    assert result.books.reasoning_removed == 1
+    assert result.row_counts.reasoning_removed == 1
     _, last = made(folder, THOUGHTS, train_on="last_assistant_message")
-    assert last.books.reasoning_removed == 0
+    assert last.row_counts.reasoning_removed == 0
 
 
 def job_file(folder: Path, rows: list[Any], **options: Any) -> Path:

@@ -95,7 +95,7 @@ def test_entries_are_listed_shown_verified_and_damage_is_named(job: Path, tmp_pa
     assert entry["state"] == "finished"
     info = run_json("cache", "info", entry["folder"][:6], "--root", root_of(job))
     assert info["rows"] == 240
-    assert info["report"]["books"]["rows_written"] == 240
+    assert info["report"]["row_counts"]["rows_written"] == 240
     assert run_json("cache", "verify", entry["folder"][:6], "--root", root_of(job))["problems"] == []
 
     built = raysvc.tokenize(job, cache={"root": str(tmp_path / "mine")})

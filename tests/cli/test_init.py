@@ -44,7 +44,7 @@ def test_a_job_is_written_for_rows_of_every_kind(tmp_path: Path, sample: dict[st
     assert result.exit_code == 0, result.output
     said = json.loads(result.stdout.splitlines()[-1])
     assert (said["format"], said["num_rows"]) == (kind, 41)
-    assert (said["books"]["rows_in"], said["books"]["rows_written"]) == (41, 40)
+    assert (said["row_counts"]["rows_in"], said["row_counts"]["rows_written"]) == (41, 40)
     job = load_job(out)
     assert (job.source.format, job.source.path) == (kind, (str(data),))
     assert job.server.name == "my-rows-1"

@@ -144,9 +144,9 @@ def test_a_broken_line_and_a_bad_row_are_set_aside_and_stop_nothing(
         cache={"root": str(tmp_path / "cache")},
         max_quarantine=0.05,
     )
-    books = entry.report["books"]
-    assert (books["rows_in"], books["rows_written"]) == (242, 240)
-    assert sum(books["quarantined"].values()) == 2
+    row_counts = entry.report["row_counts"]
+    assert (row_counts["rows_in"], row_counts["rows_written"]) == (242, 240)
+    assert sum(row_counts["quarantined"].values()) == 2
     assert {example["source_row"] for example in entry.report["examples"]} == {100, 201}
 
 

@@ -66,7 +66,7 @@ def test_sources_come_by_weight_and_each_is_tokenized_once(
     job = job_of(tmp_path, cache_root, sample, {"a": {"weight": 2}, "b": {"weight": 1}})
     entry = raysvc.tokenize(job)
     assert (entry.num_rows, raysvc.tokenize(job).hit) == (100, True)
-    assert entry.report["books"]["rows_written"] == 100
+    assert entry.report["row_counts"]["rows_written"] == 100
     alone = raysvc.tokenize(
         job.model_copy(update={"source": job.mixture.sources["b"].source, "mixture": None})
     )

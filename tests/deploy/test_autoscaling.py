@@ -1,4 +1,4 @@
-"""Tokenizing asks for nodes and gives them back; proved with Ray's autoscaler and nodes that are processes."""
+"""Tokenizing asks for nodes and gives them back; verified with Ray's autoscaler and nodes that are processes."""
 
 from __future__ import annotations
 

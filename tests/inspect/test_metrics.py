@@ -125,10 +125,10 @@ until = time.monotonic() + 60  # reports come every half second
 while not (arrived() and spilled()) and time.monotonic() < until:
     time.sleep(0.2)
 entry = raysvc.tokenize(sys.argv[1])
-books = {**entry.report["books"], "short": int((entry.entry.lengths() <= 80).sum())}
+row_counts = {**entry.report["row_counts"], "short": int((entry.entry.lengths() <= 80).sum())}
 mine = [sample for sample in samples(texts[-1]) if sample[0].startswith("ray_raysvc_")]
 print(json.dumps({"mine": mine, "during": sorted(during), "all": sorted({n for n, _, _ in samples(texts[-1])}),
-                  "summary": summary, "spilled": spilled(), "books": books}), flush=True)
+                  "summary": summary, "spilled": spilled(), "row_counts": row_counts}), flush=True)
 """
 )
 
@@ -189,14 +189,18 @@ def test_a_prometheus_endpoint_has_them_during_a_run(tmp_path: Path, sample: dic
     assert (
         totals["ray_raysvc_steps_total"]
         == found["summary"]["steps"]
-        == -(-found["books"]["rows_written"] // 16)
+        == -(-found["row_counts"]["rows_written"] // 16)
     )
     assert totals["ray_raysvc_build_rows_total"] == 241
     assert totals["ray_raysvc_quarantined_rows_total"] == 1
-    books = found["books"]
-    assert totals["ray_raysvc_truncated_rows_total"] == books["rows_truncated"] > 0
-    assert totals["ray_raysvc_truncated_tokens_total"] == books["tokens_truncated"] > books["rows_truncated"]
-    assert totals["ray_raysvc_cut_rows_total"] == found["summary"]["rows"] - books["short"] > 0
+    row_counts = found["row_counts"]
+    assert totals["ray_raysvc_truncated_rows_total"] == row_counts["rows_truncated"] > 0
+    assert (
+        totals["ray_raysvc_truncated_tokens_total"]
+        == row_counts["tokens_truncated"]
+        > row_counts["rows_truncated"]
+    )
+    assert totals["ray_raysvc_cut_rows_total"] == found["summary"]["rows"] - row_counts["short"] > 0
     assert totals["ray_raysvc_trained_tokens_total"] == found["summary"]["tokens_trained"]
     (tags,) = [labels for name, labels, _ in found["mine"] if name == "ray_raysvc_stall_seconds_total"]
     assert (tags["server"], tags["role"]) == ("measured", "trainer")

@@ -35,7 +35,7 @@ def facts(text: str = "hello", *, steps: bool = True) -> Facts:
     import numpy as np
 
     plan = Plan(PlanConfig(batch_size=4), np.arange(10, 30, dtype=np.int32))
-    books = {"rows_in": 22, "rows_written": 20, "dropped": {"too long": 1}, "quarantined": {text: 1}}
+    row_counts = {"rows_in": 22, "rows_written": 20, "dropped": {"too long": 1}, "quarantined": {text: 1}}
     tokens = {"tokens_rendered": 390, "tokens_trained": 200, "tokens_context": 190, "tokens_truncated": 0}
     return Facts(
         title=f"job {text}",
@@ -43,7 +43,7 @@ def facts(text: str = "hello", *, steps: bool = True) -> Facts:
         lengths=list(range(10, 30)),
         trained=[5] * 20,
         examples={0: [(text, False), (f"answer {text}", True)]},
-        books={**books, **tokens},
+        row_counts={**row_counts, **tokens},
         set_aside=[{"source_row": 7, "reason": text, "detail": ""}],
         plan=plan_report(plan, 2, ColumnBytes(per_cell=13, per_row=24)),
         dp_size=2,

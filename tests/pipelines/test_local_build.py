@@ -92,7 +92,7 @@ def test_a_cluster_and_one_process_write_the_same_bytes(
     bytes_here = bytes_of_parts(here)
     assert bytes_here == bytes_of_parts(there)
     assert len(bytes_here) > 3
-    assert here.report["books"] == there.report["books"]
+    assert here.report["row_counts"] == there.report["row_counts"]
 
 
 def test_two_processes_make_each_slice_once(tmp_path: Path, sample: dict[str, str]) -> None:

@@ -202,7 +202,7 @@ def pairs(folder: Path, name: str, data: bytes, tokenizer: SliceTokenizer) -> li
     spec = TextSpec(tokenizer=tokenizer.spec.tokenizer)
     made = SliceTokenizer(spec)
     results = tokens_of(made, SourceConfig(path=(str(folder / name),)))
-    assert all(not result.books.quarantined for result in results)
+    assert all(not result.row_counts.quarantined for result in results)
     return [made.tokenizer.hf.decode(one["input_ids"]) for one in content(results)]
 
 
@@ -246,7 +246,7 @@ def test_what_json_does_not_have_sets_aside_only_rows_that_use_it(
         (result,) = tokens_of(tokenizer(), SourceConfig(path=(str(tmp_path / name),)))
         assert result.table["source_row"].to_pylist() == written, name
         reasons = ["a number is NaN or infinite, which JSON does not have"] if written == [1] else []
-        assert list(result.books.quarantined) == reasons
+        assert list(result.row_counts.quarantined) == reasons
 
 
 def test_a_large_csv_file_with_line_ends_in_its_fields_is_read_whole(
@@ -272,7 +272,7 @@ def test_a_row_with_other_fields_than_the_header_is_named_and_keeps_its_number(
     made = SliceTokenizer(TextSpec(tokenizer=tokenizer().spec.tokenizer))
     (result,) = tokens_of(made, SourceConfig(path=(str(tmp_path / "rows.csv"),)))
     assert result.table["source_row"].to_pylist() == [0, 3]
-    assert result.books.quarantined == {"fields and header differ": 2}
+    assert result.row_counts.quarantined == {"fields and header differ": 2}
 
 
 def test_lines_of_a_text_file_are_texts(tokenizer: Callable[[], SliceTokenizer], tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 SECRET = "hush-7f3a91"
 PART = PartInfo("part-00000-0123456789abcdef.arrow", 10, 100, 4096, "0" * 32, 64, "1" * 32)
 COLUMNS = {"input_ids": "list<int32>", "loss_mask": "list<uint8>"}
-MANIFEST = Manifest(cache_key({"a": 1}), (PART,), COLUMNS, {"a": 1}, {"books": {}})
+MANIFEST = Manifest(cache_key({"a": 1}), (PART,), COLUMNS, {"a": 1}, {"row_counts": {}})
 JSON: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
@@ -156,16 +156,16 @@ def tokenizer(sample: dict[str, str]) -> Any:
 
 @settings(deadline=None, max_examples=100)
 @given(lines=st.lists(LINE, min_size=1, max_size=6))
-def test_hostile_rows_are_set_aside_and_the_books_balance(tokenizer: Any, lines: list[bytes]) -> None:
+def test_hostile_rows_are_set_aside_and_the_row_counts_balance(tokenizer: Any, lines: list[bytes]) -> None:
     good = b'{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}'
     lines = [line.replace(b"\n", b" ").replace(b"\r", b" ") for line in lines]
     try:
         result = tokenizer.run_json_lines(b"\n".join([*lines, good]) + b"\n", 0)
     except RaysvcError:
         return
-    result.books.check()
-    assert result.books.rows_written >= 1
-    assert result.table.num_rows == result.books.rows_written
+    result.row_counts.check()
+    assert result.row_counts.rows_written >= 1
+    assert result.table.num_rows == result.row_counts.rows_written
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", "a b", "-x", "x" * 101, "é"])

@@ -34,6 +34,8 @@ RETIRED = {
     r"born": "incarnation_id",
     r"how-manieth": "index",
     r"proved (loss )?masks?": "verified loss masks",
+    r"doomed": "deleting",
+    r"(could|can) ?not be proved": "cannot be verified",
     r"for people": "for display",
 }
 

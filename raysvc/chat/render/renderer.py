@@ -25,7 +25,7 @@ from raysvc.chat.source.formats import ChatExample, Example, Format, TextExample
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 
 
-class Preparer:
+class Renderer:
     """Renders the rows of one format.
 
     Args:

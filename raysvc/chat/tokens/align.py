@@ -1,4 +1,4 @@
-"""Stretches of text -> tokens under loss, proved by decoding.
+"""Stretches of text -> tokens under loss, verified by decoding.
 
 Axes: N rows, T tokens of all rows, V ids, S spans.
 Always true:

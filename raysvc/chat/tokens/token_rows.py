@@ -1,9 +1,9 @@
-"""A batch of texts -> tokens and mask of its rows, proved or with a fault.
+"""A batch of texts -> tokens and mask of its rows, verified or with a fault.
 
 Axes: N rows, T tokens of all rows.
 Always true:
 - ids are the encoder's; the ids of a row whose bytes do not add up are checked against the reference;
-- a row without a fault has only proved spans under loss.
+- a row without a fault has only verified spans under loss.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TokenRows:
 
 
 class RowEncoder:
-    """Encodes, aligns and proves batches.
+    """Encodes, aligns and verifies batches.
 
     Args:
         encoder: that makes the ids.

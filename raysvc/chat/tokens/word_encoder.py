@@ -9,7 +9,7 @@ a text may be cut there: the ids of the whole are those of its words, one after 
 4. The ids of all words are gathered.
 
 Always true:
-- tokenizers for which the cuts are not proved by their files get no such encoder;
+- tokenizers for which the files do not show that the cuts are right get no such encoder;
 - texts that hold the mark of a blank themselves get the reference's ids.
 """
 
@@ -46,7 +46,7 @@ _MOST_IDS = 1 << 22  # 16 MiB of remembered ids, then all are forgotten
 
 
 def word_encoder(tokenizer: LoadedTokenizer, reference: ReferenceEncoder) -> WordEncoder | None:
-    """One for this tokenizer; None where its texts cannot be proved to fall into words."""
+    """One for this tokenizer; None where its texts are not known to fall into words."""
     backend = tokenizer.hf.backend_tokenizer
     if not _marks_blanks(backend):
         return None
