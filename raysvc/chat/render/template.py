@@ -14,12 +14,12 @@ from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
-from raysvc.chat.render.fast_render import FastRender
 from raysvc.chat.render.real_render import RealRender
 from raysvc.chat.render.rendered import NOBODY, Render
-from raysvc.chat.render.self_test import tracing_works
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.messages import Message, is_plain
+from raysvc.chat.trace.fast_render import FastRender
+from raysvc.chat.trace.self_test import tracing_works
 
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from raysvc.chat.render.operations import Code
-from raysvc.chat.render.traced_value import Untraceable
+from raysvc.chat.trace.operations import Code
+from raysvc.chat.trace.traced_value import Untraceable
 
 MAX_LEAVES = 2048
 MAX_STATES = 512

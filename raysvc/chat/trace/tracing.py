@@ -15,11 +15,11 @@ from typing import Any
 
 from jinja2.runtime import LoopContext, Macro, Undefined
 
-from raysvc.chat.render.automaton import Automaton
 from raysvc.chat.render.compiled import CompiledTemplate
-from raysvc.chat.render.operations import PURE_METHODS
-from raysvc.chat.render.trace import Trace
-from raysvc.chat.render.traced_value import Generated, Traced, TracedLoop, Untraceable, holds_traced
+from raysvc.chat.trace.automaton import Automaton
+from raysvc.chat.trace.operations import PURE_METHODS
+from raysvc.chat.trace.trace import Trace
+from raysvc.chat.trace.traced_value import Generated, Traced, TracedLoop, Untraceable, holds_traced
 
 _DICT_FIELDS = frozenset(dir(dict))
 

@@ -10,16 +10,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any, Protocol
 
-from raysvc.chat.render.operations import BINARY
-
-if TYPE_CHECKING:
-    from raysvc.chat.render.trace import Trace
+from raysvc.chat.trace.operations import BINARY
 
 
 class Untraceable(Exception):
     """A row that cannot be traced; the argument says why."""
+
+
+class Recorder(Protocol):
+    """What traced values tell their trace; `loops` are those that run, outermost first."""
+
+    loops: list[TracedLoop]
+
+    def ask(self, value: Traced) -> bool:
+        """Note a question, and answer it for the row that is traced."""
+
+    def let(self, op: str, *args: Any, **kwargs: Any) -> Traced:
+        """Note an operation, and do it on the row's values."""
+
+    def step(self, loop: TracedLoop, frame: FrameType) -> None:
+        """Note that a loop goes on."""
 
 
 class Traced:
@@ -37,7 +50,7 @@ class Traced:
     __slots__ = ("epoch", "method", "of_messages", "parts", "trace", "value", "var")
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, trace: Trace, var: str, value: Any, epoch: int | None = None) -> None:
+    def __init__(self, trace: Recorder, var: str, value: Any, epoch: int | None = None) -> None:
         self.trace, self.var, self.value, self.epoch = trace, var, value, epoch
         self.method: tuple[Any, str] | None = None
         self.parts: tuple[Any, ...] = ()
@@ -92,7 +105,7 @@ class TracedLoop:
         line: of the `for` statement in the root, -1 elsewhere.
     """
 
-    def __init__(self, trace: Trace, over: Traced, with_loop: bool = False) -> None:
+    def __init__(self, trace: Recorder, over: Traced, with_loop: bool = False) -> None:
         self.trace, self.with_loop = trace, with_loop
         self.items = over if over.var == "messages" else trace.let("list", over)
         self.items.of_messages = over.of_messages
@@ -118,7 +131,11 @@ class TracedLoop:
         return (item, self) if self.with_loop else item
 
     def field(self, name: str) -> Any:
-        """A field of `loop`."""
+        """A field of `loop`.
+
+        Raises:
+            Untraceable: a field that is not followed.
+        """
         let, at = self.trace.let, self.at
         if name in ("previtem", "nextitem"):
             return self._neighbour(-1 if name == "previtem" else 1)

@@ -18,10 +18,10 @@ from jinja2.nodes import EvalContext
 from jinja2.runtime import Context, Macro, Undefined
 from jinja2.utils import Namespace, missing
 
-from raysvc.chat.render.automaton import Ask, Automaton, Leaf, Let, State, Stretch
 from raysvc.chat.render.compiled import CompiledTemplate
-from raysvc.chat.render.operations import CANNOT_RAISE, Code, expression
-from raysvc.chat.render.traced_value import Generated, Traced, TracedLoop, Untraceable
+from raysvc.chat.trace.automaton import Ask, Automaton, Leaf, Let, State, Stretch
+from raysvc.chat.trace.operations import CANNOT_RAISE, Code, expression
+from raysvc.chat.trace.traced_value import Generated, Traced, TracedLoop, Untraceable
 
 _LOCAL = re.compile(r"([lt])_(\d+)")
 

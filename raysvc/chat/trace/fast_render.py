@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
-from raysvc.chat.render.automaton import Miss, State
-from raysvc.chat.render.kept_tools import KeptTools
 from raysvc.chat.render.rendered import Render, render_of
-from raysvc.chat.render.traced_value import Untraceable
-from raysvc.chat.render.tracing import TracingTemplate
+from raysvc.chat.trace.automaton import Miss, State
+from raysvc.chat.trace.kept_tools import KeptTools
+from raysvc.chat.trace.traced_value import Untraceable
+from raysvc.chat.trace.tracing import TracingTemplate
 
 SAMPLE_EVERY = 256
 MAX_REFUSED = 64

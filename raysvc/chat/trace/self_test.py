@@ -11,8 +11,8 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from raysvc.chat.render.fast_render import FastRender
 from raysvc.chat.render.real_render import RealRender
+from raysvc.chat.trace.fast_render import FastRender
 
 logger = logging.getLogger(__name__)
 
