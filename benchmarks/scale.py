@@ -73,16 +73,17 @@ def plan_constants() -> dict[str, float]:
     return found
 
 
-def ledger_constants() -> dict[str, float]:
+def lease_constants() -> dict[str, float]:
     """One commit or heartbeat, as the server decides it."""
-    from raysvc.actors.server.leases import Ledger
+    from raysvc.actors.server.leases import ReaderLease
 
-    ledger = Ledger("x").attach("a", time.time(), 30.0)
+    lease = ReaderLease("", "x").attach("a", time.monotonic(), 30.0, fence=1)
 
     def calls() -> None:
-        one = ledger
+        one = lease
         for step in range(1000):
-            one = one.commit(one.fence, step).beat(one.fence, time.time())
+            now_s = time.monotonic()
+            one = one.commit(one.fence, step, 0, now_s).beat(one.fence, 0, now_s)
 
     return {"commit_s": best_of(calls) / 1000}
 
@@ -219,7 +220,7 @@ def main() -> None:
     parser.add_argument("--ray", action="store_true", help="measure Ray's constants too")
     parser.add_argument("--json-constants", type=Path, help="also write the constants here")
     arguments = parser.parse_args()
-    constants = {**manifest_constants(), **plan_constants(), **ledger_constants()}
+    constants = {**manifest_constants(), **plan_constants(), **lease_constants()}
     if arguments.ray:
         constants |= ray_constants()
     show("Constants", [{"constant": name, "value": value} for name, value in constants.items()])

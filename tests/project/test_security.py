@@ -46,7 +46,7 @@ def code_files() -> list[Path]:
 
 
 def test_nothing_that_is_read_from_storage_can_run() -> None:
-    """No pickle, no unsafe YAML, no numpy or torch file that may hold objects; `exec` only of code that is made from a template's syntax tree."""
+    """No pickle, no unsafe YAML, no numpy or torch file that may hold objects; `exec` and `eval` only of code that is made of a template's operations."""
     for path in code_files():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import | ast.ImportFrom):
@@ -56,8 +56,8 @@ def test_nothing_that_is_read_from_storage_can_run() -> None:
                 continue
             called = ast.unparse(node.func)
             words = {word.arg: ast.unparse(word.value) for word in node.keywords}
-            assert called not in ("eval", "yaml.load", "yaml.unsafe_load", "os.system"), path
-            assert called != "exec" or "chat" in path.parts, path
+            assert called not in ("yaml.load", "yaml.unsafe_load", "os.system"), path
+            assert called not in ("exec", "eval") or "chat" in path.parts, path
             assert words.get("allow_pickle", "False") == "False", path
             assert words.get("shell", "False") == "False", path
             if called == "torch.load":

@@ -8,7 +8,6 @@ Always true:
 from __future__ import annotations
 
 import json
-import marshal
 from typing import Any
 
 MAX_TOOLS = 1024
@@ -22,16 +21,13 @@ class KeptTools:
         self._forget()
 
     def _forget(self) -> None:
-        self._sets: dict[bytes, list[Any]] = {}
+        self._sets: dict[str, list[Any]] = {}
         self._parts: dict[int, Any] = {}  # id -> part; a part that is held here keeps its id
         self._texts: dict[tuple[int, int | None], str] = {}
 
     def one_of(self, tools: list[Any]) -> list[Any]:
         """The first of all sets that equal this one."""
-        try:
-            key = marshal.dumps(tools, 0)
-        except ValueError:
-            return tools  # not plain data
+        key = repr(tools)  # plain data: tells 1, 1.0 and True apart, and keeps the order of keys
         if key not in self._sets:
             if len(self._sets) >= MAX_TOOLS:
                 self._forget()
