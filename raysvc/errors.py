@@ -151,7 +151,8 @@ class VersionMismatch(LeaseError):
 
     Args:
         name: of the server.
-        client, server: their versions.
+        client: its version.
+        server: its version.
     """
 
     def __init__(self, name: str, client: str, server: str) -> None:
