@@ -225,7 +225,7 @@ class ServerConfig(Model):
     orphan_ttl_s: float = Field(
         default=900.0, gt=0, description="Without a lease for this long, the server frees its data."
     )
-    reap: bool = Field(default=False, description="... and ends.")
+    reap: bool = Field(default=False, description="Shut down after orphan_ttl_s without a lease.")
     detached: bool = Field(default=False, description="The server of `raysvc train` outlives the run.")
     share: Literal["none", "stream"] = Field(
         default="none", description="stream: several trainers read the same steps, each collated once."
@@ -297,7 +297,9 @@ class TrainerConfig(Model):
 
     dp_size: PositiveInt = Field(default=1, description="Data-parallel ranks, one worker each.")
     model: str = Field(default="tiny", description="`tiny` (random, for trying), a folder, or a hub name.")
-    learning_rate: float = Field(default=1e-4, gt=0, description="Of AdamW, after the warm-up.")
+    learning_rate: float = Field(
+        default=1e-4, gt=0, description="Peak learning rate of AdamW, after the warm-up."
+    )
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant",
         description="From the warm-up to the run's last optimizer step; decays go to zero.",
@@ -305,7 +307,7 @@ class TrainerConfig(Model):
     warmup_steps: int = Field(
         default=0, ge=0, description="Optimizer steps in which the learning rate rises to its full value."
     )
-    weight_decay: float = Field(default=0.0, ge=0, description="Of AdamW.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Weight decay of AdamW.")
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="None: gradients are not clipped.")
     loss: Reduction = Field(
         default="token_mean",

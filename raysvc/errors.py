@@ -121,7 +121,7 @@ class LeaseHeld(LeaseError):
 
     def __str__(self) -> str:
         return (
-            f"server {self.name!r} is held by {self.holder} since {self.since_s:.0f} s; "
+            f"server {self.name!r} is held by {self.holder} for {self.since_s:.0f} s; "
             "wait until it detaches, or attach with takeover=True to fence it"
         )
 

@@ -99,7 +99,9 @@ def _tree(job: str | Path | Mapping[str, Any] | JobConfig | None) -> dict[str, A
 def _override(text: str) -> dict[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise ConfigError(f"override {text!r}", "has no form key=value", "write plan.batch_size=64")
+        raise ConfigError(
+            f"override {text!r}", "is not KEY=VALUE", "write plan.batch_size=64, or -c in front of a job file"
+        )
     try:
         parsed = yaml.safe_load(value)
     except yaml.YAMLError:

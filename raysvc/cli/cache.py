@@ -32,9 +32,9 @@ Storage = Annotated[
     list[str] | None,
     typer.Option("--storage-option", help="KEY=VALUE for fsspec, like endpoint_url=...; may repeat."),
 ]
-Days = Annotated[float | None, typer.Option(help="Entries not used for so many days go.", min=0)]
+Days = Annotated[float | None, typer.Option(help="Delete entries unused for this many days.", min=0)]
 MaxGB = Annotated[float | None, typer.Option(help="Least recently used entries go above this size.", min=0)]
-GraceHours = Annotated[float, typer.Option(help="Nothing younger is removed.", min=0)]
+GraceHours = Annotated[float, typer.Option(help="Keep anything newer than this many hours.", min=0)]
 
 
 @app.command()

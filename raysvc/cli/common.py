@@ -43,7 +43,7 @@ Address = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show log lines.")]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Show results and errors alone.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print only results and errors.")]
 FILE_SYSTEM = {  # errors that a user can fix -> how
     errno.EACCES: "allow this user to use it, or name another place",
     errno.EPERM: "allow this user to use it, or name another place",

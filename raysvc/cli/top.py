@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Interval = Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)]
 Web = Annotated[bool, typer.Option("--web", help="Serve a live page on this machine instead.")]
 Port = Annotated[int, typer.Option(help="Of the page; 0: a free one.", min=0, max=65535)]
-Count = Annotated[int | None, typer.Option(help="Looks; default: until Ctrl-C.", min=1)]
+Count = Annotated[int | None, typer.Option(help="Number of refreshes; default: until Ctrl-C.", min=1)]
 
 
 @edge

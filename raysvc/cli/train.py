@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Headroom = Annotated[
     int | None,
     typer.Option(
-        help="Train nothing that is kept: measure so many steps with the real and with a perfect loader.",
+        help="Benchmark this many steps with the real and with a perfect loader; discard the weights.",
         min=1,
     ),
 ]

@@ -397,7 +397,7 @@ class TestRemote:
         assert (copies.folder, copies.max_bytes) == (tmp_path / "x", 500_000_000)
         assert copies.folder.stat().st_mode & 0o777 == 0o700
         assert copies_from({"RAYSVC_PART_CACHE_DIR": str(tmp_path / "y")}).max_bytes > 0
-        with pytest.raises(StoreError, match="RAYSVC_PART_CACHE_GB: 'much' is no number"):
+        with pytest.raises(StoreError, match="RAYSVC_PART_CACHE_GB: 'much' is not a number"):
             copies_from({"RAYSVC_PART_CACHE_DIR": str(tmp_path), "RAYSVC_PART_CACHE_GB": "much"})
         assert node_copies() is node_copies()
 

@@ -65,7 +65,7 @@ def test_a_source_file_that_is_not_there(tmp_path: Path, sample: dict[str, str])
 
 def test_a_folder_without_rows(tmp_path: Path, sample: dict[str, str]) -> None:
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "notes.txt").write_text("no rows here")
+    (tmp_path / "data" / "notes.md").write_text("no rows here")
     job = job_file(tmp_path, source={"path": str(tmp_path / "data")}, tokenizer=sample["tokenizer"])
     assert "matches no file" in mistake("tokenize", "-c", str(job))
 

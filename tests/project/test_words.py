@@ -37,6 +37,10 @@ RETIRED = {
     r"doomed": "deleting",
     r"(could|can) ?not be proved": "cannot be verified",
     r"for people": "for display",
+    r"errors alone": "only errors",
+    r"has no form": "is not KEY=VALUE",
+    r"is no number": "is not a number",
+    r"for so many days": "for N days",
 }
 
 

@@ -82,5 +82,5 @@ def test_the_next_mini_batch_is_asked_for_before_one_is_waited_for_and_sums_are_
 
 def test_an_interval_without_an_eval_is_refused() -> None:
     job = {"source": {"path": "rows.jsonl"}, "tokenizer": "here", "trainer": {"eval_every_steps": 5}}
-    with pytest.raises(ValidationError, match="eval_every_steps needs evals"):
+    with pytest.raises(ValidationError, match="eval_every_steps is given, but there are no evals"):
         JobConfig.model_validate(job)

@@ -144,7 +144,7 @@ def copies_from(environ: Mapping[str, str]) -> PartCopies:
             return PartCopies(folder, int(float(limit_gb) * 1e9))
         except ValueError:
             raise StoreError(
-                "RAYSVC_PART_CACHE_GB", f"{limit_gb!r} is no number", "give gigabytes, like 50"
+                "RAYSVC_PART_CACHE_GB", f"{limit_gb!r} is not a number", "give gigabytes, like 50"
             ) from None
     copies = PartCopies(folder, 0)
     copies.max_bytes = (copies.held_bytes() + shutil.disk_usage(folder).free) // 2
