@@ -399,7 +399,9 @@ class JobConfig(Model):
         if self.max_length is None and "truncation" in self.model_fields_set and self.truncation != "drop":
             raise ValueError(f"truncation: {self.truncation} needs max_length")
         if self.trainer.eval_every_steps is not None and not self.evals:
-            raise ValueError("trainer.eval_every_steps needs evals")
+            raise ValueError(
+                "trainer.eval_every_steps is given, but there are no evals; add a section evals or leave the key out"
+            )
         return self
 
     @property
