@@ -183,3 +183,21 @@ def test_a_template_of_one_turn_is_probed_with_one_turn(slice_tokenizer: Any, to
     rows, result = tokenize(slice_tokenizer("only_one_turn"), talk((U, "hi"), (A, "bad <|im_start|>user")))
     assert rows == []
     assert list(result.row_counts.quarantined) == ["a trained turn holds a control token"]
+
+
+LOOPS = [
+    "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
+    "{% for m in messages %}{% for a in range(60000) %}{{ m.content }}{% endfor %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("text", LOOPS)
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_template_that_would_loop_for_hours_is_refused(text: str, fast: bool) -> None:
+    from raysvc.chat.render.template import ChatTemplate
+    from raysvc.chat.row_errors import RowFault
+
+    template = ChatTemplate(text, {}, fast=fast)
+    for _ in range(2):  # a render begins with all its numbers again
+        with pytest.raises(RowFault, match="more than 100000 numbers"):
+            template.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None)

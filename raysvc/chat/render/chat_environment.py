@@ -1,7 +1,8 @@
 """The Jinja environment of chat templates, without `transformers`.
 
 Always true:
-- a template renders here what it renders in `apply_chat_template`, and is refused where it is refused there;
+- a template renders here what it renders in `apply_chat_template`, and is refused where it is refused there, and where its
+  `range`s have more than `MAX_NUMBERS` numbers together: a template comes with a model, and must not stop a build;
 - an environment is shared with nobody: what a caller hangs into one changes no other.
 """
 
@@ -14,6 +15,8 @@ from typing import Any
 import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_NUMBERS = 100_000  # as many as the sandbox allows a single range
 
 
 class GenerationBlocks(jinja2.ext.Extension):
@@ -57,6 +60,25 @@ class _Namespace(jinja2.utils.Namespace):
         super().__setitem__(name, value)
 
 
+class _Range:
+    """`range` in a template; loops inside loops together go over at most `MAX_NUMBERS` of one render."""
+
+    def __init__(self) -> None:
+        self.left = MAX_NUMBERS
+
+    def __call__(self, *args: int) -> range:
+        numbers = range(*args)
+        self.left -= len(numbers)
+        if self.left < 0:
+            raise OverflowError(f"its ranges have more than {MAX_NUMBERS} numbers together")
+        return numbers
+
+
+def begin_render(environment: jinja2.Environment) -> None:
+    """Give the loops of the next render their numbers."""
+    environment.globals["range"].left = MAX_NUMBERS
+
+
 def chat_environment(now: datetime | None = None) -> ImmutableSandboxedEnvironment:
     """A new environment with the blocks, filters and globals that chat templates use.
 
@@ -72,6 +94,7 @@ def chat_environment(now: datetime | None = None) -> ImmutableSandboxedEnvironme
         "strftime_now": lambda form: (now or datetime.now()).strftime(form),
         "dict": _Dict(),
         "namespace": _Namespace,
+        "range": _Range(),
     }
     return environment
 

@@ -63,7 +63,10 @@ class CompiledTemplate:
         self._around: dict[int, tuple[int, ...]] = {}
 
     def context(self, given: dict[str, Any]) -> Any:
-        """A context to render with."""
+        """A context to render with, once."""
+        from raysvc.chat.render.chat_environment import begin_render
+
+        begin_render(self.environment)
         return self._template.new_context(given)
 
     def on_generation(self, listener: Callable[[Any], Any]) -> None:
