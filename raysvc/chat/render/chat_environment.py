@@ -76,7 +76,9 @@ class _Range:
 
 def begin_render(environment: jinja2.Environment) -> None:
     """Give the loops of the next render their numbers."""
-    environment.globals["range"].left = MAX_NUMBERS
+    numbers = environment.globals["range"]
+    assert isinstance(numbers, _Range)
+    numbers.left = MAX_NUMBERS
 
 
 def chat_environment(now: datetime | None = None) -> ImmutableSandboxedEnvironment:
