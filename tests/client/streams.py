@@ -46,11 +46,11 @@ def take(client: Any, steps: Iterable[Any] | None = None, stop: int | None = Non
 
 
 def threads() -> set[str]:
-    """Names of this process's threads of ours that belong to a client; entries that a test opened are held by another."""
+    """Names of this process's threads of ours that belong to a client; others hold entries and the cluster."""
     import threading
 
     names = {thread.name for thread in threading.enumerate() if thread.name.startswith("raysvc")}
-    return names - {"raysvc-holds"}
+    return names - {"raysvc-holds", "raysvc-ray-start"}
 
 
 def falls_to(limit: int, count: Callable[[], int], within_s: float = 20.0) -> bool:
