@@ -164,7 +164,7 @@ def test_rows_that_a_file_takes_out_in_mid_run_leave_holes_from_there_on(
     other = tmp_path / "job.yaml"
     sections = yaml.safe_load(job.read_text())
     sections["plan"]["skip_rows"] = str(skip)
-    sections["trainer"] = {**options, "max_steps": 2}
+    sections["trainer"] = {**options, "max_steps": 2, "resume": "changed"}
     other.write_text(yaml.safe_dump(sections))
     summary = raysvc.train(other)
     assert (summary["resumed_from"], summary["rows"]) == (1, 14 + 12)
