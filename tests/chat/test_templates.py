@@ -201,3 +201,20 @@ def test_a_template_that_would_loop_for_hours_is_refused(text: str, fast: bool) 
     for _ in range(2):  # a render begins with all its numbers again
         with pytest.raises(RowFault, match="more than 100000 numbers"):
             template.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None)
+
+
+def test_a_loop_over_a_number_of_the_row_is_walked_and_has_the_bound_too() -> None:
+    from raysvc.chat.render.template import ChatTemplate
+    from raysvc.chat.row_errors import RowFault
+
+    numbers = "range(m.content | int)"
+    loops = (
+        f"{{% for a in {numbers} %}}{{% for b in {numbers} %}}{{{{ m.role }}}}{{% endfor %}}{{% endfor %}}"
+    )
+    template = ChatTemplate(f"{{% for m in messages %}}{loops}{{% endfor %}}", {})
+    for number in (2, 3, 40):
+        assert len(template.render([{"role": "user", "content": str(number)}], None).text) == 4 * number**2
+    with pytest.raises(RowFault, match="more than 100000 numbers"):
+        template.render([{"role": "user", "content": "90000"}], None)
+    assert template.fast is not None
+    assert template.fast.counts["walked"] == 2

@@ -74,6 +74,7 @@ class FastRender:
         return made
 
     def _walk(self, start: State, messages: list[Any], tools: Any) -> Render:
+        self._template.begin_walk()
         return render_of(self._automaton.walk(start, messages, tools), messages)
 
     def _learn(self, start: State, messages: list[Any], tools: Any, prompt: bool) -> Render:

@@ -15,6 +15,7 @@ from typing import Any
 
 from jinja2.runtime import LoopContext, Macro, Undefined
 
+from raysvc.chat.render.chat_environment import begin_render
 from raysvc.chat.render.compiled import CompiledTemplate
 from raysvc.chat.trace.automaton import Automaton
 from raysvc.chat.trace.operations import PURE_METHODS
@@ -54,6 +55,7 @@ class TracingTemplate:
         Raises:
             Exception: the row cannot be traced, whatever the reason.
         """
+        self.begin_walk()
         row = {"messages": messages, "tools": tools}
         trace = self._trace = Trace(self._compiled, self.automaton, prompt, row)
         given = {name: trace.given(name) for name in row}
@@ -65,6 +67,10 @@ class TracingTemplate:
             trace.write(piece, root.gi_frame.f_lineno)
         trace.close(None, [])
         return trace
+
+    def begin_walk(self) -> None:
+        """Give the loops over numbers of a row their bound, as a render has it."""
+        begin_render(self._plain)
 
     def _names(self, to_json: Callable[..., str]) -> dict[str, Any]:
         plain = self._plain
@@ -126,10 +132,12 @@ class TracingTemplate:
         kwargs = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
         if type(called) is Traced:
             return self._method(called, *args, **kwargs)
-        known = self._plain.globals
-        pure = called is known["range"] or called is known["dict"] or _is_pure_method(called)
-        if pure and holds_traced((args, kwargs)):
-            return self._trace.let(f"call {self.automaton.constant(called)}", *args, **kwargs)
+        known = self._compiled.environment.globals
+        pure = next((self._plain.globals[name] for name in ("range", "dict") if called is known[name]), None)
+        if pure is None and _is_pure_method(called):
+            pure = called
+        if pure is not None and holds_traced((args, kwargs)):
+            return self._trace.let(f"call {self.automaton.constant(pure)}", *args, **kwargs)
         inside = isinstance(called, Macro) or called in (known["namespace"], self._generation)
         if holds_traced((args, kwargs)) and not inside:
             raise Untraceable(f"a value of the row in a call of {called}")
