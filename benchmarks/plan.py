@@ -52,7 +52,7 @@ class Repeated:
 
 def plan_cost(num_rows: int, batch_size: int, shape: dict[str, Any], repeats: int) -> dict[str, Any]:
     """Milliseconds of one step, and memory."""
-    from raysvc.config import PlanConfig
+    from raysvc.job.config import PlanConfig
     from raysvc.plan import Plan
 
     config = PlanConfig(batch_size=batch_size, **shape)
@@ -75,7 +75,7 @@ def plan_cost(num_rows: int, batch_size: int, shape: dict[str, Any], repeats: in
 
 def mixture_cost(batch_size: int, repeats: int) -> dict[str, Any]:
     """A mixture of ten entries of 1e8 rows."""
-    from raysvc.config import PlanConfig
+    from raysvc.job.config import PlanConfig
     from raysvc.plan import Mixture, MixtureSource, Plan, Stage
 
     sources = tuple(MixtureSource(f"source-{number}", 10**8) for number in range(10))
@@ -93,7 +93,7 @@ def report_cost(num_rows: int) -> float:
     """Seconds of the report of a plan."""
     from raysvc.collate.plan_report import plan_report
     from raysvc.collate.shard_bytes import ColumnBytes
-    from raysvc.config import PlanConfig
+    from raysvc.job.config import PlanConfig
     from raysvc.plan import Plan
 
     plan = Plan(PlanConfig(batch_size=256), Repeated(num_rows))  # type: ignore[arg-type]

@@ -139,7 +139,7 @@ def slow_store_rows(folder: Path, seconds: float) -> list[dict[str, Any]]:
     from raysvc.actors.server.spec import RolloutSpec, ServeSpec
     from raysvc.client.batch_client import attach
     from raysvc.client.rollouts import rollouts
-    from raysvc.config import PlanConfig
+    from raysvc.job.config import PlanConfig
 
     class SlowServer(RolloutServer):
         """A rollout server on a slow disk."""

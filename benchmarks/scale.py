@@ -55,7 +55,7 @@ def manifest_constants(parts: int = 2000) -> dict[str, float]:
 
 def plan_constants() -> dict[str, float]:
     """What a plan costs at a number of rows: construction, and a step of 1024 rows for 8 and 1024 ranks."""
-    from raysvc.config import PlanConfig
+    from raysvc.job.config import PlanConfig
     from raysvc.plan.plan import Plan
 
     found: dict[str, float] = {}

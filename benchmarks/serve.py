@@ -72,7 +72,7 @@ def running_ray(two_nodes: bool) -> Iterator[None]:
 def measure(folder: Path, options: argparse.Namespace) -> None:
     from raysvc.actors.launch import start_server
     from raysvc.actors.server.spec import ServeSpec
-    from raysvc.config import PlanConfig
+    from raysvc.job.config import PlanConfig
 
     steps_per_epoch = 40
     uri = make_entry(folder / "cache", ROWS * steps_per_epoch, TOKENS)

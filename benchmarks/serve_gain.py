@@ -164,7 +164,7 @@ def server(uri: str, plan: dict[str, Any], **fields: Any) -> Iterator[str]:
     """Name of a server of an entry, for as long as it is measured."""
     from raysvc.actors.launch import start_server, stop_server
     from raysvc.actors.server.spec import ServeSpec
-    from raysvc.config import PlanConfig
+    from raysvc.job.config import PlanConfig
 
     spec = ServeSpec(
         name="gain",

@@ -40,7 +40,7 @@ def soak(folder: Path, steps: int) -> list[dict[str, Any]]:
     from raysvc.actors.launch import start_server, stop_server, wait_for
     from raysvc.actors.server.spec import ServeSpec
     from raysvc.client.batch_client import attach
-    from raysvc.config import PlanConfig
+    from raysvc.job.config import PlanConfig
 
     uri = make_entry(folder / "cache", 6400, 300)
     epochs = -(-steps // 100)

@@ -65,7 +65,7 @@ def measure(folder: Path, steps: int, compute_s: float) -> None:
     from raysvc.actors.launch import start_server
     from raysvc.actors.server.batch_server import ServeSpec
     from raysvc.client.batch_client import attach
-    from raysvc.config import PlanConfig
+    from raysvc.job.config import PlanConfig
 
     uri = make_entry(folder / "cache", 64 * (steps + 4 * BLOCK), 200)
     plan = PlanConfig(batch_size=64, micro_batch_size=8)

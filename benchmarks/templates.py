@@ -63,7 +63,7 @@ def measure(name: str, text: str, data: Path, given: argparse.Namespace) -> dict
     """Rates of one template on one data set, None when it refuses the rows."""
     from raysvc.chat.render.template import ChatTemplate
     from raysvc.chat.slice_tokenizer import SliceTokenizer
-    from raysvc.config import TextSpec, TokenizerConfig
+    from raysvc.job.config import TextSpec, TokenizerConfig
 
     config = TokenizerConfig(name=given.tokenizer, chat_template=text, date=date.today())
     tokenizer = SliceTokenizer(TextSpec(tokenizer=config, train_on="all_tokens"), name)
@@ -132,7 +132,7 @@ def of_kind(kind: str, folder: str, data: bytes, rows: list[Any]) -> dict[str, A
     from raysvc.chat.slice_tokenizer import SliceTokenizer
     from raysvc.chat.text_batch import batch_of
     from raysvc.chat.tokens.token_rows import RowEncoder
-    from raysvc.config import TextSpec, TokenizerConfig
+    from raysvc.job.config import TextSpec, TokenizerConfig
 
     tokenizer = SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=folder)), kind)
     hf, few, batches = AutoTokenizer.from_pretrained(folder), rows[::8], []

@@ -84,7 +84,7 @@ def write(table: Any) -> None:
 
 def slice_tokenizer(job: dict[str, Any]) -> Any:
     from raysvc.chat.slice_tokenizer import SliceTokenizer
-    from raysvc.config import TextSpec, TokenizerConfig
+    from raysvc.job.config import TextSpec, TokenizerConfig
 
     spec = TextSpec(tokenizer=TokenizerConfig(name=job["tokenizer"]), train_on=job["train_on"])
     return SliceTokenizer(spec, job["data"])

@@ -12,8 +12,8 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from raysvc import job_schema
-from raysvc.config import JobConfig
+from raysvc.job import job_schema
+from raysvc.job.config import JobConfig
 
 INTRO = """# job.yaml
 

@@ -11,8 +11,8 @@ from typing import Any
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 import raysvc
+from raysvc.build.sample_data import write_job
 from raysvc.integrations.transformers import FromServer
-from raysvc.sample_data import write_job
 
 
 def main(folder: Path) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, set_seed
 from trl import SFTConfig, SFTTrainer
 
 import raysvc
+from raysvc.build.sample_data import write_job
 from raysvc.integrations.trl import labelled
-from raysvc.sample_data import write_job
 
 
 def main(folder: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from raysvc.cache.manifest import Receipt
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
-from raysvc.config import PoolConfig
+from raysvc.job.config import PoolConfig
 from raysvc.pipelines.sources.slices import Slice
 from raysvc.pipelines.tokenize import BuildTask, build_slice
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysvc.cache.manifest import Receipt
-from raysvc.config import PoolConfig
 from raysvc.errors import RaysvcError
+from raysvc.job.config import PoolConfig
 from raysvc.pipelines.sources.slices import Slice
 from raysvc.pipelines.tokenize import BuildTask, receipts_of
 

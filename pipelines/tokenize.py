@@ -27,8 +27,8 @@ from raysvc.cache.manifest import Receipt
 from raysvc.cache.writer import EntryWriter
 from raysvc.chat.row_counts import Quarantined, RowCounts
 from raysvc.chat.slice_tokenizer import SliceResult, SliceTokenizer
-from raysvc.config import PoolConfig, TextSpec
 from raysvc.errors import RaysvcError
+from raysvc.job.config import PoolConfig, TextSpec
 from raysvc.pipelines.reading.readers import has_long_line, read_lines, read_rows
 from raysvc.pipelines.sources.slices import Slice
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from raysvc.build.cache_entry import CacheEntry
 from raysvc.build.job_plan import plan_config
 from raysvc.cache.store.open import absolute, default_root
-from raysvc.config import JobConfig
-from raysvc.job_file import load_job
+from raysvc.job.config import JobConfig
+from raysvc.job.job_file import load_job
 from raysvc.progress import Progress, silent
 
 if TYPE_CHECKING:

@@ -46,7 +46,7 @@ def ray_session() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Paths of 240 chat rows and a small tokenizer, made once."""
-    from raysvc.sample_data import chat_rows, row_texts, write_rows, write_tokenizer
+    from raysvc.build.sample_data import chat_rows, row_texts, write_rows, write_tokenizer
 
     folder = tmp_path_factory.mktemp("sample")
     rows = write_rows(folder / "rows.jsonl", 240)
@@ -97,7 +97,7 @@ def serve(tmp_path: Path, entry: Callable[..., str], ray_session: None) -> Itera
     """Starts a server of an entry; `plan` and fields of `ServeSpec` as arguments. Ends them all."""
     from raysvc.actors.launch import server_names, start_server, stop_server
     from raysvc.actors.server.spec import ServeSpec
-    from raysvc.config import PlanConfig
+    from raysvc.job.config import PlanConfig
 
     started: list[str] = []
 

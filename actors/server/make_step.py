@@ -19,7 +19,7 @@ from raysvc.collate.geometry import geometry_of
 from raysvc.collate.info import MiniBatchInfo, info_of
 from raysvc.collate.shard import Shard
 from raysvc.collate.shard_bytes import ColumnBytes, bytes_by_rank
-from raysvc.config import PlanConfig
+from raysvc.job.config import PlanConfig
 from raysvc.plan.plan import MiniBatchPlan, StepPlan
 from raysvc.row_batch import RowBatch
 

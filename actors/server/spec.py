@@ -16,7 +16,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from raysvc.collate.info import MiniBatchInfo
-from raysvc.config import PlanConfig
+from raysvc.job.config import PlanConfig
 
 Share = Literal["none", "stream"]
 TRAIN = ""  # name of the stream that is trained; others are evals

@@ -22,7 +22,7 @@ from raysvc.actors.staging.staging import StagingOptions
 from raysvc.actors.worker.losses import Loss, LossSum, SftLoss, ValueLoss
 from raysvc.actors.worker.lr_schedule import LearningRate
 from raysvc.actors.worker.worker import Worker
-from raysvc.config import Reduction
+from raysvc.job.config import Reduction
 
 if TYPE_CHECKING:
     import torch

@@ -35,8 +35,8 @@ from raysvc.actors.worker.timer import Timer
 from raysvc.collate.loss_weights import token_weights
 from raysvc.collate.row_values import RowValues, with_columns
 from raysvc.collate.shard import Shard
-from raysvc.config import Reduction
 from raysvc.errors import ConfigError
+from raysvc.job.config import Reduction
 
 if TYPE_CHECKING:
     import torch

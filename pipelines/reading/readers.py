@@ -20,8 +20,8 @@ import pyarrow as pa
 
 from raysvc import hub
 from raysvc.chat.source.json_rows import SourceRow, json_rows, load_json
-from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
+from raysvc.job.config import SourceConfig
 from raysvc.pipelines.reading.arrow_rows import rows_of_table
 from raysvc.pipelines.reading.csv_rows import csv_rows
 from raysvc.pipelines.reading.json_file import json_file_rows

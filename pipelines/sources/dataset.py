@@ -15,8 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
+from raysvc.job.config import SourceConfig
 from raysvc.pipelines.reading.readers import is_saved, load_dataset_rows, load_parts
 from raysvc.pipelines.sources.cuts import even_cuts
 from raysvc.pipelines.sources.files import SourceFile, resolve_path

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
+from raysvc.job.config import SourceConfig
 from raysvc.pipelines.reading.pins import changed
 from raysvc.pipelines.reading.readers import first_row
 from raysvc.pipelines.sources.files import SourceFile

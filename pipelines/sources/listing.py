@@ -15,8 +15,8 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from raysvc.config import SourceConfig
 from raysvc.errors import RaysvcError, SourceError
+from raysvc.job.config import SourceConfig
 from raysvc.pipelines.reading.pinned_file import file_system
 from raysvc.pipelines.sources.file_stamp import listed_stamp, store_tag
 from raysvc.pipelines.sources.files import ENDINGS, SourceFile, known_kind, resolve_path

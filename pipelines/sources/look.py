@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raysvc.config import SourceConfig
+from raysvc.job.config import SourceConfig
 from raysvc.pipelines.sources.dataset import DatasetSource, saved_folder
 from raysvc.pipelines.sources.file_source import FileSource
 from raysvc.pipelines.sources.scan_memo import Memo

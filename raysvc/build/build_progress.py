@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raysvc.chat.row_counts import Quarantined, RowCounts, check_quarantine
-from raysvc.config import JobConfig
+from raysvc.job.config import JobConfig
 from raysvc.metrics import record
 from raysvc.progress import Progress, Tick
 from raysvc.redact import redacted

@@ -19,7 +19,7 @@ import numpy as np
 from raysvc.build.entry_report import Report
 from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.errors import ConfigError
-from raysvc.fact_table import facts_html, facts_text
+from raysvc.plan.fact_table import facts_html, facts_text
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -42,8 +42,8 @@ from raysvc.chat.source.detect import resolve_format, seen
 from raysvc.chat.source.formats import Format as RowFormat
 from raysvc.chat.source.messages import NORMAL_FORM
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer, anchored
-from raysvc.config import Format, JobConfig, TextSpec
 from raysvc.errors import EntryError, SourceError, StoreError
+from raysvc.job.config import Format, JobConfig, TextSpec
 from raysvc.metrics import record
 from raysvc.pipelines.sources.scan_memo import Memo
 from raysvc.progress import Progress, Tick

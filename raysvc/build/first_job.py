@@ -23,9 +23,9 @@ import pyarrow.compute as pc
 from raysvc.chat.row_counts import RowCounts
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.detect import resolve_format, seen
-from raysvc.config import SourceConfig, TextSpec, TokenizerConfig
 from raysvc.errors import SourceError
-from raysvc.job_schema import FILE as SCHEMA
+from raysvc.job.config import SourceConfig, TextSpec, TokenizerConfig
+from raysvc.job.job_schema import FILE as SCHEMA
 
 SAMPLE_ROWS = 512
 PACKED = ("chat", "alpaca", "question_answer", "prompt_completion", "text", "pretokenized")

@@ -22,7 +22,7 @@ from raysvc.plan.entry_plan import plan_of_entries
 
 if TYPE_CHECKING:
     from raysvc.build.cache_entry import CacheEntry
-    from raysvc.config import JobConfig, PlanConfig
+    from raysvc.job.config import JobConfig, PlanConfig
     from raysvc.plan.plan import Plan
 
 

@@ -24,7 +24,7 @@ from raysvc.plan.plan import schedule_of
 if TYPE_CHECKING:
     from raysvc.actors.server.spec import MixtureSpec
     from raysvc.cache.entry import Entry
-    from raysvc.config import JobConfig, MixtureConfig
+    from raysvc.job.config import JobConfig, MixtureConfig
 
 Stages = tuple[tuple[int, tuple[int, ...]], ...]
 

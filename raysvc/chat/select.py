@@ -19,7 +19,7 @@ from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.tokens.encoder import Ints32, Ints64
 from raysvc.chat.tokens.token_rows import TokenRows
 from raysvc.chat.truncate import Ranges, kept_ranges
-from raysvc.config import TextSpec
+from raysvc.job.config import TextSpec
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from raysvc.chat.tokens.reference_check import RenderDiffers, compare, sample_pl
 from raysvc.chat.tokens.token_rows import EncoderDiffers, RowEncoder, TokenRows, rows_of_tokens
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.chat.truncate import fewer_turns
-from raysvc.config import TextSpec
+from raysvc.job.config import TextSpec
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from raysvc.chat.row_errors import RowDropped
 from raysvc.chat.source.formats import ChatExample
 from raysvc.chat.source.messages import SYSTEM_ROLES
 from raysvc.chat.tokens.token_rows import TokenRows
-from raysvc.config import TextSpec
 from raysvc.errors import SourceError
+from raysvc.job.config import TextSpec
 
 TOO_LONG = "longer than max_length"
 NOTHING_LEFT = "no trained token is left after truncation"

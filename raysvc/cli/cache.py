@@ -225,7 +225,7 @@ def _explain_job(config: str, overrides: list[str], as_json: bool) -> None:
     from raysvc.api import cache_root
     from raysvc.build.find_or_build import explain_job
     from raysvc.build.mixed_job import jobs_of
-    from raysvc.job_file import load_job
+    from raysvc.job.job_file import load_job
 
     job = load_job(config, overrides)
     jobs = jobs_of(job) if job.mixture else {"": job}
@@ -255,7 +255,7 @@ def _store(root: str | None, config: str | None = None, options: list[str] | Non
     if config is None:
         return open_store(default_root(root), given)
     from raysvc.api import cache_root
-    from raysvc.job_file import load_job
+    from raysvc.job.job_file import load_job
 
     job = load_job(config)
     where = cache_root(job) if root is None else default_root(root)

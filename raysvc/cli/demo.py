@@ -24,7 +24,7 @@ def demo(rows: Rows = 3000, address: Address = None, as_json: AsJson = False) ->
 
     Example: raysvc demo --rows 5000
     """
-    from raysvc.job_file import load_job
+    from raysvc.job.job_file import load_job
     from raysvc.training import train_loop
 
     job_path = write_job(FOLDER, rows)
@@ -40,7 +40,7 @@ def demo(rows: Rows = 3000, address: Address = None, as_json: AsJson = False) ->
 
 def write_job(folder: Path, num_rows: int) -> Path:
     """Write rows, tokenizer and `job.yaml`; the same bytes every time."""
-    from raysvc import sample_data
+    from raysvc.build import sample_data
 
     trainer = {
         "dp_size": 2,

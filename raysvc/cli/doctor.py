@@ -26,7 +26,7 @@ def doctor(
     Each finding has its remedy; without --address RAY_ADDRESS is asked. Exit code 1 when a check failed. Example: raysvc doctor -c job.yaml --address auto
     """
     from raysvc.inspect.examine import examine
-    from raysvc.job_file import load_job
+    from raysvc.job.job_file import load_job
 
     job = load_job(config, overrides or ()) if config is not None else None
     findings = examine(job, address)

@@ -27,7 +27,7 @@ def export(
 
     Example: raysvc export -c job.yaml --step 100 --out model-100
     """
-    from raysvc.job_file import load_job
+    from raysvc.job.job_file import load_job
     from raysvc.training.export import export as write
 
     checkpoint = write(load_job(config, overrides or ()), out, step)

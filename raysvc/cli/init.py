@@ -24,7 +24,7 @@ def init(data: Data, tokenizer: Tokenizer, out: Out = Path("job.yaml"), as_json:
     """
     from raysvc.build.first_job import job_text, look
     from raysvc.errors import ConfigError
-    from raysvc.job_schema import FILE, schema_text
+    from raysvc.job.job_schema import FILE, schema_text
 
     if out.exists():
         raise ConfigError(str(out), "is there", "name another file with --out")

@@ -30,7 +30,7 @@ def plan(
     from raysvc.build.job_plan import plan_of, report_of
     from raysvc.collate.plan_report import rows_of_step
     from raysvc.errors import PlanError
-    from raysvc.job_file import load_job
+    from raysvc.job.job_file import load_job
 
     job = load_job(config, overrides or ())
     with View() as view:

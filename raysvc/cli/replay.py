@@ -36,7 +36,7 @@ def replay(
     Example: raysvc replay -c job.yaml --step 812 --rank 0 --out step812.safetensors
     """
     from raysvc.inspect.replay_run import replay_job, replay_run, save
-    from raysvc.job_file import load_job
+    from raysvc.job.job_file import load_job
 
     if run is not None:
         again = replay_run(run, step, dp_size)

@@ -26,7 +26,7 @@ def report(
     Example: raysvc report -c job.yaml --html report.html
     """
     from raysvc import api
-    from raysvc.job_file import load_job
+    from raysvc.job.job_file import load_job
     from raysvc.report.facts import gather
     from raysvc.report.page import render
 

@@ -21,7 +21,7 @@ def serve(
     """
     from raysvc import api
     from raysvc.inspect.servers import join_cluster
-    from raysvc.job_file import load_job
+    from raysvc.job.job_file import load_job
 
     job = load_job(config, overrides or ())
     join_cluster(address)

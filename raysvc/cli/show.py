@@ -15,8 +15,8 @@ from raysvc.cli.view import View, print_rows, printable
 
 if TYPE_CHECKING:
     from raysvc.build.cache_entry import CacheEntry
-    from raysvc.config import JobConfig
     from raysvc.inspect.row_view import Kind, RowPicture
+    from raysvc.job.config import JobConfig
 
 RowNumber = Annotated[int, typer.Option(help="Row of the entry, 0-based.", min=0)]
 StepNumber = Annotated[
@@ -58,7 +58,7 @@ def show(
     Example: raysvc show -c job.yaml --step 812 --rows
     """
     from raysvc.errors import ConfigError
-    from raysvc.job_file import load_job
+    from raysvc.job.job_file import load_job
 
     job = load_job(config, overrides or ())
     if step is None and (rows or rank is not None):

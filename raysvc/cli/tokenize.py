@@ -26,7 +26,7 @@ def tokenize(
     Example: raysvc tokenize -c job.yaml max_length=4096
     """
     from raysvc import api
-    from raysvc.job_file import load_job
+    from raysvc.job.job_file import load_job
 
     job = load_job(config, overrides or ())
     with View() as view:

@@ -14,7 +14,7 @@ from raysvc.cli.view import View, print_table
 from raysvc.errors import WorkerFailed
 
 if TYPE_CHECKING:
-    from raysvc.config import JobConfig
+    from raysvc.job.config import JobConfig
 
 Headroom = Annotated[
     int | None,
@@ -39,7 +39,7 @@ def train(
 
     Example: raysvc train -c job.yaml --headroom 10
     """
-    from raysvc.job_file import load_job
+    from raysvc.job.job_file import load_job
     from raysvc.training import train_loop
 
     job = load_job(config, overrides or ())

@@ -21,8 +21,8 @@ from pydantic import ValidationError
 from raysvc.client.arguments import text
 from raysvc.client.connection import new_holder
 from raysvc.client.meet import meet
-from raysvc.config import PlanConfig
 from raysvc.errors import ConfigError, NoCapacity, ServerError
+from raysvc.job.config import PlanConfig
 from raysvc.metrics import record
 from raysvc.rl.group import Group, late_table, table_of
 

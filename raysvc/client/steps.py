@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from raysvc.fact_table import facts_html, facts_text
+from raysvc.plan.fact_table import facts_html, facts_text
 
 if TYPE_CHECKING:
     import numpy.typing as npt

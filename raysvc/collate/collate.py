@@ -20,7 +20,7 @@ from raysvc.collate.fill_padded import fill_rows
 from raysvc.collate.flat_rows import FlatRows
 from raysvc.collate.geometry import Geometry, geometry_of
 from raysvc.collate.shard import Array, Shard
-from raysvc.config import Layout
+from raysvc.job.config import Layout
 from raysvc.plan.plan import MiniBatchPlan
 from raysvc.row_batch import RowBatch
 

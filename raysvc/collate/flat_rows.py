@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.collate.shard import Array, Denominators
-from raysvc.config import Layout
+from raysvc.job.config import Layout
 from raysvc.plan.plan import MiniBatchPlan
 from raysvc.ragged import Int64s, cells_of_runs, offsets_of
 from raysvc.row_batch import RowBatch

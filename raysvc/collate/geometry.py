@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.collate.shard import MicroBatch
-from raysvc.config import Layout
+from raysvc.job.config import Layout
 from raysvc.plan.rank_plan import DUMMY, DUMMY_LENGTH, RankPlan
 from raysvc.ragged import Int64s, offsets_of
 

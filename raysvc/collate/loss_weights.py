@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from raysvc.collate.columns import IGNORED
 from raysvc.collate.shard import Array, Denominators
-from raysvc.config import Reduction
+from raysvc.job.config import Reduction
 
 __all__ = ["Reduction", "loss_scale", "row_weights", "token_weights"]
 

@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.config import Layout
-from raysvc.fact_table import facts_html, facts_text
+from raysvc.job.config import Layout
+from raysvc.plan.fact_table import facts_html, facts_text
 
 Array = npt.NDArray[Any]
 

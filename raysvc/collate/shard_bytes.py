@@ -14,7 +14,7 @@ import numpy as np
 
 from raysvc.collate.columns import SEVERAL_ROWS, column_names
 from raysvc.collate.geometry import Geometry
-from raysvc.config import PlanConfig
+from raysvc.job.config import PlanConfig
 from raysvc.ragged import Int64s
 from raysvc.row_batch import Array, RowBatch
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from raysvc.config import JobConfig
 from raysvc.errors import RaysvcError
 from raysvc.inspect.finding import Finding, State
 from raysvc.inspect.node_checks import (
@@ -30,6 +29,7 @@ from raysvc.inspect.node_checks import (
     label,
 )
 from raysvc.inspect.node_facts import StoragePlace, facts_of_this_node, remove, shared_memory, write_marker
+from raysvc.job.config import JobConfig
 
 MIN_RAY = (2, 60)
 

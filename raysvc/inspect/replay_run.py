@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from raysvc.actors.server.entry_stream import EntryStream
     from raysvc.actors.server.spec import ServeSpec, StepInfo
     from raysvc.collate.shard import Shard
-    from raysvc.config import JobConfig
+    from raysvc.job.config import JobConfig
     from raysvc.plan.schedule import Schedule
 
 

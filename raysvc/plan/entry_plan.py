@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.config import PlanConfig
+from raysvc.job.config import PlanConfig
 from raysvc.plan.groups import Groups
 from raysvc.plan.mixture import Mixture, MixtureSource, Stage
 from raysvc.plan.order import parse_shuffle

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.config import PlanConfig
 from raysvc.errors import PlanError
-from raysvc.fact_table import facts_html, facts_text
+from raysvc.job.config import PlanConfig
 from raysvc.plan.cost import CostModel
+from raysvc.plan.fact_table import facts_html, facts_text
 from raysvc.plan.groups import Groups
 from raysvc.plan.mixture import Mixture
 from raysvc.plan.order import Order, parse_shuffle

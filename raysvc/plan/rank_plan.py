@@ -26,7 +26,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.config import Layout, Packing
+from raysvc.job.config import Layout, Packing
 from raysvc.plan.balance import deal_even
 from raysvc.plan.cost import CostModel
 from raysvc.plan.pack import Packs, aligned, pack_best_fit, pack_first_fit, split_to, spread

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.config import Oversize
+from raysvc.job.config import Oversize
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]

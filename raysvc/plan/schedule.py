@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raysvc.config import Tail
 from raysvc.errors import PlanError
+from raysvc.job.config import Tail
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from raysvc.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from raysvc.build.cache_entry import CacheEntry
-    from raysvc.config import JobConfig
+    from raysvc.job.config import JobConfig
 
 MASK_EXAMPLES = 4
 TRAINED_SAMPLE = 20_000

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from raysvc.client.batch_client import BatchClient, Step
     from raysvc.client.evals import EvalStream
     from raysvc.collate.row_values import RowValues
-    from raysvc.config import JobConfig
+    from raysvc.job.config import JobConfig
 
 AHEAD = 2  # mini-batches that the workers hold: one is evaluated, one is copied
 

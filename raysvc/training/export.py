@@ -18,8 +18,8 @@ from pathlib import Path
 
 from raysvc.cache.store.open import absolute
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
-from raysvc.config import JobConfig, TokenizerConfig
 from raysvc.errors import ConfigError, TokenizerError
+from raysvc.job.config import JobConfig, TokenizerConfig
 from raysvc.training.run_folder import Checkpoint, RunFolder
 
 log = logging.getLogger(__name__)

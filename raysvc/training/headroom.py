@@ -20,9 +20,9 @@ from raysvc.api import cpus_held, serve_spec, tokenize
 from raysvc.build.cache_entry import CacheEntry
 from raysvc.cache.store.open import absolute
 from raysvc.client.batch_client import BatchClient, attach
-from raysvc.config import JobConfig
 from raysvc.errors import PlanError
-from raysvc.job_file import load_job
+from raysvc.job.config import JobConfig
+from raysvc.job.job_file import load_job
 from raysvc.progress import Progress, Tick, silent
 from raysvc.training.run_folder import Checkpoint, RunFolder
 from raysvc.training.train_loop import model_spec

@@ -20,7 +20,7 @@ from raysvc.errors import StateMismatch
 
 if TYPE_CHECKING:
     from raysvc.build.cache_entry import CacheEntry
-    from raysvc.config import JobConfig
+    from raysvc.job.config import JobConfig
 
 FILE = "run.json"
 FIXED = ("model", "loss", "loss_constant", "precision", "seed")

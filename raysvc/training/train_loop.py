@@ -22,9 +22,9 @@ from raysvc.cache.store.open import absolute
 from raysvc.chat.tokens.token_bytes import count_bytes
 from raysvc.client.batch_client import BatchClient, Step, attach
 from raysvc.cluster import starting
-from raysvc.config import JobConfig
 from raysvc.errors import LeaseHeld, TokenizerError
-from raysvc.job_file import load_job
+from raysvc.job.config import JobConfig
+from raysvc.job.job_file import load_job
 from raysvc.progress import Progress, Tick, silent
 from raysvc.training.evaluation import Evals, HeldBack
 from raysvc.training.export import export, write_model

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from raysvc.collate import Denominators, MicroBatch, MiniBatchInfo, Shard, collate_mini_batch, info_of
-from raysvc.config import PlanConfig
+from raysvc.job.config import PlanConfig
 from raysvc.plan import MiniBatchPlan, Plan
 from raysvc.row_batch import RowBatch
 

@@ -19,8 +19,8 @@ from raysvc.actors.rollouts.rollout_stream import RolloutStream
 from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.spec import RolloutSpec
 from raysvc.cache.store.posix import PosixStore
-from raysvc.config import PlanConfig
 from raysvc.errors import SourceError
+from raysvc.job.config import PlanConfig
 from raysvc.rl.group import Group, late_table, table_of
 
 

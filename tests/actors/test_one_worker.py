@@ -12,8 +12,8 @@ from raysvc.actors.staging.staging import StagingOptions
 from raysvc.actors.worker.losses import LossSum
 from raysvc.actors.worker.worker import Worker
 from raysvc.collate import Shard
-from raysvc.config import JobConfig
 from raysvc.errors import ConfigError
+from raysvc.job.config import JobConfig
 from raysvc.training.train_loop import model_spec
 
 from .shards import minis_of, random_rows

@@ -18,7 +18,7 @@ from raysvc.actors.server.journal import Journal
 from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.spec import RolloutSpec
 from raysvc.actors.server.step_cache import SharedSteps
-from raysvc.config import PlanConfig
+from raysvc.job.config import PlanConfig
 
 
 def test_callers_of_one_key_wait_for_one_making_and_it_goes_when_all_have_taken_it() -> None:

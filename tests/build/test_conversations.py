@@ -14,9 +14,9 @@ from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
 from raysvc.build.job_plan import plan_config, plan_of
 from raysvc.build.mixed_job import mixture_spec
-from raysvc.config import JobConfig
 from raysvc.errors import PlanError
-from raysvc.job_file import load_job
+from raysvc.job.config import JobConfig
+from raysvc.job.job_file import load_job
 from raysvc.plan.plan import Plan
 
 TURNS = (3, 1, 2, 5, 1, 4, 2)

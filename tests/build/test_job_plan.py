@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raysvc.build.job_plan import plan_config
-from raysvc.config import JobConfig
+from raysvc.job.config import JobConfig
 from raysvc.plan.cost import CostModel
 
 DECODER = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}

@@ -15,8 +15,8 @@ import pytest
 from raysvc.build.find_or_build import plan_build
 from raysvc.cache.store.open import open_store
 from raysvc.cache.writer import EntryWriter
-from raysvc.config import JobConfig, SourceConfig
 from raysvc.errors import SourceError
+from raysvc.job.config import JobConfig, SourceConfig
 from raysvc.pipelines.reading.readers import read_rows
 from raysvc.pipelines.sources import fingerprint
 from raysvc.pipelines.sources.look import look_at

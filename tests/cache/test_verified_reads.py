@@ -255,7 +255,7 @@ class TestTokenizer:
 
     def entry(self, root: Path, sample: dict[str, str], **report: Any) -> Path:
         from raysvc.chat.tokens.tokenizer import LoadedTokenizer
-        from raysvc.config import TokenizerConfig
+        from raysvc.job.config import TokenizerConfig
 
         loaded = LoadedTokenizer(TokenizerConfig(name=sample["tokenizer"]))
         ids = loaded.hf("What is 1+1?")["input_ids"]

@@ -326,7 +326,7 @@ def special_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, s
 def slice_tokenizer(tokenizer_folder: Callable[[str], str]) -> Callable[..., Any]:
     """Name of a template (or a folder) and options of a spec -> a `SliceTokenizer`."""
     from raysvc.chat.slice_tokenizer import SliceTokenizer
-    from raysvc.config import TextSpec, TokenizerConfig
+    from raysvc.job.config import TextSpec, TokenizerConfig
 
     def tokenizer(name: str, folder: str | None = None, **options: Any) -> Any:
         config = TokenizerConfig(name=folder or tokenizer_folder(name))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from raysvc.chat.source.detect import resolve_format, seen
-from raysvc.config import TextSpec, TokenizerConfig
 from raysvc.errors import ConfigError, SourceError
+from raysvc.job.config import TextSpec, TokenizerConfig
 
 CHATML = "chatml_default_system"
 USER, ANSWER = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi there"}

@@ -18,7 +18,7 @@ from raysvc.chat.tokens.probe import choose_encoder, probe_texts
 from raysvc.chat.tokens.reference_check import RenderDiffers
 from raysvc.chat.tokens.token_rows import EncoderDiffers
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
-from raysvc.config import TextSpec, TokenizerConfig
+from raysvc.job.config import TextSpec, TokenizerConfig
 
 CHATML = "chatml_default_system"
 TEXTS = [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from raysvc.chat.render.renderer import Renderer
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
-from raysvc.config import TextSpec, TokenizerConfig
+from raysvc.job.config import TextSpec, TokenizerConfig
 
 FAST = [
     "chatml_default_system",

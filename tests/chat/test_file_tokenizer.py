@@ -20,7 +20,7 @@ from raysvc.chat.tokens import tokenizer as loading
 from raysvc.chat.tokens.file_tokenizer import FileTokenizer, read_folder
 from raysvc.chat.tokens.probe import PROBES
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
-from raysvc.config import TokenizerConfig
+from raysvc.job.config import TokenizerConfig
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("chatml_bare", "qwen3_like", "llama3_trimming", "merges_tools", "captured", "none")
@@ -243,7 +243,7 @@ def test_neither_torch_nor_transformers_is_imported(sample: dict[str, str]) -> N
     code = """
 import sys
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
-from raysvc.config import TokenizerConfig
+from raysvc.job.config import TokenizerConfig
 tokenizer = LoadedTokenizer(TokenizerConfig(name=sys.argv[1]))
 tokenizer.identity()
 tokenizer.reference_ids([{"role": "user", "content": "a"}], None)

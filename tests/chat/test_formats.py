@@ -10,8 +10,8 @@ import pytest
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.detect import resolve_format
 from raysvc.chat.source.formats import Format, TokensExample
-from raysvc.config import TextSpec, TokenizerConfig
 from raysvc.errors import ConfigError, SourceError
+from raysvc.job.config import TextSpec, TokenizerConfig
 
 CHATML = "chatml_default_system"
 USER, ANSWER = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi there"}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
-from raysvc.config import TextSpec, TokenizerConfig
+from raysvc.job.config import TextSpec, TokenizerConfig
 
 words = st.lists(
     st.sampled_from(["a", "hello", "2 + 2", "\u4f60\u597d", "e\u0301", "\n", " ", "x" * 30]),

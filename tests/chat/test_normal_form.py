@@ -12,7 +12,7 @@ from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
 from raysvc.chat.source.messages import MessageReader
 from raysvc.chat.source.template_fit import TemplateFit
-from raysvc.config import TextSpec, TokenizerConfig
+from raysvc.job.config import TextSpec, TokenizerConfig
 
 TOOLS = "merges_tools"
 USER, ANSWER = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi there"}

@@ -15,7 +15,7 @@ from raysvc.chat.tokens.encoder import ReferenceEncoder
 from raysvc.chat.tokens.token_rows import RowEncoder
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.chat.tokens.word_encoder import WordEncoder, word_encoder
-from raysvc.config import TextSpec, TokenizerConfig
+from raysvc.job.config import TextSpec, TokenizerConfig
 
 from .sentencepiece_like import INST, KINDS, MARKED, save, small_model
 

@@ -10,7 +10,7 @@ import pytest
 
 from raysvc.chat.tokens.token_bytes import bytes_of_tokens, count_bytes
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
-from raysvc.config import TokenizerConfig
+from raysvc.job.config import TokenizerConfig
 
 TEXTS = ["plain words, twice  spaced", "naïve Übung — 北京 🙂👩‍🚀", "\tx = {1: 'ä'}\n\n", ""]
 ROOT = Path(__file__).parents[2]

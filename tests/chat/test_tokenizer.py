@@ -15,8 +15,8 @@ import pytest
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
-from raysvc.config import TextSpec, TokenizerConfig
 from raysvc.errors import TokenizerError
+from raysvc.job.config import TextSpec, TokenizerConfig
 
 CHATML = "chatml_default_system"
 ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}

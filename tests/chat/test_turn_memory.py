@@ -12,7 +12,7 @@ from raysvc.chat.render.renderer import Renderer
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.source.formats import ChatExample
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
-from raysvc.config import TokenizerConfig
+from raysvc.job.config import TokenizerConfig
 
 TEMPLATES = ["chatml_default_system", "llama3_trimming", "merges_tools", "qwen3_like", "strips_think"]
 TEMPLATES += ["deferred_tool_end", "no_last_eot", "prompt_opens_think", "plain_words", "generation_marks"]

@@ -14,7 +14,7 @@ import raysvc
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
 from raysvc.cli.main import app
-from raysvc.config import TextSpec, TokenizerConfig
+from raysvc.job.config import TextSpec, TokenizerConfig
 
 from .conftest import metaspace, save
 from .test_zoo import hugging_face

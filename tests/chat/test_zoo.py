@@ -12,7 +12,7 @@ import pytest
 
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
-from raysvc.config import TextSpec, TokenizerConfig
+from raysvc.job.config import TextSpec, TokenizerConfig
 
 from .zoo import ROWS, Row, Template, tokenizer_folder, trl_folder, zoo
 from .zoo_judge import faults, refusal_is_right, truth

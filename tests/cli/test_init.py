@@ -11,9 +11,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from raysvc.build.sample_data import chat_rows
 from raysvc.cli.main import app
-from raysvc.job_file import load_job
-from raysvc.sample_data import chat_rows
+from raysvc.job.job_file import load_job
 
 Rows = Callable[[dict[str, Any]], dict[str, Any]]
 

@@ -204,7 +204,7 @@ def test_a_lost_node_takes_nothing_with_it_and_the_server_moves_to_one_that_stay
     entry: Callable[..., str], tmp_path: Path
 ) -> None:
     from raysvc.actors.server.spec import ServeSpec
-    from raysvc.config import PlanConfig
+    from raysvc.job.config import PlanConfig
 
     plan = PlanConfig(batch_size=8, mini_batch_size=4, epochs=2, pad_to_multiple=2048)
     spec = ServeSpec(

@@ -72,7 +72,7 @@ def train_under_kills(serve: Served, uri: str, look_ahead: int, step_ms: float, 
     """Train until the server was killed so often and it came back; returns the number of steps."""
     import raysvc
     from raysvc.actors.launch import wait_for
-    from raysvc.config import PlanConfig
+    from raysvc.job.config import PlanConfig
 
     plan = {"batch_size": 8, "mini_batch_size": 4, "epochs": 100_000}
     name = f"kills-{look_ahead}-{step_ms}"
@@ -146,7 +146,7 @@ def test_lost_requests_and_lost_answers_of_actor_calls_change_nothing(
     import json
 
     from raysvc.actors.server.spec import ServeSpec
-    from raysvc.config import PlanConfig
+    from raysvc.job.config import PlanConfig
 
     plan = PlanConfig(batch_size=8, mini_batch_size=4, epochs=20)
     uri = entry(50)

@@ -32,7 +32,7 @@ def server(entry_uri: str, tmp_path_factory: pytest.TempPathFactory, ray_session
     """One server for the whole table: nothing in it takes or moves anything."""
     from raysvc.actors.launch import start_server, stop_server
     from raysvc.actors.server.spec import ServeSpec
-    from raysvc.config import PlanConfig
+    from raysvc.job.config import PlanConfig
 
     plan = PlanConfig(batch_size=8, mini_batch_size=4, epochs=3)
     journal = str(tmp_path_factory.mktemp("journal"))
@@ -226,8 +226,8 @@ def test_an_entry_that_is_no_address_is_refused(wrong: Any) -> None:
 
 @pytest.mark.parametrize("wrong", INTEGERS)
 def test_a_plan_refuses_steps_and_ranks_that_are_no_integers(wrong: Any) -> None:
-    from raysvc.config import PlanConfig
     from raysvc.errors import PlanError
+    from raysvc.job.config import PlanConfig
     from raysvc.plan.plan import Plan
 
     plan = Plan(PlanConfig(batch_size=2), np.array([3, 4, 5, 6]))

@@ -15,12 +15,12 @@ from raysvc.build.job_plan import plan_of
 from raysvc.build.mixed_job import mixture_spec
 from raysvc.cache.find import open_entry
 from raysvc.cache.joined_entry import JoinedEntry
-from raysvc.config import JobConfig
 from raysvc.errors import ConfigError, PlanError, StateMismatch
 from raysvc.inspect.lineage import lineage
 from raysvc.inspect.replay_run import replay_job
 from raysvc.inspect.row_view import shard_pictures
-from raysvc.job_file import load_job
+from raysvc.job.config import JobConfig
+from raysvc.job.job_file import load_job
 from raysvc.plan.state import PlanState
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from raysvc.collate import Shard, collate_mini_batch
-from raysvc.config import PlanConfig
+from raysvc.job.config import PlanConfig
 from raysvc.plan import MiniBatchPlan, Plan
 from raysvc.row_batch import RowBatch
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from raysvc.collate import collate_mini_batch
 from raysvc.collate.columns import SEVERAL_ROWS
-from raysvc.config import PlanConfig
 from raysvc.errors import ConfigError
+from raysvc.job.config import PlanConfig
 from raysvc.plan import Plan
 
 COLUMNS = (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import raysvc
 from raysvc.collate import row_weights, token_weights
 from raysvc.collate.shard import Denominators
-from raysvc.config import PlanConfig
+from raysvc.job.config import PlanConfig
 
 REDUCTIONS = ("token_mean", "sequence_mean", "group_mean", "prompt_mean", "constant")
 CONSTANT = 37.0

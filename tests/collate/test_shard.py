@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from raysvc.collate import info_of
-from raysvc.config import PlanConfig
+from raysvc.job.config import PlanConfig
 
 SHAPES = [{}, {"layout": "padded_left"}, {"layout": "packed", "micro_batch_tokens": 64}]
 

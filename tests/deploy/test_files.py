@@ -14,8 +14,8 @@ import jsonschema
 import pytest
 import yaml
 
-from raysvc.config import JobConfig, PoolConfig
-from raysvc.job_file import load_job
+from raysvc.job.config import JobConfig, PoolConfig
+from raysvc.job.job_file import load_job
 from raysvc.metrics import TABLE
 
 from .kube_schema import strict

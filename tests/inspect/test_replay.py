@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import raysvc
 from raysvc.cli.main import app
-from raysvc.config import PlanConfig
 from raysvc.inspect.row_view import DUMMY, padding_cells, shard_pictures
+from raysvc.job.config import PlanConfig
 
 runner = CliRunner()
 

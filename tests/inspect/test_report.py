@@ -12,7 +12,7 @@ import pytest
 
 from raysvc.collate.plan_report import plan_report
 from raysvc.collate.shard_bytes import ColumnBytes
-from raysvc.config import PlanConfig
+from raysvc.job.config import PlanConfig
 from raysvc.plan.plan import Plan
 from raysvc.report.charts import HEIGHT, WIDTH, bar_chart, histogram, line_chart
 from raysvc.report.facts import Facts, worst_stalls

@@ -17,10 +17,10 @@ import yaml
 
 import raysvc
 from raysvc.build import find_or_build
+from raysvc.build.sample_data import write_rows
 from raysvc.cache.store.open import open_store
 from raysvc.cache.writer import EntryWriter
-from raysvc.config import JobConfig
-from raysvc.sample_data import write_rows
+from raysvc.job.config import JobConfig
 
 pytestmark = pytest.mark.ray
 
@@ -90,7 +90,7 @@ def test_a_builder_that_starts_late_makes_nothing_that_another_has_made(
     tmp_path: Path, sample: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from raysvc.build.find_or_build import plan_build
-    from raysvc.config import JobConfig
+    from raysvc.job.config import JobConfig
     from raysvc.pipelines import tokenize
 
     job = JobConfig.model_validate(sections(tmp_path, sample, 60, 3))

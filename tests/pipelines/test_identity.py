@@ -12,8 +12,8 @@ import pytest
 
 from raysvc.cache.store.open import open_store
 from raysvc.cache.store.posix import PosixStore
-from raysvc.config import SourceConfig
 from raysvc.errors import SourceError, StoreError
+from raysvc.job.config import SourceConfig
 from raysvc.pipelines.sources import file_stamp, fingerprint
 from raysvc.pipelines.sources.dataset import resolved_revision
 from raysvc.pipelines.sources.file_stamp import is_settled, store_tag

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
+from raysvc.job.config import SourceConfig
 from raysvc.pipelines.reading.readers import read_rows
 from raysvc.pipelines.sources import file_stamp
 from raysvc.pipelines.sources.listing import find_files

@@ -19,11 +19,11 @@ import pytest
 import yaml
 
 import raysvc
-from raysvc.config import PoolConfig
+from raysvc.build.sample_data import write_rows
+from raysvc.job.config import PoolConfig
 from raysvc.pipelines import local_build
 from raysvc.pipelines.local_build import fits_one_process, only_builder_here
 from raysvc.progress import Tick
-from raysvc.sample_data import write_rows
 
 TOKENIZE = """
 import json, sys

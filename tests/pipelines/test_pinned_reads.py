@@ -22,8 +22,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
+from raysvc.job.config import SourceConfig
 from raysvc.pipelines.reading.pins import BLOCK_BYTES, PinHasher
 from raysvc.pipelines.reading.readers import read_rows
 from raysvc.pipelines.sources.cuts import MAX_LINE_BYTES, LineCutter

@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from raysvc.chat.slice_tokenizer import SliceResult, SliceTokenizer
-from raysvc.config import SourceConfig, TextSpec, TokenizerConfig
 from raysvc.errors import SourceError
+from raysvc.job.config import SourceConfig, TextSpec, TokenizerConfig
 from raysvc.pipelines.sources.look import look_at
 from raysvc.pipelines.tokenize import tokenize_slice
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.config import SourceConfig
 from raysvc.errors import SourceError
+from raysvc.job.config import SourceConfig
 from raysvc.pipelines.reading.readers import read_lines, read_rows
 from raysvc.pipelines.sources.cuts import LineCutter, even_cuts
 from raysvc.pipelines.sources.look import look_at

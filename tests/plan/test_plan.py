@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.config import PlanConfig
 from raysvc.errors import PlanError
+from raysvc.job.config import PlanConfig
 from raysvc.plan import Plan
 
 GOLDEN_HASH = "d335cccf6aee37437b85a1ac7ca1aea6df3de704e312044885754d1bf70cb95d"

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from raysvc.config import PlanConfig
 from raysvc.errors import StateMismatch
+from raysvc.job.config import PlanConfig
 from raysvc.plan import Plan, PlanState
 from raysvc.plan.mixture import Mixture, MixtureSource, Stage
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.config import PlanConfig
 from raysvc.errors import PlanError
+from raysvc.job.config import PlanConfig
 from raysvc.plan import Plan
 from raysvc.plan.windows import Windows
 

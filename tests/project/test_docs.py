@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 import raysvc
-from raysvc.job_file import load_job
+from raysvc.job.job_file import load_job
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -44,7 +44,7 @@ def test_the_reference_is_what_the_config_models_say() -> None:
 def test_the_schema_for_editors_takes_what_loads_and_refuses_what_does_not() -> None:
     from jsonschema import Draft202012Validator
 
-    from raysvc.job_schema import FILE, job_schema, schema_text
+    from raysvc.job.job_schema import FILE, job_schema, schema_text
 
     assert (ROOT / "docs" / FILE).read_text() == schema_text(), "run python docs/make_reference.py"
     Draft202012Validator.check_schema(job_schema())

@@ -17,7 +17,7 @@ import raysvc
 
 ROOT = Path(__file__).parents[2]
 CORE = ("raysvc/chat/", "raysvc/cache/", "raysvc/plan/", "raysvc/collate/")
-CORE_FILES = ("raysvc/config.py", "raysvc/errors.py", "raysvc/row_batch.py")
+CORE_FILES = ("raysvc/job/config.py", "raysvc/errors.py", "raysvc/row_batch.py")
 ROOMS = ("actors", "pipelines")
 
 

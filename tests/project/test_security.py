@@ -17,9 +17,9 @@ from pydantic import ValidationError
 
 from raysvc.cache.key import cache_key, canonical_json
 from raysvc.cache.manifest import Manifest, PartInfo, Receipt
-from raysvc.config import JobConfig, ServerConfig, TextSpec, TokenizerConfig
 from raysvc.errors import ConfigError, EntryError, RaysvcError
-from raysvc.job_file import load_job
+from raysvc.job.config import JobConfig, ServerConfig, TextSpec, TokenizerConfig
+from raysvc.job.job_file import load_job
 
 ROOT = Path(__file__).parents[2]
 SECRET = "hush-7f3a91"

@@ -18,7 +18,7 @@ import pytest
 from raysvc.actors.rollouts.rollout_stream import RolloutStream
 from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.spec import RolloutSpec
-from raysvc.config import PlanConfig
+from raysvc.job.config import PlanConfig
 from raysvc.rl.group import Group, table_of
 
 pytestmark = pytest.mark.ray

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from raysvc.actors.dispatch.future import Pending
 from raysvc.client.steps import Step
 from raysvc.collate.row_values import RowValues
-from raysvc.config import JobConfig
+from raysvc.job.config import JobConfig
 from raysvc.progress import Tick
 from raysvc.training.evaluation import Evals, EvalSums, HeldBack, evaluate
 

@@ -11,9 +11,9 @@ import pytest
 
 from raysvc.build.cache_entry import open_cache
 from raysvc.cache.store.open import absolute
-from raysvc.config import JobConfig
 from raysvc.errors import ConfigError, StateMismatch
-from raysvc.job_file import load_job
+from raysvc.job.config import JobConfig
+from raysvc.job.job_file import load_job
 from raysvc.training.run_identity import FILE, claim, identity_of
 
 

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from raysvc.chat.source.formats import NEEDS, OPTIONAL, Format, refused_why
-from raysvc.config import Format as FormatName
-from raysvc.config import TextSpec
 from raysvc.errors import ConfigError, SourceError
+from raysvc.job.config import Format as FormatName
+from raysvc.job.config import TextSpec
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations", "conversation"),

@@ -27,7 +27,7 @@ from raysvc.chat.source.messages import (
     read_tools,
     unknown_roles,
 )
-from raysvc.config import Format as FormatName
+from raysvc.job.config import Format as FormatName
 
 NEEDS: dict[str, tuple[str, ...]] = {
     "preference": ("chosen", "rejected"),

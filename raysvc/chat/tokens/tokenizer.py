@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from raysvc.chat.source.template_fit import TemplateFit
-from raysvc.config import TokenizerConfig
 from raysvc.errors import TokenizerError
+from raysvc.job.config import TokenizerConfig
 
 _WHERE = "tokenizer"
 

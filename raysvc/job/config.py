@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from raysvc.row_id_file import read_row_ids
+from raysvc.job.row_id_file import read_row_ids
 
 Format = Literal[
     "auto",

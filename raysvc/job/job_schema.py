@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from raysvc.config import JobConfig
+from raysvc.job.config import JobConfig
 
 FILE = "job.schema.json"
 SHORT_FORMS = (("JobConfig", "tokenizer"), ("SourceConfig", "path"), ("PlanConfig", "skip_rows"))

@@ -17,8 +17,8 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from raysvc.config import JobConfig
 from raysvc.errors import ConfigError
+from raysvc.job.config import JobConfig
 
 WITH_PASSWORD = re.compile(r"[A-Za-z0-9+.:-]+://[^/@]*:[^/@]*@|https?://[^/@]+@")
 SHORT = {"name": ("server", "name")}

@@ -1,0 +1,1 @@
+"""The job of a user: `job.yaml`, its keys, and the schema that editors read."""
