@@ -22,21 +22,14 @@ _GIVE = "give what state_dict returned"
 
 def state_of(lease: Lease, schedule: Schedule, frontier: int) -> dict[str, Any]:
     """The state after all steps below `frontier` are committed; `plan` is a `raysvc.plan.state.PlanState`."""
-    from raysvc.plan.state import STATE_VERSION as PLAN_STATE_VERSION
+    from raysvc.plan.state import PlanState
 
     return {
         "version": STATE_VERSION,
         "frontier": frontier,
         "epoch": schedule.epoch_of(min(frontier, schedule.num_steps - 1)),
         "entry_key": lease.entry_key,
-        "plan": {
-            "plan_hash": lease.plan_hash,
-            "identity": lease.identity,
-            "committed_step": frontier - 1 if frontier else None,
-            "epoch": schedule.epoch_of(frontier),
-            "groups": schedule.groups_before(frontier),
-            "version": PLAN_STATE_VERSION,
-        },
+        "plan": PlanState.before(frontier, schedule, lease.plan_hash, lease.identity).to_json(),
     }
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from raysvc.errors import StateMismatch
 from raysvc.plan.plan import Plan
+from raysvc.plan.schedule import Schedule
 
 STATE_VERSION = 1
 _GROWS = frozenset({"mixture", "num_rows", "uids", "entry_keys"})  # what a source that is added changes
@@ -44,12 +45,17 @@ class PlanState:
     def of(cls, plan: Plan, committed_step: int | None) -> PlanState:
         """The state of `plan` after `committed_step`; None: nothing is committed."""
         following = 0 if committed_step is None else committed_step + 1
+        return cls.before(following, plan.schedule, plan.hash, plan.identity)
+
+    @classmethod
+    def before(cls, step: int, schedule: Schedule, plan_hash: str, identity: Mapping[str, Any]) -> PlanState:
+        """The state after all steps below `step` are committed, of a plan that is known by its hash and identity."""
         return cls(
-            plan_hash=plan.hash,
-            identity=plan.identity,
-            committed_step=committed_step,
-            epoch=plan.schedule.epoch_of(following),
-            groups=plan.schedule.groups_before(following),
+            plan_hash=plan_hash,
+            identity=identity,
+            committed_step=step - 1 if step else None,
+            epoch=schedule.epoch_of(step),
+            groups=schedule.groups_before(step),
         )
 
     @property
