@@ -18,23 +18,25 @@ if TYPE_CHECKING:
     from raysvc.cache.entry import Entry
     from raysvc.cache.store.store import Store
 
-app = typer.Typer(help="Look after cache entries.", no_args_is_help=True)
+app = typer.Typer(help="List, check, explain, export and delete cache entries.", no_args_is_help=True)
 
-Root = Annotated[str | None, typer.Option(help="Cache root; default RAYSVC_CACHE_DIR, else .raysvc/cache.")]
-Key = Annotated[str, typer.Argument(help="Key of an entry, or the beginning of it.")]
+Root = Annotated[str | None, typer.Option(help="Cache root. Default: RAYSVC_CACHE_DIR, else .raysvc/cache.")]
+Key = Annotated[str, typer.Argument(help="Key of an entry, or its first characters.")]
 Config = Annotated[
     str | None,
     typer.Option(
-        "-c", "--config", help="Job whose cache is meant: its root and storage options.", metavar="JOB.YAML"
+        "-c", "--config", help="Use the cache root and storage options of this job.", metavar="JOB.YAML"
     ),
 ]
 Storage = Annotated[
     list[str] | None,
-    typer.Option("--storage-option", help="KEY=VALUE for fsspec, like endpoint_url=...; may repeat."),
+    typer.Option("--storage-option", help="KEY=VALUE for fsspec, such as endpoint_url=... Repeatable."),
 ]
 Days = Annotated[float | None, typer.Option(help="Delete entries unused for this many days.", min=0)]
-MaxGB = Annotated[float | None, typer.Option(help="Least recently used entries go above this size.", min=0)]
-GraceHours = Annotated[float, typer.Option(help="Keep anything newer than this many hours.", min=0)]
+MaxGB = Annotated[
+    float | None, typer.Option(help="Delete least recently used entries until the rest fits.", min=0)
+]
+GraceHours = Annotated[float, typer.Option(help="Never delete what is newer than this many hours.", min=0)]
 
 
 @app.command()
@@ -42,7 +44,7 @@ GraceHours = Annotated[float, typer.Option(help="Keep anything newer than this m
 def ls(
     root: Root = None, config: Config = None, storage_option: Storage = None, as_json: AsJson = False
 ) -> None:
-    """List every entry, finished or not.
+    """List all entries, complete or not.
 
     Example: raysvc cache ls --root s3://bucket/cache
     """
@@ -75,7 +77,7 @@ def info(
     storage_option: Storage = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what an entry holds and what decided its bytes.
+    """Show what an entry holds and which inputs made its key.
 
     Example: raysvc cache info 3f2a
     """
@@ -91,13 +93,13 @@ def info(
 @app.command()
 @edge
 def explain(
-    keys: Annotated[list[str] | None, typer.Argument(help="Two entries; or none with -c.")] = None,
+    keys: Annotated[list[str] | None, typer.Argument(help="Keys of two entries; none with -c.")] = None,
     config: Config = None,
     root: Root = None,
     storage_option: Storage = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say whether a job hits the cache and why not, or how two entries differ.
+    """Explain a hit or a miss, or how two entries differ.
 
     Example: raysvc cache explain -c job.yaml
     """
@@ -127,10 +129,12 @@ def verify(
     root: Root = None,
     config: Config = None,
     storage_option: Storage = None,
-    mark: Annotated[bool, typer.Option(help="Take a damaged entry out of service.")] = True,
+    mark: Annotated[bool, typer.Option(help="Mark a damaged entry, so that no job uses it.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Read every byte of an entry and compare; exit code 1 when something is wrong.
+    """Check every byte of an entry.
+
+    Exit code 1 when something is wrong.
 
     Example: raysvc cache verify 3f2a
     """
@@ -163,10 +167,12 @@ def gc(
     days: Days = None,
     max_gb: MaxGB = None,
     grace_hours: GraceHours = 24.0,
-    dry_run: Annotated[bool, typer.Option(help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Print what would be deleted, and delete nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove leftovers of dead builds, and old entries when asked; never one in use.
+    """Delete leftovers of dead builds, and old entries on request.
+
+    Entries in use are never deleted.
 
     Example: raysvc cache gc --days 30 --dry-run
     """
@@ -193,13 +199,15 @@ def gc(
 @edge
 def export(
     key: Key,
-    to: Annotated[Path, typer.Option(help="Folder for the files; new or empty.")],
+    to: Annotated[Path, typer.Option(help="Folder for the files; must be new or empty.")],
     root: Root = None,
     config: Config = None,
     storage_option: Storage = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write an entry as Parquet files, for DuckDB and other tools.
+    """Export an entry as Parquet files.
+
+    DuckDB, polars and others read them without raysvc.
 
     Example: raysvc cache export 3f2a --to rows/
     """

@@ -30,20 +30,21 @@ from raysvc.errors import ConfigError, RaysvcError, UserMistake
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Job = Annotated[str, typer.Option("-c", "--config", help="Path of a job.yaml.", metavar="JOB.YAML")]
+Job = Annotated[str, typer.Option("-c", "--config", help="The job file.", metavar="JOB.YAML")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        help="A job.yaml, where -c names none, and dotted overrides like plan.batch_size=64.",
+        help="A job file (instead of -c), and dotted overrides such as plan.batch_size=64.",
         metavar="[JOB.YAML] [KEY=VALUE]...",
     ),
 ]
 Address = Annotated[
-    str | None, typer.Option(help="Ray cluster; default RAY_ADDRESS, else a local Ray.", show_default=False)
+    str | None,
+    typer.Option(help="Ray cluster to use. Default: RAY_ADDRESS, else a local Ray.", show_default=False),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of stdout.")]
+AsJson = Annotated[bool, typer.Option("--json", help="End stdout with one line of JSON.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show log lines.")]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print only results and errors.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print results and errors only.")]
 FILE_SYSTEM = {  # errors that a user can fix -> how
     errno.EACCES: "allow this user to use it, or name another place",
     errno.EPERM: "allow this user to use it, or name another place",

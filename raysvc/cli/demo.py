@@ -14,13 +14,13 @@ from raysvc.cli.interrupt import asked_to_stop
 from raysvc.cli.train import say_if_stopped, show_summary
 from raysvc.cli.view import View
 
-Rows = Annotated[int, typer.Option(help="Chat rows to make.", min=64)]
+Rows = Annotated[int, typer.Option(help="Number of chat rows to generate.", min=64)]
 FOLDER = Path(".raysvc/demo")
 
 
 @edge
 def demo(rows: Rows = 3000, address: Address = None, as_json: AsJson = False) -> None:
-    """Train a tiny model on synthetic rows: the whole data path in about a minute.
+    """Train a tiny model on synthetic rows, end to end.
 
     Example: raysvc demo --rows 5000
     """

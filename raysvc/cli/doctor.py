@@ -21,9 +21,12 @@ def doctor(
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check Ray, authentication, store, tokenizer and plan here, and packages, memory, GPUs, clocks and folders of every node.
+    """Check this machine, a job, and every node of the cluster.
 
-    Each finding has its remedy; without --address RAY_ADDRESS is asked. Exit code 1 when a check failed. Example: raysvc doctor -c job.yaml --address auto
+    Here: Ray, authentication, store, tokenizer, plan. On each node: packages, memory, GPUs, clocks, folders.
+    Each finding names its remedy. Exit code 1 when a check failed.
+
+    Example: raysvc doctor -c job.yaml --address auto
     """
     from raysvc.inspect.examine import examine
     from raysvc.job.job_file import load_job

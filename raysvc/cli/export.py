@@ -9,9 +9,9 @@ import typer
 
 from raysvc.cli.common import AsJson, Job, Overrides, edge, emit
 
-Out = Annotated[Path, typer.Option(help="A new folder.", metavar="DIR")]
+Out = Annotated[Path, typer.Option(help="Folder to write; must not exist.", metavar="DIR")]
 Step = Annotated[
-    int | None, typer.Option(help="Steps trained in the checkpoint; default: the newest.", min=0)
+    int | None, typer.Option(help="Export the checkpoint of this step. Default: the newest.", min=0)
 ]
 
 
@@ -23,7 +23,9 @@ def export(
     step: Step = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint as safetensors with its tokenizer, for AutoModelForCausalLM.from_pretrained; starts no Ray.
+    """Export a checkpoint as a Hugging Face model.
+
+    The folder holds safetensors and the tokenizer, for AutoModelForCausalLM.from_pretrained. Needs no Ray.
 
     Example: raysvc export -c job.yaml --step 100 --out model-100
     """

@@ -12,13 +12,15 @@ import typer
 from raysvc.cli.common import AsJson, edge, emit
 
 Data = Annotated[str, typer.Argument(help="A file, a glob or a folder of rows.")]
-Tokenizer = Annotated[str, typer.Option(help="Folder or hub name.")]
-Out = Annotated[Path, typer.Option(help="The file to write.", metavar="JOB.YAML")]
+Tokenizer = Annotated[str, typer.Option(help="Tokenizer folder or hub name.")]
+Out = Annotated[Path, typer.Option(help="Job file to write.", metavar="JOB.YAML")]
 
 
 @edge
 def init(data: Data, tokenizer: Tokenizer, out: Out = Path("job.yaml"), as_json: AsJson = False) -> None:
-    """Look at rows and write a commented job.yaml for them, with the schema that editors check it by.
+    """Write a commented job.yaml for a file of rows.
+
+    It looks at the rows, picks the format and says what it saw. A JSON schema for editors is written beside it.
 
     Example: raysvc init rows.jsonl --tokenizer Qwen/Qwen2.5-0.5B
     """

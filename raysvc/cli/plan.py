@@ -22,7 +22,9 @@ def plan(
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show steps, padding, packing, balance and bytes of a job before it runs; tokenizes when needed.
+    """Show steps, padding, packing, balance and bytes before a run.
+
+    Tokenizes first where the cache has no entry.
 
     Example: raysvc plan -c job.yaml plan.layout=packed plan.micro_batch_tokens=8192
     """

@@ -10,7 +10,7 @@ from raysvc.cli.view import print_rows
 
 @edge
 def ps(address: Address = None, as_json: AsJson = False) -> None:
-    """List the servers of a cluster: who holds each, and how far it is.
+    """List the servers of a cluster, their trainers and progress.
 
     Example: raysvc ps --address auto
     """

@@ -10,14 +10,15 @@ import typer
 from raysvc.cli.common import AsJson, Overrides, edge, emit
 from raysvc.cli.view import print_rows
 
-StepNumber = Annotated[int, typer.Option(help="Which step, 0-based.", min=0)]
+StepNumber = Annotated[int, typer.Option(help="The step, counted from 0.", min=0)]
 Rank = Annotated[int | None, typer.Option(help="Only this rank's shards.", min=0)]
-Out = Annotated[Path | None, typer.Option(help="Write the arrays to a .safetensors or .npz file.")]
-OptionalJob = Annotated[
-    str | None, typer.Option("-c", "--config", help="Path of a job.yaml.", metavar="JOB.YAML")
+Out = Annotated[Path | None, typer.Option(help="Write the arrays to this .safetensors or .npz file.")]
+OptionalJob = Annotated[str | None, typer.Option("-c", "--config", help="The job file.", metavar="JOB.YAML")]
+Run = Annotated[
+    str | None,
+    typer.Option(help="Replay from this run folder instead of a job; rollout servers have no job."),
 ]
-Run = Annotated[str | None, typer.Option(help="A run folder instead of a job, as rollout servers have.")]
-DpSize = Annotated[int | None, typer.Option(help="Ranks; default those of the run.", min=1)]
+DpSize = Annotated[int | None, typer.Option(help="Number of ranks. Default: that of the run.", min=1)]
 
 
 @edge
@@ -31,7 +32,9 @@ def replay(
     dp_size: DpSize = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a step again, byte for byte as its trainer got it, and print the checksums (`Shard.digest()`).
+    """Rebuild a step byte for byte, and print its checksums.
+
+    The checksums are those of `Shard.digest()` in the trainer.
 
     Example: raysvc replay -c job.yaml --step 812 --rank 0 --out step812.safetensors
     """

@@ -10,7 +10,7 @@ import typer
 from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
 from raysvc.cli.view import View
 
-Html = Annotated[Path, typer.Option("--html", help="Where to write the page.")]
+Html = Annotated[Path, typer.Option("--html", help="File to write.")]
 
 
 @edge
@@ -21,7 +21,9 @@ def report(
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a self-contained HTML page: lengths, masks, row counts, plan and, after a run, its curves.
+    """Write a report of data, plan and run as one HTML page.
+
+    Lengths, masks, row counts and plan; after a run, its curves too. The page needs no other file.
 
     Example: raysvc report -c job.yaml --html report.html
     """

@@ -15,7 +15,9 @@ def serve(
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tokenize a job when needed, and start its server on a running cluster; trainers attach by its name.
+    """Start the batch server of a job on a running cluster.
+
+    Tokenizes first where the cache has no entry. Trainers attach by the name of the server.
 
     Example: raysvc serve -c job.yaml server.name=sft-2
     """

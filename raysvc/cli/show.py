@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from raysvc.inspect.row_view import Kind, RowPicture
     from raysvc.job.config import JobConfig
 
-RowNumber = Annotated[int, typer.Option(help="Row of the entry, 0-based.", min=0)]
+RowNumber = Annotated[int, typer.Option(help="Row of the entry, counted from 0.", min=0)]
 StepNumber = Annotated[
-    int | None, typer.Option(help="Show this step instead of a row; no server is needed.", min=0)
+    int | None, typer.Option(help="Show this step instead of a row. Needs no server.", min=0)
 ]
 Rank = Annotated[int | None, typer.Option(help="Only this rank's shards.", min=0)]
-Rows = Annotated[bool, typer.Option("--rows", help="List where each row comes from and lies, without text.")]
-Html = Annotated[Path | None, typer.Option("--html", help="Write a page to share instead.")]
+Rows = Annotated[bool, typer.Option("--rows", help="List source and position of each row, without its text.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Write an HTML page instead.")]
 STYLES: dict[Kind, str] = {"trained": "bold green", "context": "dim", "special": "cyan"}
 
 
@@ -49,7 +49,9 @@ def show(
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print rows; trained tokens are green and stand between » and «, special tokens are blue.
+    """Print rows or steps, with trained tokens marked.
+
+    Trained tokens are green and stand between » and «; special tokens are blue.
 
     Example: raysvc show -c job.yaml --row 17
 

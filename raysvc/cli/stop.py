@@ -8,12 +8,14 @@ import typer
 
 from raysvc.cli.common import Address, AsJson, edge, emit
 
-Name = Annotated[str, typer.Argument(help="Of the server; `raysvc ps` lists them.")]
+Name = Annotated[str, typer.Argument(help="Name of the server; `raysvc ps` lists them.")]
 Restart = Annotated[
     bool,
-    typer.Option("--restart", help="Start it again with the package that its node has now; trainers go on."),
+    typer.Option(
+        "--restart", help="Start it again with the package now installed on its node; trainers continue."
+    ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="End it even when a living trainer holds it.")]
+Force = Annotated[bool, typer.Option("--force", help="Stop it even while a trainer is attached.")]
 
 
 @edge
@@ -24,7 +26,9 @@ def stop(
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """End a server, or restart its process for an upgrade. How far its trainer came stays in the run folder.
+    """Stop a server, or restart it for an upgrade.
+
+    The progress of its trainer stays in the run folder.
 
     Example: raysvc stop sft-1
     """

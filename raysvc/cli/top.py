@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from raysvc.inspect.live import Line, Snapshot
 
-Interval = Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)]
-Web = Annotated[bool, typer.Option("--web", help="Serve a live page on this machine instead.")]
-Port = Annotated[int, typer.Option(help="Of the page; 0: a free one.", min=0, max=65535)]
-Count = Annotated[int | None, typer.Option(help="Number of refreshes; default: until Ctrl-C.", min=1)]
+Interval = Annotated[float, typer.Option(help="Seconds between refreshes.", min=0.1)]
+Web = Annotated[bool, typer.Option("--web", help="Serve a live web page on this machine instead.")]
+Port = Annotated[int, typer.Option(help="Port of the page; 0 picks a free one.", min=0, max=65535)]
+Count = Annotated[int | None, typer.Option(help="Number of refreshes. Default: until Ctrl-C.", min=1)]
 
 
 @edge
@@ -32,7 +32,9 @@ def top(
     port: Port = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Watch the servers of a cluster: trainer, versions, step, rates, stalls, look-ahead, rollouts, memory, lease, node.
+    """Watch the servers of a cluster, live.
+
+    Trainer, versions, step, rates, stalls, look-ahead, rollouts, memory, lease and node of each.
 
     Example: raysvc top --address auto --interval 5
     """

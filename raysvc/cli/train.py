@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Headroom = Annotated[
     int | None,
     typer.Option(
-        help="Benchmark this many steps with the real and with a perfect loader; discard the weights.",
+        help="Time this many steps with the real loader and with a perfect one; the weights are discarded.",
         min=1,
     ),
 ]
@@ -33,7 +33,9 @@ def train(
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tokenize, serve and train a job; goes on from the last checkpoint when there is one.
+    """Train a job; resumes from its last checkpoint.
+
+    Tokenizes where the cache has no entry, starts the server and the workers, and trains.
 
     Example: raysvc train -c job.yaml trainer.max_steps=100
 
