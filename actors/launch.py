@@ -67,7 +67,7 @@ def start_server(spec: ServeSpec, *, detached: bool) -> ActorHandle:
     if difference:
         remedy = f"stop it with `raysvc stop {spec.name}`, or choose another server.name"
         raise ServerError(
-            f"server.name {spec.name!r}", f"is served already with another {difference}", remedy
+            f"server.name {spec.name!r}", f"is already served, with another {difference}", remedy
         )
     try:
         wait_for(handle.describe.remote(), what)
@@ -111,7 +111,9 @@ def stop_server(name: str) -> None:
     while name in server_names():
         if time.monotonic() - begin > STOP_TIMEOUT_S:
             raise ServerError(
-                f"server.name {name!r}", f"still there {STOP_TIMEOUT_S:.0f} s after it was ended", "try again"
+                f"server.name {name!r}",
+                f"still there {STOP_TIMEOUT_S:.0f} s after it was stopped",
+                "try again",
             )
         time.sleep(0.05)
 
@@ -133,7 +135,7 @@ def restart_server(name: str) -> str:
     begin = time.monotonic()
     while (facts := wait_for(stats.remote(), what))["pid"] == before["pid"]:  # the kill is on its way
         if time.monotonic() - begin > STOP_TIMEOUT_S:
-            raise ServerError(f"server.name {name!r}", "did not end", "try again")
+            raise ServerError(f"server.name {name!r}", "did not stop", "try again")
         time.sleep(0.05)
     return str(facts["version"])
 

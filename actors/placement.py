@@ -88,7 +88,7 @@ def _check(needs: Mapping[str, GroupNeed], shared: list[list[str]]) -> None:
             raise ConfigError(
                 f"group {name!r}",
                 f"needs {need.num_gpus:g} GPUs a worker",
-                "give whole GPUs, or a part of one",
+                "give a whole number, or a fraction below 1",
             )
     for names in shared:
         for name in names:

@@ -135,7 +135,7 @@ def shared_receipts(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) 
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         return
-    raise RuntimeError(f"{MAX_DEATHS} builders of {task.writer.uri} died; look at the memory of the nodes")
+    raise RuntimeError(f"{MAX_DEATHS} builders of {task.writer.uri} died; check the memory of the nodes")
 
 
 def _follow(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> Iterator[Receipt]:

@@ -113,7 +113,7 @@ def _refuse_where_nobody_listens(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
-        what = f"nobody listens there ({getattr(error, 'strerror', None) or error})"
+        what = f"nothing listens there ({getattr(error, 'strerror', None) or error})"
         remedy = (
             "give host:port as `ray start --head` prints it, or ray://host:10001 from outside the cluster"
         )

@@ -240,7 +240,7 @@ class StepNotReady(RaysvcError):
     def __str__(self) -> str:
         return (
             f"server {self.name!r} has {self.ready} of the {self.needed} groups of step {self.step}; "
-            "look whether the producers live, or ask again"
+            "check that the producers are alive, or ask again"
         )
 
 
@@ -259,7 +259,7 @@ class NoCapacity(RaysvcError):
     def __str__(self) -> str:
         return (
             f"server {self.name!r} had no capacity for {self.waited_s:.0f} s; "
-            "look whether the trainer commits steps, or reserve prompts before they are sampled"
+            "check that the trainer commits steps, or reserve prompts before they are sampled"
         )
 
 

@@ -169,7 +169,7 @@ def stamp_of(file: SourceFile) -> Json | None:
         handle = os.open(file.path, os.O_RDONLY)
     except OSError as error:
         raise SourceError(
-            "source.path", f"{file.path!r} cannot be read: {error}", "check the file and its rights"
+            "source.path", f"{file.path!r} cannot be read: {error}", "check the file and its permissions"
         ) from error
     try:
         return dict(local_stamp(handle))

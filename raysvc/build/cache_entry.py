@@ -146,7 +146,9 @@ def open_cache(uri: str | Path, storage_options: Mapping[str, Any] | None = None
     from raysvc.cache.find import open_entry
 
     if not isinstance(uri, str | Path) or not str(uri):
-        raise ConfigError("open_cache(uri)", f"{uri!r} is no address", "give the folder or URL of an entry")
+        raise ConfigError(
+            "open_cache(uri)", f"{uri!r} is not an address", "give the folder or URL of an entry"
+        )
     return CacheEntry(open_entry(str(uri), dict(storage_options or {})))
 
 

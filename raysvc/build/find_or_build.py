@@ -224,7 +224,7 @@ def _held_generation(store: Store, key: str, generation_of: Callable[[Store, str
         generation = generation_of(store, key)
         with contextlib.suppress(EntryError):
             return generation, Hold(store, folder_of(key, generation), this_process())
-    raise EntryError(f"{store.url}/{key}", "gc removes it again and again", "check which process runs gc")
+    raise EntryError(f"{store.url}/{key}", "gc deletes it again and again", "find out which process runs gc")
 
 
 @dataclass

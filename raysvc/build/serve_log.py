@@ -74,4 +74,4 @@ def read_served(run_dir: str, step: int, storage_options: Mapping[str, Any] | No
         return None
     except (ValueError, KeyError, TypeError) as error:
         what = f"cannot be understood ({type(error).__name__})"
-        raise ConfigError(path, what, "remove it; the plan of the job file is used then") from None
+        raise ConfigError(path, what, "delete it, and the plan of the job file is used") from None

@@ -85,7 +85,9 @@ class Entry:
         where = f"{store.url}/{key}"
         if names.MANIFEST not in found:
             what = "its build has not finished" if found else "there is no such entry"
-            raise EntryError(where, what, "build it with raysvc tokenize, or look at raysvc cache ls")
+            raise EntryError(
+                where, what, "build it with raysvc tokenize; raysvc cache ls shows what is there"
+            )
         for marker in (names.DAMAGED, names.DELETING):
             if marker in found:
                 what = "it is marked as damaged" if marker == names.DAMAGED else "it is being removed by gc"

@@ -50,11 +50,13 @@ def verify_folder(store: Store, folder: str) -> list[Problem]:
     """Every problem of an entry, by file name.
 
     Raises:
-        EntryError: there is no finished entry, or it is from a newer version.
+        EntryError: there is no complete entry, or it is from a newer version.
     """
     found = {item.name: item for item in store.scan(folder)}
     if names.MANIFEST not in found:
-        raise EntryError(f"{store.url}/{folder}", "there is no finished entry", "look at raysvc cache ls")
+        raise EntryError(
+            f"{store.url}/{folder}", "there is no complete entry", "run raysvc cache ls to see what is there"
+        )
     where = f"{store.url}/{folder}/{names.MANIFEST}"
     try:
         manifest = Manifest.from_json(store.read(f"{folder}/{names.MANIFEST}"), where)

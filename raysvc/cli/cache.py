@@ -277,7 +277,7 @@ def _folder(store: Store, key: str) -> str:
     names = [folder for folder in entry_folders(store) if folder.startswith(key)]
     if len(names) != 1:
         what = f"{len(names)} entries start with it" if names else "no entry starts with it"
-        raise EntryError(repr(key), what, "look at raysvc cache ls, and give more digits")
+        raise EntryError(repr(key), what, "run raysvc cache ls, and give more digits")
     return names[0]
 
 

@@ -29,7 +29,7 @@ def init(data: Data, tokenizer: Tokenizer, out: Out = Path("job.yaml"), as_json:
     from raysvc.job.job_schema import FILE, schema_text
 
     if out.exists():
-        raise ConfigError(str(out), "is there", "name another file with --out")
+        raise ConfigError(str(out), "exists already", "name another file with --out")
     found = look(data, tokenizer)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_name(FILE).write_text(schema_text())

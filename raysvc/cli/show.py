@@ -64,7 +64,7 @@ def show(
 
     job = load_job(config, overrides or ())
     if step is None and (rows or rank is not None):
-        raise ConfigError("--rows, --rank", "are about a step", "give --step too")
+        raise ConfigError("--rows, --rank", "apply to a step", "add --step")
     if step is not None:
         found, result = _step(job, step, rank, rows)
     else:

@@ -267,7 +267,7 @@ def _checked_roles(roles: Mapping[str, Role | int] | None, dp_size: int, rank: i
     for name, role in known.items():
         if not isinstance(role, Role):
             raise ConfigError(
-                f"attach(roles[{name!r}])", f"{role!r} is no role", "give an integer or a raysvc.Role"
+                f"attach(roles[{name!r}])", f"{role!r} is not a role", "give an integer or a raysvc.Role"
             )
         integer(f"attach(roles[{name!r}])", role.dp_size, 1)
         if role.columns is not None:

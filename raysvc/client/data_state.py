@@ -40,7 +40,7 @@ def frontier_of(state: dict[str, Any]) -> int:
         StateMismatch: this is no state, or one of another version.
     """
     if not isinstance(state, Mapping) or not {"version", "frontier", "plan"} <= set(state):
-        raise StateMismatch("state", f"this is no state of a client: {type(state).__name__}", _GIVE)
+        raise StateMismatch("state", f"this is not the state of a client: {type(state).__name__}", _GIVE)
     if state.get("version") != STATE_VERSION:
         what, remedy = (
             f"{state.get('version')!r} is not {STATE_VERSION}",

@@ -194,7 +194,7 @@ def rollouts(name: str, *, owner: str = "", address: str | None = None) -> Rollo
     connect(address)
     server = find_server(name)
     if not hasattr(server, "put_groups"):
-        what = "serves an entry, and takes no rollouts"
+        what = "serves an entry and takes no rollouts"
         raise ServerError(f"server.name {name!r}", what, "name a server that serve_rollouts started")
     meet(server, name)
     spec_json, _ = wait_for(

@@ -118,7 +118,9 @@ def check_access(name: str, url: str, answers: Answers) -> Finding:
     bad = [f"{node} {why}" for node, facts in sorted(answers.items()) if (why := facts.access.get(name))]
     if not bad:
         return Finding(f"{name} on nodes", "ok", f"{url} is read and written from all of them")
-    remedy = f"give {name} an s3:// or gs:// URL, or a folder that is mounted on every node, and its rights"
+    remedy = (
+        f"give {name} an s3:// or gs:// URL, or a folder that is mounted on every node, and make it writable"
+    )
     return Finding(f"{name} on nodes", "fail", f"{url}: {'; '.join(bad)}", remedy)
 
 

@@ -145,7 +145,9 @@ def _made(spec: ServeSpec, step: int, dp_size: int, *, recorded: bool) -> Replay
     except KeyError as error:  # a file of the spool is gone
         what = f"group {error.args[0]} of step {step} is gone"
         raise EntryError(
-            f"{spec.journal}/rollouts", what, "steps of rollouts live as long as it does"
+            f"{spec.journal}/rollouts",
+            what,
+            "keep that folder: the groups of a rollout server are nowhere else",
         ) from None
     minis = tuple(shards[start : start + dp_size] for start in range(0, len(shards), dp_size))
     return ReplayedStep(info, minis, stream.schedule, spec, recorded)
@@ -176,7 +178,9 @@ def _rollouts(spec: ServeSpec, step: int) -> RolloutStream:
     fs, root = fsspec.core.url_to_fs(folder, **spec.storage_options)
     if not fs.exists(f"{root}/groups"):
         raise EntryError(
-            folder, "the groups that were put are gone", "steps of rollouts live as long as it does"
+            folder,
+            "the groups that were put are gone",
+            "keep that folder: the groups of a rollout server are nowhere else",
         )
     recipe = Recipe(spec.plan, spec.pad_token_id)
     stream = RolloutStream(spec.name, spec.rollouts, recipe, folder, spec.storage_options)

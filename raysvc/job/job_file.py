@@ -78,7 +78,7 @@ def _tree(job: str | Path | Mapping[str, Any] | JobConfig | None) -> dict[str, A
         return {key: dict(value) if isinstance(value, Mapping) else value for key, value in job.items()}
     if not isinstance(job, str | Path):
         raise ConfigError(
-            "job", f"{job!r} is no job", "give the path of a job.yaml, a mapping or a JobConfig"
+            "job", f"{job!r} is not a job", "give the path of a job.yaml, a mapping or a JobConfig"
         )
     path = Path(job)
     try:
@@ -92,7 +92,7 @@ def _tree(job: str | Path | Mapping[str, Any] | JobConfig | None) -> dict[str, A
         place = f" (line {mark.line + 1}: {getattr(error, 'problem', '')})" if mark else ""
         raise ConfigError(str(path), f"is not valid YAML{place}", "fix that line") from None
     if not isinstance(tree, dict):
-        raise ConfigError(str(path), "holds no keys", "begin with source: and tokenizer:")
+        raise ConfigError(str(path), "has no keys", "begin with source: and tokenizer:")
     return tree
 
 

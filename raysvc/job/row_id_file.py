@@ -16,7 +16,7 @@ def read_row_ids(path: str) -> tuple[int, ...]:
     """The ids of a file: a JSON list, or one id a line (`#` begins a comment; `{"row_id": 17}` is an id too).
 
     Raises:
-        ValueError: no such file, or something in it is no row id.
+        ValueError: no such file, or something in it is not a row id.
     """
     import fsspec
 
@@ -39,7 +39,7 @@ def _sorted(path: str, found: Any, what: str) -> tuple[int, ...]:
     for number, value in found:
         value = value.get("row_id") if isinstance(value, dict) else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"{what} {number} of {path} is no row id")
+            raise ValueError(f"{what} {number} of {path} is not a row id")
         ids.add(value)
     return tuple(sorted(ids))
 
@@ -48,7 +48,7 @@ def _json(path: str, text: str) -> list[Any]:
     try:
         return list(json.loads(text))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON list (line {error.lineno})") from None
+        raise ValueError(f"{path} is not a JSON list (line {error.lineno})") from None
 
 
 def _of_line(line: str) -> Any:

@@ -230,7 +230,7 @@ def _refuse_contradictions(
         )
     if config.skip_rows and not 0 <= min(config.skip_rows) <= max(config.skip_rows) < len(lengths):
         row = next(row for row in config.skip_rows if not 0 <= row < len(lengths))
-        raise PlanError("plan.skip_rows", f"{row} must be in [0, {len(lengths)})", "take it out")
+        raise PlanError("plan.skip_rows", f"{row} must be in [0, {len(lengths)})", "remove it")
     budget = config.micro_batch_tokens
     if budget is None or config.oversize != "error" or config.layout == "stream" or not len(lengths):
         return

@@ -43,9 +43,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.num_groups < 1:
-            raise PlanError(
-                "plan", "there is no group to plan", "look why no row was written to the cache entry"
-            )
+            raise PlanError("plan", "there is no group to plan", "check why the cache entry has no rows")
         if self.steps_per_epoch < 1:
             raise PlanError(
                 "plan.batch_size",

@@ -76,7 +76,7 @@ class PlanState:
         """
         version = data.get("version")
         if not isinstance(version, int) or not {"plan_hash", "committed_step"} <= set(data):
-            raise StateMismatch("state", "this is no state of a plan", "give what state_dict returned")
+            raise StateMismatch("state", "this is not the state of a plan", "give what state_dict returned")
         if version > STATE_VERSION:
             raise StateMismatch(
                 "state", f"its version {version} is above {STATE_VERSION}", "use a newer raysvc"

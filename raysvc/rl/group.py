@@ -202,7 +202,7 @@ def _check_keys(group: Group) -> None:
     for name in ("attempt", "weight_version", "first_row"):
         value = getattr(group, name)
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise _error(group, f"has {name} {value!r}, which is no whole number", "count from 0")
+            raise _error(group, f"has {name} {value!r}, which is not a whole number", "count from 0")
         if value < 0:
             raise _error(group, f"has a negative {name}, {value}", "count from 0")
 

@@ -36,7 +36,7 @@ def export(job: JobConfig, out: str | Path, step: int | None = None) -> Checkpoi
     """
     target = Path(out).expanduser().absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError("--out", f"{target} is there and not empty", "name a new folder")
+        raise ConfigError("--out", f"{target} exists and is not empty", "name a new folder")
     checkpoint = _chosen(RunFolder(absolute(job.run_dir)), step)
     write_model(job, target, lambda folder: _from_checkpoint(checkpoint, folder))
     return checkpoint

@@ -157,7 +157,7 @@ def test_a_cluster_that_is_not_there_is_said_at_once(address: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
     )
-    assert f"--address {address}: nobody listens there" in done.stderr
+    assert f"--address {address}: nothing listens there" in done.stderr
     assert time.monotonic() - begin < 30
 
 

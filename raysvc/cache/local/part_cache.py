@@ -97,7 +97,7 @@ class PartCopies:
             if error.errno not in LOCAL_TROUBLE:
                 raise
             raise StoreError(
-                str(self.folder), f"cannot hold copies ({error})", "make room, or set RAYSVC_PART_CACHE_DIR"
+                str(self.folder), f"cannot store copies ({error})", "make room, or set RAYSVC_PART_CACHE_DIR"
             ) from error
         finally:
             staged.unlink(missing_ok=True)

@@ -105,7 +105,7 @@ class PosixStore:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
             raise StoreError(
-                self.root, f"{name} cannot be removed ({error})", "ask who may write there"
+                self.root, f"{name} cannot be removed ({error})", "check the permissions of that folder"
             ) from error
 
     def local_path(self, name: str) -> Path | None:
@@ -151,7 +151,7 @@ class PosixStore:
                 return self._stage(staged, data)
             except FileNotFoundError:
                 continue  # gc removed the folder while it was empty
-        raise StoreError(self.root, f"{folder} vanishes again and again", "look who removes it")
+        raise StoreError(self.root, f"{folder} is deleted again and again", "find out what deletes it")
 
     def _stage(self, staged: str, data: bytes | memoryview) -> None:
         with open(staged, "xb") as file:
@@ -265,7 +265,7 @@ def _make_folder(path: str) -> None:
             _make_folder(os.path.dirname(path))
         else:
             return
-    raise StoreError(path, "no folder can be made there", "choose another cache.root")
+    raise StoreError(path, "a folder cannot be created there", "choose another cache.root")
 
 
 def _sync_folder(path: str) -> None:

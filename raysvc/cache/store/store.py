@@ -110,6 +110,6 @@ def probe_create(store: Store, rivals: int = 4) -> None:
             store.delete(name)
     raise StoreError(
         store.url,
-        f"it cannot create only what is absent: {what}",
+        f"it cannot create a file only if it is absent: {what}",
         "use another root, or set cache.unsafe_store: true and build from one place at a time",
     )

@@ -145,7 +145,9 @@ def _check_policy(spec: TextSpec, name: FormatName) -> None:
             "train_on", f"message_weight needs chat rows, and these are {name}", "use completion"
         )
     if name == "prompt" and spec.max_length is not None and spec.truncation.startswith("keep"):
-        raise ConfigError("truncation", "a prompt that is cut asks something else", "use drop or error")
+        raise ConfigError(
+            "truncation", "a prompt must not be cut: it would ask something else", "use drop or error"
+        )
     if spec.truncation == "keep_end_turns" and name in ("text", "pretokenized"):
         raise ConfigError(
             "truncation", f"keep_end_turns needs turns, and {name} rows have none", "use keep_start"
