@@ -314,7 +314,7 @@ class TestRemoteDetails:
             pytest.skip("the header that the proxy drops is signed")
         with proxy(s3, drop_headers=("If-None-Match",)) as bad:
             store = bad.store()
-            with pytest.raises(StoreError, match=r"only what is absent.*cache\.unsafe_store: true"):
+            with pytest.raises(StoreError, match=r"only if it is absent.*cache\.unsafe_store: true"):
                 store.probe()
             assert store.list() == ()
             unsafe = FsspecStore(store.url, store.options, unsafe_store=True)
