@@ -121,7 +121,7 @@ class LeaseHeld(LeaseError):
 
     def __str__(self) -> str:
         return (
-            f"server {self.name!r} is held by {self.holder} for {self.since_s:.0f} s; "
+            f"server {self.name!r} has been held by {self.holder} for {self.since_s:.0f} s; "
             "wait until it detaches, or attach with takeover=True to fence it"
         )
 
@@ -184,7 +184,7 @@ class RankLost(LeaseError):
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} of server {self.name!r} ({self.holder}) is silent for {self.silent_s:.0f} s; "
+            f"rank {self.rank} of server {self.name!r} ({self.holder}) has been silent for {self.silent_s:.0f} s; "
             "start all ranks again from the last checkpoint"
         )
 

@@ -57,7 +57,7 @@ def stop(name: str, *, force: bool = False) -> None:
         )
         for reader in facts["readers"].values():
             if reader["holder"] and reader["seen_s"] <= facts["lease_ttl_s"]:
-                what = f"is held by {reader['holder']} for {reader['since_s']:.0f} s"
+                what = f"has been held by {reader['holder']} for {reader['since_s']:.0f} s"
                 raise ServerError(f"server.name {name!r}", what, "stop that trainer first, or give --force")
     stop_server(name)
 

@@ -59,7 +59,7 @@ def test_a_second_trainer_is_refused_until_it_takes_over_and_then_the_first_one_
 
     serve("held")
     first = raysvc.attach("held", dp_size=2)
-    with pytest.raises(LeaseHeld, match="is held by") as caught:
+    with pytest.raises(LeaseHeld, match="has been held by") as caught:
         raysvc.attach("held")
     assert (caught.value.holder.split(":")[1], caught.value.since_s >= 0) == (
         str(__import__("os").getpid()),
@@ -186,7 +186,7 @@ def test_the_command_line_serves_lists_and_stops(
         (row,) = [row for row in run("ps")["servers"] if row["name"] == "cli"]
         assert (row["num_steps"], row["frontier"]) == (8, 0)
         assert row["holder"] is not None
-        assert "is held by" in run("stop", "cli", code=2)
+        assert "has been held by" in run("stop", "cli", code=2)
     assert run("stop", "cli") == {"stopped": ["cli"]}
     assert "is not served" in run("stop", "cli", code=2)
     assert [row for row in run("ps")["servers"] if row["name"] == "cli"] == []
