@@ -92,6 +92,7 @@ url = f"http://{node['NodeManagerAddress']}:{port}/metrics"
 
 wanted = set(json.loads(sys.argv[2]))
 texts = []
+seen = {}  # newest value of each series; those of a process that ended vanish after a while
 
 def scrape():
     try:
@@ -99,7 +100,9 @@ def scrape():
             texts.append(answer.read().decode())
     except OSError:
         return set()
-    return {name for name, _, _ in samples(texts[-1])}
+    now = samples(texts[-1])
+    seen.update({(name, json.dumps(labels, sort_keys=True)): [name, labels, value] for name, labels, value in now})
+    return {name for name, _, _ in now}
 
 during = set()
 def progress(tick):
@@ -109,8 +112,8 @@ def progress(tick):
 summary = raysvc.train(sys.argv[1], progress=progress)
 
 def arrived():
-    names = scrape()
-    counts = {name: value for name, _, value in samples(texts[-1])} if texts else {}
+    scrape()
+    names, counts = {name for name, _ in seen}, {name: value for name, _, value in seen.values()}
     pairs = {"ray_raysvc_steps_total": summary["steps"], "ray_raysvc_trained_tokens_total": summary["tokens_trained"]}
     return wanted <= names and all(counts.get(name) == value for name, value in pairs.items())
 
@@ -118,7 +121,7 @@ import numpy as np
 held = [ray.put(np.ones(30 << 20, np.uint8)) for _ in range(5)]  # more than the store holds: Ray spills
 
 def spilled():
-    labels = [(labels, value) for name, labels, value in samples(texts[-1]) if name == "ray_spill_manager_objects_bytes"]
+    labels = [(labels, value) for name, labels, value in seen.values() if name == "ray_spill_manager_objects_bytes"]
     return sum(value for label, value in labels if label["State"] == "Spilled")
 
 until = time.monotonic() + 60  # reports come every half second
@@ -126,8 +129,8 @@ while not (arrived() and spilled()) and time.monotonic() < until:
     time.sleep(0.2)
 entry = raysvc.tokenize(sys.argv[1])
 row_counts = {**entry.report["row_counts"], "short": int((entry.entry.lengths() <= 80).sum())}
-mine = [sample for sample in samples(texts[-1]) if sample[0].startswith("ray_raysvc_")]
-print(json.dumps({"mine": mine, "during": sorted(during), "all": sorted({n for n, _, _ in samples(texts[-1])}),
+mine = [sample for sample in seen.values() if sample[0].startswith("ray_raysvc_")]
+print(json.dumps({"mine": mine, "during": sorted(during), "all": sorted({name for name, _ in seen}),
                   "summary": summary, "spilled": spilled(), "row_counts": row_counts}), flush=True)
 """
 )
