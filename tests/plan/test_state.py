@@ -110,7 +110,7 @@ def test_a_source_may_be_added_after_the_frontier_and_not_before():
 
 
 def test_something_else_or_a_newer_state_is_refused():
-    with pytest.raises(StateMismatch, match="no state of a plan"):
+    with pytest.raises(StateMismatch, match="not the state of a plan"):
         PlanState.from_json({"step": 3})
     data = PlanState.of(Plan(PlanConfig(**BASE), LENGTHS), 1).to_json()
     with pytest.raises(StateMismatch, match="use a newer raysvc"):
