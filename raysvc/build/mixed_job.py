@@ -40,7 +40,7 @@ def jobs_of(job: JobConfig) -> dict[str, JobConfig]:
 
 def join(entries: Sequence[Entry]) -> JoinedEntry:
     """The entries of all sources as one, with their reports added up."""
-    from raysvc.build.find_or_build import percentiles
+    from raysvc.build.build_report import percentiles
 
     joined = JoinedEntry(entries)
     lengths = percentiles(joined.lengths())

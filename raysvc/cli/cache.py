@@ -17,6 +17,7 @@ from raysvc.cli.view import print_rows, print_table
 if TYPE_CHECKING:
     from raysvc.cache.entry import Entry
     from raysvc.cache.store.store import Store
+    from raysvc.job.config import JobConfig
 
 app = typer.Typer(help="List, check, explain, export and delete cache entries.", no_args_is_help=True)
 
@@ -93,7 +94,9 @@ def info(
 @app.command()
 @edge
 def explain(
-    keys: Annotated[list[str] | None, typer.Argument(help="Keys of two entries; none with -c.")] = None,
+    keys: Annotated[
+        list[str] | None, typer.Argument(help="Keys of two entries; or overrides of the job of -c, or none.")
+    ] = None,
     config: Config = None,
     root: Root = None,
     storage_option: Storage = None,
@@ -106,12 +109,12 @@ def explain(
     from raysvc.cache import key as keys_module
     from raysvc.errors import ConfigError
 
-    if config is not None:
-        _explain_job(config, keys or [], as_json)
+    if config is not None and not any("=" not in key for key in keys or ()):
+        _explain_job(_job(config, keys or [], root, storage_option), as_json)
         return
     if keys is None or len(keys) != 2:
         raise ConfigError("raysvc cache explain", "needs two entries, or -c job.yaml", "give one of these")
-    store = _store(root, None, storage_option)
+    store = _store(root, config, storage_option)
     first, second = (_entry(store, key) for key in keys)
     differences = keys_module.explain(first.recipe, second.recipe)
     if as_json:
@@ -229,15 +232,12 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     return {prefix.rstrip("."): value}
 
 
-def _explain_job(config: str, overrides: list[str], as_json: bool) -> None:
-    from raysvc.api import cache_root
-    from raysvc.build.find_or_build import explain_job
+def _explain_job(job: JobConfig, as_json: bool) -> None:
+    from raysvc.build.explain import explain_job
     from raysvc.build.mixed_job import jobs_of
-    from raysvc.job.job_file import load_job
 
-    job = load_job(config, overrides)
     jobs = jobs_of(job) if job.mixture else {"": job}
-    found = {name: explain_job(one, cache_root(job)) for name, one in jobs.items()}
+    found = {name: explain_job(one, str(job.cache.root)) for name, one in jobs.items()}
     if as_json:
         emit(found if job.mixture else found[""])
         return
@@ -250,31 +250,40 @@ def _explain_job(config: str, overrides: list[str], as_json: bool) -> None:
 
 def _store(root: str | None, config: str | None = None, options: list[str] | None = None) -> Store:
     from raysvc.cache.store.open import default_root, open_store
-    from raysvc.errors import ConfigError
 
-    given = {}
-    for option in options or ():
-        name, equals, value = option.partition("=")
-        if not equals:
-            raise ConfigError(
-                "--storage-option", "an option is not KEY=VALUE", "give e.g. endpoint_url=http://host"
-            )
-        given[name] = value
     if config is None:
-        return open_store(default_root(root), given)
-    from raysvc.api import cache_root
+        return open_store(default_root(root), _given(options))
+    cache = _job(config, [], root, options).cache
+    return open_store(str(cache.root), cache.storage_options, cache.unsafe_store)
+
+
+def _job(config: str, overrides: list[str], root: str | None, options: list[str] | None) -> JobConfig:
+    """A job file's job, with the root that is given, if any, and the storage options added."""
+    from raysvc.cache.store.open import default_root
     from raysvc.job.job_file import load_job
 
-    job = load_job(config)
-    where = cache_root(job) if root is None else default_root(root)
-    return open_store(where, {**job.cache.storage_options, **given}, job.cache.unsafe_store)
+    job = load_job(config, overrides)
+    where = default_root(job.cache.root if root is None else root)
+    cache = {"root": where, "storage_options": {**job.cache.storage_options, **_given(options)}}
+    return job.model_copy(update={"cache": job.cache.model_copy(update=cache)})
+
+
+def _given(options: list[str] | None) -> dict[str, str]:
+    from raysvc.errors import ConfigError
+
+    pairs = [option.partition("=") for option in options or ()]
+    if not all(name and equals for name, equals, _ in pairs):
+        remedy = "give e.g. endpoint_url=http://host"
+        raise ConfigError("--storage-option", "an option is not KEY=VALUE", remedy)
+    return {name: value for name, _, value in pairs}
 
 
 def _folder(store: Store, key: str) -> str:
     from raysvc.cache.find import entry_folders
     from raysvc.errors import EntryError
 
-    names = [folder for folder in entry_folders(store) if folder.startswith(key)]
+    folders = entry_folders(store)
+    names = [key] if key in folders else [folder for folder in folders if folder.startswith(key)]
     if len(names) != 1:
         what = f"{len(names)} entries start with it" if names else "no entry starts with it"
         raise EntryError(repr(key), what, "run raysvc cache ls, and give more digits")

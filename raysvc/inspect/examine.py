@@ -219,7 +219,7 @@ def _check_tokenizer(job: JobConfig) -> Finding:
 
 def _check_plan(job: JobConfig, nodes: list[dict[str, Any]]) -> Finding:
     from raysvc.api import cache_root, tokenize
-    from raysvc.build.find_or_build import explain_job
+    from raysvc.build.explain import explain_job
     from raysvc.build.job_plan import report_of
 
     if not explain_job(job, cache_root(job))["hit"]:

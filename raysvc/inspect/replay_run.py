@@ -128,7 +128,7 @@ def save(shards: list[Shard], path: Path) -> None:
 
 def _spec_of(job: JobConfig) -> ServeSpec:
     from raysvc.api import cache_root, serve_spec, tokenize
-    from raysvc.build.find_or_build import explain_job
+    from raysvc.build.explain import explain_job
     from raysvc.build.mixed_job import jobs_of
 
     jobs = jobs_of(job).values() if job.mixture else [job]

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raysvc.build.find_or_build import plan_build
+from raysvc.build.build_plan import plan_build
 from raysvc.cache.store.open import open_store
 from raysvc.cache.writer import EntryWriter
 from raysvc.errors import SourceError

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import raysvc
-from raysvc.build import find_or_build
+from raysvc.build import explain, find_or_build
 from raysvc.build.sample_data import write_rows
 from raysvc.cache.store.open import open_store
 from raysvc.cache.writer import EntryWriter
@@ -89,7 +89,7 @@ def test_two_that_ask_at_once_share_one_build(
 def test_a_builder_that_starts_late_makes_nothing_that_another_has_made(
     tmp_path: Path, sample: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raysvc.build.find_or_build import plan_build
+    from raysvc.build.build_plan import plan_build
     from raysvc.job.config import JobConfig
     from raysvc.pipelines import tokenize
 
@@ -117,11 +117,11 @@ def test_an_error_in_a_task_arrives_as_what_it_was(
 def test_a_miss_because_of_damage_is_told_as_that(tmp_path: Path, sample: dict[str, str]) -> None:
     job = JobConfig.model_validate(sections(tmp_path, sample, 5, 1))
     root = str(tmp_path / "cache")
-    key = find_or_build.explain_job(job, root)["key"]
+    key = explain.explain_job(job, root)["key"]
     (tmp_path / "cache" / key).mkdir(parents=True)
     (tmp_path / "cache" / key / "manifest.json").write_text("{}")
     (tmp_path / "cache" / key / "damaged.json").write_text("[]")
-    assert find_or_build.explain_job(job, root)["reason"] == f"its entry {key[:12]} is damaged"
+    assert explain.explain_job(job, root)["reason"] == f"its entry {key[:12]} is damaged"
 
 
 def test_a_root_that_only_this_process_sees_is_refused_before_anything_starts(

@@ -1,0 +1,117 @@
+"""What is known of a build before a row is tokenized: source, format, tokenizer, and the key that they give.
+
+Always true:
+- the key follows from what decides the bytes, and from nothing else;
+- a tokenizer or format that cannot be used is refused here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from raysvc.build.kept_tokenizer import remember
+from raysvc.cache.key import cache_key
+from raysvc.cache.store.store import Store
+from raysvc.chat.slice_tokenizer import FORMAT_VERSION
+from raysvc.chat.source.detect import resolve_format, seen
+from raysvc.chat.source.formats import Format as RowFormat
+from raysvc.chat.source.messages import NORMAL_FORM
+from raysvc.chat.tokens.tokenizer import LoadedTokenizer
+from raysvc.errors import SourceError
+from raysvc.job.config import Format, JobConfig, TextSpec
+from raysvc.pipelines.sources.scan_memo import Memo
+
+if TYPE_CHECKING:
+    from raysvc.pipelines.sources.source import Source
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """What is known before tokenizing.
+
+    Attributes:
+        spec: with the format resolved.
+        recipe: what decides the bytes; `key` is its hash.
+        seen: what format the rows were found to have.
+    """
+
+    source: Source
+    spec: TextSpec
+    tokenizer: LoadedTokenizer
+    recipe: dict[str, Any]
+    key: str
+    seen: str
+
+
+def plan_build(job: JobConfig, store: Store) -> BuildPlan:
+    """Look at the source and load the tokenizer.
+
+    Args:
+        job: of one source.
+        store: where what was found out about files before lies; a job that trusts no cache reads all.
+
+    Raises:
+        SourceError: no rows, or not the columns that the format needs.
+        TokenizerError: it cannot be used for this format.
+    """
+    from raysvc.pipelines.sources.look import look_at
+
+    memo = Memo(store) if job.cache.enabled and not job.cache.force else None
+    slice_bytes = None if job.workers.slice_mb is None else int(job.workers.slice_mb * 1e6)
+    source = look_at(job.source, slice_bytes, memo)
+    form, found = _format_of(job, source)
+    kind = form.name
+    spec = job.text.model_copy(update={"format": kind, "columns": dict(form.columns)})
+    tokenizer = LoadedTokenizer(job.tokenizer)
+    if kind in ("chat", "alpaca", "question_answer", "prompt"):
+        tokenizer.template_name(has_tools=False)  # refuse before anything starts
+    identity = _identity(tokenizer, kind)
+    remember(identity["content_sha256"], tokenizer)
+    recipe = {
+        "format_version": FORMAT_VERSION,
+        "source": source.identity,
+        "format": kind,
+        "columns": dict(spec.columns),
+        "messages": _normal_form(spec, tokenizer),
+        "tokenizer": identity,
+        "train_on": spec.train_on,
+        "max_length": spec.max_length,
+        "truncation": spec.truncation if spec.max_length else None,
+    }
+    return BuildPlan(source, spec, tokenizer, recipe, cache_key(recipe), found)
+
+
+def _normal_form(spec: TextSpec, tokenizer: LoadedTokenizer) -> dict[str, Any] | None:
+    """How messages are read, where there are any."""
+    if spec.format in ("text", "pretokenized") or tokenizer.chat_template is None:
+        return None
+    fits = [tokenizer.fit(has_tools) for has_tools in (False, True)]
+    return {
+        "normal_form": NORMAL_FORM,
+        "roles": dict(spec.roles),
+        "ignore": sorted(spec.ignore),
+        "arguments": ["text" if fit.text_arguments else "object" for fit in fits],
+        "parts": ["kept" if fit.parts else "joined" for fit in fits],
+    }
+
+
+def _format_of(job: JobConfig, source: Source) -> tuple[RowFormat, str]:
+    """(format, what was seen)."""
+    row = source.first_row()
+    if row is None:
+        where = ", ".join(job.source.path) or str(job.source.dataset)
+        raise SourceError(
+            "source", f"{where} holds no row that can be read", "give files with one JSON object per line"
+        )
+    form = resolve_format(job.text, row)
+    return form, seen(form, row)
+
+
+def _identity(tokenizer: LoadedTokenizer, kind: Format) -> dict[str, Any]:
+    """What of the tokenizer decides the bytes; a template does only where conversations are rendered."""
+    identity = tokenizer.identity()
+    if kind in ("text", "pretokenized"):
+        return {name: identity[name] for name in identity if not name.startswith("template")}
+    tokenizer.check_date()
+    return identity

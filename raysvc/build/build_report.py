@@ -1,0 +1,94 @@
+"""What a user is told of a build, made of the receipts of its slices; stored with the entry.
+
+Always true:
+- a build whose row counts do not balance, or of which too many rows were quarantined, has no report.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raysvc.build.build_plan import BuildPlan
+from raysvc.cache.entry import Entry
+from raysvc.cache.manifest import Manifest
+from raysvc.cache.writer import EntryWriter
+from raysvc.chat.row_counts import Quarantined, RowCounts, check_quarantine
+from raysvc.errors import SourceError
+from raysvc.job.config import JobConfig
+from raysvc.redact import redacted
+
+if TYPE_CHECKING:
+    from raysvc.cache.manifest import Receipt
+
+EXAMPLES_KEPT = 20
+
+
+def make_report(
+    job: JobConfig, plan: BuildPlan, writer: EntryWriter, receipts: Sequence[Receipt], seconds: float
+) -> dict[str, Any]:
+    """What the user is told of a build; stored with the entry.
+
+    Raises:
+        QuarantineExceeded: more rows than `max_quarantine` could not be verified.
+        SourceError: no row is left.
+    """
+    row_counts = sum((RowCounts.from_json(one.meta["row_counts"]) for one in receipts), RowCounts())
+    row_counts.check()
+    examples = [item for one in receipts for item in one.meta["examples"]]
+    check_share(job, {"row_counts": row_counts.to_json(), "examples": examples})
+    if row_counts.rows_written == 0:
+        reasons = (
+            ", ".join(f"{name}: {count}" for name, count in row_counts.dropped.items()) or "none were read"
+        )
+        raise SourceError(
+            "source", f"no row is left to train on ({reasons})", "check train_on, max_length and truncation"
+        )
+    return {
+        "tokenizer": job.tokenizer.model_dump(mode="json"),
+        "format": plan.seen,
+        "pad_token_id": _pad_token_id(plan.tokenizer.hf),
+        "vocab_size": len(plan.tokenizer.hf),
+        "row_counts": row_counts.to_json(),
+        "examples": examples[:EXAMPLES_KEPT],
+        "verification": {
+            "rows_compared_with_the_reference": sum(int(one.meta["sampled"]) for one in receipts),
+            "switched_to_the_reference": sorted({str(one.meta["switched"]) for one in receipts} - {""}),
+        },
+        "encoders": dict(Counter(str(one.meta["encoder"]) for one in receipts)),
+        "seconds": round(seconds, 3),
+        "length_percentiles": percentiles(_lengths(writer, receipts)),
+        "source_bytes": plan.source.num_bytes,
+        "paths": [redacted(path) for path in job.source.path or (str(job.source.dataset),)],
+    }
+
+
+def _pad_token_id(hf: Any) -> int:
+    """What fills padding cells; any id will do, since no cell of padding is attended to or trained."""
+    candidates = (hf.pad_token_id, hf.eos_token_id, 0)
+    return next(int(one) for one in candidates if one is not None)
+
+
+def check_share(job: JobConfig, report: Mapping[str, Any]) -> None:
+    """Refuse a report of more quarantined rows than a job allows.
+
+    Raises:
+        QuarantineExceeded: with the reasons and examples.
+    """
+    examples = [Quarantined(**item) for item in report["examples"]]
+    check_quarantine(RowCounts.from_json(report["row_counts"]), examples, job.max_quarantine)
+
+
+def percentiles(lengths: npt.NDArray[np.int32]) -> dict[str, int]:
+    """Tokens per row at some shares of the rows."""
+    names = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
+    return {name: int(np.percentile(lengths, q)) for name, q in names.items()} if len(lengths) else {}
+
+
+def _lengths(writer: EntryWriter, receipts: Sequence[Receipt]) -> npt.NDArray[np.int32]:
+    parts = tuple(one.part for one in receipts)
+    return Entry(writer.store, writer.folder, Manifest(writer.key, parts, receipts[0].columns, {})).lengths()
