@@ -13,8 +13,9 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -24,6 +25,7 @@ from raysvc.client.connection import Connection
 from raysvc.client.data_state import frontier_of, state_of
 from raysvc.client.look_ahead import F, FormedSizes, Limit, LookAhead, PlannedSizes, Sizes
 from raysvc.client.meter import Given, Meter
+from raysvc.client.step_report import StepReport, checked_metrics
 from raysvc.client.steps import ClientStats
 from raysvc.errors import ConfigError, StepOutOfOrder
 from raysvc.metrics import record
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from typing import Self
 
     from raysvc.actors.server.spec import Lease, Role, StepOutline
+    from raysvc.trackers.reporter import Reporter
+    from raysvc.trackers.tracker import Tracker
 
 log = logging.getLogger(__name__)
 WARN_AFTER_STEPS = 64  # without a commit
@@ -63,6 +67,7 @@ class LeaseClient(ABC, Generic[F, S]):
         self._last_wait_s = 0.0
         self._overlaps = False  # workers compute while the caller waits for the next step
         self.meter = Meter(self.lease.name, exports=not connection.rank)
+        self._report_of_steps: StepReport | None = None
         connection.report = self._report
 
     def __len__(self) -> int:
@@ -79,15 +84,19 @@ class LeaseClient(ABC, Generic[F, S]):
         """The next step to train; all before it are committed."""
         return self._frontier
 
-    def commit(self, step: int, *, skipped: bool = False) -> None:
+    def commit(self, step: int, *, skipped: bool = False, metrics: Mapping[str, float] | None = None) -> None:
         """Say that all steps up to `step` are trained, or `step` was skipped. Returns at once; the next calls raise a refusal.
 
+        Args:
+            metrics: of the step, for the trackers of `report_to`: `loss`, `grad_norm`, `learning_rate`, others.
+
         Raises:
-            ConfigError: `step` is no integer.
+            ConfigError: `step` is no integer, or a metric is not a number.
             StepOutOfOrder: this client was not given that step yet.
         """
         integer("commit(step)", step, 0)
         flag("commit(skipped)", skipped)
+        known = checked_metrics(metrics)
         self._connection.check()
         with self._commit_lock:
             newest = max(self._frontier, self._taken - 1)
@@ -95,7 +104,9 @@ class LeaseClient(ABC, Generic[F, S]):
                 expected = f"step {newest} at most, the newest that was handed out or is next"
                 raise StepOutOfOrder(self.lease.name, step, expected)
             if step >= self._frontier:
-                self.meter.committed(int(step), int(step) + 1 - self._frontier)
+                told = self.meter.committed(int(step), int(step) + 1 - self._frontier)
+                if self._report_of_steps is not None:
+                    self._report_of_steps.committed(int(step) + 1, told, known)
                 self._frontier = int(step) + 1
                 self._uncommitted = 0
                 self._connection.commit(int(step), skipped)
@@ -128,6 +139,37 @@ class LeaseClient(ABC, Generic[F, S]):
         outline: StepOutline = self._connection.get(self._connection.control("peek", step, self.dp_size))
         return outline
 
+    def report_to(
+        self,
+        *trackers: str | Tracker,
+        folder: str | Path,
+        name: str | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> Reporter:
+        """Tell trackers of every step that is committed from now on; `detach` closes them. Ranks above 0 report nothing.
+
+        Args:
+            trackers: "wandb", "tensorboard", "mlflow", "trackio", or an object with the methods of `Tracker`.
+            folder: of the run: a loop that goes on there goes on in the same run of its trackers.
+            name: of the run; None: the folder's.
+            config: what trackers show of the run.
+
+        Returns:
+            A reporter, to tell of evals and checkpoints: `on_eval(step, metrics)`, `on_checkpoint(step, folder)`.
+
+        Raises:
+            ConfigError: a tracker is unknown, not installed, or cannot be opened.
+        """
+        from raysvc.trackers.reporter import NO_TRACKERS, open_reporter
+        from raysvc.trackers.tracker import tracked_run
+
+        if self._connection.rank:
+            return NO_TRACKERS
+        run = tracked_run(Path(folder), name, config, self._frontier)
+        reporter = open_reporter(trackers, run, "report_to")
+        self._report_of_steps = StepReport(reporter, self.schedule.steps_per_epoch)
+        return reporter
+
     def stats(self) -> ClientStats:
         """Counters since attach."""
         window = self._window
@@ -139,6 +181,9 @@ class LeaseClient(ABC, Generic[F, S]):
         self._window = None
         self._record()
         self._connection.close()
+        if self._report_of_steps is not None:
+            finished = self._frontier == self.schedule.num_steps
+            self._report_of_steps.reporter.on_end({}, finished)
 
     def __enter__(self) -> Self:
         return self

@@ -48,9 +48,28 @@ class _Shape(NamedTuple):
     """Of a step: `worst` is the tokens of the fullest rank over the mean."""
 
     tokens: int
+    input_tokens: int
     cut_rows: int
     padding: float
     worst: float
+
+
+class Committed(NamedTuple):
+    """What was committed with one call.
+
+    Attributes:
+        tokens: that the loss counted.
+        input_tokens: of the rows.
+        padding: share of the cells of its newest step.
+        step_s: since the commit before, by step.
+        stall_s: of that call's steps together.
+    """
+
+    tokens: int
+    input_tokens: int
+    padding: float
+    step_s: float
+    stall_s: float
 
 
 class _Look(NamedTuple):
@@ -77,7 +96,7 @@ class Meter:
         self._lock = threading.Lock()  # guards all below: the heartbeat thread reports
         self._began_s = self._last_commit_s = clock()
         self._since_s: float | None = None  # the caller waits since then, and it counts
-        self._stall_s = 0.0
+        self._stall_s = self._stall_told_s = 0.0  # told: up to the last commit
         self._causes: dict[str, float] = {}
         self._steps = self._tokens = 0
         self._shapes: dict[int, _Shape] = {}  # of steps that are not committed
@@ -109,7 +128,7 @@ class Meter:
             self._add_stall(times.waited_s)
         self._blame(times)
 
-    def committed(self, step: int, count: int) -> None:
+    def committed(self, step: int, count: int) -> Committed:
         """All steps up to `step` are trained, `count` of them newly."""
         with self._lock:
             now_s = self._clock()
@@ -118,12 +137,15 @@ class Meter:
             tokens = sum(shape.tokens for shape in shapes)
             self._steps += count
             self._tokens += tokens
+            stall_s, self._stall_told_s = self._stall_s - self._stall_told_s, self._stall_s
         if self._exports:
             record("steps", count, server=self._server)
             record("step_seconds", step_s, server=self._server)
             record("trained_tokens", tokens, server=self._server)
             record("cut_rows", sum(shape.cut_rows for shape in shapes), server=self._server)
             self._show(shapes)
+        padding = shapes[-1].padding if shapes else 0.0
+        return Committed(tokens, sum(shape.input_tokens for shape in shapes), padding, step_s, stall_s)
 
     def moved(self) -> None:
         """The trainer went to another step: what it was given is not trained."""
@@ -193,4 +215,6 @@ def _shape(infos: Sequence[MiniBatchInfo]) -> _Shape:
     padding = sum(info.pad_share * info.num_cells for info in infos) / cells
     ratios = [max(info.rank_tokens) * len(info.rank_tokens) / sum(info.rank_tokens) for info in infos]
     tokens = sum(info.denominators.tokens for info in infos)
-    return _Shape(tokens, sum(info.num_truncated for info in infos), padding, max(ratios, default=1.0))
+    input_tokens = sum(round((1.0 - info.pad_share) * info.num_cells) for info in infos)
+    cut_rows = sum(info.num_truncated for info in infos)
+    return _Shape(tokens, input_tokens, cut_rows, padding, max(ratios, default=1.0))

@@ -341,10 +341,18 @@ class TrainerConfig(Model):
     eval_every_steps: PositiveInt | None = Field(
         default=None, description="Steps between two runs of the evals; None: only at the end."
     )
+    report_to: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = Field(
+        default=(), description="Trackers that are told of the run; each needs `pip install 'raysvc[NAME]'`."
+    )
     resume: bool | Literal["changed"] = Field(
         default=True,
         description="Go on from the newest checkpoint in run_dir; `changed`: also with another learning rate, schedule or length.",
     )
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _one_tracker(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _constant_where_it_counts(self) -> TrainerConfig:

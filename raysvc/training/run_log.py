@@ -1,7 +1,7 @@
 """What a run writes down as it goes: rows, metrics and evals by step, and the summary at its end.
 
 Always true:
-- a line is in its file before the step is committed;
+- a line is in its file before the step is committed; trackers are told after that;
 - losses, rows and tokens of the summary are of the whole run, whatever processes it took; rates are of this one.
 """
 
@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysvc.errors import ConfigError
 from raysvc.progress import Progress, Tick
+from raysvc.trackers.reporter import Reporter
 from raysvc.training.run_folder import RunFolder, StepLog
-from raysvc.training.stalls import StallBook
+from raysvc.training.stalls import StallBook, StepTimes
 
 if TYPE_CHECKING:
     from raysvc.actors.worker.results import MiniResult
@@ -34,16 +36,28 @@ class RunLog:
         start: first step that this process trains.
         stop: the step after the last one.
         progress: told of each step.
+        reporter: told of each step, eval and checkpoint.
+        steps_per_epoch: for the `epoch` that trackers show.
     """
 
-    def __init__(self, folder: RunFolder, start: int, stop: int, progress: Progress) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        start: int,
+        stop: int,
+        progress: Progress,
+        reporter: Reporter,
+        steps_per_epoch: int,
+    ) -> None:
         self._progress, self._stop = progress, stop
+        self._reporter, self._steps_per_epoch = reporter, steps_per_epoch
         self._step_s = deque[float](maxlen=STEPS_OF_RATE)
         self._rows, self._metrics = StepLog(folder.rows, start), StepLog(folder.metrics, start)
         self._evals = StepLog(folder.evals, start)
         self.tokens = 0  # trained by this process
+        self._seen = sum(line.get("input_tokens", 0) for line in folder.lines(folder.metrics))
 
-    def step(self, step: Step, results: list[list[MiniResult]], step_s: float, stall_s: float) -> None:
+    def step(self, step: Step, results: list[list[MiniResult]], step_s: float, times: StepTimes) -> None:
         """Write down a trained step; results[dp rank][optimizer step of it]."""
         from raysvc.actors.worker.results import reduce_timing
 
@@ -56,15 +70,21 @@ class RunLog:
         self.tokens += tokens
         loss, last = sum(losses) / len(losses), results[0][-1]
         counts = {"rows": sum(len(info.row_ids) for info in infos), "tokens": tokens, "minis": len(infos)}
-        times = {"step_s": round(step_s, 6), "stall_s": round(stall_s, 6)}
+        counts["input_tokens"] = sum(int(info.lengths.sum()) for info in infos)
+        counts["cells"] = sum(info.num_cells for info in infos)
+        self._seen += counts["input_tokens"]
+        took: dict[str, Any] = {"step_s": round(step_s, 6), "stall_s": round(times.waited_s, 6)}
+        if charged := times.charged():
+            took["stall_by"] = {part: round(seconds, 6) for part, seconds in charged.items()}
         parts = [reduce_timing([rank[index].timing for rank in results]) for index in range(len(infos))]
         timing = {"timing": parts} if any(parts) else {}
         facts = {"loss": loss, "grad_norm": last.grad_norm, "lr": last.metrics["lr"]}
-        self._metrics.append({"step": step.index, **facts, **counts, **times, **timing})
+        self._metrics.append({"step": step.index, **facts, **counts, **took, **timing})
+        self._report(step.index + 1, facts, counts, step_s, times.waited_s)
         shown: dict[str, Any] = {
             "loss": round(loss, 4),
             "tokens/s": round(tokens / max(step_s, 1e-9)),
-            "stall ms": round(stall_s * 1e3, 1),
+            "stall ms": round(times.waited_s * 1e3, 1),
         }
         self._step_s.append(step_s)
         left = self._stop - step.index - 1
@@ -76,6 +96,11 @@ class RunLog:
         """Write down what the evals say after `step`."""
         for line in lines:
             self._evals.append({"step": step, **line})
+            self._reporter.on_eval(step + 1, eval_metrics(line))
+
+    def checkpoint(self, steps: int, folder: Path) -> None:
+        """A checkpoint of so many steps is complete."""
+        self._reporter.on_checkpoint(steps, str(folder))
 
     def sync(self) -> None:
         """Make all lines survive a power cut."""
@@ -86,6 +111,33 @@ class RunLog:
         """Close the files."""
         for log in (self._rows, self._metrics, self._evals):
             log.close()
+
+    def _report(
+        self, steps: int, facts: Mapping[str, float], counts: Mapping[str, int], step_s: float, stall_s: float
+    ) -> None:
+        """Tell the trackers, under the names of HF's Trainer where it has one."""
+        self._reporter.on_step(
+            steps,
+            {
+                "loss": facts["loss"],
+                "grad_norm": facts["grad_norm"],
+                "learning_rate": facts["lr"],
+                "epoch": steps / self._steps_per_epoch,
+                "num_input_tokens_seen": self._seen,
+                "tokens_per_second": counts["tokens"] / max(step_s, 1e-9),
+                "step_seconds": step_s,
+                "stall_seconds": stall_s,
+                "padding_share": 1.0 - counts["input_tokens"] / max(counts["cells"], 1),
+            },
+        )
+
+
+def eval_metrics(line: Mapping[str, Any]) -> dict[str, float]:
+    """Of a line of evals.jsonl, named as HF's Trainer names those of one of several eval datasets."""
+    prefix = f"eval_{line['eval']}_"
+    found = {"loss": line["loss"], "bits_per_byte": line["bits_per_byte"], "runtime": line["eval_s"]}
+    found["samples_per_second"] = line["rows"] / max(line["eval_s"], 1e-9)
+    return {prefix + name: float(value) for name, value in found.items() if value is not None}
 
 
 def cache_facts(entry: CacheEntry) -> dict[str, Any]:
@@ -102,8 +154,9 @@ def write_summary(
     stalls: StallBook | None = None,
     tokens: int = 0,
     finished: bool = True,
+    reporter: Reporter | None = None,
 ) -> dict[str, Any]:
-    """What a run says at its end; `finished`: it has trained all its steps.
+    """What a run says at its end, also to its trackers; `finished`: it has trained all its steps.
 
     Raises:
         ConfigError: the folder has no metrics.
@@ -126,5 +179,21 @@ def write_summary(
         "resumed_from": resumed_from,
         "model": str(folder.model) if finished and folder.model.exists() else None,
     }
+    if reporter is not None:
+        reporter.on_end(_end_metrics(lines, resumed_from or 0, loop_s), finished)
+        if outcome := reporter.outcome():
+            summary["report_to"] = outcome
     folder.write_summary(summary)
     return summary
+
+
+def _end_metrics(lines: Sequence[Mapping[str, Any]], start: int, loop_s: float) -> dict[str, float]:
+    """What HF's Trainer says at its end; the loss of the whole run, rates of this process."""
+    ours = [line for line in lines if line["step"] >= start]
+    runtime_s = max(loop_s, 1e-9)
+    return {
+        "train_loss": sum(line["loss"] for line in lines) / len(lines),
+        "train_runtime": loop_s,
+        "train_steps_per_second": len(ours) / runtime_s,
+        "train_samples_per_second": sum(line["rows"] for line in ours) / runtime_s,
+    }

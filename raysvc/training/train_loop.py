@@ -26,6 +26,9 @@ from raysvc.errors import LeaseHeld, TokenizerError
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
 from raysvc.progress import Progress, Tick, silent
+from raysvc.trackers.known_trackers import check_installed
+from raysvc.trackers.reporter import NO_TRACKERS, Reporter, open_reporter
+from raysvc.trackers.tracker import tracked_run
 from raysvc.training.evaluation import Evals, HeldBack
 from raysvc.training.export import export, write_model
 from raysvc.training.model_name import check_model
@@ -70,6 +73,7 @@ def train(
     """
     begin = time.perf_counter()
     job = load_job(config, **overrides)
+    check_installed(job.trainer.report_to)
     folder = RunFolder(absolute(job.run_dir))
     if not job.trainer.resume:
         moved = folder.set_aside()
@@ -145,8 +149,22 @@ class _Run:
     should_stop: Callable[[], bool]
     stalls: StallBook = field(default_factory=StallBook)
     last_end: float = 0.0
+    reporter: Reporter = NO_TRACKERS
 
     def run(self, address: str | None) -> dict[str, Any]:
+        """Open the trackers, train, and say how it went."""
+        if names := self.job.trainer.report_to:
+            done = 0 if self.checkpoint is None else self.checkpoint.step
+            config = self.job.model_dump(mode="json")
+            self.reporter = open_reporter(
+                names, tracked_run(self.folder.path, config=config, steps_done=done)
+            )
+        try:
+            return self._run(address)
+        finally:
+            self.reporter.on_end({}, finished=False)  # nothing more after the summary
+
+    def _run(self, address: str | None) -> dict[str, Any]:
         from raysvc.actors.dispatch.dispatch import WorkerGroup
         from raysvc.actors.launch import server_names, stop_server
         from raysvc.cluster import connect, require_cpus
@@ -185,7 +203,8 @@ class _Run:
             "set_schedule", group.call("set_schedule", _learning_rate(self.job, client.schedule, stop))
         )
         self._write_served(start)
-        books = RunLog(self.folder, start, stop, self.progress)
+        per_epoch = client.schedule.steps_per_epoch
+        books = RunLog(self.folder, start, stop, self.progress, self.reporter, per_epoch)
         loop_begin = time.perf_counter()
         try:
             self._loop(client, group, stop, books)
@@ -195,7 +214,15 @@ class _Run:
         resumed = start if self.checkpoint is not None else None
         finished = client.frontier == stop
         return write_summary(
-            self.folder, self.entry, client.frontier, resumed, loop_s, self.stalls, books.tokens, finished
+            self.folder,
+            self.entry,
+            client.frontier,
+            resumed,
+            loop_s,
+            self.stalls,
+            books.tokens,
+            finished,
+            self.reporter,
         )
 
     def _write_served(self, start: int) -> None:
@@ -260,7 +287,7 @@ class _Run:
         verdict = self.stalls.add(times)
         if verdict is not None:
             log.info("stalled server=%s %s", self.job.server.name, verdict)
-        books.step(started.step, results, step_s, stall_s)
+        books.step(started.step, results, step_s, times)
         client.commit(started.step.index)
 
     def _save(self, client: BatchClient, group: WorkerGroup, stop: int, books: RunLog) -> None:
@@ -270,6 +297,7 @@ class _Run:
         group.save_checkpoint(str(folder))
         done = {"done_for": _goal(self.job)} if state["frontier"] == stop else {}
         self.folder.publish(folder, {"data": state, **done})
+        books.checkpoint(state["frontier"], folder)
         self.folder.prune(self.job.trainer.keep_checkpoints)
         if done:
             write_model(self.job, self.folder.model, lambda folder: group.save_hf_model(str(folder)))
