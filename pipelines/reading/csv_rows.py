@@ -2,7 +2,7 @@
 
 Always true:
 - nothing is guessed: `007`, `1e3`, a date and an empty field are these texts;
-- a quoted field may hold line ends, and a row may be of any size;
+- a quoted field may hold line ends; one over `MOST_FIELD_BYTES`, as an open quote makes it, is an error;
 - a row that has more or fewer fields than the header comes with an error, and keeps its number;
 - empty lines are no rows and have no number.
 """
@@ -11,36 +11,77 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from raysvc.chat.source.json_rows import SourceRow
 from raysvc.errors import SourceError
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}
-MOST_FIELD_BYTES = 1 << 30
+MOST_FIELD_BYTES = 1 << 28
 READ_BYTES = 1 << 20
+MARK = "\ufeff"
 
 
-def csv_rows(path: str, stream: Any, kind: str) -> Iterator[SourceRow]:
+@dataclass
+class Counted:
+    """Where a reader stands in the bytes of a file.
+
+    Attributes:
+        header: the line of names, with what stands before it.
+        header_end: the byte behind it.
+        row_start, row_end: of the row that came last; empty lines before it belong to it.
+        num_bytes: read so far.
+    """
+
+    header: bytes = b""
+    header_end: int = 0
+    row_start: int = 0
+    row_end: int = 0
+    num_bytes: int = 0
+
+    def lines(self, text: Iterable[str]) -> Iterator[str]:
+        """The lines, counted; without the byte order mark."""
+        for line in text:
+            self.num_bytes += len(line) if line.isascii() else len(line.encode())
+            if not self.header_end:
+                self.header += line.encode()
+                line = line.removeprefix(MARK)
+            yield line
+
+    def end_header(self) -> None:
+        """The names were read."""
+        self.header_end = self.row_end = self.num_bytes
+
+    def end_row(self) -> None:
+        """A row was read."""
+        self.row_start, self.row_end = self.row_end, self.num_bytes
+
+
+def csv_rows(path: str, stream: Any, kind: str, counted: Counted | None = None) -> Iterator[SourceRow]:
     """All rows of a file, numbered from 0.
 
     Args:
         path: for errors.
         stream: of bytes, UTF-8 with or without a byte order mark.
         kind: csv or tsv.
+        counted: told where each row ends.
 
     Raises:
         SourceError: no header, a name that stands twice in it, or text that is not UTF-8.
     """
     csv.field_size_limit(MOST_FIELD_BYTES)
-    text = io.TextIOWrapper(io.BufferedReader(stream, READ_BYTES), "utf-8-sig", newline="")
-    lines = csv.reader(text, delimiter=DELIMITERS[kind])
+    counted = counted or Counted()
+    text = io.TextIOWrapper(io.BufferedReader(stream, READ_BYTES), "utf-8", newline="")
+    lines = csv.reader(counted.lines(text), delimiter=DELIMITERS[kind])
     try:
         header = next(lines, [])
+        counted.end_header()
         _check_header(path, header)
         count = len(header)
         for number, fields in enumerate(fields for fields in lines if fields):
+            counted.end_row()
             if len(fields) == count:
                 yield SourceRow(number, dict(zip(header, fields, strict=True)))
             else:

@@ -308,7 +308,8 @@ class PinnedFile(io.RawIOBase):
         if end <= self._pos:
             return b""
         if not (self._start <= self._pos and end <= self._start + len(self._held)):
-            self._start, high = self._pins.aligned(self._pos, max(end, self._pos + self._ahead))
+            wanted = max(end, min(self._pos + self._ahead, self._pins.end))
+            self._start, high = self._pins.aligned(self._pos, wanted)
             self._held = read_content(self._path, self._options, self._start, high, self._pins)
         data = self._held[self._pos - self._start : end - self._start]
         self._pos = end

@@ -36,6 +36,11 @@ class Pins:
     first: int
     digests: tuple[str, ...]
 
+    @property
+    def end(self) -> int:
+        """The byte behind the last one that has a digest here."""
+        return min(self.size, (self.first + len(self.digests)) * self.block_bytes)
+
     def span(self, start: int, end: int) -> Pins:
         """Only the blocks that bytes [start, end) touch."""
         low, high = start // self.block_bytes, -(-end // self.block_bytes)
@@ -53,6 +58,8 @@ class Pins:
             SourceError: they are not what the scan saw.
         """
         index = start // self.block_bytes - self.first
+        if index < 0 or start + len(data) > self.end:
+            raise changed(path)  # bytes that no read of the scanned file asks for
         for at in range(0, len(data), self.block_bytes):
             block = data[at : at + self.block_bytes]
             if xxhash.xxh3_128_hexdigest(block) != self.digests[index + at // self.block_bytes]:

@@ -7,12 +7,12 @@ Always true:
 
 from __future__ import annotations
 
+import base64
 import codecs
 import contextlib
 import io
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from raysvc import hub
 from raysvc.chat.source.json_rows import SourceRow, json_rows, load_json
 from raysvc.errors import SourceError
 from raysvc.job.config import SourceConfig
+from raysvc.pipelines.reading.arrow_file import batches_behind, batches_from_start, rows_of_range
 from raysvc.pipelines.reading.arrow_rows import rows_of_table
 from raysvc.pipelines.reading.csv_rows import csv_rows
 from raysvc.pipelines.reading.json_file import json_file_rows
@@ -35,7 +36,7 @@ from raysvc.pipelines.reading.pinned_file import (
 )
 from raysvc.pipelines.reading.pins import changed
 from raysvc.pipelines.sources.cuts import MAX_LINE_BYTES
-from raysvc.pipelines.sources.files import Kind
+from raysvc.pipelines.sources.files import CSV_KINDS, Kind
 from raysvc.pipelines.sources.slices import Piece, Slice
 
 FIRST_BYTES = 1 << 16  # of a file whose first row is wanted
@@ -132,7 +133,7 @@ def _first_rows(path: str, kind: Kind, storage_options: dict[str, Any]) -> Itera
         elif kind == "json":
             yield from json_file_rows(path, stream.read())
         elif kind == "arrow":
-            yield from next(arrow_batches(stream)).slice(0, 1).to_pylist()
+            yield from rows_of_range(batches_from_start(stream), 0, 1).to_pylist()
         else:
             yield from (row.data for row in csv_rows(path, stream, kind))
 
@@ -154,7 +155,7 @@ def first_lines(path: str, storage_options: dict[str, Any]) -> Iterator[bytes]:
 
 
 def count_rows(piece: Piece, storage_options: dict[str, Any]) -> int:
-    """Rows of a file that is not read line by line.
+    """Rows of a file that is cut by rows.
 
     Args:
         piece: of the whole file; its rows do not matter.
@@ -164,11 +165,7 @@ def count_rows(piece: Piece, storage_options: dict[str, Any]) -> int:
     with reading(piece.path), _verified(piece, storage_options) as stream:
         if piece.kind == "json":
             return len(json_file_rows(piece.path, stream.read()))
-        if piece.kind == "parquet":
-            return int(pq.ParquetFile(stream).metadata.num_rows)
-        if piece.kind == "arrow":
-            return sum(int(batch.num_rows) for batch in arrow_batches(stream))
-        return sum(1 for _ in csv_rows(piece.path, stream, piece.kind))
+        return int(pq.ParquetFile(stream).metadata.num_rows)
 
 
 def load_dataset_rows(config: SourceConfig) -> Any:
@@ -242,17 +239,25 @@ def _rows_of(piece: Piece, first_row: int, storage_options: dict[str, Any]) -> I
             raise changed(str(SourceConfig.model_validate_json(piece.path).dataset))
         yield from rows_of_table(data.with_format("arrow")[piece.start : piece.end], first_row)
         return
+    if piece.kind in CSV_KINDS:
+        yield from _csv_rows(piece, first_row, storage_options)
+        return
     with _verified(piece, storage_options) as stream:
         if piece.kind == "json":
             rows = json_file_rows(piece.path, stream.read())
             yield from _listed_rows(rows[piece.start : piece.end], first_row)
         elif piece.kind == "parquet":
             yield from rows_of_table(_parquet_rows(piece, stream), first_row)
-        elif piece.kind == "arrow":
-            yield from rows_of_table(_arrow_rows(piece, stream), first_row)
         else:
-            rows_here = islice(csv_rows(piece.path, stream, piece.kind), piece.start, piece.end)
-            yield from (replace(row, source_row=first_row + n) for n, row in enumerate(rows_here))
+            yield from rows_of_table(_arrow_rows(piece, stream), first_row)
+
+
+def _csv_rows(piece: Piece, first_row: int, storage_options: dict[str, Any]) -> Iterator[SourceRow]:
+    assert piece.pins is not None
+    data = read_content(piece.path, storage_options, piece.start, piece.end, piece.pins)
+    stream = io.BytesIO(base64.b64decode(piece.head) + data)
+    for row in csv_rows(piece.path, stream, piece.kind):
+        yield replace(row, source_row=first_row + row.source_row)
 
 
 def _verified(piece: Piece, storage_options: dict[str, Any]) -> PinnedFile:
@@ -293,25 +298,8 @@ def _parquet_rows(piece: Piece, stream: Any) -> pa.Table:
 
 
 def _arrow_rows(piece: Piece, stream: Any) -> pa.Table:
-    """Only the batches that the piece touches; those before them are passed by."""
-    kept: list[pa.RecordBatch] = []
-    row = 0
-    for batch in arrow_batches(stream):
-        if row < piece.end and row + batch.num_rows > piece.start:
-            kept.append(batch.slice(max(0, piece.start - row), piece.end - max(row, piece.start)))
-        row += batch.num_rows
-        if row >= piece.end:
-            break
-    return pa.Table.from_batches(kept)
-
-
-def arrow_batches(stream: Any) -> Iterator[pa.RecordBatch]:
-    """Batches of an Arrow file or stream, one at a time."""
-    magic = stream.read(6)
-    stream.seek(0)
-    if magic != b"ARROW1":
-        yield from pa.ipc.open_stream(stream)
-        return
-    file = pa.ipc.open_file(stream)
-    for index in range(file.num_record_batches):
-        yield file.get_batch(index)
+    """The rows of a piece; batches before its range are not read."""
+    stream.seek(piece.start)
+    head = base64.b64decode(piece.head)
+    batches = batches_behind(stream, head) if piece.start else batches_from_start(stream)
+    return rows_of_range(batches, piece.skip, piece.num_rows)

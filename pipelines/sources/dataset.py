@@ -119,8 +119,7 @@ def _rows_between(pieces: Iterable[Piece], begin: int, end: int) -> Iterator[Pie
         row += piece.num_rows
         if low < high:
             size = -(-piece.num_bytes * (high - low) // piece.num_rows)
-            start = piece.start
-            yield replace(piece, start=start + low, end=start + high, num_rows=high - low, num_bytes=size)
+            yield replace(piece, skip=piece.skip + low, num_rows=high - low, num_bytes=size)
 
 
 def resolved_revision(data: Any) -> str | None:

@@ -10,6 +10,8 @@ from raysvc.errors import SourceError
 
 Kind = Literal["lines", "text", "json", "csv", "tsv", "parquet", "arrow", "dataset"]
 LINE_KINDS: tuple[Kind, ...] = ("lines", "text")  # cut at line ends
+CSV_KINDS: tuple[Kind, ...] = ("csv", "tsv")
+BYTE_KINDS: tuple[Kind, ...] = (*LINE_KINDS, *CSV_KINDS, "arrow")  # a slice is a range of bytes
 KINDS: dict[str, Kind] = {
     ".jsonl": "lines",
     ".ndjson": "lines",

@@ -11,19 +11,20 @@ Always true:
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, get_args
 
 from raysvc.errors import SourceError
 from raysvc.pipelines.reading.pins import BLOCK_BYTES, block_bytes_for
 from raysvc.pipelines.sources.file_stamp import is_settled, local_stamp
-from raysvc.pipelines.sources.files import LINE_KINDS, Kind, SourceFile
+from raysvc.pipelines.sources.files import BYTE_KINDS, Kind, SourceFile
 from raysvc.pipelines.sources.scan import FileScan, peek_kind, scan_file
 from raysvc.pipelines.sources.scan_memo import Memo
 
@@ -32,7 +33,7 @@ REMOTE_THREADS = 16
 SMALL_BYTES = 1 << 20
 MOST_RECORDS = 256  # of small files: when there are more, they share records
 SHARED_RECORDS = 32
-RECORD_VERSION = 2
+RECORD_VERSION = 3
 Json = dict[str, Any]
 Group = tuple[SourceFile, ...]
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -215,6 +216,7 @@ def _scan_of(record: Json) -> FileScan:
         tuple(map(tuple, record["cuts"])),
         record["block_bytes"],
         tuple(record["digests"]),
+        record["head"],
     )
 
 
@@ -240,17 +242,30 @@ def _cuts_fit(record: Json) -> bool:
         isinstance(cut, list) and len(cut) == 3 and all(type(number) is int for number in cut) for cut in cuts
     ):
         return False
-    ends = [0, *(end for _, end, _ in cuts)]
-    begins = [begin for begin, _, _ in cuts]
-    whole = record["kind"] not in LINE_KINDS or ends[-1] == record["size"]
+    ranges = [span for span, _ in groupby(cut[:2] for cut in cuts)]  # a batch may be shared by cuts
+    if len(ranges) < len(cuts) and record["kind"] != "arrow":
+        return False
+    ends = [0, *(end for _, end in ranges)]
+    begins = [begin for begin, _ in ranges]
+    whole = record["kind"] not in BYTE_KINDS or ends[-1] == record["size"]
     return whole and begins == ends[:-1] and all(a < b for a, b in pairwise(ends)) and _rows_fit(record)
 
 
 def _rows_fit(record: Json) -> bool:
-    exact = record["kind"] not in LINE_KINDS
-    return all(
+    if record["kind"] == "arrow":
+        return all(rows > 0 for _, _, rows in record["cuts"]) and _is_base64(record.get("head"))
+    exact = record["kind"] not in BYTE_KINDS
+    rows_fit = all(
         rows == end - begin if exact else 0 < rows <= end - begin for begin, end, rows in record["cuts"]
     )
+    return rows_fit and _is_base64(record.get("head"))
+
+
+def _is_base64(text: object) -> bool:
+    try:
+        return isinstance(text, str) and base64.b64encode(base64.b64decode(text)).decode() == text
+    except ValueError:
+        return False
 
 
 def _digests_fit(record: Json) -> bool:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
-from dataclasses import dataclass
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from raysvc.pipelines.reading.json_file import kind_of_json
-from raysvc.pipelines.reading.pinned_file import ContentStream
+from raysvc.pipelines.reading.pinned_file import ContentStream, reading
 from raysvc.pipelines.reading.pins import BLOCK_BYTES, PinHasher, Pins, changed
 from raysvc.pipelines.reading.readers import count_rows
 from raysvc.pipelines.sources.cuts import Cut, LineCutter, even_cuts
 from raysvc.pipelines.sources.file_stamp import store_tag
-from raysvc.pipelines.sources.files import LINE_KINDS, Kind, kind_of
+from raysvc.pipelines.sources.files import BYTE_KINDS, CSV_KINDS, LINE_KINDS, Kind, kind_of
+from raysvc.pipelines.sources.row_places import Places, arrow_places, csv_places
 from raysvc.pipelines.sources.slices import Piece
 
 READ_BYTES = 8 << 20
@@ -27,6 +32,7 @@ class FileScan:
         size, sha256: of the content, uncompressed.
         cuts: of the slices.
         block_bytes, digests: of the blocks; see `Pins`.
+        head: base64 of what ranges of a CSV or Arrow file are read behind.
     """
 
     kind: Kind
@@ -35,24 +41,56 @@ class FileScan:
     cuts: tuple[Cut, ...]
     block_bytes: int = BLOCK_BYTES
     digests: tuple[str, ...] = ()
+    head: str = ""
 
     def pieces(self, path: str) -> list[Piece]:
         """One of each cut, with the digests that a reader of it needs."""
         pins = Pins(self.size, self.block_bytes, 0, self.digests)
-        rows = sum(cut_rows for _, _, cut_rows in self.cuts)
-        lines = self.kind in LINE_KINDS
+        if self.kind in BYTE_KINDS:
+            return list(self._byte_pieces(path, pins))
+        rows = sum(count for _, _, count in self.cuts)
         return [
-            Piece(
-                path,
-                self.kind,
-                start,
-                end,
-                cut_rows,
-                end - start if lines else -(-self.size * cut_rows // rows),
-                pins.span(start, end) if lines else pins,
-            )
-            for start, end, cut_rows in self.cuts
+            Piece(path, self.kind, start, end, count, -(-self.size * count // rows), pins)
+            for start, end, count in self.cuts
         ]
+
+    def _byte_pieces(self, path: str, pins: Pins) -> Iterator[Piece]:
+        """Cuts of one range follow each other, each with its share of the rows."""
+        for (start, end), shared in groupby(self.cuts, key=lambda cut: cut[:2]):
+            counts = [count for _, _, count in shared]
+            head, span, size = self.head if start else "", pins.span(start, end), end - start
+            for place, count in enumerate(counts):
+                share, skip = -(-size * count // sum(counts)), sum(counts[:place])
+                yield Piece(path, self.kind, start, end, count, share, span, head=head, skip=skip)
+
+
+class _Watched(io.RawIOBase):
+    """A stream that takes the digests of what is read from it."""
+
+    def __init__(self, stream: ContentStream, block_bytes: int) -> None:
+        super().__init__()
+        self.digest, self.hasher = hashlib.sha256(), PinHasher(block_bytes)
+        self._stream, self._pos = stream, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._pos
+
+    def next_block(self, num_bytes: int) -> bytes:
+        """So many bytes; fewer only at the end."""
+        block = self._stream.read(num_bytes)
+        self.digest.update(block)
+        self.hasher.feed(block)
+        self._pos += len(block)
+        return block
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        block = self.next_block(len(view))
+        view[: len(block)] = block
+        return len(block)
 
 
 def scan_file(
@@ -72,29 +110,41 @@ def scan_file(
         SourceError: it cannot be read, or the store opened another version than it listed.
     """
     kind = kind_of(path)
-    digest, hasher = hashlib.sha256(), PinHasher(block_bytes)
-    cutter = LineCutter(slice_bytes)
-    wanted = PEEK_BYTES  # most of many files are small
-    with ContentStream(path, storage_options) as stream:
+    with ContentStream(path, storage_options) as stream, reading(path):
         if tag is not None and store_tag(path, stream.details) not in (None, tag):
             raise changed(path)
-        while block := stream.read(wanted):
-            digest.update(block)
-            hasher.feed(block)
-            if kind == "json" and wanted == PEEK_BYTES:
-                kind = kind_of_json(block)
-            if kind in LINE_KINDS:
-                cutter.feed(block)
-            if len(block) < wanted:
-                break
-            wanted = READ_BYTES
-    pins = hasher.finish()
-    if kind in LINE_KINDS:
-        cuts = cutter.finish()
-    else:
+        watched = _Watched(stream, block_bytes)
+        if kind in CSV_KINDS:
+            places = csv_places(path, watched, kind, slice_bytes)
+        elif kind == "arrow":
+            places = arrow_places(watched, slice_bytes)
+        else:
+            kind, cuts = _line_cuts(watched, kind, slice_bytes)
+            places = Places(cuts)
+    pins = watched.hasher.finish()
+    if kind not in BYTE_KINDS:
         rows = count_rows(Piece(path, kind, 0, 0, 0, pins.size, pins), storage_options)
-        cuts = even_cuts(rows, max(1, min(rows, -(-pins.size // slice_bytes))) if rows else 0)
-    return FileScan(kind, pins.size, digest.hexdigest(), tuple(cuts), block_bytes, pins.digests)
+        places = Places(even_cuts(rows, max(1, min(rows, -(-pins.size // slice_bytes))) if rows else 0))
+    head = base64.b64encode(places.head).decode()
+    found = FileScan(
+        kind, pins.size, watched.digest.hexdigest(), tuple(places.cuts), block_bytes, pins.digests
+    )
+    return replace(found, head=head)
+
+
+def _line_cuts(watched: _Watched, kind: Kind, slice_bytes: int) -> tuple[Kind, list[Cut]]:
+    """Read to the end; the kind, as the first bytes say, and the cuts of a file of lines."""
+    cutter = LineCutter(slice_bytes)
+    wanted = PEEK_BYTES  # most of many files are small
+    while block := watched.next_block(wanted):
+        if kind == "json" and wanted == PEEK_BYTES:
+            kind = kind_of_json(block)
+        if kind in LINE_KINDS:
+            cutter.feed(block)
+        if len(block) < wanted:
+            break
+        wanted = READ_BYTES
+    return kind, cutter.finish()
 
 
 def peek_kind(path: str, storage_options: dict[str, Any]) -> Kind:

@@ -19,7 +19,7 @@ from typing import Any
 from raysvc.cache.key import canonical_json
 from raysvc.pipelines.reading.pins import Pins
 from raysvc.pipelines.sources.cuts import MAX_LINE_BYTES
-from raysvc.pipelines.sources.files import LINE_KINDS, Kind
+from raysvc.pipelines.sources.files import CSV_KINDS, LINE_KINDS, Kind
 
 MOST_PIECES = 1024  # of one slice: what a file costs to open bounds a slice too
 
@@ -30,11 +30,13 @@ class Piece:
 
     Attributes:
         path: of the file; for a `datasets` name the JSON of its config.
-        start, end: bytes of a line file, else rows of the file.
+        start, end: bytes of a file of `BYTE_KINDS`, else rows of the file.
         num_rows: rows (lines) in it.
         num_bytes: its share of the file.
         pins: what its bytes were when the file was scanned; None for a `datasets` name.
         fingerprint: of a `datasets` name, as it was when the source was looked at.
+        head: base64 of what the bytes are read behind, where they are not the file's first.
+        skip: rows of an Arrow file's range that come before the first one.
     """
 
     path: str
@@ -45,11 +47,17 @@ class Piece:
     num_bytes: int
     pins: Pins | None = None
     fingerprint: str = ""
+    head: str = ""
+    skip: int = 0
 
     @property
     def is_long_line(self) -> bool:
-        """One line over the limit: it is counted and never read."""
-        return self.kind in LINE_KINDS and self.num_rows == 1 and self.end - self.start > MAX_LINE_BYTES
+        """One line, or row of a CSV file, over the limit: it is counted and never read."""
+        return (
+            self.kind in (*LINE_KINDS, *CSV_KINDS)
+            and self.num_rows == 1
+            and self.end - self.start > MAX_LINE_BYTES
+        )
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,14 @@ class Slice:
     def identity(self) -> dict[str, Any]:
         """What makes two slices the same piece of work, wherever the files lie: rows and content."""
         content = [
-            [one.start, one.end, one.fingerprint, *(one.pins.digests if one.pins else ())]
+            [
+                one.start,
+                one.end,
+                one.skip,
+                one.num_rows,
+                one.fingerprint,
+                *(one.pins.digests if one.pins else ()),
+            ]
             for one in self.pieces
         ]
         digest = hashlib.sha256(canonical_json({"pieces": content})).hexdigest()
