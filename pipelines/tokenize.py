@@ -120,6 +120,8 @@ def part_meta(piece: Slice, result: SliceResult, worker: dict[str, Any]) -> dict
         "encoder": result.encoder,
         "switched": result.switched,
         "sampled": result.sampled,
+        "left_out": list(result.left_out),
+        "text_widths": dict(result.text_widths),
         "worker": worker,
     }
 

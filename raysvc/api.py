@@ -128,7 +128,7 @@ def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
         name=job.server.name,
         entry_uri=entry.uri if mixture is None else mixture.entry_uris[0],
         mixture=mixture,
-        plan=plan_config(job),
+        plan=plan_config(job, entry),
         pad_token_id=int(entry.report["pad_token_id"]),
         journal=f"{absolute(job.run_dir)}/server",
         storage_options=job.cache.storage_options,

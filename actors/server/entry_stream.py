@@ -21,6 +21,7 @@ from raysvc.cache.find import open_entry
 from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.collate.shard import Shard
 from raysvc.collate.shard_bytes import ColumnBytes
+from raysvc.collate.text_columns import of_fixed_width, text_widths
 from raysvc.plan.entry_plan import eval_plan, plan_of_entries
 from raysvc.plan.plan import MiniBatchPlan, Plan
 from raysvc.plan.schedule import Schedule
@@ -44,9 +45,10 @@ class _Open:
     entry: Entry | JoinedEntry
     plan: Plan
     some_rows: RowBatch
+    text_widths: Mapping[str, int]
 
     def read(self, mini: MiniBatchPlan) -> RowBatch:
-        return self.entry.read(mini.row_ids)
+        return of_fixed_width(self.entry.read(mini.row_ids), self.text_widths)
 
 
 class EntryStream:
@@ -134,9 +136,10 @@ class EntryStream:
         with self._lock:
             if self._open is None:
                 entry, plan = self._entry_and_plan()
-                some_rows = entry.read(np.arange(1))
+                widths = text_widths(entry, self._recipe.plan.columns)
+                some_rows = of_fixed_width(entry.read(np.arange(1)), widths)
                 ColumnBytes.of(some_rows, self._recipe.plan)  # refuses columns that are not there
-                self._open = _Open(entry, plan, some_rows)
+                self._open = _Open(entry, plan, some_rows, widths)
                 self._known = _Facts(plan.schedule, plan.hash, plan.identity, entry.key, entry.num_rows)
             return self._open
 

@@ -85,6 +85,7 @@ def collate(rows: RowBatch, mini: MiniBatchPlan, step: int, index: int, recipe: 
         columns=recipe.plan.columns,
         pad_to_multiple=recipe.plan.pad_to_multiple,
         align=recipe.plan.align,
+        pad_values=recipe.plan.pad_values,
     )
 
 

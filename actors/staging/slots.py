@@ -27,6 +27,7 @@ import numpy as np
 from raysvc.actors.staging.device import Device, Event, open_device
 from raysvc.collate.shard import Shard
 from raysvc.errors import ConfigError
+from raysvc.job.carried import dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -296,8 +297,11 @@ def _copy(shard: Shard, slot: Slot) -> dict[str, Any]:
     start = 0
     for name, array in shard.arrays.items():
         stop = start + array.nbytes
+        if array.dtype.kind == "U":
+            tensors[name] = array.copy()  # text stays on the host, as numpy has it
+            continue
         np.copyto(host[start:stop].view(array.dtype).reshape(array.shape), array)
-        dtype = getattr(torch, array.dtype.name)
+        dtype = getattr(torch, dtype_name(array.dtype))
         tensors[name] = slot.device[start:stop].view(dtype).view(array.shape)
         start += aligned(array.nbytes)
     return tensors

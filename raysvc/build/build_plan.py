@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from raysvc.build.kept_tokenizer import remember
 from raysvc.cache.key import cache_key
 from raysvc.cache.store.store import Store
+from raysvc.chat.carry import Carrier, resolved
 from raysvc.chat.slice_tokenizer import FORMAT_VERSION
 from raysvc.chat.source.detect import resolve_format, seen
-from raysvc.chat.source.formats import Format as RowFormat
 from raysvc.chat.source.messages import NORMAL_FORM
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.errors import SourceError
@@ -60,9 +60,13 @@ def plan_build(job: JobConfig, store: Store) -> BuildPlan:
     memo = Memo(store) if job.cache.enabled and not job.cache.force else None
     slice_bytes = None if job.workers.slice_mb is None else int(job.workers.slice_mb * 1e6)
     source = look_at(job.source, slice_bytes, memo)
-    form, found = _format_of(job, source)
+    row = _first_row(job, source)
+    form = resolve_format(job.text, row)
+    found = seen(form, row)
     kind = form.name
-    spec = job.text.model_copy(update={"format": kind, "columns": dict(form.columns)})
+    carry = resolved(job.source.carry, row)
+    Carrier(carry, kind)  # refuse before anything starts
+    spec = job.text.model_copy(update={"format": kind, "columns": dict(form.columns), "carry": carry})
     tokenizer = LoadedTokenizer(job.tokenizer)
     if kind in ("chat", "alpaca", "question_answer", "prompt"):
         tokenizer.template_name(has_tools=False)  # refuse before anything starts
@@ -79,6 +83,8 @@ def plan_build(job: JobConfig, store: Store) -> BuildPlan:
         "max_length": spec.max_length,
         "truncation": spec.truncation if spec.max_length else None,
     }
+    if carry:
+        recipe["carry"] = {name: column.model_dump(mode="json") for name, column in carry.items()}
     return BuildPlan(source, spec, tokenizer, recipe, cache_key(recipe), found)
 
 
@@ -96,16 +102,14 @@ def _normal_form(spec: TextSpec, tokenizer: LoadedTokenizer) -> dict[str, Any] |
     }
 
 
-def _format_of(job: JobConfig, source: Source) -> tuple[RowFormat, str]:
-    """(format, what was seen)."""
+def _first_row(job: JobConfig, source: Source) -> dict[str, Any]:
     row = source.first_row()
     if row is None:
         where = ", ".join(job.source.path) or str(job.source.dataset)
         raise SourceError(
             "source", f"{where} holds no row that can be read", "give files with one JSON object per line"
         )
-    form = resolve_format(job.text, row)
-    return form, seen(form, row)
+    return row
 
 
 def _identity(tokenizer: LoadedTokenizer, kind: Format) -> dict[str, Any]:

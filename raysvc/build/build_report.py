@@ -59,12 +59,23 @@ def make_report(
             "rows_compared_with_the_reference": sum(int(one.meta["sampled"]) for one in receipts),
             "switched_to_the_reference": sorted({str(one.meta["switched"]) for one in receipts} - {""}),
         },
+        "left_out": sorted({name for one in receipts for name in one.meta.get("left_out", ())}),
+        "text_widths": _widest(receipts),
         "encoders": dict(Counter(str(one.meta["encoder"]) for one in receipts)),
         "seconds": round(seconds, 3),
         "length_percentiles": percentiles(_lengths(writer, receipts)),
         "source_bytes": plan.source.num_bytes,
         "paths": [redacted(path) for path in job.source.path or (str(job.source.dataset),)],
     }
+
+
+def _widest(receipts: Sequence[Receipt]) -> dict[str, int]:
+    """Carried column of text -> characters of its longest value."""
+    widths: dict[str, int] = {}
+    for one in receipts:
+        for name, width in one.meta.get("text_widths", {}).items():
+            widths[name] = max(widths.get(name, 0), width)
+    return widths
 
 
 def _pad_token_id(hf: Any) -> int:

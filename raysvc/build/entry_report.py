@@ -36,6 +36,8 @@ class _Fields(BaseModel):
     examples: list[_Example] = []
     verification: dict[str, int | list[str]] = {}
     encoders: dict[str, int] = {}
+    left_out: list[str] = []
+    text_widths: dict[str, int] = {}
     length_percentiles: dict[str, int] = {}
     seconds: float = 0.0
     source_bytes: int = 0

@@ -17,8 +17,15 @@ import numpy as np
 from raysvc.build.mixed_job import entries_of, stages_of
 from raysvc.collate.plan_report import PlanReport, plan_report
 from raysvc.collate.shard_bytes import ColumnBytes
+from raysvc.collate.text_columns import of_fixed_width, text_widths
+from raysvc.errors import ConfigError
 from raysvc.plan.cost import CostModel
 from raysvc.plan.entry_plan import plan_of_entries
+
+OWN = {  # columns that a format gives its rows
+    "preference": {"chosen": {"pad": 0}},
+    "kto": {"label": {"pad": 0}, "mismatched": {"pad": 0}},
+}
 
 if TYPE_CHECKING:
     from raysvc.build.cache_entry import CacheEntry
@@ -29,23 +36,47 @@ if TYPE_CHECKING:
 def plan_of(job: JobConfig, entry: CacheEntry) -> Plan:
     """The plan that the job's server would follow."""
     entries = entries_of(entry.entry)
-    return plan_of_entries(plan_config(job), entries, entry.entry.lengths(), stages_of(job, entries))
+    return plan_of_entries(plan_config(job, entry), entries, entry.entry.lengths(), stages_of(job, entries))
 
 
 def report_of(job: JobConfig, entry: CacheEntry) -> PlanReport:
     """The report of the job's plan, with the bytes that its server will send."""
     plan = plan_of(job, entry)
-    column_bytes = ColumnBytes.of(entry.entry.read(np.arange(1)), plan.config)
+    widths = text_widths(entry.entry, plan.config.columns)
+    column_bytes = ColumnBytes.of(of_fixed_width(entry.entry.read(np.arange(1)), widths), plan.config)
     return plan_report(plan, job.trainer.dp_size, column_bytes, look_ahead_steps=job.server.look_ahead_steps)
 
 
-def plan_config(job: JobConfig) -> PlanConfig:
-    """Section `plan`, with the cost of a row filled in when the model's own `config.json` tells it."""
+def plan_config(job: JobConfig, entry: CacheEntry | None = None) -> PlanConfig:
+    """Section `plan` with what follows from the rest: the cost of a row where the model's own `config.json` tells it, the
+    columns that the rows carry, and their pads.
+
+    Raises:
+        ConfigError: a column that some sources of a mixture carry, and others do not.
+    """
+    plan, carried = job.plan, {} if entry is None else _carried(entry)
+    pads = {name: column["pad"] for name, column in carried.items()}
+    update: dict[str, Any] = {"pad_values": {**pads, **plan.pad_values}}
+    if "columns" not in plan.model_fields_set:
+        update["columns"] = tuple(dict.fromkeys([*plan.columns, *carried]))
     known = _model_config(Path(job.trainer.model).expanduser() / "config.json")
-    if job.plan.cost is not None or known is None:
-        return job.plan
-    cost = CostModel.of_model(known)
-    return job.plan.model_copy(update={"cost": (cost.linear, cost.quadratic)})
+    if plan.cost is None and known is not None:
+        cost = CostModel.of_model(known)
+        update["cost"] = (cost.linear, cost.quadratic)
+    return plan.model_copy(update=update)
+
+
+def _carried(entry: CacheEntry) -> dict[str, Any]:
+    """Name -> what the recipe says of a carried column."""
+    recipes = [one.recipe for one in entries_of(entry.entry)]
+    each = [recipe.get("carry", {}) for recipe in recipes]
+    carried = {name: column for its in each for name, column in its.items()}
+    for name in carried:
+        if not all(name in its for its in each):
+            what = f"{name!r} is carried by {sum(name in its for its in each)} of {len(each)} sources"
+            raise ConfigError("mixture", what, "carry it in all of them, or in none")
+    formats = {str(recipe.get("format")) for recipe in recipes}
+    return {**(OWN.get(formats.pop(), {}) if len(formats) == 1 else {}), **carried}
 
 
 def _model_config(path: Path) -> dict[str, Any] | None:

@@ -117,6 +117,7 @@ def _added(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             ),
             "switched_to_the_reference": sorted(switched),
         },
+        "left_out": sorted({name for one in reports for name in one.get("left_out", ())}),
         "encoders": dict(sum((Counter(one["encoders"]) for one in reports), Counter[str]())),
         "seconds": round(sum(one["seconds"] for one in reports), 3),
         "source_bytes": sum(one["source_bytes"] for one in reports),

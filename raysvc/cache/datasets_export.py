@@ -41,7 +41,11 @@ def ensure_datasets_files(store: Store, folder: str, manifest: Manifest) -> None
 def _feature(kind: str) -> dict[str, Any]:
     if kind.startswith("list<"):
         return {"feature": _feature(kind[5:-1]), "_type": "List"}
-    return {"dtype": kind, "_type": "Value"}
+    name, _, shape = kind.rstrip("]").partition("[")
+    feature: dict[str, Any] = {"dtype": name.replace("bfloat16", "uint16"), "_type": "Value"}
+    for size in reversed(shape.split(",") if shape else []):
+        feature = {"feature": feature, "length": int(size), "_type": "List"}
+    return feature
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

@@ -207,6 +207,7 @@ class Entry:
         """One row as plain Python values."""
         batch = self.read(np.array([row_id]))
         tokens = {name: values.tolist() for name, values in batch.tokens.items()}
+        tokens |= {name: values.pieces[0].tolist() for name, values in batch.wide.items()}
         return tokens | {name: values.tolist()[0] for name, values in batch.rows.items()}
 
     def part_tables(self) -> Iterator[pa.Table]:

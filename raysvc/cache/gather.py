@@ -5,7 +5,8 @@ Axes: N rows asked for, T tokens of all of them.
 Always true:
 - rows come in the order in which they were asked for, and may be asked for twice;
 - tokens are compared with their checksums before they are copied;
-- no Python object is made per token: a row is one slice, and all slices are joined in one copy.
+- no Python object is made per token: a row is one slice, and all slices are joined in one copy; those of a column of
+  several numbers a token are not joined, and copied by nobody here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.cache.parts import PartView
-from raysvc.row_batch import Array, RowBatch
+from raysvc.row_batch import Array, RowBatch, WideRows
 
 Ids = npt.NDArray[np.int64]
 
@@ -46,9 +47,8 @@ def gather(row_ids: Ids, starts: Ids, views: Mapping[int, PartView]) -> RowBatch
     """
     first = next(iter(views.values()))
     begins, ends = np.empty(len(row_ids), np.int64), np.empty(len(row_ids), np.int64)
-    kinds = {name: values.dtype for name, values in first.rows.items()}
-    kinds |= dict.fromkeys(first.texts, np.dtype(object))
-    rows = {name: np.empty(len(row_ids), kind) for name, kind in kinds.items()}
+    rows = {n: np.empty((len(row_ids), *values.shape[1:]), values.dtype) for n, values in first.rows.items()}
+    rows |= {name: np.empty(len(row_ids), object) for name in first.texts}
     slices: dict[str, list[Array]] = {
         name: [values[:0]] * len(row_ids) for name, values in first.tokens.items()
     }
@@ -63,8 +63,17 @@ def gather(row_ids: Ids, starts: Ids, views: Mapping[int, PartView]) -> RowBatch
         _slice_tokens(view, places, begins, ends, slices)
     offsets = np.zeros(len(row_ids) + 1, np.int64)
     np.cumsum(ends - begins, out=offsets[1:])
-    tokens = {name: np.concatenate([first.tokens[name][:0], *parts]) for name, parts in slices.items()}
-    return RowBatch(row_ids, offsets, tokens, rows)
+    wide = {
+        name: WideRows(values.dtype, values.shape[1:], slices[name])
+        for name, values in first.tokens.items()
+        if values.ndim > 1
+    }
+    tokens = {
+        name: np.concatenate([first.tokens[name][:0], *parts])
+        for name, parts in slices.items()
+        if name not in wide
+    }
+    return RowBatch(row_ids, offsets, tokens, rows, wide)
 
 
 def _by_part(part_index: Ids) -> Iterator[tuple[int, Ids]]:

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.cache.key import cache_key
-from raysvc.row_batch import Array, RowBatch
+from raysvc.errors import EntryError
+from raysvc.row_batch import Array, RowBatch, WideRows
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -92,10 +93,18 @@ class JoinedEntry:
             lengths[where[number]] = batch.lengths
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         tokens = {name: np.empty(offsets[-1], kind) for name, kind in self._kinds.tokens.items()}
-        rows = {name: np.empty(len(ids), kind) for name, kind in self._kinds.rows.items()}
+        rows = {
+            name: np.empty((len(ids), *self._kinds.shapes[name]), kind)
+            for name, kind in self._kinds.rows.items()
+        }
+        pieces: dict[str, list[Array]] = {name: [np.empty(0)] * len(ids) for name in self._kinds.wide}
         for number, batch in batches.items():
             _put(batch, where[number], offsets, tokens, rows)
-        return RowBatch(ids, offsets, tokens, rows)
+            for name, parts in pieces.items():
+                for place, values in zip(where[number].tolist(), batch.wide[name].pieces, strict=True):
+                    parts[place] = values
+        wide = {name: WideRows(*self._kinds.wide[name], parts) for name, parts in pieces.items()}
+        return RowBatch(ids, offsets, tokens, rows, wide)
 
     def prefetch(self, row_ids: npt.NDArray[np.integer[Any]]) -> None:
         """Announce rows; see `Entry.prefetch`."""
@@ -119,19 +128,42 @@ class JoinedEntry:
     @cached_property
     def _kinds(self) -> _Kinds:
         samples = [entry.read(np.arange(min(1, entry.num_rows))) for entry in self.entries]
-        return _Kinds([one.tokens for one in samples], [one.rows for one in samples])
+        return _Kinds(self.uri, samples)
 
 
 class _Kinds:
-    """Columns that all entries have, with a type that holds the values of each."""
+    """Columns that all entries have, with a type that holds the values of each.
 
-    def __init__(self, tokens: Sequence[Mapping[str, Array]], rows: Sequence[Mapping[str, Array]]) -> None:
-        self.tokens, self.rows = _common(tokens), _common(rows)
+    Raises:
+        EntryError: a column has several shapes, or is of several numbers a token with several types.
+    """
+
+    def __init__(self, uri: str, samples: Sequence[RowBatch]) -> None:
+        self.tokens = _common(uri, [one.tokens for one in samples])
+        self.rows = _common(uri, [one.rows for one in samples])
+        self.shapes = {name: samples[0].rows[name].shape[1:] for name in self.rows}
+        self.wide: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
+        for name, values in samples[0].wide.items():
+            if all(name in one.wide for one in samples):
+                self.wide[name] = values.dtype, values.shape
+                _same(uri, name, [one.cell(name) for one in samples])
 
 
-def _common(entries: Sequence[Mapping[str, Array]]) -> dict[str, np.dtype[Any]]:
+def _common(uri: str, entries: Sequence[Mapping[str, Array]]) -> dict[str, np.dtype[Any]]:
     names = [name for name in entries[0] if all(name in one for one in entries)]
-    return {name: np.result_type(*(one[name].dtype for one in entries)) for name in names}
+    for name in names:
+        _same(uri, name, [one[name].shape[1:] for one in entries])
+    return {name: _type_of_all([one[name].dtype for one in entries]) for name in names}
+
+
+def _type_of_all(dtypes: Sequence[np.dtype[Any]]) -> np.dtype[Any]:
+    return dtypes[0] if len(set(dtypes)) == 1 else np.result_type(*dtypes)
+
+
+def _same(uri: str, name: str, found: Sequence[object]) -> None:
+    if any(one != found[0] for one in found):
+        told = " and ".join(sorted({str(one) for one in found}))
+        raise EntryError(uri, f"column {name} is {told} in different entries", "give all sources one shape")
 
 
 def _put(

@@ -31,7 +31,20 @@ _BLOCKS = re.compile(r"[0-9a-f]*")
 _NUMBERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 _NUMBERS += ["float16", "float32", "float64", "bool"]
 REQUIRED = {"input_ids": "list<int32>", "loss_mask": "list<uint8>"}
-COLUMN_TYPES = frozenset(_NUMBERS) | {"string"} | {f"list<{name}>" for name in _NUMBERS}
+_NUMBER = "|".join([*_NUMBERS, "bfloat16"])
+_COLUMN_TYPE = re.compile(
+    rf"string|(list<)?({_NUMBER})(\[[1-9][0-9]{{0,8}}(,[1-9][0-9]{{0,8}}){{0,3}}\])?(>)?"
+)
+
+
+def is_column_type(kind: str) -> bool:
+    """Whether a part can hold a column of this type: text, numbers, or numbers of a shape; each also per token.
+
+    >>> [is_column_type(kind) for kind in ("string", "list<uint8[94,8]>", "bfloat16[4]", "list<string>")]
+    [True, True, True, False]
+    """
+    match = _COLUMN_TYPE.fullmatch(kind)
+    return match is not None and (match[1] is None) == (match[5] is None)
 
 
 @dataclass(frozen=True)
@@ -241,7 +254,7 @@ def _mapping(raw: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
 def _columns(raw: Mapping[str, Any], where: str) -> dict[str, str]:
     value = raw.get("columns")
     pairs_ok = isinstance(value, dict) and all(
-        isinstance(kind, str) and kind in COLUMN_TYPES for kind in value.values()
+        isinstance(kind, str) and is_column_type(kind) for kind in value.values()
     )
     if not pairs_ok or not isinstance(value, dict):
         raise _damaged(where, "columns are not known types")

@@ -4,7 +4,8 @@ Axes: N rows of the part, T tokens of all N rows.
 
 Always true:
 - equal rows give equal bytes, however the table was chunked, sliced, annotated or its columns ordered;
-- every list column is per token: its offsets equal those of `input_ids`;
+- every list column is per token: its offsets equal those of `input_ids`; lists of a fixed size are the shape of a value;
+- bfloat16 lies as its bits, uint16; the manifest says which columns these are;
 - there are no nulls, except in per-row text;
 - a view copies nothing, and its columns are those that the manifest names, by name and type;
 - `check_rows` compared the tokens of a row with what was written; all else was compared when the part was mapped.
@@ -21,8 +22,9 @@ import pyarrow as pa
 
 from raysvc.cache.local.blocks import Blocks, Places
 from raysvc.cache.local.checksum import BLOCK, block_checksums, checksum_of
-from raysvc.cache.manifest import COLUMN_TYPES, REQUIRED, PartInfo
+from raysvc.cache.manifest import REQUIRED, PartInfo, is_column_type
 from raysvc.errors import EntryError
+from raysvc.job.carried import BF16, MARK
 from raysvc.row_batch import Array
 
 WHOLE_BELOW = 4 * BLOCK  # a part this small is compared when it is mapped
@@ -50,8 +52,8 @@ class PartView:
     Attributes:
         table: the whole part.
         offsets: int32 [N + 1], from 0 to T.
-        tokens: name -> [T].
-        rows: name -> [N], numbers.
+        tokens: name -> [T, *shape].
+        rows: name -> [N, *shape], numbers.
         texts: name -> [N], text, decoded only for the rows that are asked for.
         blocks: what has been compared with its checksum; None: all of it.
         places: name of per-token values -> first byte in the file, and bytes of a value.
@@ -141,7 +143,7 @@ def decode_part(
         with pa.ipc.open_stream(buffer) as reader:
             _check_columns(reader.schema, columns)
             table = reader.read_all()
-        view = _view(table, info)
+        view = _view(table, info, columns or {})
     except (pa.ArrowException, ValueError, KeyError, TypeError, OSError) as error:
         if isinstance(error, EntryError):
             raise
@@ -169,10 +171,10 @@ def _check_columns(schema: pa.Schema, columns: Mapping[str, str] | None) -> None
     if len(found) != len(schema):
         raise ValueError("a column is there twice")
     wanted = columns if columns is not None else {**found, **REQUIRED}
-    if found != dict(wanted):
+    if found != {name: kind.replace("bfloat16", "uint16") for name, kind in wanted.items()}:
         raise ValueError(f"its columns are {found}, they must be {dict(wanted)}")
     for name, kind in found.items():
-        if kind not in COLUMN_TYPES:
+        if not is_column_type(kind):
             raise ValueError(f"column {name} is {kind}, which no part holds")
 
 
@@ -183,7 +185,7 @@ def _with_blocks(view: PartView, blocks: Blocks, buffer: pa.Buffer) -> PartView:
     for name, values in view.tokens.items():
         first = values.__array_interface__["data"][0] - buffer.address
         if values.nbytes and 0 <= first <= buffer.size - values.nbytes:  # bools are a copy, so compared now
-            places[name] = first, values.itemsize
+            places[name] = first, values.nbytes // len(values)
     for name, (first, _) in sorted(places.items(), key=lambda item: item[1]):
         between += [first, first + view.tokens[name].nbytes]
     edges = np.array([*between, buffer.size], np.int64).reshape(-1, 2)
@@ -195,6 +197,9 @@ def _one_batch(table: pa.Table) -> tuple[pa.RecordBatch, dict[str, str]]:
     order = sorted(table.column_names, key=lambda name: (name not in REQUIRED, name))
     arrays = {name: _plain(name, table.column(name)) for name in order}
     columns = {name: _type_name(name, array.type) for name, array in arrays.items()}
+    for name in order:
+        if (table.schema.field(name).metadata or {}).get(MARK) == b"bfloat16":
+            columns[name] = columns[name].replace("uint16", "bfloat16")
     for name, kind in REQUIRED.items():
         if columns.get(name) != kind:
             raise EntryError(f"column {name}", f"it is {columns.get(name, 'missing')}", f"it must be {kind}")
@@ -219,7 +224,7 @@ def _plain(name: str, column: pa.ChunkedArray) -> pa.Array:
     elif pa.types.is_large_string(kind):
         column = column.cast(pa.string())
     array = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
-    inner = array.flatten().null_count if pa.types.is_list(array.type) else 0
+    inner = _inner_nulls(array)
     if inner or (array.null_count and not pa.types.is_string(array.type)):
         raise EntryError(
             f"column {name}", f"it holds {inner + array.null_count} nulls", "fill or drop these rows"
@@ -227,13 +232,33 @@ def _plain(name: str, column: pa.ChunkedArray) -> pa.Array:
     return array
 
 
+def _inner_nulls(array: pa.Array) -> int:
+    """Nulls inside of lists."""
+    count = 0
+    while pa.types.is_list(array.type) or pa.types.is_fixed_size_list(array.type):
+        array = array.flatten()
+        count += array.null_count
+    return count
+
+
 def _type_text(kind: pa.DataType) -> str:
-    return f"list<{_scalar_name(kind.value_type)}>" if pa.types.is_list(kind) else _scalar_name(kind)
+    if pa.types.is_list(kind):
+        return f"list<{_shaped_name(kind.value_type)}>"
+    return _shaped_name(kind)
+
+
+def _shaped_name(kind: pa.DataType) -> str:
+    """The type of one value: `uint8[94,8]`."""
+    shape = []
+    while pa.types.is_fixed_size_list(kind):
+        shape.append(str(kind.list_size))
+        kind = kind.value_type
+    return _scalar_name(kind) + (f"[{','.join(shape)}]" if shape else "")
 
 
 def _type_name(name: str, kind: pa.DataType) -> str:
     text = _type_text(kind)
-    if text not in COLUMN_TYPES:
+    if not is_column_type(text):
         raise EntryError(
             f"column {name}", f"its type {kind} cannot be cached", "use numbers, text, or lists of numbers"
         )
@@ -245,7 +270,11 @@ def _scalar_name(kind: pa.DataType) -> str:
 
 
 def _canonical(kind: pa.DataType) -> pa.DataType:
-    return pa.list_(pa.field("item", kind.value_type)) if pa.types.is_list(kind) else kind
+    if pa.types.is_list(kind):
+        return pa.list_(pa.field("item", _canonical(kind.value_type)))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(pa.field("item", _canonical(kind.value_type)), kind.list_size)
+    return kind
 
 
 def _lengths(lists: pa.ListArray) -> npt.NDArray[np.int32]:
@@ -261,15 +290,15 @@ def _locate_offsets(buffer: pa.Buffer) -> tuple[int, int]:
     return column.buffers()[1].address - buffer.address, len(column.values)
 
 
-def _view(table: pa.Table, info: PartInfo) -> PartView:
+def _view(table: pa.Table, info: PartInfo, columns: Mapping[str, str]) -> PartView:
     if table.num_rows != info.num_rows:
         raise ValueError(f"{table.num_rows} rows instead of {info.num_rows}")
     arrays = {name: _single(table.column(name)) for name in table.column_names}
     lists = {name: array for name, array in arrays.items() if pa.types.is_list(array.type)}
     if any(a.null_count for a in arrays.values() if not pa.types.is_string(a.type)):
         raise ValueError("a value is null")
-    if any(array.values.null_count for array in lists.values()):
-        raise ValueError("a per-token value is null")
+    if any(_inner_nulls(array) for array in arrays.values()):
+        raise ValueError("a value inside a list is null")
     offsets = np.zeros(1, np.int32)
     if info.num_rows:
         offsets = _numpy(lists["input_ids"].offsets).view(np.int32)
@@ -278,11 +307,12 @@ def _view(table: pa.Table, info: PartInfo) -> PartView:
     for name, array in lists.items():
         if info.num_rows and not np.array_equal(_numpy(array.offsets).view(np.int32), offsets):
             raise ValueError(f"column {name} has other lengths than input_ids")
-    tokens = {name: _numpy(array.values)[: info.num_tokens] for name, array in lists.items()}
+    half = {name for name, kind in columns.items() if "bfloat16" in kind}
+    tokens = {n: _values(array.values, n in half)[: info.num_tokens] for n, array in lists.items()}
     if any(len(values) != info.num_tokens for values in tokens.values()):
         raise ValueError("a per-token column is too short")
     texts = {name: array for name, array in arrays.items() if pa.types.is_string(array.type)}
-    rows = {n: _numpy(a) for n, a in arrays.items() if n not in lists and n not in texts}
+    rows = {n: _values(a, n in half) for n, a in arrays.items() if n not in lists and n not in texts}
     return PartView(table, offsets, tokens, rows, texts)
 
 
@@ -294,6 +324,16 @@ def _single(column: pa.ChunkedArray) -> pa.Array:
     if pa.types.is_string(array.type):
         array.validate(full=True)  # text is decoded by its own offsets, which nothing else looks at
     return array
+
+
+def _values(array: pa.Array, bfloat16: bool) -> Array:
+    """[N, *shape], views."""
+    shape = [len(array)]
+    while pa.types.is_fixed_size_list(array.type):
+        shape.append(array.type.list_size)
+        array = array.values[array.offset * array.type.list_size :][: int(np.prod(shape))]
+    values = _numpy(array)
+    return (values.view(BF16) if bfloat16 else values).reshape(shape)
 
 
 def _numpy(array: pa.Array) -> Array:

@@ -9,10 +9,12 @@ Always true:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from raysvc.chat.row_counter import RowCounter
 from raysvc.chat.row_errors import RowDropped, RowFault
@@ -33,6 +35,7 @@ class Kept:
         source_rows: int64 [K].
         rows: source rows that were written.
         rendered: their tokens before truncation.
+        carried: name -> [K], the columns that go with them.
     """
 
     ids: Ints32
@@ -41,6 +44,7 @@ class Kept:
     source_rows: Ints64
     rows: int
     rendered: int
+    carried: Mapping[str, pa.Array] = field(default_factory=dict)
 
 
 def keep(tokens: TokenRows, source_rows: Ints64, spec: TextSpec, counter: RowCounter) -> Kept:

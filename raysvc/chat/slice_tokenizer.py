@@ -16,7 +16,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -24,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raysvc.chat.arrow import table_of
+from raysvc.chat.arrow import PAIR_COLUMN, table_of
+from raysvc.chat.carry import Carrier, resolved, text_widths
 from raysvc.chat.render.renderer import Renderer
 from raysvc.chat.render.turn_check import reasoning_of, removed_reasoning
 from raysvc.chat.row_counter import RowCounter
@@ -44,6 +45,7 @@ from raysvc.chat.tokens.reference_check import RenderDiffers, compare, sample_pl
 from raysvc.chat.tokens.token_rows import EncoderDiffers, RowEncoder, TokenRows, rows_of_tokens
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.chat.truncate import fewer_turns
+from raysvc.job.carried import CarriedColumn
 from raysvc.job.config import TextSpec
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,8 @@ class SliceResult:
         encoder: that made the ids.
         switched: why it is not the fast one, empty when it is.
         sampled: rows that were compared with `apply_chat_template` or the reference encoder.
+        left_out: columns of its rows that are neither used nor carried.
+        text_widths: carried column of text -> characters of its longest value.
     """
 
     table: pa.Table
@@ -71,6 +75,8 @@ class SliceResult:
     encoder: str = ""
     switched: str = ""
     sampled: int = 0
+    left_out: tuple[str, ...] = ()
+    text_widths: Mapping[str, int] = field(default_factory=dict)
 
 
 class SliceTokenizer:
@@ -96,6 +102,8 @@ class SliceTokenizer:
         self._renderer = self._new_renderer(fast=True)
         self._table = TokenTable(self.tokenizer, self._renderer.control_tokens, self._renderer.inner_tokens)
         self._format: Format | None = None
+        self._carrier: Carrier | None = None
+        self._names: set[str] = set()  # columns of the slice's rows
 
     @property
     def encoder_name(self) -> str:
@@ -125,6 +133,7 @@ class SliceTokenizer:
         with no_collection():
             while True:
                 counter = RowCounter(self._label)
+                self._names.clear()
                 try:
                     return self._result(list(make(counter)), counter)
                 except EncoderDiffers as differs:
@@ -151,17 +160,45 @@ class SliceTokenizer:
             numbers: list[int] = []
             flat: list[Sequence] = []
             origins: list[SourceRow] = []
-            for row in chunk:
-                try:
-                    sequences = self._prepare(row)
-                except (RowFault, RowDropped) as why:
-                    counter.leave_out(row.source_row, why)
-                    continue
+            if self._carrier is not None:
+                self._carrier.clear()
+            prepared = list(self._prepared(chunk, counter))
+            if self._format is not None and self._format.name == "kto":
+                prepared = list(self._with_mismatched(prepared, counter))
+            for row, sequences in prepared:
                 flat += sequences
                 numbers += [row.source_row] * len(sequences)
                 origins += [row] * len(sequences)
             if flat:
                 yield self._chunk(flat, origins, np.array(numbers, np.int64), counter)
+
+    def _prepared(
+        self, chunk: list[SourceRow], counter: RowCounter
+    ) -> Iterator[tuple[SourceRow, list[Sequence]]]:
+        for row in chunk:
+            try:
+                yield row, self._prepare(row)
+            except (RowFault, RowDropped) as why:
+                counter.leave_out(row.source_row, why)
+
+    def _with_mismatched(
+        self, prepared: list[tuple[SourceRow, list[Sequence]]], counter: RowCounter
+    ) -> Iterator[tuple[SourceRow, list[Sequence]]]:
+        """Beside each sequence one of the same prompt with the completion of the row before; of the chunk's last before its first."""
+        form = self._format
+        assert form is not None
+        completion = form.column("completion")
+        for place, (row, own) in enumerate(prepared):
+            other = prepared[place - 1][0].data
+            assert row.data is not None
+            assert other is not None
+            try:
+                if len(prepared) == 1:
+                    raise RowDropped("no other row whose completion could be its mismatched one")
+                wrong = {**row.data, completion: other[completion]}
+                yield row, [*own, *self._renderer.sequences(wrong, form)]
+            except (RowFault, RowDropped) as why:
+                counter.leave_out(row.source_row, why)
 
     def _chunk(
         self,
@@ -193,6 +230,8 @@ class SliceTokenizer:
         kept = _with_cut_turns(kept, numbers, lengths, np.diff(tokens.offsets), counter)
         _note_changes(flat, numbers, kept, counter)
         _note_reasoning(flat, numbers, kept, counter)
+        if self._carrier is not None:
+            kept = replace(kept, carried=self._carrier.arrays(kept))
         return kept, compared
 
     def _shortened(self, sequence: Sequence, length: int) -> Sequence:
@@ -221,13 +260,23 @@ class SliceTokenizer:
             raise RowFault(reason, detail)
         if self._format is None:
             self._format = self._resolved(row.data)
+            self._carrier = self._new_carrier(self._format, row.data)
+        self._names.update(row.data)
         if row.odd:
             self._format.check_values(row.data)
         sequences = self._renderer.sequences(row.data, self._format)
         for sequence in sequences:
             if not sequence.text.isascii():
                 _check_text(sequence.text)
+        if self._carrier is not None:
+            self._carrier.take(row.source_row, row.data, sequences[0].tokens)
         return sequences
+
+    def _new_carrier(self, form: Format, row: Mapping[str, Any]) -> Carrier | None:
+        columns, sources = resolved(self.spec.carry, row), {}
+        if form.name == "kto":
+            columns["label"], sources["label"] = CarriedColumn(dtype="uint8"), form.column("label")
+        return Carrier(columns, form.name, sources) if columns else None
 
     def _resolved(self, row: Mapping[str, Any]) -> Format:
         """Of a spec that names it; else of a row."""
@@ -250,15 +299,19 @@ class SliceTokenizer:
         tokens = sum(len(part.ids) for part in kept)
         rendered, rows = sum(part.rendered for part in kept), sum(part.rows for part in kept)
         row_counts = counter.row_counts(rows, rendered, trained, tokens - trained)
-        preference = self._format is not None and self._format.name == "preference"
+        form, carrier = self._format, self._carrier
+        pair = PAIR_COLUMN.get(form.name) if form is not None else None
         compared = sum(count for _, count in made)
+        table = table_of(kept, pair, carrier.schema if carrier is not None else ())
         return SliceResult(
-            table_of(kept, preference),
+            table,
             row_counts,
             counter.examples,
             self._encoder.name,
             self._switched,
             compared,
+            tuple(sorted(self._names - form.known_columns)) if form is not None else (),
+            text_widths(table),
         )
 
 

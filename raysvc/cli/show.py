@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -87,7 +87,7 @@ def show(
 def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[str, Any]]:
     from raysvc import api
     from raysvc.errors import EntryError
-    from raysvc.inspect.row_view import row_picture
+    from raysvc.inspect.row_view import columns_of_row, row_picture
 
     with View() as view:
         entry = api.tokenize(job, address=address, progress=view)
@@ -95,10 +95,11 @@ def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[st
         raise EntryError("--row", f"{row} is not below the {entry.num_rows} rows", "give a smaller one")
     values = entry.row(row)
     picture = row_picture(row, values["input_ids"], values["loss_mask"], entry.tokenizer)
-    head = f"row {row} of {entry.num_rows}, source row {values['source_row']}, {_tokens(picture)}"
+    carried = columns_of_row(values)
+    head = f"row {row} of {entry.num_rows}, source row {values['source_row']}, {_tokens(picture)}{_carried(carried)}"
     spans = [list(span) for span in entry.spans(row)]
     facts = [f"source: {', '.join(entry.report['paths'])}", *_notes(entry)]
-    result = {"row": row, "source_row": values["source_row"], "spans": spans}
+    result = {"row": row, "source_row": values["source_row"], "spans": spans, "columns": carried}
     return _Shown(f"Row {row}", facts, [(head, picture)]), result
 
 
@@ -130,8 +131,11 @@ def _step(job: JobConfig, step: int, rank: int | None, only_rows: bool) -> tuple
         facts,
         list(zip(heads, pictures, strict=True)),
     )
-    return shown, {"step": step, "epoch": again.info.epoch, "dp_size": again.dp_size,
-                   "rows": [asdict(line) for line in lines]}  # fmt: skip
+    rows = [
+        {**asdict(line), **({"columns": picture.columns} if picture.columns else {})}
+        for line, picture in zip(lines, pictures, strict=True)
+    ]
+    return shown, {"step": step, "epoch": again.info.epoch, "dp_size": again.dp_size, "rows": rows}
 
 
 def _notes(entry: CacheEntry) -> list[str]:
@@ -160,7 +164,12 @@ def _head(picture: RowPicture, source_row: int | None) -> str:
     if picture.is_dummy:
         return f"{where} | dummy: {picture.length} tokens without loss, so that all ranks do the same work"
     row = f"row {picture.row_id} (source row {source_row})"
-    return f"{where} | {row}, {_tokens(picture)}, positions {picture.first}–{picture.last}"
+    positions = f"positions {picture.first}–{picture.last}"
+    return f"{where} | {row}, {_tokens(picture)}, {positions}{_carried(picture.columns)}"
+
+
+def _carried(columns: Mapping[str, Any]) -> str:
+    return "".join(f" | {name}: {str(value)[:60]}" for name, value in columns.items())
 
 
 def _tokens(picture: RowPicture) -> str:
@@ -172,7 +181,7 @@ def _cells(line: dict[str, Any]) -> dict[str, Any]:
     """What fits a line of a terminal; the source is said once, above."""
     dummy = line["row_id"] is None
     return {name: ("dummy" if name == "row_id" else "") if dummy and value is None else value
-            for name, value in line.items() if name != "source"}  # fmt: skip
+            for name, value in line.items() if name not in ("source", "columns")}  # fmt: skip
 
 
 def _print(shown: _Shown) -> None:

@@ -61,6 +61,8 @@ def report_rows(entry: CacheEntry) -> dict[str, Any]:
     rows: dict[str, Any] = {"rows in": row_counts["rows_in"], "rows written": row_counts["rows_written"]}
     if "format" in report:
         rows["format"] = report["format"]
+    if left_out := report.get("left_out"):
+        rows["columns left out"] = f"{', '.join(left_out)} (source.carry takes them along)"
     rows |= {f"normalized: {change}": count for change, count in row_counts.get("normalized", {}).items()}
     rows |= {f"dropped: {reason}": count for reason, count in row_counts["dropped"].items()}
     rows |= {f"quarantined: {reason}": count for reason, count in row_counts["quarantined"].items()}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from raysvc.job.carried import BF16
 from raysvc.plan.fact_table import facts_html, facts_text
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class RankMicro:
         step: index of the step.
         epoch: of the step.
         mini: number of the mini-batch in the step.
-        tensors: name -> tensor, as `Shard.micro`; and `row_ids`, int64 [B], -1 for a dummy.
+        tensors: name -> tensor, as `Shard.micro`; and `row_ids`, int64 [B], -1 for a dummy. Text stays numpy.
         denominators: of the whole mini-batch, over all ranks.
         layout: of the arrays.
         ends_mini: the optimizer steps after this one.
@@ -180,7 +181,14 @@ def private(shard: Shard) -> Shard:
 def _on(device: str, arrays: dict[str, Any]) -> dict[str, torch.Tensor]:
     import torch
 
-    return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+    def tensor(array: npt.NDArray[Any]) -> Any:
+        if array.dtype.kind == "U":
+            return array
+        if array.dtype == BF16:
+            return torch.from_numpy(array["bfloat16"]).view(torch.bfloat16).to(device)
+        return torch.from_numpy(array).to(device)
+
+    return {name: tensor(array) for name, array in arrays.items()}
 
 
 class ClientStats(NamedTuple):

@@ -4,22 +4,33 @@ Axes: N rows of the mini-batch, T their tokens, S sequences of all ranks, B line
 Always true:
 - every used token of every real row is in exactly one cell of one rank;
 - a dummy is two tokens `pad_token_id` with attention, without labels, counted in no denominator;
-- no Python runs per token or per row.
+- no Python runs per token; none per row but where a cell holds many numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
+from math import prod
 
 import numpy as np
 
-from raysvc.collate.columns import SEVERAL_ROWS, Column, column_names, columns_of, row_names
+from raysvc.collate.columns import (
+    SEVERAL_ROWS,
+    Column,
+    WideColumn,
+    column_names,
+    columns_of,
+    row_names,
+    wide_columns_of,
+)
 from raysvc.collate.fill_packed import fill_lines
 from raysvc.collate.fill_padded import fill_rows
+from raysvc.collate.fill_wide import fill_wide
 from raysvc.collate.flat_rows import FlatRows
 from raysvc.collate.geometry import Geometry, geometry_of
 from raysvc.collate.shard import Array, Shard
+from raysvc.job.carried import scalar_of
 from raysvc.job.config import Layout
 from raysvc.plan.plan import MiniBatchPlan
 from raysvc.row_batch import RowBatch
@@ -61,8 +72,10 @@ def collate_mini_batch(
     geometry = geometry_of(mini.ranks, mini.lengths, layout, pad_to_multiple, align)
     names = column_names(columns, rows, layout)
     pads = {"input_ids": pad_token_id, **(pad_values or {})}
-    sheets = _sheets(columns_of(source, names, pads), source, geometry)
+    wide = wide_columns_of(source, names, pads)
+    sheets = _sheets(columns_of(source, names, pads), wide, source, geometry)
     per_row = _per_row(source, geometry, names, pads)
+    vectors = tuple(name for name, values in per_row.items() if values.ndim > 1)
     row_ids = np.append(mini.row_ids, -1)[geometry.rows]
     shards = []
     for rank in range(len(mini.ranks)):
@@ -74,35 +87,45 @@ def collate_mini_batch(
         shards.append(
             Shard(
                 step, mini_index, rank, layout, arrays, row_ids[here], source.denominators,
-                geometry.micro_batches[rank],
+                geometry.micro_batches[rank], vectors,
             )
         )  # fmt: skip
     return tuple(shards)
 
 
-def _sheets(columns: Sequence[Column], source: FlatRows, geometry: Geometry) -> dict[str, list[Array]]:
-    """name -> one [B, W] array per rank, all of them in one block that malloc can hand out again."""
+def _sheets(
+    columns: Sequence[Column], wide: Sequence[WideColumn], source: FlatRows, geometry: Geometry
+) -> dict[str, list[Array]]:
+    """name -> one [B, W, *shape] array per rank, all of them in one block that malloc can hand out again."""
     num_cells = int(geometry.cell_bounds[-1])
-    sizes = [-(-num_cells * column.dtype.itemsize // _LINE) * _LINE for column in columns]
+    shapes = [(num_cells,)] * len(columns) + [(num_cells, *column.shape) for column in wide]
+    every: list[Column | WideColumn] = [*columns, *wide]
+    dtypes = [column.dtype for column in every]
+    counts = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+    sizes = [-(-count // _LINE) * _LINE for count in counts]
     block = np.empty(sum(sizes), np.uint8)
     flat = [
-        block[stop - size : stop - size + num_cells * column.dtype.itemsize].view(column.dtype)
-        for column, size, stop in zip(columns, sizes, accumulate(sizes), strict=True)
-    ]
+        block[stop - size : stop - size + count].view(dtype).reshape(shape)
+        for shape, dtype, count, size, stop in zip(shapes, dtypes, counts, sizes, accumulate(sizes), strict=True)
+    ]  # fmt: skip
     starts = np.append(source.firsts, len(source.trained))[geometry.rows]
     fill = fill_lines if geometry.layout in SEVERAL_ROWS else fill_rows
-    fill(columns, flat, starts, geometry)
+    fill(columns, flat[: len(columns)], starts, geometry)
+    for one, sheet in zip(wide, flat[len(columns) :], strict=True):
+        fill_wide(one, sheet, geometry)
     bounds = list(pairwise(geometry.cell_bounds.tolist()))
     return {
-        column.name: [cells[a:b].reshape(geometry.shape(rank)) for rank, (a, b) in enumerate(bounds)]
-        for column, cells in zip(columns, flat, strict=True)
+        column.name: [
+            cells[a:b].reshape(*geometry.shape(rank), *cells.shape[1:]) for rank, (a, b) in enumerate(bounds)
+        ]
+        for column, cells in zip(every, flat, strict=True)
     }
 
 
 def _per_row(
     source: FlatRows, geometry: Geometry, names: Sequence[str], pads: Mapping[str, float | int]
 ) -> dict[str, Array]:
-    """name -> [S], the per-row arrays of all ranks."""
+    """name -> [S, *shape], the per-row arrays of all ranks."""
     own: dict[str, Array] = {
         "seq_lengths": geometry.lengths.astype(np.int32),
         "row_tokens": _dealt(source.row_tokens, geometry, 0),
@@ -117,7 +140,8 @@ def _per_row(
 
 
 def _dealt(values: Array, geometry: Geometry, pad: float | int) -> Array:
-    return np.append(values, np.array([pad], values.dtype))[geometry.rows]
+    last = np.full((1, *values.shape[1:]), scalar_of(pad, values.dtype), values.dtype)
+    return np.concatenate([values, last])[geometry.rows]
 
 
 def _boundaries(geometry: Geometry, rank: int) -> dict[str, Array]:

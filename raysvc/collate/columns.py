@@ -1,7 +1,8 @@
-"""Which 2-D arrays travel, with their values and padding.
+"""Which arrays of a cell per token travel, with their values and padding.
 
 Axes: N rows, T used tokens, S sequences.
 Always true:
+- a column of one number a token is flat, [T]; one of several is `WideColumn`, a piece per row;
 - `labels` is -100 and `loss_mask` 0 at the first token of a row, and they agree everywhere;
 - cells of padding: the pad value, attention_mask 0, position_ids 0, segment_ids 0, labels -100, loss_mask 0.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,7 @@ import numpy.typing as npt
 from raysvc.collate.flat_rows import FlatRows
 from raysvc.collate.shard import Array
 from raysvc.errors import ConfigError
+from raysvc.job.carried import BF16, scalar_of
 from raysvc.row_batch import RowBatch
 
 IGNORED = -100
@@ -58,6 +61,25 @@ class Column:
         return out
 
 
+@dataclass(frozen=True, eq=False)
+class WideColumn:
+    """One [B, W, *shape] array to be, where a cell holds several numbers.
+
+    Attributes:
+        name: of the array.
+        dtype: of its numbers.
+        shape: of a cell.
+        pad: in every cell without a token, and in the cells of dummies; [].
+        pieces: N arrays [used tokens of the row, *shape].
+    """
+
+    name: str
+    dtype: np.dtype[np.generic]
+    shape: tuple[int, ...]
+    pad: Any
+    pieces: Sequence[Array]
+
+
 def column_names(names: Sequence[str], rows: RowBatch, layout: str) -> tuple[str, ...]:
     """`names` once each, with `segment_ids` where several rows share a line.
 
@@ -65,15 +87,15 @@ def column_names(names: Sequence[str], rows: RowBatch, layout: str) -> tuple[str
         ConfigError: one that the rows do not have.
     """
     for name in names:
-        if name not in rows.tokens and name not in rows.rows and name not in _BUILT:
-            known = ", ".join(sorted({*rows.tokens, *rows.rows, *_BUILT}))
+        if name not in _BUILT and not any(name in there for there in (rows.tokens, rows.rows, rows.wide)):
+            known = ", ".join(sorted({*rows.tokens, *rows.rows, *rows.wide, *_BUILT}))
             raise ConfigError("plan.columns", f"the rows have no {name!r}", f"use some of: {known}")
     extra = ["segment_ids"] if layout in SEVERAL_ROWS else []
     return tuple(dict.fromkeys([*names, *extra]))
 
 
 def columns_of(source: FlatRows, names: Sequence[str], pads: Mapping[str, float | int]) -> list[Column]:
-    """The 2-D arrays among `names`."""
+    """The arrays of one number a token among `names`."""
     return [
         _column(source, name, pads.get(name, 0))
         for name in names
@@ -81,9 +103,21 @@ def columns_of(source: FlatRows, names: Sequence[str], pads: Mapping[str, float 
     ]
 
 
+def wide_columns_of(
+    source: FlatRows, names: Sequence[str], pads: Mapping[str, float | int]
+) -> list[WideColumn]:
+    """The arrays of several numbers a token among `names`."""
+    wide = {name: source.rows.wide[name] for name in names if name in source.rows.wide}
+    return [
+        WideColumn(name, its.dtype, its.shape, scalar_of(pads.get(name, 0), its.dtype), source.pieces(name))
+        for name, its in wide.items()
+    ]
+
+
 def row_names(names: Sequence[str], rows: RowBatch) -> list[str]:
     """The per-row arrays among `names`."""
-    return [name for name in names if name in rows.rows and name not in rows.tokens and name not in _BUILT]
+    others = {*rows.tokens, *rows.wide, *_BUILT}
+    return [name for name in names if name in rows.rows and name not in others]
 
 
 def _column(source: FlatRows, name: str, pad: float | int) -> Column:
@@ -99,4 +133,4 @@ def _column(source: FlatRows, name: str, pad: float | int) -> Column:
     if name in _BUILT:
         return Column(name, int32, 0)
     values = source.tokens(name)
-    return Column(name, values.dtype, pad, values)
+    return Column(name, values.dtype, scalar_of(pad, BF16) if values.dtype == BF16 else pad, values)

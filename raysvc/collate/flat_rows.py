@@ -61,6 +61,14 @@ class FlatRows:
             return column[self._picked]
         return column[int(self.rows.offsets[0]) : int(self.rows.offsets[-1])]
 
+    def pieces(self, name: str) -> list[Array]:
+        """N arrays [used tokens of the row, *shape] of a column of several numbers a token; views."""
+        starts, lengths = self.mini.starts.tolist(), self.lengths.tolist()
+        return [
+            values[start : start + length]
+            for values, start, length in zip(self.rows.wide[name].pieces, starts, lengths, strict=True)
+        ]
+
     @cached_property
     def trained(self) -> npt.NDArray[np.uint8]:
         """uint8 [T], 1 where a token is a target."""

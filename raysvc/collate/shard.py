@@ -4,7 +4,7 @@ Axes: B lines (a row, a pack or a window each), W columns, S sequences (rows) of
 Arrays of every layout:
     input_ids, position_ids, labels                 int32 [B, W]
     attention_mask, loss_mask                       uint8 [B, W]
-    extra per-token columns [B, W], extra per-row columns [S]
+    extra per-token columns [B, W, *shape], extra per-row columns [S, *shape]; text is numpy's fixed-width text
     seq_lengths         int32 [S]       tokens of each row
     row_tokens          int32 [S]       targets of each row (`stream`: of its window)
     row_group           int32 [S]       number of the row's group in the mini-batch, -1 for a dummy
@@ -78,6 +78,7 @@ class Shard:
         row_ids: int64 [S], -1 for a dummy.
         denominators: of the whole mini-batch.
         micro_batches: ranges over the lines.
+        row_vectors: names of the per-row arrays of several numbers a row.
     """
 
     step: int
@@ -88,6 +89,7 @@ class Shard:
     row_ids: npt.NDArray[np.int64]
     denominators: Denominators
     micro_batches: tuple[MicroBatch, ...]
+    row_vectors: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +105,7 @@ class Shard:
         return found.hexdigest()
 
     def micro(self, index: int) -> dict[str, Array]:
-        """Views of the arrays of micro-batch `index`; 2-D ones are [lines, width]."""
+        """Views of the arrays of micro-batch `index`; those of a cell per token are [lines, width, *shape]."""
         micro = self.micro_batches[index]
         lines = slice(micro.start, micro.stop)
         sequences, bounds = lines, slice(0, 0)
@@ -114,7 +116,7 @@ class Shard:
         columns = slice(-micro.width, None) if self.layout == "padded_left" else slice(0, micro.width)
         out: dict[str, Array] = {}
         for name, array in self.arrays.items():
-            if array.ndim == 2:
+            if array.ndim >= 2 and name not in self.row_vectors:
                 out[name] = array[lines, columns]
             elif name == "cu_seqlens":
                 out[name] = array[bounds]

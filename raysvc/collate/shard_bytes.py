@@ -7,16 +7,16 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
-from raysvc.collate.columns import SEVERAL_ROWS, column_names
+from raysvc.collate.columns import SEVERAL_ROWS, column_names, row_names
 from raysvc.collate.geometry import Geometry
 from raysvc.job.config import PlanConfig
 from raysvc.ragged import Int64s
-from raysvc.row_batch import Array, RowBatch
+from raysvc.row_batch import RowBatch
 
 _BUILT_BYTES = {
     "input_ids": 4,
@@ -44,8 +44,8 @@ class ColumnBytes:
             ConfigError: `plan.columns` names something that the rows do not have.
         """
         names = column_names(config.columns, some_rows, config.layout)
-        cells = [_BUILT_BYTES.get(name) or _itemsize(some_rows.tokens, name) for name in names]
-        rows = [_itemsize(some_rows.rows, name) for name in names if name not in some_rows.tokens]
+        cells = [_BUILT_BYTES.get(name) or _cell_bytes(some_rows, name) for name in names]
+        rows = [some_rows.rows[name][:1].nbytes for name in row_names(names, some_rows)]
         return cls(sum(cells), sum(rows) + _ROW_BYTES)
 
 
@@ -59,5 +59,6 @@ def bytes_by_rank(geometry: Geometry, column_bytes: ColumnBytes) -> Int64s:
     return nbytes
 
 
-def _itemsize(columns: Mapping[str, Array], name: str) -> int:
-    return columns[name].dtype.itemsize if name in columns else 0
+def _cell_bytes(rows: RowBatch, name: str) -> int:
+    cell = rows.cell(name)
+    return 0 if cell is None else cell[0].itemsize * prod(cell[1])

@@ -10,6 +10,7 @@ Always true:
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ import numpy as np
 
 from raysvc.build.serve_log import FILE, read_served
 from raysvc.errors import ConfigError, EntryError, StepOutOfOrder
+from raysvc.job.carried import BF16
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -111,6 +113,9 @@ def replay_run(
 def save(shards: list[Shard], path: Path) -> None:
     """Write arrays as `mini<m>.rank<r>.<name>`, to a `.safetensors` or an `.npz` file.
 
+    What safetensors has no name for in numpy is in its metadata: text as JSON, and the names of arrays of uint16 that hold
+    the bits of bfloat16 (`bfloat16`, a JSON list).
+
     Raises:
         ConfigError: the name ends otherwise.
     """
@@ -121,7 +126,15 @@ def save(shards: list[Shard], path: Path) -> None:
     elif path.suffix == ".safetensors":
         from safetensors.numpy import save_file
 
-        save_file(arrays, path)
+        texts = {
+            name: json.dumps(array.tolist()) for name, array in arrays.items() if array.dtype.kind == "U"
+        }
+        halves = [name for name, array in arrays.items() if array.dtype == BF16]
+        plain = {name: array for name, array in arrays.items() if name not in texts}
+        plain |= {name: np.ascontiguousarray(arrays[name]["bfloat16"]) for name in halves}
+        save_file(
+            plain, path, metadata={**texts, "bfloat16": json.dumps(halves)} if texts or halves else None
+        )
     else:
         raise ConfigError(f"--out {path}", "ends in neither .safetensors nor .npz", "choose one of them")
 

@@ -10,14 +10,15 @@ Always true:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from raysvc.collate.row_values import cells_of
+from raysvc.job.carried import dtype_name
 
 if TYPE_CHECKING:
     from raysvc.collate.shard import Shard
@@ -25,6 +26,22 @@ if TYPE_CHECKING:
 Kind = Literal["trained", "context", "special"]
 KINDS: tuple[Kind, ...] = ("context", "trained", "special")
 DUMMY = -1
+OWN = frozenset(
+    [
+        "input_ids",
+        "loss_mask",
+        "labels",
+        "attention_mask",
+        "position_ids",
+        "segment_ids",
+        "source_row",
+        "seq_lengths",
+        "row_tokens",
+        "row_group",
+        "row_group_rows",
+        "row_group_tokens",
+    ]
+)
 
 
 class TextRun(NamedTuple):
@@ -56,6 +73,7 @@ class RowPicture:
         place: None for a row of an entry.
         group: number of its group in the mini-batch; None for a row of an entry, -1 for a dummy.
         first, last: positions of its first and last token.
+        columns: what else goes with it: values per row as they are, of others their type and shape.
     """
 
     row_id: int
@@ -66,6 +84,7 @@ class RowPicture:
     group: int | None = None
     first: int = 0
     last: int = 0
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_dummy(self) -> bool:
@@ -94,7 +113,11 @@ def row_picture(row_id: int, ids: Sequence[int], mask: Sequence[int], tokenizer:
 def shard_pictures(shard: Shard, tokenizer: Any = None) -> list[RowPicture]:
     """The rows and dummies of a shard, line after line."""
     arrays = shard.arrays
-    flat = {name: array.reshape(-1) for name, array in arrays.items() if array.ndim == 2}
+    flat = {
+        name: array.reshape(-1)
+        for name, array in arrays.items()
+        if array.ndim == 2 and name not in shard.row_vectors
+    }
     trained, width = _trained(arrays), arrays["input_ids"].shape[1]
     found = []
     for index, cell in enumerate(cells_of(shard).tolist()):
@@ -114,8 +137,31 @@ def shard_pictures(shard: Shard, tokenizer: Any = None) -> list[RowPicture]:
                 group=int(arrays["row_group"][index]),
                 first=int(positions[0]),
                 last=int(positions[-1]),
+                columns=_columns(shard, index),
             )
         )
+    return found
+
+
+def columns_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What goes with a row of an entry beside its tokens; of what is long, how much there is."""
+    others = {name: value for name, value in row.items() if name not in OWN}
+    return {
+        name: f"{len(value)} values" if isinstance(value, list) else value for name, value in others.items()
+    }
+
+
+def _columns(shard: Shard, index: int) -> dict[str, Any]:
+    """The same of a row of a shard."""
+    length, found = int(shard.arrays["seq_lengths"][index]), {}
+    for name, array in shard.arrays.items():
+        if name in OWN or name.startswith("cu_seqlens"):
+            continue
+        if array.ndim == 1:
+            found[name] = array[index].tolist()
+        else:
+            lead = array.shape[1:] if name in shard.row_vectors else (length, *array.shape[2:])
+            found[name] = f"{dtype_name(array.dtype)} {list(lead)}"
     return found
 
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from raysvc.job.carried import RESERVED, CarriedColumn
 from raysvc.job.row_id_file import read_row_ids
 
 Format = Literal[
@@ -27,6 +28,7 @@ Format = Literal[
     "prompt_completion",
     "text",
     "preference",
+    "kto",
     "pretokenized",
     "prompt",
 ]
@@ -75,12 +77,28 @@ class SourceConfig(Model):
     ignore: tuple[str, ...] = Field(
         default=(), description="Columns that are refused by name, and have no meaning in this job: [label]."
     )
+    carry: dict[str, CarriedColumn] = Field(
+        default_factory=dict,
+        description="Columns that go with their row to the worker: [domain, id], or name -> what it holds.",
+    )
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False, description="Passed to fsspec.")
 
     @field_validator("path", mode="before")
     @classmethod
     def _one_or_many(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
+
+    @field_validator("carry", mode="before")
+    @classmethod
+    def _bare_names(cls, value: object) -> object:
+        return {name: {} for name in value} if isinstance(value, list | tuple) else value
+
+    @field_validator("carry")
+    @classmethod
+    def _free_names(cls, value: dict[str, CarriedColumn]) -> dict[str, CarriedColumn]:
+        if taken := sorted(RESERVED & value.keys()):
+            raise ValueError(f"{taken[0]!r} is a name of ours; give the column another one in the source")
+        return value
 
     @model_validator(mode="after")
     def _exactly_one(self) -> SourceConfig:
@@ -181,6 +199,10 @@ class PlanConfig(Model):
     columns: tuple[str, ...] = Field(
         default=("input_ids", "attention_mask", "position_ids", "labels"),
         description="Arrays that travel; of input_ids, attention_mask, position_ids, loss_mask, labels, extras.",
+    )
+    pad_values: dict[str, float] = Field(
+        default_factory=dict,
+        description="Column -> value of cells without a token; default what source.carry says, else 0.",
     )
     skip_rows: tuple[int, ...] = Field(
         default=(),
@@ -420,6 +442,7 @@ class JobConfig(Model):
             columns=self.source.columns,
             roles=self.source.roles,
             ignore=self.source.ignore,
+            carry=self.source.carry,
             tokenizer=self.tokenizer,
             train_on=self.train_on,
             max_length=self.max_length,
@@ -454,6 +477,7 @@ class TextSpec(Model):
     columns: dict[str, str] = Field(default_factory=dict)
     roles: dict[str, str] = Field(default_factory=dict)
     ignore: tuple[str, ...] = ()
+    carry: dict[str, CarriedColumn] = Field(default_factory=dict)
     tokenizer: TokenizerConfig
     train_on: TrainOn = "all_assistant_messages"
     max_length: PositiveInt | None = None

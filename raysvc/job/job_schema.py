@@ -13,7 +13,13 @@ from typing import Any
 from raysvc.job.config import JobConfig
 
 FILE = "job.schema.json"
-SHORT_FORMS = (("JobConfig", "tokenizer"), ("SourceConfig", "path"), ("PlanConfig", "skip_rows"))
+NAMES = {"items": {"type": "string"}, "type": "array"}
+SHORT_FORMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("JobConfig", "tokenizer", {"type": "string"}),
+    ("SourceConfig", "path", {"type": "string"}),
+    ("SourceConfig", "carry", NAMES),
+    ("PlanConfig", "skip_rows", {"type": "string"}),
+)
 
 
 def job_schema() -> dict[str, Any]:
@@ -23,11 +29,11 @@ def job_schema() -> dict[str, Any]:
     schema["title"] = "raysvc job.yaml"
     schema["required"] = ["tokenizer"]
     schema["anyOf"] = [{"required": ["source"]}, {"required": ["mixture"]}]
-    for model, name in SHORT_FORMS:
+    for model, name, short in SHORT_FORMS:
         properties = schema["properties"] if model == "JobConfig" else schema["$defs"][model]["properties"]
         known = properties[name]
         told = {key: known.pop(key) for key in ("description", "default", "title") if key in known}
-        properties[name] = {**told, "anyOf": [{"type": "string"}, known]}
+        properties[name] = {**told, "anyOf": [short, known]}
     return schema
 
 

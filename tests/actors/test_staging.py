@@ -52,7 +52,7 @@ def same(tensors: dict[str, torch.Tensor], number: int) -> bool:
 def spoiled_shard() -> Shard:
     """It fails in the middle of its copy: torch has no such type."""
     shard = bytes_shard(99)
-    return replace(shard, arrays={**shard.arrays, "text": np.array(["no tensor"])})
+    return replace(shard, arrays={**shard.arrays, "text": np.array(["no tensor"], "S")})
 
 
 def run_on(

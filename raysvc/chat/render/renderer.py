@@ -21,7 +21,7 @@ from raysvc.chat.render.turn_memory import TurnMemory
 from raysvc.chat.render.turn_spans import ALL_EMPTY, TurnFinder
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.sequence import CLOSED_TURN, FREE, OPEN_TURN, Sequence
-from raysvc.chat.source.formats import ChatExample, Example, Format, TextExample, TokensExample
+from raysvc.chat.source.formats import PAIRED, ChatExample, Example, Format, TextExample, TokensExample
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 
 
@@ -63,7 +63,7 @@ class Renderer:
             RowDropped: nothing of it is trained.
         """
         examples = form.normalize(row)
-        if form.train_on == "each_assistant_turn" and form.name != "preference":
+        if form.train_on == "each_assistant_turn" and form.name not in PAIRED:
             examples = tuple(chain.from_iterable(map(each_turn, examples)))
         return [self.sequence(example) for example in examples]
 

@@ -6,7 +6,8 @@
 
 Always true:
 - it is found from the column names, never from the content of a row;
-- a missing column is named, with the columns that are there and the nearest one.
+- a missing column is named, with the columns that are there and the nearest one;
+- a column that changes what a row means, and that the format does not use, is refused by its name.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "input": ("input", "context"),
 }
 MESSAGE_KEYS = ("role", "content")  # in source.columns they name keys of a message
-BESIDE: dict[str, tuple[str, ...]] = {  # columns that a format uses where they are there
+OTHER_NAMES: dict[str, tuple[str, ...]] = {  # columns beside those, that may have one of the usual names
     "preference": ("messages", "instruction", "input"),
     "alpaca": ("input",),
 }
@@ -53,10 +54,13 @@ def resolve_format(spec: TextSpec, first_row: Mapping[str, Any]) -> Format:
         if theirs not in columns:
             raise _missing(f"format {name} needs a column {theirs!r}", (theirs,), columns)
         found[ours] = theirs
-    for ours in BESIDE.get(name, ()):
+    for ours in OTHER_NAMES.get(name, ()):
         found[ours] = _theirs(spec, ours, columns)
     _check_policy(spec, name)
     form = format_of(spec.model_copy(update={"format": name, "columns": _told(found)}))
+    for carried in spec.carry:
+        if carried not in columns and spec.carry[carried].dtype is None:
+            raise _missing(f"source.carry names {carried!r}, which the rows do not have", (carried,), columns)
     _refuse_payload(form, first_row)
     return form
 
@@ -64,7 +68,8 @@ def resolve_format(spec: TextSpec, first_row: Mapping[str, Any]) -> Format:
 def format_of(spec: TextSpec) -> Format:
     """The format of a spec that names it."""
     assert spec.format != "auto"
-    return Format(spec.format, dict(spec.columns), spec.train_on, dict(spec.roles), spec.ignore)
+    carried = tuple(sorted(spec.carry))
+    return Format(spec.format, dict(spec.columns), spec.train_on, dict(spec.roles), spec.ignore, carried)
 
 
 def seen(form: Format, first_row: Mapping[str, Any]) -> str:
@@ -93,7 +98,9 @@ def _refuse_payload(form: Format, row: Mapping[str, Any]) -> None:
     for name in form.refused:
         if row.get(name) not in (None, "", []):
             raise SourceError(
-                "source", f"the rows have a column {name!r}, which is not supported yet", refused_why(name)
+                "source",
+                f"the rows have a column {name!r}, which format {form.name} does not use",
+                refused_why(name),
             )
 
 

@@ -3,7 +3,8 @@
 Always true:
 - whatever is wrong with a row is that row's fault;
 - a row gives one example, a preference row two: the chosen one first;
-- a column that would change what is trained, and that we do not use, is refused by its name.
+- a row with a label (KTO) gives one; the sequence beside it, with another row's completion, is made where rows are;
+- a column that changes what a row means, and that its format does not use, is refused by its name.
 
 A string prompt and its completion are one text, `prompt + completion`, joined as they are. A question and its answer, an
 instruction and its output, are a user's message and an assistant's, behind the pairs of `history`.
@@ -32,6 +33,7 @@ from raysvc.job.config import Format as FormatName
 NEEDS: dict[str, tuple[str, ...]] = {
     "preference": ("chosen", "rejected"),
     "chat": ("messages",),
+    "kto": ("prompt", "completion", "label"),
     "prompt_completion": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
     "question_answer": ("question", "answer"),
@@ -39,9 +41,22 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
     "prompt": ("prompt",),
 }
+BESIDE: dict[str, tuple[str, ...]] = {  # what a format uses where it is there
+    "preference": ("prompt", "messages", "instruction", "input", "history", "tools", "system"),
+    "chat": ("tools", "system", "history"),
+    "kto": ("tools", "system", "history"),
+    "prompt_completion": ("tools", "system", "history"),
+    "alpaca": ("input", "history", "tools", "system"),
+    "question_answer": ("history", "tools", "system"),
+    "pretokenized": ("loss_mask", "labels", "attention_mask"),
+    "text": (),
+    "prompt": ("tools", "system"),
+}
+PAIRED = ("preference", "kto")  # formats whose rows give two sequences that stay together
 KTO = ("label", "kto_tag")
-MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+MEDIA = ("images", "image", "videos", "video", "audios", "audio", "pixel_values")
 PAIR = ("chosen", "rejected", "chosen_messages", "rejected_messages")
+WEIGHT = ("weight", "margin")
 NO_LABEL = -100
 
 
@@ -99,6 +114,7 @@ class Format:
         train_on: from the spec.
         roles: their role -> ours, as declared.
         ignored: columns that are declared to be without meaning here.
+        carried: columns that go along as they are.
     """
 
     name: FormatName
@@ -106,6 +122,7 @@ class Format:
     train_on: str
     roles: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         reader = MessageReader(self.roles, self.columns.get("role"), self.columns.get("content"))
@@ -118,17 +135,16 @@ class Format:
     _refused_names: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def _refused(self) -> set[str]:
-        """Columns that are payload we cannot carry yet."""
-        if self.name in ("text", "pretokenized"):
-            return set()
-        labels = KTO if self.name != "prompt" else ()
-        pair = PAIR if self.name != "preference" else ()
-        return {*labels, *pair, *MEDIA} - {*self.columns.values(), *self.ignored}
+        """Columns that change the meaning of a row, and that this format does not use."""
+        labels = KTO if self.name not in ("prompt", "text") else ()  # there a label is about no answer
+        known = {*labels, *PAIR, *MEDIA, *WEIGHT, "history"}
+        return known - self.known_columns
 
     @property
-    def sequences_per_row(self) -> int:
-        """Sequences that one source row gives."""
-        return 2 if self.name == "preference" else 1
+    def known_columns(self) -> frozenset[str]:
+        """The source's columns that are used, carried, or declared to be without meaning."""
+        used = (self.column(ours) for ours in (*NEEDS[self.name], *BESIDE[self.name]))
+        return frozenset((*used, *self.columns.values(), *self.carried, *self.ignored))
 
     def column(self, ours: str) -> str:
         """The source's name of one of our columns."""
@@ -154,7 +170,7 @@ class Format:
                 raise RowFault(f"no value in column {self.column(ours)!r}", _columns(row))
         for name in () if self._refused_names.isdisjoint(row) else self.refused:
             if name in row and row[name] not in (None, "", []):
-                raise RowFault(f"column {name!r} is not supported yet", refused_why(name))
+                raise RowFault(f"column {name!r} is not used by format {self.name}", refused_why(name))
         if self.name == "preference":
             return tuple(self._side(row, side) for side in ("chosen", "rejected"))
         return (getattr(self, f"_{self.name}")(row),)
@@ -196,11 +212,18 @@ class Format:
         tools, noted = read_tools(self.get(row, "tools")), frozenset(changes)
         return ChatExample(messages, tools, (), False, whole.has_parts, whole.has_calls, noted, prompt=True)
 
-    def _prompt_completion(self, row: Mapping[str, Any]) -> Example:
+    def _kto(self, row: Mapping[str, Any]) -> Example:
+        if not isinstance(self.get(row, "label"), bool | int) or self.get(row, "label") not in (0, 1):
+            label = self.get(row, "label")
+            raise RowFault(f"{self.column('label')!r} is neither true nor false", f"it is {label!r}")
+        return self._prompt_completion(row, answer_only=True)
+
+    def _prompt_completion(self, row: Mapping[str, Any], answer_only: bool = False) -> Example:
         if _has_value(self.get(row, "history")):
             raise RowFault(f"column {self.column('history')!r} beside a prompt", "put it into the prompt")
         completion = self.get(row, "completion")
-        return self._completed(row, self.get(row, "prompt"), completion, self.column("completion"))
+        column = self.column("completion")
+        return self._completed(row, self.get(row, "prompt"), completion, column, answer_only)
 
     def _side(self, row: Mapping[str, Any], side: str) -> Example:
         """One answer of a preference row; the prompt may be one, messages, or an instruction."""
@@ -208,6 +231,8 @@ class Format:
         if prompt is None:
             prompt = self.get(row, "messages")
         answer, column = self.get(row, side), self.column(side)
+        if prompt is not None and _has_value(self.get(row, "history")):
+            raise RowFault(f"column {self.column('history')!r} beside a prompt", "put it into the prompt")
         if prompt is None and self.get(row, "instruction") is not None:
             history, user = self._history(row), {"role": "user", "content": self._instruction(row)}
             prompt = [*history, user]
@@ -316,7 +341,7 @@ class Format:
         return ChatExample(messages, tools, trained, False, parts, calls, noted)
 
 
-OPTIONAL = ("tools", "system", "input", "history", "prompt", "loss_mask", "labels", "attention_mask")
+OPTIONAL = tuple(sorted({name for beside in BESIDE.values() for name in beside}))
 USED = tuple(sorted({*OPTIONAL, *(name for needs in NEEDS.values() for name in needs)} - {"input_ids"}))
 
 
@@ -364,11 +389,14 @@ def _weight(message: Message) -> bool:
 
 def refused_why(name: str) -> str:
     """Why a column is refused, and what to do."""
+    nothing = f"source.ignore: [{name}] says that it has no meaning here"
     if name in KTO:
-        return "rows with a label (KTO) are not trained as plain rows; source.ignore: [label] trains them so"
+        return f"a label (KTO) belongs to a prompt and a completion; {nothing}"
     if name in PAIR:
-        return "a pair is of format preference; source.ignore says that it has no meaning"
-    return "it is not carried to the model; source.ignore says that it has no meaning"
+        return f"a pair is of format preference; {nothing}"
+    if name in MEDIA:
+        return f"it is not carried to the model; {nothing}"
+    return f"it changes what a row means; source.carry: [{name}] takes it along, {nothing}"
 
 
 def check_json(value: Any, column: str) -> None:

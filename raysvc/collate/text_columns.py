@@ -1,0 +1,44 @@
+"""Text that goes with a row to the worker: of one width in the whole run, so that bytes follow from the plan.
+
+Axes: N rows.
+Always true:
+- a text is whole: the width is that of the longest one of the entry; text that is missing is "";
+- columns of text that do not travel are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from raysvc.row_batch import RowBatch
+
+
+class Reported(Protocol):
+    """An entry, as far as its report goes."""
+
+    @property
+    def report(self) -> Mapping[str, Any]:
+        """What its builder told."""
+
+
+def text_widths(entry: Reported, columns: Sequence[str]) -> dict[str, int]:
+    """Column of text among `columns` -> characters of the longest one, of an entry or of all of a mixture."""
+    reports = [one.report for one in getattr(entry, "entries", (entry,))]
+    found = [(n, w) for report in reports for n, w in report.get("text_widths", {}).items() if n in columns]
+    return {name: max(1, *(width for other, width in found if other == name)) for name, _ in found}
+
+
+def of_fixed_width(rows: RowBatch, widths: Mapping[str, int]) -> RowBatch:
+    """The rows with these columns as numpy's text of a fixed width."""
+    texts = {name: rows.rows[name] for name in widths if name in rows.rows}
+    if not texts:
+        return rows
+    fixed = {
+        name: np.array([text or "" for text in values.tolist()], f"<U{widths[name]}")
+        for name, values in texts.items()
+    }
+    return replace(rows, rows={**rows.rows, **fixed})

@@ -1,0 +1,156 @@
+"""Columns that go with their rows, from the source file to the worker's tensors; oracle: the rows of the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import raysvc
+from raysvc.actors.server.entry_stream import EntryStream
+from raysvc.actors.server.make_step import Recipe
+from raysvc.actors.staging.slots import StagingOptions
+from raysvc.actors.staging.staging import Staging
+from raysvc.build.job_plan import plan_config, report_of
+from raysvc.client.steps import RankStep, micros_of
+from raysvc.collate.row_values import cells_of
+from raysvc.inspect.replay_run import replay_job, save
+from raysvc.inspect.row_view import columns_of_row, shard_pictures
+from raysvc.job.config import JobConfig
+from raysvc.job.job_file import load_job
+
+CARRY = {
+    "domain": {},
+    "id": {},
+    "experts": {"dtype": "uint8", "per": "token", "shape": [3, 2], "pad": 255},
+    "gate": {"dtype": "bfloat16", "per": "token"},
+    "emb": {"dtype": "bfloat16", "shape": [4]},
+    "teacher_ids": {"dtype": "int32", "per": "token", "shape": [2], "pad": -1, "align": "next_token"},
+}
+
+
+def source_rows() -> list[dict[str, Any]]:
+    rng = np.random.default_rng(0)
+    rows = []
+    for n in range(12):
+        length = int(rng.integers(2, 9))
+        rows.append(
+            {
+                "input_ids": rng.integers(3, 50, length).tolist(),
+                "loss_mask": [0] + [1] * (length - 1),
+                "domain": ["math", "code, and more"][n % 2],
+                "id": 100 + n,
+                "experts": rng.integers(0, 200, (length, 3, 2)).tolist(),
+                "gate": (rng.integers(0, 100, length) / 4).tolist(),
+                "emb": rng.integers(0, 100, 4).tolist(),
+                "teacher_ids": rng.integers(0, 50, (length - 1, 2)).tolist(),
+                "comment": "not wanted",
+            }
+        )
+    return rows
+
+
+@pytest.fixture
+def job(tmp_path: Path, sample: dict[str, str]) -> JobConfig:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in source_rows()))
+    return load_job(
+        {
+            "source": {"path": str(path), "format": "pretokenized", "carry": CARRY},
+            "tokenizer": sample["tokenizer"],
+            "cache": {"root": str(tmp_path / "cache")},
+            "plan": {"batch_size": 6, "micro_batch_size": 2},
+            "trainer": {"dp_size": 2, "run_dir": str(tmp_path / "run")},
+        }
+    )
+
+
+def stream_of(job: JobConfig, entry: raysvc.CacheEntry) -> EntryStream:
+    return EntryStream(entry.uri, {}, Recipe(plan_config(job, entry), 0))
+
+
+def test_all_that_is_carried_is_at_the_worker(job: JobConfig, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    entry, rows = raysvc.tokenize(job), source_rows()
+    assert entry.report["left_out"] == ["comment"]
+    _, shards = stream_of(job, entry).make(0, (2,))
+    for shard in shards:
+        staging = Staging(shard.rank, "cpu", StagingOptions())
+        staging.put((0, 0), shard)
+        staged = staging.take((0, 0), 5.0)[0].shard
+        flat = {name: staged.arrays[name].flatten(0, 1) for name in ("experts", "gate", "teacher_ids")}
+        assert staged.arrays["gate"].dtype == staged.arrays["emb"].dtype == torch.bfloat16
+        for index, (row, cell) in enumerate(
+            zip(shard.row_ids.tolist(), cells_of(shard).tolist(), strict=True)
+        ):
+            truth = rows[row]
+            cells = slice(cell, cell + len(truth["input_ids"]))
+            assert flat["experts"][cells].tolist() == truth["experts"]
+            assert flat["gate"][cells].float().tolist() == truth["gate"]
+            assert flat["teacher_ids"][cells].tolist() == [[-1, -1], *truth["teacher_ids"]]
+            assert staged.arrays["emb"][index].float().tolist() == truth["emb"]
+            assert staged.arrays["domain"][index] == truth["domain"]
+            assert int(staged.arrays["id"][index]) == truth["id"]
+        assert bool((flat["experts"][shard.arrays["attention_mask"].reshape(-1) == 0] == 255).all())
+
+
+def test_a_rank_of_its_own_gets_the_same_tensors(job: JobConfig) -> None:
+    torch = pytest.importorskip("torch")
+    info, shards = stream_of(job, raysvc.tokenize(job)).make(1, (2,))
+    for shard in shards:
+        step = RankStep(1, 0, (shard,), info.mini_batches)
+        for index, micro in enumerate(micros_of([step], "cpu")):
+            whole = shard.micro(index)
+            assert micro.tensors["gate"].dtype == torch.bfloat16
+            assert torch.equal(micro.tensors["experts"], torch.from_numpy(whole["experts"]))
+            assert micro.tensors["domain"].tolist() == whole["domain"].tolist()
+
+
+def test_show_and_replay_have_them_and_the_plan_knows_their_bytes(job: JobConfig, tmp_path: Path) -> None:
+    entry = raysvc.tokenize(job)
+    row, truth = entry.row(5), source_rows()[5]
+    assert (row["domain"], row["experts"]) == (truth["domain"], truth["experts"])
+    assert columns_of_row(row)["id"] == truth["id"]
+    again = replay_job(job, 0)
+    [first, *_] = shard_pictures(again.chosen()[0])
+    assert first.columns["id"] == 100 + first.row_id
+    assert first.columns["experts"] == f"uint8 [{first.length}, 3, 2]"
+    save(again.chosen(), tmp_path / "step.npz")
+    with np.load(tmp_path / "step.npz") as saved:
+        for shard in again.chosen():
+            name = f"mini{shard.mini}.rank{shard.rank}"
+            assert np.array_equal(saved[f"{name}.experts"], shard.arrays["experts"])
+            assert np.array_equal(saved[f"{name}.gate"], shard.arrays["gate"])
+    save(again.chosen(), tmp_path / "step.safetensors")
+    sizes = [
+        sum(shard.nbytes for shard in again.shards[0]),
+        sum(s.nbytes for s in replay_job(job, 1).chosen()),
+    ]
+    assert report_of(job, entry).bytes_per_step == sum(sizes) / 2
+
+
+def test_datasets_reads_the_entry(job: JobConfig) -> None:
+    datasets = pytest.importorskip("datasets")
+    entry = raysvc.tokenize(job)
+    loaded = datasets.load_from_disk(entry.uri)
+    assert loaded[3]["experts"] == source_rows()[3]["experts"]
+    assert loaded[3]["domain"] == source_rows()[3]["domain"]
+
+
+def test_a_column_of_one_source_alone_is_refused_by_name(job: JobConfig, tmp_path: Path) -> None:
+    bare = tmp_path / "bare.jsonl"
+    bare.write_text(json.dumps({"input_ids": [3, 4], "loss_mask": [0, 1]}) + "\n")
+    source = job.source.model_dump(exclude={"storage_options"}, exclude_none=True)
+    mixed = load_job(
+        {
+            "mixture": {"sources": {"a": {"source": source, "weight": 1},
+                                    "b": {"source": {"path": str(bare), "format": "pretokenized"}, "weight": 1}}},
+            "tokenizer": job.tokenizer.name,
+            "cache": {"root": job.cache.root},
+        }
+    )  # fmt: skip
+    with pytest.raises(raysvc.errors.ConfigError, match="'domain' is carried by 1 of 2 sources"):
+        plan_config(mixed, raysvc.tokenize(mixed))
