@@ -143,7 +143,7 @@ class Format:
     @property
     def known_columns(self) -> frozenset[str]:
         """The source's columns that are used, carried, or declared to be without meaning."""
-        used = (self.column(ours) for ours in (*NEEDS[self.name], *BESIDE[self.name]))
+        used = (self.column(ours) for ours in (*NEEDS[self.name], *BESIDE.get(self.name, ())))
         return frozenset((*used, *self.columns.values(), *self.carried, *self.ignored))
 
     def column(self, ours: str) -> str:
