@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -101,6 +102,7 @@ TABLE = (
 BY_NAME = {metric.name: metric for metric in TABLE}
 SPILLED = 'ray_spill_manager_objects_bytes{State="Spilled"}'  # Ray's own; there is nothing to add to it
 
+OBSERVED = 10_000  # values of histograms that wait to be written
 KEPT = 100  # counts of a process that is not connected yet
 
 _made: dict[str, Any] = {}  # guarded by _lock: two objects of one name would overwrite each other
@@ -118,6 +120,10 @@ def record(name: str, value: float, **tags: str) -> None:
     """
     metric = BY_NAME[name]
     assert set(tags) == set(metric.tags), f"{name} has the tags {metric.tags}, not {tuple(tags)}"
+    _count(metric, value, tags)
+
+
+def _count(metric: Metric, value: float, tags: dict[str, str]) -> None:
     if not _connected():
         with _lock:
             if metric.kind == "counter" and len(_early) < KEPT:
@@ -128,6 +134,40 @@ def record(name: str, value: float, **tags: str) -> None:
         _early.clear()
     for one in (*early, (metric, value, tags)):
         _write(*one)
+
+
+class LaterRecords:
+    """Records of a loop that must not wait: summed here, and given to Ray by `write`, from another thread.
+
+    A record given to Ray right after a computation, when its code is in no cache, costs 30 microseconds.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # guarded by _lock: (name, tags) -> sum of a counter, newest of a gauge
+        self._newest: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self._observed = deque[tuple[str, float, dict[str, str]]](maxlen=OBSERVED)  # guarded by _lock
+
+    def record(self, name: str, value: float, **tags: str) -> None:
+        """As the function of the module; it is counted when `write` is called."""
+        kind, key = BY_NAME[name].kind, (name, tuple(tags.items()))
+        with self._lock:
+            if kind == "histogram":
+                self._observed.append((name, value, tags))
+            else:
+                before = self._newest.get(key, 0.0) if kind == "counter" else 0.0
+                self._newest[key] = before + value
+
+    def write(self) -> None:
+        """Give what was recorded so far to Ray."""
+        with self._lock:
+            newest, observed = list(self._newest.items()), list(self._observed)
+            self._newest.clear()
+            self._observed.clear()
+        for (name, tags), value in newest:
+            _count(BY_NAME[name], value, dict(tags))
+        for name, value, of in observed:
+            _count(BY_NAME[name], value, of)
 
 
 def _write(metric: Metric, value: float, tags: dict[str, str]) -> None:

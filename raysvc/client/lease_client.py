@@ -28,7 +28,6 @@ from raysvc.client.meter import Given, Meter
 from raysvc.client.step_report import StepReport, checked_metrics
 from raysvc.client.steps import ClientStats
 from raysvc.errors import ConfigError, StepOutOfOrder
-from raysvc.metrics import record
 from raysvc.plan.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -180,6 +179,7 @@ class LeaseClient(ABC, Generic[F, S]):
         """Give the lease (or this rank's seat) back; safe to call twice, and with fetches in flight."""
         self._window = None
         self._record()
+        self.meter.metrics.write()
         self._connection.close()
         if self._report_of_steps is not None:
             finished = self._frontier == self.schedule.num_steps
@@ -258,7 +258,7 @@ class LeaseClient(ABC, Generic[F, S]):
         self._wait_s += self._last_wait_s
         self._steps += 1
         if not self._connection.rank:
-            record("fetch_seconds", self._last_wait_s, server=self.lease.name)
+            self.meter.metrics.record("fetch_seconds", self._last_wait_s, server=self.lease.name)
         self._record()
         return step
 
@@ -273,8 +273,8 @@ class LeaseClient(ABC, Generic[F, S]):
         if self._connection.rank:
             return
         server, stats = self.lease.name, self.stats()
-        record("look_ahead_steps", stats.outstanding, server=server)
-        record("look_ahead_bytes", stats.outstanding_bytes, server=server)
+        self.meter.metrics.record("look_ahead_steps", stats.outstanding, server=server)
+        self.meter.metrics.record("look_ahead_bytes", stats.outstanding_bytes, server=server)
 
     def _in_range(self, step: int) -> None:
         if isinstance(step, bool) or not isinstance(step, int | np.integer):

@@ -6,6 +6,7 @@ Always true:
 - a wait counts while it lasts, not only when it has ended;
 - where workers compute while the driver waits for the next step (`steps(on_fetch=...)`), its wait counts only when
   every step that was handed out is committed, and not at all when `told_by_workers` is set;
+- the loop that is measured gives no metric to Ray: `report` and the end of the client do;
 - `report` is plain JSON: a newer or an older server may leave out what it does not know.
 """
 
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from raysvc.metrics import record
+from raysvc.metrics import LaterRecords
 from raysvc.training.stalls import StepTimes
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class Meter:
         self, server: str, *, exports: bool = True, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._server, self._exports, self._clock = server, exports, clock
+        self.metrics = LaterRecords()
         self.told_by_workers = False  # `stalled` says all stalls; set it before the first step
         self._lock = threading.Lock()  # guards all below: the heartbeat thread reports
         self._began_s = self._last_commit_s = clock()
@@ -139,10 +141,10 @@ class Meter:
             self._tokens += tokens
             stall_s, self._stall_told_s = self._stall_s - self._stall_told_s, self._stall_s
         if self._exports:
-            record("steps", count, server=self._server)
-            record("step_seconds", step_s, server=self._server)
-            record("trained_tokens", tokens, server=self._server)
-            record("cut_rows", sum(shape.cut_rows for shape in shapes), server=self._server)
+            self.metrics.record("steps", count, server=self._server)
+            self.metrics.record("step_seconds", step_s, server=self._server)
+            self.metrics.record("trained_tokens", tokens, server=self._server)
+            self.metrics.record("cut_rows", sum(shape.cut_rows for shape in shapes), server=self._server)
             self._show(shapes)
         padding = shapes[-1].padding if shapes else 0.0
         return Committed(tokens, sum(shape.input_tokens for shape in shapes), padding, step_s, stall_s)
@@ -153,7 +155,8 @@ class Meter:
             self._shapes.clear()
 
     def report(self) -> dict[str, Any]:
-        """Sums since the attach, and shares and rates of the last `RECENT_S`."""
+        """Sums since the attach, and shares and rates of the last `RECENT_S`. Writes what was recorded."""
+        self.metrics.write()
         with self._lock:
             self._charge()
             now = _Look(self._clock(), self._stall_s, self._steps, self._tokens)
@@ -183,7 +186,7 @@ class Meter:
     def _add_stall(self, seconds: float) -> None:
         self._stall_s += seconds
         if self._exports:
-            record("stall_seconds", seconds, server=self._server, role=ROLE)
+            self.metrics.record("stall_seconds", seconds, server=self._server, role=ROLE)
 
     def _blame(self, times: StepTimes) -> None:
         charged = times.charged()
@@ -191,10 +194,10 @@ class Meter:
             for part, seconds in charged.items():
                 self._causes[part] = self._causes.get(part, 0.0) + seconds
         if self._exports:
-            record("stall_read_seconds", charged.get("read", 0.0), server=self._server)
-            record("stall_collate_seconds", charged.get("collate", 0.0), server=self._server)
-            record("stall_copy_seconds", charged.get("copy", 0.0), server=self._server)
-            record("stall_other_seconds", charged.get("other", 0.0), server=self._server)
+            self.metrics.record("stall_read_seconds", charged.get("read", 0.0), server=self._server)
+            self.metrics.record("stall_collate_seconds", charged.get("collate", 0.0), server=self._server)
+            self.metrics.record("stall_copy_seconds", charged.get("copy", 0.0), server=self._server)
+            self.metrics.record("stall_other_seconds", charged.get("other", 0.0), server=self._server)
 
     def _keep_shape(self, given: Given) -> None:
         """Called under `_lock`."""
@@ -205,9 +208,9 @@ class Meter:
     def _show(self, shapes: Sequence[_Shape]) -> None:
         if shapes:
             newest = shapes[-1]
-            record("padding_share", newest.padding, server=self._server)
-            record("packing_share", 1.0 - newest.padding, server=self._server)
-            record("imbalance_ratio", newest.worst, server=self._server)
+            self.metrics.record("padding_share", newest.padding, server=self._server)
+            self.metrics.record("packing_share", 1.0 - newest.padding, server=self._server)
+            self.metrics.record("imbalance_ratio", newest.worst, server=self._server)
 
 
 def _shape(infos: Sequence[MiniBatchInfo]) -> _Shape:

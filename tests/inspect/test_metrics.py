@@ -61,12 +61,31 @@ def test_a_wrong_name_or_tag_is_found_at_once() -> None:
         record("stall_seconds", 1.0, server="a")
 
 
+def test_later_records_are_summed_and_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raysvc import metrics
+
+    written: list[tuple[str, float]] = []
+    monkeypatch.setattr(metrics, "_connected", lambda: True)
+    monkeypatch.setattr(metrics, "_write", lambda metric, value, tags: written.append((metric.name, value)))
+    later = metrics.LaterRecords()
+    for number in (1.0, 2.0):
+        later.record("steps", number, server="a")
+        later.record("padding_share", number / 4, server="a")
+        later.record("step_seconds", number, server="a")
+    assert not written, "the loop gives nothing to Ray"
+    later.write()
+    later.write()
+    assert written == [("steps", 3.0), ("padding_share", 0.5), ("step_seconds", 1.0), ("step_seconds", 2.0)]
+
+
 def test_every_record_in_the_code_is_one_of_the_table() -> None:
     found = set()
     for room in ("raysvc", "actors", "pipelines"):
         for path in sorted((ROOT / room).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "record" and node.args:
+                called = getattr(node, "func", None)
+                is_record = "record" in (getattr(called, "id", ""), getattr(called, "attr", ""))
+                if isinstance(node, ast.Call) and is_record and node.args and node.keywords:
                     name = getattr(node.args[0], "value", None)
                     assert name in BY_NAME, f"{path}: {name}"
                     assert {word.arg for word in node.keywords} == set(BY_NAME[str(name)].tags), (
