@@ -239,7 +239,9 @@ class Connection:
         period_s = self.lease.ttl_s / 3 if self.rank else min(REPORT_S, self.lease.ttl_s / 3)
         while not self._stop.is_set():
             self._beat_now.wait(period_s)
-            if self._stop.is_set() or not ray.is_initialized():  # a call would start Ray again, or join another
+            if (
+                self._stop.is_set() or not ray.is_initialized()
+            ):  # a call would start Ray again, or join another
                 return
             try:
                 self._beat_once()

@@ -454,8 +454,9 @@ def meeting(ray_session: None, tmp_path: Path) -> Any:
 
 
 def test_a_call_after_one_in_which_a_rank_raised_and_others_wait_for_it_fails_within_seconds(
-    meeting: Any, tmp_path: Path
+    meeting: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("raysvc.actors.dispatch.worker_group.SETTLE_S", 0.3)
     first, second = meeting.call("meet", 1), meeting.call("meet", -1)
     with pytest.raises(WorkerFailed, match="rank 1 failed in meet: ValueError: a bad row"):
         meeting.gather("meet", first)
@@ -464,6 +465,7 @@ def test_a_call_after_one_in_which_a_rank_raised_and_others_wait_for_it_fails_wi
         with pytest.raises(WorkerFailed, match=r"rank 1 .*a bad row .*ranks \[0, 2\] still wait"):
             ask()
         assert time.monotonic() - begin < 20
+    monkeypatch.undo()  # now they may take their time
     (tmp_path / "all").touch()
     assert len(meeting.gather("pid", meeting.call("pid"))) == 3, "when all are through, the group goes on"
 

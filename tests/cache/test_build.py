@@ -103,6 +103,7 @@ class TestKilled:
         assert stages == sorted(stages, key=lambda stage: (stage[0] == "finished", stage[1]))
         assert set(stages) == {("open", n) for n in range(4)} | {("finished", 3)}
 
+    @pytest.mark.slow
     def test_on_s3(self, s3: S3):
         root, sizes = s3.store("kill-").url, (5,)
         points = run_builders("kill", root=root, sizes=sizes, options=s3.options)

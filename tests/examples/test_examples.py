@@ -109,6 +109,7 @@ def test_a_policy_learns_from_groups_that_are_at_most_one_version_old(example: E
     assert (facts["oldest"], facts["steps"]) == (1, 15)
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_with_rollouts_where_it_ended(example: Example, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     first = example("grpo_toy", str(tmp_path / "run"), "6")

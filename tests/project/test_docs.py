@@ -195,6 +195,7 @@ def test_every_command_that_a_page_shows_is_one_that_the_command_line_takes(page
         load_job({"source": {"path": "rows.jsonl"}, "tokenizer": "t"}, overrides)
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning_and_has_every_page(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="mkdocs-material is not installed: pip install 'raysvc[docs]'")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
