@@ -31,7 +31,7 @@ REPORT_EVERY_S = 5.0
 STOP_TIMEOUT_S = 30.0
 FETCH_THREADS = 16
 LEASE_THREADS = 16
-PUT_THREADS = 8  # puts wait for one write together
+PUT_THREADS = 32  # puts wait for one write together; they hold no processor meanwhile
 
 
 def start_server(spec: ServeSpec, *, detached: bool) -> ActorHandle:

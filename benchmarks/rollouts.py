@@ -3,7 +3,8 @@
     python benchmarks/rollouts.py [--quick]
 
 Four producers, each an actor of its own, against one rollout server on local disk; every put is synced before it is
-acknowledged. `floor` is what the same store takes for one file of that size, alone.
+acknowledged. `floor` is what the same store takes for one file of that size, alone; `Ray calls/s` is what the same
+producers reach with the same arguments and an actor that does nothing. CPU is what the processes used, whoever else was there.
 - small: groups of two sequences of 64 tokens, so many a put, so many puts of a producer under way;
 - payload: puts of several MB;
 - slow store: every write takes 3 s; control calls and commits while puts wait for it, and before that (idle).
@@ -20,7 +21,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,6 +51,22 @@ def groups_of(prefix: str, count: int, sequences: int, tokens: int) -> list[Any]
     ]
 
 
+class Setting(NamedTuple):
+    """What a producer does.
+
+    Attributes:
+        per_put: groups.
+        threads: puts under way.
+        size: sequences of a group, tokens of a sequence.
+        puts_per_s: of one producer; None: as fast as it is answered.
+    """
+
+    per_put: int
+    threads: int
+    size: tuple[int, int]
+    puts_per_s: float | None = None
+
+
 class Producer:
     """Puts as fast as it is answered, from several threads."""
 
@@ -57,28 +74,71 @@ class Producer:
         """Whether it is there."""
         return True
 
-    def produce(self, name: str, seconds: float, per_put: int, threads: int, size: tuple[int, int]) -> Any:
-        """Seconds of each put, and bytes of one."""
+    def produce(self, name: str, seconds: float, setting: Setting) -> tuple[list[float], float]:
+        """Seconds of each put, and CPU seconds of all."""
         import raysvc
-        from raysvc.rl.group import table_of
 
         producer, took = raysvc.rollouts(name), list[float]()
-        nbytes = table_of(groups_of("size", per_put, *size)).nbytes
-        until = time.perf_counter() + seconds
+        begun = time.perf_counter()
 
         def put() -> None:
-            while time.perf_counter() < until:
-                groups = groups_of(uuid.uuid4().hex, per_put, *size)
-                begin = time.perf_counter()
+            own = 0
+            while (now := time.perf_counter()) < begun + seconds:
+                if setting.puts_per_s is not None and (early_s := begun + own / setting.puts_per_s - now) > 0:
+                    time.sleep(early_s)
+                own += 1
+                groups = groups_of(uuid.uuid4().hex, setting.per_put, *setting.size)
+                begin, cpu = time.perf_counter(), time.thread_time()
                 producer.put_groups(groups)
                 took.append(time.perf_counter() - begin)
+                used.append(time.thread_time() - cpu)
 
-        each = [threading.Thread(target=put) for _ in range(threads)]
-        for thread in each:
-            thread.start()
-        for thread in each:
-            thread.join()
-        return took, nbytes
+        used = list[float]()
+        at_once(put, setting.threads)
+        return took, sum(used)
+
+    def call(self, actor: Any, seconds: float, setting: Setting) -> int:
+        """How often an actor that does nothing answers."""
+        import ray
+
+        from raysvc.rl.group import table_of
+
+        table, until, count = (
+            table_of(groups_of("x", setting.per_put, *setting.size)),
+            time.perf_counter() + seconds,
+            [0],
+        )
+        value = ray.put(table) if table.nbytes > 100_000 else table
+
+        def call() -> None:
+            while time.perf_counter() < until:
+                ray.get(actor.take.remote(value))
+                count[0] += 1
+
+        at_once(call, setting.threads)
+        return count[0]
+
+
+class Nothing:
+    """Answers."""
+
+    def take(self, value: Any) -> None:
+        """Nothing happens."""
+
+
+def at_once(call: Callable[[], None], threads: int) -> None:
+    """Run it in several threads."""
+    each = [threading.Thread(target=call) for _ in range(threads)]
+    for thread in each:
+        thread.start()
+    for thread in each:
+        thread.join()
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process, all threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def floor_ms(folder: Path, nbytes: int, repeats: int) -> list[float]:
@@ -93,37 +153,44 @@ def floor_ms(folder: Path, nbytes: int, repeats: int) -> list[float]:
     return sorted(took)
 
 
-def put_row(
-    folder: Path, producers: list[Any], seconds: float, per_put: int, threads: int, size: tuple[int, int]
-) -> dict[str, Any]:
+def put_row(folder: Path, producers: list[Any], seconds: float, setting: Setting) -> dict[str, Any]:
     """One line of the table."""
     import ray
 
     import raysvc
-    from raysvc.actors.launch import stop_server
+    from raysvc.actors.launch import PUT_THREADS, stop_server
+    from raysvc.rl.group import table_of
 
-    name = f"bench-{uuid.uuid4().hex[:6]}"
-    raysvc.serve_rollouts(
+    name, per_put = f"bench-{uuid.uuid4().hex[:6]}", setting.per_put
+    server = raysvc.serve_rollouts(
         name, run_dir=str(folder / name), pad_token_id=0, plan=PLAN, max_staleness=None, num_cpus=0
     )
-    ray.get([each.produce.remote(name, 0.5, per_put, threads, size) for each in producers])
-    begin = time.perf_counter()
-    made = ray.get([each.produce.remote(name, seconds, per_put, threads, size) for each in producers])
-    wall_s = time.perf_counter() - begin
+    ray.get([each.produce.remote(name, 0.5, setting) for each in producers])
+    pid = ray.get(server.actor.stats.remote())["pid"]
+    begin, cpu = time.perf_counter(), cpu_s(pid)
+    made = ray.get([each.produce.remote(name, seconds, setting) for each in producers])
+    wall_s, server_s = time.perf_counter() - begin, cpu_s(pid) - cpu
     acks = sorted(took for one, _ in made for took in one)
     files = len(list((folder / name / "server" / "rollouts" / "groups").iterdir()))
     stop_server(name)
-    nbytes = made[0][1]
+    nothing = ray.remote(Nothing).options(num_cpus=0, max_concurrency=PUT_THREADS).remote()
+    calls = sum(ray.get([each.call.remote(nothing, 1.0, setting) for each in producers]))
+    ray.kill(nothing)
+    nbytes = table_of(groups_of("size", per_put, *setting.size)).nbytes
     floor = floor_ms(folder, nbytes, 8 if nbytes > 10**6 else 50)
     return {
         "groups a put": per_put,
-        "puts under way": PRODUCERS * threads,
+        "puts under way": PRODUCERS * setting.threads,
+        "offered groups/s": PRODUCERS * setting.puts_per_s * per_put if setting.puts_per_s else "all",
         "kB a put": round(nbytes / 1e3, 1),
         "groups/s": round(len(acks) * per_put / wall_s),
         "MB/s": len(acks) * nbytes / 1e6 / wall_s,
         "ack p50 ms": 1e3 * acks[len(acks) // 2],
         "ack p99 ms": 1e3 * acks[int(0.99 * len(acks))],
         "puts a file": round(len(acks) / max(1, files), 1),
+        "server CPU ms a put": 1e3 * server_s / len(acks),
+        "producer CPU ms a put": 1e3 * sum(used for _, used in made) / len(acks),
+        "Ray calls/s": calls,
         "floor p50 ms": floor[len(floor) // 2],
         "floor max ms": floor[-1],
         "floor MB/s": nbytes / 1e3 / floor[len(floor) // 2],
@@ -219,12 +286,15 @@ def main() -> None:
     seconds = 3.0 if parser.parse_args().quick else 10.0
     quiet_ray(num_cpus=PRODUCERS, object_store_mb=1500)
     small, large = (2, 64), (8, 65536)  # sequences of a group, tokens of a sequence
-    settings = [(1, 1, small), (1, 8, small), (16, 2, small), (64, 2, small), (4, 1, large), (16, 1, large)]
+    settings = [
+        Setting(1, 1, small), Setting(1, 8, small), Setting(64, 1, small, 20.0), Setting(64, 2, small),
+        Setting(4, 1, large), Setting(16, 1, large),
+    ]  # fmt: skip
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as name:
         folder = Path(name)
         producers = [ray.remote(Producer).options(num_cpus=0).remote() for _ in range(PRODUCERS)]
         ray.get([each.ready.remote() for each in producers])
-        show("Puts of four producers", [put_row(folder, producers, seconds, *each) for each in settings])
+        show("Puts of four producers", [put_row(folder, producers, seconds, each) for each in settings])
         show("While a store takes 3 s a write", slow_store_rows(folder, 2 * seconds))
     ray.shutdown()
 

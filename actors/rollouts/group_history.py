@@ -10,7 +10,6 @@ Always true:
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -22,7 +21,9 @@ import pyarrow.compute as pc
 from raysvc.actors.rollouts.group_commit import GroupCommit
 from raysvc.actors.rollouts.group_log import Event, Spool
 from raysvc.actors.rollouts.group_pool import Key, Pool, Ready, Timeline
-from raysvc.actors.rollouts.group_rows import Chunk, ChunkPiece, GroupRows, add_late
+from raysvc.actors.rollouts.group_rows import Chunk, ChunkPiece, GroupRows
+from raysvc.actors.rollouts.held_tables import HeldTables
+from raysvc.actors.rollouts.late_columns import add_late, late_names
 from raysvc.rl.schema import FIXED, Schema, spans_of, with_growth
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,6 @@ class Restored:
         dropped: groups that a filter threw away.
         gone: groups in no step that will never be in one.
         closed: groups that were closed by a call of its own.
-        held: tables in memory.
         events: names of the records of events.
     """
 
@@ -59,7 +59,6 @@ class Restored:
     dropped: set[Key] = field(default_factory=set)
     gone: set[Key] = field(default_factory=set)
     closed: set[Key] = field(default_factory=set)
-    held: set[Chunk] = field(default_factory=set)
     events: list[str] = field(default_factory=list)
 
 
@@ -68,15 +67,15 @@ class History:
 
     Args:
         spool: where it lies.
-        lock: guards the fields of chunks.
+        tables: are told what is on disk.
         events: names of the records that are there.
         snapshot: all that events said, as one event.
     """
 
     def __init__(
-        self, spool: Spool, lock: threading.Condition, events: list[str], snapshot: Callable[[], Event]
+        self, spool: Spool, tables: HeldTables, events: list[str], snapshot: Callable[[], Event]
     ) -> None:
-        self._spool, self._lock, self._snapshot = spool, lock, snapshot
+        self._spool, self._tables, self._snapshot = spool, tables, snapshot
         self._events = events
         self._since_snapshot = len(events)
         self._commit: GroupCommit[Chunk | StepRecord | Event] = GroupCommit(self._write)
@@ -118,10 +117,9 @@ class History:
         whole = tables[0] if len(tables) == 1 else pa.concat_tables(tables)
         name = self._spool.put(whole, chunks[0].folder)
         start = 0
-        with self._lock:
-            for chunk in chunks:
-                chunk.name, chunk.start = name, start
-                start += chunk.num_rows
+        for chunk in chunks:
+            self._tables.written(chunk, name, start)
+            start += chunk.num_rows
 
     def _write_events(self, events: list[Event]) -> None:
         older, name = self._events, self._spool.write_events(events)
@@ -132,7 +130,7 @@ class History:
             self._events = [*older, name]
 
 
-def restore(spool: Spool, pool: Pool, schema: Schema) -> Restored:
+def restore(spool: Spool, pool: Pool, schema: Schema, tables: HeldTables) -> Restored:
     """Read everything back, into an empty pool and an empty schema."""
     forgotten = spool.forgotten()
     found = Restored(forgotten=set(forgotten.groups))
@@ -145,7 +143,10 @@ def restore(spool: Spool, pool: Pool, schema: Schema) -> Restored:
             for event in spool.read_events(name):
                 apply_event(event, pool, schema, found)
         else:
-            _read_table(spool, names[name], name, pool, schema, found)
+            chunk = _read_table(spool, names[name], name, pool, schema, found)
+            if chunk is not None:
+                tables.hold(chunk)
+                tables.written(chunk, name, 0)
     pool.versions.update(forgotten.groups)
     opened = {key for key, rows in found.groups.items() if not rows.closed}
     pool.owners = {key: owner for key, owner in pool.owners.items() if key in opened}
@@ -215,26 +216,26 @@ def _apply_snapshot(value: dict[str, Any], pool: Pool, schema: Schema, found: Re
         _close(key, pool, schema, found)
 
 
-def _read_table(spool: Spool, folder: Any, name: str, pool: Pool, schema: Schema, found: Restored) -> None:
+def _read_table(
+    spool: Spool, folder: Any, name: str, pool: Pool, schema: Schema, found: Restored
+) -> Chunk | None:
     try:
         table = spool.read(name, folder)
     except pa.ArrowInvalid:
         log.warning("skipped a torn file: %s/%s", folder, name)
-        return
+        return None
     chunk = Chunk(folder, table.num_rows, table, name)
-    found.held.add(chunk)
     if folder == "columns":
-        schema.late_types.update(
-            {each.name: each.type for each in table.schema if each.name not in ("uid", "attempt", "row")}
-        )
+        schema.late_types.update({name: table.column(name).type for name in late_names(table)})
         for key in add_late(found.groups, chunk, table):
             _complete(key, pool, schema, found)
-        return
+        return chunk
     chunk.table = table = with_growth(table)
     schema.types = {each.name: each.type for each in table.schema if each.name not in FIXED}
     lengths = pc.list_value_length(table.column("input_ids")).to_numpy()
     for span in spans_of(table):
         group = found.groups.setdefault(span.key, GroupRows())
+        chunk.num_groups += span.start < span.stop
         row_id = found.num_rows + span.start
         group.pieces.append(
             ChunkPiece(chunk, span.start, span.stop, span.first, row_id, lengths[span.start : span.stop])
@@ -244,6 +245,7 @@ def _read_table(spool: Spool, folder: Any, name: str, pool: Pool, schema: Schema
         pool.put(Ready(span.key, span.version), complete=False)
         _complete(span.key, pool, schema, found)
     found.num_rows += table.num_rows
+    return chunk
 
 
 def _complete(key: Key, pool: Pool, schema: Schema, found: Restored) -> None:

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
+from raysvc.actors.rollouts.table_bytes import file_buffers
 from raysvc.cache.store.open import open_store
 
 log = logging.getLogger(__name__)
@@ -66,11 +67,8 @@ class Spool:
 
     def put(self, table: pa.Table, folder: Folder = "groups") -> str:
         """Write a table; returns its name. When this returns it is on disk."""
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_file(sink, table.schema) as writer:
-            writer.write_table(table)
         name = f"{self._number():012d}.{uuid.uuid4().hex[:8]}.arrow"
-        self._store.write(f"{folder}/{name}", memoryview(sink.getvalue()))
+        self._store.write(f"{folder}/{name}", file_buffers(table))
         return name
 
     def read(self, name: str, folder: Folder = "groups") -> pa.Table:

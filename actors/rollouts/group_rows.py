@@ -3,13 +3,12 @@
 Axes: N sequences of a step, T their tokens.
 Always true:
 - a group's rows are its pieces in the order of their numbers, whole: no gap and none twice;
-- a late column gets its value from the first table that had one for that row;
 - a table that left memory is read again when it is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raysvc.actors.rollouts.group_log import Folder, Key
+from raysvc.actors.rollouts.group_log import Folder
 from raysvc.row_batch import RowBatch
 
 Ints = npt.NDArray[np.int64]
@@ -33,6 +32,8 @@ class Chunk:
         table: None: it left memory.
         name: of the file; None: not written yet.
         start: its first row in the file.
+        num_groups: that need it.
+        num_through: of them, those that were trained or never will be.
     """
 
     folder: Folder
@@ -40,6 +41,8 @@ class Chunk:
     table: pa.Table | None = None
     name: str | None = None
     start: int = 0
+    num_groups: int = 0
+    num_through: int = 0
 
 
 Read = Callable[[Chunk], pa.Table]
@@ -128,23 +131,6 @@ class GroupRows:
         rows = self.late[name]
         found = [rows[number] for number in range(len(rows))]
         return pa.chunked_array([read(chunk).column(name).slice(at, 1).chunk(0) for chunk, at in found])
-
-
-def add_late(groups: Mapping[Key, GroupRows], chunk: Chunk, table: pa.Table) -> list[Key]:
-    """Note where the late values of a table are; returns the groups that got some."""
-    names = [name for name in table.column_names if name not in ("uid", "attempt", "row")]
-    touched: dict[Key, None] = {}
-    for line, (uid, attempt, row) in enumerate(lines_of(table)):
-        if (group := groups.get((uid, attempt))) is not None:
-            touched[(uid, attempt)] = None
-            for name in names:
-                group.late.setdefault(name, {}).setdefault(row, (chunk, line))
-    return list(touched)
-
-
-def lines_of(table: pa.Table) -> Iterable[tuple[str, int, int]]:
-    """uid, attempt and row of each line of a table of late columns."""
-    return zip(*(table.column(name).to_pylist() for name in ("uid", "attempt", "row")), strict=True)
 
 
 def batch_of(table: pa.Table, row_ids: Ints) -> RowBatch:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -25,11 +25,11 @@ import pyarrow.compute as pc
 from raysvc.actors.rollouts.group_history import History, Restored, StepRecord, restore
 from raysvc.actors.rollouts.group_log import Event, Forgotten, Spool
 from raysvc.actors.rollouts.group_pool import Key, Pool, Ready, Timeline
-from raysvc.actors.rollouts.group_rows import Chunk, ChunkPiece, GroupRows, add_late, lines_of
-from raysvc.errors import SourceError
+from raysvc.actors.rollouts.group_rows import Chunk, ChunkPiece, GroupRows
+from raysvc.actors.rollouts.held_tables import HeldTables
+from raysvc.actors.rollouts.late_columns import add_late, fresh_lines
+from raysvc.actors.rollouts.put_rules import is_full, refuse, unknown_part
 from raysvc.rl.schema import Admitted, GroupSpan, Schema, spans_of
-
-HELD_BYTES = 1 << 30  # of tables in memory; the rest is read again when a step needs it
 
 
 class PutResult(NamedTuple):
@@ -62,17 +62,19 @@ class GroupStore:
         self._spool, self._ttl_s, self._now_s = spool, producer_ttl_s, now_s
         self.changed = threading.Condition()  # guards what follows, and the pool; notified when groups come
         self.rounds = 0  # how often it was notified
-        restored: Restored = restore(spool, pool, schema)
+        self._tables = HeldTables(spool, self.changed)
+        restored: Restored = restore(spool, pool, schema, self._tables)
         self._groups: dict[Key, GroupRows] = restored.groups
         self.num_rows = restored.num_rows
         self.forgotten: set[Key] = restored.forgotten
         self.dropped: set[Key] = restored.dropped
         self._gone: set[Key] = restored.gone  # in no step, and never will be
         self._closed: set[Key] = restored.closed  # closed by a call of its own, not by their last rows
-        self._held: set[Chunk] = restored.held  # chunks with a table in memory
+        self._trained_below = 0  # of the steps from here on, tables are in memory
         self._step_tickets: dict[int, int] = {}  # of steps whose record may not be on disk yet
-        self._history = History(spool, self.changed, restored.events, self._snapshot)
+        self._history = History(spool, self._tables, restored.events, self._snapshot)
         self._schema_lock = threading.Lock()  # held while the first put fixes the schema
+        self._through(self._gone)
         self.pool.leases = dict.fromkeys(self._producers(), now_s() + producer_ttl_s)
 
     # -- producers
@@ -91,13 +93,14 @@ class GroupStore:
         spans = spans_of(table)
         with self.changed:
             self._expire()
-            if gate is not None and self._is_full(spans, gate):
+            if gate is not None and is_full(self.pool, spans, gate):
                 return None
-            self._refuse(spans)
-            kept = [span for span in (self._unknown(span) for span in spans) if span is not None]
+            refuse(self.pool, self._groups, spans)
+            parts = (unknown_part(self.pool, self._groups, span) for span in spans)
+            kept = [span for span in parts if span is not None]
             new = sum(span.key not in self.pool.versions for span in kept)
             ticket = self._keep(table, kept, owner) if kept else self._history.last
-            if late is not None and (fresh := self._fresh_rows(late)):
+            if late is not None and (fresh := fresh_lines(self._groups, self.pool.versions, late)):
                 ticket = self._keep_late(late.take(pa.array(fresh)))
             if known := [uid for (uid, _), *_ in spans if uid in self.pool.reserved]:
                 self.pool.release(known)
@@ -115,7 +118,7 @@ class GroupStore:
         with self._schema_lock:
             table = self.schema.admit_late(table)
         with self.changed:
-            fresh = self._fresh_rows(table)
+            fresh = fresh_lines(self._groups, self.pool.versions, table)
             ticket = self._history.last
             if fresh:
                 ticket = self._keep_late(table.take(pa.array(fresh)))
@@ -225,7 +228,7 @@ class GroupStore:
         """These groups cannot be trained."""
         with self.changed:
             self.pool.quarantine(bad)
-            self._gone.update(bad)
+            self._set_gone(bad)
             ticket = self._event({"quarantined": [[*key, reason] for key, reason in bad.items()]})
             self._notify()
         self._history.wait(ticket)
@@ -239,7 +242,7 @@ class GroupStore:
         """
         with self.changed:
             group = self._groups[key]
-        return group.table(self._table)
+        return group.table(self._tables.read)
 
     def group(self, key: Key) -> GroupRows:
         """What is known of a group; KeyError when its rows are gone."""
@@ -251,13 +254,14 @@ class GroupStore:
     def free(self) -> bool:
         """Let go of tables in memory; they are read again when a step needs them."""
         with self.changed:
-            return self._let_go(self._held) > 0
+            return self._tables.let_go() > 0
 
     def let_go_below(self, frontier: int) -> None:
-        """Keep in memory only tables that hold a group that is not trained yet."""
+        """Tables of which all groups are trained leave memory."""
         with self.changed:
-            needed = self._needed(step for step in self.pool.steps if step >= frontier)
-            self._let_go(self._held - needed)
+            for step in range(max(self._trained_below, self.pool.kept_from), frontier):
+                self._through(self.pool.steps.get(step, ()))
+            self._trained_below = frontier
 
     def forget_below(self, step: int) -> int:
         """Give up the steps below `step` for good; returns how many files went."""
@@ -277,7 +281,7 @@ class GroupStore:
     @property
     def holds_tables(self) -> bool:
         """Whether tables are in memory."""
-        return bool(self._held)
+        return bool(self._tables)
 
     def wait(self, rounds: int, timeout_s: float) -> None:
         """Return when something changed since `rounds`, or after a while."""
@@ -290,33 +294,6 @@ class GroupStore:
             if not fixed:
                 return self.schema.admit(table)
         return self.schema.admit(table)
-
-    def _is_full(self, spans: Sequence[GroupSpan], frontier: int) -> bool:
-        new = [span for span in spans if span.key not in self.pool.versions]
-        return self.pool.capacity(frontier) == 0 and any(s.key[0] not in self.pool.reserved for s in new)
-
-    def _refuse(self, spans: Sequence[GroupSpan]) -> None:
-        for span in spans:
-            where = f"group {span.key[0]!r}"
-            group = self._groups.get(span.key)
-            known = group.num_rows if group else 0
-            if span.key not in self.pool.versions or (group and not group.closed):
-                if span.first > known:
-                    what = f"begins at row {span.first}, and {known} rows of it were put"
-                    raise SourceError(where, what, "put its rows in order, none left out")
-                if (reason := self.pool.refuse_version(span.version)) is not None:
-                    raise SourceError(where, reason, "tell set_weight_version first, or correct the group")
-
-    def _unknown(self, span: GroupSpan) -> GroupSpan | None:
-        """What of a span is not known yet; None for nothing."""
-        group = self._groups.get(span.key)
-        if span.key not in self.pool.versions:
-            return span
-        if group is None or group.closed or span.key not in self.pool.waiting:
-            return None
-        cut = max(0, group.num_rows - span.first)
-        rest = span._replace(start=span.start + cut, first=span.first + cut)
-        return rest if rest.start < rest.stop or span.closed else None
 
     def _keep(self, table: pa.Table, spans: list[GroupSpan], owner: str) -> int:
         whole = sum(span.stop - span.start for span in spans) == table.num_rows
@@ -339,7 +316,7 @@ class GroupStore:
             self.pool.renew(owner, self._until_s())
             self._event({"opened": [owner, opened]})
         if table.num_rows:
-            self._hold(chunk)
+            self._tables.hold(chunk)
             self._history.append(chunk)
         return self._event({"closed": closed}) if closed else self._history.last
 
@@ -347,6 +324,7 @@ class GroupStore:
         group = self._groups.setdefault(span.key, GroupRows())
         if piece.num_rows:
             group.pieces.append(piece)
+            piece.chunk.num_groups += 1
         group.closed = span.closed
         complete = group.is_complete(tuple(self.schema.late))
         ready = Ready(span.key, span.version)
@@ -357,38 +335,12 @@ class GroupStore:
             if complete:
                 self.pool.complete(span.key)
 
-    def _fresh_rows(self, table: pa.Table) -> list[int]:
-        """Lines of a table of late columns that say something new; checks all of them."""
-        names = [name for name in table.column_names if name not in ("uid", "attempt", "row")]
-        lengths = {
-            n: pc.list_value_length(table.column(n)).to_numpy() for n in names if n.startswith("token.")
-        }
-        fresh = []
-        for line, (uid, attempt, row) in enumerate(lines_of(table)):
-            group = self._groups.get((uid, attempt))
-            if group is None:
-                if (uid, attempt) in self.pool.versions:
-                    continue  # trained and forgotten
-                raise SourceError(
-                    f"group {uid!r}", f"was never put (attempt {attempt})", "put its rows first"
-                )
-            if not 0 <= row < group.num_rows:
-                what = f"has no row {row}, it has {group.num_rows} rows"
-                raise SourceError(f"group {uid!r}", what, "put its rows first")
-            for name, own in lengths.items():
-                if own[line] != group.lengths[row]:
-                    what = f"has {own[line]} values in {name[6:]!r} for the {group.lengths[row]} tokens of row {row}"
-                    raise SourceError(f"group {uid!r}", what, "give every token a value")
-            if any(row not in group.late.get(name, {}) for name in names):
-                fresh.append(line)
-        return fresh
-
     def _keep_late(self, table: pa.Table) -> int:
         chunk = Chunk("columns", table.num_rows, table.combine_chunks())
         for key in add_late(self._groups, chunk, chunk.table):
             if self._groups[key].is_complete(tuple(self.schema.late)):
                 self.pool.complete(key)
-        self._hold(chunk)
+        self._tables.hold(chunk)
         return self._history.append(chunk)
 
     def _expire(self) -> None:
@@ -401,13 +353,20 @@ class GroupStore:
 
     def _drop(self, keys: list[Key]) -> int:
         self.dropped.update(keys)
-        self._gone.update(keys)
+        self._set_gone(keys)
         return self._event({"dropped": keys})
 
     def _tell_evicted(self) -> None:
         if gone := self.pool.take_evicted():
-            self._gone.update(gone)
+            self._set_gone(gone)
             self._event({"evicted": gone})
+
+    def _set_gone(self, keys: Iterable[Key]) -> None:
+        self._gone.update(keys)
+        self._through(keys)
+
+    def _through(self, keys: Iterable[Key]) -> None:
+        self._tables.through(self._groups[key] for key in keys if key in self._groups)
 
     def _event(self, event: Event) -> int:
         return self._history.append(event)
@@ -421,27 +380,6 @@ class GroupStore:
 
     def _producers(self) -> set[str]:
         return {*self.pool.reserved.values(), *self.pool.owners.values()}
-
-    def _hold(self, chunk: Chunk) -> None:
-        self._held.add(chunk)
-
-    def _let_go(self, chunks: set[Chunk]) -> int:
-        """Tables that leave memory; one that is not on disk yet stays."""
-        gone = [chunk for chunk in chunks if chunk.name is not None]
-        for chunk in gone:
-            chunk.table = None
-        self._held = self._held - set(gone)
-        return len(gone)
-
-    def _table(self, chunk: Chunk) -> pa.Table:
-        table = chunk.table
-        if table is None:
-            assert chunk.name is not None, "a table that is not on disk stays in memory"
-            table = self._spool.read(chunk.name, chunk.folder).slice(chunk.start, chunk.num_rows)
-            with self.changed:
-                chunk.table = table
-                self._held.add(chunk)
-        return table
 
     def _needed(self, steps: Iterable[int]) -> set[Chunk]:
         keys = [key for step in steps for key in self.pool.steps[step]]
@@ -465,8 +403,9 @@ class GroupStore:
         self.dropped -= gone
         self._gone -= gone
         self._closed -= gone
+        removed = [rows for rows in self._groups.values() if _in(rows, files)]
+        self._tables.let_go(chunk for rows in removed for chunk in rows.chunks)
         self._groups = {key: rows for key, rows in self._groups.items() if not _in(rows, files)}
-        self._held = {chunk for chunk in self._held if chunk.name not in files}
 
     def _snapshot(self) -> Event:
         """All that events said, as one event."""

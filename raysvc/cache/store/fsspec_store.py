@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from raysvc.cache.store.retry import first_answer, retried
 from raysvc.cache.store.signed_url import download_signed
-from raysvc.cache.store.store import Found, probe_create
+from raysvc.cache.store.store import Data, Found, buffers_of, probe_create
 from raysvc.errors import StoreError
 
 T = TypeVar("T")
@@ -82,9 +82,9 @@ class FsspecStore:
 
         self._retried("read", attempt)
 
-    def write(self, name: str, data: bytes | memoryview) -> None:
+    def write(self, name: str, data: Data) -> None:
         """Make a file under a name of its own."""
-        whole = bytes(data)
+        whole = b"".join(buffers_of(data))
         self._retried("write", lambda: self._fs().pipe_file(self._path(name), whole))
 
     def create(self, name: str, data: bytes) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from raysvc.cache.store.store import Found, probe_create
+from raysvc.cache.store.store import Data, Found, buffers_of, probe_create
 from raysvc.errors import StoreError
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ class PosixStore:
         """Copy a whole file."""
         target.write(self.read(name))
 
-    def write(self, name: str, data: bytes | memoryview) -> None:
+    def write(self, name: str, data: Data) -> None:
         """Make a file; FileExistsError when the name is taken after all.
 
         Raises:
@@ -122,7 +122,7 @@ class PosixStore:
     def _path(self, name: str) -> str:
         return os.path.join(self.root, name) if name else self.root
 
-    def _appear(self, name: str, data: bytes | memoryview) -> bool:
+    def _appear(self, name: str, data: Data) -> bool:
         path = self._path(name)
         folder = os.path.dirname(path)
         staged = os.path.join(folder, f".tmp-{uuid.uuid4().hex}")
@@ -144,7 +144,7 @@ class PosixStore:
                 self.root, f"cannot be written ({error})", "make room, or choose another cache.root"
             ) from error
 
-    def _stage_in(self, folder: str, staged: str, data: bytes | memoryview) -> None:
+    def _stage_in(self, folder: str, staged: str, data: Data) -> None:
         for _ in range(ATTEMPTS):
             _make_folder(folder)
             try:
@@ -153,9 +153,9 @@ class PosixStore:
                 continue  # gc removed the folder while it was empty
         raise StoreError(self.root, f"{folder} is deleted again and again", "find out what deletes it")
 
-    def _stage(self, staged: str, data: bytes | memoryview) -> None:
+    def _stage(self, staged: str, data: Data) -> None:
         with open(staged, "xb") as file:
-            file.write(data)
+            file.writelines(buffers_of(data))
             file.flush()
             os.fsync(file.fileno())
 

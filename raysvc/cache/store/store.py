@@ -30,6 +30,8 @@ from typing import BinaryIO, Protocol
 
 from raysvc.errors import StoreError
 
+Data = bytes | memoryview | list[memoryview]  # a list: one after another
+
 
 @dataclass(frozen=True)
 class Found:
@@ -72,8 +74,8 @@ class Store(Protocol):
         """Copy a whole file to an empty one; FileNotFoundError when it is not there."""
         ...
 
-    def write(self, name: str, data: bytes | memoryview) -> None:
-        """Make a file under a name that nobody else uses."""
+    def write(self, name: str, data: Data) -> None:
+        """Make a file of these bytes, or buffers one after another, under a name that nobody else uses."""
         ...
 
     def create(self, name: str, data: bytes) -> bool:
@@ -91,6 +93,11 @@ class Store(Protocol):
     def probe(self) -> None:
         """Check once per process that the root can be written and that `create` has one winner."""
         ...
+
+
+def buffers_of(data: Data) -> list[memoryview]:
+    """What to write, one after another."""
+    return data if isinstance(data, list) else [memoryview(data)]
 
 
 def probe_create(store: Store, rivals: int = 4) -> None:

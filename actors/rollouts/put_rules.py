@@ -1,0 +1,52 @@
+"""What becomes of each group of a put: refused, known already, new, or the next part of one that grows. Pure.
+
+Always true:
+- a part of a group continues its rows: none left out, and none twice;
+- a weight version that no weights can have yet is refused;
+- rows that were put before are cut off: putting them again changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from raysvc.actors.rollouts.group_pool import Key, Pool
+from raysvc.actors.rollouts.group_rows import GroupRows
+from raysvc.errors import SourceError
+from raysvc.rl.schema import GroupSpan
+
+
+def is_full(pool: Pool, spans: Sequence[GroupSpan], frontier: int) -> bool:
+    """Whether there is no room for a new group of these that was not reserved."""
+    new = [span for span in spans if span.key not in pool.versions]
+    return pool.capacity(frontier) == 0 and any(s.key[0] not in pool.reserved for s in new)
+
+
+def refuse(pool: Pool, groups: Mapping[Key, GroupRows], spans: Sequence[GroupSpan]) -> None:
+    """Refuse a put whose rows leave a gap, or whose weights cannot be.
+
+    Raises:
+        SourceError: names the group and the rule.
+    """
+    for span in spans:
+        where, group = f"group {span.key[0]!r}", groups.get(span.key)
+        if span.key in pool.versions and (group is None or group.closed):
+            continue
+        known = group.num_rows if group else 0
+        if span.first > known:
+            what = f"begins at row {span.first}, and {known} rows of it were put"
+            raise SourceError(where, what, "put its rows in order, none left out")
+        if (reason := pool.refuse_version(span.version)) is not None:
+            raise SourceError(where, reason, "tell set_weight_version first, or correct the group")
+
+
+def unknown_part(pool: Pool, groups: Mapping[Key, GroupRows], span: GroupSpan) -> GroupSpan | None:
+    """What of a span is not known yet; None for nothing."""
+    group = groups.get(span.key)
+    if span.key not in pool.versions:
+        return span
+    if group is None or group.closed or span.key not in pool.waiting:
+        return None
+    cut = max(0, group.num_rows - span.first)
+    rest = span._replace(start=span.start + cut, first=span.first + cut)
+    return rest if rest.start < rest.stop or span.closed else None
