@@ -13,9 +13,10 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import ray
+from ray._private.state import available_resources_per_node
 from ray.actor import ActorHandle
-from ray.util.placement_group import PlacementGroup, placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from raysvc.actors.placement import GroupNeed, place_groups, what_is_missing
 from raysvc.actors.rollouts.rollout_server import RolloutServer
@@ -29,12 +30,13 @@ log = logging.getLogger(__name__)
 NAMESPACE = "raysvc"
 REPORT_EVERY_S = 5.0
 STOP_TIMEOUT_S = 30.0
+SETTLE_S = 5.0  # how long Ray may take to count what ended as free
 FETCH_THREADS = 16
 LEASE_THREADS = 16
 PUT_THREADS = 32  # puts wait for one write together; they hold no processor meanwhile
 
 
-def start_server(spec: ServeSpec, *, detached: bool) -> ActorHandle:
+def start_server(spec: ServeSpec, *, detached: bool, node_id: str | None = None) -> ActorHandle:
     """The server of that name: a new actor, or the running one when its spec is the same.
 
     `fetch` calls may wait for each other (one step for several ranks, rollouts that are not there yet), so they have
@@ -42,10 +44,15 @@ def start_server(spec: ServeSpec, *, detached: bool) -> ActorHandle:
     write; `control` (heartbeats, statistics) never queues behind either. A server keeps off nodes that may be taken away
     (`ray.io/market-type: spot`) where there are others.
 
+    Args:
+        node_id: where it starts, and starts again while that node lives; None: where Ray finds room.
+
     Raises:
+        ConfigError: that node cannot hold it.
         ServerError: the name is served with another spec; the error names every difference.
         UserMistake: the entry cannot be opened, or no plan can be made of it.
     """
+    where = _place_of(spec, node_id)
     cls = BatchServer if spec.rollouts is None else RolloutServer
     threads = {"fetch": FETCH_THREADS, "lease": LEASE_THREADS, "put": PUT_THREADS, "control": 3}
     incarnation_id = uuid.uuid4().hex
@@ -58,8 +65,7 @@ def start_server(spec: ServeSpec, *, detached: bool) -> ActorHandle:
         num_cpus=spec.num_cpus,
         max_restarts=-1,
         max_task_retries=-1,
-        label_selector={"ray.io/market-type": "!spot"},
-        fallback_strategy=[{"label_selector": {}}],
+        **where,
     ).remote(spec.model_dump_json(), incarnation_id)
     what = f"server {spec.name!r} to start"
     text, theirs = wait_for(handle.spec_json.remote(), what)
@@ -76,6 +82,32 @@ def start_server(spec: ServeSpec, *, detached: bool) -> ActorHandle:
             ray.kill(handle, no_restart=True)
         raise
     return handle
+
+
+def _place_of(spec: ServeSpec, node_id: str | None) -> dict[str, Any]:
+    """Ray's options for it."""
+    if node_id is None:
+        return {
+            "label_selector": {"ray.io/market-type": "!spot"},
+            "fallback_strategy": [{"label_selector": {}}],
+        }
+    if missing := _lacking(node_id, {"CPU": spec.num_cpus}):
+        what = f"asks for a node that cannot hold it: {missing}"
+        raise ConfigError("server.placement", what, "lower server.num_cpus, or set server.placement: any")
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=True)}
+
+
+def _lacking(node_id: str, need: dict[str, float]) -> str | None:
+    """What a node lacks for an actor; what ended just now may be counted as used for a while."""
+    total = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
+    if missing := what_is_missing([need], [total]):
+        return missing.replace("the cluster", "that node")
+    begin = time.monotonic()
+    while missing := what_is_missing([need], [available_resources_per_node().get(node_id, {})]):
+        if time.monotonic() - begin > SETTLE_S:
+            return missing.replace("the cluster has", "that node has free")
+        time.sleep(0.1)
+    return None
 
 
 def find_server(name: str) -> ActorHandle:
@@ -146,16 +178,6 @@ def server_names() -> list[str]:
     return sorted(actor["name"] for actor in actors if actor["namespace"] == NAMESPACE)
 
 
-def start_workers(spec: ModelSpec, dp_size: int, device: str, num_cpus: float) -> list[ActorHandle]:
-    """One worker actor per rank; staging has a thread of its own.
-
-    A worker is not restarted by Ray: its weights would be gone. The run goes on from a checkpoint.
-    """
-    actor = ray.remote(concurrency_groups={"stage": 1})(CausalLMWorker)
-    actor = actor.options(num_cpus=num_cpus, num_gpus=1 if device.startswith("cuda") else 0)
-    return [actor.remote(rank, dp_size, device, spec.model_dump_json()) for rank in range(dp_size)]
-
-
 class PlacedWorkers(NamedTuple):
     """Workers by group, in rank order, and what holds their places; removing it ends them."""
 
@@ -169,8 +191,16 @@ def start_groups(
     colocated: Iterable[Collection[str]] = (),
     device: str = "cuda",
     worker: type[Worker] = CausalLMWorker,
+    *,
+    may_grow: bool = False,
 ) -> PlacedWorkers:
     """Workers of several groups in places that are reserved together, packed onto nodes; colocated ones share devices.
+
+    Staging has a thread of its own. A worker is not restarted by Ray: its weights would be gone. The run goes on from a
+    checkpoint.
+
+    Args:
+        may_grow: an autoscaler may bring nodes: what the cluster lacks now is waited for.
 
     Raises:
         ConfigError: the cluster cannot hold them; the error says what is missing. Nothing was started then.
@@ -179,9 +209,10 @@ def start_groups(
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     missing = what_is_missing(placed.bundles, nodes)
     if missing is not None:
-        raise ConfigError(
-            f"groups {', '.join(needs)}", missing, "add nodes, or start fewer or smaller workers"
-        )
+        remedy = "add nodes, start fewer or smaller workers, or set trainer.wait_for_nodes where nodes come on demand"
+        if not may_grow:
+            raise ConfigError(f"groups {', '.join(needs)}", missing, remedy)
+        log.warning("waiting for more nodes groups=%s: %s", ",".join(needs), missing)
     reserved = placement_group(placed.bundles, strategy="PACK")
     actor = ray.remote(concurrency_groups={"stage": 1})(worker)
     workers = {}
@@ -196,6 +227,13 @@ def start_groups(
             for rank, bundle in enumerate(placed.bundle_of[name])
         ]
     return PlacedWorkers(workers, reserved)
+
+
+def first_node(reserved: PlacementGroup) -> str:
+    """The node of the first place, once all are there."""
+    wait_for(reserved.ready(), "the places of the workers")
+    nodes: dict[int, str] = placement_group_table(reserved)["bundles_to_node_id"]
+    return nodes[0]
 
 
 def wait_for(refs: Any, what: str, timeout_s: float = 600.0) -> Any:

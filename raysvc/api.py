@@ -8,7 +8,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,15 +97,25 @@ def serve(
 
 
 def serve_entry(
-    job: JobConfig, entry: CacheEntry, *, address: str | None = None, detached: bool
+    job: JobConfig,
+    entry: CacheEntry,
+    *,
+    address: str | None = None,
+    detached: bool,
+    trainer_node: Callable[[], str] | None = None,
 ) -> ServerHandle:
-    """Start the server of a job on an entry that is there."""
+    """Start the server of a job on an entry that is there.
+
+    Args:
+        trainer_node: id of the node of the trainer's rank 0; None: it is this process.
+    """
     from raysvc.actors.launch import NAMESPACE, start_server, wait_for
-    from raysvc.cluster import connect
+    from raysvc.cluster import connect, node_for
     from raysvc.plan.schedule import Schedule
 
     connect(address, need_cpus=cpus_held(job))
-    actor = start_server(serve_spec(job, entry), detached=detached)
+    node_id = node_for(job.server.placement, entry.uri, trainer_node)
+    actor = start_server(serve_spec(job, entry), detached=detached, node_id=node_id)
     facts = wait_for(actor.describe.remote(), f"server {job.server.name!r} to start")
     return ServerHandle(
         job.server.name, NAMESPACE, entry.num_rows, Schedule.from_json(facts["schedule"]), actor

@@ -12,6 +12,7 @@ import math
 import os
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from raysvc.errors import AddressError
@@ -118,6 +119,26 @@ def _refuse_where_nobody_listens(address: str) -> None:
             "give host:port as `ray start --head` prints it, or ray://host:10001 from outside the cluster"
         )
         raise AddressError(f"--address {address}", what, remedy) from None
+
+
+def node_for(placement: str, data: str, trainer_node: Callable[[], str] | None = None) -> str | None:
+    """Id of the node where a server starts; None: any.
+
+    Args:
+        placement: `any`, `data` or `trainer`.
+        data: path or URL; what lies in an object store is as near to one node as to another.
+        trainer_node: of the trainer's rank 0; None: the trainer is this process.
+    """
+    import ray
+
+    from raysvc.cache.store.open import open_store
+
+    if placement == "any" or (placement == "data" and open_store(data).local_path("") is None):
+        return None
+    if placement == "trainer" and trainer_node is not None:
+        return trainer_node()
+    own: str = ray.get_runtime_context().get_node_id()
+    return own
 
 
 def require_cpus(need_cpus: float) -> None:

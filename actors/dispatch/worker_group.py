@@ -19,14 +19,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raysvc.actors.dispatch.mesh import Mesh
-from raysvc.actors.launch import REPORT_EVERY_S, start_workers
+from raysvc.actors.launch import REPORT_EVERY_S, first_node, start_groups
+from raysvc.actors.placement import GroupNeed
 from raysvc.actors.staging.staging import Key, StagingOptions
 from raysvc.actors.worker.results import MiniResult
 from raysvc.actors.worker.torch_worker import ModelSpec
 from raysvc.collate.row_values import RowValues
-from raysvc.errors import RaysvcError, WorkerFailed
+from raysvc.errors import ConfigError, RaysvcError, WorkerFailed
 
 if TYPE_CHECKING:
     from raysvc.client.batch_client import Step
@@ -58,14 +60,49 @@ class WorkerGroup:
         self.workers = list(workers)
         self.mesh = mesh or Mesh(dp=len(self.workers))
         self._staging = staging or StagingOptions()
+        self._reserved: PlacementGroup | None = None  # where `start` placed the workers
         self._failed: tuple[WorkerFailed, list[Any]] | None = None  # and the refs of its call
         self._dp_ranks = [self.mesh.rank(index).dp for index in range(len(self.workers))]
 
     @classmethod
-    def start(cls, spec: ModelSpec, dp_size: int, device: str, num_cpus: float) -> WorkerGroup:
-        """Ask for the actors; returns at once."""
-        workers = start_workers(spec, dp_size, pick_device(device, dp_size), num_cpus)
-        return cls(workers, staging=spec.staging)
+    def start(
+        cls,
+        spec: ModelSpec,
+        dp_size: int,
+        device: str,
+        num_cpus: float,
+        num_gpus: float | None = None,
+        *,
+        may_grow: bool = False,
+    ) -> WorkerGroup:
+        """Ask for the actors, in places that are reserved together; returns at once.
+
+        Args:
+            num_gpus: of each; None: a whole one on CUDA, else none.
+            may_grow: what the cluster lacks now is waited for.
+
+        Raises:
+            ConfigError: the cluster cannot hold them, or two ranks would share a device that they compute on.
+        """
+        device = pick_device(device, dp_size, num_gpus)
+        cuda = device.startswith("cuda")
+        need = GroupNeed(dp_size, num_cpus, (1.0 if cuda else 0.0) if num_gpus is None else num_gpus)
+        if cuda and dp_size > 1 and need.num_gpus < 1:
+            what = (
+                f"is {need.num_gpus:g} with {dp_size} ranks on CUDA, and NCCL refuses two ranks on one device"
+            )
+            raise ConfigError(
+                "trainer.gpus_per_worker", what, "give each rank a whole GPU, or set dp_size: 1"
+            )
+        placed = start_groups({"trainer": spec}, {"trainer": need}, (), device, may_grow=may_grow)
+        group = cls(placed.workers["trainer"], staging=spec.staging)
+        group._reserved = placed.reserved
+        return group
+
+    def node_id(self) -> str:
+        """Where rank 0 is, or will be."""
+        assert self._reserved is not None, "`start` reserved the places"
+        return first_node(self._reserved)
 
     def setup(self) -> None:
         """Wait for the actors, let the ranks meet, build the models."""
@@ -127,6 +164,9 @@ class WorkerGroup:
         for worker in self.workers:
             ray.kill(worker)
         self.workers.clear()
+        if self._reserved is not None:
+            remove_placement_group(self._reserved)
+            self._reserved = None
 
     def call(
         self, name: str, *arguments: Any, after: Sequence[Any] = (), workers: Sequence[Any] | None = None
@@ -233,8 +273,9 @@ def _cause(error: ray.exceptions.RayError) -> str:
     return f"its process {pid} on node {node} died ({type(error).__name__}, {kind}{memory})"
 
 
-def pick_device(device: str, dp_size: int) -> str:
+def pick_device(device: str, dp_size: int, num_gpus: float | None = None) -> str:
     """`auto` is CUDA where the cluster has a GPU for every rank."""
     if device != "auto":
         return device
-    return "cuda" if ray.cluster_resources().get("GPU", 0) >= dp_size else "cpu"
+    need = dp_size * (1.0 if num_gpus is None else num_gpus)
+    return "cuda" if 0 < need <= ray.cluster_resources().get("GPU", 0) else "cpu"

@@ -222,6 +222,7 @@ def serve_rollouts(
     storage_options: Mapping[str, Any] | None = None,
     address: str | None = None,
     detached: bool = True,
+    placement: Literal["any", "data", "trainer"] = "any",
 ) -> ServerHandle:
     """Start a server whose steps are made of groups that are put.
 
@@ -236,6 +237,7 @@ def serve_rollouts(
         defaults: column -> the value where a put lacks it; without one such a put is refused.
         on_bad_group: what a step does about a group that cannot be collated: `fill` takes the next one in its place,
             `shrink` goes on without it. It is quarantined in either case, and the trainer gets its step.
+        placement: its node: where Ray finds room; that of the caller where `run_dir` is a folder; that of the caller.
         producer_ttl_s: how long reservations and open groups of a producer hold that gives no sign of life.
 
     Raises:
@@ -247,7 +249,7 @@ def serve_rollouts(
     from raysvc.api import ServerHandle
     from raysvc.build.serve_log import write_served
     from raysvc.cache.store.open import absolute
-    from raysvc.cluster import connect
+    from raysvc.cluster import connect, node_for
     from raysvc.plan.schedule import Schedule
 
     connect(address)
@@ -269,7 +271,7 @@ def serve_rollouts(
         lease_ttl_s=lease_ttl_s,
         num_cpus=num_cpus,
     )
-    actor = start_server(spec, detached=detached)
+    actor = start_server(spec, detached=detached, node_id=node_for(placement, run_dir))
     write_served(absolute(run_dir), spec)
     facts = wait_for(actor.describe.remote(), f"server {name!r} to start")
     return ServerHandle(name, NAMESPACE, facts["num_rows"], Schedule.from_json(facts["schedule"]), actor)

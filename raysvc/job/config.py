@@ -244,6 +244,10 @@ class ServerConfig(Model):
     lease_ttl_s: float = Field(default=30.0, gt=0, description="A lease without heartbeats ends after this.")
     collate_threads: PositiveInt = Field(default=2, description="Steps collated at the same time.")
     num_cpus: float = Field(default=0.5, ge=0, description="CPUs that Ray reserves for the server.")
+    placement: Literal["any", "data", "trainer"] = Field(
+        default="any",
+        description="Its node: where Ray finds room; where the cache is a folder of the node that asks; that of the trainer's rank 0.",
+    )
     orphan_ttl_s: float = Field(
         default=900.0, gt=0, description="Without a lease for this long, the server frees its data."
     )
@@ -353,6 +357,15 @@ class TrainerConfig(Model):
         default="auto", description="auto: CUDA where the cluster has a GPU for every rank."
     )
     cpus_per_worker: float = Field(default=0.5, ge=0, description="CPUs that Ray reserves for a worker.")
+    gpus_per_worker: float | None = Field(
+        default=None,
+        ge=0,
+        description="GPUs that Ray reserves for a worker, 0.5 is a half; None: 1 on CUDA, else 0.",
+    )
+    wait_for_nodes: bool = Field(
+        default=False,
+        description="Nodes come on demand: what the cluster cannot hold now is waited for, not refused.",
+    )
     max_steps: PositiveInt | None = Field(default=None, description="Stop after this many steps.")
     run_dir: str | None = Field(
         default=None,

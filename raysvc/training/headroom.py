@@ -139,7 +139,9 @@ def _workers(
     spec = model_spec(job, entry)
     staging = replace(spec.staging, ring_bytes=ring_bytes, timing=False)
     spec = spec.model_copy(update={"staging": staging})
-    group = WorkerGroup.start(spec, trainer.dp_size, trainer.device, trainer.cpus_per_worker)
+    group = WorkerGroup.start(
+        spec, trainer.dp_size, trainer.device, trainer.cpus_per_worker, trainer.gpus_per_worker
+    )
     group.setup()
     if checkpoint is not None:
         group.load_checkpoint(str(checkpoint.folder))

@@ -167,20 +167,22 @@ class _Run:
     def _run(self, address: str | None) -> dict[str, Any]:
         from raysvc.actors.dispatch.dispatch import WorkerGroup
         from raysvc.actors.launch import server_names, stop_server
-        from raysvc.cluster import connect, require_cpus
+        from raysvc.cluster import connect
 
         job = self.job
         connect(address, need_cpus=cpus_held(job))
-        require_cpus(cpus_held(job))
         self.progress(Tick("start", 0, None, "", waiting=_what_starts(job)))
         was_there = job.server.name in server_names()
         group = WorkerGroup.start(
-            model_spec(job, self.entry), job.trainer.dp_size, job.trainer.device, job.trainer.cpus_per_worker
-        )
+            model_spec(job, self.entry), job.trainer.dp_size, job.trainer.device, job.trainer.cpus_per_worker,
+            job.trainer.gpus_per_worker, may_grow=job.trainer.wait_for_nodes,
+        )  # fmt: skip
         setup = group.start_setup()  # the workers import and build while the server opens the entry
         try:
             # a server that is not detached lives as long as its handle
-            server = serve_entry(job, self.entry, address=address, detached=job.server.detached)
+            server = serve_entry(
+                job, self.entry, address=address, detached=job.server.detached, trainer_node=group.node_id
+            )
             with _attach_when_free(job, server) as client:
                 return self._train(client, group, setup)
         finally:

@@ -113,20 +113,106 @@ cluster.shutdown()
 """
 
 
-@pytest.mark.slow
-def test_on_three_nodes_colocated_ranks_share_a_device_and_the_rest_has_its_own() -> None:
+TRAIN = """
+import json, sys, ray
+from ray.cluster_utils import Cluster
+
+import raysvc
+from raysvc.actors.launch import stop_server
+from raysvc.errors import ConfigError
+
+job, folder = json.loads(sys.argv[1]), sys.argv[2]
+store = {"object_store_memory": 80 * 2**20}
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, **store})
+for _ in range(2):
+    cluster.add_node(num_cpus=2, num_gpus=2, **store)
+ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+here, found = ray.get_runtime_context().get_node_id(), {}
+
+
+def with_keys(**more):
+    return {**job, **{name: {**job.get(name, {}), **keys} for name, keys in more.items()}}
+
+
+def refusal(call, job):
+    try:
+        call(job)
+    except ConfigError as error:
+        return str(error)
+
+
+def look(tick):
+    if tick.phase == "train" and not found:
+        living = [each for each in ray._private.state.actors().values() if each["State"] == "ALIVE"]
+        for name in ("CausalLMWorker", "BatchServer"):
+            found[name] = [each["Address"]["NodeID"] for each in living if each["ActorClassName"] == name]
+
+
+trainer = {"gpus_per_worker": 0.5, "dp_size": 2, "run_dir": folder + "/half"}
+raysvc.train(with_keys(trainer=trainer, server={"placement": "trainer"}), progress=look)
+told = {"trained": found, "here": here}
+for where in ("data", "trainer"):
+    handle = raysvc.serve(with_keys(server={"name": where, "placement": where}, trainer={"run_dir": folder + "/" + where}))
+    again = raysvc.serve(with_keys(server={"name": where, "placement": where}, trainer={"run_dir": folder + "/" + where}))
+    told[where] = ray.get(again.actor.stats.remote())["node"]
+    if where == "trainer":
+        told["full"] = refusal(raysvc.serve, with_keys(server={"name": "full", "placement": "data", "num_cpus": 0.75}))
+    stop_server(where)
+told["large"] = refusal(raysvc.serve, with_keys(server={"name": "large", "placement": "data", "num_cpus": 2}))
+told["gpus"] = refusal(raysvc.train, with_keys(trainer={**trainer, "gpus_per_worker": 1, "dp_size": 5, "run_dir": folder + "/5"}))
+told["cuda"] = refusal(raysvc.train, with_keys(trainer={**trainer, "device": "cuda", "run_dir": folder + "/cuda"}))
+groups = ray.util.placement_group_table().values()
+told["left"] = [each["state"] for each in groups if each["state"] != "REMOVED"] + raysvc.actors.launch.server_names()
+print(json.dumps(told))
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+def on_a_cluster(script: str, *arguments: str) -> dict[str, Any]:
+    """What a script says that starts a cluster of its own."""
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", CLUSTER],
+        [sys.executable, "-c", script, *arguments],
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.strip().splitlines()[-1])
+    said: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_has_its_workers_packed_on_parts_of_gpus_and_its_server_where_it_was_asked_for(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    job = {
+        "source": {"path": sample["rows"], "format": "chat"}, "tokenizer": sample["tokenizer"], "cache": {"root": str(tmp_path / "cache")},
+        "plan": {"batch_size": 16}, "server": {"name": "placed"}, "trainer": {"device": "cpu", "max_steps": 2},
+    }  # fmt: skip
+    told = on_a_cluster(TRAIN, json.dumps(job), str(tmp_path))
+    workers, servers = told["trained"]["CausalLMWorker"], told["trained"]["BatchServer"]
+    assert len(workers) == 2
+    assert len(set(workers)) == 1, "ranks pack onto a node"
+    assert servers == workers[:1], "the server is beside rank 0"
+    assert workers[0] != told["here"], "the driver's node has no GPU"
+    assert told["data"] == told["trainer"] == told["here"], "the entry is a folder of the asking node"
+    assert "server.placement" in told["large"]
+    assert "needs 2 CPU, that node has 1" in told["large"]
+    assert "needs 0.75 CPU, that node has free 0.5" in told["full"]
+    assert "needs 5 GPU, the cluster has 4" in told["gpus"]
+    assert "NCCL refuses two ranks on one device" in told["cuda"]
+    assert told["left"] == [], "what was refused left nothing behind"
+
+
+@pytest.mark.slow
+def test_on_three_nodes_colocated_ranks_share_a_device_and_the_rest_has_its_own() -> None:
+    found = on_a_cluster(CLUSTER)
     policy, ref, critic = (found["where"][name] for name in ("policy", "ref", "critic"))
     assert policy == ref, "the same node and the same device, rank by rank"
     devices = {(node, *gpus) for node, gpus in (*policy, *critic)}
