@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from raysvc.build.cache_entry import CacheEntry, open_cache
     from raysvc.client.batch_client import BatchClient, attach
     from raysvc.client.rank_client import RankClient
-    from raysvc.client.rollouts import rollouts, serve_rollouts
+    from raysvc.client.rollout_serving import serve_rollouts
+    from raysvc.client.rollouts import rollouts
     from raysvc.collate.loss_weights import loss_scale
     from raysvc.rl.group import Group
     from raysvc.training.train_loop import train
@@ -52,7 +53,7 @@ _HOMES = {
     "open_cache": "raysvc.build.cache_entry",
     "rollouts": "raysvc.client.rollouts",
     "serve": "raysvc.api",
-    "serve_rollouts": "raysvc.client.rollouts",
+    "serve_rollouts": "raysvc.client.rollout_serving",
     "tokenize": "raysvc.api",
     "train": "raysvc.training.train_loop",
 }

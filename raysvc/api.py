@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from raysvc.build.cache_entry import CacheEntry
 from raysvc.build.job_plan import plan_config
 from raysvc.cache.store.open import absolute, default_root
+from raysvc.client.arguments import flag, optional_text
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
 from raysvc.progress import Progress, silent
@@ -91,6 +92,8 @@ def serve(
     Raises:
         ServerError: the name is served with another spec.
     """
+    flag("serve(detached)", detached)
+    optional_text("serve(address)", address)
     job = load_job(config, **overrides)
     entry = tokenize(job, address=address, progress=progress)
     return serve_entry(job, entry, address=address, detached=detached)

@@ -5,7 +5,9 @@ Numpy integers are integers; `True` and 1.0 are none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,53 @@ def optional_integer(where: str, value: Any, low: int) -> int | None:
         ConfigError: it is another type, or out of range.
     """
     return None if value is None else integer(where, value, low)
+
+
+def number(where: str, value: Any, low: float = 0.0, *, or_low: bool = True) -> float:
+    """A finite number from `low` on, or above it.
+
+    Raises:
+        ConfigError: it is another type, not finite, or out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise ConfigError(where, f"{value!r} is not a number", "give a number")
+    if not math.isfinite(value) or value < low or (value == low and not or_low):
+        law = f"at least {low:g}" if or_low else f"above {low:g}"
+        raise ConfigError(where, f"{value} must be {law} and finite", "change this value")
+    return float(value)
+
+
+def choice(where: str, value: Any, allowed: Sequence[str]) -> str:
+    """One of several words.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    if not isinstance(value, str) or value not in allowed:
+        raise ConfigError(where, f"{value!r} is not one of {', '.join(allowed)}", "give one of them")
+    return value
+
+
+def mapping(where: str, value: Any) -> dict[str, Any]:
+    """A mapping whose keys are strings.
+
+    Raises:
+        ConfigError: it is another type.
+    """
+    if not isinstance(value, Mapping):
+        raise ConfigError(where, f"{value!r} is not a mapping", "give a dict")
+    return {text(f"{where} key", key): each for key, each in value.items()}
+
+
+def matching(where: str, value: Any, pattern: str) -> str:
+    """A string of a form.
+
+    Raises:
+        ConfigError: it is another type, empty, or of another form.
+    """
+    if not re.fullmatch(pattern, text(where, value)):
+        raise ConfigError(where, f"{value!r} does not match {pattern}", "change this value")
+    return str(value)
 
 
 def text(where: str, value: Any, *, empty: bool = False) -> str:

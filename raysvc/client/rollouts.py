@@ -13,23 +13,26 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pydantic import ValidationError
-
-from raysvc.client.arguments import text
+from raysvc.client.arguments import (
+    integer,
+    mapping,
+    number,
+    optional_text,
+    text,
+    texts,
+)
 from raysvc.client.connection import new_holder
 from raysvc.client.meet import meet
 from raysvc.errors import ConfigError, NoCapacity, ServerError
-from raysvc.job.config import PlanConfig
 from raysvc.metrics import record
 from raysvc.rl.group import Group, late_table, table_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from raysvc.api import ServerHandle
 
 log = logging.getLogger(__name__)
 MAX_PAUSE_S = 0.5  # between two questions for capacity
@@ -74,7 +77,8 @@ class Rollouts:
         """
         import ray
 
-        items = [groups] if isinstance(groups, Group | ray.ObjectRef) else list(groups)
+        number("put_groups(wait_s)", wait_s)
+        items = [groups] if isinstance(groups, Group | ray.ObjectRef) else _items(groups)
         refs = [item for item in items if isinstance(item, ray.ObjectRef)]
         values = [item for item in items if not isinstance(item, ray.ObjectRef)]
         batches = [*([_shared(table_of(values))] if values else []), *refs]
@@ -109,28 +113,38 @@ class Rollouts:
         Raises:
             SourceError: no such group or row, a column that is not declared late, or of another type or length.
         """
-        return int(self._call("add_columns", "put", late_table(uid, columns, rows, attempt)))
+        text("add_columns(uid)", uid)
+        given = mapping("add_columns(columns)", columns)
+        if rows is not None:
+            rows = [
+                integer(f"add_columns(rows)[{place}]", row, 0)
+                for place, row in enumerate(_items(rows, "add_columns(rows)"))
+            ]
+        return int(self._call("add_columns", "put", late_table(uid, given, rows, attempt)))
 
     def close_groups(self, uids: Sequence[str], attempt: int = 0) -> int:
         """Say that no rows of these open groups will follow; returns how many were open."""
-        return int(self._call("close_groups", "put", [(uid, attempt) for uid in uids]))
+        integer("close_groups(attempt)", attempt, 0)
+        keys = [(uid, attempt) for uid in texts("close_groups(uids)", uids)]
+        return int(self._call("close_groups", "put", keys))
 
     def reserve(self, uids: Sequence[str]) -> list[str]:
         """The uids that may be started on now; the others must wait for capacity.
 
         A reservation holds while this process lives, and `producer_ttl_s` longer.
         """
+        wanted = texts("reserve(uids)", uids)
         self._live()
-        granted: list[str] = self._call("reserve", "put", list(uids), self.owner)
+        granted: list[str] = self._call("reserve", "put", wanted, self.owner)
         return granted
 
     def release(self, uids: Sequence[str]) -> None:
         """Give the capacity of prompts back that will not be put."""
-        self._call("release", "put", list(uids))
+        self._call("release", "put", texts("release(uids)", uids))
 
     def drop(self, uids: Sequence[str]) -> int:
         """Filter: groups of these prompts that are in no step go, and their capacity comes back."""
-        return int(self._call("drop", "put", list(uids)))
+        return int(self._call("drop", "put", texts("drop(uids)", uids)))
 
     def stats(self) -> dict[str, Any]:
         """Counts of groups, weight version, timeline, capacity (None: no bound), and what is quarantined, by group."""
@@ -191,6 +205,8 @@ def rollouts(name: str, *, owner: str = "", address: str | None = None) -> Rollo
     from raysvc.cluster import connect
 
     text("rollouts(name)", name)
+    text("rollouts(owner)", owner, empty=True)
+    optional_text("rollouts(address)", address)
     connect(address)
     server = find_server(name)
     if not hasattr(server, "put_groups"):
@@ -205,82 +221,8 @@ def rollouts(name: str, *, owner: str = "", address: str | None = None) -> Rollo
     return Rollouts(name, server, owner, spec.producer_ttl_s)
 
 
-def serve_rollouts(
-    name: str,
-    *,
-    run_dir: str,
-    pad_token_id: int,
-    plan: Mapping[str, Any],
-    max_staleness: int | None = 1,
-    wait_s: float = 600.0,
-    late: Sequence[str] = (),
-    defaults: Mapping[str, float] | None = None,
-    on_bad_group: Literal["fill", "shrink"] = "fill",
-    producer_ttl_s: float = 60.0,
-    lease_ttl_s: float = 30.0,
-    num_cpus: float = 0.5,
-    storage_options: Mapping[str, Any] | None = None,
-    address: str | None = None,
-    detached: bool = True,
-    placement: Literal["any", "data", "trainer"] = "any",
-) -> ServerHandle:
-    """Start a server whose steps are made of groups that are put.
-
-    Args:
-        name: to attach by.
-        run_dir: folder or fsspec URL; groups, memberships and the frontier lie below it.
-        pad_token_id: of the tokenizer.
-        plan: section `plan` of a job; `batch_size` and `mini_batch_size` count groups, `columns` names what travels.
-        max_staleness: weight versions that a row may be old when it is trained; None: any.
-        wait_s: how long a fetch waits for enough groups.
-        late: columns that may arrive after their rows, by `Rollouts.add_columns`; a group is trained when it has them.
-        defaults: column -> the value where a put lacks it; without one such a put is refused.
-        on_bad_group: what a step does about a group that cannot be collated: `fill` takes the next one in its place,
-            `shrink` goes on without it. It is quarantined in either case, and the trainer gets its step.
-        placement: its node: where Ray finds room; that of the caller where `run_dir` is a folder; that of the caller.
-        producer_ttl_s: how long reservations and open groups of a producer hold that gives no sign of life.
-
-    Raises:
-        ConfigError: a plan that cannot be.
-        ServerError: the name is served with another spec.
-    """
-    from raysvc.actors.launch import NAMESPACE, start_server, wait_for
-    from raysvc.actors.server.spec import RolloutSpec, ServeSpec
-    from raysvc.api import ServerHandle
-    from raysvc.build.serve_log import write_served
-    from raysvc.cache.store.open import absolute
-    from raysvc.cluster import connect, node_for
-    from raysvc.plan.schedule import Schedule
-
-    connect(address)
-    spec = ServeSpec(
-        name=name,
-        entry_uri=None,
-        plan=_plan(plan),
-        pad_token_id=pad_token_id,
-        journal=f"{absolute(run_dir)}/server",
-        storage_options=dict(storage_options or {}),
-        rollouts=RolloutSpec(
-            max_staleness=max_staleness,
-            wait_s=wait_s,
-            late=tuple(late),
-            defaults=dict(defaults or {}),
-            on_bad_group=on_bad_group,
-            producer_ttl_s=producer_ttl_s,
-        ),
-        lease_ttl_s=lease_ttl_s,
-        num_cpus=num_cpus,
-    )
-    actor = start_server(spec, detached=detached, node_id=node_for(placement, run_dir))
-    write_served(absolute(run_dir), spec)
-    facts = wait_for(actor.describe.remote(), f"server {name!r} to start")
-    return ServerHandle(name, NAMESPACE, facts["num_rows"], Schedule.from_json(facts["schedule"]), actor)
-
-
-def _plan(plan: Mapping[str, Any]) -> PlanConfig:
-    try:
-        return PlanConfig.model_validate(dict(plan))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(["plan", *(str(part) for part in first["loc"])])
-        raise ConfigError(where, first["msg"].removeprefix("Value error, "), "change this value") from None
+def _items(values: Any, where: str = "put_groups(groups)") -> list[Any]:
+    """Several values; what is no list of them is refused."""
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise ConfigError(where, f"{values!r} is not a list", "give a list")
+    return list(values)

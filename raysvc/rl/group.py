@@ -148,6 +148,10 @@ def late_table(
 
     group = Group(uid, [], [], attempt=attempt)
     _check_keys(group)
+    if single := [
+        name for name, values in columns.items() if np.ndim(values) == 0 and not hasattr(values, "__len__")
+    ]:
+        raise _error(group, f"gets one value of {single[0]!r} for all rows", "give each row its own")
     sizes = {name: len(values) for name, values in columns.items()}
     count = len(rows) if rows is not None else max(sizes.values(), default=0)
     if not sizes or set(sizes.values()) != {count} or not count:

@@ -1,0 +1,117 @@
+"""Starting a rollout server: every argument is checked before anything starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import ValidationError
+
+from raysvc.client.arguments import (
+    choice,
+    flag,
+    integer,
+    mapping,
+    matching,
+    number,
+    optional_integer,
+    optional_text,
+    text,
+    texts,
+)
+from raysvc.errors import ConfigError
+from raysvc.job.config import NAME, PlanConfig
+
+if TYPE_CHECKING:
+    from raysvc.api import ServerHandle
+
+_ARGUMENT = "serve_rollouts({})"
+
+
+def serve_rollouts(
+    name: str,
+    *,
+    run_dir: str,
+    pad_token_id: int,
+    plan: Mapping[str, Any],
+    max_staleness: int | None = 1,
+    wait_s: float = 600.0,
+    late: Sequence[str] = (),
+    defaults: Mapping[str, float] | None = None,
+    on_bad_group: Literal["fill", "shrink"] = "fill",
+    producer_ttl_s: float = 60.0,
+    lease_ttl_s: float = 30.0,
+    num_cpus: float = 0.5,
+    storage_options: Mapping[str, Any] | None = None,
+    address: str | None = None,
+    detached: bool = True,
+    placement: Literal["any", "data", "trainer"] = "any",
+) -> ServerHandle:
+    """Start a server whose steps are made of groups that are put.
+
+    Args:
+        name: to attach by.
+        run_dir: folder or fsspec URL; groups, memberships and the frontier lie below it.
+        pad_token_id: of the tokenizer.
+        plan: section `plan` of a job; `batch_size` and `mini_batch_size` count groups, `columns` names what travels.
+        max_staleness: weight versions that a row may be old when it is trained; None: any.
+        wait_s: how long a fetch waits for enough groups.
+        late: columns that may arrive after their rows, by `Rollouts.add_columns`; a group is trained when it has them.
+        defaults: column -> the value where a put lacks it; without one such a put is refused.
+        on_bad_group: what a step does about a group that cannot be collated: `fill` takes the next one in its place,
+            `shrink` goes on without it. It is quarantined in either case, and the trainer gets its step.
+        placement: its node: where Ray finds room; that of the caller where `run_dir` is a folder; that of the caller.
+        producer_ttl_s: how long reservations and open groups of a producer hold that gives no sign of life.
+
+    Raises:
+        ConfigError: a plan that cannot be.
+        ServerError: the name is served with another spec.
+    """
+    from raysvc.actors.launch import NAMESPACE, start_server, wait_for
+    from raysvc.actors.server.spec import RolloutSpec, ServeSpec
+    from raysvc.api import ServerHandle
+    from raysvc.build.serve_log import write_served
+    from raysvc.cache.store.open import absolute
+    from raysvc.cluster import connect, node_for
+    from raysvc.plan.schedule import Schedule
+
+    choice(_ARGUMENT.format("on_bad_group"), on_bad_group, ("fill", "shrink"))
+    filled = mapping(_ARGUMENT.format("defaults"), defaults or {})
+    spec = ServeSpec(
+        name=matching(_ARGUMENT.format("name"), name, NAME),
+        entry_uri=None,
+        plan=_plan(plan),
+        pad_token_id=integer(_ARGUMENT.format("pad_token_id"), pad_token_id, 0),
+        journal=f"{absolute(text(_ARGUMENT.format('run_dir'), run_dir))}/server",
+        storage_options=mapping(_ARGUMENT.format("storage_options"), storage_options or {}),
+        rollouts=RolloutSpec(
+            max_staleness=optional_integer(_ARGUMENT.format("max_staleness"), max_staleness, 0),
+            wait_s=number(_ARGUMENT.format("wait_s"), wait_s),
+            late=tuple(texts(_ARGUMENT.format("late"), late)),
+            defaults={
+                key: number(_ARGUMENT.format(f"defaults.{key}"), value, -math.inf)
+                for key, value in filled.items()
+            },
+            on_bad_group=on_bad_group,
+            producer_ttl_s=number(_ARGUMENT.format("producer_ttl_s"), producer_ttl_s, or_low=False),
+        ),
+        lease_ttl_s=number(_ARGUMENT.format("lease_ttl_s"), lease_ttl_s, or_low=False),
+        num_cpus=number(_ARGUMENT.format("num_cpus"), num_cpus),
+    )
+    choice(_ARGUMENT.format("placement"), placement, ("any", "data", "trainer"))
+    flag(_ARGUMENT.format("detached"), detached)
+    connect(optional_text(_ARGUMENT.format("address"), address))
+    actor = start_server(spec, detached=detached, node_id=node_for(placement, run_dir))
+    write_served(absolute(run_dir), spec)
+    facts = wait_for(actor.describe.remote(), f"server {name!r} to start")
+    return ServerHandle(name, NAMESPACE, facts["num_rows"], Schedule.from_json(facts["schedule"]), actor)
+
+
+def _plan(plan: Mapping[str, Any]) -> PlanConfig:
+    try:
+        return PlanConfig.model_validate(mapping(_ARGUMENT.format("plan"), plan))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(["plan", *(str(part) for part in first["loc"])])
+        raise ConfigError(where, first["msg"].removeprefix("Value error, "), "change this value") from None
