@@ -3,8 +3,8 @@
     python benchmarks/rollouts.py [--quick]
 
 Four producers, each an actor of its own, against one rollout server on local disk; every put is synced before it is
-acknowledged. `floor` is what the same store takes for one file of that size, alone; `Ray calls/s` is what the same
-producers reach with the same arguments and an actor that does nothing. CPU is what the processes used, whoever else was there.
+acknowledged. `floor` is what the same store takes for one file of that size, alone; `Ray` is what the same
+producers reach with the same arguments and an actor that does nothing, as fast as it answers. CPU is what the processes used, whoever else was there.
 - small: groups of two sequences of 64 tokens, so many a put, so many puts of a producer under way;
 - payload: puts of several MB;
 - slow store: every write takes 3 s; control calls and commits while puts wait for it, and before that (idle).
@@ -97,26 +97,24 @@ class Producer:
         at_once(put, setting.threads)
         return took, sum(used)
 
-    def call(self, actor: Any, seconds: float, setting: Setting) -> int:
-        """How often an actor that does nothing answers."""
+    def call(self, actor: Any, seconds: float, setting: Setting) -> list[float]:
+        """Seconds of each answer of an actor that does nothing."""
         import ray
 
         from raysvc.rl.group import table_of
 
-        table, until, count = (
-            table_of(groups_of("x", setting.per_put, *setting.size)),
-            time.perf_counter() + seconds,
-            [0],
-        )
+        table, until, took = table_of(groups_of("x", setting.per_put, *setting.size)), 0.0, list[float]()
         value = ray.put(table) if table.nbytes > 100_000 else table
+        ray.get(actor.take.remote(value))
+        until = time.perf_counter() + seconds
 
         def call() -> None:
-            while time.perf_counter() < until:
+            while (begin := time.perf_counter()) < until:
                 ray.get(actor.take.remote(value))
-                count[0] += 1
+                took.append(time.perf_counter() - begin)
 
         at_once(call, setting.threads)
-        return count[0]
+        return took
 
 
 class Nothing:
@@ -174,7 +172,8 @@ def put_row(folder: Path, producers: list[Any], seconds: float, setting: Setting
     files = len(list((folder / name / "server" / "rollouts" / "groups").iterdir()))
     stop_server(name)
     nothing = ray.remote(Nothing).options(num_cpus=0, max_concurrency=PUT_THREADS).remote()
-    calls = sum(ray.get([each.call.remote(nothing, 1.0, setting) for each in producers]))
+    alone = ray.get([each.call.remote(nothing, 1.0, setting) for each in producers])
+    answers = sorted(took for one in alone for took in one)
     ray.kill(nothing)
     nbytes = table_of(groups_of("size", per_put, *setting.size)).nbytes
     floor = floor_ms(folder, nbytes, 8 if nbytes > 10**6 else 50)
@@ -190,7 +189,8 @@ def put_row(folder: Path, producers: list[Any], seconds: float, setting: Setting
         "puts a file": round(len(acks) / max(1, files), 1),
         "server CPU ms a put": 1e3 * server_s / len(acks),
         "producer CPU ms a put": 1e3 * sum(used for _, used in made) / len(acks),
-        "Ray calls/s": calls,
+        "Ray calls/s": len(answers),
+        "Ray p99 ms": 1e3 * answers[int(0.99 * len(answers))],
         "floor p50 ms": floor[len(floor) // 2],
         "floor max ms": floor[-1],
         "floor MB/s": nbytes / 1e3 / floor[len(floor) // 2],
