@@ -56,7 +56,7 @@ def choice(where: str, value: Any, allowed: Sequence[str]) -> str:
     """One of several words.
 
     Raises:
-        ConfigError: it is none of them.
+        ConfigError: it is another word.
     """
     if not isinstance(value, str) or value not in allowed:
         raise ConfigError(where, f"{value!r} is not one of {', '.join(allowed)}", "give one of them")
