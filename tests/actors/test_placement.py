@@ -33,7 +33,7 @@ def test_colocated_groups_share_a_bundle_of_one_gpu_rank_by_rank() -> None:
         ({"a": GroupNeed(2, 1, 1), "b": HALF}, [{"a", "b"}], "need 1.5 GPUs in one place"),
         ({"a": HALF}, [{"a", "b"}], "'b' is not a group"),
         ({"a": HALF, "b": HALF, "c": HALF}, [{"a", "b"}, {"b", "c"}], "'b' is in two sets"),
-        ({"a": GroupNeed(1, 1, 1.5)}, [], "whole GPUs"),
+        ({"a": GroupNeed(1, 1, 1.5)}, [], "whole number"),
     ],
 )
 def test_what_cannot_share_a_device_is_refused(needs: Any, colocated: Any, said: str) -> None:
