@@ -5,15 +5,18 @@
 
 Always true:
 - the folder is there whole or not at all; one that is not empty is never written over by `raysvc export`;
-- a checkpoint is read without Ray, whatever number of ranks wrote it.
+- a checkpoint is read without Ray, whatever number of ranks wrote it;
+- the end of a run waits for no import and no tokenizer: they are there since its first step.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
+import threading
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 from raysvc.cache.store.open import absolute
@@ -42,13 +45,19 @@ def export(job: JobConfig, out: str | Path, step: int | None = None) -> Checkpoi
     return checkpoint
 
 
-def write_model(job: JobConfig, target: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a new folder, add the tokenizer's files, and put it in the place of `target`."""
+def write_model(
+    job: JobConfig, target: Path, write: Callable[[Path], None], save: Callable[[Path], None] | None = None
+) -> None:
+    """Let `write` fill a new folder, add the tokenizer's files, and put it in the place of `target`.
+
+    Args:
+        save: of `tokenizer_beside`; None: the tokenizer is loaded now.
+    """
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     draft.mkdir(parents=True)
     try:
         write(draft)
-        _add_tokenizer(job.tokenizer, draft)
+        (save or tokenizer_of(job.tokenizer))(draft)
         if target.exists():
             shutil.rmtree(target)
         draft.rename(target)
@@ -76,8 +85,22 @@ def _chosen(run: RunFolder, step: int | None) -> Checkpoint:
     raise ConfigError("--step", f"{run.path} has no checkpoint {step}, but {steps}", remedy)
 
 
-def _add_tokenizer(config: TokenizerConfig, folder: Path) -> None:
-    """A tokenizer that is gone (all rows came from the cache) costs no model."""
+def tokenizer_beside(config: TokenizerConfig) -> Callable[[Path], None]:
+    """As `tokenizer_of`, in a thread: its import and the load take seconds. Gives what waits for it, and saves."""
+    done: Future[Callable[[Path], None]] = Future()
+
+    def load() -> None:
+        try:
+            done.set_result(tokenizer_of(config))
+        except BaseException as error:  # noqa: BLE001 - raised where it is saved
+            done.set_exception(error)
+
+    threading.Thread(target=load, name="raysvc-tokenizer", daemon=True).start()
+    return lambda folder: done.result()(folder)
+
+
+def tokenizer_of(config: TokenizerConfig) -> Callable[[Path], None]:
+    """Load a job's tokenizer; gives what saves its files. One that is gone (all rows came from the cache) costs no model."""
     from transformers import AutoTokenizer
 
     try:
@@ -87,8 +110,12 @@ def _add_tokenizer(config: TokenizerConfig, folder: Path) -> None:
         )
     except (TokenizerError, OSError, ValueError) as error:
         log.warning("the exported model has no tokenizer files: %s", error)
-        return
+        return lambda folder: None
     if templates:
         only = templates["default"] if set(templates) == {"default"} else templates
         tokenizer.chat_template = only
-    tokenizer.save_pretrained(folder)
+
+    def save(folder: Path) -> None:
+        tokenizer.save_pretrained(folder)
+
+    return save

@@ -30,7 +30,7 @@ from raysvc.trackers.known_trackers import check_installed
 from raysvc.trackers.reporter import NO_TRACKERS, Reporter, open_reporter
 from raysvc.trackers.tracker import tracked_run
 from raysvc.training.evaluation import Evals, HeldBack
-from raysvc.training.export import export, write_model
+from raysvc.training.export import export, tokenizer_beside, write_model
 from raysvc.training.model_name import check_model
 from raysvc.training.run_folder import Checkpoint, RunFolder, StepLog
 from raysvc.training.run_identity import claim, identity_of
@@ -150,6 +150,9 @@ class _Run:
     stalls: StallBook = field(default_factory=StallBook)
     last_end: float = 0.0
     reporter: Reporter = NO_TRACKERS
+    save_tokenizer: Callable[[Path], None] | None = (
+        None  # loaded since the first step, for the model at the end
+    )
 
     def run(self, address: str | None) -> dict[str, Any]:
         """Open the trackers, train, and say how it went."""
@@ -291,6 +294,8 @@ class _Run:
             log.info("stalled server=%s %s", self.job.server.name, verdict)
         books.step(started.step, results, step_s, times)
         client.commit(started.step.index)
+        if self.save_tokenizer is None:
+            self.save_tokenizer = tokenizer_beside(self.job.tokenizer)
 
     def _save(self, client: BatchClient, group: WorkerGroup, stop: int, books: RunLog) -> None:
         books.sync()
@@ -302,7 +307,12 @@ class _Run:
         books.checkpoint(state["frontier"], folder)
         self.folder.prune(self.job.trainer.keep_checkpoints)
         if done:
-            write_model(self.job, self.folder.model, lambda folder: group.save_hf_model(str(folder)))
+            write_model(
+                self.job,
+                self.folder.model,
+                lambda folder: group.save_hf_model(str(folder)),
+                self.save_tokenizer,
+            )
 
 
 def _what_starts(job: JobConfig) -> str:

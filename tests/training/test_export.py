@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from raysvc.actors.worker.torch_worker import CausalLMWorker, ModelSpec
 from raysvc.cli.main import app
+from raysvc.job.config import TokenizerConfig
 from raysvc.training.run_folder import RunFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # saving by one rank
@@ -135,3 +136,38 @@ def test_mistakes_are_one_line(tmp_path: Path, job: Path) -> None:
     assert not Path(out).exists()
     assert "not empty" in refused(2, "--out", str(tmp_path))
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_tokenizer_that_is_loaded_beside_the_training_saves_what_one_loaded_at_the_end_does(
+    tmp_path: Path, sample: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import threading
+
+    from raysvc.training import export
+
+    config = TokenizerConfig(name=sample["tokenizer"], chat_template=TEMPLATE)
+    may_load, load = threading.Event(), export.tokenizer_of
+
+    def late(config: TokenizerConfig) -> Callable[[Path], None]:
+        assert may_load.wait(60)
+        return load(config)
+
+    monkeypatch.setattr(export, "tokenizer_of", late)
+    beside = export.tokenizer_beside(config)  # returns while nothing is loaded
+    may_load.set()
+    for name, save_files in (("beside", beside), ("at-the-end", load(config))):
+        (tmp_path / name).mkdir()
+        save_files(tmp_path / name)
+    files = {
+        name: {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        for name in ("beside", "at-the-end")
+    }
+    assert files["beside"] == files["at-the-end"]
+    assert "chat_template.jinja" in files["beside"]
+
+    def broken(config: TokenizerConfig) -> Callable[[Path], None]:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(export, "tokenizer_of", broken)
+    with pytest.raises(MemoryError, match="no room"):
+        export.tokenizer_beside(config)(tmp_path)
