@@ -12,7 +12,6 @@ import codecs
 import contextlib
 import io
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +256,7 @@ def _csv_rows(piece: Piece, first_row: int, storage_options: dict[str, Any]) -> 
     data = read_content(piece.path, storage_options, piece.start, piece.end, piece.pins)
     stream = io.BytesIO(base64.b64decode(piece.head) + data)
     for row in csv_rows(piece.path, stream, piece.kind):
-        yield replace(row, source_row=first_row + row.source_row)
+        yield row._replace(source_row=first_row + row.source_row)
 
 
 def _verified(piece: Piece, storage_options: dict[str, Any]) -> PinnedFile:

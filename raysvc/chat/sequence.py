@@ -28,6 +28,8 @@ class Sequence:
         suffix: ids behind it, with loss.
         example: what it came from.
         tokens: ids and mask that came as tokens, instead of a text.
+        openings: beginnings of added tokens and tags that the text holds when its spans are right; None when they are
+            right whatever it holds.
     """
 
     text: str
@@ -36,3 +38,4 @@ class Sequence:
     suffix: tuple[int, ...] = ()
     example: Example | None = None
     tokens: TokensExample | None = None
+    openings: int | None = None

@@ -157,27 +157,36 @@ class SliceTokenizer:
 
     def _made_of_rows(self, rows: Iterator[SourceRow], counter: RowCounter) -> Iterator[tuple[Kept, int]]:
         while chunk := list(islice(rows, ROWS_PER_CHUNK)):
-            numbers: list[int] = []
-            flat: list[Sequence] = []
-            origins: list[SourceRow] = []
             if self._carrier is not None:
                 self._carrier.clear()
             prepared = list(self._prepared(chunk, counter))
             if self._format is not None and self._format.name == "kto":
                 prepared = list(self._with_mismatched(prepared, counter))
-            for row, sequences in prepared:
-                flat += sequences
-                numbers += [row.source_row] * len(sequences)
-                origins += [row] * len(sequences)
+            flat, origins = _flat(prepared)
+            batch = _batch(flat)
+            doubtful = set(self._renderer.doubtful(flat, batch)) if batch else set()
+            if doubtful:
+                flat, origins = _flat(self._again(flat, origins, doubtful, counter))
+                batch = _batch(flat)
             if flat:
-                yield self._chunk(flat, origins, np.array(numbers, np.int64), counter)
+                yield self._chunk(flat, origins, batch, counter)
 
     def _prepared(
         self, chunk: list[SourceRow], counter: RowCounter
     ) -> Iterator[tuple[SourceRow, list[Sequence]]]:
         for row in chunk:
             try:
-                yield row, self._prepare(row)
+                yield row, self._prepare(row, known=True)
+            except (RowFault, RowDropped) as why:
+                counter.leave_out(row.source_row, why)
+
+    def _again(
+        self, flat: list[Sequence], origins: list[SourceRow], doubtful: set[int], counter: RowCounter
+    ) -> Iterator[tuple[SourceRow, list[Sequence]]]:
+        """The same with the doubtful ones made as if nothing were known."""
+        for place, (row, sequence) in enumerate(zip(origins, flat, strict=True)):
+            try:
+                yield row, self._prepare(row, known=False) if place in doubtful else [sequence]
             except (RowFault, RowDropped) as why:
                 counter.leave_out(row.source_row, why)
 
@@ -201,13 +210,9 @@ class SliceTokenizer:
                 counter.leave_out(row.source_row, why)
 
     def _chunk(
-        self,
-        flat: list[Sequence],
-        origins: list[SourceRow],
-        numbers: npt.NDArray[np.int64],
-        counter: RowCounter,
+        self, flat: list[Sequence], origins: list[SourceRow], batch: Batch | None, counter: RowCounter
     ) -> tuple[Kept, int]:
-        tokens, batch = self._encode(flat)
+        tokens, numbers = self._encode(flat, batch), np.array([row.source_row for row in origins], np.int64)
         compared, form = 0, self._format
         assert form is not None
         if batch is not None:
@@ -225,7 +230,7 @@ class SliceTokenizer:
         ):
             shorter = [self._shortened(flat[n], int(lengths[n])) for n in range(len(flat))]
             if any(a is not b for a, b in zip(shorter, flat, strict=True)):
-                flat, tokens = shorter, self._encode(shorter)[0]
+                flat, tokens = shorter, self._encode(shorter, _batch(shorter))
         kept = keep(tokens, numbers, self.spec, counter)
         kept = _with_cut_turns(kept, numbers, lengths, np.diff(tokens.offsets), counter)
         _note_changes(flat, numbers, kept, counter)
@@ -248,13 +253,13 @@ class SliceTokenizer:
             except (RowFault, RowDropped):
                 low = middle + 1  # the template refuses this beginning
                 continue
-            if int(self._encode([made])[0].offsets[-1]) <= limit:
+            if int(self._encode([made], batch_of([made])).offsets[-1]) <= limit:
                 best, high = made, middle
             else:
                 low = middle + 1
         return best
 
-    def _prepare(self, row: SourceRow) -> list[Sequence]:
+    def _prepare(self, row: SourceRow, known: bool) -> list[Sequence]:
         if row.data is None:
             reason, _, detail = (row.error or "no data").partition(": ")
             raise RowFault(reason, detail)
@@ -264,7 +269,8 @@ class SliceTokenizer:
         self._names.update(row.data)
         if row.odd:
             self._format.check_values(row.data)
-        sequences = self._renderer.sequences(row.data, self._format)
+        made = self._renderer.known(row.data, self._format) if known else None
+        sequences = [made] if made else self._renderer.sequences(row.data, self._format)
         for sequence in sequences:
             if not sequence.text.isascii():
                 _check_text(sequence.text)
@@ -286,12 +292,10 @@ class SliceTokenizer:
         self.spec = self.spec.model_copy(update={"format": form.name, "columns": dict(form.columns)})
         return form
 
-    def _encode(self, flat: list[Sequence]) -> tuple[TokenRows, Batch | None]:
-        given = [sequence.tokens for sequence in flat if sequence.tokens is not None]
-        if given:
-            return rows_of_tokens(given), None
-        batch = batch_of(flat)
-        return RowEncoder(self._encoder, self._reference, self._table).encode(batch), batch
+    def _encode(self, flat: list[Sequence], batch: Batch | None) -> TokenRows:
+        if batch is None:
+            return rows_of_tokens([sequence.tokens for sequence in flat if sequence.tokens is not None])
+        return RowEncoder(self._encoder, self._reference, self._table).encode(batch)
 
     def _result(self, made: list[tuple[Kept, int]], counter: RowCounter) -> SliceResult:
         kept = [part for part, _ in made]
@@ -349,7 +353,7 @@ def _note_reasoning(
     removed: Counter[int] = Counter()
     for number, sequence in zip(numbers.tolist(), flat, strict=True):
         example = sequence.example
-        if isinstance(example, ChatExample) and not example.all_tokens:
+        if isinstance(example, ChatExample) and sequence.openings is None and not example.all_tokens:
             said = [example.messages[place] for place in example.trained]
             if any(map(reasoning_of, said)):
                 trained = "".join(sequence.text[start:end] for start, end, _ in sequence.spans)
@@ -369,6 +373,23 @@ def no_collection() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+def _flat(
+    prepared: Iterable[tuple[SourceRow, list[Sequence]]],
+) -> tuple[list[Sequence], list[SourceRow]]:
+    """(sequences, the row of each)."""
+    flat: list[Sequence] = []
+    origins: list[SourceRow] = []
+    for row, sequences in prepared:
+        flat += sequences
+        origins += [row] * len(sequences)
+    return flat, origins
+
+
+def _batch(flat: list[Sequence]) -> Batch | None:
+    """Of texts; None of rows that came as tokens."""
+    return batch_of(flat) if flat and flat[0].tokens is None else None
 
 
 def _check_text(text: str) -> None:

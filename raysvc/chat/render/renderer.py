@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+from raysvc.chat.render.plain_rows import PlainRows
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.render.turn_check import is_empty
 from raysvc.chat.render.turn_memory import TurnMemory
@@ -22,6 +23,7 @@ from raysvc.chat.render.turn_spans import ALL_EMPTY, TurnFinder
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.sequence import CLOSED_TURN, FREE, OPEN_TURN, Sequence
 from raysvc.chat.source.formats import PAIRED, ChatExample, Example, Format, TextExample, TokensExample
+from raysvc.chat.text_batch import Batch
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 
 
@@ -40,6 +42,7 @@ class Renderer:
         self._tokenizer = tokenizer
         self.fast = fast
         self._templates: dict[str, tuple[ChatTemplate, TurnFinder, TurnMemory]] = {}
+        self._plain: tuple[Format, PlainRows | None] | None = None
         self._around, self._eos = _added_around(tokenizer.hf)
         for has_tools in (False, True) if tokenizer.chat_template else ():
             self._template(has_tools)
@@ -55,6 +58,16 @@ class Renderer:
         """Of these, the ones that a template writes inside of turns."""
         return frozenset(text for _, finder, _ in self._templates.values() for text in finder.inner_tokens)
 
+    def known(self, row: Mapping[str, Any], form: Format) -> Sequence | None:
+        """The sequence of a row that is built like an earlier one, None for any other; `doubtful` may doubt it."""
+        plain = self._plain_rows(form)
+        return plain.sequence(row) if plain else None
+
+    def doubtful(self, sequences: list[Sequence], batch: Batch) -> list[int]:
+        """Places of known sequences that have to be made by `sequences`."""
+        plain = self._plain[1] if self._plain else None
+        return plain.doubtful(sequences, batch) if plain else []
+
     def sequences(self, row: Mapping[str, Any], form: Format) -> list[Sequence]:
         """Sequences of one row.
 
@@ -65,7 +78,11 @@ class Renderer:
         examples = form.normalize(row)
         if form.train_on == "each_assistant_turn" and form.name not in PAIRED:
             examples = tuple(chain.from_iterable(map(each_turn, examples)))
-        return [self.sequence(example) for example in examples]
+        sequences = [self.sequence(example) for example in examples]
+        plain = self._plain_rows(form)
+        if plain:
+            plain.learn(row, sequences[0])
+        return sequences
 
     def sequence(self, example: Example) -> Sequence:
         """One sequence.
@@ -80,6 +97,16 @@ class Renderer:
             return self._text(example)
         self._check_ids(example)
         return Sequence("", [], example=example, tokens=example)
+
+    def _plain_rows(self, form: Format) -> PlainRows | None:
+        """Of a format; None where rows are not rendered by what earlier ones showed."""
+        if self._plain is None or self._plain[0] is not form:
+            rows = None
+            if self.fast and form.name == "chat" and form.train_on != "each_assistant_turn":
+                template, finder, _ = self._template(False)
+                rows = PlainRows(template, finder, form)
+            self._plain = (form, rows)
+        return self._plain[1]
 
     def _chat(self, example: ChatExample) -> Sequence:
         has_tools = example.tools is not None

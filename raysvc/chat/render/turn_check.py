@@ -23,7 +23,8 @@ from raysvc.chat.source.messages import Message
 
 _CLOSING = re.compile(r"</([\w:.-]{1,40})>|\[/(\w{1,40})\]")
 _DECODER = json.JSONDecoder()
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+_REASONING_ORDER = ("reasoning_content", "reasoning", "thinking")
+_REASONING = frozenset(_REASONING_ORDER)
 
 
 def tags_of(template: str, special_tokens: Iterable[str] = ()) -> tuple[str, ...]:
@@ -86,7 +87,7 @@ def texts_of(message: Message) -> list[str]:
 
 def reasoning_of(message: Message) -> str:
     """What a message thinks before it speaks: a field of its own, or `<think>` in its content; empty without."""
-    for name in _REASONING:
+    for name in () if _REASONING.isdisjoint(message) else _REASONING_ORDER:
         if isinstance(message.get(name), str) and message[name].strip():
             return str(message[name]).strip()
     content = message.get("content")

@@ -58,14 +58,20 @@ class _Row:
             at += len(block)
 
     @cached_property
-    def _words(self) -> list[str]:
-        """Of each message what `TurnFinder` looks for in the turns of others."""
-        said = [(message["role"], (message.get("content") or "").strip()) for message in self._messages]
-        return [words if len(words) >= 12 or role == "tool" else "" for role, words in said]
+    def _words(self) -> list[tuple[int, str]]:
+        """(place, what `TurnFinder` looks for in the turns of others) of each message that it looks for."""
+        said = [
+            (place, message["role"], (message.get("content") or "").strip())
+            for place, message in enumerate(self._messages)
+        ]
+        return [(n, words) for n, role, words in said if len(words) >= 12 or (role == "tool" and words)]
 
     def meets_others(self, place: int, block: str) -> bool:
         """Whether a block may hold what another message says."""
-        return any(words and words in block and other != place for other, words in enumerate(self._words))
+        for other, words in self._words:
+            if words in block and other != place:
+                return True
+        return False
 
 
 class TurnMemory:
@@ -102,11 +108,11 @@ class TurnMemory:
 
     def _is_plain(self, messages: list[Message]) -> bool:
         """Whether contents are texts in which no token or tag can begin."""
-        for message in messages:
-            content = message.get("content", "")
-            if type(content) is not str or not self._is_clean(content):
-                return False
-        return True
+        contents = [message.get("content", "") for message in messages]
+        if {*map(type, contents)} != {str}:
+            return False
+        whole = "".join(contents)
+        return not any(first in whole for first in self._firsts) or all(map(self._is_clean, contents))
 
     def _is_clean(self, text: str) -> bool:
         for opening in self._openings:

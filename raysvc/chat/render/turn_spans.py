@@ -290,8 +290,8 @@ class TurnFinder:
         if len(other) != 1:
             raise RowFault("a trained message and the results of its calls cannot be told apart")
         mine, bare = text[start:end], without.text[other[0][0] : other[0][1]]
-        prefix = _common(mine, bare)
-        suffix = _common(mine[prefix:][::-1], bare[prefix:][::-1])
+        prefix = common_prefix(mine, bare)
+        suffix = common_prefix(mine[prefix:][::-1], bare[prefix:][::-1])
         parts = [(start, start + prefix), (end - suffix, end)]
         return [(a, b) for a, b in parts if text[a:b].strip()]
 
@@ -347,7 +347,7 @@ class TurnFinder:
         except RowFault:
             asked = bare = ""
         self._has_prompt = asked != bare
-        heads = [asked[_common(asked, bare) :], *(f.head for f in (middle, last) if f)]
+        heads = [asked[common_prefix(asked, bare) :], *(f.head for f in (middle, last) if f)]
         self._opening = {token.group() for head in heads for token in [self._added.search(head)] if token}
         return middle, last
 
@@ -425,7 +425,8 @@ def _marks_of(render: Render, extents: list[Extent]) -> list[Extent]:
     return joined
 
 
-def _common(left: str, right: str) -> int:
+def common_prefix(left: str, right: str) -> int:
+    """Characters that two texts begin with alike."""
     size = min(len(left), len(right))
     return next((n for n in range(size) if left[n] != right[n]), size)
 

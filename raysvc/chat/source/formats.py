@@ -60,7 +60,7 @@ WEIGHT = ("weight", "margin")
 NO_LABEL = -100
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChatExample:
     """A conversation to render.
 

@@ -27,7 +27,6 @@ from raysvc.chat.tokens.encoder import Bytes, Encoded, Encoder, Ints64
 
 logger = logging.getLogger(__name__)
 BLOCK_BITS = 7  # most scripts begin at a multiple of 128
-_ASCII = bytes(range(0x80))  # the first block, tried at the start
 _SURROGATES = range(0xD800, 0xE000)
 
 
@@ -63,11 +62,11 @@ class GuardedEncoder:
         """Ids of N texts in UTF-8."""
         if not len(data) or int(data.max()) < 0x80:
             return self._fast.encode_bytes(data, offsets)
-        whole = data.tobytes()
-        self._look_at(whole.translate(None, _ASCII).decode())
+        self._look_at(data[data >= 0x80].tobytes().decode())
         found = self._fast.encode_bytes(data, offsets)
         if not self._different:
             return found
+        whole = data.tobytes()
         texts = [whole[a:b].decode() for a, b in pairwise(offsets.tolist())]
         rows = self._odd_rows(texts)
         return replaced(found, rows, self._reference.encode([texts[row] for row in rows])) if rows else found

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
-from raysvc.chat.render.rendered import Render, render_of
+from raysvc.chat.render.rendered import Render, Written, render_of
 from raysvc.chat.trace.automaton import Miss, State
 from raysvc.chat.trace.kept_tools import KeptTools
 from raysvc.chat.trace.traced_value import Untraceable
@@ -72,6 +72,18 @@ class FastRender:
         if self.counts["walked"] % SAMPLE_EVERY == 0:
             return self._judge(made, start, messages, tools, prompt)
         return made
+
+    def stretches(self, messages: list[Any]) -> list[Written] | None:
+        """What a row without tools writes, None when it has to go to `render`: it is new, or due for the real render."""
+        if (self.counts["walked"] + 1) % SAMPLE_EVERY == 0:
+            return None
+        self._template.begin_walk()
+        try:
+            written = self._automaton.walk(self._automaton.state(False), messages, None)
+        except Exception:  # noqa: BLE001  new, or the template raises: `render` knows which
+            return None
+        self.counts["walked"] += 1
+        return written
 
     def _walk(self, start: State, messages: list[Any], tools: Any) -> Render:
         self._template.begin_walk()

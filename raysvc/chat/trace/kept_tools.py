@@ -27,6 +27,8 @@ class KeptTools:
 
     def one_of(self, tools: list[Any]) -> list[Any]:
         """The first of all sets that equal this one."""
+        if id(tools) in self._parts:
+            return tools
         key = repr(tools)  # plain data: tells 1, 1.0 and True apart, and keeps the order of keys
         if key not in self._sets:
             if len(self._sets) >= MAX_TOOLS:
