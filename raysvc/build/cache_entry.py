@@ -20,6 +20,7 @@ from raysvc.build.entry_report import Report
 from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.errors import ConfigError
 from raysvc.plan.fact_table import facts_html, facts_text
+from raysvc.ragged import Int64s
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -90,6 +91,21 @@ class CacheEntry:
         names = [self.sources[place] for place in self.entry.places(ids)[0].tolist()]
         return list(zip(names, numbers, strict=True))
 
+    def turns(self, row_ids: Sequence[int]) -> list[tuple[int, int] | None]:
+        """(i, n) of each row: the i-th of the n rows that `each_assistant_turn` made of its source row; None of any other."""
+        ids = np.array(row_ids, np.int64)
+        if not isinstance(self.entry, JoinedEntry):
+            return [_turn(self._bounds[0], place) for place in ids.tolist()]
+        parts, places = (found.tolist() for found in self.entry.places(ids))
+        return [_turn(self._bounds[part], place) for part, place in zip(parts, places, strict=True)]
+
+    @cached_property
+    def _bounds(self) -> list[Int64s | None]:
+        from raysvc.plan.entry_plan import group_bounds
+
+        entries = self.entry.entries if isinstance(self.entry, JoinedEntry) else (self.entry,)
+        return [group_bounds(one) for one in entries]
+
     def text(self, index: int) -> str:
         """One row as the tokenizer decodes it, special tokens included.
 
@@ -134,6 +150,13 @@ class CacheEntry:
 
         entries = self.entry.entries if isinstance(self.entry, JoinedEntry) else (self.entry,)
         return kept_tokenizer(entries)
+
+
+def _turn(bounds: Int64s | None, row: int) -> tuple[int, int] | None:
+    if bounds is None:
+        return None
+    group = int(np.searchsorted(bounds, row, "right")) - 1
+    return row - int(bounds[group]) + 1, int(bounds[group + 1] - bounds[group])
 
 
 def open_cache(uri: str | Path, storage_options: Mapping[str, Any] | None = None) -> CacheEntry:

@@ -96,10 +96,14 @@ def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[st
     values = entry.row(row)
     picture = row_picture(row, values["input_ids"], values["loss_mask"], entry.tokenizer)
     carried = columns_of_row(values)
-    head = f"row {row} of {entry.num_rows}, source row {values['source_row']}, {_tokens(picture)}{_carried(carried)}"
+    number, (turn,) = values["source_row"], entry.turns([row])
+    head = f"row {row} of {entry.num_rows}, {_origin(number, turn)}, {_tokens(picture)}{_carried(carried)}"
     spans = [list(span) for span in entry.spans(row)]
-    facts = [f"source: {', '.join(entry.report['paths'])}", *_notes(entry)]
-    result = {"row": row, "source_row": values["source_row"], "spans": spans, "columns": carried}
+    removed = _removed(job, entry, number)
+    notes = [f"note: {_removed_note(removed)}"] if removed else [] if removed == 0 else _notes(entry)
+    facts = [f"source: {', '.join(entry.report['paths'])}", *notes]
+    result = {"row": row, "source_row": number, "turn": turn, "reasoning_removed": removed,
+              "spans": spans, "columns": carried}  # fmt: skip
     return _Shown(f"Row {row}", facts, [(head, picture)]), result
 
 
@@ -125,7 +129,13 @@ def _step(job: JobConfig, step: int, rank: int | None, only_rows: bool) -> tuple
         f"padding: {padding} of {cells} cells",
         *_notes(entry),
     ]
-    heads = [_head(picture, line.source_row) for picture, line in zip(pictures, lines, strict=True)]
+    real = sorted({picture.row_id for picture in pictures if not picture.is_dummy})
+    turns = dict(zip(real, entry.turns(real), strict=True))
+    origins = [
+        _origin(line.source_row, turns.get(picture.row_id))
+        for picture, line in zip(pictures, lines, strict=True)
+    ]
+    heads = [_head(picture, origin) for picture, origin in zip(pictures, origins, strict=True)]
     shown = _Shown(
         f"Step {step}" + ("" if rank is None else f", rank {rank}"),
         facts,
@@ -138,8 +148,28 @@ def _step(job: JobConfig, step: int, rank: int | None, only_rows: bool) -> tuple
     return shown, {"step": step, "epoch": again.info.epoch, "dp_size": again.dp_size, "rows": rows}
 
 
+def _removed(job: JobConfig, entry: CacheEntry, source_row: int) -> int | None:
+    """Trained messages of a source row that are written without their reasoning; None where that cannot be found out."""
+    from raysvc.errors import RaysvcError
+    from raysvc.inspect.row_again import tokenized_again
+
+    if not entry.report["row_counts"].get("reasoning_removed", 0):
+        return 0
+    if job.mixture is not None:
+        return None
+    try:
+        return tokenized_again(job, source_row).row_counts.reasoning_removed
+    except RaysvcError:
+        return None  # the source is gone, or is another by now
+
+
+def _removed_note(count: int) -> str:
+    messages = "one trained message" if count == 1 else f"{count} trained messages"
+    return f"the chat template removed the reasoning of {messages} of this row; train_on: each_assistant_turn keeps it"
+
+
 def _notes(entry: CacheEntry) -> list[str]:
-    """What holds for the entry as a whole: its rows do not say which of them lost reasoning."""
+    """What holds for the entry as a whole."""
     from raysvc.chat.row_counts import reasoning_note
 
     note = reasoning_note(entry.report["row_counts"])
@@ -156,14 +186,22 @@ def _tokenizer(entry: CacheEntry) -> Any:
         return None
 
 
-def _head(picture: RowPicture, source_row: int | None) -> str:
+def _origin(source_row: int | None, turn: tuple[int, int] | None) -> str:
+    return (
+        f"source row {source_row}"
+        if turn is None
+        else f"turn {turn[0]} of {turn[1]} of source row {source_row}"
+    )
+
+
+def _head(picture: RowPicture, origin: str) -> str:
     place = picture.place
     assert place is not None
     where = f"mini {place.mini} rank {place.rank} micro {place.micro} line {place.line}"
     where += f" columns {place.column}–{place.column + picture.length - 1}"
     if picture.is_dummy:
         return f"{where} | dummy: {picture.length} tokens without loss, so that all ranks do the same work"
-    row = f"row {picture.row_id} (source row {source_row})"
+    row = f"row {picture.row_id} ({origin})"
     positions = f"positions {picture.first}–{picture.last}"
     return f"{where} | {row}, {_tokens(picture)}, {positions}{_carried(picture.columns)}"
 

@@ -82,7 +82,9 @@ class PlainRows:
 
     def __init__(self, template: ChatTemplate, finder: TurnFinder, form: Format) -> None:
         self._fast, self._finder = template.fast, finder
-        self._pairs: dict[int, npt.NDArray[np.bool_]] = {}  # first byte of tokens -> which bytes may be their second
+        self._pairs: dict[
+            int, npt.NDArray[np.bool_]
+        ] = {}  # first byte of tokens -> which bytes may be their second
         for first, *second in {opening.encode()[:2] for opening in finder.openings}:
             allowed = self._pairs.setdefault(first, np.zeros(256, np.bool_))
             allowed[second or slice(None)] = True

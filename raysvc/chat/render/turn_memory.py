@@ -68,10 +68,7 @@ class _Row:
 
     def meets_others(self, place: int, block: str) -> bool:
         """Whether a block may hold what another message says."""
-        for other, words in self._words:
-            if words in block and other != place:
-                return True
-        return False
+        return any(words in block and other != place for other, words in self._words)
 
 
 class TurnMemory:

@@ -1,0 +1,80 @@
+"""`raysvc show` says which turn of which conversation a row is, and whether its reasoning is gone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from raysvc.cli.main import app
+
+runner = CliRunner()
+STRIPS = """\
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}
+{{- message.content.split('</think>')[-1] + '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+def job_file(folder: Path, rows: list[list[str]], **sections: Any) -> Path:
+    roles = ("user", "assistant")
+    lines = [
+        json.dumps({"messages": [{"role": roles[n % 2], "content": text} for n, text in enumerate(row)]})
+        for row in rows
+    ]
+    source = folder / "rows.jsonl"
+    source.write_text("\n".join(lines))
+    job = {"source": {"path": str(source)}, "cache": {"root": str(folder / "cache")}, **sections}
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(job))
+    return path
+
+
+def show(job: Path, row: int, *more: str) -> str:
+    result = runner.invoke(app, ["show", "-c", str(job), "--row", str(row), *more])
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+def test_a_row_of_a_conversation_says_which_turn_of_which_source_row_it_is(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    rows = [["a", "b"], ["a", "b", "c", "d", "e", "f"], ["a", "b", "c", "d"]]
+    job = job_file(tmp_path, rows, tokenizer=sample["tokenizer"], train_on="each_assistant_turn")
+    wanted = [(0, 1, 1), (1, 1, 3), (1, 2, 3), (1, 3, 3), (2, 1, 2), (2, 2, 2)]
+    for row, (source_row, turn, count) in enumerate(wanted):
+        assert f"turn {turn} of {count} of source row {source_row}," in show(job, row)
+    assert json.loads(show(job, 2, "--json"))["turn"] == [2, 3]
+
+
+@pytest.mark.parametrize("train_on", ["all_assistant_messages", "last_assistant_message"])
+def test_a_row_says_whether_the_template_removed_its_reasoning(
+    train_on: str, tmp_path: Path, sample: dict[str, str]
+) -> None:
+    rows = [["a", "plain"], ["a", "<think>hm</think>so", "b", "<think>well</think>then"]]
+    tokenizer = {"name": sample["tokenizer"], "chat_template": STRIPS}
+    job = job_file(tmp_path, rows, tokenizer=tokenizer, train_on=train_on)
+    count = 2 if train_on == "all_assistant_messages" else 1
+    assert json.loads(show(job, 0, "--json"))["reasoning_removed"] == 0
+    assert json.loads(show(job, 1, "--json"))["reasoning_removed"] == count
+    assert "removed the reasoning" not in show(job, 0)
+    assert "of this row" in show(job, 1)
+
+
+def test_a_row_whose_source_is_gone_says_what_is_known_of_the_entry(
+    tmp_path: Path, sample: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raysvc.errors import SourceError
+    from raysvc.inspect import row_again
+
+    tokenizer = {"name": sample["tokenizer"], "chat_template": STRIPS}
+    job = job_file(tmp_path, [["a", "<think>hm</think>so"]], tokenizer=tokenizer)
+
+    def gone(*_: object) -> None:
+        raise SourceError("source", "gone", "")
+
+    monkeypatch.setattr(row_again, "tokenized_again", gone)
+    assert "in this entry" in show(job, 0)
