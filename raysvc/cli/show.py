@@ -100,8 +100,8 @@ def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[st
     head = f"row {row} of {entry.num_rows}, {_origin(number, turn)}, {_tokens(picture)}{_carried(carried)}"
     spans = [list(span) for span in entry.spans(row)]
     removed = _removed(job, entry, number)
-    notes = [f"note: {_removed_note(removed)}"] if removed else [] if removed == 0 else _notes(entry)
-    facts = [f"source: {', '.join(entry.report['paths'])}", *notes]
+    notes = [f"note: {_removed_note(removed)}"] if removed else []
+    facts = [f"source: {', '.join(entry.report['paths'])}", *notes, *_notes(entry)]
     result = {"row": row, "source_row": number, "turn": turn, "reasoning_removed": removed,
               "spans": spans, "columns": carried}  # fmt: skip
     return _Shown(f"Row {row}", facts, [(head, picture)]), result
