@@ -93,6 +93,7 @@ def test_plain_rows_are_joined_from_a_shape(name: str, renderers: Any) -> None:
         row("a", "b", tools=[{"type": "function"}]),
         row("a", "b", system="be short"),
         row("a", "b", label=True),
+        row("a", "b", label=False),
         row("a", " "),
         row("a", ""),
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]},

@@ -147,7 +147,7 @@ class PlainRows:
         if names not in self._asked:
             self._asked[names] = tuple(sorted(self._others.intersection(names)))
         for name in self._asked[names]:
-            if row[name]:
+            if row[name] not in (None, "", []):
                 return None
         messages = row.get(self._column)
         if type(messages) is not list:
