@@ -14,6 +14,7 @@ from typing import Any
 
 from raysvc.errors import QuarantineExceeded
 
+EXAMPLES_SHOWN = 3
 COUNTS = (
     "rows_in",
     "rows_written",
@@ -144,14 +145,15 @@ def check_quarantine(row_counts: RowCounts, examples: Sequence[Quarantined], max
 
     Args:
         row_counts: of the build so far.
-        examples: rows that were quarantined; one of each of the three commonest reasons is shown.
+        examples: rows that were quarantined; three are shown, of the three commonest reasons.
         max_share: 0..1.
     """
     count = sum(row_counts.quarantined.values())
     if count <= max_share * row_counts.rows_in:
         return
     commonest = sorted(row_counts.quarantined.items(), key=lambda item: (-item[1], item[0]))[:3]
-    shown = [f"{reason} ({n} rows{_example(reason, examples)})" for reason, n in commonest]
+    each = -(-EXAMPLES_SHOWN // max(len(commonest), 1))
+    shown = [f"{reason} ({n} rows{_some(reason, examples, each)})" for reason, n in commonest]
     raise QuarantineExceeded(
         "source",
         f"{count} of {row_counts.rows_in} rows could not be verified, more than max_quarantine = {max_share:g}: "
@@ -160,9 +162,14 @@ def check_quarantine(row_counts: RowCounts, examples: Sequence[Quarantined], max
     )
 
 
-def _example(reason: str, examples: Sequence[Quarantined]) -> str:
-    first = next((e for e in examples if e.reason == reason), None)
-    if first is None:
-        return ""
-    place = f"{first.dataset}:{first.source_row}" if first.dataset else str(first.source_row)
-    return f", e.g. row {place}" + (f": {first.detail}" if first.detail else "")
+def _some(reason: str, examples: Sequence[Quarantined], most: int) -> str:
+    """So many rows of a reason; those of one detail together."""
+    places: dict[str, list[str]] = {}
+    for one in [each for each in examples if each.reason == reason][:most]:
+        place = f"{one.dataset}:{one.source_row}" if one.dataset else str(one.source_row)
+        places.setdefault(one.detail, []).append(place)
+    text = ", ".join(
+        f"row{'s' if len(rows) > 1 else ''} {' and '.join(rows)}" + (f": {detail}" if detail else "")
+        for detail, rows in places.items()
+    )
+    return f", e.g. {text}" if text else ""

@@ -85,6 +85,13 @@ def test_too_many_quarantined_rows_name_the_three_commonest_reasons_with_an_exam
     assert "one (" not in text
 
 
+def test_three_rows_are_shown_where_one_reason_has_them_all() -> None:
+    closed = RowCounts(rows_in=9, quarantined={"bad": 9})
+    examples = [Quarantined(row, "bad", detail) for row, detail in ((3, "x"), (4, "y"), (5, "x"), (6, "z"))]
+    with pytest.raises(QuarantineExceeded, match=r"bad \(9 rows, e.g. rows 3 and 5: x, row 4: y\)"):
+        check_quarantine(closed, examples, max_share=0.5)
+
+
 def test_a_row_fault_says_what_and_which() -> None:
     assert str(RowFault("broken", "at 3")) == "broken: at 3"
     assert str(RowFault("broken")) == "broken"
