@@ -62,6 +62,14 @@ def eval_sums(values: RowValues, token_bytes: npt.NDArray[np.int32] | None) -> R
     return RowValues(values.row_ids, values.lengths, {}, rows)
 
 
+def row_losses(shard: Shard, nll_S: npt.NDArray[Any]) -> RowValues:
+    """`nll` and `targets` of a shard's real rows, from the sums of all its rows and dummies."""
+    real = shard.row_ids >= 0
+    lengths = _numpy(shard.arrays["seq_lengths"]).astype(np.int64)[real]
+    targets = _numpy(shard.arrays["row_tokens"]).astype(np.int64)[real]
+    return RowValues(shard.row_ids[real], lengths, {}, {"nll": nll_S[real], "targets": targets})
+
+
 def _row_sums(values: RowValues, per_token: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """[N], int64 or float64."""
     dtype = np.float64 if per_token.dtype.kind == "f" else np.int64

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     import torch
 
 
+ROW_INDEX, ROW_NLL = "row_index", "row_nll"
+
+
 @dataclass(frozen=True)
 class Targets:
     """What a loss may look at; every tensor is [T], float32 or wider.
@@ -72,14 +75,28 @@ class Loss(Protocol):
 
 @dataclass(frozen=True)
 class SftLoss:
-    """Cross-entropy of the targets."""
+    """Cross-entropy of the targets.
 
-    columns: tuple[str, ...] = ()
+    Attributes:
+        num_rows: of the micro-batch: then `row_nll` [num_rows] is among the metrics, the nats of each row's targets.
+    """
+
+    num_rows: int | None = None
     needs_entropy: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Per-token columns that it needs."""
+        return () if self.num_rows is None else (ROW_INDEX,)
 
     def __call__(self, targets: Targets) -> LossSum:
         assert targets.logprobs is not None
-        return LossSum(-(targets.logprobs * targets.weights).sum(), {})
+        metrics = {}
+        if self.num_rows is not None:
+            nll_T = -targets.logprobs.detach()
+            sums = nll_T.new_zeros(self.num_rows)
+            metrics[ROW_NLL] = sums.index_add_(0, targets.columns[ROW_INDEX], nll_T)
+        return LossSum(-(targets.logprobs * targets.weights).sum(), metrics)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from raysvc.collate.row_values import RowValues
 
 Metrics = dict[str, float]
 SAME_ON_ALL = ("lr", "grad_norm", "optimizer_step")
@@ -29,6 +33,7 @@ class MiniResult:
         nbytes: bytes of the shard.
         metrics: shares of the loss's own metrics, and `lr`.
         timing: seconds by part, where they are measured.
+        rows: `nll` (nats) and `targets` of this rank's real rows; None where the loss does not say them.
     """
 
     loss: float
@@ -40,6 +45,7 @@ class MiniResult:
     nbytes: int
     metrics: Metrics = field(default_factory=dict)
     timing: Metrics = field(default_factory=dict)
+    rows: RowValues | None = None
 
 
 def reduce_metrics(ranks: Sequence[Mapping[str, float]]) -> Metrics:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from raysvc.actors.staging.staging import StagingOptions
-from raysvc.actors.worker.losses import Loss, LossSum, SftLoss, ValueLoss
+from raysvc.actors.worker.losses import ROW_INDEX, ROW_NLL, Loss, LossSum, SftLoss, ValueLoss
 from raysvc.actors.worker.lr_schedule import LearningRate
 from raysvc.actors.worker.worker import Worker
 from raysvc.job.config import Reduction
@@ -97,7 +97,7 @@ class CausalLMWorker(Worker):
         )
         self.max_grad_norm = self.spec.max_grad_norm
         self.learning_rate = self.spec.schedule
-        self._own_loss: Loss = ValueLoss() if self.spec.role == "critic" else SftLoss()
+        self._own_loss: Loss | None = ValueLoss() if self.spec.role == "critic" else None
 
     def build(self) -> None:
         import torch
@@ -130,7 +130,12 @@ class CausalLMWorker(Worker):
 
     def micro_loss(self, tensors: dict[str, torch.Tensor], layout: str, loss: Loss | None) -> LossSum:
         """Weighted sum of the losses of one micro-batch."""
+        known: dict[str, torch.Tensor] = {}
         loss = loss or self._own_loss
+        if loss is None:
+            tensors = {**tensors, ROW_INDEX: row_index(tensors)}
+            loss = SftLoss(num_rows=len(tensors["seq_lengths"]))
+            known = {ROW_NLL: tensors["loss_weights"].new_zeros(loss.num_rows)}  # where no row has a target
         with self._precision():
             total, metrics = self.model(
                 _inputs(tensors, layout),
@@ -139,7 +144,7 @@ class CausalLMWorker(Worker):
                 {name: _column(tensors, name) for name in loss.columns},
                 loss,
             )
-        return LossSum(total, metrics)
+        return LossSum(total, {**known, **metrics})
 
     def micro_forward(self, tensors: dict[str, torch.Tensor], layout: str) -> dict[str, torch.Tensor]:
         """`logprobs` and `entropy` (critic: `values`) at every target, 0 elsewhere."""
@@ -277,6 +282,24 @@ def _inputs(tensors: dict[str, torch.Tensor], layout: str) -> dict[str, torch.Te
     if layout.startswith("padded"):
         names.append("attention_mask")  # elsewhere restarting positions make the attention block-diagonal
     return {name: tensors[name].long() for name in names}
+
+
+def row_index(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """[B, L] int64, number of each token's row in the micro-batch; padding has that of the row before it."""
+    import torch
+
+    lines, width = tensors["input_ids"].shape
+    device = tensors["input_ids"].device
+    if "cu_seqlens_offsets" not in tensors:
+        return torch.arange(lines, device=device)[:, None].expand(lines, width)
+    bounds, offsets = tensors["cu_seqlens"].long(), tensors["cu_seqlens_offsets"].long()
+    offsets = offsets - offsets[0]
+    line = torch.arange(lines, device=device).repeat_interleave(offsets.diff(), output_size=len(bounds))
+    cells = line * width + bounds
+    cells[offsets[1:] - 1] = lines * width  # the end of a line begins no row
+    begins = torch.zeros(lines * width + 1, dtype=torch.int64, device=device)
+    begins.index_fill_(0, cells, 1)
+    return begins[:-1].cumsum(0).view(lines, width) - 1
 
 
 def _column(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:

@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.actors.staging.staging import Key, StagedShard, Staging, StagingOptions, StagingStats
-from raysvc.actors.worker.forward import eval_sums, forward_rows, without_labels
-from raysvc.actors.worker.losses import Loss, LossSum
+from raysvc.actors.worker.forward import eval_sums, forward_rows, row_losses, without_labels
+from raysvc.actors.worker.losses import ROW_NLL, Loss, LossSum
 from raysvc.actors.worker.lr_schedule import LearningRate
 from raysvc.actors.worker.process_group import join, own_address
 from raysvc.actors.worker.results import Metrics, MiniResult
@@ -166,7 +166,7 @@ class Worker:
     def forward_backward(self, key: Key, loss: Loss | None = None) -> Metrics:
         """Add the gradient of a mini-batch; this rank's shares of the loss and its metrics."""
         staged, _ = self._take(key)
-        metrics = self._accumulate(staged.shard, loss)
+        metrics, _ = self._accumulate(staged.shard, loss)
         self._staging.release()
         return metrics
 
@@ -241,7 +241,7 @@ class Worker:
         idle_s = begin - self._ended if self._ended else wait_s
         if learning_rate is not None:
             self.set_lr(learning_rate)
-        metrics = self._accumulate(staged.shard, None)
+        metrics, rows = self._accumulate(staged.shard, None)
         self._staging.release()
         stepped = self.optim_step()
         self._ended = time.perf_counter()
@@ -258,6 +258,7 @@ class Worker:
             nbytes=staged.nbytes,
             metrics={**metrics, "lr": stepped["lr"]},
             timing=timing,
+            rows=rows,
         )
 
     def _take(self, key: Key) -> tuple[StagedShard, float]:
@@ -286,12 +287,13 @@ class Worker:
             weights *= loss_weight
         return replace(shard, arrays={**shard.arrays, "loss_weights": weights})
 
-    def _accumulate(self, shard: Shard, loss: Loss | None) -> Metrics:
-        """Backward over all micro-batches, reduced over ranks in the last one; this rank's shares."""
+    def _accumulate(self, shard: Shard, loss: Loss | None) -> tuple[Metrics, RowValues | None]:
+        """Backward over all micro-batches, reduced over ranks in the last one; this rank's shares, and sums by row."""
         from raysvc.actors.worker.token_model import merge_metrics
 
         self._targets = (self._targets or 0) + shard.denominators.tokens
         total: dict[str, torch.Tensor] = {}
+        nll: list[torch.Tensor] = []  # [rows] of each micro-batch
         last = len(shard.micro_batches) - 1
         for index in range(last + 1):
             with nullcontext() if index == last else self._no_sync():
@@ -299,8 +301,11 @@ class Worker:
                     part = self.micro_loss(shard.micro(index), shard.layout, loss)
                 with self._timer.span("backward"):
                     part.total.backward()
-            total = merge_metrics(total, {"loss": part.total.detach(), **part.metrics})
-        return {name: self._share(name, float(value)) for name, value in total.items()}
+            shares = {name: value for name, value in part.metrics.items() if name != ROW_NLL}
+            nll += [part.metrics[ROW_NLL]] if ROW_NLL in part.metrics else []
+            total = merge_metrics(total, {"loss": part.total.detach(), **shares})
+        metrics = {name: self._share(name, float(value)) for name, value in total.items()}
+        return metrics, row_losses(shard, _together(nll)) if len(nll) == last + 1 else None
 
     def _share(self, name: str, value: float) -> float:
         """The weights hold dp_size, because the reduction averages over ranks; shares do not."""
@@ -330,6 +335,12 @@ class Worker:
             import torch
 
             torch.cuda.synchronize()
+
+
+def _together(parts: list[torch.Tensor]) -> npt.NDArray[np.float32]:
+    import torch
+
+    return np.asarray(torch.cat(parts).cpu().numpy())
 
 
 def _in_ms(timing: Metrics) -> str:

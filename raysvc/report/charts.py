@@ -1,95 +1,121 @@
-"""Small charts as inline SVG: no script, no font, no request.
+"""Charts as data: what uPlot draws in the browser, small enough for a page of one file.
 
-Axes of a chart: x to the right, y up; the viewBox is `WIDTH` x `HEIGHT` and scales with the page.
+Axes: N points of a chart, K series.
 Always true:
-- every bar and every line point is inside the plot;
-- each chart has a title element, so that it can be read aloud and hovered.
+- a point that is a series' smallest or largest of its stretch is kept, however long the run: peaks and dips stay;
+- the first and the last point stay; no value is averaged or invented;
+- what is not finite is a gap.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-WIDTH, HEIGHT = 640, 220
-LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 34
+import numpy as np
+import numpy.typing as npt
 
-
-def histogram(title: str, values: Sequence[float], unit: str, bins: int = 40) -> str:
-    """How often values fall into each of some bins of equal width."""
-    low, high = (min(values), max(values)) if len(values) else (0.0, 1.0)
-    width = (high - low) / bins or 1.0
-    counts = [0] * bins
-    for value in values:
-        counts[min(bins - 1, int((value - low) / width))] += 1
-    bars = [(low + i * width, low + (i + 1) * width, float(count)) for i, count in enumerate(counts)]
-    return bar_chart(title, bars, unit)
+Floats = npt.NDArray[np.float64]
+STRETCHES = 1000  # of a long chart; about as many as a screen has columns of pixels
+BINS = 40
 
 
-def bar_chart(title: str, bars: Sequence[tuple[float, float, float]], unit: str) -> str:
-    """Bars from (left, right, height)."""
-    low, high = bars[0][0], bars[-1][1] if bars[-1][1] > bars[0][0] else bars[0][0] + 1
-    top = max(height for _, _, height in bars) or 1.0
-    shapes = []
-    for left, right, height in bars:
-        x0, x1 = _x(left, low, high), _x(right, low, high)
-        y = _y(height, 0, top)
-        tip = f"{short(left)} – {short(right)} {unit}: {short(height)}"
-        shapes.append(
-            f'<rect x="{x0:.1f}" y="{y:.1f}" width="{max(x1 - x0 - 1, 0.5):.1f}" height="{HEIGHT - BOTTOM - y:.1f}">'
-            f"<title>{escape(tip)}</title></rect>"
-        )
-    return _frame(title, "".join(shapes), (low, high), (0.0, top), unit)
+@dataclass(frozen=True)
+class Chart:
+    """One chart.
+
+    Attributes:
+        title: above it.
+        unit: of x.
+        x: [N], rising.
+        series: name -> [N], None or NaN: no value there.
+        dots: names of series that are drawn as points alone.
+        steps: each value holds up to the next x: a histogram.
+    """
+
+    title: str
+    unit: str
+    x: Sequence[float]
+    series: Mapping[str, Sequence[float | None]]
+    dots: tuple[str, ...] = ()
+    steps: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON, thinned."""
+        values = [
+            np.array([math.nan if v is None else v for v in each], float) for each in self.series.values()
+        ]
+        keep = kept(values, len(self.x))
+        return {
+            "title": self.title,
+            "unit": self.unit,
+            "steps": self.steps,
+            "x": [_plain(float(self.x[index])) for index in keep],
+            "series": [
+                {"name": name, "dots": name in self.dots, "values": [_plain(float(v)) for v in each[keep]]}
+                for name, each in zip(self.series, values, strict=True)
+            ],
+        }
 
 
-def line_chart(title: str, xs: Sequence[float], ys: Sequence[float], unit: str) -> str:
-    """One line; points that are not finite are left out."""
-    points = [(x, y) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)]
-    if not points:
-        return _frame(title, "", (0.0, 1.0), (0.0, 1.0), unit)
-    low, high = points[0][0], max(points[-1][0], points[0][0] + 1)
-    bottom, top = min(0.0, *(y for _, y in points)), max(y for _, y in points) or 1.0
-    path = " ".join(f"{_x(x, low, high):.1f},{_y(y, bottom, top):.1f}" for x, y in _thinned(points))
-    return _frame(title, f'<polyline points="{path}"/>', (low, high), (bottom, top), unit)
+def kept(series: Sequence[Floats], num_points: int, stretches: int = STRETCHES) -> npt.NDArray[np.int64]:
+    """Indices of the points that stay: of each stretch and series the smallest and the largest, and both ends."""
+    if num_points <= 2 * stretches:
+        return np.arange(num_points)
+    bounds = np.linspace(0, num_points, stretches + 1).astype(np.int64)
+    stay = {0, num_points - 1}
+    for values in series:
+        for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+            part = values[low:high]
+            if np.isfinite(part).any():
+                part = np.where(np.isfinite(part), part, np.nan)
+                stay |= {low + int(np.nanargmin(part)), low + int(np.nanargmax(part))}
+    return np.array(sorted(stay), np.int64)
+
+
+def histogram(title: str, unit: str, groups: Mapping[str, Sequence[float]], bins: int = BINS) -> Chart:
+    """How many values of each group fall into bins of equal width, the same for all groups."""
+    together = np.concatenate([np.asarray(values, float) for values in groups.values()] or [np.zeros(0)])
+    low, high = (float(together.min()), float(together.max())) if len(together) else (0.0, 1.0)
+    edges = np.linspace(low, high if high > low else low + 1.0, bins + 1)
+    series: dict[str, Sequence[float | None]] = {}
+    for name, values in groups.items():
+        counts, _ = np.histogram(np.asarray(values, float), edges)
+        series[name] = [*counts.tolist(), int(counts[-1])]  # the last bin holds up to its right edge
+    return Chart(title, unit, edges.tolist(), series, steps=True)
+
+
+def bars(title: str, unit: str, rows: Sequence[tuple[float, float, float]], name: str) -> Chart:
+    """Bars from (left, right, height), one after the other."""
+    x = [left for left, _, _ in rows] + [rows[-1][1]]
+    return Chart(title, unit, x, {name: [height for _, _, height in rows] + [rows[-1][2]]}, steps=True)
+
+
+def with_dots(chart: Chart, dots: Mapping[str, Mapping[float, float]]) -> Chart:
+    """The chart, and series of a few points (x -> value) of their own."""
+    if not dots:
+        return chart
+    x = sorted({*chart.x, *(at for points in dots.values() for at in points)})
+    series: dict[str, Sequence[float | None]] = {}
+    for name, values in chart.series.items():
+        known = dict(zip(chart.x, values, strict=True))
+        series[name] = [known.get(at) for at in x]
+    for name, points in dots.items():
+        series[name] = [points.get(at) for at in x]
+    return Chart(chart.title, chart.unit, x, series, tuple(dots))
 
 
 def short(value: float) -> str:
-    """A figure for an axis."""
+    """A figure for a table."""
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:.3g}{letter}"
     return f"{value:.3g}"
 
 
-def _frame(title: str, shapes: str, xs: tuple[float, float], ys: tuple[float, float], unit: str) -> str:
-    base = HEIGHT - BOTTOM
-    ticks = []
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        x, y = _x(xs[0] + share * (xs[1] - xs[0]), *xs), _y(ys[0] + share * (ys[1] - ys[0]), *ys)
-        ticks.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        ticks.append(
-            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" class="end">{short(ys[0] + share * (ys[1] - ys[0]))}</text>'
-        )
-        ticks.append(
-            f'<text x="{x:.1f}" y="{base + 16}" class="mid">{short(xs[0] + share * (xs[1] - xs[0]))}</text>'
-        )
-    caption = f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" class="end">{escape(unit)}</text>'
-    return (
-        f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
-        f"<title>{escape(title)}</title>{''.join(ticks)}{shapes}{caption}</svg></figure>"
-    )
-
-
-def _x(value: float, low: float, high: float) -> float:
-    return LEFT + (value - low) / (high - low) * (WIDTH - LEFT - RIGHT)
-
-
-def _y(value: float, low: float, high: float) -> float:
-    return HEIGHT - BOTTOM - (value - low) / ((high - low) or 1.0) * (HEIGHT - TOP - BOTTOM)
-
-
-def _thinned(points: Sequence[tuple[float, float]], most: int = 600) -> Sequence[tuple[float, float]]:
-    """At most about `most` points; the first and the last one stay."""
-    stride = max(1, len(points) // most)
-    return [*points[:-1:stride], points[-1]]
+def _plain(value: float) -> float | int | None:
+    if not math.isfinite(value):
+        return None
+    return int(value) if value == int(value) else float(f"{value:.6g}")

@@ -12,8 +12,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from raysvc.build.job_plan import report_of
+from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.cache.store.open import absolute
 from raysvc.collate.plan_report import PlanReport
 from raysvc.training.run_folder import RunFolder
@@ -33,20 +35,21 @@ class Facts:
     Attributes:
         title: of the page.
         overview: name -> value.
-        lengths: tokens of every row.
-        trained: trained tokens of the sampled rows.
+        lengths: source -> tokens of every row.
+        trained: source -> share of tokens with loss, 0 to 1, of the sampled rows.
         examples: rows as stretches (text, trained), by row number.
         row_counts: the entry's row_counts.
         set_aside: quarantined examples.
         plan: for `dp_size` ranks.
         steps: lines of the run's metrics; empty without a run.
+        evals: lines of the run's evals.
         summary: of the run; None without one.
     """
 
     title: str
     overview: Mapping[str, Any]
-    lengths: Sequence[int]
-    trained: Sequence[int]
+    lengths: Mapping[str, Sequence[float]]
+    trained: Mapping[str, Sequence[float]]
     examples: Mapping[int, Sequence[tuple[str, bool]]]
     row_counts: Mapping[str, Any]
     set_aside: Sequence[Mapping[str, Any]]
@@ -54,12 +57,12 @@ class Facts:
     dp_size: int
     steps: Sequence[Mapping[str, Any]]
     summary: Mapping[str, Any] | None
+    evals: Sequence[Mapping[str, Any]] = ()
 
 
 def gather(job: JobConfig, entry: CacheEntry) -> Facts:
     """Everything that is known about a job: its entry, its plan and, where it ran, its run."""
     folder = RunFolder(absolute(job.run_dir))
-    lengths = entry.entry.lengths()
     steps = list(folder.lines(folder.metrics))
     report = entry.report
     return Facts(
@@ -72,7 +75,7 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
             "train_on": job.train_on,
             "built in": f"{report['seconds']:.1f} s",
         },
-        lengths=lengths.tolist(),
+        lengths=_by_source(entry, np.arange(entry.num_rows), entry.entry.lengths()),
         trained=_trained(entry),
         examples={row: entry.spans(row) for row in _spread(entry.num_rows, MASK_EXAMPLES)},
         row_counts=report["row_counts"],
@@ -81,6 +84,7 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
         dp_size=job.trainer.dp_size,
         steps=steps,
         summary=folder.summary(),
+        evals=list(folder.lines(folder.evals)),
     )
 
 
@@ -97,12 +101,22 @@ def worst_stalls(steps: Sequence[Mapping[str, Any]], most: int = 5) -> list[Mapp
     return sorted(waited, key=lambda step: -float(step["stall_s"]))[:most]
 
 
-def _trained(entry: CacheEntry) -> list[int]:
-    rows = np.array(_spread(entry.num_rows, TRAINED_SAMPLE))
+def _trained(entry: CacheEntry) -> dict[str, Sequence[float]]:
+    rows = np.array(_spread(entry.num_rows, TRAINED_SAMPLE), np.int64)
     batch = entry.entry.read(rows)
     mask = np.concatenate([[0], np.cumsum(batch.tokens["loss_mask"], dtype=np.int64)])
-    counts: list[int] = (mask[batch.offsets[1:]] - mask[batch.offsets[:-1]]).tolist()
-    return counts
+    counts = mask[batch.offsets[1:]] - mask[batch.offsets[:-1]]
+    return _by_source(entry, rows, counts / np.maximum(np.diff(batch.offsets), 1))
+
+
+def _by_source(
+    entry: CacheEntry, rows: npt.NDArray[np.int64], values: npt.NDArray[Any]
+) -> dict[str, Sequence[float]]:
+    """Values of rows by the source they come from; one source is named `rows`."""
+    if not isinstance(entry.entry, JoinedEntry):
+        return {"rows": values.tolist()}
+    numbers, _ = entry.entry.places(rows)
+    return {name: values[numbers == number].tolist() for number, name in enumerate(entry.sources)}
 
 
 def _spread(count: int, most: int) -> list[int]:

@@ -1,18 +1,25 @@
-"""Facts into one HTML page: style and charts inside, no script, nothing to fetch.
+"""Facts into one HTML page: style, charts and what draws them inside, nothing to fetch.
 
 Always true:
-- every text of a row is escaped; a page of hostile rows is only text.
+- every text of a row is escaped; a page of hostile rows is only text;
+- the browser runs the two scripts of the page and no other: their digests stand in its policy.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from hashlib import sha256
 from html import escape
+from importlib.resources import files
 from typing import Any
 
 from raysvc.chat.row_counts import reasoning_note
-from raysvc.report.charts import bar_chart, histogram, line_chart, short
+from raysvc.report.charts import Chart, bars, histogram, short
 from raysvc.report.facts import Facts, plan_rows, worst_stalls
+from raysvc.report.run_charts import run_charts
 
 STYLE = """
 :root{color-scheme:light dark;--ink:#1b2430;--soft:#5b6878;--line:#d9dfe7;--back:#fff;--card:#f6f8fb;--hue:#2f6fde;--on:#127a3d;--onb:#e2f5e9}
@@ -20,10 +27,9 @@ STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;color:var(--ink);background:var(--back);margin:0 auto;max-width:1180px;padding:24px}
 h1{font-size:24px;margin:0 0 4px;overflow-wrap:anywhere}h2{font-size:18px;margin:36px 0 10px;border-bottom:1px solid var(--line);padding-bottom:4px}
 p,figcaption{color:var(--soft)}figcaption{font-size:13px;margin-bottom:4px}
-.grid2{display:grid;grid-template-columns:repeat(auto-fit,minmax(440px,1fr));gap:16px}
+.grid2{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(440px,100%),1fr));gap:16px}
 figure,.card{margin:0;background:var(--card);border:1px solid var(--line);border-radius:8px;padding:12px}
-svg{width:100%;height:auto}svg text{font-size:11px;fill:var(--soft)}svg .end{text-anchor:end}svg .mid{text-anchor:middle}
-svg rect{fill:var(--hue)}svg polyline{fill:none;stroke:var(--hue);stroke-width:1.5}svg .grid{stroke:var(--line);stroke-width:1}
+.uplot{font:12px/1.4 system-ui,sans-serif}.u-legend{color:var(--soft);text-align:left}.uplot .u-legend td,.uplot .u-legend th{border:0;width:auto;padding:1px 4px}
 table{border-collapse:collapse;width:100%;font-size:14px}td,th{padding:4px 10px;border-bottom:1px solid var(--line);text-align:left;overflow-wrap:anywhere}
 td.n{text-align:right;font-variant-numeric:tabular-nums}
 .row{font:13px/1.6 ui-monospace,monospace;white-space:pre-wrap;overflow-wrap:anywhere;color:var(--soft);max-height:320px;overflow:auto}
@@ -32,25 +38,64 @@ td.n{text-align:right;font-variant-numeric:tabular-nums}
 """
 
 
+class _Figures:
+    """The charts of a page, in the order of their places."""
+
+    def __init__(self) -> None:
+        self.charts: list[Chart] = []
+
+    def place(self, *charts: Chart) -> str:
+        """Figures to be filled in by the page's script."""
+        out = ""
+        for chart in charts:
+            caption = f"<figcaption>{escape(chart.title)}</figcaption>"
+            out += f"<figure data-chart='{len(self.charts)}'>{caption}</figure>"
+            self.charts.append(chart)
+        return out
+
+    def data(self) -> str:
+        """JSON that no text can end."""
+        return json.dumps([chart.to_json() for chart in self.charts]).replace("<", "\\u003c")
+
+
 def render(facts: Facts) -> str:
     """The whole page."""
+    figures = _Figures()
     sections = [
-        _entry(facts),
+        _entry(facts, figures),
         _row_counts(facts),
         _masks(facts),
-        _plan(facts),
-        _run(facts) if facts.steps else "",
+        _plan(facts, figures),
+        _run(facts, figures) if facts.steps else "",
     ]
+    scripts = (_file("uplot/uPlot.iife.min.js"), _file("draw.js"))
+    allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(facts.title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>'
-        f"<h1>{escape(facts.title)}</h1>{''.join(sections)}</body></html>\n"
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<style>{_file('uplot/uPlot.min.css')}{STYLE}</style></head><body><h1>{escape(facts.title)}</h1>"
+        f"<noscript><p>The charts of this page need JavaScript; it fetches nothing.</p></noscript>{''.join(sections)}"
+        f'<script type="application/json" id="charts">{figures.data()}</script>'
+        f"{''.join(f'<script>{script}</script>' for script in scripts)}</body></html>\n"
     )
 
 
-def _entry(facts: Facts) -> str:
-    charts = histogram("Tokens per row", facts.lengths, "tokens")
-    charts += histogram("Trained tokens per row", facts.trained, "trained tokens")
+@cache
+def _file(name: str) -> str:
+    return files("raysvc.report").joinpath(name).read_text()
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(sha256(text.encode()).digest()).decode()
+
+
+def _entry(facts: Facts, figures: _Figures) -> str:
+    charts = figures.place(
+        histogram("Tokens per row", "tokens", facts.lengths),
+        histogram("Share of a row's tokens that has loss", "share", facts.trained, bins=20),
+    )
     return f"{_table(facts.overview)}<h2>Lengths</h2><div class='grid2'>{charts}</div>"
 
 
@@ -79,24 +124,19 @@ def _masks(facts: Facts) -> str:
     return f"<h2>What is trained</h2><p>Marked text has loss.</p><div class='grid2'>{''.join(cards)}</div>"
 
 
-def _plan(facts: Facts) -> str:
-    bars = [(float(start), float(stop), float(count)) for start, stop, count in facts.plan.histogram]
-    chart = bar_chart("Steps by their tokens", bars, "tokens per step")
+def _plan(facts: Facts, figures: _Figures) -> str:
+    rows = [(float(start), float(stop), float(count)) for start, stop, count in facts.plan.histogram]
+    chart = figures.place(bars("Steps by their tokens", "tokens per step", rows, "steps"))
     return (
         f"<h2>Plan for {facts.dp_size} ranks</h2><div class='grid2'><div class='card'>{_table(plan_rows(facts.plan))}</div>"
         f"{chart}</div>"
     )
 
 
-def _run(facts: Facts) -> str:
-    steps = facts.steps
-    xs = [float(step["step"]) for step in steps]
-    rate = [step["tokens"] / max(step["step_s"], 1e-9) for step in steps]
-    charts = line_chart("Loss", xs, [float(step["loss"]) for step in steps], "step")
-    charts += line_chart("Trained tokens per second", xs, rate, "step")
-    charts += line_chart("Waited for data, ms", xs, [step["stall_s"] * 1e3 for step in steps], "step")
-    charts += line_chart("Gradient norm", xs, [float(step["grad_norm"]) for step in steps], "step")
-    return f"<h2>Run</h2>{_headline(facts)}<div class='grid2'>{charts}</div>{_verdict(facts)}"
+def _run(facts: Facts, figures: _Figures) -> str:
+    charts = figures.place(*run_charts(facts.steps, facts.evals))
+    how = "Values under the pointer stand below each chart; drag to look closer, click twice to go back."
+    return f"<h2>Run</h2>{_headline(facts)}<p>{how}</p><div class='grid2'>{charts}</div>{_verdict(facts)}"
 
 
 def _headline(facts: Facts) -> str:

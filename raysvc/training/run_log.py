@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from raysvc.errors import ConfigError
 from raysvc.progress import Progress, Tick
 from raysvc.trackers.reporter import Reporter
+from raysvc.training.loss_shares import LossShares, Shares
 from raysvc.training.run_folder import RunFolder, StepLog
 from raysvc.training.stalls import StallBook, StepTimes
 
@@ -38,6 +39,7 @@ class RunLog:
         progress: told of each step.
         reporter: told of each step, eval and checkpoint.
         steps_per_epoch: for the `epoch` that trackers show.
+        shares: of a step's loss.
     """
 
     def __init__(
@@ -48,9 +50,10 @@ class RunLog:
         progress: Progress,
         reporter: Reporter,
         steps_per_epoch: int,
+        shares: LossShares,
     ) -> None:
         self._progress, self._stop = progress, stop
-        self._reporter, self._steps_per_epoch = reporter, steps_per_epoch
+        self._reporter, self._steps_per_epoch, self._shares = reporter, steps_per_epoch, shares
         self._step_s = deque[float](maxlen=STEPS_OF_RATE)
         self._rows, self._metrics = StepLog(folder.rows, start), StepLog(folder.metrics, start)
         self._evals = StepLog(folder.evals, start)
@@ -79,8 +82,9 @@ class RunLog:
         parts = [reduce_timing([rank[index].timing for rank in results]) for index in range(len(infos))]
         timing = {"timing": parts} if any(parts) else {}
         facts = {"loss": loss, "grad_norm": last.grad_norm, "lr": last.metrics["lr"]}
-        self._metrics.append({"step": step.index, **facts, **counts, **took, **timing})
-        self._report(step.index + 1, facts, counts, step_s, times.waited_s)
+        shares = self._shares.of(results)
+        self._metrics.append({"step": step.index, **facts, **counts, **took, **timing, **shares})
+        self._report(step.index + 1, facts, counts, step_s, times.waited_s, shares.get("by_source", {}))
         shown: dict[str, Any] = {
             "loss": round(loss, 4),
             "tokens/s": round(tokens / max(step_s, 1e-9)),
@@ -113,7 +117,13 @@ class RunLog:
             log.close()
 
     def _report(
-        self, steps: int, facts: Mapping[str, float], counts: Mapping[str, int], step_s: float, stall_s: float
+        self,
+        steps: int,
+        facts: Mapping[str, float],
+        counts: Mapping[str, int],
+        step_s: float,
+        stall_s: float,
+        by_source: Shares,
     ) -> None:
         """Tell the trackers, under the names of HF's Trainer where it has one."""
         self._reporter.on_step(
@@ -128,6 +138,7 @@ class RunLog:
                 "step_seconds": step_s,
                 "stall_seconds": stall_s,
                 "padding_share": 1.0 - counts["input_tokens"] / max(counts["cells"], 1),
+                **{f"loss/{name}": nats / count for name, (nats, count) in by_source.items() if count},
             },
         )
 

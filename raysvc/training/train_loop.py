@@ -31,6 +31,7 @@ from raysvc.trackers.reporter import NO_TRACKERS, Reporter, open_reporter
 from raysvc.trackers.tracker import tracked_run
 from raysvc.training.evaluation import Evals, HeldBack
 from raysvc.training.export import export, tokenizer_beside, write_model
+from raysvc.training.loss_shares import LossShares
 from raysvc.training.model_name import check_model
 from raysvc.training.run_folder import Checkpoint, RunFolder, StepLog
 from raysvc.training.run_identity import claim, identity_of
@@ -209,7 +210,8 @@ class _Run:
         )
         self._write_served(start)
         per_epoch = client.schedule.steps_per_epoch
-        books = RunLog(self.folder, start, stop, self.progress, self.reporter, per_epoch)
+        shares = LossShares(self.entry)
+        books = RunLog(self.folder, start, stop, self.progress, self.reporter, per_epoch, shares)
         loop_begin = time.perf_counter()
         try:
             self._loop(client, group, stop, books)

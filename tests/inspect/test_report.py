@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import re
 import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from raysvc.collate.plan_report import plan_report
 from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.job.config import PlanConfig
 from raysvc.plan.plan import Plan
-from raysvc.report.charts import HEIGHT, WIDTH, bar_chart, histogram, line_chart
+from raysvc.report.charts import STRETCHES, Chart, bars, histogram, kept, with_dots
 from raysvc.report.facts import Facts, worst_stalls
 from raysvc.report.page import render
+from raysvc.report.run_charts import run_charts
 
 STEPS = [
     {
@@ -26,22 +31,26 @@ STEPS = [
         "step_s": 0.1,
         "stall_s": 0.05 if i == 3 else 0.0,
         "grad_norm": 1.0,
+        "lr": 1e-3,
+        "input_tokens": 150,
+        "cells": 200,
+        "stall_by": {"collate": 0.05} if i == 3 else {},
+        "by_source": {"chat": [50.0, 20], "<b>": [30.0, 80]},
+        "by_length": {"64": [50.0, 20], "128": [30.0, 80], "32": [0.0, 0]},
     }
     for i in range(8)
 ]
 
 
 def facts(text: str = "hello", *, steps: bool = True) -> Facts:
-    import numpy as np
-
     plan = Plan(PlanConfig(batch_size=4), np.arange(10, 30, dtype=np.int32))
     row_counts = {"rows_in": 22, "rows_written": 20, "dropped": {"too long": 1}, "quarantined": {text: 1}}
     tokens = {"tokens_rendered": 390, "tokens_trained": 200, "tokens_context": 190, "tokens_truncated": 0}
     return Facts(
         title=f"job {text}",
         overview={"rows": 20},
-        lengths=list(range(10, 30)),
-        trained=[5] * 20,
+        lengths={"chat": list(range(10, 25)), text: list(range(25, 30))},
+        trained={"chat": [0.5] * 15, text: [0.25] * 5},
         examples={0: [(text, False), (f"answer {text}", True)]},
         row_counts={**row_counts, **tokens},
         set_aside=[{"source_row": 7, "reason": text, "detail": ""}],
@@ -49,17 +58,25 @@ def facts(text: str = "hello", *, steps: bool = True) -> Facts:
         dp_size=2,
         steps=STEPS if steps else [],
         summary=None,
+        evals=[{"step": 4, "eval": "valid", "loss": 1.25}, {"step": 7, "eval": "valid", "loss": 1.0}],
     )
 
 
-def test_a_page_asks_for_nothing_and_runs_no_script() -> None:
+def test_a_page_asks_for_nothing_and_its_policy_names_its_two_scripts() -> None:
     page = render(facts())
-    assert not re.search(r"(src|href)=|<script|@import|url\(", page)
+    assert not re.search(r"(src|href)=|@import|url\(", page)
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}\"" in page
+    assert len(scripts) == 2
+    assert len(page) < 100_000, "uPlot is 52 kB"
 
 
 def test_a_hostile_row_is_only_text() -> None:
-    page = render(facts("<script>alert(1)</script><img src=x onerror=alert(1)>"))
-    assert "<script" not in page
+    hostile = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
+    page = render(facts(hostile))
+    assert page.count("<script") == render(facts()).count("<script") == 3
     assert "<img" not in page
     assert "&lt;script&gt;" in page
 
@@ -83,36 +100,116 @@ def test_the_longest_waits_come_first_and_short_ones_not_at_all() -> None:
     assert [step["step"] for step in worst_stalls(STEPS)] == [3]
 
 
-@pytest.mark.parametrize(
-    "chart",
-    [
-        histogram("h", [1, 2, 2, 3, 100], "tokens"),
-        histogram("one value", [5, 5, 5], "tokens"),
-        bar_chart("b", [(0, 1, 0), (1, 2, 0)], "x"),
-        line_chart("l", list(range(5000)), [float("nan"), *range(4999)], "step"),
-        line_chart("one point", [3], [2.0], "step"),
-    ],
-    ids=["spread", "one value", "empty bars", "long line", "one point"],
-)
-def test_everything_that_is_drawn_lies_inside_the_picture(chart: str) -> None:
-    for x, y, width, height in re.findall(
-        r'<rect x="([^"]+)" y="([^"]+)" width="([^"]+)" height="([^"]+)"', chart
-    ):
-        assert 0 <= float(x) <= float(x) + float(width) <= WIDTH
-        assert 0 <= float(y) <= float(y) + float(height) <= HEIGHT
-    for points in re.findall(r'points="([^"]+)"', chart):
-        pairs = [tuple(map(float, pair.split(","))) for pair in points.split()]
-        assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in pairs)
-        assert len(pairs) <= 700
+def test_a_peak_of_one_step_in_a_million_is_never_thinned_away() -> None:
+    rng = np.random.default_rng(0)
+    loss = rng.normal(2.0, 0.1, 1_000_000)
+    loss[[123_456, 654_321]] = (97.0, -5.0)
+    flat = np.zeros(1_000_000)
+    flat[777_777] = np.inf
+    stay = kept([loss, flat], len(loss))
+    assert {0, 123_456, 654_321, 999_999} <= set(stay.tolist())
+    assert len(stay) <= 4 * STRETCHES + 2
+    # as a screen of 1,000 columns shows it: smallest and largest of every column, by another computation
+    columns = loss.reshape(STRETCHES, -1)
+    shown = [loss[stay[(stay >= low) & (stay < low + 1000)]] for low in range(0, 1_000_000, 1000)]
+    assert [part.min() for part in shown] == columns.min(1).tolist()
+    assert [part.max() for part in shown] == columns.max(1).tolist()
+
+
+def test_a_short_run_keeps_every_point_and_gaps_stay_gaps() -> None:
+    chart = Chart("l", "step", [3, 4, 5], {"loss": [1.0, float("nan"), 0.5], "b": [None, 2.0, float("inf")]})
+    told = json.loads(json.dumps(chart.to_json(), allow_nan=False))
+    assert told["x"] == [3, 4, 5]
+    assert [each["values"] for each in told["series"]] == [[1, None, 0.5], [None, 2, None]]
+
+
+def test_histograms_of_sources_share_their_bins_and_count_every_row() -> None:
+    chart = histogram("h", "tokens", {"a": [1, 2, 2, 3, 100], "b": [50], "none": []}, bins=10)
+    assert (chart.x[0], chart.x[-1], len(chart.x)) == (1.0, 100.0, 11)
+    assert {name: sum(values[:-1]) for name, values in chart.series.items()} == {"a": 5, "b": 1, "none": 0}
+    assert histogram("one value", "tokens", {"a": [5, 5]}).series["a"][0] == 2
+    assert bars("b", "x", [(0, 1, 4), (1, 2, 0)], "n").series == {"n": [4, 0, 0]}
+
+
+def test_evals_stand_at_their_own_steps() -> None:
+    chart = with_dots(
+        Chart("Loss", "step", [0, 1, 2], {"train": [3.0, 2.0, 1.0]}), {"eval v": {1: 2.5, 4: 0.5}}
+    )
+    assert chart.x == [0, 1, 2, 4]
+    assert chart.series == {"train": [3.0, 2.0, 1.0, None], "eval v": [None, 2.5, None, 0.5]}
+
+
+def test_the_charts_of_a_run_are_the_lines_of_its_log() -> None:
+    charts = {chart.title: chart.series for chart in run_charts(STEPS, facts().evals)}
+    assert charts["Loss"]["eval valid"] == [None] * 4 + [1.25, None, None, 1.0]
+    assert charts["Loss by source"] == {"chat": [2.5] * 8, "<b>": [0.375] * 8}
+    assert list(charts["Loss by length of the row"]) == [
+        "up to 32 tokens",
+        "up to 64 tokens",
+        "up to 128 tokens",
+    ]
+    assert charts["Loss by length of the row"]["up to 32 tokens"] == [None] * 8
+    waits = charts["Waited for data, ms, and what for"]
+    assert (waits["waited"][3], waits["collation"][3], waits["reading rows"][3]) == (50.0, 50.0, 0.0)
+    (padding,) = [series["share"] for title, series in charts.items() if title.startswith("Cells")]
+    assert padding == [0.25] * 8
+
+
+def test_a_run_of_an_older_version_has_the_charts_that_its_lines_say() -> None:
+    old = [
+        {name: step[name] for name in ("step", "loss", "tokens", "step_s", "stall_s", "grad_norm")}
+        for step in STEPS
+    ]
+    titles = [chart.title for chart in run_charts(old, [])]
+    assert "Loss" in titles
+    assert not {"Learning rate", "Loss by source"} & set(titles)
 
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
+HOVER = """<script>addEventListener("load", () => {
+  const say = (name, text) => { const p = document.createElement("p"); p.id = name; p.textContent = text; document.body.append(p); };
+  const chart = window.charts.find((each) => each.series[1].label === "train");
+  chart.setCursor({ left: chart.valToPos(3, "x"), top: 10 });
+  say("hovered", [...document.querySelectorAll("figure")].find((f) => f.textContent.startsWith("Loss")).querySelector(".u-legend").textContent);
+  const peak = window.charts.find((each) => each.series[1].label === "waited");
+  const at = Math.round(peak.valToPos(3, "x", true)), top = Math.round(peak.valToPos(50, "y", true));
+  const cells = peak.ctx.getImageData(at - 3, top - 3, 7, 7).data;
+  say("peak", [...cells].some((v) => v > 0) ? "drawn" : "missing");
+  say("wide", String(document.documentElement.scrollWidth <= innerWidth));
+});</script></body>"""
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
-def test_a_browser_shows_every_figure(tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [1280, 500])  # 500: a headless Chromium has no smaller window
+def test_a_browser_draws_every_chart_and_says_values_under_the_pointer(tmp_path: Path, width: int) -> None:
     page = tmp_path / "report.html"
-    page.write_text(render(facts("<b>&")))
+    text = render(facts("<b>&"))
+    own = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text).replace("</body>", HOVER)
+    page.write_text(own)
+    dom, said = browse(page, tmp_path, width)
+    assert dom.count("<canvas") == dom.count("<figure") == 11
+    hovered = re.search(r'id="hovered">([^<]*)<', dom)
+    assert hovered is not None
+    assert hovered[1].replace(" ", "").startswith("step3train1.25")  # 5 / (3 + 1)
+    assert 'id="peak">drawn<' in dom
+    assert 'id="wide">true<' in dom, "nothing is wider than the window"
+    assert "CONSOLE" not in said
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_the_policy_of_the_page_lets_its_own_scripts_run_and_no_other(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    page.write_text(render(facts()).replace("</body>", "<script>document.title = 'foreign'</script></body>"))
+    dom, said = browse(page, tmp_path, 1280)
+    assert dom.count("<canvas") == 11
+    assert "<title>foreign" not in dom
+    assert "Content Security Policy" in said
+
+
+def browse(page: Path, folder: Path, width: int) -> tuple[str, str]:
+    """(DOM after the scripts, log) of a headless Chromium."""
     flags = [
         "--headless",
         "--no-sandbox",
@@ -127,8 +224,8 @@ def test_a_browser_shows_every_figure(tmp_path: Path) -> None:
         "--disable-sync",
         "--virtual-time-budget=4000",
     ]
-    command = [str(BROWSER), *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
-    assert done.stdout.count("<figure>") == 7
-    assert done.stdout.count("<polyline") == 4
-    assert "CONSOLE" not in done.stderr
+    command = [str(BROWSER), *flags, f"--window-size={width},900", f"--user-data-dir={folder / 'profile'}"]
+    done = subprocess.run(
+        [*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=90, check=True
+    )
+    return done.stdout, done.stderr

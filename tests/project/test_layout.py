@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 CORE = ("raysvc/chat/", "raysvc/cache/", "raysvc/plan/", "raysvc/collate/")
 CORE_FILES = ("raysvc/job/config.py", "raysvc/errors.py", "raysvc/row_batch.py")
 ROOMS = ("actors", "pipelines")
+UPLOT = ("LICENSE", "uPlot.iife.min.js", "uPlot.min.css")
 
 
 def code_files() -> list[Path]:
@@ -107,7 +108,8 @@ def expected_modules() -> set[str]:
         relative = path.relative_to(ROOT).as_posix()
         return relative if relative.startswith("raysvc/") else f"raysvc/{relative}"
 
-    return {name(path) for path in code_files()} | {"raysvc/py.typed"}
+    page = {f"raysvc/report/{name}" for name in ("draw.js", *(f"uplot/{each}" for each in UPLOT))}
+    return {name(path) for path in code_files()} | {"raysvc/py.typed"} | page
 
 
 def source_tree(target: Path, *, links_as_text: bool) -> Path:

@@ -1,0 +1,68 @@
+"""The loss of a step by source and by length of the row.
+
+Axes: N rows of a step, over all ranks.
+Always true:
+- sums of nats and of targets: each is of real rows alone, every row counts in one source and in one bucket of lengths;
+- the buckets together are the step's loss where `trainer.loss` is `token_mean`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raysvc.cache.joined_entry import JoinedEntry
+
+if TYPE_CHECKING:
+    from raysvc.actors.worker.results import MiniResult
+    from raysvc.build.cache_entry import CacheEntry
+
+Shares = dict[str, list[float]]  # name -> [nats, targets]
+
+
+class LossShares:
+    """Sums the rows of steps.
+
+    Args:
+        entry: whose rows they are; one of a mixture has several sources.
+    """
+
+    def __init__(self, entry: CacheEntry) -> None:
+        self._joined = entry.entry if isinstance(entry.entry, JoinedEntry) else None
+        self._names = np.array(entry.sources)
+
+    def of(self, results: Sequence[Sequence[MiniResult]]) -> dict[str, Any]:
+        """`by_source` (of a mixture) and `by_length` (rows of at most so many tokens); {} where workers do not say.
+
+        Args:
+            results: results[dp rank][optimizer step].
+        """
+        rows = [mini.rows for rank in results for mini in rank]
+        known = [values for values in rows if values is not None]
+        if not known or len(known) < len(rows):
+            return {}
+        nll = np.concatenate([values.rows["nll"] for values in known]).astype(np.float64)
+        targets = np.concatenate([values.rows["targets"] for values in known])
+        found: dict[str, Any] = {}
+        if self._joined is not None:
+            numbers, _ = self._joined.places(np.concatenate([values.row_ids for values in known]))
+            found["by_source"] = _sums(self._names[numbers], nll, targets)
+        lengths = np.concatenate([values.lengths for values in known])
+        found["by_length"] = _sums(length_bucket(lengths), nll, targets)
+        return found
+
+
+def length_bucket(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The smallest power of two that is not below each length."""
+    return np.asarray(2 ** np.ceil(np.log2(np.maximum(lengths, 1))), np.int64)
+
+
+def _sums(names: npt.NDArray[Any], nll: npt.NDArray[np.float64], targets: npt.NDArray[Any]) -> Shares:
+    known, number = np.unique(names, return_inverse=True)
+    nats = np.bincount(number, nll, len(known))
+    counts = np.bincount(number, targets, len(known)).astype(np.int64)
+    shares = zip(known.tolist(), nats.tolist(), counts.tolist(), strict=True)
+    return {str(name): [round(each, 6), count] for name, each, count in shares}
