@@ -1,7 +1,7 @@
 """Where actor classes meet Ray: the one file with `ray.remote`.
 
 Classes are plain and wrapped here, so that they travel by name (no version skew hides) and can be
-tested without Ray. Server actors are named in one fixed namespace, whatever the driver's own is.
+tested without Ray. Server actors are named in the namespace of their team, whatever the driver's own is.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from raysvc.actors.server.spec import ServeSpec
 from raysvc.actors.worker.torch_worker import CausalLMWorker, ModelSpec
 from raysvc.actors.worker.worker import Worker
 from raysvc.errors import ConfigError, RaysvcError, ServerError
+from raysvc.team import TEAM, own_name, ray_namespace, team_of
 
 log = logging.getLogger(__name__)
-NAMESPACE = "raysvc"
 REPORT_EVERY_S = 5.0
 STOP_TIMEOUT_S = 30.0
 SETTLE_S = 5.0  # how long Ray may take to count what ended as free
@@ -56,10 +56,11 @@ def start_server(spec: ServeSpec, *, detached: bool, node_id: str | None = None)
     cls = BatchServer if spec.rollouts is None else RolloutServer
     threads = {"fetch": FETCH_THREADS, "lease": LEASE_THREADS, "put": PUT_THREADS, "control": 3}
     incarnation_id = uuid.uuid4().hex
+    spec = spec.model_copy(update={"owner": own_name()})
     actor = ray.remote(concurrency_groups=threads)(cls)
     handle = actor.options(
         name=spec.name,
-        namespace=NAMESPACE,
+        namespace=ray_namespace(),
         get_if_exists=True,
         lifetime="detached" if detached else None,
         num_cpus=spec.num_cpus,
@@ -117,11 +118,13 @@ def find_server(name: str) -> ActorHandle:
         ServerError: no such server on this cluster; the error lists the names that are there.
     """
     try:
-        return ray.get_actor(name, namespace=NAMESPACE)
+        return ray.get_actor(name, namespace=ray_namespace())
     except ValueError:
         names = ", ".join(server_names()) or "none"
+        teams = [team for team, served in served_names() if served == name]
+        remedy = f"start it first, or set {TEAM}={teams[0]}" if teams else "start it first"
         raise ServerError(
-            f"server.name {name!r}", f"is not served on this cluster (served: {names})", "start it first"
+            f"server.name {name!r}", f"is not served on this cluster (served: {names})", remedy
         ) from None
 
 
@@ -173,9 +176,16 @@ def restart_server(name: str) -> str:
 
 
 def server_names() -> list[str]:
-    """Names of all servers of the cluster."""
+    """Names of all servers of this process's team."""
+    own = team_of(ray_namespace())
+    return [name for team, name in served_names() if team == own]
+
+
+def served_names() -> list[tuple[str, str]]:
+    """(team, name) of all servers of the cluster; team "" of who names none."""
     actors = ray.util.list_named_actors(all_namespaces=True)
-    return sorted(actor["name"] for actor in actors if actor["namespace"] == NAMESPACE)
+    found = [(team_of(actor["namespace"]), actor["name"]) for actor in actors]
+    return sorted((team, name) for team, name in found if team is not None)
 
 
 class PlacedWorkers(NamedTuple):

@@ -201,12 +201,12 @@ def slow_store_rows(folder: Path, seconds: float) -> list[dict[str, Any]]:
     """Latency of calls while puts wait for a store that takes 3 s a write."""
     import ray
 
-    from raysvc.actors.launch import NAMESPACE
     from raysvc.actors.rollouts.rollout_server import RolloutServer
     from raysvc.actors.server.spec import RolloutSpec, ServeSpec
     from raysvc.client.batch_client import attach
     from raysvc.client.rollouts import rollouts
     from raysvc.job.config import PlanConfig
+    from raysvc.team import ray_namespace
 
     class SlowServer(RolloutServer):
         """A rollout server on a slow disk."""
@@ -229,7 +229,9 @@ def slow_store_rows(folder: Path, seconds: float) -> list[dict[str, Any]]:
     )
     threads = {"fetch": 16, "lease": 16, "put": 8, "control": 3}
     actor = ray.remote(concurrency_groups=threads)(SlowServer)
-    server = actor.options(name="slow", namespace=NAMESPACE, num_cpus=0).remote(spec.model_dump_json(), "one")
+    server = actor.options(name="slow", namespace=ray_namespace(), num_cpus=0).remote(
+        spec.model_dump_json(), "one"
+    )
     producer = rollouts("slow")
     producer.put_groups(groups_of("a", 512, 2, 64))
     with attach("slow", look_ahead_steps=0) as client:

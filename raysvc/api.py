@@ -112,16 +112,17 @@ def serve_entry(
     Args:
         trainer_node: id of the node of the trainer's rank 0; None: it is this process.
     """
-    from raysvc.actors.launch import NAMESPACE, start_server, wait_for
+    from raysvc.actors.launch import start_server, wait_for
     from raysvc.cluster import connect, node_for
     from raysvc.plan.schedule import Schedule
+    from raysvc.team import ray_namespace
 
     connect(address, need_cpus=cpus_held(job))
     node_id = node_for(job.server.placement, entry.uri, trainer_node)
     actor = start_server(serve_spec(job, entry), detached=detached, node_id=node_id)
     facts = wait_for(actor.describe.remote(), f"server {job.server.name!r} to start")
     return ServerHandle(
-        job.server.name, NAMESPACE, entry.num_rows, Schedule.from_json(facts["schedule"]), actor
+        job.server.name, ray_namespace(), entry.num_rows, Schedule.from_json(facts["schedule"]), actor
     )
 
 

@@ -294,6 +294,7 @@ class BatchServer:
         own = readers.get("") or next(iter(readers.values()), nobody)
         return {
             "name": self.spec.name,
+            "owner": self.spec.owner,
             "pid": os.getpid(),
             "node": _node_id(),
             "version": HERE.version,

@@ -26,10 +26,11 @@ def ps(address: Address = None, as_json: AsJson = False) -> None:
 
 def _cells(facts: dict[str, Any]) -> dict[str, Any]:
     if facts["state"] == "silent":
-        names = ("step", "holder", "held", "stall", "version", "pid", "up", "memory")
+        names = ("owner", "step", "holder", "held", "stall", "version", "pid", "up", "memory")
         return {"name": facts["name"], **dict.fromkeys(names, ""), "holder": f"silent ({facts['cause']})"}
     return {
         "name": facts["name"],
+        "owner": facts.get("owner", ""),
         "step": f"{facts['frontier']} of {facts['num_steps']}",
         "holder": facts["holder"] or "",
         "held": _held(facts),

@@ -15,7 +15,12 @@ Restart = Annotated[
         "--restart", help="Start it again with the package now installed on its node; trainers continue."
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Stop it even while a trainer is attached.")]
+Force = Annotated[
+    bool,
+    typer.Option(
+        "--force", help="Stop it even while a trainer is attached, or when somebody else started it."
+    ),
+]
 
 
 @edge
@@ -36,7 +41,7 @@ def stop(
 
     servers.join_cluster(address)
     if restart:
-        version = servers.restart(name)
+        version = servers.restart(name, force=force)
         emit({"restarted": [name], "version": version}) if as_json else print(
             f"restarted {name}, raysvc {version}"
         )

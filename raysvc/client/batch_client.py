@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from raysvc.actors.server.spec import Role, as_role
 from raysvc.client.arguments import flag, integer, optional_integer, optional_text, text, texts
@@ -20,7 +20,7 @@ from raysvc.client.connection import Connection, new_holder
 from raysvc.client.evals import EvalStream
 from raysvc.client.lease_client import LeaseClient
 from raysvc.client.look_ahead import Limit
-from raysvc.client.meet import meet
+from raysvc.client.meet import meet, refuse_takeover_of_foreign
 from raysvc.client.meter import Given
 from raysvc.client.steps import ClientStats as ClientStats
 from raysvc.client.steps import Mini as Mini
@@ -175,7 +175,7 @@ def attach(
     *,
     rank: None = None,
     roles: Mapping[str, Role | int] | None = None,
-    takeover: bool = False,
+    takeover: bool | Literal["force"] = False,
     reader: str = "",
     group: str | None = None,
     look_ahead_steps: int = 2,
@@ -188,7 +188,7 @@ def attach(
     dp_size: int = 1,
     *,
     rank: int,
-    takeover: bool = False,
+    takeover: bool | Literal["force"] = False,
     reader: str = "",
     group: str | None = None,
     look_ahead_steps: int = 2,
@@ -201,7 +201,7 @@ def attach(
     *,
     rank: int | None = None,
     roles: Mapping[str, Role | int] | None = None,
-    takeover: bool = False,
+    takeover: bool | Literal["force"] = False,
     reader: str = "",
     group: str | None = None,
     look_ahead_steps: int = 2,
@@ -216,7 +216,7 @@ def attach(
         rank: of this process, when every rank attaches by itself; then a `RankClient` comes back.
         roles: role -> data-parallel size (or a `raysvc.Role` that names its columns too), when several models look at the same
             rows; instead of `dp_size`.
-        takeover: fence whoever holds the lease.
+        takeover: fence whoever holds the lease; "force": also on a server that another owner started.
         reader: which trainer of a sweep this is, where the server has `share: stream`.
         group: what the ranks of one run have in common; None: from the launcher's environment.
         look_ahead_steps: steps fetched before they are asked for; 0 fetches on demand.
@@ -240,16 +240,18 @@ def attach(
     connect(address)
     server = find_server(name)
     meet(server, name)
+    if takeover is True:
+        refuse_takeover_of_foreign(server, name)
     limit = Limit(look_ahead_steps, _quarter_of_store() if look_ahead_bytes is None else look_ahead_bytes)
     if rank is not None:
         from raysvc.client.rank_client import attach_rank
 
-        return attach_rank(server, name, rank, dp_size, group, reader, takeover, limit)
+        return attach_rank(server, name, rank, dp_size, group, reader, bool(takeover), limit)
     columns = tuple(name for role in known.values() for name in role.columns or ())
     if columns:
         check = server.check_columns.options(concurrency_group="control").remote(columns)
         wait_for(check, f"server {name!r}")
-    ref = server.attach.options(concurrency_group="lease").remote(new_holder(), takeover, reader)
+    ref = server.attach.options(concurrency_group="lease").remote(new_holder(), bool(takeover), reader)
     return BatchClient(server, wait_for(ref, f"server {name!r}"), known, limit)
 
 
@@ -277,7 +279,7 @@ def _checked_roles(roles: Mapping[str, Role | int] | None, dp_size: int, rank: i
 
 def _check_attach(
     name: str,
-    takeover: bool,
+    takeover: bool | Literal["force"],
     reader: str,
     group: str | None,
     look_ahead_steps: int,
@@ -285,7 +287,8 @@ def _check_attach(
     address: str | None,
 ) -> None:
     text("attach(name)", name)
-    flag("attach(takeover)", takeover)
+    if takeover != "force":
+        flag("attach(takeover)", takeover)
     text("attach(reader)", reader, empty=True)
     optional_text("attach(group)", group)
     integer("attach(look_ahead_steps)", look_ahead_steps, 0)

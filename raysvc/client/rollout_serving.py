@@ -68,13 +68,14 @@ def serve_rollouts(
         ConfigError: a plan that cannot be.
         ServerError: the name is served with another spec.
     """
-    from raysvc.actors.launch import NAMESPACE, start_server, wait_for
+    from raysvc.actors.launch import start_server, wait_for
     from raysvc.actors.server.spec import RolloutSpec, ServeSpec
     from raysvc.api import ServerHandle
     from raysvc.build.serve_log import write_served
     from raysvc.cache.store.open import absolute
     from raysvc.cluster import connect, node_for
     from raysvc.plan.schedule import Schedule
+    from raysvc.team import ray_namespace
 
     choice(_ARGUMENT.format("on_bad_group"), on_bad_group, ("fill", "shrink"))
     filled = mapping(_ARGUMENT.format("defaults"), defaults or {})
@@ -105,7 +106,9 @@ def serve_rollouts(
     actor = start_server(spec, detached=detached, node_id=node_for(placement, run_dir))
     write_served(absolute(run_dir), spec)
     facts = wait_for(actor.describe.remote(), f"server {name!r} to start")
-    return ServerHandle(name, NAMESPACE, facts["num_rows"], Schedule.from_json(facts["schedule"]), actor)
+    return ServerHandle(
+        name, ray_namespace(), facts["num_rows"], Schedule.from_json(facts["schedule"]), actor
+    )
 
 
 def _plan(plan: Mapping[str, Any]) -> PlanConfig:

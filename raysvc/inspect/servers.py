@@ -1,7 +1,7 @@
 """The servers of a cluster, for display: list them, end one.
 
 Always true:
-- a server that a living trainer holds is not ended unless it is forced;
+- a server that a living trainer holds, or that another owner started, is not ended unless it is forced;
 - an actor that does not answer in time is listed all the same.
 """
 
@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 from raysvc.errors import ServerError
+from raysvc.team import refuse_foreign
 
 ANSWER_TIMEOUT_S = 5.0
 
@@ -47,7 +48,7 @@ def stop(name: str, *, force: bool = False) -> None:
     """End a server; its frontier stays in the run folder.
 
     Raises:
-        ServerError: no such server, or a living trainer holds it and `force` is False.
+        ServerError: no such server, or `force` is False and a living trainer holds it, or it is another owner's.
     """
     from raysvc.actors.launch import find_server, stop_server, wait_for
 
@@ -55,6 +56,7 @@ def stop(name: str, *, force: bool = False) -> None:
         facts = wait_for(
             find_server(name).stats.options(concurrency_group="control").remote(), f"server {name!r}"
         )
+        refuse_foreign(name, facts.get("owner", ""), "--force")
         for reader in facts["readers"].values():
             if reader["holder"] and reader["seen_s"] <= facts["lease_ttl_s"]:
                 what = f"has been held by {reader['holder']} for {reader['since_s']:.0f} s"
@@ -62,14 +64,17 @@ def stop(name: str, *, force: bool = False) -> None:
     stop_server(name)
 
 
-def restart(name: str) -> str:
+def restart(name: str, *, force: bool = False) -> str:
     """Have a server's process started again; returns the version of the package that runs now.
 
     Raises:
-        ServerError: no such server.
+        ServerError: no such server, or it is another owner's and `force` is False.
     """
-    from raysvc.actors.launch import restart_server
+    from raysvc.actors.launch import find_server, restart_server, wait_for
 
+    if not force:
+        stats = find_server(name).stats.options(concurrency_group="control").remote()
+        refuse_foreign(name, wait_for(stats, f"server {name!r}").get("owner", ""), "--force")
     return restart_server(name)
 
 
