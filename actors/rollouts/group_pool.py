@@ -121,6 +121,8 @@ class Pool:
         self._top = max(self.steps, default=-1)
         self._planned_ever = sum(map(len, self.steps.values()))
         through = gone.union(*self.steps.values())
+        for key in through:  # also one whose rows are lost: putting it again would train it twice
+            self.versions.setdefault(key, self.newest)
         self.ready = [group for group in self.ready if group.key not in through]
         self.waiting = {key: version for key, version in self.waiting.items() if key not in through}
         self.owners = {key: owner for key, owner in self.owners.items() if key in self.waiting}
