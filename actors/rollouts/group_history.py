@@ -116,10 +116,7 @@ class History:
         tables = [chunk.table for chunk in chunks]
         whole = tables[0] if len(tables) == 1 else pa.concat_tables(tables)
         name = self._spool.put(whole, chunks[0].folder)
-        start = 0
-        for chunk in chunks:
-            self._tables.written(chunk, name, start)
-            start += chunk.num_rows
+        self._tables.written(chunks, name)
 
     def _write_events(self, events: list[Event]) -> None:
         older, name = self._events, self._spool.write_events(events)
@@ -146,7 +143,7 @@ def restore(spool: Spool, pool: Pool, schema: Schema, tables: HeldTables) -> Res
             chunk = _read_table(spool, names[name], name, pool, schema, found)
             if chunk is not None:
                 tables.hold(chunk)
-                tables.written(chunk, name, 0)
+                tables.written([chunk], name)
     pool.versions.update(forgotten.groups)
     opened = {key for key, rows in found.groups.items() if not rows.closed}
     pool.owners = {key: owner for key, owner in pool.owners.items() if key in opened}

@@ -47,12 +47,18 @@ class HeldTables:
         gone = [chunk for chunk in (self._held if chunks is None else chunks) if chunk.name is not None]
         return sum(self._drop(chunk) for chunk in gone)
 
-    def written(self, chunk: Chunk, name: str, start: int) -> None:
-        """A chunk is on disk. When too many bytes are here it leaves memory: the newest is needed last."""
+    def written(self, chunks: Iterable[Chunk], name: str) -> None:
+        """Chunks are on disk, in one file, and all of them are known to be there at the same moment.
+
+        When too many bytes are here they leave memory: the newest are needed last.
+        """
+        start = 0
         with self._lock:
-            chunk.name, chunk.start = name, start
-            if self._nbytes > HELD_BYTES:
-                self._drop(chunk)
+            for chunk in chunks:
+                chunk.name, chunk.start = name, start
+                start += chunk.num_rows
+                if self._nbytes > HELD_BYTES:
+                    self._drop(chunk)
 
     def through(self, groups: Iterable[GroupRows]) -> None:
         """These groups were trained, or never will be."""

@@ -10,6 +10,7 @@ Always true:
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -60,7 +61,9 @@ class Rollouts:
         self.name, self._server, self._ttl_s = name, server, ttl_s
         self.owner = owner or new_holder()
         self._methods: dict[str, Any] = {}
-        self._stop: threading.Event | None = None  # ends the thread that renews
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._stop: threading.Event | None = None  # guarded by _lock; ends the thread that renews
 
     def put_groups(self, groups: Group | Sequence[Any], *, wait_s: float = 600.0) -> Put:
         """Put groups, all of them in one call: by value, or as ObjectRefs of groups or lists of them (which go straight
@@ -84,7 +87,7 @@ class Rollouts:
         batches = [*([_shared(table_of(values))] if values else []), *refs]
         if not batches:
             return Put(0, 0)
-        if any(not group.closed for group in values):
+        if refs or any(not group.closed for group in values):
             self._live()
         begin, pause_s = time.monotonic(), 0.01
         while (counts := self._call("put_groups", "put", *batches, owner=self.owner)) is None:
@@ -152,26 +155,40 @@ class Rollouts:
         return facts
 
     def close(self) -> None:
-        """Stop giving signs of life; what is reserved and not put comes back after `producer_ttl_s`."""
-        if self._stop is not None:
-            self._stop.set()
+        """Stop giving signs of life; what is reserved and not put comes back after `producer_ttl_s`.
+
+        The next reservation, or open group, gives them again.
+        """
+        with self._lock:
+            if self._stop is not None:
+                self._stop.set()
+                self._stop = None
 
     def _live(self) -> None:
         """Give signs of life from now on, until this object or its process is gone."""
-        if self._stop is not None:
-            return
-        self._stop = threading.Event()
-        weakref.finalize(self, self._stop.set)
-        args = (self._server, self.owner, self._ttl_s / 3, self._stop)
+        self._refuse_forked()
+        with self._lock:
+            if self._stop is not None:
+                return
+            self._stop = threading.Event()
+            weakref.finalize(self, self._stop.set)
+            args = (self._server, self.owner, self._ttl_s / 3, self._stop)
         threading.Thread(target=_renew, args=args, name=f"raysvc-producer-{self.name}", daemon=True).start()
 
     def _call(self, method: str, threads: str, *args: Any, **named: Any) -> Any:
         from raysvc.actors.launch import wait_for
 
+        self._refuse_forked()
         if method not in self._methods:  # making options costs as much as a call
             self._methods[method] = getattr(self._server, method).options(concurrency_group=threads)
         ref = self._methods[method].remote(*args, **named)
         return wait_for(ref, f"server {self.name!r}")
+
+    def _refuse_forked(self) -> None:
+        if os.getpid() != self._pid:
+            where = f"rollouts of server {self.name!r}"
+            what = f"were asked for by process {self._pid} and are used in {os.getpid()}, forked from it"
+            raise ServerError(where, what, f"call raysvc.rollouts({self.name!r}) in a process of its own")
 
 
 def _renew(server: Any, owner: str, period_s: float, stop: threading.Event) -> None:

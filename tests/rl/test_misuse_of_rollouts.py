@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -122,3 +124,38 @@ def test_the_trainer_of_rollouts_refuses_wrong_versions(producer: Any) -> None:
                 client.forget_below(wrong)
         with pytest.raises(StepOutOfOrder):
             client.forget_below(1)
+
+
+def test_a_producer_that_was_forked_is_refused_and_its_parent_goes_on(producer: Any) -> None:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            producer.reserve(["forked"])
+            said = "went on"
+        except BaseException as error:  # noqa: BLE001 - the parent looks at it
+            said = f"{type(error).__name__} {'forked' in str(error)}"
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reading, 1000).decode() == "ServerError True"
+    assert producer.stats()["reserved"] == 0
+
+
+def test_a_producer_that_was_closed_gives_signs_of_life_again_when_it_reserves(producer: Any) -> None:
+    def living() -> int:
+        return sum(each.name == "raysvc-producer-misused-rl" for each in threading.enumerate())
+
+    before = living()
+    each = [threading.Thread(target=producer.reserve, args=([f"at-once-{n}"],)) for n in range(8)]
+    for thread in each:
+        thread.start()
+    for thread in each:
+        thread.join()
+    assert living() == before + 1, "one thread, however many reserve at once"
+    producer.close()
+    producer.reserve(["again"])
+    assert producer._stop is not None
+    assert not producer._stop.is_set()
+    producer.release([*(f"at-once-{n}" for n in range(8)), "again"])
+    producer.close()
