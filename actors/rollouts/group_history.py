@@ -211,6 +211,10 @@ def _apply_snapshot(value: dict[str, Any], pool: Pool, schema: Schema, found: Re
     found.gone, found.dropped = set(map(_key, value["gone"])), set(map(_key, value["dropped"]))
     for key in map(_key, value["closed"]):
         _close(key, pool, schema, found)
+    place = {key: number for number, key in enumerate(map(_key, value.get("ready", ())))}
+    pool.ready.sort(
+        key=lambda group: place.get(group.key, -1)
+    )  # those that are not there are in a step, or gone
 
 
 def _read_table(

@@ -256,15 +256,17 @@ class Pool:
         """Slots of a step that hold a quarantined group."""
         return [slot for slot, key in enumerate(self.steps.get(step, ())) if key in self.quarantined]
 
-    def forget_below(self, step: int) -> list[Key]:
-        """Let go of the steps below `step`; returns their groups."""
+    def groups_below(self, step: int) -> list[Key]:
+        """Groups of the steps below `step`."""
+        return [key for number in range(self.kept_from, step) for key in self.steps.get(number, ())]
+
+    def forget_below(self, step: int) -> None:
+        """Let go of the steps below `step`."""
         old = [number for number in range(self.kept_from, step) if number in self.steps]
         self.kept_from = max(self.kept_from, step)
         base = max((number for number, (at, _) in enumerate(self.told) if at <= self.kept_from), default=0)
         self.told = self.told[base:]
-        gone = [key for number in old for key in self.steps.pop(number)]
-        self._planned_ever -= len(gone)
-        return gone
+        self._planned_ever -= sum(len(self.steps.pop(number)) for number in old)
 
     def planned(self, frontier: int) -> int:
         """Groups of steps that are formed and not committed."""

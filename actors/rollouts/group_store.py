@@ -73,6 +73,7 @@ class GroupStore:
         self._trained_below = 0  # of the steps from here on, tables are in memory
         self._step_tickets: dict[int, int] = {}  # of steps whose record may not be on disk yet
         self._history = History(spool, self._tables, restored.events, self._snapshot)
+        self._forgetting = threading.Lock()  # one thread at a time forgets
         self._schema_lock = threading.Lock()  # held while the first put fixes the schema
         self._through(self._gone)
         self.pool.leases = dict.fromkeys(self._producers(), now_s() + producer_ttl_s)
@@ -266,17 +267,22 @@ class GroupStore:
     def forget_below(self, step: int) -> int:
         """Give up the steps below `step` for good; returns how many files went."""
         self._history.wait(self._history.last)
-        with self.changed:
-            is_new = step > self.pool.kept_from
-            gone = set(self.pool.forget_below(step)) - self.forgotten
-            files = self._files_through()
-            gone |= {key for key, rows in self._groups.items() if _in(rows, files)} - self.forgotten
-            versions = {key: self.pool.versions[key] for key in sorted(gone)}
-        if is_new:
-            self._spool.forget(Forgotten(step, versions, files))
+        with self._forgetting:
             with self.changed:
-                self._forget(gone, files)
-        return self._spool.remove_forgotten()
+                is_new = step > self.pool.kept_from
+                files = self._files_through(step)
+                gone = {*self.pool.groups_below(step)}
+                gone |= {key for key, rows in self._groups.items() if _in(rows, files)}
+                gone -= self.forgotten
+                versions = {key: self.pool.versions[key] for key in sorted(gone)}
+            if is_new:
+                self._spool.forget(
+                    Forgotten(step, versions, files)
+                )  # nothing is forgotten before it is on disk
+                with self.changed:
+                    self.pool.forget_below(step)
+                    self._forget(gone, files)
+            return self._spool.remove_forgotten()
 
     @property
     def holds_tables(self) -> bool:
@@ -388,9 +394,9 @@ class GroupStore:
         rows = (self._groups.get(key) for key in keys)
         return {chunk for group in rows if group is not None for chunk in group.chunks}
 
-    def _files_through(self) -> dict[str, int]:
-        """Files of which no group is needed any more: name -> rows that count."""
-        needed = {chunk.name for chunk in self._needed(self.pool.steps)}
+    def _files_through(self, kept_from: int) -> dict[str, int]:
+        """Files of which no group is needed from this step on: name -> rows that count."""
+        needed = {chunk.name for chunk in self._needed(step for step in self.pool.steps if step >= kept_from)}
         rows: dict[str, int] = {}
         for chunk in {chunk for group in self._groups.values() for chunk in group.chunks}:
             if chunk.name is not None and chunk.name not in needed:
@@ -414,7 +420,7 @@ class GroupStore:
             "snapshot": {
                 "told": pool.told, "newest": pool.newest, "timelines": pool.timelines, "reached": pool.reached,
                 "evicted": pool.evicted, "gone": sorted(self._gone), "dropped": sorted(self.dropped),
-                "closed": sorted(self._closed),
+                "closed": sorted(self._closed), "ready": [group.key for group in pool.ready],
                 "quarantined": [[*key, reason] for key, reason in pool.quarantined.items()],
                 "reserved": pool.reserved, "owners": [[*key, owner] for key, owner in pool.owners.items()],
             }

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raysvc.actors.rollouts.group_commit import GroupCommit
+from raysvc.actors.rollouts.group_log import Spool
 from raysvc.actors.rollouts.rollout_stream import RolloutStream
 from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.spec import RolloutSpec
@@ -459,3 +460,40 @@ def test_a_table_of_other_types_is_refused_at_the_put_and_steps_of_others_form(t
     put(rollouts, group(2))
     assert rollouts.form(0, 0)
     assert [len(mini) for mini in ids(rollouts, 0)] == [2, 2]
+
+
+def test_what_could_not_be_forgotten_is_still_known_and_never_trained_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollouts = stream(tmp_path, max_staleness=9)
+    put(rollouts, *(group(number) for number in range(10)))
+    for step in range(3):
+        assert rollouts.form(step, step)
+
+    def full(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Spool, "forget", full)
+        with pytest.raises(OSError, match="full"):
+            rollouts.forget_below(2)
+    assert rollouts.pool.kept_from == 0
+    rollouts.forget_below(3)
+    again = stream(tmp_path, max_staleness=9)
+    for one in (rollouts, again):
+        assert [ready.key[0] for ready in one.pool.ready] == ["g6", "g7", "g8", "g9"]
+        assert put(one, group(1)) == (0, 1)
+
+
+def test_a_group_that_was_closed_keeps_its_place_when_a_snapshot_replaced_the_record_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollouts = stream(tmp_path)
+    put(rollouts, group(0, closed=False))
+    rollouts.store.close([("g0", 0)])
+    put(rollouts, group(1))
+    monkeypatch.setattr("raysvc.actors.rollouts.group_history.SNAPSHOT_EVERY", 1)
+    rollouts.store.release(["nobody"])
+    again = stream(tmp_path)
+    for one in (rollouts, again):
+        assert [ready.key[0] for ready in one.pool.ready] == ["g0", "g1"]
