@@ -182,14 +182,24 @@ def _numbers(name: str, column: CarriedColumn, value: Any) -> Array:
         ) from None
     if raw.size and raw.dtype.kind not in KINDS[dtype.kind]:
         raise RowFault(f"carried column {name!r} is not {column.dtype}", f"it is {raw.dtype}")
-    if dtype == BF16:
-        return np.asarray(bf16_of(raw))
+    if dtype.kind in "fV":
+        return _floats(name, column, raw, dtype)
     if dtype.kind in "iu" and raw.size:
         limits = np.iinfo(dtype)
         if int(raw.min()) < limits.min or int(raw.max()) > limits.max:
             raise RowFault(f"carried column {name!r} is not {column.dtype}", f"{raw.min()} to {raw.max()}")
+    return raw.astype(dtype)
+
+
+def _floats(name: str, column: CarriedColumn, raw: Array, dtype: np.dtype[Any]) -> Array:
+    """Numbers of any kind in a type of floats: what it rounds is rounded, what it has no room for is refused."""
     with np.errstate(over="ignore"):
-        return raw.astype(dtype)
+        found: Array = bf16_of(raw) if dtype == BF16 else raw.astype(dtype)
+        seen = found["bfloat16"] & 0x7FFF == 0x7F80 if dtype == BF16 else np.isinf(found)
+    if seen.any() and np.any(beyond := seen & np.isfinite(raw)):
+        told = f"{np.broadcast_to(raw, beyond.shape)[beyond][0]} is beyond its range"
+        raise RowFault(f"carried column {name!r} is not {column.dtype}", told)
+    return found
 
 
 def _tokens_in(name: str, found: Array, column: CarriedColumn) -> int:
@@ -213,9 +223,9 @@ def _laid(name: str, column: CarriedColumn, found: Array, mask: npt.NDArray[np.b
         "response": (int(mask.sum()),),
     }
     wanted = counts[column.align]
-    if len(found) == 0 and wanted[-1] == 0:
+    if found.size == 0 and wanted[-1] == 0:
         found = found.reshape(0, *column.shape)
-    if found.shape[1:] != column.shape or len(found) not in wanted:
+    if found.shape[1:] != column.shape or found.shape[:1] not in [(count,) for count in wanted]:
         told = f"{found.shape} for {len(mask)} tokens, {int(mask.sum())} of them trained"
         raise RowFault(f"carried column {name!r} has another shape", told)
     if column.align == "this_token":

@@ -89,6 +89,11 @@ WRONG: list[tuple[dict[str, Any], Any, str]] = [
     ({"dtype": "float32", "shape": (2,)}, [1.0], "another shape"),
     ({"dtype": "string"}, 3, "no text"),
     ({"dtype": "bool"}, 3, "not bool"),
+    ({"dtype": "float32", "per": "token"}, 5, "another shape"),
+    ({"dtype": "float32", "per": "token"}, True, "another shape"),
+    ({"dtype": "float32"}, 1e300, "not float32"),
+    ({"dtype": "float16", "per": "token"}, [1, 70000, 2], "not float16"),
+    ({"dtype": "bfloat16", "shape": (2,)}, [0, -1e39], "not bfloat16"),
 ]
 
 
@@ -100,6 +105,14 @@ def test_a_value_that_does_not_fit_quarantines_its_row(
 ) -> None:
     with pytest.raises(RowFault, match=reason):
         written({"x": CarriedColumn(**column)}, {"x": value}, [1, 1, 1], 3)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "bfloat16"])
+def test_an_infinity_of_the_source_is_one_of_the_row(dtype: Any) -> None:
+    column = CarriedColumn(dtype=dtype, per="token")
+    infinity, bits = float("inf"), int(bf16_of([float("inf")])["bfloat16"][0])
+    expected = [bits, 0, bits | 0x8000] if dtype == "bfloat16" else [infinity, 0.0, -infinity]
+    assert written({"x": column}, {"x": [infinity, 0, -infinity]}, [1, 1, 1], 3)["x"] == expected
 
 
 def test_a_type_that_nobody_said_is_that_of_the_first_row() -> None:
