@@ -32,6 +32,7 @@ Format = Literal[
     "pretokenized",
     "prompt",
 ]
+PAIRED = ("preference", "kto")  # formats whose rows give two sequences that stay together
 TrainOn = Literal[
     "last_assistant_message",
     "all_assistant_messages",

@@ -2,7 +2,8 @@
 
 Axes: N rows, G groups.
 Always true:
-- a group is a row, or the rows that `train_on: each_assistant_turn` made of one conversation;
+- a group is a row, the rows that `train_on: each_assistant_turn` made of one conversation, or a pair;
+- the two rows of a pair (`preference`, `kto`) are on one rank and in one micro-batch;
 - a server and `raysvc plan` ask the same function, so they follow the same plan.
 """
 
@@ -14,7 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.job.config import PlanConfig
+from raysvc.errors import PlanError
+from raysvc.job.config import PAIRED, PlanConfig
 from raysvc.plan.groups import Groups
 from raysvc.plan.mixture import Mixture, MixtureSource, Stage
 from raysvc.plan.order import parse_shuffle
@@ -63,15 +65,31 @@ def plan_of_entries(
         order = config.seed, parse_shuffle(config.shuffle)
         mixture = Mixture(sources, tuple(Stage(*stage) for stage in stages), *order)
     keys = [one.key for one in entries]
-    return Plan(config, lengths, groups=_joined(entries, bounds), entry_keys=keys, mixture=mixture)
+    groups = _joined(entries, bounds, _are_pairs(entries))
+    return Plan(config, lengths, groups=groups, entry_keys=keys, mixture=mixture)
+
+
+def _are_pairs(entries: Sequence[Rows]) -> bool:
+    """Whether the rows are pairs.
+
+    Raises:
+        PlanError: some are, and some are not.
+    """
+    formats = {str(one.recipe.get("format")) for one in entries}
+    if len(formats) > 1 and formats & set(PAIRED):
+        what = f"rows of {', '.join(sorted(formats))} in one stream, and pairs need a loss of their own"
+        raise PlanError("mixture", what, "mix pairs of one format")
+    return bool(formats & set(PAIRED))
 
 
 def group_bounds(entry: Rows) -> Int64s | None:
     """First row of each group, and N, int64 [G + 1]; None: every row is its own group.
 
-    A conversation's rows lie together, and are known by their equal `source_row`.
+    The rows of a conversation, or of a pair, lie together, and are known by their equal `source_row`.
     """
-    if entry.recipe.get("train_on") != "each_assistant_turn" or entry.recipe.get("format") == "preference":
+    if entry.recipe.get("format") in PAIRED:
+        return np.arange(0, entry.num_rows + 1, 2, dtype=np.int64)
+    if entry.recipe.get("train_on") != "each_assistant_turn":
         return None
     source_rows = entry.row_values("source_row")
     firsts = np.flatnonzero(source_rows[1:] != source_rows[:-1]) + 1
@@ -83,7 +101,7 @@ def num_groups(entry: Rows, bounds: Int64s | None) -> int:
     return entry.num_rows if bounds is None else len(bounds) - 1
 
 
-def _joined(entries: Sequence[Rows], bounds: Sequence[Int64s | None]) -> Groups | None:
+def _joined(entries: Sequence[Rows], bounds: Sequence[Int64s | None], pairs: bool) -> Groups | None:
     """Groups over the rows of all entries, one entry after the other; None: every row is its own group."""
     if all(one is None for one in bounds):
         return None
@@ -92,7 +110,7 @@ def _joined(entries: Sequence[Rows], bounds: Sequence[Int64s | None]) -> Groups 
     for entry, its in zip(entries, bounds, strict=True):
         firsts.append((np.arange(entry.num_rows) if its is None else its[:-1]) + offset)
         offset += entry.num_rows
-    return Groups.of_runs(np.concatenate([*firsts, [offset]]).astype(np.int64))
+    return Groups.of_runs(np.concatenate([*firsts, [offset]]).astype(np.int64), pairs)
 
 
 def eval_plan(config: PlanConfig, batch_size: int) -> PlanConfig:

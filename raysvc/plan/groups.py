@@ -31,6 +31,7 @@ class Groups:
         rows: int64 [N], row numbers, group after group; None: they lie in this order already.
         bounds: int64 [G + 1], where each group begins in `rows`; None: group g is row g.
         digest: sha256 of the uids or bounds, "" when every row is its own group.
+        are_pairs: the two rows of a group share a micro-batch; one that lost its other is left out.
     """
 
     num_rows: int
@@ -38,6 +39,7 @@ class Groups:
     rows: Int64s | None = None
     bounds: Int64s | None = None
     digest: str = ""
+    are_pairs: bool = False
 
     @classmethod
     def singles(cls, num_rows: int) -> Groups:
@@ -68,14 +70,15 @@ class Groups:
         )
 
     @classmethod
-    def of_runs(cls, bounds: Int64s) -> Groups:
+    def of_runs(cls, bounds: Int64s, are_pairs: bool = False) -> Groups:
         """Groups of rows that lie one after the other.
 
         Args:
             bounds: int64 [G + 1], the first row of each group, and N.
+            are_pairs: every group has two rows, which belong together.
         """
         digest = hashlib.sha256(bounds.astype("<i8").tobytes()).hexdigest()
-        return cls(int(bounds[-1]), len(bounds) - 1, bounds=bounds, digest=digest)
+        return cls(int(bounds[-1]), len(bounds) - 1, bounds=bounds, digest=digest, are_pairs=are_pairs)
 
     def rows_of(self, groups: Int64s) -> tuple[Int64s, npt.NDArray[np.int32]]:
         """Rows of `groups` [P], group after group: numbers int64 [n], and index into `groups` int32 [n]."""

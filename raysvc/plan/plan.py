@@ -31,7 +31,7 @@ from raysvc.plan.groups import Groups
 from raysvc.plan.mixture import Mixture
 from raysvc.plan.order import Order, parse_shuffle
 from raysvc.plan.pack import aligned
-from raysvc.plan.rank_plan import RankPlan, Rules, deal, deal_windows
+from raysvc.plan.rank_plan import RankPlan, Rules, deal, deal_pairs, deal_windows, pair_cells
 from raysvc.plan.row_pieces import Pieces
 from raysvc.plan.schedule import Schedule
 from raysvc.plan.windows import Windows
@@ -95,9 +95,11 @@ class Plan:
         entry_keys: Sequence[str] = (),
         mixture: Mixture | None = None,
     ) -> None:
-        config = with_capacity(config, lengths)
         if groups is None:
             groups = Groups.singles(len(lengths)) if uids is None else Groups.of_uids(uids)
+        needs = pair_cells(lengths, _rules(config)) if groups.are_pairs else lengths
+        config = with_capacity(config, needs)
+        _refuse_oversize(config, needs, "pair" if groups.are_pairs else "row")
         _refuse_contradictions(config, lengths, groups, mixture)
         self.config, self.lengths, self.groups = config, lengths, groups
         self.windows = (
@@ -173,7 +175,7 @@ class Plan:
     def _mini_batch(self, groups: npt.NDArray[np.int64], dp_size: int) -> MiniBatchPlan:
         pieces = self._pieces(groups)
         if self.windows is None:
-            ranks = deal(pieces.lengths, dp_size, self.rules)
+            ranks = (deal_pairs if self.groups.are_pairs else deal)(pieces.lengths, dp_size, self.rules)
         else:
             ranks = deal_windows(pieces.group_index, dp_size, self._windows_per_micro_batch())
         return MiniBatchPlan(**vars(pieces), ranks=ranks)
@@ -184,7 +186,19 @@ class Plan:
         row_ids, group_index = self.groups.rows_of(groups)
         lengths = np.asarray(self.lengths[row_ids], np.int32)
         pieces = Pieces(row_ids, np.zeros(len(row_ids), np.int32), lengths, group_index)
-        return pieces.without(self._skip).within(self.rules.tokens, self.config.oversize)
+        pieces = pieces.without(self._skip)
+        if not self.groups.are_pairs:
+            return pieces.within(self.rules.tokens, self.config.oversize)
+        pieces = pieces.whole_pairs()
+        if self.rules.tokens is None:
+            return pieces
+        over = np.repeat(pair_cells(pieces.lengths, self.rules) > self.rules.tokens, 2)
+        half = self.rules.tokens // 2 // self._step_of_widths * self._step_of_widths
+        return pieces.without_over(over, half, self.config.oversize)
+
+    @property
+    def _step_of_widths(self) -> int:
+        return self.rules.align if self.rules.layout == "packed" else self.rules.pad_to_multiple
 
     def _windows_per_micro_batch(self) -> int:
         if self.rules.rows is not None or self.rules.tokens is None:
@@ -231,6 +245,9 @@ def _refuse_contradictions(
     if config.skip_rows and not 0 <= min(config.skip_rows) <= max(config.skip_rows) < len(lengths):
         row = next(row for row in config.skip_rows if not 0 <= row < len(lengths))
         raise PlanError("plan.skip_rows", f"{row} must be in [0, {len(lengths)})", "remove it")
+
+
+def _refuse_oversize(config: PlanConfig, lengths: npt.NDArray[np.integer[Any]], what: str) -> None:
     budget = config.micro_batch_tokens
     if budget is None or config.oversize != "error" or config.layout == "stream" or not len(lengths):
         return
@@ -238,7 +255,7 @@ def _refuse_contradictions(
     if lengths[row] > budget:
         raise PlanError(
             "plan.micro_batch_tokens",
-            f"{int((lengths > budget).sum())} rows are over its {budget} tokens (row {row} has {lengths[row]})",
+            f"{int((lengths > budget).sum())} {what}s are over its {budget} tokens ({what} {row} has {lengths[row]})",
             "raise it, or set plan.oversize to truncate, drop or alone",
         )
 

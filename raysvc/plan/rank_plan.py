@@ -14,14 +14,16 @@ Always true:
 - a dummy (-1) fills a micro-batch that has no row, or, with a fixed number of rows, evens out the ranks:
   fewer than R of them then;
 - a micro-batch keeps to the token budget, except for a row that is over it by itself;
+- the two rows of a pair are neighbours in one micro-batch (`deal_pairs`);
 - micro-batches come costliest first, and the i-th ones of all ranks cost about the same (`balance`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +73,44 @@ class RankPlan:
     rows: npt.NDArray[np.int32]
     lines: npt.NDArray[np.int32]
     micro_batches: tuple[tuple[int, int], ...]
+
+
+def deal_pairs(lengths: npt.NDArray[np.int32], dp_size: int, rules: Rules) -> tuple[RankPlan, ...]:
+    """The plan of each rank for rows that come two by two (int32 [2 P]); the two share a micro-batch, first before second.
+
+    Pairs are dealt as rows are: in a pack one needs the room of both, elsewhere two lines as wide as the wider one. A
+    dummy is a pair too.
+    """
+    sizes = lengths.astype(np.int64).reshape(-1, 2)
+    if rules.layout == "packed":
+        needs = aligned(sizes, rules.align).sum(axis=1)
+        of_pairs = replace(rules, align=1)
+    else:
+        needs = sizes.max(axis=1, initial=0)
+        of_pairs = replace(
+            rules,
+            rows=None if rules.rows is None else max(1, rules.rows // 2),
+            tokens=None if rules.tokens is None else rules.tokens // 2,
+        )
+    return tuple(_of_rows(plan, rules.layout) for plan in deal(needs.astype(np.int32), dp_size, of_pairs))
+
+
+def pair_cells(lengths: npt.NDArray[np.integer[Any]], rules: Rules) -> npt.NDArray[np.int64]:
+    """int64 [P], cells of a micro-batch that each pair of rows (int [2 P]) takes."""
+    sizes = lengths.astype(np.int64).reshape(-1, 2)
+    if rules.layout == "packed":
+        return np.asarray(aligned(sizes, rules.align).sum(axis=1))
+    return np.asarray(2 * aligned(sizes.max(axis=1, initial=0), rules.pad_to_multiple))
+
+
+def _of_rows(pairs: RankPlan, layout: Layout) -> RankPlan:
+    """The plan of the rows of a plan of pairs."""
+    real = pairs.rows[:, None] != DUMMY
+    rows = np.where(real, 2 * pairs.rows[:, None] + np.array([0, 1]), DUMMY).astype(np.int32).reshape(-1)
+    if layout == "packed":
+        return RankPlan(rows, 2 * pairs.lines, pairs.micro_batches)
+    micro_batches = tuple((2 * start, 2 * stop) for start, stop in pairs.micro_batches)
+    return RankPlan(rows, np.arange(len(rows) + 1, dtype=np.int32), micro_batches)
 
 
 def deal(lengths: npt.NDArray[np.int32], dp_size: int, rules: Rules) -> tuple[RankPlan, ...]:

@@ -54,13 +54,27 @@ class Pieces:
             return self
         return replace(self._kept(~found), num_skipped=int(found.sum()))
 
+    def whole_pairs(self) -> Pieces:
+        """Leave out a row whose other one is left out."""
+        alone = np.bincount(self.group_index)[self.group_index] != 2
+        if not alone.any():
+            return self
+        return replace(self._kept(~alone), num_skipped=self.num_skipped + int(alone.sum()))
+
     def within(self, budget: int | None, oversize: Oversize) -> Pieces:
         """Apply the policy for rows over `budget` tokens; None: no limit."""
-        if budget is None or not (over := self.lengths > budget).any():
+        if budget is None:
+            return self
+        return self.without_over(self.lengths > budget, budget, oversize)
+
+    def without_over(self, over: npt.NDArray[np.bool_], limit: int, oversize: Oversize) -> Pieces:
+        """Apply the policy for the rows that are `over` [N]; `limit` is what truncation leaves of one."""
+        if not over.any():
             return self
         count = int(over.sum())
         if oversize == "truncate":
-            return replace(self, lengths=np.minimum(self.lengths, np.int32(budget)), num_truncated=count)
+            cut = np.where(over, np.minimum(self.lengths, np.int32(limit)), self.lengths)
+            return replace(self, lengths=cut, num_truncated=int((cut < self.lengths).sum()))
         if oversize == "drop":
             return replace(self._kept(~over), num_dropped=count)
         return replace(self, num_alone=count)

@@ -22,9 +22,10 @@ from raysvc.chat.render.turn_memory import TurnMemory
 from raysvc.chat.render.turn_spans import ALL_EMPTY, TurnFinder
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.sequence import CLOSED_TURN, FREE, OPEN_TURN, Sequence
-from raysvc.chat.source.formats import PAIRED, ChatExample, Example, Format, TextExample, TokensExample
+from raysvc.chat.source.formats import ChatExample, Example, Format, TextExample, TokensExample
 from raysvc.chat.text_batch import Batch
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
+from raysvc.job.config import PAIRED
 
 
 class Renderer:

@@ -52,7 +52,6 @@ BESIDE: dict[str, tuple[str, ...]] = {  # what a format uses where it is there
     "text": (),
     "prompt": ("tools", "system"),
 }
-PAIRED = ("preference", "kto")  # formats whose rows give two sequences that stay together
 KTO = ("label", "kto_tag")
 MEDIA = ("images", "image", "videos", "video", "audios", "audio", "pixel_values")
 PAIR = ("chosen", "rejected", "chosen_messages", "rejected_messages")
