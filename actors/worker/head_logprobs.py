@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+GATHERED = 32  # targets whose entries are gathered at once: 8 MB at 64 entries and a width of 1024
 TARGETS, ENTRIES = 256, 2048  # of a tile: 2 MB of logits, what a core's second cache holds
 
 
@@ -72,6 +73,46 @@ class _HeadLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is 
         grad_rows_TD.mul_(factor_T1).addcmul_(grad_logprobs_T[:, None], weight_VD[labels_T])
         grad_weight_VD.index_add_(0, labels_T, grad_logprobs_T[:, None] * rows_TD)
         return grad_rows_TD, grad_weight_VD, None, None
+
+
+def head_top_k(rows_TD: torch.Tensor, weight_VD: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
+    """[T, K] log-probabilities of some entries of each target; float32 on the CPU, no [T, V] at any time."""
+    picked_TK, lse_T = _HeadTopK.apply(rows_TD, weight_VD, ids_TK)
+    return picked_TK - lse_T[:, None]
+
+
+class _HeadTopK(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to the type checker
+    """Logits of the entries, gathered, and the log-sum-exp of all, tile by tile."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_TD: torch.Tensor, weight_VD: torch.Tensor, ids_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        lse_T = rows_TD.new_full((len(rows_TD),), -torch.inf)
+        for part, entries, logits_PW in _tiles(rows_TD, weight_VD):
+            torch.mm(rows_TD[part], weight_VD[entries].T, out=logits_PW)
+            lse_T[part] = torch.logaddexp(lse_T[part], _log_sum_exp_(logits_PW))
+        picked_TK = rows_TD.new_empty(ids_TK.shape)
+        for part in _pieces(len(rows_TD), GATHERED):
+            picked_TK[part] = torch.einsum("pd,pkd->pk", rows_TD[part], weight_VD[ids_TK[part]])
+        ctx.save_for_backward(rows_TD, weight_VD, ids_TK, lse_T)
+        return picked_TK, lse_T
+
+    @staticmethod
+    def backward(ctx: Any, grad_picked_TK: torch.Tensor, grad_lse_T: torch.Tensor) -> tuple[Any, ...]:
+        rows_TD, weight_VD, ids_TK, lse_T = ctx.saved_tensors
+        grad_rows_TD, grad_weight_VD = torch.zeros_like(rows_TD), torch.zeros_like(weight_VD)
+        for part, entries, tile_PW in _tiles(rows_TD, weight_VD):
+            _logprobs(rows_TD[part], weight_VD[entries], lse_T[part], tile_PW)
+            tile_PW.exp_().mul_(grad_lse_T[part, None])
+            grad_rows_TD[part].addmm_(tile_PW, weight_VD[entries])
+            grad_weight_VD[entries].addmm_(tile_PW.T, rows_TD[part])
+        for part in _pieces(len(rows_TD), GATHERED):
+            grad_PK, ids_PK = grad_picked_TK[part], ids_TK[part]
+            grad_rows_TD[part] += torch.einsum("pk,pkd->pd", grad_PK, weight_VD[ids_PK])
+            share_PKD = grad_PK[:, :, None] * rows_TD[part][:, None]
+            grad_weight_VD.index_add_(0, ids_PK.flatten(), share_PKD.flatten(0, 1))
+        return grad_rows_TD, grad_weight_VD, None
 
 
 def _tiles(rows_TD: torch.Tensor, weight_VD: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor]]:

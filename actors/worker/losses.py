@@ -9,6 +9,8 @@ log-probability now less `old_logprobs`, d_t `ref_logprobs` less the log-probabi
     PolicyLoss   l_t = -min(e^r A, clip(e^r, 1 - low, 1 + high) A), for A < 0 at most -c A   (PPO, arXiv:1707.06347;
                        c: dual clip, arXiv:1912.09729) + kl_coef KL_t - entropy_coef H_t
                  KL_t by `k1` -d, `k2` d^2 / 2, `k3` e^d - d - 1 (joschu.net/blog/kl-approx.html; GRPO takes k3)
+    DistillLoss  l_t = T^2 sum_k q_k (log q_k - log p_k) over the teacher's entries, q its probabilities at temperature T,
+                       made to sum to 1 over them, p those of the model at T over its whole vocabulary
     ValueLoss    l_t = (v - returns)^2 / 2, with `clip` the larger of that and of v held within `clip` of `old_values`
 
 Always true:
@@ -40,6 +42,7 @@ class Targets:
         logprobs: of the labels; None for a critic.
         entropy: of the distribution, where the loss asked for it.
         values: of a critic.
+        top_k: [T, K] log-probabilities of the entries in `teacher_ids`, at the temperature of the loss.
     """
 
     weights: torch.Tensor
@@ -47,6 +50,7 @@ class Targets:
     logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    top_k: torch.Tensor | None = None
 
 
 class LossSum(NamedTuple):
@@ -188,6 +192,54 @@ class ValueLoss:
             error = torch.maximum(error, (held - returns) ** 2)
         metrics = {"value_mean": (values * weights).sum().detach()}
         return LossSum((0.5 * error * weights).sum(), metrics)
+
+
+@dataclass(frozen=True)
+class DistillLoss:
+    """Forward KL from the K likeliest entries of a teacher.
+
+    Of a target, `teacher_ids` [K] are the entries, -1 where there are fewer, and `teacher_logprobs` [K] their
+    log-probabilities at temperature 1; whichever teacher a row has, they are its own.
+
+    Attributes:
+        temperature: T, of both.
+        temperature_column: a per-row column with T instead.
+        weight_column: a per-row column with a factor of the row's loss.
+    """
+
+    temperature: float = 1.0
+    temperature_column: str | None = None
+    weight_column: str | None = None
+    needs_entropy: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that it needs; those per row are spread over the targets."""
+        extra = [name for name in (self.temperature_column, self.weight_column) if name]
+        return ("teacher_ids", "teacher_logprobs", *extra)
+
+    def temperatures(self, columns: Mapping[str, torch.Tensor]) -> torch.Tensor | float:
+        """[T], or one for all."""
+        return self.temperature if self.temperature_column is None else columns[self.temperature_column]
+
+    def __call__(self, targets: Targets) -> LossSum:
+        import torch
+
+        assert targets.top_k is not None
+        there = targets.columns["teacher_ids"] >= 0
+        temperatures = torch.as_tensor(self.temperatures(targets.columns)).to(targets.top_k)
+        scale = temperatures.expand(len(there))
+        teacher = targets.columns["teacher_logprobs"].to(targets.top_k.dtype) / scale[:, None]
+        teacher = teacher.masked_fill(~there, -torch.inf).log_softmax(-1)
+        # no entry at all: no loss, and no NaN in the backward pass
+        known = there.any(-1)
+        teacher = torch.where(there, teacher, 0.0)
+        share = torch.where(there & known[:, None], teacher.exp(), 0.0)
+        losses = scale**2 * (share * (teacher - torch.where(there, targets.top_k, 0.0))).sum(-1)
+        weights = targets.weights
+        if self.weight_column is not None:
+            weights = weights * targets.columns[self.weight_column]
+        return LossSum((losses * weights).sum(), {"teacher_targets": (known * weights).sum().detach()})
 
 
 def kl_estimate(log_ratio_T: torch.Tensor, kind: str) -> torch.Tensor:

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from raysvc.actors.worker.head_logprobs import head_logprobs
-from raysvc.actors.worker.losses import Loss, LossSum, Targets
+from raysvc.actors.worker.head_logprobs import head_logprobs, head_top_k
+from raysvc.actors.worker.losses import DistillLoss, Loss, LossSum, Targets
+from raysvc.actors.worker.row_losses import RowLoss, Rows
 from raysvc.collate.columns import IGNORED
 
 # float32 logits held at once: on a CPU what malloc keeps and reuses, on a GPU what makes large matrices
@@ -50,12 +51,19 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
         labels_BL: torch.Tensor,
         weights_BL: torch.Tensor,
         columns_BL: Mapping[str, torch.Tensor],
-        loss: Loss | None,
+        loss: Loss | RowLoss | None,
+        rows: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """With a loss: its total and metrics. Without: a zero, and numbers per token [B, L], 0 where no target is.
 
-        Labels, weights and columns lie at their own token; a label of -100 is no target.
+        Labels, weights and columns lie at their own token; a label of -100 is no target. A loss of rows gets `rows`:
+        `row_BL`, the row of each cell, `last_S`, the flat cell of each row's last token, `weights_S`, and what else it
+        needs per row.
         """
+        if rows is not None:
+            assert isinstance(loss, RowLoss)
+            return self._loss_of_rows(loss, inputs, labels_BL, columns_BL, rows)
+        assert not isinstance(loss, RowLoss)
         rows_TD, head = self._rows(inputs)
         labels_T = labels_BL[:, 1:].flatten()
         (targets,) = torch.nonzero(labels_T != IGNORED, as_tuple=True)
@@ -68,7 +76,7 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
         zero = rows_TD.sum() * 0.0 + head(rows_TD[:1]).sum() * 0.0
         if loss is None:
             return zero, self._per_token(rows_TD, head, labels_BL, pieces)
-        columns = {name: columns_BL[name][:, 1:].flatten() for name in loss.columns}
+        columns = {name: columns_BL[name][:, 1:].flatten(0, 1) for name in loss.columns}
         weights_T = weights_BL[:, 1:].flatten()
         total: torch.Tensor = zero.to(weights_T.dtype)
         metrics: dict[str, torch.Tensor] = {}
@@ -91,11 +99,65 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
         columns_BL: Mapping[str, torch.Tensor],
         targets: torch.Tensor,
     ) -> LossSum:
-        flat = {name: columns_BL[name][:, 1:].flatten()[targets] for name in loss.columns}
+        flat = {name: columns_BL[name][:, 1:].flatten(0, 1)[targets] for name in loss.columns}
         labels_T, weights_T = labels_BL[:, 1:].flatten()[targets], weights_BL[:, 1:].flatten()[targets]
+        if isinstance(loss, DistillLoss):
+            scaled_TD = rows_TD[targets] / _column_of(loss.temperatures(flat))
+            top_k = head_top_k(scaled_TD, weight_VD, flat["teacher_ids"].long().clamp(min=0))
+            found = loss(Targets(weights_T, flat, top_k=top_k))
+            return LossSum((rows_TD.sum() * 0.0).to(weights_T.dtype) + found.total, found.metrics)
         logprobs_T, entropy_T = head_logprobs(rows_TD[targets], weight_VD, labels_T, loss.needs_entropy)
         found = loss(Targets(weights_T, flat, logprobs_T, entropy_T))
         return LossSum((rows_TD.sum() * 0.0).to(weights_T.dtype) + found.total, found.metrics)
+
+    def _loss_of_rows(
+        self,
+        loss: RowLoss,
+        inputs: Mapping[str, torch.Tensor],
+        labels_BL: torch.Tensor,
+        columns_BL: Mapping[str, torch.Tensor],
+        rows: Mapping[str, torch.Tensor],
+    ) -> LossSum:
+        others = {
+            name: value for name, value in rows.items() if name not in ("row_BL", "last_S", "weights_S")
+        }
+        weights_S = rows["weights_S"]
+        if loss.of_values:
+            hidden_BLD = self.lm.base_model(**inputs, use_cache=False).last_hidden_state
+            values_S = self.lm.score(hidden_BLD.flatten(0, 1)[rows["last_S"]]).squeeze(-1)
+            with torch.autocast(values_S.device.type, enabled=False):
+                values_S = values_S.float() if values_S.dtype in (torch.bfloat16, torch.float16) else values_S
+                return loss.of_rows(Rows(weights_S, torch.ones_like(weights_S), others, values=values_S))
+        rows_TD, head = self._rows(inputs)
+        labels_T, row_T = labels_BL[:, 1:].flatten(), rows["row_BL"][:, 1:].flatten()
+        (targets,) = torch.nonzero(labels_T != IGNORED, as_tuple=True)
+        zero = rows_TD.sum() * 0.0 + head(rows_TD[:1]).sum() * 0.0
+        parts = [zero.reshape(1)[:0]]
+        if len(targets) and _is_large(head, rows_TD):
+            parts.append(head_logprobs(rows_TD[targets], head.weight, labels_T[targets], False)[0])
+        else:
+            for some in targets.split(self.at_once) if len(targets) else ():
+                parts.append(
+                    checkpoint(self._label_logprobs, head, rows_TD[some], labels_T[some], use_reentrant=False)
+                )
+        logprobs_T = torch.cat(parts)
+
+        def sums(values_T: torch.Tensor) -> torch.Tensor:
+            out = values_T.new_zeros(len(weights_S))
+            return out.index_add(0, row_T[targets], values_T)
+
+        for name in loss.columns:
+            others[name] = sums(columns_BL[name][:, 1:].flatten()[targets].to(logprobs_T.dtype))
+        counts_S = sums(torch.ones_like(logprobs_T))
+        found = loss.of_rows(Rows(weights_S, counts_S, others, sums(logprobs_T), shared={**others}))
+        return LossSum(zero.to(found.total.dtype) + found.total, found.metrics)
+
+    def _label_logprobs(
+        self, head: torch.nn.Module, rows_TD: torch.Tensor, labels_T: torch.Tensor
+    ) -> torch.Tensor:
+        targets = self._targets(head, rows_TD, labels_T, labels_T, {}, entropy=False)
+        assert targets.logprobs is not None
+        return targets.logprobs
 
     def _rows(self, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.nn.Module]:
         """[T, D] what the head makes a target of, at the token before it; and the head."""
@@ -115,6 +177,8 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
         weights_T: torch.Tensor,
         columns: Mapping[str, torch.Tensor],
     ) -> LossSum:
+        if isinstance(loss, DistillLoss):
+            return loss(Targets(weights_T, columns, top_k=_dense_top_k(head(rows_TD), loss, columns)))
         return loss(self._targets(head, rows_TD, labels_T, weights_T, columns, loss.needs_entropy))
 
     def _targets(
@@ -155,6 +219,22 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
             name: torch.nn.functional.pad(values.view(lines, width - 1), (1, 0))
             for name, values in out.items()
         }
+
+
+def _dense_top_k(
+    logits_TV: torch.Tensor, loss: DistillLoss, columns: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """[T, K] of the few targets of a piece, whose logits are there anyway."""
+    with torch.autocast(logits_TV.device.type, enabled=False):
+        low = logits_TV.dtype in (torch.bfloat16, torch.float16)
+        scaled_TV = (logits_TV.float() if low else logits_TV) / _column_of(loss.temperatures(columns))
+        picked_TK = scaled_TV.gather(-1, columns["teacher_ids"].long().clamp(min=0))
+        return picked_TK - scaled_TV.logsumexp(-1, keepdim=True)
+
+
+def _column_of(values: torch.Tensor | float) -> torch.Tensor | float:
+    """[T, 1] of [T]."""
+    return values[:, None] if isinstance(values, torch.Tensor) else values
 
 
 def _is_large(head: torch.nn.Module, rows_TD: torch.Tensor) -> bool:

@@ -19,9 +19,19 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from raysvc.actors.staging.staging import StagingOptions
-from raysvc.actors.worker.losses import ROW_INDEX, ROW_NLL, Loss, LossSum, SftLoss, ValueLoss
+from raysvc.actors.worker.losses import ROW_INDEX, ROW_NLL, DistillLoss, Loss, LossSum, SftLoss, ValueLoss
 from raysvc.actors.worker.lr_schedule import LearningRate
+from raysvc.actors.worker.results import Metrics
+from raysvc.actors.worker.row_losses import (
+    MISMATCHED,
+    KtoLoss,
+    PairLoss,
+    RewardLoss,
+    RowLoss,
+)
 from raysvc.actors.worker.worker import Worker
+from raysvc.collate.row_values import RowValues
+from raysvc.collate.shard import Shard
 from raysvc.job.config import Reduction
 
 if TYPE_CHECKING:
@@ -40,6 +50,7 @@ class ModelSpec(BaseModel):
         max_grad_norm: None: no clipping.
         loss: which mean over a mini-batch.
         loss_constant: tokens that `constant` divides every row by.
+        own_loss: what is trained where a call names no loss; None: `SftLoss`, of a critic `ValueLoss`.
         role: `policy` and `critic` are trained, a `reference` runs forward only.
         strategy: what holds the weights on several ranks: a copy each (`ddp`) or a share each (`fsdp`, FSDP2).
         precision: `bf16`: float32 weights, bfloat16 forward and backward.
@@ -56,6 +67,7 @@ class ModelSpec(BaseModel):
     loss: Reduction
     seed: int
     loss_constant: float | None = None
+    own_loss: PairLoss | KtoLoss | RewardLoss | DistillLoss | None = None
     role: Literal["policy", "critic", "reference"] = "policy"
     strategy: Literal["ddp", "fsdp"] = "ddp"
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -97,7 +109,10 @@ class CausalLMWorker(Worker):
         )
         self.max_grad_norm = self.spec.max_grad_norm
         self.learning_rate = self.spec.schedule
-        self._own_loss: Loss | None = ValueLoss() if self.spec.role == "critic" else None
+        self._own_loss: Loss | RowLoss | None = self.spec.own_loss or (
+            ValueLoss() if self.spec.role == "critic" else None
+        )
+        self._shared: dict[str, torch.Tensor] = {}  # numbers of the mini-batch that is trained
 
     def build(self) -> None:
         import torch
@@ -128,14 +143,17 @@ class CausalLMWorker(Worker):
         )  # not in the dtype of its files: bfloat16 weights lose small updates
         return model
 
-    def micro_loss(self, tensors: dict[str, torch.Tensor], layout: str, loss: Loss | None) -> LossSum:
+    def micro_loss(
+        self, tensors: dict[str, torch.Tensor], layout: str, loss: Loss | RowLoss | None
+    ) -> LossSum:
         """Weighted sum of the losses of one micro-batch."""
         known: dict[str, torch.Tensor] = {}
-        loss = loss or self._own_loss
+        loss = self._own_loss if loss is None else loss
         if loss is None:
             tensors = {**tensors, ROW_INDEX: row_index(tensors)}
             loss = SftLoss(num_rows=len(tensors["seq_lengths"]))
             known = {ROW_NLL: tensors["loss_weights"].new_zeros(loss.num_rows)}  # where no row has a target
+        rows = rows_of(tensors, loss.row_columns) | self._shared if isinstance(loss, RowLoss) else None
         with self._precision():
             total, metrics = self.model(
                 _inputs(tensors, layout),
@@ -143,8 +161,32 @@ class CausalLMWorker(Worker):
                 tensors["loss_weights"],
                 {name: _column(tensors, name) for name in loss.columns},
                 loss,
+                rows,
             )
         return LossSum(total, {**known, **metrics})
+
+    def _accumulate(
+        self, shard: Shard, loss: Loss | RowLoss | None
+    ) -> tuple[Metrics, RowValues | None]:
+        wanted = self._own_loss if loss is None else loss
+        self._shared = {}
+        if isinstance(wanted, KtoLoss):
+            self._shared = {"mismatched_kl": self._mismatched_kl(shard)}
+        return super()._accumulate(shard, loss)
+
+    def _mismatched_kl(self, shard: Shard) -> torch.Tensor:
+        """z of `KtoLoss`, of the mini-batch over all ranks: a forward before those that have a gradient."""
+        import torch
+        import torch.distributed as dist
+
+        total = torch.zeros((), dtype=torch.float64)
+        with torch.no_grad():
+            for index in range(len(shard.micro_batches)):
+                total += self.micro_loss(shard.micro(index), shard.layout, MISMATCHED).total.double().cpu()
+        if dist.is_initialized():
+            total = total.to(self.device)
+            dist.all_reduce(total)
+        return (total / max(shard.denominators.groups, 1)).clamp(min=0)
 
     def micro_forward(self, tensors: dict[str, torch.Tensor], layout: str) -> dict[str, torch.Tensor]:
         """`logprobs` and `entropy` (critic: `values`) at every target, 0 elsewhere."""
@@ -302,7 +344,26 @@ def row_index(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     return begins[:-1].cumsum(0).view(lines, width) - 1
 
 
+def rows_of(tensors: dict[str, torch.Tensor], columns: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """What a loss of rows needs to know of the rows of a micro-batch; see `TokenModel.forward`."""
+    import torch
+
+    index_BL = row_index(tensors)
+    there = tensors["segment_ids" if "segment_ids" in tensors else "attention_mask"] > 0
+    cells = torch.arange(index_BL.numel(), device=index_BL.device).view(index_BL.shape)
+    last_S = cells.new_zeros(len(tensors["group_weights"]))
+    last_S = last_S.scatter_reduce(0, index_BL[there], cells[there], "amax")
+    found = {"row_BL": index_BL, "last_S": last_S, "weights_S": tensors["group_weights"]}
+    return found | {name: _known(tensors, name) for name in columns}
+
+
 def _column(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A column per token; one per row is spread over its tokens."""
+    found = _known(tensors, name)
+    return found[row_index(tensors)] if found.dim() == 1 else found
+
+
+def _known(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     from raysvc.errors import ConfigError
 
     if name not in tensors:

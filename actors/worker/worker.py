@@ -31,6 +31,7 @@ from raysvc.actors.worker.losses import ROW_NLL, Loss, LossSum
 from raysvc.actors.worker.lr_schedule import LearningRate
 from raysvc.actors.worker.process_group import join, own_address
 from raysvc.actors.worker.results import Metrics, MiniResult
+from raysvc.actors.worker.row_losses import RowLoss
 from raysvc.actors.worker.timer import Timer
 from raysvc.collate.loss_weights import token_weights
 from raysvc.collate.row_values import RowValues, with_columns
@@ -102,7 +103,9 @@ class Worker:
         """
         raise TypeError(f"{type(self).__name__} must define build()")
 
-    def micro_loss(self, tensors: dict[str, torch.Tensor], layout: str, loss: Loss | None) -> LossSum:
+    def micro_loss(
+        self, tensors: dict[str, torch.Tensor], layout: str, loss: Loss | RowLoss | None
+    ) -> LossSum:
         """The sum over a micro-batch of `tensors["loss_weights"]` times the loss of each target, and metrics.
 
         Args:
@@ -163,7 +166,7 @@ class Worker:
         self._staging.release()
         return without_labels(values)
 
-    def forward_backward(self, key: Key, loss: Loss | None = None) -> Metrics:
+    def forward_backward(self, key: Key, loss: Loss | RowLoss | None = None) -> Metrics:
         """Add the gradient of a mini-batch; this rank's shares of the loss and its metrics."""
         staged, _ = self._take(key)
         metrics, _ = self._accumulate(staged.shard, loss)
@@ -285,9 +288,13 @@ class Worker:
         )
         if loss_weight != 1.0:
             weights *= loss_weight
-        return replace(shard, arrays={**shard.arrays, "loss_weights": weights})
+        real = (np.asarray(shard.arrays["row_group"]) >= 0).astype(np.float32)
+        by_group = real * np.float32(loss_weight * self.dp_size / max(shard.denominators.groups, 1))
+        return replace(shard, arrays={**shard.arrays, "loss_weights": weights, "group_weights": by_group})
 
-    def _accumulate(self, shard: Shard, loss: Loss | None) -> tuple[Metrics, RowValues | None]:
+    def _accumulate(
+        self, shard: Shard, loss: Loss | RowLoss | None
+    ) -> tuple[Metrics, RowValues | None]:
         """Backward over all micro-batches, reduced over ranks in the last one; this rank's shares, and sums by row."""
         from raysvc.actors.worker.token_model import merge_metrics
 

@@ -1,0 +1,211 @@
+"""Losses of whole rows: of pairs, of rows with a label, of rewards.
+
+Axes: S rows of a micro-batch, dummies included; P = S / 2 pairs, rows 2 p and 2 p + 1; T targets.
+
+With c and r the sums of log-probabilities of the chosen and the rejected row's targets less those of the reference, n_c
+and n_r the numbers of targets, a loss of a mini-batch is the mean over its pairs:
+
+    sigmoid   -log s(b (c - r))                           (DPO, arXiv:2305.18290)
+    ipo       (c / n_c - r / n_r - 1 / (2 b))^2           (arXiv:2310.12036, per token as its authors do)
+    simpo     -log s(b (c / n_c - r / n_r) - m)           (arXiv:2405.14734; no reference)
+    orpo      -c / n_c - b log s(o)                       (arXiv:2403.07691; no reference), with
+              o = c / n_c - r / n_r - log(1 - e^(c / n_c)) + log(1 - e^(r / n_r))
+    KtoLoss   1 - s(b (x - z)) for a good row, 1 - s(b (z - x)) for a bad one  (arXiv:2402.01306), where x is c of the row
+              and z >= 0 the mean over the whole mini-batch of the same of the mismatched rows
+    RewardLoss  -log s(v_c - v_r - margin), v the value at the last token
+
+Always true:
+- pairs weigh the same, however they are split over micro-batches and ranks; dummies weigh nothing;
+- z is of the whole mini-batch, over all ranks, and has no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+
+from raysvc.actors.worker.losses import LossSum
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a loss of rows may look at; every tensor is [S], float32 or wider.
+
+    Attributes:
+        weights: of each row, denominators included; 0 for a dummy.
+        counts: targets of each row.
+        columns: per-row columns, and sums of per-token columns over the targets.
+        logprobs: sums over the targets; None where the loss looks at values.
+        values: of a critic, at the last token.
+        shared: numbers of the whole mini-batch.
+    """
+
+    weights: torch.Tensor
+    counts: torch.Tensor
+    columns: Mapping[str, torch.Tensor]
+    logprobs: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    shared: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def ratios(self) -> torch.Tensor:
+        """[S], log-probabilities less those of the reference."""
+        assert self.logprobs is not None
+        return self.logprobs - self.columns["ref_logprobs"]
+
+
+@runtime_checkable
+class RowLoss(Protocol):
+    """A loss of rows.
+
+    Attributes:
+        columns: per-token columns, whose sums over the targets of each row it needs.
+        row_columns: per-row columns that it needs.
+        of_values: it looks at values, not at log-probabilities.
+    """
+
+    @property
+    def columns(self) -> tuple[str, ...]: ...
+    @property
+    def row_columns(self) -> tuple[str, ...]: ...
+    @property
+    def of_values(self) -> bool: ...
+    def of_rows(self, rows: Rows) -> LossSum: ...
+
+
+@dataclass(frozen=True)
+class PairLoss:
+    """DPO and its kin.
+
+    Attributes:
+        kind: which.
+        beta: b.
+        margin: m of `simpo`.
+    """
+
+    kind: Literal["sigmoid", "ipo", "simpo", "orpo"] = "sigmoid"
+    beta: float = 0.1
+    margin: float = 0.0
+    row_columns: tuple[str, ...] = ()
+    of_values: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Per-token columns that it needs."""
+        return ("ref_logprobs",) if self.kind in ("sigmoid", "ipo") else ()
+
+    def of_rows(self, rows: Rows) -> LossSum:
+        """The sum over the pairs of a micro-batch."""
+        from torch.nn.functional import logsigmoid
+
+        assert rows.logprobs is not None
+        scores = rows.ratios() if self.columns else rows.logprobs
+        means = scores / rows.counts.clamp(min=1)
+        weights = rows.weights[0::2]
+        delta, mean_delta = scores[0::2] - scores[1::2], means[0::2] - means[1::2]
+        if self.kind == "sigmoid":
+            losses = -logsigmoid(self.beta * delta)
+        elif self.kind == "ipo":
+            losses = (mean_delta - 1 / (2 * self.beta)) ** 2
+        elif self.kind == "simpo":
+            losses = -logsigmoid(self.beta * mean_delta - self.margin)
+        else:
+            odds = mean_delta - _log1mexp(means[0::2]) + _log1mexp(means[1::2])
+            losses = -means[0::2] - self.beta * logsigmoid(odds)
+        won = (delta if self.kind == "sigmoid" else mean_delta).detach()
+        metrics = {
+            "accuracy": ((won > 0).to(weights.dtype) * weights).sum(),
+            "reward_margin": (self.beta * won * weights).sum(),
+        }
+        return LossSum((losses * weights).sum(), metrics)
+
+
+@dataclass(frozen=True)
+class KtoLoss:
+    """Rows with a label, each beside its prompt with another row's completion.
+
+    Attributes:
+        beta: b.
+        desirable_weight, undesirable_weight: factors of good and of bad rows.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    columns: tuple[str, ...] = ("ref_logprobs",)
+    row_columns: tuple[str, ...] = ("label",)
+    of_values: bool = False
+
+    def of_rows(self, rows: Rows) -> LossSum:
+        """The sum over the rows of a micro-batch that are not mismatched."""
+        import torch
+
+        ratios, weights = rows.ratios()[0::2], rows.weights[0::2]
+        good, kl = rows.columns["label"][0::2] > 0, rows.shared["mismatched_kl"]
+        gains = torch.where(good, ratios - kl, kl - ratios)
+        factors = torch.where(good, self.desirable_weight, self.undesirable_weight)
+        losses = factors * (1 - torch.sigmoid(self.beta * gains))
+        accuracy = ((gains > 0).to(weights.dtype) * weights).sum()
+        return LossSum((losses * weights).sum(), {"accuracy": accuracy, "kl": (kl * weights).sum().detach()})
+
+
+@dataclass(frozen=True)
+class RewardLoss:
+    """A reward model of pairs.
+
+    Attributes:
+        margins: the pairs have a column `margin`.
+        center: factor of the square of the sum of both values (arXiv:2312.09244).
+    """
+
+    margins: bool = False
+    center: float = 0.0
+    columns: tuple[str, ...] = ()
+    of_values: bool = True
+
+    @property
+    def row_columns(self) -> tuple[str, ...]:
+        """Per-row columns that it needs."""
+        return ("margin",) if self.margins else ()
+
+    def of_rows(self, rows: Rows) -> LossSum:
+        """The sum over the pairs of a micro-batch."""
+        from torch.nn.functional import logsigmoid
+
+        assert rows.values is not None
+        chosen, rejected, weights = rows.values[0::2], rows.values[1::2], rows.weights[0::2]
+        margin = rows.columns["margin"][0::2] if self.margins else 0.0
+        losses = -logsigmoid(chosen - rejected - margin) + self.center * (chosen + rejected) ** 2
+        won = (chosen > rejected).to(weights.dtype)
+        return LossSum((losses * weights).sum(), {"accuracy": (won * weights).sum()})
+
+
+@dataclass(frozen=True)
+class MismatchedKl:
+    """No loss: the sum over the mismatched rows of a micro-batch that z is the mean of."""
+
+    columns: tuple[str, ...] = ("ref_logprobs",)
+    row_columns: tuple[str, ...] = ()
+    of_values: bool = False
+
+    def of_rows(self, rows: Rows) -> LossSum:
+        """The sum."""
+        real = (rows.weights[1::2] > 0).to(rows.weights.dtype)
+        return LossSum((rows.ratios()[1::2] * real).sum(), {})
+
+
+MISMATCHED = MismatchedKl()
+
+
+def _log1mexp(values: torch.Tensor) -> torch.Tensor:
+    """log(1 - e^x) for x < 0, by the better of two forms (Maechler 2012)."""
+    import torch
+
+    values = values.clamp(max=-1e-7)
+    small = values > -0.6931471805599453
+    near = torch.log(-torch.expm1(torch.where(small, values, -0.5)))
+    far = torch.log1p(-torch.exp(torch.where(small, -1.0, values)))
+    return torch.where(small, near, far)
