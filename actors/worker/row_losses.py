@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Rows:
+class LossRows:
     """What a loss of rows may look at; every tensor is [S], float32 or wider.
 
     Attributes:
@@ -73,7 +73,7 @@ class RowLoss(Protocol):
     def row_columns(self) -> tuple[str, ...]: ...
     @property
     def of_values(self) -> bool: ...
-    def of_rows(self, rows: Rows) -> LossSum: ...
+    def of_rows(self, rows: LossRows) -> LossSum: ...
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class PairLoss:
         """Per-token columns that it needs."""
         return ("ref_logprobs",) if self.kind in ("sigmoid", "ipo") else ()
 
-    def of_rows(self, rows: Rows) -> LossSum:
+    def of_rows(self, rows: LossRows) -> LossSum:
         """The sum over the pairs of a micro-batch."""
         from torch.nn.functional import logsigmoid
 
@@ -125,7 +125,7 @@ class PairLoss:
 
 @dataclass(frozen=True)
 class KtoLoss:
-    """Rows with a label, each beside its prompt with another row's completion.
+    """LossRows with a label, each beside its prompt with another row's completion.
 
     Attributes:
         beta: b.
@@ -139,7 +139,7 @@ class KtoLoss:
     row_columns: tuple[str, ...] = ("label",)
     of_values: bool = False
 
-    def of_rows(self, rows: Rows) -> LossSum:
+    def of_rows(self, rows: LossRows) -> LossSum:
         """The sum over the rows of a micro-batch that are not mismatched."""
         import torch
 
@@ -171,7 +171,7 @@ class RewardLoss:
         """Per-row columns that it needs."""
         return ("margin",) if self.margins else ()
 
-    def of_rows(self, rows: Rows) -> LossSum:
+    def of_rows(self, rows: LossRows) -> LossSum:
         """The sum over the pairs of a micro-batch."""
         from torch.nn.functional import logsigmoid
 
@@ -191,7 +191,7 @@ class MismatchedKl:
     row_columns: tuple[str, ...] = ()
     of_values: bool = False
 
-    def of_rows(self, rows: Rows) -> LossSum:
+    def of_rows(self, rows: LossRows) -> LossSum:
         """The sum."""
         real = (rows.weights[1::2] > 0).to(rows.weights.dtype)
         return LossSum((rows.ratios()[1::2] * real).sum(), {})

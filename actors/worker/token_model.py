@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from raysvc.actors.worker.head_logprobs import head_logprobs, head_top_k
 from raysvc.actors.worker.losses import DistillLoss, Loss, LossSum, Targets
-from raysvc.actors.worker.row_losses import RowLoss, Rows
+from raysvc.actors.worker.row_losses import LossRows, RowLoss
 from raysvc.collate.columns import IGNORED
 
 # float32 logits held at once: on a CPU what malloc keeps and reuses, on a GPU what makes large matrices
@@ -127,7 +127,7 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
             values_S = self.lm.score(hidden_BLD.flatten(0, 1)[rows["last_S"]]).squeeze(-1)
             with torch.autocast(values_S.device.type, enabled=False):
                 values_S = values_S.float() if values_S.dtype in (torch.bfloat16, torch.float16) else values_S
-                return loss.of_rows(Rows(weights_S, torch.ones_like(weights_S), others, values=values_S))
+                return loss.of_rows(LossRows(weights_S, torch.ones_like(weights_S), others, values=values_S))
         rows_TD, head = self._rows(inputs)
         labels_T, row_T = labels_BL[:, 1:].flatten(), rows["row_BL"][:, 1:].flatten()
         (targets,) = torch.nonzero(labels_T != IGNORED, as_tuple=True)
@@ -149,7 +149,7 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
         for name in loss.columns:
             others[name] = sums(columns_BL[name][:, 1:].flatten()[targets].to(logprobs_T.dtype))
         counts_S = sums(torch.ones_like(logprobs_T))
-        found = loss.of_rows(Rows(weights_S, counts_S, others, sums(logprobs_T), shared={**others}))
+        found = loss.of_rows(LossRows(weights_S, counts_S, others, sums(logprobs_T), shared={**others}))
         return LossSum(zero.to(found.total.dtype) + found.total, found.metrics)
 
     def _label_logprobs(

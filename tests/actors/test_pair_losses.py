@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysvc.actors.worker.row_losses import KtoLoss, PairLoss, RewardLoss, Rows
+from raysvc.actors.worker.row_losses import KtoLoss, LossRows, PairLoss, RewardLoss
 from raysvc.actors.worker.torch_worker import CausalLMWorker
 from raysvc.collate import collate_mini_batch
 from raysvc.job.config import PlanConfig
@@ -138,7 +138,7 @@ def ours(loss: Any, **columns: torch.Tensor) -> float:
     own, ref, counts = some()
     weights = torch.full((8,), 0.25, dtype=torch.float64)
     shared = {name: columns.pop(name) for name in ("mismatched_kl",) if name in columns}
-    rows = Rows(weights, counts, {"ref_logprobs": ref, **columns}, own, shared=shared)
+    rows = LossRows(weights, counts, {"ref_logprobs": ref, **columns}, own, shared=shared)
     return float(loss.of_rows(rows).total)
 
 
