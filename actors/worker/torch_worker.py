@@ -165,9 +165,7 @@ class CausalLMWorker(Worker):
             )
         return LossSum(total, {**known, **metrics})
 
-    def _accumulate(
-        self, shard: Shard, loss: Loss | RowLoss | None
-    ) -> tuple[Metrics, RowValues | None]:
+    def _accumulate(self, shard: Shard, loss: Loss | RowLoss | None) -> tuple[Metrics, RowValues | None]:
         wanted = self._own_loss if loss is None else loss
         self._shared = {}
         if isinstance(wanted, KtoLoss):

@@ -292,9 +292,7 @@ class Worker:
         by_group = real * np.float32(loss_weight * self.dp_size / max(shard.denominators.groups, 1))
         return replace(shard, arrays={**shard.arrays, "loss_weights": weights, "group_weights": by_group})
 
-    def _accumulate(
-        self, shard: Shard, loss: Loss | RowLoss | None
-    ) -> tuple[Metrics, RowValues | None]:
+    def _accumulate(self, shard: Shard, loss: Loss | RowLoss | None) -> tuple[Metrics, RowValues | None]:
         """Backward over all micro-batches, reduced over ranks in the last one; this rank's shares, and sums by row."""
         from raysvc.actors.worker.token_model import merge_metrics
 
