@@ -9,7 +9,9 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raysvc.actors.rollouts.group_log import Folder
-from raysvc.row_batch import RowBatch
+from raysvc.rl.group import values_of
+from raysvc.row_batch import RowBatch, WideRows
 
 Ints = npt.NDArray[np.int64]
 
@@ -134,17 +137,34 @@ class GroupRows:
 
 
 def batch_of(table: pa.Table, row_ids: Ints) -> RowBatch:
-    """Flat columns of a table."""
+    """Flat columns of a table; those of several numbers a token stay a piece per row."""
     tokens, rows = {}, {"weight_version": table.column("weight_version").to_numpy()}
+    wide: dict[str, WideRows] = {}
     offsets = np.zeros(len(row_ids) + 1, np.int64)
     for name in table.column_names:
         if name in ("input_ids", "loss_mask") or name.startswith("token."):
             column = table.column(name)
             offsets[1:] = np.cumsum(pc.list_value_length(column).to_numpy())
-            tokens[name.removeprefix("token.")] = pc.list_flatten(column).to_numpy()
+            bare = name.removeprefix("token.")
+            if pa.types.is_fixed_size_list(column.type.value_type):
+                wide[bare] = _pieces(column)
+            else:
+                tokens[bare] = values_of(pa.chunked_array(pc.list_flatten(column)).combine_chunks())
         elif name.startswith("row."):
-            rows[name.removeprefix("row.")] = table.column(name).to_numpy()
-    return RowBatch(row_ids, offsets, tokens, rows)
+            rows[name.removeprefix("row.")] = values_of(table.column(name).combine_chunks())
+    return RowBatch(row_ids, offsets, tokens, rows, wide)
+
+
+def _pieces(column: pa.ChunkedArray) -> WideRows:
+    """Views of the values of each row, chunk by chunk: nothing is joined."""
+    pieces: list[npt.NDArray[Any]] = []
+    for chunk in column.chunks:
+        values, bounds = values_of(chunk.values), chunk.offsets.to_numpy().tolist()
+        pieces += [values[start:stop] for start, stop in pairwise(bounds)]
+    if not pieces:
+        empty = values_of(pa.array([], column.type.value_type))
+        return WideRows(empty.dtype, empty.shape[1:], ())
+    return WideRows(pieces[0].dtype, pieces[0].shape[1:], pieces)
 
 
 def taken(batch: RowBatch, row_ids: Ints) -> RowBatch:
@@ -155,4 +175,9 @@ def taken(batch: RowBatch, row_ids: Ints) -> RowBatch:
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     cells = np.arange(int(offsets[-1])) + np.repeat(batch.offsets[at] - offsets[:-1], lengths)
     tokens = {name: values[cells] for name, values in batch.tokens.items()}
-    return RowBatch(row_ids, offsets, tokens, {name: values[at] for name, values in batch.rows.items()})
+    wide = {
+        name: replace(its, pieces=[its.pieces[row] for row in at.tolist()])
+        for name, its in batch.wide.items()
+    }
+    rows = {name: values[at] for name, values in batch.rows.items()}
+    return RowBatch(row_ids, offsets, tokens, rows, wide)

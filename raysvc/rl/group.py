@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.errors import SourceError
+from raysvc.job.carried import BF16
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -34,8 +35,8 @@ class Group:
         uid: of the prompt.
         input_ids: [S] of int [L].
         loss_mask: [S] of 0 or 1 [L]; 1 where a token was sampled and is trained.
-        tokens: further per-token columns, name -> [S] of numbers [L] (logprobs, advantages).
-        rows: per-row columns, name -> numbers [S] (reward, advantage).
+        tokens: further per-token columns, name -> [S] of numbers [L, *shape] (logprobs, routed experts); bfloat16 as `BF16`.
+        rows: per-row columns, name -> numbers [S, *shape] (reward, advantage).
         attempt: counts retries of the same prompt; (uid, attempt) is put once.
         weight_version: of the weights that sampled it; the oldest one, where they changed in between.
         first_row: number of its first sequence, where earlier puts had the sequences before it.
@@ -116,12 +117,12 @@ def table_of(groups: Sequence[Group]) -> pa.Table:
     for name in whole[0].tokens:
         owners = [group for group in whole for _ in group.tokens[name]]
         vectors = [values for group in whole for values in group.tokens[name]]
-        _same_type(owners, name, [vector.dtype for vector in vectors])
+        _same_type(owners, name, [np.dtype((vector.dtype, vector.shape[1:])) for vector in vectors])
         columns[f"token.{name}"] = _lists(vectors)
     for name in whole[0].rows:
         values = [group.rows[name] for group in whole]
-        _same_type(whole, name, [each.dtype for each in values])
-        columns[f"row.{name}"] = pa.array(np.concatenate(values))
+        _same_type(whole, name, [np.dtype((each.dtype, each.shape[1:])) for each in values])
+        columns[f"row.{name}"] = arrow_of_values(np.concatenate(values))
     return pa.table(columns)
 
 
@@ -165,10 +166,10 @@ def late_table(
     for name, values in columns.items():
         if np.ndim(values[0]):
             vectors = [_vector(group, name, number, each) for number, each in enumerate(values)]
-            _same_type([group] * count, name, [vector.dtype for vector in vectors])
+            _same_type([group] * count, name, [np.dtype((v.dtype, v.shape[1:])) for v in vectors])
             lines[f"token.{name}"] = _lists(vectors)
         else:
-            lines[f"row.{name}"] = pa.array(_row_column(group, name, values, count))
+            lines[f"row.{name}"] = arrow_of_values(_row_column(group, name, values, count))
     return pa.table(lines)
 
 
@@ -180,12 +181,12 @@ def groups_of(table: pa.Table) -> list[Group]:
     for first, stop in pairwise(bounds):
         part = table.slice(first, stop - first)
         lists = {
-            name: [np.asarray(values.values) for values in part.column(name)]
+            name: [values_of(values.values) for values in part.column(name)]
             for name in part.column_names
             if name in ("input_ids", "loss_mask") or name.startswith("token.")
         }
         rows = {
-            name.removeprefix("row."): part.column(name).to_numpy()
+            name.removeprefix("row."): values_of(part.column(name).combine_chunks())
             for name in part.column_names
             if name.startswith("row.")
         }
@@ -229,6 +230,35 @@ def _joined(parts: list[Group]) -> Group:
     )
 
 
+def arrow_of_values(values: npt.NDArray[Any]) -> pa.Array:
+    """[N, *shape] as Arrow: lists of a fixed size inside lists; bfloat16 as two bytes."""
+    import pyarrow as pa
+
+    flat = np.ascontiguousarray(values).reshape(-1)
+    if values.dtype == BF16:
+        array = pa.FixedSizeBinaryArray.from_buffers(pa.binary(2), len(flat), [None, pa.py_buffer(flat)])
+    else:
+        array = pa.array(flat)
+    for size in reversed(values.shape[1:]):
+        array = pa.FixedSizeListArray.from_arrays(array, size)
+    return array
+
+
+def values_of(array: pa.Array) -> npt.NDArray[Any]:
+    """The inverse: a view where Arrow has the numbers in a row."""
+    import pyarrow as pa
+
+    shape = [len(array)]
+    while pa.types.is_fixed_size_list(array.type):
+        size = array.type.list_size
+        shape.append(size)
+        array = array.values.slice(array.offset * size, len(array) * size)
+    if pa.types.is_fixed_size_binary(array.type):
+        bits = np.frombuffer(array.buffers()[1], BF16, len(array), 2 * array.offset)
+        return bits.reshape(shape)
+    return np.asarray(array.to_numpy(zero_copy_only=False)).reshape(shape)
+
+
 def _same_type(groups: Sequence[Group], name: str, dtypes: Sequence[np.dtype[Any]]) -> None:
     """Refuse what concatenating would turn into another type without a word."""
     for group, dtype in zip(groups, dtypes, strict=True):
@@ -252,8 +282,13 @@ def _column(group: Group, name: str, values: Sequence[Any], ids: list[Any]) -> l
 def _vector(
     group: Group, name: str, number: int, values: Any, dtype: npt.DTypeLike | None = None
 ) -> npt.NDArray[Any]:
-    vector = np.asarray(values)
-    if vector.ndim != 1 or vector.dtype.kind not in "iufb":
+    vector = _array(group, name, number, values)
+    flat = dtype is not None or name == "loss_mask"
+    if (
+        vector.ndim < 1
+        or (flat and vector.ndim > 1)
+        or (vector.dtype.kind not in "iufb" and vector.dtype != BF16)
+    ):
         what = f"has {name!r} of sequence {number} with shape {vector.shape} of {vector.dtype}"
         raise _error(group, what, "give one list of numbers per sequence")
     if dtype is not None and len(vector) and vector.dtype.kind not in "iu":
@@ -264,6 +299,14 @@ def _vector(
     if vector.dtype.kind == "f" and not np.isfinite(vector).all():
         raise _error(group, f"has a value in {name!r} of sequence {number} that is not finite", "filter it")
     return vector if dtype is None else vector.astype(dtype)
+
+
+def _array(group: Group, name: str, number: int, values: Any) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except ValueError:
+        what = f"has {name!r} of sequence {number} with values of several shapes"
+        raise _error(group, what, "give every token a value of one shape") from None
 
 
 def _row_column(group: Group, name: str, values: Any, count: int) -> npt.NDArray[Any]:
@@ -277,7 +320,7 @@ def _lists(vectors: list[npt.NDArray[Any]]) -> pa.Array:
     import pyarrow as pa
 
     offsets = np.concatenate([[0], np.cumsum([len(vector) for vector in vectors])]).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(vectors)))
+    return pa.ListArray.from_arrays(pa.array(offsets), arrow_of_values(np.concatenate(vectors)))
 
 
 def _error(group: Group, what: str, remedy: str) -> SourceError:

@@ -255,7 +255,9 @@ def _check_values(table: pa.Table, names: Sequence[str]) -> None:
 
     for name in names:
         column = table.column(name)
-        values = pc.list_flatten(column) if pa.types.is_list(column.type) else column
+        values = column
+        while pa.types.is_list(values.type) or pa.types.is_fixed_size_list(values.type):
+            values = pc.list_flatten(values)
         if column.null_count or values.null_count:
             at = pc.is_null(column).index(True).as_py() if column.null_count else 0
             what = f"lacks a value of {bare(name)!r}"
@@ -276,12 +278,21 @@ def _constant(rows: pa.Table, dtype: pa.DataType, value: float) -> pa.Array:
 
 
 def _plain(dtype: pa.DataType) -> str:
+    """Name and shape of one value's type."""
     import pyarrow as pa
 
-    return {"float": "float32", "double": "float64", "halffloat": "float16"}.get(
-        str(dtype.value_type if pa.types.is_list(dtype) else dtype),
-        str(dtype.value_type if pa.types.is_list(dtype) else dtype),
-    )
+    dtype = dtype.value_type if pa.types.is_list(dtype) else dtype
+    shape: list[int] = []
+    while pa.types.is_fixed_size_list(dtype):
+        shape.append(dtype.list_size)
+        dtype = dtype.value_type
+    names = {
+        "float": "float32",
+        "double": "float64",
+        "halffloat": "float16",
+        "fixed_size_binary[2]": "bfloat16",
+    }
+    return names.get(str(dtype), str(dtype)) + (f" {shape}" if shape else "")
 
 
 def _group(table: pa.Table, row: int) -> str:

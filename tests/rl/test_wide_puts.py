@@ -1,0 +1,101 @@
+"""Columns of several numbers a token in puts of rollouts; oracle: the arrays that were put."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raysvc.actors.rollouts.group_rows import batch_of, taken
+from raysvc.actors.rollouts.rollout_stream import RolloutStream
+from raysvc.actors.server.make_step import Recipe
+from raysvc.actors.server.spec import RolloutSpec
+from raysvc.collate.row_values import cells_of
+from raysvc.errors import SourceError
+from raysvc.job.carried import BF16, bf16_of
+from raysvc.job.config import PlanConfig
+from raysvc.rl.group import Group, groups_of, table_of
+from raysvc.rl.schema import Schema
+
+DTYPES = [np.bool_, np.uint8, np.int32, np.float16, np.float32, BF16]
+
+
+def numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    raw = rng.integers(0, 2 if dtype is np.bool_ else 100, shape)
+    return bf16_of(raw) if dtype is BF16 else raw.astype(dtype)
+
+
+def group(uid: str, lengths: list[int], shape: tuple[int, ...], dtype: Any, seed: int = 0) -> Group:
+    rng = np.random.default_rng(seed)
+    return Group(
+        uid,
+        [rng.integers(3, 60, length) for length in lengths],
+        [np.ones(length, np.uint8) for length in lengths],
+        {"experts": [numbers(rng, (length, *shape), dtype) for length in lengths],
+         "logprobs": [rng.normal(size=length).astype(np.float32) for length in lengths]},
+        {"reward": rng.normal(size=len(lengths)), "state": numbers(rng, (len(lengths), 2), dtype)},
+    )  # fmt: skip
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_a_put_comes_back_as_it_was_and_as_rows_of_a_step(data: Any) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    sizes = st.lists(st.integers(1, 6), min_size=1, max_size=3)
+    put = [group(uid, data.draw(sizes), shape, dtype, seed) for seed, uid in enumerate("abc")]
+    table = table_of(put)
+    for one, again in zip(put, groups_of(table), strict=True):
+        for before, after in zip(one.tokens["experts"], again.tokens["experts"], strict=True):
+            assert before.dtype == after.dtype
+            assert np.array_equal(before, after)
+        assert np.array_equal(one.rows["state"], again.rows["state"])
+    rows = Schema(("experts",)).admit(table).rows
+    batch = batch_of(rows, np.arange(rows.num_rows))
+    flat = [piece for one in put for piece in one.tokens["experts"]]
+    order = np.array(data.draw(st.permutations(range(len(flat)))))
+    chosen = taken(batch, order)
+    for piece, row in zip(chosen.wide["experts"].pieces, order.tolist(), strict=True):
+        assert np.array_equal(piece, flat[row])
+    assert np.array_equal(chosen.rows["state"], np.concatenate([one.rows["state"] for one in put])[order])
+
+
+def test_another_shape_is_refused_by_name() -> None:
+    schema = Schema()
+    schema.admit(table_of([group("a", [3], (4, 2), np.uint8)]))
+    with pytest.raises(SourceError, match=r"'experts' of uint8 \[3, 2\], other puts of uint8 \[4, 2\]"):
+        schema.admit(table_of([group("b", [3], (3, 2), np.uint8)]))
+    with pytest.raises(SourceError, match="'experts' of sequence 0, which has 3 tokens"):
+        table_of([Group("c", [[1, 2, 3]], [[0, 1, 1]], {"experts": [np.zeros((2, 4))]})])
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, BF16])
+def test_steps_of_rollouts_have_them_and_so_do_those_after_a_restart(tmp_path: Path, dtype: Any) -> None:
+    columns = ("input_ids", "attention_mask", "position_ids", "labels", "experts", "state")
+    plan = PlanConfig(batch_size=2, columns=columns, pad_values={"experts": 7}, layout="packed")
+    recipe = Recipe(plan, 0)
+
+    def stream() -> RolloutStream:
+        return RolloutStream("x", RolloutSpec(max_staleness=None), recipe, str(tmp_path), {})
+
+    put = [group("a", [3, 5], (4, 2), dtype, 1), group("b", [2, 4], (4, 2), dtype, 2)]
+    first = stream()
+    first.put(table_of(put))
+    assert first.form(0, 0)
+    truth = [piece for one in put for piece in one.tokens["experts"]]
+    digests = []
+    for made in (first, stream()):
+        _, shards = made.make(0, (2,))
+        digests.append([shard.digest() for shard in shards])
+        outline = made.outline(0, 2)
+        assert outline.mini_batches[0].rank_bytes == tuple(shard.nbytes for shard in shards)
+        for shard in shards:
+            sheet = shard.arrays["experts"].reshape(-1, 4, 2)
+            for row, cell in zip(shard.row_ids.tolist(), cells_of(shard).tolist(), strict=True):
+                if row >= 0:
+                    assert np.array_equal(sheet[cell : cell + len(truth[row])], truth[row])
+    assert digests[0] == digests[1]
