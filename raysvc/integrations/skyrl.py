@@ -18,6 +18,7 @@ import numpy as np
 
 from raysvc.collate.columns import IGNORED
 from raysvc.errors import ConfigError
+from raysvc.job.carried import BF16, dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,7 @@ def training_input(shard: Shard) -> TrainingInput:
     """The shard's rows; further columns of the plan come along, those with one value per row spread over its targets.
 
     Raises:
-        ConfigError: the layout is not `padded_left`.
+        ConfigError: the layout is not `padded_left`, or a column is text or several numbers a row.
     """
     import torch
 
@@ -61,5 +62,13 @@ def training_input(shard: Shard) -> TrainingInput:
     }
     for name, values in arrays.items():
         if name not in OURS:
-            columns[name] = values[:, -response:].copy() if values.ndim == 2 else values[:, None] * mask
-    return TrainingInput({name: torch.from_numpy(each) for name, each in columns.items()}, response)
+            if name in shard.row_vectors or values.dtype.kind == "U":
+                what = (
+                    f"{name!r} is {dtype_name(values.dtype)} {list(values.shape)}: no number per row or token"
+                )
+                raise ConfigError("plan.columns", what, "leave it out; SkyRL's batch has no place for it")
+            columns[name] = values[:, -response:].copy() if values.ndim > 1 else values[:, None] * mask
+    tensors = {name: torch.from_numpy(each) for name, each in columns.items() if each.dtype != BF16}
+    halves = {name: each["bfloat16"].copy() for name, each in columns.items() if each.dtype == BF16}
+    tensors |= {name: torch.from_numpy(bits).view(torch.bfloat16) for name, bits in halves.items()}
+    return TrainingInput(tensors, response)

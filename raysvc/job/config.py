@@ -47,6 +47,7 @@ Tail = Literal["pad", "drop", "wrap"]
 Packing = Literal["balanced", "best_fit", "first_fit"]
 Oversize = Literal["error", "truncate", "drop", "alone"]
 Reduction = Literal["token_mean", "sequence_mean", "group_mean", "prompt_mean", "constant"]
+Objective = Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward", "distill"]
 PositiveInt = Annotated[int, Field(ge=1)]
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
@@ -336,6 +337,15 @@ class TrainerConfig(Model):
     )
     weight_decay: float = Field(default=0.0, ge=0, description="Weight decay of AdamW.")
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="None: gradients are not clipped.")
+    objective: Objective = Field(
+        default="sft",
+        description="What is trained: tokens, pairs (dpo, ipo, simpo, orpo, reward), labels (kto), or a teacher's entries.",
+    )
+    beta: float = Field(default=0.1, gt=0, description="Of the objectives of pairs and labels.")
+    margin: float = Field(
+        default=0.0, ge=0, description="objective=simpo: by how much the chosen row has to win."
+    )
+    temperature: float = Field(default=1.0, gt=0, description="objective=distill: of teacher and model.")
     loss: Reduction = Field(
         default="token_mean",
         description="Which mean of the token losses, over the whole mini-batch; see docs/howto/train.md.",

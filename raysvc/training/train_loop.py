@@ -33,6 +33,7 @@ from raysvc.training.evaluation import Evals, HeldBack
 from raysvc.training.export import export, tokenizer_beside, write_model
 from raysvc.training.loss_shares import LossShares
 from raysvc.training.model_name import check_model
+from raysvc.training.objective import objective_of
 from raysvc.training.run_folder import Checkpoint, RunFolder, StepLog
 from raysvc.training.run_identity import claim, identity_of
 from raysvc.training.run_log import RunLog, cache_facts, write_summary
@@ -328,12 +329,19 @@ def _what_starts(job: JobConfig) -> str:
 
 
 def model_spec(job: JobConfig, entry: CacheEntry) -> ModelSpec:
-    """What the workers of a job build."""
+    """What the workers of a job build.
+
+    Raises:
+        ConfigError: the objective does not fit the rows.
+    """
     from raysvc.actors.staging.staging import StagingOptions
     from raysvc.actors.worker.torch_worker import ModelSpec
 
     trainer, staging = job.trainer, job.trainer.staging
+    own_loss = objective_of(job, entry)
     return ModelSpec(
+        own_loss=own_loss,
+        role="critic" if trainer.objective == "reward" else "policy",
         model=trainer.model,
         vocab_size=int(entry.report["vocab_size"]),
         strategy=trainer.strategy,

@@ -1,0 +1,68 @@
+"""What a job trains: the loss of its objective, if the rows are made for it.
+
+Always true:
+- rows of pairs or with labels are never trained as plain rows: a rejected answer is not an example;
+- an objective names the column that the rows lack.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from raysvc.build.job_plan import plan_config
+from raysvc.build.mixed_job import entries_of
+from raysvc.errors import ConfigError
+from raysvc.job.config import PAIRED
+
+if TYPE_CHECKING:
+    from raysvc.build.cache_entry import CacheEntry
+    from raysvc.job.config import JobConfig
+
+FORMAT = {"dpo": "preference", "ipo": "preference", "simpo": "preference", "orpo": "preference"}
+FORMAT |= {"reward": "preference", "kto": "kto"}
+NEEDS = {"dpo": ("ref_logprobs",), "ipo": ("ref_logprobs",), "kto": ("ref_logprobs", "label")}
+NEEDS |= {"distill": ("teacher_ids", "teacher_logprobs")}
+
+
+def objective_of(job: JobConfig, entry: CacheEntry) -> Any:
+    """The loss that the workers train; None: cross-entropy of the targets.
+
+    Raises:
+        ConfigError: the rows are of another format, or lack a column; or there are evals of a reward model.
+    """
+    from raysvc.actors.worker.losses import DistillLoss
+    from raysvc.actors.worker.row_losses import KtoLoss, PairLoss, RewardLoss
+
+    trainer, columns = job.trainer, plan_config(job, entry).columns
+    _check(job, entry, columns)
+    if trainer.objective == "distill":
+        return DistillLoss(trainer.temperature)
+    if trainer.objective == "kto":
+        return KtoLoss(trainer.beta)
+    if trainer.objective == "reward":
+        return RewardLoss(margins="margin" in columns)
+    kinds = {"dpo": "sigmoid", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
+    if trainer.objective not in kinds:
+        return None
+    return PairLoss(kinds[trainer.objective], trainer.beta, trainer.margin)  # type: ignore[arg-type]
+
+
+def _check(job: JobConfig, entry: CacheEntry, columns: tuple[str, ...]) -> None:
+    objective = job.trainer.objective
+    where = f"trainer.objective {objective}"
+    wanted = FORMAT.get(objective)
+    for recipe in (one.recipe for one in entries_of(entry.entry)):
+        found = str(recipe.get("format"))
+        if wanted is not None and found != wanted:
+            raise ConfigError(
+                where, f"needs {wanted} rows, and these are {found}", "choose another objective"
+            )
+        if wanted is None and found in PAIRED:
+            fits = [name for name, its in FORMAT.items() if its == found]
+            what = f"trains every row as an example, and these are {found}: half of them are not"
+            raise ConfigError(where, what, f"use one of {', '.join(fits)}")
+    for name in NEEDS.get(objective, ()):
+        if name not in columns:
+            raise ConfigError(where, f"needs a column {name!r}", f"carry it: source.carry: {{{name}: ...}}")
+    if objective == "reward" and job.evals:
+        raise ConfigError("evals", "count tokens, and a reward model has none", "leave them out")
