@@ -76,8 +76,12 @@ class PartView:
         Raises:
             EntryError: bytes are not those that were written.
         """
-        if self.blocks is None or self.blocks.is_done:
+        if self.blocks is None or self.blocks.is_done or not len(begins):
             return
+        low, high = int(begins.min()), int(ends.max())
+        spans = [(first + low * size, first + high * size) for first, size in self.places.values()]
+        if all(self.blocks.check_neighbours(start, stop) for start, stop in spans):
+            return  # as in a scan
         some = ends > begins
         begins, ends = begins[some], ends[some]
         for first, size in self.places.values():

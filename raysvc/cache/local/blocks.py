@@ -46,6 +46,20 @@ class Blocks:
         """Whether every byte was compared."""
         return self._all
 
+    def check_neighbours(self, start: int, stop: int) -> bool:
+        """Compare all blocks of one byte range, if they are few; whether they are.
+
+        Raises:
+            EntryError: bytes are not those that were written.
+        """
+        low, high = start // BLOCK, max(stop - 1, start) // BLOCK
+        if high - low > SPAN:
+            return False
+        left = np.flatnonzero(~self._checked[low : high + 1])
+        if len(left):
+            self._compare(left + low)
+        return True
+
     def check(self, starts: Places, stops: Places) -> None:
         """Compare the blocks of byte ranges.
 
@@ -56,12 +70,6 @@ class Blocks:
             EntryError: bytes are not those that were written.
         """
         if self._all or not len(starts):
-            return
-        low, high = int(starts.min()) // BLOCK, max(int(stops.max()) - 1, 0) // BLOCK
-        if high - low <= SPAN:  # neighbours, as in a scan
-            left = np.flatnonzero(~self._checked[low : high + 1])
-            if len(left):
-                self._compare(left + low)
             return
         firsts, lasts = starts // BLOCK, np.maximum(stops - 1, starts) // BLOCK
         wanted = np.zeros(len(self._checked) + 1, np.int32)
