@@ -158,11 +158,14 @@ def wait_for_receipts(root: Path, count: int, process: subprocess.Popen[bytes]) 
         if len(finished) >= count:
             return finished
         assert process.poll() is None, process.communicate()[1][-2000:]
-        assert time.monotonic() - begin < 90, "no slice was finished in time"
+        assert time.monotonic() - begin < 200, "no slice was finished in time"
         time.sleep(0.01)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(
+    300
+)  # a cluster starts twice; at a load of 45 on two cores that took more than two minutes
 def test_a_killed_build_goes_on_from_its_finished_slices(
     tmp_path: Path, sample: dict[str, str], ray_session: None
 ) -> None:
