@@ -3,7 +3,8 @@
 A file is a stream behind eight bytes, with a footer that nothing here needs: both are read as streams, from any batch on.
 
 Always true:
-- what is held is one batch and the rows that were asked for.
+- what is held is one batch and the rows that were asked for;
+- no value is handed out whose offsets lead out of its batch.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def rows_of_range(batches: Iterator[pa.RecordBatch], skip: int, num_rows: int) -
     left = num_rows
     for batch in batches:
         part = batch.slice(skip, left)
+        part.validate(full=True)  # a damaged file must not lead out of its memory
         skip = max(0, skip - batch.num_rows)
         if part.num_rows:
             kept.append(part)

@@ -8,6 +8,7 @@ Always true:
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -33,7 +34,7 @@ def saved_folder(config: SourceConfig) -> str | None:
     if len(config.path) != 1:
         return None
     path = resolve_path(config.path[0])
-    return path if "://" not in path and is_saved(Path(path)) else None
+    return path if "://" not in path and os.path.isdir(path) and is_saved(Path(path)) else None
 
 
 class DatasetSource:

@@ -69,6 +69,13 @@ def kind_of(path: str) -> Kind:
 
 
 def resolve_path(path: str) -> str:
-    """The path a worker on another node can open: absolute when it is local."""
+    """The path a worker on another node can open: absolute when it is local.
+
+    Raises:
+        SourceError: the home folder of somebody who is not known here.
+    """
     path = path.removeprefix("file://")
-    return path if "://" in path else str(Path(path).expanduser().absolute())
+    try:
+        return path if "://" in path else str(Path(path).expanduser().absolute())
+    except RuntimeError as error:  # of a user that this machine does not know
+        raise SourceError("source.path", f"{path!r}: {error}", "give an absolute path") from error

@@ -186,7 +186,7 @@ def _groups(files: Sequence[SourceFile]) -> list[Group]:
     shared: dict[int, list[SourceFile]] = {}
     for file in files:
         if file.path in small:
-            place = hashlib.sha256(file.path.encode()).digest()[0] % SHARED_RECORDS
+            place = hashlib.sha256(os.fsencode(file.path)).digest()[0] % SHARED_RECORDS
             shared.setdefault(place, []).append(file)
     return [(file,) for file in files if file.path not in small] + [tuple(group) for group in shared.values()]
 

@@ -4,7 +4,7 @@ Always true:
 - files are sorted within each pattern, and none comes twice;
 - a listing is fresh: what fsspec remembers of an earlier one is dropped first;
 - names that begin with a dot or an underscore, and what lies in such folders, are no rows, unless the pattern says so;
-- symbolic links to folders are followed, each folder once;
+- symbolic links to folders are followed, each folder once; a link that leads nowhere is an error;
 - the files of a folder are of one kind.
 """
 
@@ -63,9 +63,9 @@ def _local(pattern: str, path: str) -> list[SourceFile]:
     if os.path.isdir(path):
         return _of_folder(pattern, path, _walk(path, set()))
     if os.path.exists(path) or not glob.has_magic(path):
-        return [_local_file(path)] if os.path.isfile(path) else []
+        return [_local_file(path)] if _is_rows(path) else []
     names = glob.iglob(path, recursive=True, include_hidden=True)
-    return [_local_file(name) for name in sorted(names) if not _hidden(path, name) and os.path.isfile(name)]
+    return [_local_file(name) for name in sorted(names) if not _hidden(path, name) and _is_rows(name)]
 
 
 def _walk(folder: str, above: set[tuple[int, int]]) -> Iterator[SourceFile]:
@@ -81,8 +81,20 @@ def _walk(folder: str, above: set[tuple[int, int]]) -> Iterator[SourceFile]:
             continue
         if item.is_dir():
             yield from _walk(item.path, above)
-        elif item.is_file() and (known_kind(item.name) or item.name in SAVED):
+        elif (known_kind(item.name) or item.name in SAVED) and _is_rows(item.path):
             yield SourceFile(item.path, item.stat().st_size, None)
+
+
+def _is_rows(path: str) -> bool:
+    """Whether it is a plain file.
+
+    Raises:
+        SourceError: a link that leads nowhere: its rows would be missing without a word.
+    """
+    if os.path.islink(path) and not os.path.exists(path):
+        what = f"{path!r} is a link to a file that is not there"
+        raise SourceError("source.path", what, "fix the link or remove it")
+    return os.path.isfile(path)
 
 
 def _local_file(path: str) -> SourceFile:

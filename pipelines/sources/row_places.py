@@ -17,7 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from raysvc.pipelines.reading.arrow_file import skip_magic
+from raysvc.pipelines.reading.arrow_file import MAGIC, skip_magic
 from raysvc.pipelines.reading.csv_rows import Counted, csv_rows
 from raysvc.pipelines.sources.cuts import MAX_LINE_BYTES, Cut, even_cuts
 
@@ -62,17 +62,18 @@ def arrow_places(stream: io.RawIOBase, slice_bytes: int) -> Places:
     buffered = io.BufferedReader(stream, 1 << 16)
     begin = skip_magic(buffered)
     with pa.ipc.open_stream(pa.PythonFile(buffered, mode="r")) as reader:
-        head_end = buffered.tell()
         schema = reader.schema
         batches = list(_batches(reader, buffered))
-    while buffered.read(1 << 20):
-        pass  # what stands behind the batches belongs to the content too
+    tail = b""
+    while block := buffered.read(1 << 20):  # what stands behind the batches belongs to the content too
+        tail = (tail + block)[-len(MAGIC) :]
     size = buffered.tell()
+    if begin and not tail.endswith(MAGIC.rstrip(b"\0")):
+        raise pa.ArrowInvalid("the file ends before its footer")
     buffered.detach()
     if any(_has_dictionary(field.type) for field in schema):
         batches = [(size, sum(rows for _, rows in batches))]
     head = schema.serialize().to_pybytes()
-    assert begin <= head_end
     return Places(_cuts(_ranges(batches, slice_bytes), size, slice_bytes), head)
 
 

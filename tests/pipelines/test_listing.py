@@ -174,3 +174,17 @@ def test_one_changed_file_of_many_is_noticed(tmp_path: Path, monkeypatch: pytest
     ]
     assert differ == [123]
     assert texts(second)[122:125] == ["122", "other", "124"]
+
+
+def test_a_link_that_leads_nowhere_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    for path in (tmp_path, tmp_path / "*.jsonl", tmp_path / "b.jsonl"):
+        with pytest.raises(SourceError, match=r"b\.jsonl' is a link to a file that is not there"):
+            find_files(SourceConfig(path=(str(path),)))
+
+
+@pytest.mark.parametrize("path", ["/" + "x" * 5000 + ".jsonl", "~nobody-of-this-name/x.jsonl"])
+def test_a_path_that_no_file_can_have_is_a_source_error(path: str) -> None:
+    with pytest.raises(SourceError):
+        look_at(SourceConfig(path=(path,)))

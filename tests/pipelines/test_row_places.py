@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import io
+import random
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +166,26 @@ def test_a_file_that_changed_after_the_scan_gives_no_row(tmp_path: Path, name: s
     path.write_bytes(bytes(data))
     with pytest.raises(SourceError, match="changed while it was tokenized"):
         rows_of(pieces)
+
+
+@pytest.mark.parametrize("kind", ["file", "stream"])
+def test_a_flipped_bit_in_an_arrow_file_is_an_error_or_other_rows_and_never_a_crash(
+    tmp_path: Path, kind: str
+) -> None:
+    path = arrow_file(tmp_path / "rows.arrow", TABLE.slice(0, 40), kind, 10)
+    data, rng = path.read_bytes(), random.Random(1)
+    for _ in range(80):
+        damaged = bytearray(data)
+        damaged[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(bytes(damaged))
+        with contextlib.suppress(SourceError):
+            rows_of(slices_of(path, 500))
+
+
+def test_an_arrow_file_that_ends_with_a_whole_batch_but_no_footer_is_refused(tmp_path: Path) -> None:
+    path = arrow_file(tmp_path / "rows.arrow", TABLE, "file", 100)
+    data = path.read_bytes()
+    cuts = [one.end for piece in slices_of(path, 1) for one in piece.pieces]
+    path.write_bytes(data[: cuts[0]])
+    with pytest.raises(SourceError, match="ends before its footer"):
+        slices_of(path, 1)
