@@ -3,6 +3,7 @@
 Always true:
 - files are sorted within each pattern, and none comes twice;
 - a listing is fresh: what fsspec remembers of an earlier one is dropped first;
+- a store that does not answer is an error in `FIRST_ANSWER_S`;
 - names that begin with a dot or an underscore, and what lies in such folders, are no rows, unless the pattern says so;
 - symbolic links to folders are followed, each folder once; a link that leads nowhere is an error;
 - the files of a folder are of one kind.
@@ -12,8 +13,11 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Iterator
-from typing import Any
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from raysvc.errors import RaysvcError, SourceError
 from raysvc.job.config import SourceConfig
@@ -22,6 +26,9 @@ from raysvc.pipelines.sources.file_stamp import listed_stamp, store_tag
 from raysvc.pipelines.sources.files import ENDINGS, SourceFile, known_kind, resolve_path
 from raysvc.redact import redacted
 
+T = TypeVar("T")
+FIRST_ANSWER_S = 10.0
+WEB_ANSWER_S = 30.0  # a web server may make the file while it is asked for it
 HIDDEN = (".", "_")
 SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` of `datasets` writes into its folders
 
@@ -52,7 +59,7 @@ def _expand(pattern: str, storage_options: dict[str, Any]) -> list[SourceFile]:
         return _remote(pattern, path, storage_options)
     except RaysvcError:
         raise
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # noqa: BLE001 - every store has errors of its own
         text = redacted(str(error)).strip().split("\n")[0]
         raise SourceError(
             "source.path", f"{pattern!r} cannot be listed: {text}", "check the URL and credentials"
@@ -105,8 +112,9 @@ def _remote(pattern: str, path: str, storage_options: dict[str, Any]) -> list[So
     fs, root = file_system(path, storage_options)
     fs.invalidate_cache()
     if path.startswith(("http://", "https://")) and "*" not in path and not path.endswith("/"):
-        return [_remote_file(path, fs.info(root))]  # a web server shows its folders only as pages
-    if fs.isdir(root):
+        info = _answer(path, lambda: fs.info(root), WEB_ANSWER_S)
+        return [_remote_file(path, info)]  # a web server shows its folders only as pages
+    if _answer(path, lambda: fs.isdir(root), FIRST_ANSWER_S):
         found = fs.find(root, detail=True)
         names = [name for name in sorted(found) if not _hidden(f"{root.rstrip('/')}/*", name)]
         files = [_remote_file(fs.unstrip_protocol(name), found[name]) for name in names]
@@ -114,6 +122,30 @@ def _remote(pattern: str, path: str, storage_options: dict[str, Any]) -> list[So
     found = fs.glob(root, detail=True)
     names = [name for name in sorted(found) if found[name]["type"] != "directory" and not _hidden(root, name)]
     return [_remote_file(fs.unstrip_protocol(name), found[name]) for name in names]
+
+
+def _answer(path: str, ask: Callable[[], T], limit_s: float) -> T:
+    """The answer to a first, cheap request; a store that is dead is left to itself.
+
+    Raises:
+        SourceError: none in time.
+    """
+    answers: queue.SimpleQueue[Future[T]] = queue.SimpleQueue()
+
+    def attempt() -> None:
+        answer: Future[T] = Future()
+        try:
+            answer.set_result(ask())
+        except Exception as error:  # noqa: BLE001  raised where it is waited for
+            answer.set_exception(error)
+        answers.put(answer)
+
+    threading.Thread(target=attempt, name="raysvc-source-answer", daemon=True).start()
+    try:
+        return answers.get(timeout=limit_s).result()
+    except queue.Empty:
+        what = f"{path!r} did not answer in {limit_s:.0f} s"
+        raise SourceError("source.path", what, "check the address and the network") from None
 
 
 def _remote_file(path: str, info: dict[str, Any]) -> SourceFile:

@@ -58,7 +58,11 @@ def csv_places(path: str, stream: io.RawIOBase, kind: str, slice_bytes: int) -> 
 
 
 def arrow_places(stream: io.RawIOBase, slice_bytes: int) -> Places:
-    """Look through an Arrow file or stream to its end."""
+    """Look through an Arrow file or stream to its end.
+
+    Raises:
+        ArrowInvalid: it is damaged, or a file that lacks its end.
+    """
     buffered = io.BufferedReader(stream, 1 << 16)
     begin = skip_magic(buffered)
     with pa.ipc.open_stream(pa.PythonFile(buffered, mode="r")) as reader:

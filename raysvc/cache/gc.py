@@ -12,7 +12,7 @@ A look (`dry_run`) only lists. It writes nothing, so it works on a full disk and
 
 Always true:
 - an entry or build in use (held, or named by the caller) is not deleted, even if the use began after the first listing;
-- nothing younger than the grace period is deleted, by the store's own clock;
+- nothing younger than the grace period is deleted, by the store's own clock, and no temporary file younger than an hour;
 - an entry that is half removed is never found.
 """
 
@@ -31,6 +31,8 @@ from raysvc.errors import EntryError, StoreError
 
 GRACE_S = 86400.0
 SCANS_KEPT_S = 90 * 86400.0
+TEMPORARY_S = 3600.0  # somebody may be writing a younger temporary file, whatever the grace period
+TEMPORARY = (".tmp-", ".probe-", ".clock-")
 log = logging.getLogger(__name__)
 
 
@@ -226,7 +228,7 @@ class _Visit:
         needed = {part.name for part in manifest.parts} | {item.name for item in folder.signs[-1:]}
         needed |= {names.MANIFEST, names.STATE, names.DATASET_INFO, names.TOKENIZER}
         needed |= {names.DAMAGED, names.DELETING}
-        old = [i for i in folder.found if i.name not in needed and self._is_old(i, self.grace_s)]
+        old = [i for i in folder.found if i.name not in needed and self._is_leftover(i)]
         if folder.is_held:
             old = [i for i in old if names.USE.fullmatch(i.name) or names.USED.fullmatch(i.name)]
         return self._files(
@@ -234,8 +236,7 @@ class _Visit:
         )
 
     def _of_root(self) -> list[Removal]:
-        prefixes = (".tmp-", ".probe-", ".clock-")
-        old = [i for i in self.root if i.name.startswith(prefixes) and self._is_old(i, self.grace_s)]
+        old = [i for i in self.root if i.name.startswith(TEMPORARY) and self._is_leftover(i)]
         return self._files("", [item for item in old if not item.is_folder])
 
     def _old_scans(self) -> list[Removal]:
@@ -250,6 +251,10 @@ class _Visit:
         lost = set(self.records) - {item.name for item in self.root}
         found = [Found(name, 0, 0.0, False) for folder in sorted(lost) for name in self.records[folder]]
         return self._files(names.INDEX, found)
+
+    def _is_leftover(self, item: Found) -> bool:
+        least_s = TEMPORARY_S if item.name.startswith(TEMPORARY) else 0.0
+        return self._is_old(item, max(self.grace_s, least_s))
 
     def _is_old(self, item: Found, age_s: float) -> bool:
         return self.now_s - item.modified_s >= age_s

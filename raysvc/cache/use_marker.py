@@ -215,7 +215,10 @@ def store_now(store: Store) -> float:
     name = f".clock-{uuid.uuid4().hex}"
     store.write(name, b"")
     try:
-        return next(item.modified_s for item in store.scan() if item.name == name)
+        for item in store.scan():
+            if item.name == name:
+                return item.modified_s
+        raise StoreError(store.url, "a file that was just written is not listed", "see what deletes it")
     finally:
         store.delete(name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import time
 import uuid
 from pathlib import Path
@@ -406,3 +407,41 @@ def wait_until(condition, timeout_s: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+class TestOthersAtWork:
+    """Several gc and builders in one root, at the moments that hurt."""
+
+    def test_a_temporary_file_that_somebody_may_be_writing_stays(self, store):
+        build(store)
+        young = [".tmp-a", ".probe-a", ".clock-a", f"{KEY}/.tmp-b"]
+        for name in young:
+            store.write(name, b"x")
+        collect_garbage(store, grace_s=0)
+        assert {name for name in young if (Path(store.root) / name).exists()} == set(young)
+
+    def test_a_write_whose_folder_gc_removed_is_made_again(self, store, monkeypatch):
+        real, lost = os.link, []
+
+        def link(source: str, target: str) -> None:
+            if not lost:
+                lost.append(source)
+                shutil.rmtree(os.path.dirname(source))
+            real(source, target)
+
+        monkeypatch.setattr(os, "link", link)
+        assert store.create(f"{KEY}/{names.DELETING}", b"x")
+        assert lost
+        assert store.read(f"{KEY}/{names.DELETING}") == b"x"
+
+    def test_a_folder_that_another_gc_removed_meanwhile_is_no_error(self, store, monkeypatch):
+        def unlink(path: str) -> None:
+            raise IsADirectoryError(errno.EISDIR, "is a directory", path)
+
+        monkeypatch.setattr(os, "unlink", unlink)
+        store.delete("gone")
+
+    def test_a_clock_file_that_somebody_deleted_is_a_store_error(self, store, monkeypatch):
+        monkeypatch.setattr(PosixStore, "scan", lambda self, folder="": ())
+        with pytest.raises(StoreError, match="not listed"):
+            store_now(store)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from raysvc.errors import SourceError
 from raysvc.job.config import SourceConfig
 from raysvc.pipelines.reading.readers import read_rows
-from raysvc.pipelines.sources import file_stamp
+from raysvc.pipelines.sources import file_stamp, listing
 from raysvc.pipelines.sources.listing import find_files
 from raysvc.pipelines.sources.look import look_at
 from raysvc.pipelines.sources.scan_memo import Memo
@@ -182,6 +184,36 @@ def test_a_link_that_leads_nowhere_is_an_error_that_names_it(tmp_path: Path) -> 
     for path in (tmp_path, tmp_path / "*.jsonl", tmp_path / "b.jsonl"):
         with pytest.raises(SourceError, match=r"b\.jsonl' is a link to a file that is not there"):
             find_files(SourceConfig(path=(str(path),)))
+
+
+def test_a_dead_store_is_refused_soon_and_its_secret_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that takes connections and never answers, and one that is not there."""
+    assert listing.FIRST_ANSWER_S == 10.0
+    monkeypatch.setattr(listing, "FIRST_ANSWER_S", 0.5)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        for _ in range(2):
+            options = {
+                "endpoint_url": f"http://127.0.0.1:{server.getsockname()[1]}",
+                "key": "a",
+                "secret": "SECRET",
+            }
+            with pytest.raises(SourceError, match="did not answer") as caught:
+                find_files(SourceConfig(path=("s3://dead/*.jsonl",), storage_options=options))
+            assert "SECRET" not in str(caught.value)
+            server.listen()
+
+
+def test_what_a_store_raises_is_a_source_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class EndpointConnectionError(Exception):
+        """As that of botocore: no OSError."""
+
+    def isdir(self: MemoryFileSystem, path: str) -> bool:
+        raise EndpointConnectionError("no such host")
+
+    monkeypatch.setattr(MemoryFileSystem, "isdir", isdir)
+    with pytest.raises(SourceError, match="cannot be listed: no such host"):
+        find_files(SourceConfig(path=("memory://x/*.jsonl",)))
 
 
 @pytest.mark.parametrize("path", ["/" + "x" * 5000 + ".jsonl", "~nobody-of-this-name/x.jsonl"])

@@ -125,14 +125,17 @@ class PosixStore:
     def _appear(self, name: str, data: Data) -> bool:
         path = self._path(name)
         folder = os.path.dirname(path)
-        staged = os.path.join(folder, f".tmp-{uuid.uuid4().hex}")
         try:
-            try:
-                self._stage_in(folder, staged, data)
-                return self._publish(staged, path)
-            finally:
-                self._unstage(staged)
-                _sync_folder(folder)
+            for _ in range(ATTEMPTS):
+                staged = os.path.join(folder, f".tmp-{uuid.uuid4().hex}")
+                try:
+                    self._stage_in(folder, staged, data)
+                    return self._publish(staged, path)
+                except FileNotFoundError:
+                    continue  # gc removed the folder with what was staged there
+                finally:
+                    self._unstage(staged)
+                    _sync_folder(folder)
         except (PermissionError, NotADirectoryError) as error:
             raise StoreError(
                 self.root, f"cannot be written ({error})", "choose another cache.root"
@@ -143,6 +146,7 @@ class PosixStore:
             raise StoreError(
                 self.root, f"cannot be written ({error})", "make room, or choose another cache.root"
             ) from error
+        raise StoreError(self.root, f"{folder} is deleted again and again", "find out what deletes it")
 
     def _stage_in(self, folder: str, staged: str, data: Data) -> None:
         for _ in range(ATTEMPTS):
@@ -230,8 +234,8 @@ def _remove(path: str) -> None:
         os.unlink(path)
     except FileNotFoundError:
         return
-    except (IsADirectoryError, PermissionError):
-        if not os.path.isdir(path):
+    except (IsADirectoryError, PermissionError) as error:
+        if isinstance(error, PermissionError) and not os.path.isdir(path):
             raise
         try:
             os.rmdir(path)
