@@ -92,7 +92,13 @@ class Entry:
             if marker in found:
                 what = "it is marked as damaged" if marker == names.DAMAGED else "it is being removed by gc"
                 raise EntryError(where, what, "build it again with raysvc tokenize")
-        manifest = Manifest.from_json(store.read(f"{key}/{names.MANIFEST}"), f"{where}/{names.MANIFEST}")
+        try:
+            data = store.read(f"{key}/{names.MANIFEST}")
+        except FileNotFoundError:  # removed since it was listed, or a folder
+            raise EntryError(
+                where, "its manifest cannot be read", "build it again with raysvc tokenize"
+            ) from None
+        manifest = Manifest.from_json(data, f"{where}/{names.MANIFEST}")
         if key.partition(".")[0] != manifest.key:
             raise EntryError(
                 where, f"its manifest belongs to {manifest.key}", "build it again with raysvc tokenize"

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysvc.cache.entry import READ_AHEAD, Entry
-from raysvc.cache.find import find_entry, list_entries, open_entry
+from raysvc.cache.find import collect_garbage, find_entry, list_entries, open_entry
 from raysvc.cache.key import cache_key
 from raysvc.cache.local.part_cache import PartCopies, copies_from, node_copies
 from raysvc.cache.store.fsspec_store import FsspecStore
@@ -287,6 +287,16 @@ class TestDamage:
         self.part(folder).unlink()
         assert find_entry(store, KEY) is None
         assert f"{self.part_name(store)}: it is missing" in caplog.text
+        build(store, make_slices(SIZES))
+        assert find_entry(store, KEY).folder == f"{KEY}.1"
+
+    def test_a_folder_where_the_manifest_should_be_is_an_entry_that_is_built_anew(self, built, caplog):
+        store, folder = built
+        (folder / "manifest.json").unlink()
+        (folder / "manifest.json").mkdir()
+        assert [one.folder for one in collect_garbage(store, grace_s=0, dry_run=True)] == []
+        assert find_entry(store, KEY) is None
+        assert "its manifest cannot be read" in caplog.text
         build(store, make_slices(SIZES))
         assert find_entry(store, KEY).folder == f"{KEY}.1"
 

@@ -70,7 +70,10 @@ class PosixStore:
                 file.seek(start or 0)
                 return file.read(-1 if end is None else end - (start or 0))
 
-        data = self._unless_missing(path, attempt)
+        try:
+            data = self._unless_missing(path, attempt)
+        except IsADirectoryError:
+            data = None
         if data is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return data
