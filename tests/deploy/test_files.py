@@ -21,7 +21,11 @@ from raysvc.metrics import TABLE
 from .kube_schema import strict
 
 CLUSTERS = ("ray-aws.yaml", "ray-gcp.yaml")
-KUBE = ("raycluster.yaml", "rayjob-tokenize.yaml", "rayjob-train.yaml")
+KUBE = (
+    "base/raycluster.yaml",
+    "components/tokenize/rayjob-tokenize.yaml",
+    "components/train/rayjob-train.yaml",
+)
 
 
 def documents(path: Path) -> list[Any]:
@@ -79,7 +83,7 @@ def test_clusters_ask_for_a_token_and_have_an_empty_spot_pool_for_data(deploy: P
 def test_custom_resources_have_only_fields_that_kuberay_knows(
     deploy: Path, name: str, crds: dict[tuple[str, str], dict[str, Any]]
 ) -> None:
-    for document in documents(deploy / "kuberay" / "base" / name):
+    for document in documents(deploy / "kuberay" / name):
         schema = strict(crds[document["apiVersion"], document["kind"]], root=True)
         jsonschema.Draft7Validator(schema).validate(document)
         document["spec"]["headGroupSpecs"] = {}
@@ -89,14 +93,14 @@ def test_custom_resources_have_only_fields_that_kuberay_knows(
 
 @pytest.mark.parametrize("name", KUBE)
 def test_the_pods_in_them_are_pods(deploy: Path, name: str) -> None:
-    for document in documents(deploy / "kuberay" / "base" / name):
+    for document in documents(deploy / "kuberay" / name):
         for number, spec in enumerate(pods(document)):
             check_core({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"p{number}"}, "spec": spec})
 
 
 @pytest.mark.parametrize("name", KUBE)
 def test_no_pod_runs_as_root_and_every_container_has_limits(deploy: Path, name: str) -> None:
-    for document in documents(deploy / "kuberay" / "base" / name):
+    for document in documents(deploy / "kuberay" / name):
         for spec in pods(document):
             assert spec["securityContext"]["runAsNonRoot"] is True
             for container in spec["containers"]:
@@ -106,7 +110,7 @@ def test_no_pod_runs_as_root_and_every_container_has_limits(deploy: Path, name: 
 
 @pytest.mark.parametrize("name", KUBE[:2])
 def test_clusters_have_tokens_autoscaler_v2_and_shared_memory_in_memory(deploy: Path, name: str) -> None:
-    for document in documents(deploy / "kuberay" / "base" / name):
+    for document in documents(deploy / "kuberay" / name):
         cluster = document["spec"].get("rayClusterSpec", document["spec"])
         assert cluster["authOptions"] == {"mode": "token"}
         assert cluster["enableInTreeAutoscaling"] is True
@@ -131,7 +135,7 @@ def test_pool_labels_are_the_ones_that_jobs_select_by(deploy: Path) -> None:
     labels = [
         group["labels"][name]
         for path in KUBE
-        for document in documents(deploy / "kuberay" / "base" / path)
+        for document in documents(deploy / "kuberay" / path)
         for group in groups(document)
     ]
     for path in CLUSTERS:
@@ -141,9 +145,8 @@ def test_pool_labels_are_the_ones_that_jobs_select_by(deploy: Path) -> None:
     assert wanted == "!gpu"
 
 
-@pytest.mark.parametrize("path", ["base/job.yaml", "overlays/example/job.yaml"])
-def test_the_jobs_in_config_maps_are_jobs(deploy: Path, path: str) -> None:
-    job = load_job(deploy / "kuberay" / path)
+def test_the_job_in_the_config_map_is_a_job(deploy: Path) -> None:
+    job = load_job(deploy / "kuberay" / "overlays" / "example" / "job.yaml")
     assert isinstance(job, JobConfig)
     assert job.workers.label_selector == {"raysvc-pool": "data"}
 
@@ -155,38 +158,118 @@ def test_entrypoints_are_commands_that_exist(deploy: Path) -> None:
         command.name or command.callback.__name__ for command in app.registered_commands if command.callback
     }
     for name in KUBE[1:]:
-        (document,) = documents(deploy / "kuberay" / "base" / name)
+        (document,) = documents(deploy / "kuberay" / name)
         program, command, *_ = document["spec"]["entrypoint"].split()
         assert program == "raysvc"
         assert command in commands
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-def test_the_overlay_renders_and_its_names_and_images_reach_every_pod(
-    deploy: Path, crds: dict[tuple[str, str], dict[str, Any]]
-) -> None:
-    command = ["kubectl", "kustomize", str(deploy / "kuberay" / "overlays" / "example")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def rendered(folder: Path) -> list[Any]:
+    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = {
-        document["kind"]: document
-        for document in yaml.safe_load_all(done.stdout)
-        if document["kind"] != "RayJob"
-    }
-    assert set(found) == {"ConfigMap", "NetworkPolicy", "RayCluster"}
-    for document in yaml.safe_load_all(done.stdout):
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def check_all(rendered_documents: list[Any], crds: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """Every document is what its API takes; those of the Prometheus operator only where its CRDs are there."""
+    for document in rendered_documents:
         assert document["metadata"]["namespace"] == "training"
         kind = (document["apiVersion"], document["kind"])
         if kind in crds:
             jsonschema.Draft7Validator(strict(crds[kind], root=True)).validate(document)
-            images = [container["image"] for spec in pods(document) for container in spec["containers"]]
-            assert set(images) == {"ghcr.io/example/raysvc:0.1.0"}
-        else:
+        elif not document["apiVersion"].startswith("monitoring.coreos.com/"):
             check_core(document)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_the_example_as_it_stands_starts_nothing(
+    deploy: Path, crds: dict[tuple[str, str], dict[str, Any]]
+) -> None:
+    documents = rendered(deploy / "kuberay" / "overlays" / "example")
+    check_all(documents, crds)
+    found = {document["kind"]: document for document in documents}
+    assert set(found) == {"ConfigMap", "NetworkPolicy", "PodMonitor", "PrometheusRule", "RayCluster"}
+    assert found["RayCluster"]["spec"]["suspend"] is True
     assert found["RayCluster"]["spec"]["workerGroupSpecs"][0]["maxReplicas"] == 64
-    config_map = found["ConfigMap"]["metadata"]["name"]
-    assert f"name: {config_map}\n" in done.stdout.split("kind: RayJob", 1)[1]
-    assert "name: raysvc-job\n" not in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_with_every_component_names_and_images_reach_every_pod(
+    deploy: Path, crds: dict[tuple[str, str], dict[str, Any]], tmp_path: Path
+) -> None:
+    shutil.copytree(deploy / "kuberay", tmp_path / "kuberay")
+    overlay = tmp_path / "kuberay" / "overlays" / "example"
+    text = (overlay / "kustomization.yaml").read_text()
+    (overlay / "kustomization.yaml").write_text(
+        text.replace("  # - ../../components", "  - ../../components")
+    )
+    documents = rendered(overlay)
+    check_all(documents, crds)
+    (config_map,) = [
+        document["metadata"]["name"] for document in documents if document["kind"] == "ConfigMap"
+    ]
+    assert config_map.startswith("raysvc-job-")
+    by_name = {
+        document["metadata"]["name"]: document for document in documents if document["kind"].startswith("Ray")
+    }
+    assert set(by_name) == {"raysvc", "raysvc-tokenize", "raysvc-train"}
+    mounted = [
+        volume["configMap"]["name"]
+        for spec in pods(by_name["raysvc-tokenize"])
+        for volume in spec.get("volumes", [])
+        if "configMap" in volume
+    ]
+    assert set(mounted) == {config_map}
+    images = [
+        c["image"] for document in by_name.values() for spec in pods(document) for c in spec["containers"]
+    ]
+    assert set(images) == {"ghcr.io/example/raysvc:0.1.0", "ghcr.io/example/raysvc-gpu:0.1.0"}
+    cluster = by_name["raysvc"]["spec"]
+    assert cluster["gcsFaultToleranceOptions"]["redisAddress"]
+    head, data, gpu = (spec["containers"][0] for spec in pods(by_name["raysvc"]))
+    assert ("gpu" in gpu["image"], "gpu" in data["image"], "gpu" in head["image"]) == (True, False, False)
+    for worker in (data, gpu):
+        (wait,) = worker["env"]
+        assert wait["name"] == "RAY_gcs_rpc_server_reconnect_timeout_s"
+    for container in (head, data, gpu):
+        assert container["envFrom"][0]["secretRef"]["name"] == "raysvc-storage"
+
+
+def test_alerts_are_the_same_for_both_ways_to_load_them_and_have_a_severity(deploy: Path) -> None:
+    plain = yaml.safe_load((deploy / "alerts.yml").read_text())
+    rule = yaml.safe_load(
+        (deploy / "kuberay" / "components" / "monitoring" / "prometheus-rule.yaml").read_text()
+    )
+    assert rule["spec"] == plain
+    severities = {
+        each["alert"]: each["labels"]["severity"] for group in plain["groups"] for each in group["rules"]
+    }
+    assert set(severities.values()) == {"warning", "critical"}
+
+
+def test_the_dashboard_can_be_narrowed_to_a_cluster(deploy: Path) -> None:
+    board = json.loads((deploy / "grafana" / "raysvc.json").read_text())
+    variables = {each["name"]: each for each in board["templating"]["list"]}
+    assert variables["cluster"]["allValue"] == ".*", "a series without the label is shown too"
+    assert list(variables).index("cluster") < list(variables).index("server")
+    for panel in board["panels"]:
+        for target in panel.get("targets", []):
+            names = re.findall(r"\bray_(?!io_cluster)\w+", target["expr"])
+            assert target["expr"].count('{ray_io_cluster=~"$cluster"') == len(names) > 0, target["expr"]
+    monitor = yaml.safe_load(
+        (deploy / "kuberay" / "components" / "monitoring" / "pod-monitor.yaml").read_text()
+    )
+    assert monitor["spec"]["podTargetLabels"] == ["ray.io/cluster"]
+
+
+def test_nodes_that_read_and_write_storage_have_the_rights_to(deploy: Path) -> None:
+    aws, gcp = (yaml.safe_load((deploy / name).read_text())["available_node_types"] for name in CLUSTERS)
+    for pool in ("data", "gpu"):
+        assert aws[pool]["node_config"]["IamInstanceProfile"]["Name"]
+        assert gcp[pool]["node_config"]["serviceAccounts"][0]["scopes"]
+    for types in (aws, gcp):
+        assert "gpu" in types["gpu"]["docker"]["worker_image"]
+        assert "docker" not in types["data"]
 
 
 def test_the_image_is_slim_built_from_the_wheel_and_runs_as_nobody_special(deploy: Path) -> None:
@@ -261,9 +344,16 @@ def test_tags_in_queries_are_tags_of_the_metric(deploy: Path) -> None:
     for text in expressions(deploy):
         for name, selector in re.findall(r"\b(ray_raysvc_\w+)\{([^}]*)\}", text):
             known = next(tags[base] for base in tags if name.startswith(base))
-            assert set(re.findall(r"(\w+)=", selector)) <= known, text
+            assert set(re.findall(r"(\w+)=", selector)) <= known | {"ray_io_cluster"}, text
         for listed in re.findall(r"by \(([^)]*)\)", text):
-            assert set(listed.split(", ")) <= {"le", "server", "role", "source", "NodeAddress"}, text
+            assert set(listed.split(", ")) <= {
+                "le",
+                "server",
+                "role",
+                "source",
+                "NodeAddress",
+                "ray_io_cluster",
+            }, text
 
 
 def test_panels_do_not_overlap(deploy: Path) -> None:
@@ -282,7 +372,7 @@ def test_both_prometheus_files_find_the_port_named_metrics(deploy: Path) -> None
     kept = [rule["regex"] for rule in job["relabel_configs"] if rule.get("action") == "keep"]
     assert kept == [".+", "metrics"]
     for name in KUBE[:2]:
-        for document in documents(deploy / "kuberay" / "base" / name):
+        for document in documents(deploy / "kuberay" / name):
             for spec in pods(document):
                 assert [
                     port["containerPort"]
@@ -302,7 +392,10 @@ def test_prometheus_accepts_its_files_and_every_query(deploy: Path, tmp_path: Pa
         assert done.returncode == 0, done.stdout + done.stderr
 
     check("config", "prometheus.yml")
-    plain = [text.replace("$__rate_interval", "1m").replace("$server", ".*") for text in expressions(deploy)]
+    plain = [
+        text.replace("$__rate_interval", "1m").replace("$server", ".*").replace("$cluster", ".*")
+        for text in expressions(deploy)
+    ]
     rules = [{"record": f"panel:{number}", "expr": text} for number, text in enumerate(plain)]
     (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
     check("rules", str(tmp_path / "rules.yml"))

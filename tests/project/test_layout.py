@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -118,7 +119,8 @@ def source_tree(target: Path, *, links_as_text: bool) -> Path:
         shutil.copytree(
             ROOT / folder, target / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
         )
-    (target / "tests").mkdir()
+    for folder in ("tests/project", "docs", "deploy"):
+        shutil.copytree(ROOT / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "tests" / "conftest.py", target / "tests" / "conftest.py")
     for file in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "CHANGELOG.md"):
         shutil.copy(ROOT / file, target / file)
@@ -159,6 +161,14 @@ def test_a_wheel_from_an_sdist_holds_every_module_and_nothing_else(tmp_path: Pat
     with tarfile.open(sdist) as archive_of_source:
         names = {name.partition("/")[2] for name in archive_of_source.getnames()}
     assert {"tests/conftest.py", "CHANGELOG.md", "raysvc/__init__.py"} <= names
+    for folder in ("tests/project", "docs", "deploy"):
+        there = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*") if path.is_file()}
+        assert {name for name in there if "__pycache__" not in name} <= names, folder
+
+
+def test_the_version_has_its_section_in_the_changelog() -> None:
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[:2] == ["Unreleased", raysvc.__version__]
 
 
 def test_a_wheel_from_a_zip_archive_holds_every_module_too(tmp_path: Path) -> None:
