@@ -112,7 +112,7 @@ source:
   format: {found.format}
 tokenizer: {json.dumps(tokenizer)}   # a folder or a hub name; its chat template renders the rows
 
-train_on: all_assistant_messages   # or last_assistant_message, completion, all_tokens, message_weight
+train_on: all_assistant_messages   # or last_assistant_message, each_assistant_turn, completion, all_tokens, message_weight
 # max_length: {_power_of_two(found.longest)}   # longer rows are dropped, or cut: truncation: keep_start
 
 plan:

@@ -91,6 +91,8 @@ def _tree(job: str | Path | Mapping[str, Any] | JobConfig | None) -> dict[str, A
         mark = getattr(error, "problem_mark", None)  # without the line itself, which may hold a secret
         place = f" (line {mark.line + 1}: {getattr(error, 'problem', '')})" if mark else ""
         raise ConfigError(str(path), f"is not valid YAML{place}", "fix that line") from None
+    except ValueError as error:  # a day that no month has, or bytes that are no text
+        raise ConfigError(str(path), f"is not valid YAML ({error})", "fix that value") from None
     if not isinstance(tree, dict):
         raise ConfigError(str(path), "has no keys", "begin with source: and tokenizer:")
     return tree
@@ -104,7 +106,7 @@ def _override(text: str) -> dict[str, Any]:
         )
     try:
         parsed = yaml.safe_load(value)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         parsed = value
     return _nested(tuple(key.strip().split(".")), parsed)
 

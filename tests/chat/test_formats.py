@@ -115,6 +115,12 @@ def test_a_token_over_prompt_and_completion_sets_the_row_aside(slice_tokenizer: 
     assert made == []
     (reason,) = result.row_counts.quarantined
     assert reason.startswith("a token spans the prompt and its completion")
+    blank_in_prompt, in_completion, line_break = (
+        {"prompt": prompt, "completion": completion}
+        for prompt, completion in [("is ", "four"), ("is", " four"), ("is\n", "four")]
+    )
+    assert not tokenize(slice_tokenizer("no template"), blank_in_prompt)[0], "the reason says what to do"
+    assert len(tokenize(slice_tokenizer("no template"), in_completion, line_break)[0]) == 2
 
 
 def test_prompt_messages_are_context_under_completion(slice_tokenizer: Any, tokenize: Any) -> None:

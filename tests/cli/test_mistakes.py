@@ -42,6 +42,22 @@ def test_a_job_file_that_is_not_there(tmp_path: Path) -> None:
     assert "nowhere.yaml" in mistake("train", "-c", str(tmp_path / "nowhere.yaml"))
 
 
+@pytest.mark.parametrize("text", [b"tokenizer: {date: 2024-13-45}", b"\xff\xfe: 1"], ids=["day", "bytes"])
+def test_a_job_file_with_a_value_that_yaml_cannot_read(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_bytes(text)
+    assert "job.yaml: is not valid YAML" in mistake("plan", "-c", str(path))
+
+
+def test_an_override_with_a_day_that_no_month_has(tmp_path: Path, sample: dict[str, str]) -> None:
+    job = job_file(
+        tmp_path,
+        source={"path": sample["rows"]},
+        tokenizer={"name": sample["tokenizer"], "date": "2024-01-01"},
+    )
+    assert "tokenizer.date" in mistake("plan", "-c", str(job), "tokenizer.date=2024-13-45")
+
+
 def test_an_unknown_key_names_the_nearest_one(tmp_path: Path, sample: dict[str, str]) -> None:
     job = job_file(
         tmp_path, source={"path": sample["rows"]}, tokenizer=sample["tokenizer"], plan={"bach_size": 4}

@@ -29,7 +29,7 @@ _BLANK = np.zeros(256, np.bool_)
 _BLANK[[9, 10, 11, 12, 13, 32]] = True
 
 OVER_START = "a token spans a header and its message"
-OVER_PROMPT = "a token spans the prompt and its completion: end the prompt with a blank, or begin the completion with one"
+OVER_PROMPT = "a token spans the prompt and its completion: let the completion begin with the blank, or end the prompt with a line break"
 OVER_END = "a token spans a message and what follows it"
 NO_EOT = "the end of turn is not one token at the end of its turn"
 EXTRA_CONTROL = "a trained turn holds a control token"
