@@ -52,7 +52,7 @@ def plan_config(job: JobConfig, entry: CacheEntry | None = None) -> PlanConfig:
     columns that the rows carry, and their pads.
 
     Raises:
-        ConfigError: a column that some sources of a mixture carry, and others do not.
+        ConfigError: a column that some sources of a mixture carry and others do not, or carry otherwise.
     """
     plan, carried = job.plan, {} if entry is None else _carried(entry)
     pads = {name: column["pad"] for name, column in carried.items()}
@@ -75,6 +75,11 @@ def _carried(entry: CacheEntry) -> dict[str, Any]:
         if not all(name in its for its in each):
             what = f"{name!r} is carried by {sum(name in its for its in each)} of {len(each)} sources"
             raise ConfigError("mixture", what, "carry it in all of them, or in none")
+        for key, all_of_them in (("dtype", "one dtype"), ("pad", "one pad")):
+            found = dict.fromkeys(str(its[name].get(key)) for its in each)
+            if len(found) > 1:
+                what = f"the {key} of {name!r} is {' and '.join(found)} in different sources"
+                raise ConfigError("mixture", what, f"give source.carry {all_of_them} for it in all of them")
     formats = {str(recipe.get("format")) for recipe in recipes}
     return {**(OWN.get(formats.pop(), {}) if len(formats) == 1 else {}), **carried}
 

@@ -154,3 +154,27 @@ def test_a_column_of_one_source_alone_is_refused_by_name(job: JobConfig, tmp_pat
     )  # fmt: skip
     with pytest.raises(raysvc.errors.ConfigError, match="'domain' is carried by 1 of 2 sources"):
         plan_config(mixed, raysvc.tokenize(mixed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"dtype": "float64"}, "dtype of 'number' is int64 and float64"),
+        ({"pad": 7}, "pad of 'number' is 0 and 7"),
+    ],
+    ids=["dtype", "pad"],
+)
+def test_sources_that_carry_a_column_otherwise_are_refused(
+    job: JobConfig, tmp_path: Path, changed: dict[str, Any], told: str
+) -> None:
+    sources: dict[str, Any] = {}
+    for name, column in {"a": {"dtype": "int64"}, "b": {"dtype": "int64", **changed}}.items():
+        path = tmp_path / f"{name}.jsonl"  # 2^53 + 1 is no float64: its column must not become one
+        path.write_text(json.dumps({"input_ids": [3, 4], "loss_mask": [0, 1], "number": 2**53 + 1}) + "\n")
+        source = {"path": str(path), "format": "pretokenized", "carry": {"number": column}}
+        sources[name] = {"source": source, "weight": 1}
+    mixed = load_job(
+        {"mixture": {"sources": sources}, "tokenizer": job.tokenizer.name, "cache": {"root": job.cache.root}}
+    )
+    with pytest.raises(raysvc.errors.ConfigError, match=told):
+        plan_config(mixed, raysvc.tokenize(mixed))
