@@ -75,7 +75,7 @@ def plan_constants() -> dict[str, float]:
 
 def lease_constants() -> dict[str, float]:
     """One commit or heartbeat, as the server decides it."""
-    from raysvc.actors.server.leases import ReaderLease
+    from raysvc.actors.server.reader_lease import ReaderLease
 
     lease = ReaderLease("", "x").attach("a", time.monotonic(), 30.0, fence=1)
 

@@ -21,8 +21,9 @@ from typing import Any
 from raysvc.actors.server.entry_stream import streams_of
 from raysvc.actors.server.journal import Journal
 from raysvc.actors.server.lease_store import LeaseStore
-from raysvc.actors.server.leases import Leases, Peers, ReaderLease
+from raysvc.actors.server.leases import Leases
 from raysvc.actors.server.orphan_watch import OrphanWatch
+from raysvc.actors.server.reader_lease import Peers, ReaderLease
 from raysvc.actors.server.spec import TRAIN as TRAIN
 from raysvc.actors.server.spec import Lease as Lease
 from raysvc.actors.server.spec import Role as Role

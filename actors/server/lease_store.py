@@ -16,7 +16,8 @@ import time
 from typing import Any
 
 from raysvc.actors.server.journal import Journal
-from raysvc.actors.server.leases import Leases, Peers, ReaderLease
+from raysvc.actors.server.leases import Leases
+from raysvc.actors.server.reader_lease import Peers, ReaderLease
 from raysvc.errors import FencedError
 from raysvc.metrics import record
 

@@ -28,7 +28,7 @@ from raysvc.errors import LeaseError, RankLost, ServerError
 from raysvc.versions import HERE
 
 if TYPE_CHECKING:
-    from raysvc.actors.server.leases import Peers
+    from raysvc.actors.server.reader_lease import Peers
     from raysvc.actors.server.spec import Lease
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.actors.server.leases import Leases, ReaderLease, SilentRank
+from raysvc.actors.server.leases import Leases
+from raysvc.actors.server.reader_lease import ReaderLease, SilentRank
 from raysvc.errors import FencedError, LeaseHeld, RaysvcError, ServerError, StateMismatch
 
 TTL = 30.0

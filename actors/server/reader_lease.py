@@ -1,0 +1,257 @@
+"""The lease of one reader: who may advance a stream of steps, and how far training has come. Pure: the clock is an argument.
+
+A lease is held by one driver, or by the ranks of one group that each attach by themselves (rank mode). Every rank has a
+seat; a driver is a group of one seat.
+
+How calls converge, in whatever order and however often they arrive:
+1. A fence counts attaches. A call with another fence than the newest is refused.
+2. Within a fence a seat counts its moves (rewinds and restored states). A call from before the newest move changes nothing.
+3. Within a move a commit of step s says that all steps up to s are trained: the seat's frontier becomes at least s + 1.
+
+Axes: R ranks of a group.
+Always true:
+- at most one fence is accepted at a time: the newest, while the lease is held;
+- a seat's (moves, frontier) never goes down in lexicographic order while its fence is the newest;
+- the frontier is the smallest of the seats once all are taken;
+- clock values stay in the process: a record holds durations, and who reads it starts each lease's time again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from raysvc.errors import FencedError, LeaseHeld, StateMismatch
+
+RECORD_VERSION = 3
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One rank of a group, or the driver.
+
+    Attributes:
+        holder: which process (unique per attach), "" before it came and after it left.
+        frontier: its next step; None before it came.
+        moves: rewinds and restored states since it attached.
+        seen_s: clock value of its last sign of life.
+    """
+
+    holder: str = ""
+    frontier: int | None = None
+    moves: int = 0
+    seen_s: float = 0.0
+
+
+class SilentRank(NamedTuple):
+    """A rank of which nothing was heard for a while."""
+
+    rank: int
+    holder: str
+    silent_s: float
+
+
+class Peers(NamedTuple):
+    """What a holder learns of its group.
+
+    Attributes:
+        frontier: of the group.
+        behind: (rank, its next step) of ranks further behind the asking one than its look-ahead reaches.
+        silent: ranks that missed their heartbeats.
+    """
+
+    frontier: int
+    behind: tuple[tuple[int, int], ...] = ()
+    silent: tuple[SilentRank, ...] = ()
+
+
+@dataclass(frozen=True)
+class ReaderLease:
+    """State of one reader that has to outlive the server's process.
+
+    Attributes:
+        reader: "" unless the server is shared.
+        name: of the server, and of the reader where there is one; for errors.
+        fence: newest fence given out, 0 before the first attach.
+        holder: who holds the lease (a driver, or a group), None when nobody does.
+        since_s: clock value at which the holder attached.
+        frontier: next step to train; all steps below it are committed.
+        skipped: committed steps that the trainer did not apply, ascending.
+        seats: [R]; of a driver one; empty when nobody holds the lease.
+        window: steps that a seat may be ahead of the slowest one: its look-ahead and the one it trains.
+    """
+
+    reader: str
+    name: str
+    fence: int = 0
+    holder: str | None = None
+    since_s: float = 0.0
+    frontier: int = 0
+    skipped: tuple[int, ...] = ()
+    seats: tuple[Seat, ...] = ()
+    window: int = 1
+
+    @property
+    def seen_s(self) -> float:
+        """Clock value of the last sign of life of any seat."""
+        return max((seat.seen_s for seat in self.seats), default=0.0)
+
+    def lives(self, now_s: float, ttl_s: float) -> bool:
+        """Whether somebody holds an unexpired lease."""
+        return self.holder is not None and now_s - self.seen_s <= ttl_s
+
+    def check(self, fence: int) -> None:
+        """Refuse a caller from the past.
+
+        Raises:
+            FencedError: the fence is not the newest, or its holder detached.
+        """
+        if fence != self.fence or self.holder is None:
+            raise FencedError(self.name, fence, self.fence if self.holder else None)
+
+    def attach(
+        self, holder: str, now_s: float, ttl_s: float, *, fence: int, takeover: bool = False
+    ) -> ReaderLease:
+        """The lease after a driver attached; asking again as the same holder changes nothing.
+
+        Args:
+            fence: the one to give out when the lease is new.
+
+        Raises:
+            LeaseHeld: another lease lives and `takeover` is not set.
+        """
+        return self.attach_rank(holder, holder, 0, 1, now_s, ttl_s, fence=fence, takeover=takeover)
+
+    def attach_rank(
+        self,
+        group: str,
+        holder: str,
+        rank: int,
+        num_ranks: int,
+        now_s: float,
+        ttl_s: float,
+        *,
+        fence: int,
+        takeover: bool = False,
+        window: int = 1,
+    ) -> ReaderLease:
+        """The lease after a rank of `group` took its seat; the first one opens the lease, the others share its fence.
+
+        Raises:
+            LeaseHeld: another holder, or another process on that seat, lives and `takeover` is not set.
+        """
+        same_group = self.holder == group and len(self.seats) == num_ranks
+        if same_group and self.seats[rank].holder == holder:  # Ray may run a call twice
+            return self._seated(rank, replace(self.seats[rank], seen_s=now_s))
+        if same_group and not self.seats[rank].holder:
+            return self._seated(rank, Seat(holder, self.frontier, seen_s=now_s))
+        if self.lives(now_s, ttl_s) and not takeover:
+            held_by = f"{self.holder}, rank {rank}" if self.holder == group else str(self.holder)
+            raise LeaseHeld(self.name, held_by, now_s - self.since_s)
+        lease = replace(
+            self, fence=fence, holder=group, since_s=now_s, seats=(Seat(),) * num_ranks, window=window
+        )
+        return lease._seated(rank, Seat(holder, self.frontier, seen_s=now_s))
+
+    def beat(self, fence: int, rank: int, now_s: float) -> ReaderLease:
+        """The lease after a sign of life. A lease that ran out and that nobody took goes on."""
+        self.check(fence)
+        seat = self.seats[rank]
+        return self._seated(rank, replace(seat, seen_s=max(now_s, seat.seen_s)))
+
+    def commit(
+        self, fence: int, step: int, rank: int, now_s: float, *, moves: int = 0, skipped: bool = False
+    ) -> ReaderLease:
+        """The lease after all steps up to `step` were trained, or `step` was skipped, by one seat.
+
+        Args:
+            moves: of the seat when it was sent.
+        """
+        if fence == self.fence and self.holder is None and step < self.frontier:
+            return self  # it was sent again, and its holder has left since
+        self.check(fence)
+        seat = self.seats[rank]
+        if moves < seat.moves:
+            return self
+        known = seat.frontier or 0 if moves == seat.moves else 0
+        marks = tuple(sorted({*self.skipped, step})) if skipped else self.skipped
+        after = Seat(seat.holder, max(known, step + 1), moves, max(now_s, seat.seen_s))
+        return replace(self, skipped=marks)._seated(rank, after)
+
+    def move(
+        self, fence: int, frontier: int, rank: int, now_s: float, *, moves: int | None = None
+    ) -> ReaderLease:
+        """The lease with another frontier: the trainer's checkpoint wins over our memory.
+
+        Args:
+            moves: of the seat with this one counted; None: the next.
+        """
+        self.check(fence)
+        seat = self.seats[rank]
+        number = seat.moves + 1 if moves is None else moves
+        if number <= seat.moves:
+            return self
+        return self._seated(rank, Seat(seat.holder, frontier, number, max(now_s, seat.seen_s)))
+
+    def detach(self, fence: int, rank: int) -> ReaderLease:
+        """The lease after the driver, or one rank, left; the frontier stays."""
+        if fence == self.fence and self.holder is None:
+            return self
+        self.check(fence)
+        lease = self._seated(rank, replace(self.seats[rank], holder=""))
+        return lease if any(seat.holder for seat in lease.seats) else lease.without_holder()
+
+    def peers(self, rank: int, now_s: float, ttl_s: float) -> Peers:
+        """Which ranks keep this one waiting, and which are silent for two heartbeats of three in a lease."""
+        own = self.seats[rank].frontier or 0
+        seated = [(number, seat) for number, seat in enumerate(self.seats) if seat.frontier is not None]
+        behind = [(number, seat.frontier or 0) for number, seat in seated]
+        silent = [
+            SilentRank(number, seat.holder, now_s - seat.seen_s)
+            for number, seat in seated
+            if number != rank and seat.holder and now_s - seat.seen_s > ttl_s * 2 / 3
+        ]
+        return Peers(self.frontier, tuple(b for b in behind if own - b[1] > self.window), tuple(silent))
+
+    def without_holder(self) -> ReaderLease:
+        """Nobody holds it any more; fence and frontier stay."""
+        return replace(self, holder=None, seats=())
+
+    def to_json(self, now_s: float) -> dict[str, Any]:
+        """Plain JSON, for the journal."""
+        seats = [[seat.holder, seat.frontier, seat.moves] for seat in self.seats]
+        return {
+            "version": RECORD_VERSION,
+            "fence": self.fence,
+            "holder": self.holder,
+            "held_s": now_s - self.since_s,
+            "frontier": self.frontier,
+            "skipped": list(self.skipped),
+            "seats": seats,
+            "window": self.window,
+        }
+
+    def from_json(self, data: Mapping[str, Any], now_s: float) -> ReaderLease:
+        """Read what `to_json` wrote. Its holder has the whole lease time from now on to say that it lives.
+
+        Raises:
+            StateMismatch: another version wrote it.
+        """
+        if data.get("version") != RECORD_VERSION:
+            remedy = "use the raysvc version that wrote it, or another server.name"
+            raise StateMismatch("lease.version", f"{data.get('version')!r} is not {RECORD_VERSION}", remedy)
+        kept = {name: data[name] for name in ("fence", "holder", "frontier", "window")}
+        seats = tuple(Seat(holder, frontier, moves, now_s) for holder, frontier, moves in data["seats"])
+        return replace(
+            self, **kept, skipped=tuple(data["skipped"]), since_s=now_s - data["held_s"], seats=seats
+        )
+
+    def _seated(self, rank: int, seat: Seat) -> ReaderLease:
+        """With another seat; the frontier is the smallest of all seats once they are taken."""
+        seats = (*self.seats[:rank], seat, *self.seats[rank + 1 :])
+        frontiers = [seat.frontier for seat in seats if seat.frontier is not None]
+        frontier = min(frontiers) if len(frontiers) == len(seats) else self.frontier
+        back = frontier < self.frontier
+        skipped = tuple(step for step in self.skipped if step < frontier) if back else self.skipped
+        return replace(self, seats=seats, frontier=frontier, skipped=skipped)
