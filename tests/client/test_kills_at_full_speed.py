@@ -60,12 +60,13 @@ def row_ids(uri: str, plan: Any, step: int) -> list[list[int]]:
     from raysvc.actors.server.entry_stream import EntryStream
     from raysvc.actors.server.make_step import Recipe
 
-    if (uri, plan) not in _STREAMS:
-        _STREAMS[uri, plan] = EntryStream(uri, {}, Recipe(plan, 0))
-    return [mini.row_ids.tolist() for mini in _STREAMS[uri, plan].outline(step, 1).mini_batches]
+    key = uri, plan.model_dump_json()
+    if key not in _STREAMS:
+        _STREAMS[key] = EntryStream(uri, {}, Recipe(plan, 0))
+    return [mini.row_ids.tolist() for mini in _STREAMS[key].outline(step, 1).mini_batches]
 
 
-_STREAMS: dict[Any, Any] = {}
+_STREAMS: dict[tuple[str, str], Any] = {}
 
 
 def train_under_kills(serve: Served, uri: str, look_ahead: int, step_ms: float, kills: int) -> int:
