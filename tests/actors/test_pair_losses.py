@@ -43,6 +43,8 @@ PLANS: dict[str, dict[str, Any]] = {
 def pairs(num_pairs: int = 5, seed: int = 3) -> RowBatch:
     rows = random_rows(2 * num_pairs, seed=seed)
     rows.tokens["loss_mask"][rows.offsets[1:] - 1] = 1  # every row has a target
+    rows.tokens["loss_mask"][rows.offsets[2] : rows.offsets[3] - 1] = 0  # one has no other
+    rows.tokens["ref_logprobs"][:] -= 0.5  # so that the mean that KTO subtracts is above 0
     rng = np.random.default_rng(seed)
     margin = np.repeat(rng.random(num_pairs), 2).astype(np.float32)
     label = np.repeat(np.arange(num_pairs) % 2, 2).astype(np.uint8)
