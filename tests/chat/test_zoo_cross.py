@@ -22,9 +22,7 @@ ALL = "all_assistant_messages"
 TURNS = "each_assistant_turn"
 QUICK = ("cohere2", "gptoss_training", "mistral_v3", "qwen3")
 SHARES = (0.4, 0.7, 0.95)
-every_template = pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
-)
+every_template = pytest.mark.parametrize("name", [name for name in QUICK if name in NAMES])
 
 
 @pytest.fixture(scope="module")
