@@ -20,7 +20,7 @@ from .zoo_judge import Truth, faults, own_words, refusal_is_right, truth
 
 ALL = "all_assistant_messages"
 TURNS = "each_assistant_turn"
-QUICK = ("cohere2", "gptoss_training", "mistral_v3", "qwen3")
+QUICK = ("lfm2", "cohere2", "gptoss_training", "mistral_v3", "qwen3")
 SHARES = (0.4, 0.7, 0.95)
 every_template = pytest.mark.parametrize("name", [name for name in QUICK if name in NAMES])
 
@@ -172,7 +172,11 @@ def test_contents_in_parts_are_those_of_texts(name: str, mode: str, folder_of: A
         for row in ROWS[kind]:
             parts = {"messages": [in_parts(message) for message in row["messages"]]}
             as_parts, as_texts = truth(hf, parts), truth(hf, row)
-            takes = not as_parts.refusal and "{'type'" not in as_parts.text and shows(row, as_parts)
+            takes = (
+                not as_parts.refusal
+                and not any(form in as_parts.text for form in ("{'type'", '{"type"'))
+                and shows(row, as_parts)
+            )
             written, why = rows_of(made, parts)
             if not written:
                 assert refusal_is_right(row, as_texts), (kind, why)

@@ -23,6 +23,8 @@ from raysvc.chat.source.tool_calls import arguments_of
 ARGUMENTS_PARSED = "arguments that were JSON text made objects"
 ARGUMENTS_WRITTEN = "arguments that were objects made JSON text"
 PROBE = "raysvc_probe"
+_SPEAKERS = (("user",), ("user", "assistant"), ("system", "user", "assistant"))
+_FORMS = ("{'type'", '{"type"')
 Render = Callable[[list[Message]], str]
 
 
@@ -97,9 +99,14 @@ def _as_object(value: Any) -> Any:
 
 
 def _takes_parts(render: Render) -> bool:
-    """Whether a template shows the text of content parts, and not their Python form."""
-    text = _try(render, [{"role": "user", "content": [{"type": "text", "text": PROBE}]}])
-    return PROBE in text and "{'type'" not in text
+    """Whether a template shows the text of content parts whoever speaks, and neither their Python form nor their JSON."""
+    texts = [_try(render, [_in_parts(role) for role in roles]) for roles in _SPEAKERS]
+    shown = [text.count(PROBE) == len(roles) for roles, text in zip(_SPEAKERS, texts, strict=True) if text]
+    return bool(shown) and all(shown) and not any(form in text for form in _FORMS for text in texts)
+
+
+def _in_parts(role: str) -> Message:
+    return {"role": role, "content": [{"type": "text", "text": PROBE}]}
 
 
 def _wants_text(render: Render) -> bool:
