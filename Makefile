@@ -4,9 +4,8 @@ BIN := .venv/bin
 RUN := .venv/.installed
 DEV := .venv/.installed-dev
 COVER ?= 90
-# Processes that run tests; each has a Ray of its own, and takes whole files.
+# Processes that run the first tier; each has a Ray of its own, and takes whole files.
 JOBS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --durations=10
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: install dev demo docs gpu test test-long coverage test-nfs test-s3 lint format type check clean
@@ -36,10 +35,10 @@ docs: dev
 
 # What takes long is in test-long: kills at full speed, autoscaling, submitted jobs, trained models.
 test: dev
-	$(PYTEST) -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile --durations=10
 
 test-long: dev
-	$(PYTEST) -m slow
+	$(BIN)/python -m pytest -m slow --durations=10
 
 # Branches of the rooms that decide; the tests that need no Ray.
 coverage: dev
