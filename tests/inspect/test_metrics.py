@@ -65,6 +65,7 @@ def test_later_records_are_summed_and_written_once(monkeypatch: pytest.MonkeyPat
     from raysvc import metrics
 
     written: list[tuple[str, float]] = []
+    monkeypatch.setattr(metrics, "_early", [])  # what other tests recorded before they had a Ray
     monkeypatch.setattr(metrics, "_connected", lambda: True)
     monkeypatch.setattr(metrics, "_write", lambda metric, value, tags: written.append((metric.name, value)))
     later = metrics.LaterRecords()
