@@ -8,6 +8,7 @@ Always true:
 
 from __future__ import annotations
 
+from math import prod
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -31,6 +32,7 @@ ColumnDtype = Literal[
 ]
 Align = Literal["this_token", "next_token", "response"]
 BF16: np.dtype[Any] = np.dtype([("bfloat16", "<u2")])
+MAX_NUMBERS = 1 << 24  # in one value of a column
 MARK = b"raysvc.dtype"  # metadata of an Arrow field that is to be written: "bfloat16" where uint16 holds its bits
 RESERVED = frozenset(
     [
@@ -86,6 +88,8 @@ class CarriedColumn(BaseModel):
             raise ValueError("a column per token needs a dtype of numbers")
         if self.shape and self.dtype in (None, "string"):
             raise ValueError("a column with a shape needs a dtype of numbers")
+        if prod(self.shape) > MAX_NUMBERS:
+            raise ValueError(f"shape {list(self.shape)} has more than {MAX_NUMBERS} numbers a value")
         if self.dtype is not None and self.dtype != "string":
             pad_of(self)
         return self
@@ -127,10 +131,10 @@ def scalar_of(value: float | int, dtype: np.dtype[Any]) -> Any:
     if dtype == BF16:
         return bf16_of([value])[0]
     if dtype.kind in "iu" and not np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
-        raise ValueError(f"{value} is no {dtype.name}")
+        raise ValueError(f"{value} is not a {dtype.name}")
     made = np.array(value).astype(dtype)
     if dtype.kind in "iub" and made != value:
-        raise ValueError(f"{value} is no {dtype.name}")
+        raise ValueError(f"{value} is not a {dtype.name}")
     return made[()]
 
 

@@ -93,13 +93,15 @@ class SourceConfig(Model):
     @field_validator("carry", mode="before")
     @classmethod
     def _bare_names(cls, value: object) -> object:
+        if isinstance(value, str):
+            raise ValueError(f"give a list, [{value}], or name -> what it holds")
         return {name: {} for name in value} if isinstance(value, list | tuple) else value
 
     @field_validator("carry")
     @classmethod
     def _free_names(cls, value: dict[str, CarriedColumn]) -> dict[str, CarriedColumn]:
         if taken := sorted(RESERVED & value.keys()):
-            raise ValueError(f"{taken[0]!r} is a name of ours; give the column another one in the source")
+            raise ValueError(f"{taken[0]!r} is a name that raysvc uses; rename the column in the source")
         return value
 
     @model_validator(mode="after")

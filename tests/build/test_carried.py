@@ -17,6 +17,7 @@ from raysvc.actors.staging.staging import Staging
 from raysvc.build.job_plan import plan_config, report_of
 from raysvc.client.steps import RankStep, micros_of
 from raysvc.collate.row_values import cells_of
+from raysvc.errors import ConfigError
 from raysvc.inspect.replay_run import replay_job, save
 from raysvc.inspect.row_view import columns_of_row, shard_pictures
 from raysvc.job.config import JobConfig
@@ -178,3 +179,16 @@ def test_sources_that_carry_a_column_otherwise_are_refused(
     )
     with pytest.raises(raysvc.errors.ConfigError, match=told):
         plan_config(mixed, raysvc.tokenize(mixed))
+
+
+@pytest.mark.parametrize(
+    ("carry", "said"),
+    [
+        ("domain", r"give a list, \[domain\]"),
+        ({"x": {"dtype": "float32", "shape": [10**11, 10**12]}}, "more than 16777216 numbers a value"),
+        (["input_ids"], "a name that raysvc uses"),
+    ],
+)
+def test_a_declaration_that_cannot_be_is_one_line(carry: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_job({"source": {"path": "rows.jsonl", "carry": carry}, "tokenizer": "t"})

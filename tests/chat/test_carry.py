@@ -123,7 +123,7 @@ def test_a_type_that_nobody_said_is_that_of_the_first_row() -> None:
     }  # fmt: skip
     with pytest.raises(ConfigError, match=r"source\.carry\.id: is not in the first row"):
         resolved(source.carry, {"domain": "math"})
-    with pytest.raises(ValueError, match="'labels' is a name of ours"):
+    with pytest.raises(ValueError, match="'labels' is a name that raysvc uses"):
         SourceConfig(path=("a.jsonl",), carry=["labels"])  # type: ignore[arg-type]
 
 
