@@ -190,6 +190,7 @@ def batch_of(number: int, rows: int, width: int) -> Shard:
         "position_ids": np.tile(np.arange(width, dtype=np.int32), (rows, 1)),
         "row_group": each,
         "row_tokens": np.full(rows, width - 1, np.int32),
+        "seq_lengths": np.full(rows, width, np.int32),
     }
     counts = Denominators(rows * (width - 1), rows, rows)
     micro = (MicroBatch(0, rows, width, rows * width),)

@@ -188,7 +188,7 @@ def test_rows_that_a_file_takes_out_in_mid_run_leave_holes_from_there_on(
     [
         ("1\nx\n", "line 2"),
         ("[1, 2.5]", "item 2"),
-        ("[1,", "no JSON list"),
+        ("[1,", "not a JSON list"),
         ("-1", "line 1"),
         ("true", "line 1"),
     ],

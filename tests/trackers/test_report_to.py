@@ -114,5 +114,5 @@ def test_ranks_above_zero_report_nothing(tmp_path: Path, sample: dict[str, str],
         reporter = client.report_to("tensorboard", folder=tmp_path / "ranks")
         reporter.on_step(1, {"loss": 1.0})
     assert not (tmp_path / "ranks" / "tensorboard").exists()
+    stop_server("ranks")  # its handle, which keeps it, ends after that
     del server
-    stop_server("ranks")
