@@ -11,6 +11,7 @@ Always true:
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -32,6 +33,7 @@ from raysvc.actors.worker.row_losses import (
 from raysvc.actors.worker.worker import Worker
 from raysvc.collate.row_values import RowValues
 from raysvc.collate.shard import Shard
+from raysvc.errors import ConfigError
 from raysvc.job.config import Reduction
 
 if TYPE_CHECKING:
@@ -130,10 +132,18 @@ class CausalLMWorker(Worker):
             )
 
     def load_lm(self) -> torch.nn.Module:
-        """The model, in host memory; override it for another way to make one."""
+        """The model, in host memory; override it for another way to make one.
+
+        Raises:
+            ConfigError: the folder of the model is not on this node.
+        """
         critic = self.spec.role == "critic"
         if self.spec.model == "tiny":
             return tiny_model(self.spec.vocab_size, critic)
+        folder = Path(self.spec.model).expanduser()
+        if folder.is_absolute() and not folder.is_dir():
+            what = f"there is no folder {self.spec.model} on {platform.node()}"
+            raise ConfigError("trainer.model", what, "give one that every node sees, a hub name, or tiny")
         from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
         model: torch.nn.Module = (
@@ -362,8 +372,6 @@ def _column(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
 
 
 def _known(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    from raysvc.errors import ConfigError
-
     if name not in tensors:
         there = ", ".join(sorted(tensors))
         remedy = "name it in plan.columns, or give it with the call"

@@ -10,6 +10,7 @@ import torch
 
 from raysvc.actors.staging.staging import StagingOptions
 from raysvc.actors.worker.losses import LossSum
+from raysvc.actors.worker.torch_worker import CausalLMWorker, ModelSpec
 from raysvc.actors.worker.worker import Worker
 from raysvc.collate import Shard
 from raysvc.errors import ConfigError
@@ -129,3 +130,10 @@ def test_only_every_nth_step_is_measured() -> None:
         (result,) = worker.train_step([(step, 0)])
         assert bool(result.timing) == (step % 2 == 0)
         assert step % 2 or result.timing["forward"] > 0
+
+
+def test_a_folder_of_a_model_that_this_node_lacks_is_said() -> None:
+    worker = object.__new__(CausalLMWorker)
+    worker.spec = ModelSpec.model_construct(model="/nowhere/model")
+    with pytest.raises(ConfigError, match="there is no folder /nowhere/model on"):
+        worker.load_lm()
