@@ -121,7 +121,7 @@ def run(job: Path, number: int) -> Spans:
 def draw(spans: Spans) -> None:
     """One line a span, one scale."""
     whole = max(end for _, end in spans.values())
-    for name, (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
+    for name, (begin, end) in sorted(spans.items(), key=lambda item: tuple(item[1])):
         bar = " " * round(WIDTH * begin / whole) + "█" * max(1, round(WIDTH * (end - begin) / whole))
         print(f"{name:<24} {begin:6.2f} – {end:6.2f} s |{bar:<{WIDTH}}|")
     print()
