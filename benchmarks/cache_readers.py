@@ -34,7 +34,12 @@ def read_raysvc(path: str) -> Times:
     """This project."""
 
     def imports() -> None:
-        pass
+        import pyarrow.compute  # noqa: F401
+
+        import raysvc.cache.entry
+        import raysvc.cache.find
+        import raysvc.cache.gather
+        import raysvc.cache.parts  # noqa: F401
 
     def open_() -> Opened:
         from raysvc.cache.find import open_entry
