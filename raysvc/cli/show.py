@@ -207,7 +207,8 @@ def _head(picture: RowPicture, origin: str) -> str:
 
 
 def _carried(columns: Mapping[str, Any]) -> str:
-    return "".join(f" | {name}: {str(value)[:60]}" for name, value in columns.items())
+    there = {name: value for name, value in columns.items() if value is not None and value != ""}
+    return "".join(f" | {name}: {str(value)[:60]}" for name, value in there.items())
 
 
 def _tokens(picture: RowPicture) -> str:

@@ -78,3 +78,19 @@ def test_a_row_whose_source_is_gone_says_what_is_known_of_the_entry(
 
     monkeypatch.setattr(row_again, "tokenized_again", gone)
     assert "in this entry" in show(job, 0)
+
+
+def test_a_column_is_shown_where_the_row_has_a_value(tmp_path: Path, sample: dict[str, str]) -> None:
+    rows = [{"prompt": "p", "completion": "c", "domain": domain} for domain in ("math", None, "")]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = tmp_path / "job.yaml"
+    sections = {"source": {"path": str(source), "carry": ["domain"]}, "tokenizer": sample["tokenizer"]}
+    job.write_text(yaml.safe_dump({**sections, "cache": {"root": str(tmp_path / "cache")}}))
+    assert "| domain: math" in show(job, 0)
+    assert "domain" not in show(job, 1)
+    assert "domain" not in show(job, 2)
+    assert json.loads(show(job, 1, "--json"))["columns"] == {"domain": None}
+    step = runner.invoke(app, ["show", "-c", str(job), "--step", "0"])
+    assert step.exit_code == 0, step.stderr
+    assert step.stdout.count("domain") == 1
