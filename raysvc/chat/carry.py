@@ -15,8 +15,6 @@ Always true:
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +25,7 @@ import pyarrow as pa
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.select import Kept
 from raysvc.chat.source.formats import TokensExample
+from raysvc.chat.text_numbers import value_of_text
 from raysvc.errors import ConfigError
 from raysvc.job.carried import BF16, MARK, CarriedColumn, bf16_of, numpy_dtype, pad_of
 
@@ -149,7 +148,7 @@ def _value(name: str, column: CarriedColumn, value: Any, tokens: TokensExample |
         if value is not None and not isinstance(value, str):
             raise RowFault(f"carried column {name!r} is no text", f"it is a {type(value).__name__}")
         return value
-    if value is None:
+    if value is None or (value == "" and column.per == "row"):  # a field of CSV without a value
         return _missing(name, column, tokens)
     found = _numbers(name, column, value)
     if column.per == "row":
@@ -166,14 +165,16 @@ def _missing(name: str, column: CarriedColumn, tokens: TokensExample | None) -> 
 
 
 def _numbers(name: str, column: CarriedColumn, value: Any) -> Array:
-    """The numbers of a value, in the type of the column; text is base64 of its little-endian bytes."""
+    """The numbers of a value, in the type of the column."""
     dtype = numpy_dtype(column.dtype or "string")
     if isinstance(value, str):
-        try:
-            found = np.frombuffer(base64.b64decode(value, validate=True), dtype)
-        except (binascii.Error, ValueError) as error:
-            raise RowFault(f"carried column {name!r} is no base64 of {column.dtype}", str(error)) from None
-        return found if column.per == "row" else found.reshape(_tokens_in(name, found, column), *column.shape)
+        value = value_of_text(name, column, value)
+        if isinstance(value, np.ndarray):
+            return (
+                value
+                if column.per == "row"
+                else value.reshape(_tokens_in(name, value, column), *column.shape)
+            )
     try:
         raw = np.asarray(value)
     except ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,45 @@ def test_a_column_of_one_source_alone_is_refused_by_name(job: JobConfig, tmp_pat
     )  # fmt: skip
     with pytest.raises(raysvc.errors.ConfigError, match="'domain' is carried by 1 of 2 sources"):
         plan_config(mixed, raysvc.tokenize(mixed))
+
+
+NUMBERS = {
+    "score": {"dtype": "float32"},
+    "count": {"dtype": "int64"},
+    "good": {"dtype": "bool"},
+    "emb": {"dtype": "int16", "shape": [2], "pad": 0},
+}
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_numbers_of_a_csv_are_those_of_json_and_a_bad_field_is_named(
+    kind: str, tmp_path: Path, sample: dict[str, str]
+) -> None:
+    rows = [
+        {"prompt": f"p{n}", "completion": "c", "score": n / 4, "count": 2**53 + n, "good": n % 2 == 0, "emb": [n, -n]}
+        for n in range(5)
+    ]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with (tmp_path / f"rows.{kind}").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), delimiter={"csv": ",", "tsv": "\t"}[kind])
+        writer.writeheader()
+        writer.writerows({**row, "emb": json.dumps(row["emb"])} for row in rows)
+        writer.writerow(
+            {"prompt": "p", "completion": "c", "score": "high", "count": 1, "good": 1, "emb": "[1, 2]"}
+        )
+    tables = []
+    for name in ("rows.jsonl", f"rows.{kind}"):
+        source = {"path": str(tmp_path / name), "carry": NUMBERS}
+        entry = raysvc.tokenize(
+            {"source": source, "tokenizer": sample["tokenizer"], "cache": {"root": str(tmp_path / "cache")},
+             "max_quarantine": 0.5}
+        )  # fmt: skip
+        tables.append(entry.table().to_pylist())
+    assert tables[0] == tables[1]
+    assert [(row["score"], row["count"], row["good"], row["emb"]) for row in tables[1]] == [
+        (row["score"], row["count"], row["good"], row["emb"]) for row in rows
+    ]
+    assert entry.report["row_counts"]["quarantined"] == {"carried column 'score' is not float32": 1}
 
 
 @pytest.mark.parametrize(

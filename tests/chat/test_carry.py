@@ -107,6 +107,49 @@ def test_a_value_that_does_not_fit_quarantines_its_row(
         written({"x": CarriedColumn(**column)}, {"x": value}, [1, 1, 1], 3)
 
 
+TEXTS: list[tuple[str, str, Any]] = [
+    ("int8", "-128", -128),
+    ("int64", "9007199254740993", 2**53 + 1),
+    ("uint64", "18446744073709551615", 2**64 - 1),
+    ("float64", "0.1", 0.1),
+    ("float64", "-1e-3", -0.001),
+    ("float32", "3", 3.0),
+    ("bool", "True", True),
+    ("bool", "0", False),
+    ("float64", "-inf", float("-inf")),
+]
+NO_NUMBERS = [
+    ("int8", "128"), ("int64", "3.0"), ("int64", " 3"), ("int64", "1_000"), ("int64", "1e3"), ("int64", "٣"),
+    ("uint8", "-1"), ("float64", "1,5"), ("float64", "1e400"), ("float64", "abc"), ("float16", "70000"), ("bool", "yes"),
+    ("int64", "9" * 5000), ("float64", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "text", "number"), TEXTS)
+def test_text_of_one_number_is_that_number(dtype: Any, text: str, number: Any) -> None:
+    assert written({"x": CarriedColumn(dtype=dtype)}, {"x": text}, [0, 1], 2)["x"] == number
+
+
+@pytest.mark.parametrize(("dtype", "text"), NO_NUMBERS)
+def test_text_that_is_no_such_number_quarantines_its_row(dtype: Any, text: str) -> None:
+    with pytest.raises(RowFault, match=f"carried column 'x' is not {dtype}|no value in carried column 'x'"):
+        written({"x": CarriedColumn(dtype=dtype)}, {"x": text}, [0, 1], 2)
+
+
+def test_an_empty_field_is_a_row_without_a_value() -> None:
+    assert written({"x": CarriedColumn(dtype="float32", pad=7)}, {"x": ""}, [0, 1], 2)["x"] == 7
+
+
+def test_a_list_in_a_field_is_json() -> None:
+    columns = {
+        "v": CarriedColumn(dtype="int16", shape=(2,)),
+        "t": CarriedColumn(dtype="float32", per="token"),
+    }
+    assert written(columns, {"v": "[3, 4]", "t": "[0.5, 1]"}, [0, 1], 2) == {"v": [3, 4], "t": [0.5, 1.0]}
+    with pytest.raises(RowFault, match="no JSON list"):
+        written(columns, {"v": "[3, 4", "t": "[0.5, 1]"}, [0, 1], 2)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "bfloat16"])
 def test_an_infinity_of_the_source_is_one_of_the_row(dtype: Any) -> None:
     column = CarriedColumn(dtype=dtype, per="token")
