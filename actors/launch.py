@@ -56,7 +56,7 @@ def start_server(spec: ServeSpec, *, detached: bool, node_id: str | None = None)
     cls = BatchServer if spec.rollouts is None else RolloutServer
     threads = {"fetch": FETCH_THREADS, "lease": LEASE_THREADS, "put": PUT_THREADS, "control": 3}
     incarnation_id = uuid.uuid4().hex
-    spec = spec.model_copy(update={"owner": own_name()})
+    spec = spec.model_copy(update={"owner": own_name(), "team": team_of(ray_namespace()) or ""})
     actor = ray.remote(concurrency_groups=threads)(cls)
     handle = actor.options(
         name=spec.name,

@@ -1,22 +1,26 @@
 """Every metric that the service exports, in one table, and the one call that records.
 
-Seconds and bytes are the units; the only tags are `server`, `role` and `source`. Ray's agent on each node
+Seconds and bytes are the units; the only tags are `server` and its `team`, `role` and `source`. Ray's agent on each node
 exports them to Prometheus under the name `ray_raysvc_<name>` (counters with `_total`).
 
 Always true:
 - recording never imports ray and never fails; what is counted before the process is connected is kept (bounded)
   and recorded with the first call after;
+- what is recorded of a server carries the team of that server, for two teams may use the same name;
 - a name or tag that the table does not have is an error of the programmer, at once;
 - the metrics of a process that ended disappear: Prometheus keeps what it scraped.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from raysvc.team import TEAM
 
 Kind = Literal["counter", "gauge", "histogram"]
 PREFIX = "raysvc_"
@@ -32,12 +36,17 @@ class Metric:
         kind: what Prometheus calls it.
         help: one clause.
         tags: which every record has.
+        all_tags: as exported; the team of a server is added when it is recorded.
     """
 
     name: str
     kind: Kind
     help: str
     tags: tuple[str, ...] = ("server",)
+
+    @property
+    def all_tags(self) -> tuple[str, ...]:
+        return ("team", *self.tags) if "server" in self.tags else self.tags
 
     @property
     def exported(self) -> str:
@@ -105,9 +114,16 @@ SPILLED = 'ray_spill_manager_objects_bytes{State="Spilled"}'  # Ray's own; there
 OBSERVED = 10_000  # values of histograms that wait to be written
 KEPT = 100  # counts of a process that is not connected yet
 
+_server_team: str | None = None  # of a server's process; every other process has its team in the environment
 _made: dict[str, Any] = {}  # guarded by _lock: two objects of one name would overwrite each other
 _early: list[tuple[Metric, float, dict[str, str]]] = []  # guarded by _lock
 _lock = threading.Lock()
+
+
+def speak_for_server_of(team: str) -> None:
+    """This process serves that team: Ray may have started it on a node whose environment names another one, or none."""
+    global _server_team
+    _server_team = team
 
 
 def record(name: str, value: float, **tags: str) -> None:
@@ -124,6 +140,8 @@ def record(name: str, value: float, **tags: str) -> None:
 
 
 def _count(metric: Metric, value: float, tags: dict[str, str]) -> None:
+    if "server" in tags:
+        tags = {**tags, "team": os.environ.get(TEAM, "") if _server_team is None else _server_team}
     if not _connected():
         with _lock:
             if metric.kind == "counter" and len(_early) < KEPT:
@@ -195,7 +213,7 @@ def _object(metric: Metric) -> Any:
 def _make(metric: Metric) -> Any:
     from ray.util import metrics
 
-    name, tags = PREFIX + metric.name, metric.tags
+    name, tags = PREFIX + metric.name, metric.all_tags
     if metric.kind == "counter":
         return metrics.Counter(name, metric.help, tag_keys=tags)
     if metric.kind == "gauge":

@@ -34,7 +34,7 @@ from raysvc.actors.server.step_maker import StepMaker, Stream
 from raysvc.actors.server.trainer_reports import TrainerReports
 from raysvc.collate.shard import Shard
 from raysvc.errors import ConfigError, LeaseHeld, StepOutOfOrder
-from raysvc.metrics import record
+from raysvc.metrics import record, speak_for_server_of
 from raysvc.versions import HERE, Side, check_versions_meet
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ class BatchServer:
     def __init__(self, spec_json: str, incarnation_id: str, train: Stream | None = None) -> None:
         self.spec = spec = ServeSpec.model_validate_json(spec_json)
         self._incarnation_id = incarnation_id
+        speak_for_server_of(spec.team)
         self._began_s = time.monotonic()
         streams = dict[str, Stream](streams_of(spec))
         self._maker = StepMaker(spec, {**streams, TRAIN: train} if train else streams)
@@ -296,6 +297,7 @@ class BatchServer:
         return {
             "name": self.spec.name,
             "owner": self.spec.owner,
+            "team": self.spec.team,
             "pid": os.getpid(),
             "node": _node_id(),
             "version": HERE.version,

@@ -97,6 +97,7 @@ class ServeSpec(BaseModel):
     collate_threads: int = 2
     num_cpus: float = 0.5
     owner: str = Field(default="", description="Who started it; decides nothing of what is served.")
+    team: str = Field(default="", description="Whose server it is; decides nothing of what is served.")
 
     def difference(self, other: ServeSpec) -> str | None:
         """The fields in which two specs differ, each as "field (this -> other)"; None when equal."""
@@ -110,7 +111,7 @@ class ServeSpec(BaseModel):
         return ", ".join(found) or None
 
     def _flat(self) -> dict[str, Any]:
-        return {**self.model_dump(exclude={"plan", "owner"}), **self.plan.model_dump()}
+        return {**self.model_dump(exclude={"plan", "owner", "team"}), **self.plan.model_dump()}
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,23 @@ def test_servers_of_teams_do_not_meet_and_the_error_says_which_team_has_the_name
 
 
 @pytest.mark.ray
+def test_a_server_says_the_team_that_its_metrics_carry(
+    serve: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raysvc.inspect import servers
+
+    monkeypatch.setenv("RAYSVC_TEAM", "search")
+    serve("of-search")
+    monkeypatch.setenv("RAYSVC_TEAM", "ads")
+    serve("of-search")
+    assert [facts["team"] for facts in servers.list_servers()] == ["ads"]
+    servers.stop("of-search")
+    monkeypatch.setenv("RAYSVC_TEAM", "search")
+    assert [facts["team"] for facts in servers.list_servers()] == ["search"]
+    servers.stop("of-search")
+
+
+@pytest.mark.ray
 def test_who_did_not_start_a_server_neither_stops_nor_fences_it_unless_forced(
     serve: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -251,11 +251,15 @@ def test_the_dashboard_can_be_narrowed_to_a_cluster(deploy: Path) -> None:
     board = json.loads((deploy / "grafana" / "raysvc.json").read_text())
     variables = {each["name"]: each for each in board["templating"]["list"]}
     assert variables["cluster"]["allValue"] == ".*", "a series without the label is shown too"
-    assert list(variables).index("cluster") < list(variables).index("server")
+    assert variables["team"]["allValue"] == ".*", "servers of nobody's team are shown too"
+    assert list(variables).index("cluster") < list(variables).index("team") < list(variables).index("server")
     for panel in board["panels"]:
         for target in panel.get("targets", []):
             names = re.findall(r"\bray_(?!io_cluster)\w+", target["expr"])
             assert target["expr"].count('{ray_io_cluster=~"$cluster"') == len(names) > 0, target["expr"]
+            ours = target["expr"].count('server=~"$server"')
+            assert target["expr"].count('team=~"$team", server=~"$server"') == ours, target["expr"]
+            assert target["expr"].count("team, server") >= (ours > 0), "teams may use the same server name"
     monitor = yaml.safe_load(
         (deploy / "kuberay" / "components" / "monitoring" / "pod-monitor.yaml").read_text()
     )
@@ -340,7 +344,7 @@ def test_dashboard_and_alerts_ask_only_for_metrics_that_are_exported(deploy: Pat
 
 
 def test_tags_in_queries_are_tags_of_the_metric(deploy: Path) -> None:
-    tags = {metric.exported: set(metric.tags) for metric in TABLE}
+    tags = {metric.exported: set(metric.all_tags) for metric in TABLE}
     for text in expressions(deploy):
         for name, selector in re.findall(r"\b(ray_raysvc_\w+)\{([^}]*)\}", text):
             known = next(tags[base] for base in tags if name.startswith(base))
@@ -348,6 +352,7 @@ def test_tags_in_queries_are_tags_of_the_metric(deploy: Path) -> None:
         for listed in re.findall(r"by \(([^)]*)\)", text):
             assert set(listed.split(", ")) <= {
                 "le",
+                "team",
                 "server",
                 "role",
                 "source",

@@ -42,6 +42,7 @@ def test_names_end_in_their_unit_and_tags_are_few() -> None:
     for metric in TABLE:
         assert metric.name.endswith(UNITS) or metric.name in COUNTS, metric.name
         assert set(metric.tags) <= {"server", "role", "source"}, metric.name
+        assert ("team" in metric.all_tags) == ("server" in metric.tags), "teams may use the same server name"
         assert metric.help.endswith(".")
 
 
@@ -77,6 +78,33 @@ def test_later_records_are_summed_and_written_once(monkeypatch: pytest.MonkeyPat
     later.write()
     later.write()
     assert written == [("steps", 3.0), ("padding_share", 0.5), ("step_seconds", 1.0), ("step_seconds", 2.0)]
+
+
+def test_what_is_recorded_of_a_server_says_its_team(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raysvc import metrics
+
+    written: list[tuple[str, dict[str, str]]] = []
+    monkeypatch.setattr(metrics, "_early", [])
+    monkeypatch.setattr(metrics, "_connected", lambda: True)
+    monkeypatch.setattr(metrics, "_write", lambda metric, value, tags: written.append((metric.name, tags)))
+    monkeypatch.setattr(metrics, "_server_team", None)
+    monkeypatch.delenv("RAYSVC_TEAM", raising=False)
+    record("leases_held", 1, server="a")
+    monkeypatch.setenv("RAYSVC_TEAM", "search")
+    record("leases_held", 1, server="a")
+    record("cache_hits", 1, source="rows.jsonl")  # entries belong to everybody
+    later = metrics.LaterRecords()
+    later.record("steps", 1, server="a")
+    later.write()
+    monkeypatch.setattr(metrics, "_server_team", "ads")  # the process of a server, wherever it was started
+    record("leases_held", 1, server="a")
+    assert written == [
+        ("leases_held", {"server": "a", "team": ""}),
+        ("leases_held", {"server": "a", "team": "search"}),
+        ("cache_hits", {"source": "rows.jsonl"}),
+        ("steps", {"server": "a", "team": "search"}),
+        ("leases_held", {"server": "a", "team": "ads"}),
+    ]
 
 
 def test_every_record_in_the_code_is_one_of_the_table() -> None:
@@ -186,7 +214,7 @@ def test_a_prometheus_endpoint_has_them_during_a_run(tmp_path: Path, sample: dic
     wanted = [metric.exported + ("_count" if metric.kind == "histogram" else "") for metric in needed]
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(path), json.dumps(wanted)],
-        capture_output=True, text=True, check=False, timeout=220, env=dict(os.environ),
+        capture_output=True, text=True, check=False, timeout=220, env={**os.environ, "RAYSVC_TEAM": "search"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -227,6 +255,8 @@ def test_a_prometheus_endpoint_has_them_during_a_run(tmp_path: Path, sample: dic
     assert totals["ray_raysvc_trained_tokens_total"] == found["summary"]["tokens_trained"]
     (tags,) = [labels for name, labels, _ in found["mine"] if name == "ray_raysvc_stall_seconds_total"]
     assert (tags["server"], tags["role"]) == ("measured", "trainer")
+    teams = {labels["team"] for _, labels, _ in found["mine"] if "server" in labels}
+    assert teams == {"search"}, "from the trainer and from the server's own process"
     (source,) = [
         labels["source"] for name, labels, _ in found["mine"] if name == "ray_raysvc_build_rows_total"
     ]
