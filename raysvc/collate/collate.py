@@ -10,7 +10,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import prod
 
 import numpy as np
@@ -113,13 +113,7 @@ def _sheets(
     fill(columns, flat[: len(columns)], starts, geometry)
     for one, sheet in zip(wide, flat[len(columns) :], strict=True):
         fill_wide(one, sheet, geometry)
-    bounds = list(pairwise(geometry.cell_bounds.tolist()))
-    return {
-        column.name: [
-            cells[a:b].reshape(*geometry.shape(rank), *cells.shape[1:]) for rank, (a, b) in enumerate(bounds)
-        ]
-        for column, cells in zip(every, flat, strict=True)
-    }
+    return {column.name: geometry.by_rank(cells) for column, cells in zip(every, flat, strict=True)}
 
 
 def _per_row(
@@ -140,6 +134,9 @@ def _per_row(
 
 
 def _dealt(values: Array, geometry: Geometry, pad: float | int) -> Array:
+    """[S, *shape], the values [N, *shape] of each sequence's row; `pad` for a dummy."""
+    if not len(geometry.dummies):
+        return values[geometry.rows]
     last = np.full((1, *values.shape[1:]), scalar_of(pad, values.dtype), values.dtype)
     return np.concatenate([values, last])[geometry.rows]
 

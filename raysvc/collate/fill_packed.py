@@ -42,8 +42,9 @@ def fill_lines(
     sources = starts - (geometry.columns if geometry.layout == "stream" else 0)
 
     attention = _over(np.ones_like(starts), 0, counts, np.uint8)
-    positions = np.arange(int(geometry.cell_bounds[-1]), dtype=np.int32)
-    positions -= _over(begins, 0, counts, np.int32)
+    own = {column.name: sheet for column, sheet in zip(columns, sheets, strict=True)}
+    cells = np.arange(int(geometry.cell_bounds[-1]), dtype=np.int32)
+    positions = np.subtract(cells, _over(begins, 0, counts, np.int32), out=own.get("position_ids", cells))
     positions *= attention
     picked = _over(sources, num_tokens, counts, np.int64)
     picked += positions
@@ -52,9 +53,7 @@ def fill_lines(
             np.take(column.with_slack(0, 2), picked, out=sheet, mode="clip")
         elif column.name == "attention_mask":
             sheet[...] = attention
-        elif column.name == "position_ids":
-            sheet[...] = positions
-        else:
+        elif column.name == "segment_ids":
             sheet[...] = _over(geometry.numbers, 0, counts, np.int32)
 
 

@@ -43,10 +43,11 @@ def fill_rows(columns: Sequence[Column], sheets: Sequence[Array], starts: Int64s
     Args:
         starts: int64 [S], index of each line's first token; T for a dummy.
     """
-    slack = max(micro.width for micro_batches in geometry.micro_batches for micro in micro_batches)
+    slack = max(width for _, width in geometry.shapes)
     sources = [None if column.values is None else column.with_slack(slack, slack) for column in columns]
     for column, sheet in zip(columns, sheets, strict=True):
         sheet.fill(column.pad)
+    ranks = list(zip(*map(geometry.by_rank, sheets), strict=True))
     lengths_32 = geometry.lengths.astype(np.int32)
     for band in _bands(geometry):
         first = int(geometry.line_bounds[band.rank]) + band.start
@@ -58,8 +59,9 @@ def fill_rows(columns: Sequence[Column], sheets: Sequence[Array], starts: Int64s
             begins += lengths[:, 0] - band.width
             positions = positions - (band.width - lengths)
         mask = positions >= 0 if geometry.left else positions < lengths
-        for column, sheet, source in zip(columns, sheets, sources, strict=True):
-            cells = _cells(sheet, geometry, band)
+        edge = slice(-band.width, None) if geometry.left else slice(0, band.width)
+        for column, sheet, source in zip(columns, ranks[band.rank], sources, strict=True):
+            cells = sheet[band.start : band.stop, edge]
             if source is not None:
                 shape = (len(source) - band.width + 1, band.width)
                 windows = np.ndarray(shape, source.dtype, source, strides=source.strides * 2)
@@ -79,12 +81,3 @@ def _bands(geometry: Geometry) -> Iterator[_Band]:
                 yield _Band(rank, start, micro.start, width)
                 start, width = micro.start, micro.width
         yield _Band(rank, start, micro_batches[-1].stop, width)
-
-
-def _cells(sheet: Array, geometry: Geometry, band: _Band) -> Array:
-    """[lines, width], the cells of a band."""
-    lines, row_width = geometry.shape(band.rank)
-    here = sheet[geometry.cell_bounds[band.rank] : geometry.cell_bounds[band.rank + 1]].reshape(
-        lines, row_width
-    )
-    return here[band.start : band.stop, slice(-band.width, None) if geometry.left else slice(0, band.width)]

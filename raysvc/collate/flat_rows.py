@@ -91,16 +91,20 @@ class FlatRows:
         return out
 
     @cached_property
+    def _groups_of_one(self) -> bool:
+        return np.array_equal(self.mini.group_index, np.arange(len(self.lengths)))
+
+    @cached_property
     def group_rows(self) -> npt.NDArray[np.int32]:
         """int32 [N], rows of each row's group (`stream`: 1)."""
-        if self.layout == "stream":
+        if self.layout == "stream" or self._groups_of_one:
             return np.ones(len(self.lengths), np.int32)
         return np.bincount(self.mini.group_index)[self.mini.group_index].astype(np.int32)
 
     @cached_property
     def group_tokens(self) -> npt.NDArray[np.int32]:
         """int32 [N], targets of each row's group (`stream`: of its window)."""
-        if self.layout == "stream" or not len(self.lengths):
+        if self.layout == "stream" or self._groups_of_one:
             return self.row_tokens
         return np.bincount(self.mini.group_index, self.row_tokens)[self.mini.group_index].astype(np.int32)
 
