@@ -157,6 +157,9 @@ def test_a_wheel_from_an_sdist_holds_every_module_and_nothing_else(tmp_path: Pat
         text = archive.read(metadata).decode()
     assert f"\nVersion: {raysvc.__version__}\n" in text
     assert "\nClassifier: Typing :: Typed\n" in text
+    urls = dict(re.findall(r"^Project-URL: ([^,]+), (\S+)$", text, re.MULTILINE))
+    assert set(urls) == {"Homepage", "Release notes", "Source"}
+    assert {url.partition("#")[0] for url in urls.values()} == {"https://pypi.org/project/raysvc/"}
     (sdist,) = wheel.parent.glob("*.tar.gz")
     with tarfile.open(sdist) as archive_of_source:
         names = {name.partition("/")[2] for name in archive_of_source.getnames()}
