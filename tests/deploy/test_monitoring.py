@@ -7,7 +7,9 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
+import pydantic
 import pytest
 import yaml
 
@@ -43,6 +45,27 @@ def test_the_dashboard_can_be_narrowed_to_a_cluster(deploy: Path) -> None:
         (deploy / "kuberay" / "components" / "monitoring" / "pod-monitor.yaml").read_text()
     )
     assert monitor["spec"]["podTargetLabels"] == ["ray.io/cluster"]
+
+
+@pytest.mark.parametrize(
+    ("file", "kind", "wrong"),
+    [("pod-monitor.yaml", "PodMonitor", "interval"), ("prometheus-rule.yaml", "PrometheusRule", "for")],
+)
+def test_the_prometheus_operator_knows_every_field(deploy: Path, file: str, kind: str, wrong: str) -> None:
+    from cloudcoil.models.prometheus_operator import v1  # made from the operator's CRDs
+
+    def taken(document: Any) -> Any:
+        """What is left of it: a field that the CRD does not have is dropped, as the API server drops it."""
+        read = getattr(v1, kind).model_validate(document)
+        return read.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+    text = (deploy / "kuberay" / "components" / "monitoring" / file).read_text()
+    assert yaml.safe_load(text)["kind"] == kind
+    assert taken(yaml.safe_load(text)) == yaml.safe_load(text)
+    misspelt = yaml.safe_load(text.replace(f"{wrong}: ", f"{wrong}s: "))
+    assert taken(misspelt) != misspelt
+    with pytest.raises(pydantic.ValidationError, match=rf"{wrong}\n.* should match pattern"):
+        taken(yaml.safe_load(re.sub(rf"{wrong}: \w+", f"{wrong}: 10 minutes", text)))
 
 
 def expressions(deploy: Path) -> list[str]:
@@ -103,7 +126,10 @@ def test_prometheus_accepts_its_files_and_every_query(deploy: Path, tmp_path: Pa
 
     check("config", "prometheus.yml")
     plain = [
-        text.replace("$__rate_interval", "1m").replace("$server", ".*").replace("$cluster", ".*")
+        text.replace("$__rate_interval", "1m")
+        .replace("$server", ".*")
+        .replace("$cluster", ".*")
+        .replace("$team", ".*")
         for text in expressions(deploy)
     ]
     rules = [{"record": f"panel:{number}", "expr": text} for number, text in enumerate(plain)]
