@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -18,7 +18,7 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from raysvc.actors.placement import GroupNeed, place_groups, what_is_missing
+from raysvc.actors.placement import GroupNeed, Resources, place_groups, what_is_missing
 from raysvc.actors.rollouts.rollout_server import RolloutServer
 from raysvc.actors.server.batch_server import BatchServer
 from raysvc.actors.server.spec import ServeSpec
@@ -36,7 +36,9 @@ LEASE_THREADS = 16
 PUT_THREADS = 32  # puts wait for one write together; they hold no processor meanwhile
 
 
-def start_server(spec: ServeSpec, *, detached: bool, node_id: str | None = None) -> ActorHandle:
+def start_server(
+    spec: ServeSpec, *, detached: bool, node_id: str | None = None, may_grow: bool = False
+) -> ActorHandle:
     """The server of that name: a new actor, or the running one when its spec is the same.
 
     `fetch` calls may wait for each other (one step for several ranks, rollouts that are not there yet), so they have
@@ -46,13 +48,15 @@ def start_server(spec: ServeSpec, *, detached: bool, node_id: str | None = None)
 
     Args:
         node_id: where it starts, and starts again while that node lives; None: where Ray finds room.
+        may_grow: an autoscaler may bring nodes: one that holds it is waited for.
 
     Raises:
-        ConfigError: that node cannot hold it.
+        ConfigError: that node, or every node of the cluster, cannot hold it. Nothing was started then.
         ServerError: the name is served with another spec; the error names every difference.
         UserMistake: the entry cannot be opened, or no plan can be made of it.
     """
-    where = _place_of(spec, node_id)
+    if spec.name not in server_names():  # one that runs asks for no room
+        _refuse_without_room(spec, node_id, may_grow)
     cls = BatchServer if spec.rollouts is None else RolloutServer
     threads = {"fetch": FETCH_THREADS, "lease": LEASE_THREADS, "put": PUT_THREADS, "control": 3}
     incarnation_id = uuid.uuid4().hex
@@ -66,7 +70,7 @@ def start_server(spec: ServeSpec, *, detached: bool, node_id: str | None = None)
         num_cpus=spec.num_cpus,
         max_restarts=-1,
         max_task_retries=-1,
-        **where,
+        **_place_of(node_id),
     ).remote(spec.model_dump_json(), incarnation_id)
     what = f"server {spec.name!r} to start"
     text, theirs = wait_for(handle.spec_json.remote(), what)
@@ -85,17 +89,38 @@ def start_server(spec: ServeSpec, *, detached: bool, node_id: str | None = None)
     return handle
 
 
-def _place_of(spec: ServeSpec, node_id: str | None) -> dict[str, Any]:
-    """Ray's options for it."""
+def _place_of(node_id: str | None) -> dict[str, Any]:
+    """Ray's options for a server on that node."""
     if node_id is None:
         return {
             "label_selector": {"ray.io/market-type": "!spot"},
             "fallback_strategy": [{"label_selector": {}}],
         }
-    if missing := _lacking(node_id, {"CPU": spec.num_cpus}):
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=True)}
+
+
+def _refuse_without_room(spec: ServeSpec, node_id: str | None, may_grow: bool) -> None:
+    """Refuse a server that no node can hold, or not the one it is to be on."""
+    need = {"CPU": spec.num_cpus}
+    if node_id is None:
+        remedy = "lower num_cpus, add nodes, or set wait_for_nodes where nodes come on demand"
+        _refuse_what_never_fits("server.num_cpus", [need], remedy, may_grow)
+    elif missing := _lacking(node_id, need):
         what = f"asks for a node that cannot hold it: {missing}"
         raise ConfigError("server.placement", what, "lower server.num_cpus, or set server.placement: any")
-    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=True)}
+
+
+def _refuse_what_never_fits(where: str, bundles: list[Resources], remedy: str, may_grow: bool) -> None:
+    """Refuse bundles that the nodes cannot hold even when all else has ended; say so and wait where nodes may come.
+
+    Ray's autoscalers do not tell which nodes they could bring, so the user does.
+    """
+    missing = what_is_missing(bundles, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+    if missing is None:
+        return
+    if not may_grow:
+        raise ConfigError(where, missing, remedy)
+    log.warning("waiting for more nodes for=%r: %s", where, missing)
 
 
 def _lacking(node_id: str, need: dict[str, float]) -> str | None:
@@ -203,6 +228,7 @@ def start_groups(
     worker: type[Worker] = CausalLMWorker,
     *,
     may_grow: bool = False,
+    beside: Sequence[Resources] = (),
 ) -> PlacedWorkers:
     """Workers of several groups in places that are reserved together, packed onto nodes; colocated ones share devices.
 
@@ -211,18 +237,17 @@ def start_groups(
 
     Args:
         may_grow: an autoscaler may bring nodes: what the cluster lacks now is waited for.
+        beside: what the job starts besides, in places of its own: only counted.
 
     Raises:
-        ConfigError: the cluster cannot hold them; the error says what is missing. Nothing was started then.
+        ConfigError: the cluster cannot hold them all; the error says what is missing. Nothing was started then.
     """
     placed = place_groups(needs, colocated)
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    missing = what_is_missing(placed.bundles, nodes)
-    if missing is not None:
-        remedy = "add nodes, start fewer or smaller workers, or set trainer.wait_for_nodes where nodes come on demand"
-        if not may_grow:
-            raise ConfigError(f"groups {', '.join(needs)}", missing, remedy)
-        log.warning("waiting for more nodes groups=%s: %s", ",".join(needs), missing)
+    where = f"groups {', '.join(needs)}{' and the server' if beside else ''}"
+    remedy = (
+        "add nodes, start fewer or smaller workers, or set trainer.wait_for_nodes where nodes come on demand"
+    )
+    _refuse_what_never_fits(where, [*placed.bundles, *beside], remedy, may_grow)
     reserved = placement_group(placed.bundles, strategy="PACK")
     actor = ray.remote(concurrency_groups={"stage": 1})(worker)
     workers = {}

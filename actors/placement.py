@@ -75,7 +75,9 @@ def what_is_missing(bundles: Sequence[Resources], nodes: Sequence[Mapping[str, f
         if room is None:
             largest = ", ".join(f"{max((node.get(k, 0) for node in nodes), default=0):g} {k}" for k in bundle)
             wanted = ", ".join(f"{amount:g} {kind}" for kind, amount in bundle.items())
-            return f"needs {len(bundles)} places of {wanted} on one node each (most on a node: {largest})"
+            places = "a place" if len(bundles) == 1 else f"{len(bundles)} places"
+            each = "" if len(bundles) == 1 else " each"
+            return f"needs {places} of {wanted} on one node{each} (most on a node: {largest})"
         for kind, amount in bundle.items():
             room[kind] -= amount
     return None

@@ -119,7 +119,9 @@ def serve_entry(
 
     connect(address, need_cpus=cpus_held(job))
     node_id = node_for(job.server.placement, entry.uri, trainer_node)
-    actor = start_server(serve_spec(job, entry), detached=detached, node_id=node_id)
+    actor = start_server(
+        serve_spec(job, entry), detached=detached, node_id=node_id, may_grow=job.trainer.wait_for_nodes
+    )
     facts = wait_for(actor.describe.remote(), f"server {job.server.name!r} to start")
     return ServerHandle(
         job.server.name, ray_namespace(), entry.num_rows, Schedule.from_json(facts["schedule"]), actor

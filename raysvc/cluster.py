@@ -139,15 +139,3 @@ def node_for(placement: str, data: str, trainer_node: Callable[[], str] | None =
         return trainer_node()
     own: str = ray.get_runtime_context().get_node_id()
     return own
-
-
-def require_cpus(need_cpus: float) -> None:
-    """Refuse a job that can never be placed on a cluster of fixed size.
-
-    A cluster that may still grow cannot be told from a full one, so this only warns there.
-    """
-    import ray
-
-    have = float(ray.cluster_resources().get("CPU", 0))
-    if have < need_cpus:
-        log.warning("cluster has %.1f CPUs, the job holds %.1f: waiting for more nodes", have, need_cpus)

@@ -74,15 +74,17 @@ class WorkerGroup:
         num_gpus: float | None = None,
         *,
         may_grow: bool = False,
+        server_cpus: float = 0.0,
     ) -> WorkerGroup:
         """Ask for the actors, in places that are reserved together; returns at once.
 
         Args:
             num_gpus: of each; None: a whole one on CUDA, else none.
             may_grow: what the cluster lacks now is waited for.
+            server_cpus: what the job's server takes of the cluster besides.
 
         Raises:
-            ConfigError: the cluster cannot hold them, or two ranks would share a device that they compute on.
+            ConfigError: the cluster cannot hold them all, or two ranks would share a device that they compute on.
         """
         device = pick_device(device, dp_size, num_gpus)
         cuda = device.startswith("cuda")
@@ -94,7 +96,10 @@ class WorkerGroup:
             raise ConfigError(
                 "trainer.gpus_per_worker", what, "give each rank a whole GPU, or set dp_size: 1"
             )
-        placed = start_groups({"trainer": spec}, {"trainer": need}, (), device, may_grow=may_grow)
+        beside = [{"CPU": server_cpus}] if server_cpus else []
+        placed = start_groups(
+            {"trainer": spec}, {"trainer": need}, (), device, may_grow=may_grow, beside=beside
+        )
         group = cls(placed.workers["trainer"], staging=spec.staging)
         group._reserved = placed.reserved
         return group

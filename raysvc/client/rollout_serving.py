@@ -47,6 +47,7 @@ def serve_rollouts(
     address: str | None = None,
     detached: bool = True,
     placement: Literal["any", "data", "trainer"] = "any",
+    wait_for_nodes: bool = False,
 ) -> ServerHandle:
     """Start a server whose steps are made of groups that are put.
 
@@ -62,10 +63,11 @@ def serve_rollouts(
         on_bad_group: what a step does about a group that cannot be collated: `fill` takes the next one in its place,
             `shrink` goes on without it. It is quarantined in either case, and the trainer gets its step.
         placement: its node: where Ray finds room; that of the caller where `run_dir` is a folder; that of the caller.
+        wait_for_nodes: nodes come on demand: one that can hold the server is waited for.
         producer_ttl_s: how long reservations and open groups of a producer hold that gives no sign of life.
 
     Raises:
-        ConfigError: a plan that cannot be.
+        ConfigError: a plan that cannot be, or a server that no node can hold.
         ServerError: the name is served with another spec.
     """
     from raysvc.actors.launch import start_server, wait_for
@@ -102,8 +104,10 @@ def serve_rollouts(
     )
     choice(_ARGUMENT.format("placement"), placement, ("any", "data", "trainer"))
     flag(_ARGUMENT.format("detached"), detached)
+    flag(_ARGUMENT.format("wait_for_nodes"), wait_for_nodes)
     connect(optional_text(_ARGUMENT.format("address"), address))
-    actor = start_server(spec, detached=detached, node_id=node_for(placement, run_dir))
+    node_id = node_for(placement, run_dir)
+    actor = start_server(spec, detached=detached, node_id=node_id, may_grow=wait_for_nodes)
     write_served(absolute(run_dir), spec)
     facts = wait_for(actor.describe.remote(), f"server {name!r} to start")
     return ServerHandle(

@@ -91,17 +91,18 @@ def measure(
 
     Raises:
         PlanError: the plan has too few steps.
+        ConfigError: the cluster cannot hold workers and server together.
     """
     from raysvc.actors.launch import start_server, stop_server
-    from raysvc.cluster import connect, require_cpus
+    from raysvc.cluster import connect
 
     job = load_job(config)
     entry = tokenize(job, address=address, progress=progress)
     connect(address, need_cpus=cpus_held(job))
-    require_cpus(cpus_held(job))
     name = f"{job.server.name[:60]}.headroom-{os.getpid()}"
     private: dict[str, Any] = {"name": name, "journal": None, "evals": {}, "reap": True}
-    server = start_server(serve_spec(job, entry).model_copy(update=private), detached=False)
+    spec = serve_spec(job, entry).model_copy(update=private)
+    server = start_server(spec, detached=False, may_grow=job.trainer.wait_for_nodes)
     try:
         with attach(name, job.trainer.dp_size, look_ahead_steps=job.server.look_ahead_steps) as client:
             return _measure(job, entry, client, steps, progress)
@@ -140,8 +141,9 @@ def _workers(
     staging = replace(spec.staging, ring_bytes=ring_bytes, timing=False)
     spec = spec.model_copy(update={"staging": staging})
     group = WorkerGroup.start(
-        spec, trainer.dp_size, trainer.device, trainer.cpus_per_worker, trainer.gpus_per_worker
-    )
+        spec, trainer.dp_size, trainer.device, trainer.cpus_per_worker, trainer.gpus_per_worker,
+        may_grow=trainer.wait_for_nodes, server_cpus=job.server.num_cpus,
+    )  # fmt: skip
     group.setup()
     if checkpoint is not None:
         group.load_checkpoint(str(checkpoint.folder))

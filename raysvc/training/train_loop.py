@@ -180,7 +180,7 @@ class _Run:
         was_there = job.server.name in server_names()
         group = WorkerGroup.start(
             model_spec(job, self.entry), job.trainer.dp_size, job.trainer.device, job.trainer.cpus_per_worker,
-            job.trainer.gpus_per_worker, may_grow=job.trainer.wait_for_nodes,
+            job.trainer.gpus_per_worker, may_grow=job.trainer.wait_for_nodes, server_cpus=job.server.num_cpus,
         )  # fmt: skip
         setup = group.start_setup()  # the workers import and build while the server opens the entry
         try:

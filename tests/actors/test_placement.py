@@ -46,7 +46,7 @@ def test_what_cannot_share_a_device_is_refused(needs: Any, colocated: Any, said:
     [
         ([{"GPU": 1, "CPU": 1}] * 4, None),
         ([{"GPU": 1, "CPU": 1}] * 5, "needs 5 GPU, the cluster has 4"),
-        ([{"GPU": 3, "CPU": 1}], r"needs 1 places of 3 GPU, 1 CPU on one node each \(most on a node: 2 GPU, 8 CPU\)"),
+        ([{"GPU": 3, "CPU": 1}], r"needs a place of 3 GPU, 1 CPU on one node \(most on a node: 2 GPU, 8 CPU\)"),
         ([{"GPU": 1, "CPU": 5}] * 3, "needs 3 places"),
         ([{"CPU": 17}], "needs 17 CPU, the cluster has 16"),
         ([{"TPU": 1}], "needs 1 TPU, the cluster has 0"),
@@ -160,9 +160,59 @@ for where in ("data", "trainer"):
     stop_server(where)
 told["large"] = refusal(raysvc.serve, with_keys(server={"name": "large", "placement": "data", "num_cpus": 2}))
 told["gpus"] = refusal(raysvc.train, with_keys(trainer={**trainer, "gpus_per_worker": 1, "dp_size": 5, "run_dir": folder + "/5"}))
+told["both"] = refusal(raysvc.train, with_keys(trainer={**trainer, "dp_size": 4, "cpus_per_worker": 1, "run_dir": folder + "/4"}, server={"num_cpus": 1.5}))
 told["cuda"] = refusal(raysvc.train, with_keys(trainer={**trainer, "device": "cuda", "run_dir": folder + "/cuda"}))
 groups = ray.util.placement_group_table().values()
 told["left"] = [each["state"] for each in groups if each["state"] != "REMOVED"] + raysvc.actors.launch.server_names()
+print(json.dumps(told))
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+SERVERS = """
+import json, sys, time, ray
+from concurrent.futures import ThreadPoolExecutor
+from ray.cluster_utils import Cluster
+
+import raysvc
+from raysvc.errors import ConfigError
+
+folder = sys.argv[1]
+store = {"object_store_memory": 80 * 2**20}
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, **store})
+cluster.add_node(num_cpus=2, **store)
+ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+plan = {"batch_size": 2}
+
+
+def serve(name, **more):
+    return raysvc.serve_rollouts(name, run_dir=f"{folder}/{name}", pad_token_id=0, plan=plan, **more)
+
+
+def refusal(name, **more):
+    begin = time.monotonic()
+    try:
+        serve(name, **more)
+    except ConfigError as error:
+        return str(error), time.monotonic() - begin
+
+
+told = {where: refusal(where, placement=where, num_cpus=2.5) for where in ("any", "data", "trainer")}
+told["all"] = refusal("all", num_cpus=4)
+held = serve("held", placement="data", num_cpus=0.75)
+told["again"] = serve("held", placement="data", num_cpus=0.75).actor._actor_id == held.actor._actor_id
+told["names"] = raysvc.actors.launch.server_names()
+
+
+with ThreadPoolExecutor(1) as pool:
+    grown = pool.submit(serve, "grown", num_cpus=2.5, wait_for_nodes=True)
+    while not any(each["State"] == "PENDING_CREATION" for each in ray._private.state.actors().values()):
+        time.sleep(0.05)
+    cluster.add_node(num_cpus=3, **store)
+    told["grown"] = grown.result(100).name
+for name in raysvc.actors.launch.server_names():
+    raysvc.actors.launch.stop_server(name)
 print(json.dumps(told))
 ray.shutdown()
 cluster.shutdown()
@@ -206,6 +256,7 @@ def test_a_run_has_its_workers_packed_on_parts_of_gpus_and_its_server_where_it_w
     assert "needs 2 CPU, that node has 1" in told["large"]
     assert "needs 0.75 CPU, that node has free 0.5" in told["full"]
     assert "needs 5 GPU, the cluster has 4" in told["gpus"]
+    assert "needs 5.5 CPU, the cluster has 5" in told["both"], "workers and server together"
     assert "NCCL refuses two ranks on one device" in told["cuda"]
     assert told["left"] == [], "what was refused left nothing behind"
 
@@ -219,3 +270,19 @@ def test_on_three_nodes_colocated_ranks_share_a_device_and_the_rest_has_its_own(
     assert len(devices) == 3, "two shared devices, and one of the critic's own"
     assert len({node for node, _ in policy}) == 1, "ranks pack onto a node"
     assert "needs 5 GPU, the cluster has 4" in found["refused"]
+
+
+@pytest.mark.slow
+def test_a_server_that_no_node_can_ever_hold_is_refused_at_once_unless_nodes_come_on_demand(
+    tmp_path: Path,
+) -> None:
+    told = on_a_cluster(SERVERS, str(tmp_path))
+    assert "needs a place of 2.5 CPU on one node (most on a node: 2 CPU)" in told["any"][0]
+    assert "wait_for_nodes" in told["any"][0]
+    assert "needs 4 CPU, the cluster has 3" in told["all"][0]
+    for where in ("data", "trainer"):
+        assert "needs 2.5 CPU, that node has 1" in told[where][0]
+    assert max(told[where][1] for where in ("any", "all", "data", "trainer")) < 60, "nobody waits"
+    assert told["again"], "what is served already asks for no room"
+    assert told["names"] == ["held"], "what was refused left nothing behind"
+    assert told["grown"] == "grown", "a node that came was taken"

@@ -140,7 +140,7 @@ def main(rows: str, tokenizer: str, folder: str) -> dict[str, Any]:
         },  # so small a source needs no cluster otherwise
         "plan": {"batch_size": 16, "micro_batch_tokens": 1024},
         "server": {"name": "scaled", "orphan_ttl_s": 2.0, "reap": True, "lease_ttl_s": 10.0},
-        "trainer": {"run_dir": f"{folder}/run"},
+        "trainer": {"run_dir": f"{folder}/run", "wait_for_nodes": True},
     }
     killed: list[str] = []
 

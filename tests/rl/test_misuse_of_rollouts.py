@@ -27,6 +27,7 @@ SERVED: list[tuple[str, Any]] = [
     *[("storage_options", wrong) for wrong in ([1], "key")],
     *[("placement", wrong) for wrong in ("moon", None)],
     *[("detached", wrong) for wrong in ("no", None, 1)],
+    *[("wait_for_nodes", wrong) for wrong in ("no", None, 1)],
     *[("address", wrong) for wrong in (3, "")],
 ]
 
