@@ -70,14 +70,14 @@ class CarriedColumn(BaseModel):
     )
     per: Literal["row", "token"] = Field(default="row", description="One value per row, or one per token.")
     shape: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        default=(), description="Of one value: [94, 8] for layers x experts; [] for a number."
+        default=(), description="Shape of one value: [94, 8] for layers x experts; [] for a number."
     )
     pad: float | int = Field(
-        default=0, description="In cells without a token, and in rows without a value where it is given."
+        default=0, description="Value of cells without a token; if given, also of rows that lack the column."
     )
     align: Align = Field(
         default="this_token",
-        description="Which token a value is about: its own, the next one, or the trained ones alone.",
+        description="Which token a value belongs to: its own, the next one, or (response) one value per trained token.",
     )
 
     @model_validator(mode="after")

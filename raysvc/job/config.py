@@ -77,11 +77,12 @@ class SourceConfig(Model):
         default_factory=dict, description="Your role -> ours, e.g. {narrator: system}, before the usual ones."
     )
     ignore: tuple[str, ...] = Field(
-        default=(), description="Columns that are refused by name, and have no meaning in this job: [label]."
+        default=(),
+        description="Columns to ignore although they would be refused, because they have no meaning in this job: [label].",
     )
     carry: dict[str, CarriedColumn] = Field(
         default_factory=dict,
-        description="Columns that go with their row to the worker: [domain, id], or name -> what it holds.",
+        description="Columns that travel with their row to the worker: [domain, id], or name -> what it holds.",
     )
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False, description="Passed to fsspec.")
 
@@ -122,7 +123,7 @@ class TokenizerConfig(Model):
     )
     date: Day | None = Field(
         default=None,
-        description="Day that a template sees which asks for it (`strftime_now`); it must be given then.",
+        description="Date for templates that ask for one (`strftime_now`); required for these.",
     )
     trust_remote_code: bool = Field(
         default=False, description="Run Python code that comes with the tokenizer."
@@ -134,12 +135,12 @@ class CacheConfig(Model):
 
     root: str | None = Field(
         default=None,
-        description="Folder or fsspec URL; default RAYSVC_CACHE_DIR, else .raysvc/cache.",
+        description="Folder or fsspec URL. Default: RAYSVC_CACHE_DIR, else .raysvc/cache.",
     )
     enabled: bool = Field(
         default=True, description="false: build into a private entry that nobody else finds."
     )
-    force: bool = Field(default=False, description="Build again even when the entry is there.")
+    force: bool = Field(default=False, description="Build again even if the entry exists.")
     unsafe_store: bool = Field(default=False, description="Allow a store without create-if-absent.")
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False, description="Passed to fsspec.")
 
@@ -147,14 +148,14 @@ class CacheConfig(Model):
 class PoolConfig(Model):
     """CPU workers that tokenize."""
 
-    min: PositiveInt = Field(default=1, description="Workers that are kept while a build runs.")
+    min: PositiveInt = Field(default=1, description="Workers to keep while a build runs.")
     max: PositiveInt | None = Field(default=None, description="None: as many as there are slices.")
     slice_mb: float | None = Field(
-        default=None, gt=0, description="Source MB per slice; None: a 64th of the source, from 4 to 32."
+        default=None, gt=0, description="Source MB per slice; None: a 64th of the source, between 4 and 32."
     )
     label_selector: dict[str, str] = Field(
         default={"raysvc-pool": "!gpu"},
-        description="Labels of the nodes that tokenize; by default all but those labelled as the GPU pool.",
+        description="Labels of the nodes that may tokenize; by default all nodes but those labelled as the GPU pool.",
     )
 
     @model_validator(mode="after")
@@ -173,44 +174,44 @@ class PlanConfig(Model):
     mini_batch_size: PositiveInt | None = Field(
         default=None, description="Groups per optimizer step; default batch_size."
     )
-    epochs: PositiveInt = Field(default=1, description="Passes over all groups, each in an order of its own.")
+    epochs: PositiveInt = Field(default=1, description="Passes over all groups, each in its own order.")
     update_epochs: PositiveInt = Field(
         default=1, description="Passes over the mini-batches of one step (RL)."
     )
-    seed: int = Field(default=0, ge=0, description="Of the order of rows.")
+    seed: int = Field(default=0, ge=0, description="Seed of the shuffle.")
     shuffle: str = Field(default="full", description="none, full, or block(n): shuffle blocks of n rows.")
-    tail: Tail = Field(default="pad", description="What happens to a last step that is not full.")
-    layout: Layout = Field(default="padded_right", description="Shape of the arrays; see docs/concepts.md.")
+    tail: Tail = Field(default="pad", description="What to do with a last step that is not full.")
+    layout: Layout = Field(default="padded_right", description="Layout of the arrays; see docs/concepts.md.")
     micro_batch_size: PositiveInt | None = Field(
         default=None, description="Rows per forward on one rank; default 8 unless micro_batch_tokens is set."
     )
     micro_batch_tokens: PositiveInt | None = Field(
         default=None,
-        description="Token budget of one forward on one rank; for `packed` the capacity of a line, default the longest row and at least 4096.",
+        description="Token budget of one forward on one rank. For `packed`: the capacity of a line; default: the longest row, and at least 4096.",
     )
     packing: Packing = Field(
         default="balanced",
-        description="Which rows share a line of `packed`: even ranks; fewest lines; first-fit-decreasing.",
+        description="How rows are packed into lines: balanced evens out ranks, best_fit needs the fewest lines, first_fit is first-fit-decreasing.",
     )
-    oversize: Oversize = Field(default="error", description="A row over the token budget.")
+    oversize: Oversize = Field(default="error", description="What to do with a row over the token budget.")
     cost: tuple[PositiveInt, PositiveInt] | None = Field(
         default=None,
-        description="Work of a row of L tokens as [a, b] of a*L + b*L^2, to even out ranks; None: from trainer.model.",
+        description="[a, b]: a row of L tokens costs a*L + b*L^2, which evens out ranks; None: derived from trainer.model.",
     )
     pad_to_multiple: PositiveInt = Field(default=1, description="Widths are rounded up to this.")
     align: PositiveInt = Field(default=1, description="Packed: every sequence starts at a multiple of this.")
     window: PositiveInt | None = Field(default=None, description="layout=stream: tokens per window.")
     columns: tuple[str, ...] = Field(
         default=("input_ids", "attention_mask", "position_ids", "labels"),
-        description="Arrays that travel; of input_ids, attention_mask, position_ids, loss_mask, labels, extras.",
+        description="Arrays to send: any of input_ids, attention_mask, position_ids, loss_mask, labels, and carried columns.",
     )
     pad_values: dict[str, float] = Field(
         default_factory=dict,
-        description="Column -> value of cells without a token; default what source.carry says, else 0.",
+        description="Column -> value of cells without a token. Default: what source.carry says, else 0.",
     )
     skip_rows: tuple[int, ...] = Field(
         default=(),
-        description="Row ids that are never trained: a list, or a file (one id a line, or a JSON list).",
+        description="Row ids that are never trained: a list, or a file (one id per line, or a JSON list).",
     )
 
     @field_validator("skip_rows", mode="before")
@@ -243,25 +244,28 @@ class PlanConfig(Model):
 class ServerConfig(Model):
     """The named actor that plans and collates."""
 
-    name: str = Field(default="default", pattern=NAME, description="Actor name; a trainer attaches by it.")
-    look_ahead_steps: int = Field(default=2, ge=0, description="Steps fetched before they are asked for.")
-    lease_ttl_s: float = Field(default=30.0, gt=0, description="A lease without heartbeats ends after this.")
+    name: str = Field(default="default", pattern=NAME, description="Name by which a trainer attaches.")
+    look_ahead_steps: int = Field(default=2, ge=0, description="Steps to fetch before they are needed.")
+    lease_ttl_s: float = Field(
+        default=30.0, gt=0, description="Seconds after which a lease without heartbeats ends."
+    )
     collate_threads: PositiveInt = Field(default=2, description="Steps collated at the same time.")
     num_cpus: float = Field(default=0.5, ge=0, description="CPUs that Ray reserves for the server.")
     placement: Literal["any", "data", "trainer"] = Field(
         default="any",
-        description="Its node: where Ray finds room; where the cache is a folder of the node that asks; that of the trainer's rank 0.",
+        description="Where the server runs: any node with room; data: the node that starts it, if the cache is a folder; trainer: the node of rank 0.",
     )
     orphan_ttl_s: float = Field(
-        default=900.0, gt=0, description="Without a lease for this long, the server frees its data."
+        default=900.0, gt=0, description="Seconds without a lease after which the server frees its data."
     )
     reap: bool = Field(default=False, description="Shut down after orphan_ttl_s without a lease.")
     detached: bool = Field(default=False, description="The server of `raysvc train` outlives the run.")
     share: Literal["none", "stream"] = Field(
-        default="none", description="stream: several trainers read the same steps, each collated once."
+        default="none",
+        description="stream: several trainers read the same steps; each step is collated once.",
     )
     share_mb: PositiveInt = Field(
-        default=256, description="Collated steps that are kept for other ranks and readers."
+        default=256, description="MB of collated steps to keep for other ranks and readers."
     )
 
 
@@ -270,11 +274,11 @@ class MixtureSourceConfig(Model):
 
     source: SourceConfig = Field(description="Same keys as the section source.")
     weight: float | None = Field(
-        default=None, ge=0, description="Share of the stream, relative to the others'."
+        default=None, ge=0, description="Share of the stream, relative to the other sources."
     )
     epochs: float | None = Field(default=None, gt=0, description="Passes over this source in one epoch.")
     from_step: int = Field(
-        default=0, ge=0, description="The source joins at this step; what came before stays."
+        default=0, ge=0, description="The source joins at this step; earlier steps do not change."
     )
 
 
@@ -284,7 +288,7 @@ class MixtureConfig(Model):
     sources: dict[str, MixtureSourceConfig] = Field(
         min_length=1, description="Name -> source, with a weight or with epochs; append new ones at the end."
     )
-    by: Literal["rows", "tokens"] = Field(default="rows", description="What weights are shares of.")
+    by: Literal["rows", "tokens"] = Field(default="rows", description="What the weights count.")
 
     @model_validator(mode="after")
     def _weights_or_epochs(self) -> MixtureConfig:
@@ -300,7 +304,7 @@ class MixtureConfig(Model):
 
 
 class EvalConfig(Model):
-    """Rows that are read beside training, each once."""
+    """Rows that are evaluated during training, each once."""
 
     source: SourceConfig = Field(description="Same keys as the section source.")
     batch_size: PositiveInt | None = Field(
@@ -309,13 +313,13 @@ class EvalConfig(Model):
 
 
 class StagingConfig(Model):
-    """How a worker brings shards to its device. Each part can be switched off; no byte changes."""
+    """How a worker copies shards to its device. Each part can be switched off; no byte changes."""
 
     prefetch: bool = Field(default=True, description="Copy when a shard arrives; false: when it is trained.")
-    copy_stream: bool = Field(default=True, description="false: copies to a GPU queue behind compute.")
+    copy_stream: bool = Field(default=True, description="false: copies to a GPU wait in the compute stream.")
     pin_memory: bool = Field(default=True, description="false: plain host memory.")
     ring_mb: float | None = Field(
-        default=None, gt=0, description="Memory for staged shards; None: three times the largest."
+        default=None, gt=0, description="MB for staged shards; None: three times the largest shard."
     )
     timing_every_steps: PositiveInt = Field(
         default=1, description="With trainer.timing: only every Nth step is measured, the others overlap."
@@ -332,22 +336,26 @@ class TrainerConfig(Model):
     )
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant",
-        description="From the warm-up to the run's last optimizer step; decays go to zero.",
+        description="Learning rate from the warm-up to the run's last optimizer step; linear and cosine fall to zero.",
     )
     warmup_steps: int = Field(
-        default=0, ge=0, description="Optimizer steps in which the learning rate rises to its full value."
+        default=0, ge=0, description="Optimizer steps over which the learning rate rises to its full value."
     )
     weight_decay: float = Field(default=0.0, ge=0, description="Weight decay of AdamW.")
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="None: gradients are not clipped.")
     objective: Objective = Field(
         default="sft",
-        description="What is trained: tokens, pairs (dpo, ipo, simpo, orpo, reward), labels (kto), or a teacher's entries.",
+        description="What is trained: tokens (sft), pairs (dpo, ipo, simpo, orpo, reward), labels (kto), or a teacher's entries (distill).",
     )
-    beta: float = Field(default=0.1, gt=0, description="Of the objectives of pairs and labels.")
+    beta: float = Field(default=0.1, gt=0, description="Beta of the objectives for pairs and labels.")
     margin: float = Field(
-        default=0.0, ge=0, description="objective=simpo: by how much the chosen row has to win."
+        default=0.0,
+        ge=0,
+        description="objective=simpo: target margin between the chosen and the rejected row.",
     )
-    temperature: float = Field(default=1.0, gt=0, description="objective=distill: of teacher and model.")
+    temperature: float = Field(
+        default=1.0, gt=0, description="objective=distill: temperature of teacher and model."
+    )
     loss: Reduction = Field(
         default="token_mean",
         description="Which mean of the token losses, over the whole mini-batch; see docs/howto/train.md.",
@@ -356,45 +364,47 @@ class TrainerConfig(Model):
         default=None, gt=0, description="loss=constant: tokens that every row is divided by (Dr. GRPO)."
     )
     strategy: Literal["ddp", "fsdp"] = Field(
-        default="ddp", description="Weights on several ranks: a copy each, or a share each (FSDP2)."
+        default="ddp", description="Weights on several ranks: ddp copies them, fsdp shards them (FSDP2)."
     )
     precision: Literal["fp32", "bf16"] = Field(
         default="fp32", description="bf16: float32 weights, bfloat16 forward and backward."
     )
     timing: bool = Field(
-        default=False, description="Measure each part of an optimizer step; nothing overlaps then."
+        default=False, description="Measure each part of an optimizer step; nothing overlaps meanwhile."
     )
     staging: StagingConfig = Field(default=StagingConfig(), description="How shards reach the device.")
-    seed: int = Field(default=0, ge=0, description="Of the initial weights.")
+    seed: int = Field(default=0, ge=0, description="Seed of the initial weights.")
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="auto: CUDA where the cluster has a GPU for every rank."
+        default="auto", description="auto: CUDA if the cluster has a GPU for every rank."
     )
     cpus_per_worker: float = Field(default=0.5, ge=0, description="CPUs that Ray reserves for a worker.")
     gpus_per_worker: float | None = Field(
         default=None,
         ge=0,
-        description="GPUs that Ray reserves for a worker, 0.5 is a half; None: 1 on CUDA, else 0.",
+        description="GPUs that Ray reserves for a worker; may be a fraction, like 0.5. None: 1 on CUDA, else 0.",
     )
     wait_for_nodes: bool = Field(
         default=False,
-        description="Nodes come on demand: what the cluster cannot hold now is waited for, not refused.",
+        description="true: wait for nodes that come on demand, instead of refusing what the cluster cannot hold now.",
     )
     max_steps: PositiveInt | None = Field(default=None, description="Stop after this many steps.")
     run_dir: str | None = Field(
         default=None,
-        description="Checkpoints, row log, summary; default runs/<server.name>-<hash of what decides rows and weights>.",
+        description="Folder of checkpoints, row log and summary. Default: runs/<server.name>-<hash of what decides rows and weights>.",
     )
     checkpoint_every_steps: PositiveInt | None = Field(default=50, description="None: only at the end.")
-    keep_checkpoints: PositiveInt = Field(default=2, description="Newest complete checkpoints that stay.")
+    keep_checkpoints: PositiveInt = Field(
+        default=2, description="Number of newest complete checkpoints to keep."
+    )
     eval_every_steps: PositiveInt | None = Field(
-        default=None, description="Steps between two runs of the evals; None: only at the end."
+        default=None, description="Steps between evals; None: only at the end."
     )
     report_to: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = Field(
-        default=(), description="Trackers that are told of the run; each needs `pip install 'raysvc[NAME]'`."
+        default=(), description="Trackers to report to; each needs `pip install 'raysvc[NAME]'`."
     )
     resume: bool | Literal["changed"] = Field(
         default=True,
-        description="Go on from the newest checkpoint in run_dir; `changed`: also with another learning rate, schedule or length.",
+        description="Resume from the newest checkpoint in run_dir; `changed`: also with another learning rate, schedule or length.",
     )
 
     @field_validator("report_to", mode="before")
@@ -420,10 +430,10 @@ class JobConfig(Model):
     )
     tokenizer: TokenizerConfig
     train_on: TrainOn = Field(default="all_assistant_messages", description="Which tokens have loss.")
-    max_length: PositiveInt | None = Field(default=None, description="Tokens of one row; None: no limit.")
-    truncation: Truncation = Field(default="drop", description="What happens to a longer row.")
+    max_length: PositiveInt | None = Field(default=None, description="Most tokens of a row; None: no limit.")
+    truncation: Truncation = Field(default="drop", description="What to do with a longer row.")
     max_quarantine: float = Field(
-        default=0.01, ge=0, le=1, description="Share of rows that may be quarantined."
+        default=0.01, ge=0, le=1, description="Share of rows that may be quarantined before the build fails."
     )
     workers: PoolConfig = PoolConfig()
     cache: CacheConfig = CacheConfig()
