@@ -135,7 +135,7 @@ def _explain(error: ValidationError) -> ConfigError:
     where = ".".join(path) or "job"
     if first["type"] == "extra_forbidden":
         known = _fields_at(path[:-1])
-        close = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.3)
+        close = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.6)
         remedy = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
         return ConfigError(where, "unknown key", remedy)
     if first["type"] == "missing":

@@ -1,0 +1,77 @@
+"""Reading a job: files, overrides, and what is said of a mistake."""
+
+from __future__ import annotations
+
+import pytest
+
+from raysvc.errors import ConfigError
+from raysvc.job.job_file import load_job
+
+JOB = {"source": {"path": "rows.jsonl"}, "tokenizer": "folder"}
+
+
+def test_a_file_a_mapping_and_overrides_say_the_same(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("source: {path: rows.jsonl}\ntokenizer: folder\nplan: {batch_size: 7}\n")
+    assert (
+        load_job(path) == load_job({**JOB, "plan": {"batch_size": 7}}) == load_job(JOB, ["plan.batch_size=7"])
+    )
+
+
+def test_the_last_override_wins_and_leaves_its_neighbours():
+    job = load_job({**JOB, "plan": {"batch_size": 7, "seed": 3}}, ["plan.batch_size=8", "plan.batch_size=9"])
+    assert (job.plan.batch_size, job.plan.seed) == (9, 3)
+
+
+@pytest.mark.parametrize(
+    ("job", "told"),
+    [
+        ({**JOB, "plan": {"batchsize": 7}}, "plan.batchsize: unknown key; did you mean 'batch_size'?"),
+        ({**JOB, "tokenizer": {"path": "folder"}}, "tokenizer.path: unknown key; known are name, "),
+        ({**JOB, "zzz": 1}, "zzz: unknown key; known are source, mixture, "),
+        ({"source": {"path": "rows.jsonl"}}, "tokenizer: is missing; every job needs source and tokenizer"),
+        ({**JOB, "plan": {"batch_size": 0}}, "plan.batch_size: "),
+        (7, "job: 7 is not a job; give the path of a job.yaml, a mapping or a JobConfig"),
+        ("nowhere.yaml", "nowhere.yaml: cannot be read (No such file or directory); give the path of a job.yaml"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_that_says_where_what_and_what_to_do(job, told):
+    with pytest.raises(ConfigError) as caught:
+        load_job(job)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("source: {path: [rows\ntokenizer: folder", "is not valid YAML (line 2: "),
+        (
+            "source: {path: rows.jsonl}\ntokenizer: {date: 2026-02-31}",
+            "is not valid YAML (day is out of range",
+        ),
+        ("- source", "has no keys; begin with source: and tokenizer:"),
+        ("", "has no keys"),
+    ],
+)
+def test_a_file_that_is_no_job_is_named_with_the_line(tmp_path, text, told):
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_job(path)
+    assert str(caught.value).startswith(str(path))
+    assert told in str(caught.value)
+
+
+def test_what_is_no_override_is_refused():
+    with pytest.raises(ConfigError, match=r"is not KEY=VALUE; write plan\.batch_size=64"):
+        load_job(JOB, ["batch_size"])
+
+
+@pytest.mark.parametrize("where", ["source", "cache"])
+def test_a_password_in_an_address_is_refused_without_being_repeated(where):
+    address = "s3://key:hunter2@bucket/rows.jsonl"
+    job = {**JOB, "source": {"path": address}} if where == "source" else {**JOB, "cache": {"root": address}}
+    with pytest.raises(ConfigError, match="holds credentials in its address") as caught:
+        load_job(job)
+    assert "hunter2" not in str(caught.value)
