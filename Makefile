@@ -4,7 +4,7 @@ BIN := .venv/bin
 RUN := .venv/.installed
 DEV := .venv/.installed-dev
 COVER ?= 90
-# Processes that run the first tier; each has a Ray of its own, and takes whole files.
+# Number of processes for the first tier; each has its own Ray and runs whole files.
 JOBS ?= 2
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -33,28 +33,28 @@ demo: install
 docs: dev
 	$(BIN)/mkdocs build --strict
 
-# What takes long is in test-long: kills at full speed, autoscaling, submitted jobs, trained models.
+# Slow tests are in test-long: kills at full speed, autoscaling, submitted jobs, trained models.
 test: dev
 	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile --durations=10
 
 test-long: dev
 	$(BIN)/python -m pytest -m slow --durations=10
 
-# Branches of the rooms that decide; the tests that need no Ray.
+# Branch coverage of the packages that decide, from the tests that need no Ray.
 coverage: dev
 	$(BIN)/python -m pytest -m "not slow and not ray" tests/chat tests/cache tests/plan tests/collate tests/test_ragged.py \
 	  --cov=raysvc/chat --cov=raysvc/plan --cov=raysvc/collate --cov=raysvc/cache --cov-branch --cov-report=term:skip-covered --cov-fail-under=$(COVER)
 
-# Two guests with a real kernel NFS client; needs Debian's user-mode-linux and nfs-ganesha, and says so when they are missing.
+# Two guests with a real kernel NFS client; needs Debian's user-mode-linux and nfs-ganesha, and says so if they are missing.
 test-nfs: dev
 	RAYSVC_TEST_NFS=1 $(BIN)/python -m pytest tests/nfs
 
-# The cache on an S3 server of yours instead of moto: its endpoint in RAYSVC_TEST_S3, and the AWS keys of a user who may make a bucket.
+# The cache on your own S3 server instead of moto: its endpoint in RAYSVC_TEST_S3, and the AWS keys of a user who may create a bucket.
 test-s3: dev
 	@test -n "$$RAYSVC_TEST_S3" || { echo "error: set RAYSVC_TEST_S3 to an endpoint, like http://127.0.0.1:9000"; exit 2; }
 	$(BIN)/python -m pytest tests/cache
 
-# On a machine with a CUDA device, within eight minutes: what staging does there, as one JSON and a table.
+# On a machine with a CUDA device, in at most eight minutes: what staging does there, as one JSON object and a table.
 gpu: dev
 	$(BIN)/python benchmarks/gpu.py
 

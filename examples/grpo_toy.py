@@ -1,8 +1,8 @@
 """GRPO with a producer of groups: the policy learns to say one word. `python examples/grpo_toy.py [RUN_DIR [STEPS]]`
 
 A producer samples four answers to a prompt with the newest weights and puts them as a group; the learner trains steps
-of whole groups. No group is trained that is more than one weight version old. Killed at any point, the same command with
-the same folder goes on from the last checkpoint: it trains the same groups again that were trained after it.
+of whole groups. No group is trained that is more than one weight version old. If it is killed, the same command with
+the same folder resumes from the last checkpoint, and trains the groups that were trained after it again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def build_model() -> torch.nn.Module:
 
 @ray.remote(num_cpus=0.5)
 class Producer:
-    """Samples groups with the weights that it was given last."""
+    """Samples groups with the weights that it was last given."""
 
     def __init__(self, server: str) -> None:
         self.model, self.server = build_model(), raysvc.rollouts(server)
@@ -100,14 +100,14 @@ def main(run_dir: str | None = None, stop: int = STEPS) -> dict[str, Any]:
 
 
 def save(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, client: Any) -> None:
-    """Weights and the data's state in one file, which appears whole."""
+    """Write weights and the state of the data to one file, atomically."""
     whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": client.state_dict()}
     torch.save(whole, folder / "checkpoint.new")
     (folder / "checkpoint.new").rename(folder / "checkpoint.pt")
 
 
 def restore(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, client: Any) -> None:
-    """The last checkpoint; without one the run begins, whatever an earlier trainer did."""
+    """Load the last checkpoint; without one, start from step 0, whatever an earlier trainer committed."""
     if not (folder / "checkpoint.pt").exists():
         client.rewind(0)
         return

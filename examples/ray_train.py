@@ -1,4 +1,4 @@
-"""Ray Train's `TorchTrainer` in rank mode, with one worker killed on the way. `python examples/ray_train.py [FOLDER]`"""
+"""Ray Train's `TorchTrainer` in rank mode; one worker is killed during the run. `python examples/ray_train.py [FOLDER]`"""
 
 from __future__ import annotations
 

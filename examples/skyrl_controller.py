@@ -30,7 +30,7 @@ PLAN = {
 
 @ray.remote(num_cpus=0.5)
 class PolicyWorker:
-    """One data-parallel rank; `forward_backward` and `optim_step` as a SkyRL worker has them."""
+    """One data-parallel rank with `forward_backward` and `optim_step`, like a SkyRL worker."""
 
     def __init__(self) -> None:
         import torch

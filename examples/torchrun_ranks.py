@@ -1,4 +1,4 @@
-"""Ranks as torchrun starts them, here by Ray actors: each attaches by itself. `python examples/torchrun_ranks.py [FOLDER]`
+"""Ranks as torchrun starts them, here started as Ray actors; each rank attaches by itself. `python examples/torchrun_ranks.py [FOLDER]`
 
 The same `train` runs under `torchrun --nproc-per-node 2`: it reads RANK, WORLD_SIZE and MASTER_ADDR from the environment.
 """

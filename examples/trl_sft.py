@@ -1,4 +1,4 @@
-"""TRL's `SFTTrainer` on a cache entry, our ids and our mask. `python examples/trl_sft.py [FOLDER]`"""
+"""TRL's `SFTTrainer` on a cache entry, with our ids and our mask. `python examples/trl_sft.py [FOLDER]`"""
 
 from __future__ import annotations
 
