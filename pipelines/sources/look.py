@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from raysvc.errors import SourceError
 from raysvc.job.config import SourceConfig
 from raysvc.pipelines.sources.dataset import DatasetSource, saved_folder
 from raysvc.pipelines.sources.file_source import FileSource
 from raysvc.pipelines.sources.scan_memo import Memo
 from raysvc.pipelines.sources.source import Source
+from raysvc.redact import redacted
 
 
 def look_at(config: SourceConfig, slice_bytes: int | None = None, memo: Memo | None = None) -> Source:
@@ -18,11 +20,17 @@ def look_at(config: SourceConfig, slice_bytes: int | None = None, memo: Memo | N
         memo: what was found out before; None reads every file.
 
     Raises:
-        SourceError: no files, or one that cannot be read.
+        SourceError: no files, or one that cannot be read; a part of a dataset is asked of files.
     """
     if config.dataset is not None:
         return DatasetSource(config, slice_bytes, memo)
     folder = saved_folder(config)
     if folder is not None:
         return DatasetSource(config.model_copy(update={"path": (), "dataset": folder}), slice_bytes, memo)
+    for name in ("subset", "revision", "split"):
+        if getattr(config, name) is not None:
+            what = f"names a part of a dataset, and {redacted(config.path[0])} is read whole"
+            raise SourceError(
+                f"source.{name}", what, "leave it out, or write the rows to a file of their own"
+            )
     return FileSource(config, slice_bytes, memo)

@@ -108,6 +108,13 @@ def test_a_folder_of_save_to_disk_given_as_path_is_read_as_that(tmp_path: Path) 
         look_at(SourceConfig(path=(str(tmp_path / "many"),)))
 
 
+@pytest.mark.parametrize("key", ["split", "subset", "revision"])
+def test_a_part_of_a_dataset_is_not_silently_ignored_for_files(tmp_path: Path, key: str) -> None:
+    put(tmp_path / "a.jsonl", "one")
+    with pytest.raises(SourceError, match=rf"source\.{key}.*a\.jsonl is read whole; leave it out"):
+        look_at(SourceConfig(path=(str(tmp_path / "a.jsonl"),), **{key: "train[:1]"}))
+
+
 def test_a_saved_dataset_below_a_folder_is_named(tmp_path: Path) -> None:
     import datasets
 
