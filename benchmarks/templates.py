@@ -130,14 +130,14 @@ def of_kind(kind: str, folder: str, data: bytes, rows: list[Any]) -> dict[str, A
     from transformers import AutoTokenizer
 
     from raysvc.chat.slice_tokenizer import SliceTokenizer
-    from raysvc.chat.text_batch import batch_of
     from raysvc.chat.tokens.token_rows import RowEncoder
     from raysvc.job.config import TextSpec, TokenizerConfig
 
     tokenizer = SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=folder)), kind)
-    hf, few, batches = AutoTokenizer.from_pretrained(folder), rows[::8], []
+    hf, few = AutoTokenizer.from_pretrained(folder), rows[::8]
+    batches: list[Any] = []
     encode = tokenizer._encode
-    tokenizer._encode = lambda flat: (batches.append(batch_of(flat)), encode(flat))[1]  # type: ignore[func-returns-value, method-assign]
+    tokenizer._encode = lambda flat, batch: (batches.append(batch), encode(flat, batch))[1]  # type: ignore[func-returns-value, method-assign]
     tokenizer.run_json_lines(data, 0)
     held, backend = list(batches), hf.backend_tokenizer
     texts = [hf.apply_chat_template(row, tokenize=False) for row in few]
