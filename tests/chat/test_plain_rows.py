@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from raysvc.chat.render.plain_rows import MAX_TRIES, PlainRows
 from raysvc.chat.render.renderer import Renderer
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.sequence import Sequence
@@ -22,6 +23,7 @@ from .test_turn_memory import TEMPLATES, said
 
 MODES = ("all_assistant_messages", "last_assistant_message", "all_tokens")
 SHAPED = ("chatml_default_system", "llama3_trimming", "qwen3_like", "prompt_opens_think", "generation_marks")
+SHAPED += ("must_alternate",)
 
 
 def row(*texts: str, **fields: Any) -> dict[str, Any]:
@@ -85,6 +87,15 @@ def test_plain_rows_are_joined_from_a_shape(name: str, renderers: Any) -> None:
         joined = known(fast, row(*texts), own)
         assert joined is not None
         assert (joined.text, joined.spans) == outcome(real, row(*texts), own)
+
+
+def test_roles_without_a_shape_are_soon_given_up(renderers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, _, own = renderers("no_last_eot", MODES[0])  # what ends a turn stands in the next message's block
+    tried: list[Any] = []
+    monkeypatch.setattr(PlainRows, "_shape", lambda *given: tried.append(given))
+    for number in range(2 * MAX_TRIES):
+        fast.sequences(row(*(f"words {number} of {n}" for n in range(6))), own)
+    assert len(tried) == MAX_TRIES
 
 
 @pytest.mark.parametrize(

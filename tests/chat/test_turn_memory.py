@@ -16,6 +16,7 @@ from raysvc.job.config import TokenizerConfig
 
 TEMPLATES = ["chatml_default_system", "llama3_trimming", "merges_tools", "qwen3_like", "strips_think"]
 TEMPLATES += ["deferred_tool_end", "no_last_eot", "prompt_opens_think", "plain_words", "generation_marks"]
+TEMPLATES += ["must_alternate"]
 WORDS = ["San Francisco, CA", "f", "a", "assistant", "\n", " ", "é", '{"a": "San Francisco, CA"}', "name"]
 TRICKS = [
     "<",
@@ -91,8 +92,11 @@ def chat(asked: str, answered: str) -> ChatExample:
     return ChatExample(messages, None, (1,))
 
 
-def test_turns_that_are_built_alike_are_found_once(preparers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    template, finder, memory = preparers("chatml_default_system")._template(False)
+@pytest.mark.parametrize("name", ["chatml_default_system", "must_alternate"])
+def test_turns_that_are_built_alike_are_found_once(
+    name: str, preparers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template, finder, memory = preparers(name)._template(False)
     memory.spans(template.render(chat("one", "first").messages, None), chat("one", "first"))
     found = []
     real = finder.turn

@@ -14,6 +14,7 @@ Always true:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from operator import itemgetter
@@ -31,6 +32,7 @@ from raysvc.chat.source.messages import Message
 from raysvc.chat.text_batch import Batch, Bytes, Ints64
 
 MAX_SHAPES = 1024
+MAX_TRIES = 8  # rows of the same roles that leave no shape; some fail for what they say
 _ROLE, _CONTENT = itemgetter("role"), itemgetter("content")
 Roles = tuple[str, ...]
 
@@ -92,6 +94,7 @@ class PlainRows:
         self._others = {*map(form.column, USED), *form.refused} - {self._column}
         self._asked: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._shapes: dict[Roles, _Shape] = {}
+        self._tries: Counter[Roles] = Counter()
 
     def sequence(self, row: Mapping[str, Any]) -> Sequence | None:
         """The sequence of a plain row whose shape is known, None for any other."""
@@ -135,6 +138,9 @@ class PlainRows:
         roles = tuple(map(_ROLE, messages))
         if roles in self._shapes or len(self._shapes) >= MAX_SHAPES or example.messages is not messages:
             return
+        if self._tries[roles] >= MAX_TRIES:
+            return
+        self._tries[roles] += 1
         written = self._fast.stretches(messages)
         if written and "".join(text for _, _, text in written) == sequence.text:
             shape = self._shape(sequence, example, written)
@@ -208,7 +214,7 @@ class PlainRows:
             if len(extents) != 1 or kind != CLOSED_TURN or not start <= at < behind < end:
                 return None
             header, begin, text = self._finder.header(render, example, place), extents[0][0], sequence.text
-            opens = header.strip() and self._opens(header, text[begin:at])
+            opens = not header or (header.strip() and self._opens(header, text[begin:at]))
             if not opens:
                 return None
             alone = not text[start:at].strip() and text[behind:end].lstrip()[:2] in self._finder.openings

@@ -162,7 +162,7 @@ class TurnMemory:
             return
         (start, end), first, last = span, literals[0], literals[-1]
         tail = text[len(text) - len(last) : end].lstrip()
-        opens = header.strip() and first.startswith(header) and start <= len(first)
+        opens = (not header or header.strip()) and first.startswith(header) and start <= len(first)
         whole = not any(literal[-1:] in self._firsts for literal in literals[:-1])
         if opens and whole and end <= len(text):
             alone = len(said) == 1 and not first[start:].strip() and tail[:2] in self._openings

@@ -142,7 +142,10 @@ class TurnFinder:
         return len(tokens[-1].group()) if tokens and tokens[-1].end() == len(tail) else 0
 
     def header(self, render: Render, example: ChatExample, place: int) -> str:
-        """What a message with one block is expected to begin with: the generation prompt, else a plain turn's header."""
+        """What a message with one block is expected to begin with: the generation prompt, else a plain turn's header.
+
+        Empty when there is neither: the turn begins where its block does.
+        """
         prompt = self._prompt(render, example, place, extents_of(render, place)[0][0])
         heads = (frame.head for frame in (self._middle, self._last) if frame and frame.head)
         return prompt or next(heads, "")
