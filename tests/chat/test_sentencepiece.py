@@ -62,13 +62,26 @@ text = (
     .filter(lambda made: bool(made.strip()) and "<s>" not in made and "</s>" not in made)
 )
 chats = st.lists(st.tuples(text, text), min_size=1, max_size=3)
+WORDWISE = ("nfc", "nfkc", "lowercase", "unigram")  # gigatoken refuses them
 SLOW = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
-def marked(request: Any, tmp_path_factory: pytest.TempPathFactory) -> SliceTokenizer:
-    folder = save(tmp_path_factory.mktemp(request.param), KINDS[request.param](small_model()), MARKED)
+def kind(request: Any) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def marked(kind: str, tmp_path_factory: pytest.TempPathFactory) -> SliceTokenizer:
+    folder = save(tmp_path_factory.mktemp(kind), KINDS[kind](small_model()), MARKED)
     return SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=folder)))
+
+
+@pytest.fixture(scope="module")
+def words(marked: SliceTokenizer) -> WordEncoder:
+    made = word_encoder(marked.tokenizer, ReferenceEncoder(marked.tokenizer))
+    assert made is not None
+    return made
 
 
 def messages(chat: list[tuple[str, str]]) -> list[dict[str, str]]:
@@ -122,14 +135,21 @@ def test_both_ways_of_alignment_give_the_same_mask(tmp_path: Any, monkeypatch: A
 )
 @example(texts=["", " </s>", "", "</s> a", "a b", "", "</s>", " ", "\u2581 a", "a\u00a0 b", ""])
 @SLOW
-def test_ids_by_words_are_those_of_the_whole_text(marked: SliceTokenizer, texts: list[str]) -> None:
-    reference = ReferenceEncoder(marked.tokenizer)
-    encoder = marked._encoder
-    assert isinstance(encoder, WordEncoder)
-    for _ in range(2):  # of new words, and of words that are remembered
-        found, wanted = encoder.encode(texts), reference.encode(texts)
+def test_ids_by_words_and_by_the_fast_encoder_are_those_of_the_whole_text(
+    marked: SliceTokenizer, words: WordEncoder, texts: list[str]
+) -> None:
+    wanted = ReferenceEncoder(marked.tokenizer).encode(texts)
+    for encoder in (marked._encoder, words, words):  # of new words, and of words that are remembered
+        found = encoder.encode(texts)
         assert found.ids.tolist() == wanted.ids.tolist()
         assert found.offsets.tolist() == wanted.offsets.tolist()
+
+
+def test_texts_are_cut_into_words_only_for_tokenizers_that_gigatoken_refuses(
+    kind: str, marked: SliceTokenizer
+) -> None:
+    pytest.importorskip("gigatoken")
+    assert marked.encoder_name == ("tokenizers by words" if kind in WORDWISE else "gigatoken")
 
 
 @pytest.mark.parametrize("piece", ["a\u2581", "\u2581a\u2581b"])

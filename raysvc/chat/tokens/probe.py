@@ -53,21 +53,31 @@ def choose_encoder(tokenizer: LoadedTokenizer, reference: ReferenceEncoder) -> t
     if getattr(tokenizer.hf, "split_special_tokens", False):
         return reference, "the tokenizer splits special tokens"
     texts = probe_texts(tokenizer)
+    fast, why = _gigatoken(tokenizer, reference, texts)
+    if fast is not None:
+        return fast, ""
     words = word_encoder(tokenizer, reference)
     if words is not None and first_difference(words, reference, texts) is None:
         return words, ""
+    logger.warning("encoder=%s is used: %s", reference.name, why)
+    return reference, why
+
+
+def _gigatoken(
+    tokenizer: LoadedTokenizer, reference: ReferenceEncoder, texts: Sequence[str]
+) -> tuple[Encoder | None, str]:
+    """(gigatoken, or None; why not)."""
     try:
-        fast: Encoder = encoder.GigatokenEncoder(tokenizer)
+        fast = encoder.GigatokenEncoder(tokenizer)
     except ImportError:
-        return reference, "gigatoken is not installed"
+        return None, "gigatoken is not installed"
     except Exception as error:  # noqa: BLE001  a native package may refuse a tokenizer in any way
-        logger.warning("encoder=%s refused the tokenizer: %s", encoder.GigatokenEncoder.name, error)
-        return reference, f"gigatoken refused the tokenizer: {error}"
+        return None, f"gigatoken refused the tokenizer: {error}"
     different = first_difference(fast, reference, texts)
     if different is None:
         return GuardedEncoder(fast, reference), ""
     logger.warning("encoder=%s differs from the reference on a probe: %r", fast.name, texts[different][:80])
-    return reference, f"{fast.name} differs on a probe text"
+    return None, f"{fast.name} differs on a probe text"
 
 
 def first_difference(fast: Encoder, reference: Encoder, texts: Sequence[str]) -> int | None:

@@ -1,7 +1,8 @@
 """Ids of a sentencepiece-like tokenizer, word by word: a word that was met before is looked up.
 
 No token of such a vocabulary holds a blank behind another character. So no merge goes over the place before a blank, and
-a text may be cut there: the ids of the whole are those of its words, one after the other.
+a text may be cut there: the ids of the whole are those of its words, one after the other. This is for tokenizers that
+gigatoken does not take (normalizers, Unigram), or where it is not installed.
 
 1. Texts are cut around added tokens, and before a blank behind an ASCII character that is none.
 2. The blank that the tokenizer puts before a stretch is put there as a character.
@@ -27,16 +28,8 @@ import numpy as np
 import pyarrow as pa
 
 from raysvc.chat.tokens.added_blanks import Rule, parts_of, rule_of
-from raysvc.chat.tokens.code_points import GuardedEncoder, replaced
-from raysvc.chat.tokens.encoder import (
-    Bytes,
-    Encoded,
-    Encoder,
-    GigatokenEncoder,
-    Ints64,
-    ReferenceEncoder,
-    joined,
-)
+from raysvc.chat.tokens.code_points import replaced
+from raysvc.chat.tokens.encoder import Bytes, Encoded, Encoder, Ints64, ReferenceEncoder, joined
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 
 MARK = "\u2581"
@@ -55,11 +48,7 @@ def word_encoder(tokenizer: LoadedTokenizer, reference: ReferenceEncoder) -> Wor
         return None
     added = [token["content"] for token in state["added_tokens"]]
     bare = _without_blanks(state)
-    try:
-        inner: Encoder = GuardedEncoder(GigatokenEncoder(bare), ReferenceEncoder(bare))
-    except Exception:  # noqa: BLE001  not installed, or a native package that refuses the tokenizer in its own way
-        inner = ReferenceEncoder(bare)
-    return WordEncoder(inner, reference, added, rule_of(backend))
+    return WordEncoder(ReferenceEncoder(bare), reference, added, rule_of(backend))
 
 
 def _marks_blanks(backend: Any) -> bool:
