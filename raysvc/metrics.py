@@ -8,7 +8,8 @@ Always true:
   and recorded with the first call after;
 - what is recorded of a server carries the team of that server, for two teams may use the same name;
 - a name or tag that the table does not have is an error of the programmer, at once;
-- the metrics of a process that ended disappear: Prometheus keeps what it scraped.
+- Ray forgets a gauge that is not set again within seconds, so gauges are set in a loop, and those of a process that
+  ended disappear; its counters stay where they were.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ TABLE = (
     Metric("stall_read_seconds", "counter", "Stall time while the server read rows."),
     Metric("stall_collate_seconds", "counter", "Stall time while the server wrote arrays."),
     Metric("stall_copy_seconds", "counter", "Stall time while a worker copied its shard."),
+    Metric("stall_groups_seconds", "counter", "Stall time with too few groups of rollouts."),
     Metric(
         "stall_other_seconds",
         "counter",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -54,7 +55,6 @@ class RolloutServer(BatchServer):
         self._saw(owner)
         if counts is not None:
             record("groups_put", counts[0], server=self.spec.name)
-            record("groups_ready", len(self._rollouts.store.pool.ready), server=self.spec.name)
         return counts
 
     def add_columns(self, table: Any) -> int:
@@ -107,14 +107,22 @@ class RolloutServer(BatchServer):
         with store.changed:
             pool = store.pool
             counts = {"ready": len(pool.ready), "waiting": len(pool.waiting), "weight_version": pool.version}
-        return {**super().stats(), "rollouts": {**counts, "producers": self._num_producers()}}
+        # steps form as long as rollouts come: there is no last one
+        return {
+            **super().stats(),
+            "num_steps": None,
+            "rollouts": {**counts, "producers": self._num_producers()},
+        }
+
+    def _export(self) -> None:
+        record("groups_ready", len(self._rollouts.store.pool.ready), server=self.spec.name)
+        record("producers_seen", self._num_producers(), server=self.spec.name)
 
     def _saw(self, owner: str) -> None:
         now_s = time.monotonic()
         oldest_s = now_s - self._rollout_spec.producer_ttl_s
         living = {each: seen_s for each, seen_s in list(self._producers.items()) if seen_s >= oldest_s}
         self._producers = {**living, owner: now_s}
-        record("producers_seen", self._num_producers(), server=self.spec.name)
 
     def _num_producers(self) -> int:
         oldest_s = time.monotonic() - self._rollout_spec.producer_ttl_s
@@ -225,22 +233,25 @@ class RolloutServer(BatchServer):
 
     def _made(self, fence: int, step: int, roles: tuple[Role, ...], make: Callable[[], Made]) -> Made:
         """A step once its groups are there; a group that cannot be collated is quarantined, and the step made again."""
+        groups_s = 0.0
         while True:
-            self._await_groups(fence, step)
+            groups_s += self._await_groups(fence, step)
             try:
-                return make()
+                info, *shards = make()
+                assert isinstance(info, StepInfo), "the first result of a fetch"
+                return replace(info, groups_s=groups_s), *shards
             except StepFailed:
                 if not self._rollouts.repair(step, roles):
                     raise
 
-    def _await_groups(self, fence: int, step: int) -> None:
-        """Wait until the step is formed; a holder that was replaced stops waiting."""
+    def _await_groups(self, fence: int, step: int) -> float:
+        """Wait until the step is formed, and return how long; a holder that was replaced stops waiting."""
         begin, store = time.monotonic(), self._rollouts.store
         while True:
             self._leases.check(fence)
             rounds = store.rounds
             if self._rollouts.form(step, self._frontier()):
-                return
+                return time.monotonic() - begin
             if time.monotonic() - begin > self._rollout_spec.wait_s:
                 ready, needed = len(store.pool.ready), store.pool.batch_size
                 raise StepNotReady(self.spec.name, step, ready, needed)

@@ -60,7 +60,8 @@ class BatchServer:
         journal = Journal(spec.journal, spec.storage_options) if spec.journal else None
         nobody = Leases(spec.name, shared=spec.share != "none")
         self._leases = LeaseStore(nobody, spec.lease_ttl_s, incarnation_id, journal)
-        self._orphans = OrphanWatch(spec, self._leases, self._maker)
+        self._planned_steps: int | None = None  # once somebody attached
+        self._orphans = OrphanWatch(spec, self._leases, self._maker, self._export)
         self._reports = TrainerReports()
 
     @property
@@ -136,7 +137,7 @@ class BatchServer:
             record("leases_refused", 1, server=self.spec.name)
             raise
         record("leases_granted", 1, server=self.spec.name)
-        record("planned_steps", self.num_steps, server=self.spec.name)
+        self._planned_steps = self.num_steps
         self._orphans.seen()
         log.info("attached name=%s holder=%s fence=%d", self.spec.name, holder, lease.fence)
         return Lease(
@@ -314,6 +315,11 @@ class BatchServer:
             "rss_bytes": _rss_bytes(),
         }
 
+    def _export(self) -> None:
+        """Set the gauges of what is served; Ray forgets one that is not set again."""
+        if self._planned_steps is not None:
+            record("planned_steps", self._planned_steps, server=self.spec.name)
+
     def holds_data(self) -> bool:
         """Whether an entry is open."""
         return self._maker.holds_data()
@@ -326,7 +332,7 @@ class BatchServer:
 def _facts(lease: ReaderLease) -> dict[str, Any]:
     now_s = time.monotonic()
     return {
-        "holder": lease.holder,
+        "holder": lease.shown_holder,
         "fence": lease.fence,
         "frontier": lease.frontier,
         "skipped": len(lease.skipped),

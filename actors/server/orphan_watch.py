@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from raysvc.actors.server.lease_store import LeaseStore
 from raysvc.actors.server.spec import ServeSpec
@@ -27,10 +28,13 @@ class OrphanWatch:
         spec: of the server.
         leases: its leases.
         maker: holds its data.
+        export: sets the server's own gauges.
     """
 
-    def __init__(self, spec: ServeSpec, leases: LeaseStore, maker: StepMaker) -> None:
-        self._spec, self._leases, self._maker = spec, leases, maker
+    def __init__(
+        self, spec: ServeSpec, leases: LeaseStore, maker: StepMaker, export: Callable[[], None]
+    ) -> None:
+        self._spec, self._leases, self._maker, self._export_more = spec, leases, maker, export
         self._idle_since_s = time.monotonic()  # when a living lease was last seen
         self._ended = threading.Event()
         threading.Thread(target=self._watch, name="raysvc-orphans", daemon=True).start()
@@ -64,6 +68,7 @@ class OrphanWatch:
         record("lease_silent_seconds", silent_s, server=name)
         if leases:
             record("committed_steps", min(lease.frontier for lease in leases), server=name)
+        self._export_more()
 
     def _orphaned(self) -> None:
         if self._maker.free():

@@ -93,6 +93,12 @@ class ReaderLease:
     window: int = 1
 
     @property
+    def shown_holder(self) -> str | None:
+        """The holder for display; a group with the process of its first rank."""
+        first = next((seat.holder for seat in self.seats if seat.holder), "")
+        return f"{self.holder} ({first})" if self.holder and first and first != self.holder else self.holder
+
+    @property
     def seen_s(self) -> float:
         """Clock value of the last sign of life of any seat."""
         return max((seat.seen_s for seat in self.seats), default=0.0)
@@ -147,7 +153,7 @@ class ReaderLease:
         if same_group and not self.seats[rank].holder:
             return self._seated(rank, Seat(holder, self.frontier, seen_s=now_s))
         if self.lives(now_s, ttl_s) and not takeover:
-            held_by = f"{self.holder}, rank {rank}" if self.holder == group else str(self.holder)
+            held_by = f"{self.shown_holder}, rank {rank}" if self.holder == group else str(self.shown_holder)
             raise LeaseHeld(self.name, held_by, now_s - self.since_s)
         lease = replace(
             self, fence=fence, holder=group, since_s=now_s, seats=(Seat(),) * num_ranks, window=window

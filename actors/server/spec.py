@@ -157,6 +157,7 @@ class StepInfo:
         read_s: reading rows.
         collate_s: writing arrays.
         weight_versions: oldest and newest weight version of the rows (rollouts), else None.
+        groups_s: waiting for producers of rollouts.
     """
 
     index: int
@@ -166,6 +167,7 @@ class StepInfo:
     read_s: float
     collate_s: float
     weight_versions: tuple[int, int] | None = None
+    groups_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

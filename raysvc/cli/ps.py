@@ -31,7 +31,7 @@ def _cells(facts: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": facts["name"],
         "owner": facts.get("owner", ""),
-        "step": f"{facts['frontier']} of {facts['num_steps']}",
+        "step": _step(facts),
         "holder": facts["holder"] or "",
         "held": _held(facts),
         "stall": _stall(facts),
@@ -40,6 +40,11 @@ def _cells(facts: dict[str, Any]) -> dict[str, Any]:
         "up": f"{facts['up_s']:.0f} s",
         "memory": f"{facts['rss_bytes'] >> 20} MB",
     }
+
+
+def _step(facts: dict[str, Any]) -> str:
+    end = facts["num_steps"]
+    return str(facts["frontier"]) if end is None else f"{facts['frontier']} of {end}"
 
 
 def _held(facts: dict[str, Any]) -> str:

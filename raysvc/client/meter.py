@@ -36,6 +36,7 @@ class Given(NamedTuple):
         infos: of the mini-batches.
         read_s, collate_s: the server's time.
         copy_s: this process copied the arrays.
+        groups_s: the server waited for producers of rollouts.
     """
 
     step: int
@@ -43,6 +44,7 @@ class Given(NamedTuple):
     read_s: float
     collate_s: float
     copy_s: float = 0.0
+    groups_s: float = 0.0
 
 
 class _Shape(NamedTuple):
@@ -122,7 +124,8 @@ class Meter:
             if given is not None:
                 self._keep_shape(given)
         if counted and given is not None:
-            self._blame(StepTimes(given.step, waited_s, given.read_s, given.collate_s, given.copy_s))
+            times = (given.read_s, given.collate_s, given.copy_s)
+            self._blame(StepTimes(given.step, waited_s, *times, groups_s=given.groups_s))
 
     def stalled(self, times: StepTimes) -> None:
         """Workers stood still for a step, as they measured it."""
@@ -197,6 +200,7 @@ class Meter:
             self.metrics.record("stall_read_seconds", charged.get("read", 0.0), server=self._server)
             self.metrics.record("stall_collate_seconds", charged.get("collate", 0.0), server=self._server)
             self.metrics.record("stall_copy_seconds", charged.get("copy", 0.0), server=self._server)
+            self.metrics.record("stall_groups_seconds", charged.get("groups", 0.0), server=self._server)
             self.metrics.record("stall_other_seconds", charged.get("other", 0.0), server=self._server)
 
     def _keep_shape(self, given: Given) -> None:

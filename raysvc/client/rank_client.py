@@ -97,7 +97,7 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
         return self._reader.arrive(fetch)
 
     def _given(self, step: RankStep) -> Given:
-        return Given(step.index, step.infos, step.read_s, step.collate_s, step.copy_s)
+        return Given(step.index, step.infos, step.read_s, step.collate_s, step.copy_s, step.groups_s)
 
     def _ask_sizes(self, first: int, stop: int) -> Callable[[], list[int]]:
         return self._reader.ask_sizes(first, stop)
@@ -125,9 +125,9 @@ def attach_rank(
     from raysvc.actors.launch import wait_for
 
     method = server.attach_rank.options(concurrency_group="lease")
-    ref = method.remote(
-        group or launched_group(), new_holder(), rank, num_ranks, takeover, reader, limit.steps
-    )
+    holder = new_holder()
+    group = group or (launched_group() if num_ranks > 1 else holder)
+    ref = method.remote(group, holder, rank, num_ranks, takeover, reader, limit.steps)
     return RankClient(server, wait_for(ref, f"server {name!r}"), rank, num_ranks, limit)
 
 

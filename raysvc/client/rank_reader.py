@@ -111,5 +111,5 @@ class RankReader:
         info, *shards = self._connection.get(refs)
         begin = time.perf_counter()
         own = tuple(map(private, shards))
-        times = (info.read_s, info.collate_s, time.perf_counter() - begin)
+        times = (info.read_s, info.collate_s, time.perf_counter() - begin, info.groups_s)
         return RankStep(info.index, info.epoch, own, info.mini_batches, *times)

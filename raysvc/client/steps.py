@@ -71,6 +71,7 @@ class Step:
         weight_versions: oldest and newest weight version of its rows (rollouts), else None.
         read_s: the server read its rows.
         collate_s: the server wrote its arrays.
+        groups_s: the server waited for producers of rollouts.
     """
 
     index: int
@@ -80,6 +81,7 @@ class Step:
     weight_versions: tuple[int, int] | None = None
     read_s: float = 0.0
     collate_s: float = 0.0
+    groups_s: float = 0.0
 
     def __repr__(self) -> str:
         return facts_text("step", self._facts())
@@ -117,6 +119,7 @@ class RankStep:
         read_s: the server read its rows.
         collate_s: the server wrote its arrays.
         copy_s: this process copied the shards.
+        groups_s: the server waited for producers of rollouts.
     """
 
     index: int
@@ -126,6 +129,7 @@ class RankStep:
     read_s: float = 0.0
     collate_s: float = 0.0
     copy_s: float = 0.0
+    groups_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ class Line:
         state: free, held, lapsed (its trainer is silent for longer than a lease) or silent (the server is).
         trainer: who holds it.
         versions: of the server and, where it is another, of its trainer.
-        step, num_steps: frontier and end.
+        step, num_steps: frontier and end; rollouts have no end.
         steps_per_s, tokens_per_s: trained.
         stall: share of the time in which the trainer waited for data, 0 to 1; of ranks, the one that waited most.
         stall_s: all of its waits.
@@ -94,7 +94,9 @@ def cells_of(line: Line) -> dict[str, str]:
         "state": line.state,
         "trainer": line.trainer or "-",
         "version": line.versions or "-",
-        "step": "-" if line.step is None else f"{line.step}/{line.num_steps}",
+        "step": "-"
+        if line.step is None
+        else "/".join(str(n) for n in (line.step, line.num_steps) if n is not None),
         "steps/s": show(line.steps_per_s, ".2f"),
         "tokens/s": show(line.tokens_per_s, ".0f"),
         "stall": show(line.stall, ".1%"),

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raysvc.report.charts import Chart, with_dots
-from raysvc.training.stalls import PARTS
 
 Line = Mapping[str, Any]
 CAUSES = {
@@ -70,7 +69,7 @@ def _causes() -> dict[str, Callable[[Line], float | None]]:
     def of(part: str) -> Callable[[Line], float | None]:
         return lambda line: float(line.get("stall_by", {}).get(part, 0.0)) * 1e3
 
-    return {CAUSES[part]: of(part) for part in PARTS}
+    return {CAUSES[part]: of(part) for part in CAUSES}
 
 
 def _rate(line: Line) -> float:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 KEEP = 20
-Part = Literal["read", "collate", "copy", "other"]
-PARTS: tuple[Part, ...] = ("read", "collate", "copy", "other")
+Part = Literal["read", "collate", "copy", "groups", "other"]
+PARTS: tuple[Part, ...] = ("read", "collate", "copy", "groups", "other")
 WORTH_MS = 1.0  # a wait below this is the round trip of a call
 _SHARE = 0.1  # a cause below this share of the wait is not named
 
@@ -33,6 +33,7 @@ class StepTimes:
         collate_s: the server wrote the arrays.
         copy_s: the slowest rank copied its shard to where it computes.
         read_from: scheme of the entry's address, for display: s3, file.
+        groups_s: the server waited for producers of rollouts.
     """
 
     step: int
@@ -41,10 +42,16 @@ class StepTimes:
     collate_s: float = 0.0
     copy_s: float = 0.0
     read_from: str = "file"
+    groups_s: float = 0.0
 
     def parts(self) -> dict[Part, float]:
         """Part -> seconds, largest first; what is left of the wait is `other` (a full server, the network)."""
-        named: dict[Part, float] = {"read": self.read_s, "collate": self.collate_s, "copy": self.copy_s}
+        named: dict[Part, float] = {
+            "read": self.read_s,
+            "collate": self.collate_s,
+            "copy": self.copy_s,
+            "groups": self.groups_s,
+        }
         found = {part: seconds for part, seconds in named.items() if seconds >= _SHARE * self.waited_s}
         rest = self.waited_s - sum(found.values())
         if rest >= _SHARE * self.waited_s:
@@ -67,6 +74,7 @@ class StepTimes:
             "read": f"part read from {self.read_from}",
             "collate": "collation on the server",
             "copy": "copy to the worker",
+            "groups": "too few groups of rollouts",
             "other": "unexplained (queue or network)",
         }[part]
 

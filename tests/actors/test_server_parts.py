@@ -16,7 +16,7 @@ from raysvc.actors.rollouts.group_log import Spool
 from raysvc.actors.rollouts.rollout_stream import RolloutStream
 from raysvc.actors.server.journal import Journal
 from raysvc.actors.server.make_step import Recipe
-from raysvc.actors.server.spec import RolloutSpec
+from raysvc.actors.server.spec import RolloutSpec, ServeSpec
 from raysvc.actors.server.step_cache import SharedSteps
 from raysvc.job.config import PlanConfig
 
@@ -55,6 +55,34 @@ def test_a_failure_is_not_kept() -> None:
     with pytest.raises(OSError, match="for a moment"):
         shared.get("k", None, fail, len)
     assert shared.get("k", None, lambda: b"there", len) == b"there"
+
+
+def test_the_gauges_of_a_server_are_set_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray forgets a gauge that was set once: the groups that wait would vanish when producers pause."""
+    from raysvc.actors.rollouts import rollout_server
+    from raysvc.actors.server import orphan_watch
+
+    rounds = {"groups_ready": 0, "producers_seen": 0, "leases_held": 0}
+    twice = threading.Event()
+
+    def count(name: str, value: float, **tags: str) -> None:
+        rounds[name] = rounds.get(name, 0) + 1
+        if min(rounds.values()) >= 2:
+            twice.set()
+
+    for module in (rollout_server, orphan_watch):
+        monkeypatch.setattr(module, "record", count)
+    spec = ServeSpec(
+        name="s", entry_uri=None, plan=PlanConfig(batch_size=2), pad_token_id=0, journal=str(tmp_path),
+        rollouts=RolloutSpec(max_staleness=1), orphan_ttl_s=0.2,
+    )  # fmt: skip
+    server = rollout_server.RolloutServer(spec.model_dump_json(), "first")
+    try:
+        assert twice.wait(20), rounds
+    finally:
+        server._orphans._ended.set()
 
 
 @pytest.mark.parametrize("protocol", ["", "memory://"])

@@ -57,6 +57,18 @@ def test_ranks_get_the_bytes_of_the_controller_and_a_step_is_collated_once(
     assert not streams.threads(), "a detached rank leaves no thread"
 
 
+def test_a_holder_of_several_ranks_is_shown_with_the_process_of_its_first_rank(serve: Served) -> None:
+    import os
+
+    server = serve("held-by-ranks")
+    ranks = attach_ranks("held-by-ranks")
+    holder = stats(server)["holder"]
+    assert holder.startswith("g (")
+    assert f":{os.getpid()}:" in holder
+    for rank in ranks:
+        rank.detach()
+
+
 def eventually_frontier(server: Any, frontier: int) -> None:
     import time
 

@@ -53,6 +53,15 @@ def test_nine_and_a_half_seconds_of_ten_are_95_percent() -> None:
     assert (report["steps_per_s"], report["tokens_per_s"]) == (pytest.approx(0.1), pytest.approx(1.0))
 
 
+def test_a_wait_for_rollouts_is_the_producers() -> None:
+    clock = Clock()
+    meter = Meter("a", clock=clock)
+    meter.wait_begins()
+    clock.now_s += 5.0
+    meter.wait_ends(5.0, given(0)._replace(groups_s=4.9))
+    assert meter.report()["causes"] == {"groups": pytest.approx(4.9)}
+
+
 def test_a_wait_counts_while_it_lasts_and_once() -> None:
     clock = Clock()
     meter = Meter("a", clock=clock)

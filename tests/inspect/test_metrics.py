@@ -153,9 +153,11 @@ def scrape():
     return {name for name, _, _ in now}
 
 during = set()
+last_of_training = []
 def progress(tick):
     if tick.phase == "train":
         during.update(scrape())
+        last_of_training[:] = samples(texts[-1]) if texts else []
 
 summary = raysvc.train(sys.argv[1], progress=progress)
 
@@ -178,7 +180,7 @@ while not (arrived() and spilled()) and time.monotonic() < until:
 entry = raysvc.tokenize(sys.argv[1])
 row_counts = {**entry.report["row_counts"], "short": int((entry.entry.lengths() <= 80).sum())}
 mine = [sample for sample in seen.values() if sample[0].startswith("ray_raysvc_")]
-print(json.dumps({"mine": mine, "during": sorted(during), "all": sorted({name for name, _ in seen}),
+print(json.dumps({"mine": mine, "last": last_of_training, "during": sorted(during), "all": sorted({name for name, _ in seen}),
                   "summary": summary, "spilled": spilled(), "row_counts": row_counts}), flush=True)
 """
 )
@@ -257,6 +259,10 @@ def test_a_prometheus_endpoint_has_them_during_a_run(tmp_path: Path, sample: dic
     assert (tags["server"], tags["role"]) == ("measured", "trainer")
     teams = {labels["team"] for _, labels, _ in found["mine"] if "server" in labels}
     assert teams == {"search"}, "from the trainer and from the server's own process"
+    kept = {name for name, _, _ in found["last"]}
+    assert {"ray_raysvc_planned_steps", "ray_raysvc_leases_held"} <= kept, (
+        "Ray forgets a gauge that is not set again"
+    )
     (source,) = [
         labels["source"] for name, labels, _ in found["mine"] if name == "ray_raysvc_build_rows_total"
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -81,6 +83,11 @@ def test_a_server_that_came_between_two_looks_has_no_rate_of_its_own() -> None:
     assert (first.steps_per_s, second.steps_per_s) == (0.0, None)
 
 
+def test_a_server_of_rollouts_has_no_last_step() -> None:
+    (line,) = lines(Snapshot(1.0, [{**FACTS, "num_steps": None}]))
+    assert cells_of(line)["step"] == "10"
+
+
 @pytest.mark.ray
 def test_it_watches_the_servers_of_a_cluster(
     tmp_path: Path, sample: dict[str, str], ray_session: None
@@ -126,6 +133,7 @@ def client_holder(client: object) -> str:
 def test_a_trainer_that_only_waits_is_shown_while_it_waits(tmp_path: Path, ray_session: None) -> None:
     """Nobody puts rollouts: all of the trainer's time is a wait for its first step, which has not ended."""
     import raysvc
+    from raysvc import Group
     from raysvc.actors.launch import stop_server
 
     plan = {"batch_size": 2, "mini_batch_size": 2}
@@ -136,10 +144,17 @@ def test_a_trainer_that_only_waits_is_shown_while_it_waits(tmp_path: Path, ray_s
     try:
         line = eventually(lambda: seen("starved"), lambda line: (line["stall"] or 0) > 0.5)
         assert line["stall_s"] > 0.5
+        assert line["num_steps"] is None
+        assert f":{os.getpid()}:" in line["trainer"], "which process holds it"
         assert line["rollouts"] == {"ready": 0, "waiting": 0, "weight_version": 0, "producers": 0}
         table = CliRunner().invoke(app, ["ps", "--json"])
         (facts,) = [one for one in json.loads(table.stdout)["servers"] if one["name"] == "starved"]
         assert facts["trainer"]["stall"] > 0.5
+        rows = [np.arange(3, dtype=np.int32)]
+        mask = [np.ones(3, bool)]
+        raysvc.rollouts("starved").put_groups([Group(f"p{n}", rows, mask) for n in range(2)])
+        line = eventually(lambda: seen("starved"), lambda line: "groups" in (line["causes"] or {}))
+        assert next(iter(line["causes"])) == "groups", "the largest: producers were late"
     finally:
         client.detach()
         waiting.join()
