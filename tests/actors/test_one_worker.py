@@ -10,6 +10,7 @@ import torch
 
 from raysvc.actors.staging.staging import StagingOptions
 from raysvc.actors.worker.losses import LossSum
+from raysvc.actors.worker.process_group import threads_of
 from raysvc.actors.worker.torch_worker import CausalLMWorker, ModelSpec
 from raysvc.actors.worker.worker import Worker
 from raysvc.collate import Shard
@@ -53,6 +54,11 @@ def worker_of(**options: Any) -> BigramWorker:
 def loss_of(worker: Worker) -> float:
     worker.stage((0, 0), shards_of_steps(trained=True))
     return worker.forward_backward((0, 0))["loss"]
+
+
+@pytest.mark.parametrize(("num_cores", "dp_size", "threads"), [(2, 1, 2), (8, 3, 2), (2, 2, 1), (2, 5, 1)])
+def test_the_ranks_of_a_node_share_its_cores(num_cores: int, dp_size: int, threads: int) -> None:
+    assert threads_of(num_cores, dp_size) == threads
 
 
 def test_the_constant_reduction_is_staged_and_divides_every_row() -> None:
