@@ -51,6 +51,7 @@ FILE_SYSTEM = {  # errors that a user can fix -> how
     errno.EROFS: "name a place that can be written",
     errno.ENOSPC: "make room on its disk, or name another one",
     errno.EDQUOT: "make room in your quota, or name another disk",
+    errno.ENOENT: "name a place that exists",
     errno.ENOTDIR: "name a path that leads through folders",
     errno.EISDIR: "name a file, this is a folder",
     errno.EEXIST: "name a folder, this is a file",
