@@ -53,12 +53,13 @@ def examine(job: JobConfig | None = None, address: str | None = None) -> list[Fi
         _guarded("tokenizer", job, _check_tokenizer),
         _guarded("object store", job, lambda job: _check_plan(job, nodes)),
         _check_gpu(),
-        *(_check_nodes(job, nodes) if nodes else _skipped()),
+        *(_check_nodes(job, nodes) if nodes else _skipped(reached)),
     ]
 
 
-def _skipped() -> list[Finding]:
-    return [Finding(name, "skip", "no cluster given (--address, RAY_ADDRESS)") for name in ("nodes", "clock")]
+def _skipped(cluster: Finding) -> list[Finding]:
+    what = cluster.what if cluster.state == "skip" else "the cluster does not answer"
+    return [Finding(name, "skip", what) for name in ("nodes", "clock")]
 
 
 def _check_nodes(job: JobConfig | None, nodes: list[dict[str, Any]]) -> list[Finding]:
@@ -80,7 +81,9 @@ def _check_nodes(job: JobConfig | None, nodes: list[dict[str, Any]]) -> list[Fin
         check_node_gpus(answers, gpus, device),
         *findings,
         *(check_access(place.name, url, answers) for place, url in places),
-        check_clock_skew(clock_skew(answering)) if answering else _skipped()[1],
+        check_clock_skew(clock_skew(answering))
+        if answering
+        else Finding("clock", "skip", "no node answered"),
     ]
 
 

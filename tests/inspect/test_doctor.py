@@ -155,6 +155,9 @@ def test_the_address_of_the_environment_is_asked(monkeypatch: pytest.MonkeyPatch
     found = {finding.check: finding for finding in examine()}
     assert found["cluster"].state == "fail"
     assert (found["nodes"].state, found["clock"].state) == ("skip", "skip")
+    assert found["nodes"].what == "the cluster does not answer"
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert "no cluster given" in {finding.check: finding for finding in examine()}["nodes"].what
 
 
 def run(*arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
