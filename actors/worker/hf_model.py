@@ -9,6 +9,8 @@ Always true:
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +34,8 @@ def save_config(model: torch.nn.Module, folder: Path) -> None:
 def save_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor], folder: Path) -> None:
     """Write a whole model; `weights` as `checkpoint.full_weights` gives them."""
     lm: Any = getattr(model, "module", model).lm
-    lm.save_pretrained(folder, state_dict=_own_names(weights))
+    with _no_bars():
+        lm.save_pretrained(folder, state_dict=_own_names(weights))
 
 
 def export_checkpoint(checkpoint: Path, folder: Path) -> None:
@@ -58,7 +61,22 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
         raise StateMismatch(str(checkpoint), f"its weights are not of its {CONFIG}: {differ}", "train again")
     if (checkpoint / "generation_config.json").exists():
         lm.generation_config = GenerationConfig.from_pretrained(checkpoint)
-    lm.save_pretrained(folder)
+    with _no_bars():
+        lm.save_pretrained(folder)
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Without the progress bars of `transformers`, which it writes to files and logs too."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
