@@ -59,7 +59,7 @@ def plan(
     if as_json:
         emit({"dp_size": dp_size, **asdict(report)})
         return
-    print_table(f"Plan for {dp_size} ranks", _facts(asdict(report)))
+    print_table(f"Plan for {dp_size} {'rank' if dp_size == 1 else 'ranks'}", _facts(asdict(report)))
     for start, stop, count in report.histogram:
         bar = "█" * round(BAR * count / max(n for _, _, n in report.histogram))
         print(f"{start:>10,} – {stop:>10,} tokens {bar} {count}")

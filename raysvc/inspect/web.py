@@ -22,6 +22,8 @@ PAGE = """<!doctype html>
 body{font:14px system-ui,sans-serif;margin:1.5rem;color:#222;background:#fff}
 div{overflow-x:auto}table{border-collapse:collapse}th,td{padding:.3rem .7rem;text-align:left;white-space:nowrap}
 th{border-bottom:2px solid #888}td{border-bottom:1px solid #ddd}#state{color:#666}
+@media(max-width:45rem){thead{display:none}tr{display:block;margin-bottom:1rem;border-bottom:2px solid #888}td{display:flex;justify-content:space-between;gap:1rem;white-space:normal}
+td::before{content:attr(data-name);color:#888}}
 @media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}td{border-color:#444}}
 </style></head><body><h1>raysvc top</h1><p id="state">asking the cluster</p>
 <h2>Servers</h2><div><table id="servers"></table></div><h2>Builds in progress</h2><div><table id="builds"></table></div>
@@ -32,7 +34,7 @@ function fill(id, rows){
   const head = table.createTHead().insertRow();
   for(const name of Object.keys(rows[0])){ const cell = document.createElement("th"); cell.textContent = name; head.append(cell); }
   const body = table.createTBody();
-  for(const row of rows){ const line = body.insertRow(); for(const value of Object.values(row)) line.insertCell().textContent = value; }
+  for(const row of rows){ const line = body.insertRow(); for(const [name, value] of Object.entries(row)){ const cell = line.insertCell(); cell.textContent = value; cell.dataset.name = name; } }
 }
 async function look(){
   const state = document.getElementById("state");

@@ -31,7 +31,7 @@ p,figcaption{color:var(--soft)}figcaption{font-size:13px;margin-bottom:4px}
 figure,.card{margin:0;background:var(--card);border:1px solid var(--line);border-radius:8px;padding:12px}
 .uplot{font:12px/1.4 system-ui,sans-serif}.u-legend{color:var(--soft);text-align:left}.uplot .u-legend td,.uplot .u-legend th{border:0;width:auto;padding:1px 4px}
 table{border-collapse:collapse;width:100%;font-size:14px}td,th{padding:4px 10px;border-bottom:1px solid var(--line);text-align:left;overflow-wrap:anywhere}
-td.n{text-align:right;font-variant-numeric:tabular-nums}
+td:first-child{min-width:6em}td.n{text-align:right;font-variant-numeric:tabular-nums}
 .row{font:13px/1.6 ui-monospace,monospace;white-space:pre-wrap;overflow-wrap:anywhere;color:var(--soft);max-height:320px;overflow:auto}
 .row b{font-weight:600;color:var(--on);background:var(--onb);border-radius:3px}
 .big{display:flex;flex-wrap:wrap;gap:12px}.big div{flex:1;min-width:130px}.big strong{display:block;font-size:22px}
@@ -128,7 +128,7 @@ def _plan(facts: Facts, figures: _Figures) -> str:
     rows = [(float(start), float(stop), float(count)) for start, stop, count in facts.plan.histogram]
     chart = figures.place(bars("Steps by their tokens", "tokens per step", rows, "steps"))
     return (
-        f"<h2>Plan for {facts.dp_size} ranks</h2><div class='grid2'><div class='card'>{_table(plan_rows(facts.plan))}</div>"
+        f"<h2>Plan for {facts.dp_size} {'rank' if facts.dp_size == 1 else 'ranks'}</h2><div class='grid2'><div class='card'>{_table(plan_rows(facts.plan))}</div>"
         f"{chart}</div>"
     )
 
