@@ -12,7 +12,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -36,15 +36,21 @@ class FromServer(_Host):  # type: ignore[misc]  # a Trainer comes after it
 
     `TrainingArguments` keep their defaults for what the plan decides: `gradient_accumulation_steps=1`, and
     `num_train_epochs=1` (or `max_steps`), because the plan counts epochs.
+
+    Attributes:
+        client: of this rank.
+        columns: what `compute_loss` gets beside the model's own inputs: columns of the shards, in the type and shape of
+            `RankMicro.tensors`. Take them out of `inputs` there before the model is called.
     """
 
     client: RankClient
+    columns: Sequence[str] = ()
 
     def get_train_dataloader(self) -> MiniBatches:
         """The mini-batches of this rank, from the frontier on."""
         self._refuse()
         self.args.ignore_data_skip = True  # the server goes on at the frontier, nothing has to be skipped
-        minis = MiniBatches(self.client)
+        minis = MiniBatches(self.client, self.batch_of)
         self.add_callback(Frontier(minis))
         return minis
 
@@ -57,6 +63,10 @@ class FromServer(_Host):  # type: ignore[misc]  # a Trainer comes after it
             return [], None
         ranks = 1 if self.args.average_tokens_across_devices else self.args.world_size
         return [mini], mini["num_tokens"] / ranks
+
+    def batch_of(self, micro: RankMicro) -> Inputs:
+        """What `compute_loss` gets of a micro-batch."""
+        return model_inputs(micro, self.columns)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
         """Forward and backward of every micro-batch; gradients are reduced with the last one."""
@@ -79,9 +89,13 @@ class FromServer(_Host):  # type: ignore[misc]  # a Trainer comes after it
         if args.max_steps < 0 and args.num_train_epochs != 1:
             what = f"is {args.num_train_epochs:g}, and the plan counts epochs"
             raise ConfigError("num_train_epochs", what, "use 1, and plan.epochs")
-        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
+        if not self._takes_a_mean() and not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
             what = f"{type(self.model).__name__} takes no num_items_in_batch, so its loss is a mean of means"
             raise ConfigError("Trainer(model)", what, "give compute_loss_func")
+
+    def _takes_a_mean(self) -> bool:
+        """Whether `compute_loss` weighs the mean of a micro-batch itself."""
+        return False
 
 
 class MiniBatches:
@@ -90,8 +104,8 @@ class MiniBatches:
     `len` counts the mini-batches of the whole run, as the Trainer's schedules want it.
     """
 
-    def __init__(self, client: RankClient) -> None:
-        self.client = client
+    def __init__(self, client: RankClient, batch_of: Callable[[RankMicro], Inputs]) -> None:
+        self.client, self._batch_of = client, batch_of
         self._trained = 0  # mini-batches of the step at the frontier that are trained
         self._ends_step = False  # of the one that was given last
 
@@ -104,7 +118,7 @@ class MiniBatches:
         for micro in self.client.micro_batches():
             if (micro.step, micro.mini) < begin:
                 continue
-            passed.append(model_inputs(micro))
+            passed.append(self._batch_of(micro))
             if micro.ends_mini:
                 self._ends_step = micro.ends_step
                 yield {"micro_batches": passed, "num_tokens": micro.denominators.tokens}
@@ -162,9 +176,26 @@ class Frontier(TrainerCallback, ExportableState):  # type: ignore[misc]  # trans
         state.epoch = state.global_step / len(self.minis) * args.num_train_epochs
 
 
-def model_inputs(micro: RankMicro) -> Inputs:
-    """What a causal LM of `transformers` takes of a micro-batch."""
+def model_inputs(micro: RankMicro, columns: Sequence[str] = ()) -> Inputs:
+    """What a causal LM of `transformers` takes of a micro-batch, and `columns` as they are.
+
+    Raises:
+        ConfigError: the shard has no such column.
+    """
     names = ["input_ids", "position_ids", "labels"]
     if micro.layout.startswith("padded"):
         names.append("attention_mask")  # elsewhere restarting positions make the attention block-diagonal
-    return {name: micro.tensors[name].long() for name in names}
+    return {name: micro.tensors[name].long() for name in names} | declared(micro, columns)
+
+
+def declared(micro: RankMicro, columns: Sequence[str]) -> Inputs:
+    """Columns of a micro-batch, by name.
+
+    Raises:
+        ConfigError: the shard has no such column.
+    """
+    for name in columns:
+        if name not in micro.tensors:
+            what = f"names {name!r}, which the shards do not have"
+            raise ConfigError("columns", what, f"use some of: {', '.join(sorted(micro.tensors))}")
+    return {name: micro.tensors[name] for name in columns}

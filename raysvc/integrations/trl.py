@@ -1,30 +1,122 @@
-"""An entry as a `datasets.Dataset` that TRL trains on as it is. Extra: `raysvc[trl]`.
+"""An entry as a `datasets.Dataset` that TRL trains on as it is, with further columns of its rows. Extra: `raysvc[trl]`.
 
 Always true:
 - `labels` are -100 exactly where our `loss_mask` is 0; the first token of a row is never a target;
-- the Arrow parts are mapped, not copied: labels are made when a row is read.
+- the Arrow parts are mapped, not copied: labels are made when a row is read, further columns when a batch is;
+- a further column has the type, the shape and the pad of its declaration, and lies at the tokens it is about.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from raysvc.cache.find import open_entry
 from raysvc.collate.columns import IGNORED
+from raysvc.errors import ConfigError
+from raysvc.job.carried import BF16, scalar_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+    from raysvc.row_batch import Array, RowBatch
 
-def labelled(uri: str, storage_options: Mapping[str, Any] | None = None) -> Dataset:
+ROW_ID = "row_id"
+Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
+
+
+def labelled(uri: str, storage_options: Mapping[str, Any] | None = None, *, row_ids: bool = False) -> Dataset:
     """The rows of a finished entry as `input_ids` and `labels`.
 
     Give it to `SFTTrainer` with `dataset_kwargs={"skip_prepare_dataset": True}` (the ids stay ours) and
     `remove_unused_columns=False` (the mask is read before it is dropped).
+
+    Args:
+        uri: of the entry.
+        storage_options: passed to fsspec.
+        row_ids: rows bring their number, by which `WithColumns` finds their other columns.
     """
     from datasets import load_from_disk
 
-    return load_from_disk(uri, storage_options=dict(storage_options or {}) or None).with_transform(_labelled)
+    rows = load_from_disk(uri, storage_options=dict(storage_options or {}) or None)
+    names = ["input_ids", "loss_mask"]
+    if row_ids:
+        rows, names = rows.add_column(ROW_ID, np.arange(len(rows))), [*names, ROW_ID]
+    return rows.with_transform(_labelled, columns=names)
+
+
+class WithColumns:
+    """A collator that adds columns of an entry to the batches of another one.
+
+        SFTTrainer(..., data_collator=WithColumns(collator, entry.uri, ["experts", "domain"]),
+                   train_dataset=labelled(entry.uri, row_ids=True), ...)
+
+    Per token they are `[B, L, *shape]`, per row `[B, *shape]`, as tensors; text is a list. They are read from the mapped
+    parts, and no Python runs per token. A `compute_loss` has to take them out of `inputs`.
+
+    Args:
+        collate: of the host; it pads on the right.
+        uri: of the entry.
+        columns: their names.
+        storage_options: passed to fsspec.
+
+    Raises:
+        ConfigError: the entry has no such column.
+    """
+
+    def __init__(
+        self,
+        collate: Collate,
+        uri: str,
+        columns: Sequence[str],
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._collate, self._columns = collate, tuple(columns)
+        self._entry = open_entry(uri, dict(storage_options or {}))
+        carried = self._entry.recipe.get("carry", {})
+        self._pads = {name: carried[name]["pad"] if name in carried else 0 for name in self._columns}
+        first = self._entry.read(np.arange(1))
+        known = sorted({*first.tokens, *first.rows, *first.wide})
+        for name in self._columns:
+            if name not in known:
+                raise ConfigError("columns", f"the entry has no {name!r}", f"use some of: {', '.join(known)}")
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = self._collate([{name: row[name] for name in row if name != ROW_ID} for row in rows])
+        lines, width = batch["input_ids"].shape
+        if lines != len(rows):
+            what = f"made {lines} lines of {len(rows)} rows"
+            raise ConfigError("WithColumns", what, "use a collator that pads: padding_free=False")
+        found = self._entry.read(np.array([row[ROW_ID] for row in rows], np.int64))
+        return batch | {name: _tensor(_laid(found, name, width, pad)) for name, pad in self._pads.items()}
+
+
+def _laid(rows: RowBatch, name: str, width: int, pad: float | int) -> Array:
+    """[B, width, *shape] of a column per token, [B, *shape] of one per row."""
+    cell = rows.cell(name)
+    if cell is None:
+        return np.array(rows.rows[name])
+    dtype, shape = cell
+    sheet = np.full((len(rows), width, *shape), scalar_of(pad, dtype), dtype)
+    for line, (start, length) in enumerate(zip(rows.offsets.tolist(), rows.lengths.tolist(), strict=False)):
+        whole = (
+            rows.wide[name].pieces[line] if name in rows.wide else rows.tokens[name][start : start + length]
+        )
+        kept = min(length, width)  # a collator may have cut the row's end
+        sheet[line, :kept] = whole[:kept]
+    return sheet
+
+
+def _tensor(values: np.ndarray[Any, Any]) -> Any:
+    import torch
+
+    if values.dtype.kind in "OU":
+        return values.tolist()
+    if values.dtype == BF16:
+        return torch.from_numpy(values["bfloat16"]).view(torch.bfloat16)
+    return torch.from_numpy(values)
 
 
 def _labelled(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -35,4 +127,5 @@ def _labelled(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         ]
         for row in zip(rows["input_ids"], rows["loss_mask"], strict=True)
     ]
-    return {"input_ids": rows["input_ids"], "labels": labels}
+    others = {ROW_ID: rows[ROW_ID]} if ROW_ID in rows else {}
+    return {"input_ids": rows["input_ids"], "labels": labels, **others}

@@ -58,6 +58,19 @@ def test_trl_trains_on_our_targets_alone(example: Example, tmp_path: Path) -> No
     assert trained == sum(sum(entry.row(number)["loss_mask"][1:]) for number in range(facts["rows"]))
 
 
+@pytest.mark.slow
+def test_trl_trains_pairs_of_a_server_and_goes_on_in_the_middle_of_a_step(
+    example: Example, tmp_path: Path
+) -> None:
+    pytest.importorskip("trl")
+    facts = example("trl_pairs", str(tmp_path))
+    for name in ("dpo", "reward"):
+        assert len(facts[name]["whole"]) == 8
+        assert facts[name]["resumed"] == facts[name]["whole"]
+        assert min(facts[name]["whole"]) < facts[name]["whole"][0], "it moves"
+    assert facts["left"] == 0, "all steps are committed"
+
+
 def assert_loss_is_of_targets_alone(trl: Any, batch: dict[str, Any], folder: Path) -> None:
     """What `SFTTrainer` computes is the mean of -log p over the targets."""
     from datasets import Dataset

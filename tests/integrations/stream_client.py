@@ -1,0 +1,55 @@
+"""A rank's client of a job's own stream, without a server and without Ray: what an adapter asks of a `RankClient`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import raysvc
+from raysvc.actors.server.entry_stream import EntryStream
+from raysvc.actors.server.make_step import Recipe
+from raysvc.build.job_plan import plan_config, plan_of
+from raysvc.client.steps import RankMicro, RankStep, micros_of
+from raysvc.job.config import JobConfig
+
+
+class StreamClient:
+    """One rank of `dp_size`."""
+
+    def __init__(self, job: JobConfig, rank: int = 0, dp_size: int = 1) -> None:
+        self.job, self.entry = job, raysvc.tokenize(job)
+        self._stream = EntryStream(self.entry.uri, {}, Recipe(plan_config(job, self.entry), 0))
+        self.schedule = plan_of(job, self.entry).schedule
+        self.rank, self.dp_size, self.frontier = rank, dp_size, 0
+
+    def micro_batches(self, device: str = "cpu") -> Iterator[RankMicro]:
+        for index in range(self.frontier, self.schedule.num_steps):
+            info, shards = self._stream.make(index, (self.dp_size,))
+            own = shards[self.rank :: self.dp_size]
+            yield from micros_of([RankStep(index, info.epoch, tuple(own), info.mini_batches)], device)
+
+    def commit(self, step: int) -> None:
+        self.frontier = step + 1
+
+    def rewind(self, step: int) -> None:
+        self.frontier = step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"frontier": self.frontier}
+
+
+def tiny_lm(critic: bool = False, vocab_size: int = 512) -> Any:
+    """A Llama of one layer; with one output where it is a reward model."""
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, set_seed
+
+    set_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=vocab_size, num_labels=1, pad_token_id=0, **sizes)
+    return LlamaForSequenceClassification(config) if critic else LlamaForCausalLM(config)
+
+
+def arguments(folder: Path) -> dict[str, Any]:
+    """Of any trainer: quiet, on the CPU, without a checkpoint."""
+    return {"output_dir": str(folder), "report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no",
+            "logging_steps": 1, "lr_scheduler_type": "constant", "num_train_epochs": 1}  # fmt: skip
