@@ -11,6 +11,8 @@ log-probability now less `old_logprobs`, d_t `ref_logprobs` less the log-probabi
                  KL_t by `k1` -d, `k2` d^2 / 2, `k3` e^d - d - 1 (joschu.net/blog/kl-approx.html; GRPO takes k3)
     DistillLoss  l_t = T^2 sum_k q_k (log q_k - log p_k) over the teacher's entries, q its probabilities at temperature T,
                        made to sum to 1 over them, p those of the model at T over its whole vocabulary
+    StepLoss     l_t = -y log s(v) - (1 - y) log(1 - s(v)), y `step_labels`, v the value at the target itself: a process reward
+                       model of one output, as a classifier of two whose logits differ by v (arXiv:2305.20050)
     ValueLoss    l_t = (v - returns)^2 / 2, with `clip` the larger of that and of v held within `clip` of `old_values`
 
 Always true:
@@ -240,6 +242,24 @@ class DistillLoss:
         if self.weight_column is not None:
             weights = weights * targets.columns[self.weight_column]
         return LossSum((losses * weights).sum(), {"teacher_targets": (known * weights).sum().detach()})
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """A process reward model: the label of each step at its last token."""
+
+    columns: tuple[str, ...] = ("step_labels",)
+    needs_entropy: bool = False
+
+    def __call__(self, targets: Targets) -> LossSum:
+        from torch.nn.functional import softplus
+
+        assert targets.values is not None
+        values, weights = targets.values, targets.weights
+        labels = targets.columns["step_labels"].to(values.dtype)
+        right = ((values > 0) == (labels > 0.5)).to(weights.dtype)
+        losses = softplus(values) - labels * values
+        return LossSum((losses * weights).sum(), {"accuracy": (right * weights).sum().detach()})
 
 
 def kl_estimate(log_ratio_T: torch.Tensor, kind: str) -> torch.Tensor:

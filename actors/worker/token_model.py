@@ -20,7 +20,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from raysvc.actors.worker.head_logprobs import head_logprobs, head_top_k
-from raysvc.actors.worker.losses import DistillLoss, Loss, LossSum, Targets
+from raysvc.actors.worker.losses import DistillLoss, Loss, LossSum, StepLoss, Targets
 from raysvc.actors.worker.row_losses import LossRows, RowLoss
 from raysvc.collate.columns import IGNORED
 
@@ -35,12 +35,13 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
     Args:
         lm: a causal LM, or a token classifier of one label (a critic).
         critic: the head gives values.
+        of_steps: a value is about what ends with its token, not about what comes behind it, also without a loss.
     """
 
-    def __init__(self, lm: Any, critic: bool = False) -> None:
+    def __init__(self, lm: Any, critic: bool = False, of_steps: bool = False) -> None:
         super().__init__()
         self.lm = lm
-        self.critic = critic
+        self.critic, self.of_steps = critic, of_steps
         self.plain_head = critic or head_is_plain(lm)
         width = 1 if critic else lm.config.vocab_size
         self.at_once = max(16, LOGIT_BYTES.get(lm.device.type, 16 << 20) // (4 * width))
@@ -64,7 +65,8 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
             assert isinstance(loss, RowLoss)
             return self._loss_of_rows(loss, inputs, labels_BL, columns_BL, rows)
         assert not isinstance(loss, RowLoss)
-        rows_TD, head = self._rows(inputs)
+        at_target = isinstance(loss, StepLoss) or (loss is None and self.of_steps)
+        rows_TD, head = self._rows(inputs, at_target)
         labels_T = labels_BL[:, 1:].flatten()
         (targets,) = torch.nonzero(labels_T != IGNORED, as_tuple=True)
         if loss is not None and len(targets) and _is_large(head, rows_TD):
@@ -159,14 +161,16 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
         assert targets.logprobs is not None
         return targets.logprobs
 
-    def _rows(self, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.nn.Module]:
-        """[T, D] what the head makes a target of, at the token before it; and the head."""
+    def _rows(
+        self, inputs: Mapping[str, torch.Tensor], at_target: bool = False
+    ) -> tuple[torch.Tensor, torch.nn.Module]:
+        """[T, D] what the head makes a target of, at the token before it (`at_target`: at its own); and the head."""
         if not self.plain_head:
             logits_BLV = self.lm(**inputs, use_cache=False).logits
             return logits_BLV[:, :-1].flatten(0, 1), torch.nn.Identity()
         hidden_BLD = self.lm.base_model(**inputs, use_cache=False).last_hidden_state
         head = self.lm.score if self.critic else self.lm.get_output_embeddings()
-        return hidden_BLD[:, :-1].flatten(0, 1), head
+        return (hidden_BLD[:, 1:] if at_target else hidden_BLD[:, :-1]).flatten(0, 1), head
 
     def _loss(
         self,

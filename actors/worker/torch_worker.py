@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from raysvc.actors.staging.staging import StagingOptions
-from raysvc.actors.worker.losses import ROW_INDEX, ROW_NLL, DistillLoss, Loss, LossSum, SftLoss, ValueLoss
+from raysvc.actors.worker.losses import (
+    ROW_INDEX,
+    ROW_NLL,
+    DistillLoss,
+    Loss,
+    LossSum,
+    SftLoss,
+    StepLoss,
+    ValueLoss,
+)
 from raysvc.actors.worker.lr_schedule import LearningRate
 from raysvc.actors.worker.results import Metrics
 from raysvc.actors.worker.row_losses import (
@@ -69,7 +78,7 @@ class ModelSpec(BaseModel):
     loss: Reduction
     seed: int
     loss_constant: float | None = None
-    own_loss: PairLoss | KtoLoss | RewardLoss | DistillLoss | None = None
+    own_loss: PairLoss | KtoLoss | RewardLoss | DistillLoss | StepLoss | None = None
     role: Literal["policy", "critic", "reference"] = "policy"
     strategy: Literal["ddp", "fsdp"] = "ddp"
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -122,7 +131,8 @@ class CausalLMWorker(Worker):
         from raysvc.actors.worker.token_model import TokenModel
 
         torch.manual_seed(self.spec.seed)
-        module = TokenModel(self.load_lm().to(self.device).train(), critic=self.spec.role == "critic")
+        critic, of_steps = self.spec.role == "critic", isinstance(self.spec.own_loss, StepLoss)
+        module = TokenModel(self.load_lm().to(self.device).train(), critic, of_steps)
         if self.spec.role == "reference":
             module.requires_grad_(False)
         self.model = self._spread(module)

@@ -25,6 +25,7 @@ from raysvc.plan.entry_plan import plan_of_entries
 OWN = {  # columns that a format gives its rows
     "preference": {"chosen": {"pad": 0}},
     "kto": {"label": {"pad": 0}, "mismatched": {"pad": 0}},
+    "stepwise": {"step_labels": {"pad": -1}},
 }
 
 if TYPE_CHECKING:

@@ -58,7 +58,7 @@ class Carrier:
 
     Args:
         columns: with their types.
-        format_name: tokens are known before the render in `pretokenized` alone.
+        format_name: the source knows the tokens of `pretokenized` rows, and the trained ones of `stepwise` rows, alone.
         sources: column -> its name in the source, where that is another.
 
     Raises:
@@ -71,7 +71,8 @@ class Carrier:
         self._columns, self._sources = dict(sorted(columns.items())), dict(sources or {})
         self._rows: dict[int, dict[str, Any]] = {}
         for name, column in self._columns.items():
-            if column.per == "token" and format_name != "pretokenized":
+            of_steps = format_name == "stepwise" and column.align == "response"
+            if column.per == "token" and format_name != "pretokenized" and not of_steps:
                 what = f"has a value per token, and raysvc makes the tokens of {format_name} rows"
                 raise ConfigError(f"source.carry.{name}", what, "use format: pretokenized, or put rollouts")
 

@@ -37,6 +37,7 @@ from raysvc.chat.source.detect import format_of, resolve_format
 from raysvc.chat.source.formats import ChatExample, Format
 from raysvc.chat.source.json_rows import SourceRow, json_blocks, json_rows
 from raysvc.chat.source.raw_rows import raw_example
+from raysvc.chat.source.stepwise import STEP_LABELS
 from raysvc.chat.text_batch import Batch, batch_of
 from raysvc.chat.tokens.align import TokenTable
 from raysvc.chat.tokens.encoder import ReferenceEncoder
@@ -282,6 +283,9 @@ class SliceTokenizer:
         columns, sources = resolved(self.spec.carry, row), {}
         if form.name == "kto":
             columns["label"], sources["label"] = CarriedColumn(dtype="uint8"), form.column("label")
+        if form.name == "stepwise":
+            labels = CarriedColumn(dtype="float32", per="token", align="response", pad=-1)
+            columns[STEP_LABELS], sources[STEP_LABELS] = labels, form.column("labels")
         return Carrier(columns, form.name, sources) if columns else None
 
     def _resolved(self, row: Mapping[str, Any]) -> Format:

@@ -42,6 +42,7 @@ RESERVED = frozenset(
         "chosen",
         "label",
         "mismatched",
+        "step_labels",
         "attention_mask",
         "labels",
         "position_ids",

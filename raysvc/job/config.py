@@ -29,6 +29,7 @@ Format = Literal[
     "text",
     "preference",
     "kto",
+    "stepwise",
     "pretokenized",
     "prompt",
 ]
@@ -47,7 +48,7 @@ Tail = Literal["pad", "drop", "wrap"]
 Packing = Literal["balanced", "best_fit", "first_fit"]
 Oversize = Literal["error", "truncate", "drop", "alone"]
 Reduction = Literal["token_mean", "sequence_mean", "group_mean", "prompt_mean", "constant"]
-Objective = Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward", "distill"]
+Objective = Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward", "process", "distill"]
 PositiveInt = Annotated[int, Field(ge=1)]
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
@@ -345,7 +346,7 @@ class TrainerConfig(Model):
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="None: gradients are not clipped.")
     objective: Objective = Field(
         default="sft",
-        description="What is trained: tokens (sft), pairs (dpo, ipo, simpo, orpo, reward), labels (kto), or a teacher's entries (distill).",
+        description="What is trained: tokens (sft), pairs (dpo, ipo, simpo, orpo, reward), labels of rows (kto) or of steps (process), or a teacher's entries (distill).",
     )
     beta: float = Field(default=0.1, gt=0, description="Beta of the objectives for pairs and labels.")
     margin: float = Field(

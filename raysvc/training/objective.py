@@ -1,7 +1,7 @@
 """What a job trains: the loss of its objective, if the rows are made for it.
 
 Always true:
-- rows of pairs or with labels are never trained as plain rows: a rejected answer is not an example;
+- rows of pairs or with labels are never trained as plain rows: a rejected answer or a wrong step is not an example;
 - an objective names the column that the rows lack.
 """
 
@@ -12,16 +12,21 @@ from typing import TYPE_CHECKING, Any
 from raysvc.build.job_plan import plan_config
 from raysvc.build.mixed_job import entries_of
 from raysvc.errors import ConfigError
-from raysvc.job.config import PAIRED
 
 if TYPE_CHECKING:
     from raysvc.build.cache_entry import CacheEntry
     from raysvc.job.config import JobConfig
 
 FORMAT = {"dpo": "preference", "ipo": "preference", "simpo": "preference", "orpo": "preference"}
-FORMAT |= {"reward": "preference", "kto": "kto"}
+FORMAT |= {"reward": "preference", "kto": "kto", "process": "stepwise"}
+NO_EXAMPLES = {
+    "preference": "half of them are not",
+    "kto": "half of them are not",
+    "stepwise": "what is to be learned is the labels of their steps",
+}
+OF_A_CRITIC = ("reward", "process")
 NEEDS = {"dpo": ("ref_logprobs",), "ipo": ("ref_logprobs",), "kto": ("ref_logprobs", "label")}
-NEEDS |= {"distill": ("teacher_ids", "teacher_logprobs")}
+NEEDS |= {"process": ("step_labels",), "distill": ("teacher_ids", "teacher_logprobs")}
 
 
 def objective_of(job: JobConfig, entry: CacheEntry) -> Any:
@@ -30,13 +35,15 @@ def objective_of(job: JobConfig, entry: CacheEntry) -> Any:
     Raises:
         ConfigError: the rows are of another format, or lack a column; or there are evals of a reward model.
     """
-    from raysvc.actors.worker.losses import DistillLoss
+    from raysvc.actors.worker.losses import DistillLoss, StepLoss
     from raysvc.actors.worker.row_losses import KtoLoss, PairLoss, RewardLoss
 
     trainer, columns = job.trainer, plan_config(job, entry).columns
     _check(job, entry, columns)
     if trainer.objective == "distill":
         return DistillLoss(trainer.temperature)
+    if trainer.objective == "process":
+        return StepLoss()
     if trainer.objective == "kto":
         return KtoLoss(trainer.beta)
     if trainer.objective == "reward":
@@ -57,12 +64,12 @@ def _check(job: JobConfig, entry: CacheEntry, columns: tuple[str, ...]) -> None:
             raise ConfigError(
                 where, f"needs {wanted} rows, and these are {found}", "choose another objective"
             )
-        if wanted is None and found in PAIRED:
+        if wanted is None and found in NO_EXAMPLES:
             fits = [name for name, its in FORMAT.items() if its == found]
-            what = f"trains every row as an example, and these are {found}: half of them are not"
+            what = f"trains every row as an example, and these are {found}: {NO_EXAMPLES[found]}"
             raise ConfigError(where, what, f"use one of {', '.join(fits)}")
     for name in NEEDS.get(objective, ()):
         if name not in columns:
             raise ConfigError(where, f"needs a column {name!r}", f"carry it: source.carry: {{{name}: ...}}")
-    if objective == "reward" and job.evals:
+    if objective in OF_A_CRITIC and job.evals:
         raise ConfigError("evals", "count tokens, and a reward model has none", "leave them out")

@@ -33,7 +33,7 @@ from raysvc.training.evaluation import Evals, HeldBack
 from raysvc.training.export import export, tokenizer_beside, write_model
 from raysvc.training.loss_shares import LossShares
 from raysvc.training.model_name import check_model
-from raysvc.training.objective import objective_of
+from raysvc.training.objective import OF_A_CRITIC, objective_of
 from raysvc.training.run_folder import Checkpoint, RunFolder, StepLog
 from raysvc.training.run_identity import claim, identity_of
 from raysvc.training.run_log import RunLog, cache_facts, write_summary
@@ -341,7 +341,7 @@ def model_spec(job: JobConfig, entry: CacheEntry) -> ModelSpec:
     own_loss = objective_of(job, entry)
     return ModelSpec(
         own_loss=own_loss,
-        role="critic" if trainer.objective == "reward" else "policy",
+        role="critic" if trainer.objective in OF_A_CRITIC else "policy",
         model=trainer.model,
         vocab_size=int(entry.report["vocab_size"]),
         strategy=trainer.strategy,

@@ -17,6 +17,7 @@ from raysvc.training.objective import objective_of
 PAIR = {"prompt": "2 + 2 = ", "chosen": "yes.", "rejected": "never."}
 PLAIN = {"prompt": "2 + 2 = ", "completion": "yes."}
 LABEL = {**PLAIN, "label": True}
+STEPS = {"prompt": "2 + 2 = ", "completions": ["add them", "4"], "labels": [True, False]}
 
 
 def entry_of(tmp_path: Path, sample: dict[str, str], row: dict[str, Any], **more: Any) -> Any:
@@ -43,11 +44,17 @@ def test_a_bad_row_with_a_label_is_never_an_example(tmp_path: Path, sample: dict
         objective_of(*entry_of(tmp_path, sample, LABEL))
 
 
+def test_a_wrong_step_is_never_an_example(tmp_path: Path, sample: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="to be learned is the labels of their steps; use one of process"):
+        objective_of(*entry_of(tmp_path, sample, STEPS))
+
+
 @pytest.mark.parametrize(
     ("objective", "row", "what"),
     [
         ("simpo", PLAIN, "needs preference rows, and these are prompt_completion"),
         ("kto", PAIR, "needs kto rows, and these are preference"),
+        ("process", PAIR, "needs stepwise rows, and these are preference"),
         ("dpo", PAIR, "needs a column 'ref_logprobs'"),
         ("distill", PLAIN, "needs a column 'teacher_ids'"),
     ],
@@ -69,14 +76,14 @@ def test_pairs_and_margins_give_their_losses(tmp_path: Path, sample: dict[str, s
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", ["simpo", "reward"])
-def test_a_run_of_pairs_learns_to_prefer(
+@pytest.mark.parametrize("objective", ["simpo", "reward", "process"])
+def test_a_run_of_pairs_or_steps_learns_to_tell_them_apart(
     ray_session: None, tmp_path: Path, sample: dict[str, str], objective: str
 ) -> None:
     from raysvc.training.train_loop import train
 
     job, _ = entry_of(
-        tmp_path, sample, PAIR, plan={"batch_size": 4, "epochs": 30, "layout": "packed"},
+        tmp_path, sample, STEPS if objective == "process" else PAIR, plan={"batch_size": 4, "epochs": 30, "layout": "packed"},
         trainer={"objective": objective, "dp_size": 2, "beta": 2.0, "learning_rate": 1e-2,
                  "run_dir": str(tmp_path / "run"), "cpus_per_worker": 0},
         server={"name": f"pairs-{objective}", "num_cpus": 0},

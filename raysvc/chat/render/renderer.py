@@ -6,6 +6,9 @@ Always true:
 
 Plain text is `tokenizer(text)` with the special tokens that the tokenizer adds, and its end-of-sequence token once at
 the end: appended, unless the text or the tokenizer put it there. What the tokenizer puts before the text is context.
+
+A solution in steps is its prompt (text, or messages with the generation prompt) and each step with a line end behind it; what is
+trained is the last token of each step.
 """
 
 from __future__ import annotations
@@ -22,7 +25,15 @@ from raysvc.chat.render.turn_memory import TurnMemory
 from raysvc.chat.render.turn_spans import ALL_EMPTY, TurnFinder
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.sequence import CLOSED_TURN, FREE, OPEN_TURN, Sequence
-from raysvc.chat.source.formats import ChatExample, Example, Format, TextExample, TokensExample
+from raysvc.chat.source.formats import (
+    ChatExample,
+    Example,
+    Format,
+    StepsExample,
+    TextExample,
+    TokensExample,
+)
+from raysvc.chat.source.stepwise import STEP_END
 from raysvc.chat.text_batch import Batch
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.job.config import PAIRED
@@ -96,6 +107,8 @@ class Renderer:
             return self._chat(example)
         if isinstance(example, TextExample):
             return self._text(example)
+        if isinstance(example, StepsExample):
+            return self._steps(example)
         self._check_ids(example)
         return Sequence("", [], example=example, tokens=example)
 
@@ -134,6 +147,24 @@ class Renderer:
         if self._eos[0] is not None and not closed:
             suffix = (*suffix, self._eos[0])
         return Sequence(text, [(len(example.context), len(text), FREE)], prefix, suffix, example=example)
+
+    def _steps(self, example: StepsExample) -> Sequence:
+        """Each step is tokenized alone, so that it ends with a token of its own whatever comes next."""
+        if isinstance(example.prompt, ChatExample):
+            ids = self._ids(self._chat(example.prompt).text)
+        else:
+            ids = [*self._around[0], *self._ids(example.prompt)]
+        mask, end = [0] * len(ids), self._ids(STEP_END)
+        for step in example.steps:
+            own = [*self._ids(step), *end]
+            ids += own
+            mask += [0] * (len(own) - 1) + [1]
+        if mask[0]:
+            raise RowFault("the first step ends at the first token", "nothing is before it to be judged")
+        return Sequence("", [], example=example, tokens=TokensExample(ids, mask))
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer.hf(text, add_special_tokens=False)["input_ids"])
 
     def _check_ids(self, example: TokensExample) -> None:
         size = len(self._tokenizer.hf)

@@ -155,7 +155,7 @@ def _check_policy(spec: TextSpec, name: FormatName) -> None:
         raise ConfigError(
             "truncation", "a prompt must not be cut: it would ask something else", "use drop or error"
         )
-    if spec.truncation == "keep_end_turns" and name in ("text", "pretokenized"):
+    if spec.truncation == "keep_end_turns" and name in ("text", "pretokenized", "stepwise"):
         raise ConfigError(
             "truncation", f"keep_end_turns needs turns, and {name} rows have none", "use keep_start"
         )

@@ -28,12 +28,14 @@ from raysvc.chat.source.messages import (
     read_tools,
     unknown_roles,
 )
+from raysvc.chat.source.stepwise import read_steps
 from raysvc.job.config import Format as FormatName
 
 NEEDS: dict[str, tuple[str, ...]] = {
     "preference": ("chosen", "rejected"),
     "chat": ("messages",),
     "kto": ("prompt", "completion", "label"),
+    "stepwise": ("prompt", "completions", "labels"),
     "prompt_completion": ("prompt", "completion"),
     "alpaca": ("instruction", "output"),
     "question_answer": ("question", "answer"),
@@ -45,6 +47,7 @@ BESIDE: dict[str, tuple[str, ...]] = {  # what a format uses where it is there
     "preference": ("prompt", "messages", "instruction", "input", "history", "tools", "system"),
     "chat": ("tools", "system", "history"),
     "kto": ("tools", "system", "history"),
+    "stepwise": ("tools", "system"),
     "prompt_completion": ("tools", "system", "history"),
     "alpaca": ("input", "history", "tools", "system"),
     "question_answer": ("history", "tools", "system"),
@@ -100,7 +103,20 @@ class TokensExample:
     mask: list[int]
 
 
-Example = ChatExample | TextExample | TokensExample
+@dataclass(frozen=True, slots=True)
+class StepsExample:
+    """A solution in steps.
+
+    Attributes:
+        prompt: text, or messages to render.
+        steps: their texts.
+    """
+
+    prompt: str | ChatExample
+    steps: list[str]
+
+
+Example = ChatExample | TextExample | TokensExample | StepsExample
 
 
 @dataclass(frozen=True)
@@ -210,6 +226,12 @@ class Format:
         messages, _ = self._with_system(row, whole.messages)
         tools, noted = read_tools(self.get(row, "tools")), frozenset(changes)
         return ChatExample(messages, tools, (), False, whole.has_parts, whole.has_calls, noted, prompt=True)
+
+    def _stepwise(self, row: Mapping[str, Any]) -> StepsExample:
+        names = (self.column("completions"), self.column("labels"))
+        steps = read_steps(self.get(row, "completions"), self.get(row, "labels"), names)
+        prompt = self.get(row, "prompt")
+        return StepsExample(prompt if isinstance(prompt, str) else self._prompt(row), steps)
 
     def _kto(self, row: Mapping[str, Any]) -> Example:
         if not isinstance(self.get(row, "label"), bool | int) or self.get(row, "label") not in (0, 1):
