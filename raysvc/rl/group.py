@@ -149,9 +149,7 @@ def late_table(
 
     group = Group(uid, [], [], attempt=attempt)
     _check_keys(group)
-    if single := [
-        name for name, values in columns.items() if np.ndim(values) == 0 and not hasattr(values, "__len__")
-    ]:
+    if single := [name for name, values in columns.items() if _is_one(values)]:
         raise _error(group, f"gets one value of {single[0]!r} for all rows", "give each row its own")
     sizes = {name: len(values) for name, values in columns.items()}
     count = len(rows) if rows is not None else max(sizes.values(), default=0)
@@ -164,7 +162,7 @@ def late_table(
         "row": pa.array(numbers),
     }
     for name, values in columns.items():
-        if np.ndim(values[0]):
+        if not _is_one(values[0]):
             vectors = [_vector(group, name, number, each) for number, each in enumerate(values)]
             _same_type([group] * count, name, [np.dtype((v.dtype, v.shape[1:])) for v in vectors])
             lines[f"token.{name}"] = _lists(vectors)
@@ -257,6 +255,11 @@ def values_of(array: pa.Array) -> npt.NDArray[Any]:
         bits = np.frombuffer(array.buffers()[1], BF16, len(array), 2 * array.offset)
         return bits.reshape(shape)
     return np.asarray(array.to_numpy(zero_copy_only=False)).reshape(shape)
+
+
+def _is_one(values: Any) -> bool:
+    """Whether it is a value and no list; vectors of several lengths must not become one array for that."""
+    return getattr(values, "ndim", None) == 0 or not hasattr(values, "__len__")
 
 
 def _same_type(groups: Sequence[Group], name: str, dtypes: Sequence[np.dtype[Any]]) -> None:

@@ -21,6 +21,7 @@ from raysvc.collate.row_values import cells_of
 from raysvc.errors import ConfigError
 from raysvc.inspect.replay_run import replay_job, save
 from raysvc.inspect.row_view import columns_of_row, shard_pictures
+from raysvc.job.carried import bf16_of
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
 
@@ -140,6 +141,76 @@ def test_datasets_reads_the_entry(job: JobConfig) -> None:
     loaded = datasets.load_from_disk(entry.uri)
     assert loaded[3]["experts"] == source_rows()[3]["experts"]
     assert loaded[3]["domain"] == source_rows()[3]["domain"]
+
+
+@pytest.mark.parametrize("layout", ["padded_left", "packed"])
+def test_rows_of_a_mixture_bring_what_their_own_source_says_also_when_a_step_is_made_again(
+    job: JobConfig, tmp_path: Path, layout: str
+) -> None:
+    rows = source_rows()
+    truth = {"first": rows[:5], "second": rows[5:]}
+    sources = {}
+    for name, own in truth.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in own))
+        sources[name] = {
+            "source": {"path": str(path), "format": "pretokenized", "carry": CARRY},
+            "epochs": 1.0,
+        }
+    mixed = load_job(
+        {
+            "mixture": {"sources": sources},
+            "tokenizer": job.tokenizer.name,
+            "cache": {"root": job.cache.root},
+            "plan": {"batch_size": 6, "layout": layout},
+            "trainer": {"dp_size": 2, "run_dir": str(tmp_path / "mixed")},
+        }
+    )
+    entry, seen = raysvc.tokenize(mixed), set()
+    for step in range(2):
+        again = replay_job(mixed, step)
+        assert again.checksum() == replay_job(mixed, step).checksum()
+        for shard in again.chosen():
+            sheets = {
+                n: shard.arrays[n].reshape(-1, *shard.arrays[n].shape[2:])
+                for n in ("experts", "gate", "teacher_ids")
+            }
+            for index, (row_id, cell) in enumerate(
+                zip(shard.row_ids.tolist(), cells_of(shard).tolist(), strict=True)
+            ):
+                if row_id < 0:
+                    assert (shard.arrays["domain"][index], int(shard.arrays["id"][index])) == ("", 0)
+                    continue
+                [(source, number)] = entry.origins([row_id])
+                row = truth[source][number]
+                cells = slice(cell, cell + len(row["input_ids"]))
+                assert sheets["experts"][cells].tolist() == row["experts"]
+                assert sheets["gate"]["bfloat16"][cells].tolist() == bf16_of(row["gate"])["bfloat16"].tolist()
+                assert sheets["teacher_ids"][cells].tolist() == [[-1, -1], *row["teacher_ids"]]
+                assert (
+                    shard.arrays["emb"]["bfloat16"][index].tolist()
+                    == bf16_of(row["emb"])["bfloat16"].tolist()
+                )
+                assert (shard.arrays["domain"][index], int(shard.arrays["id"][index])) == (
+                    row["domain"],
+                    row["id"],
+                )
+                seen.add((source, number))
+            assert (sheets["experts"].reshape(len(sheets["experts"]), -1)[_padding(shard)] == 255).all()
+    assert len(seen) == len(rows)
+    save(again.chosen(), tmp_path / "step.npz")
+    sizes = [sum(shard.nbytes for shard in replay_job(mixed, step).chosen()) for step in range(2)]
+    assert report_of(mixed, entry).bytes_per_step == sum(sizes) / 2
+
+
+def _padding(shard: Any) -> Any:
+    free = np.ones(shard.arrays["input_ids"].size, bool)
+    real = shard.row_ids >= 0
+    for cell, length in zip(
+        cells_of(shard)[real].tolist(), shard.arrays["seq_lengths"][real].tolist(), strict=True
+    ):
+        free[cell : cell + length] = False
+    return free
 
 
 def test_a_column_of_one_source_alone_is_refused_by_name(job: JobConfig, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,38 @@ def test_a_shard_becomes_columns_that_end_at_the_right_edge() -> None:
     assert columns["reward"].tolist() == [[0, 1, 1], [2, 0, 2], [0, 0, 0]]
     assert columns["logprobs"].shape == (3, 3)
     assert "row_group" not in columns
+
+
+def test_columns_of_several_numbers_a_token_are_cut_as_the_others_are() -> None:
+    torch = pytest.importorskip("torch")
+    from raysvc.integrations.skyrl import training_input
+    from raysvc.job.carried import bf16_of
+
+    rng, plain = np.random.default_rng(0), shard()
+    experts, gate = rng.integers(0, 255, (3, 5, 4, 2), np.uint8), bf16_of(rng.integers(0, 99, (3, 5, 2)))
+    wide = replace(plain, arrays={**plain.arrays, "experts": experts, "gate": gate})
+    columns, width = training_input(wide)
+    assert (columns["experts"].dtype, columns["gate"].dtype) == (torch.uint8, torch.bfloat16)
+    assert columns["experts"].tolist() == experts[:, -width:].tolist()
+    assert torch.equal(
+        columns["gate"].view(torch.uint16), torch.from_numpy(gate["bfloat16"][:, -width:].copy())
+    )
+    experts[:] = 0
+    assert columns["experts"].any(), "it is the batch's own memory"
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "vectors"),
+    [("state", np.zeros((3, 4), np.float32), ("state",)), ("domain", np.array(["math", "code", ""]), ())],
+)
+def test_what_a_training_batch_has_no_place_for_is_named(
+    name: str, values: Any, vectors: tuple[str, ...]
+) -> None:
+    from raysvc.integrations.skyrl import training_input
+
+    plain = shard()
+    with pytest.raises(ConfigError, match=f"{name!r} is .*: no number per row or token; leave it out"):
+        training_input(replace(plain, arrays={**plain.arrays, name: values}, row_vectors=vectors))
 
 
 def test_only_rows_that_are_padded_on_the_left_become_a_training_batch() -> None:

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from raysvc.actors.rollouts.group_rows import batch_of, taken
 from raysvc.actors.rollouts.rollout_stream import RolloutStream
 from raysvc.actors.server.make_step import Recipe
-from raysvc.actors.server.spec import RolloutSpec
+from raysvc.actors.server.spec import Role, RolloutSpec, ServeSpec
+from raysvc.build.serve_log import write_served
 from raysvc.collate.row_values import cells_of
 from raysvc.errors import SourceError
+from raysvc.inspect.replay_run import replay_run, save
 from raysvc.job.carried import BF16, bf16_of
 from raysvc.job.config import PlanConfig
-from raysvc.rl.group import Group, groups_of, table_of
+from raysvc.rl.group import Group, groups_of, late_table, table_of
 from raysvc.rl.schema import Schema
 
 DTYPES = [np.bool_, np.uint8, np.int32, np.float16, np.float32, BF16]
@@ -99,3 +101,105 @@ def test_steps_of_rollouts_have_them_and_so_do_those_after_a_restart(tmp_path: P
                 if row >= 0:
                     assert np.array_equal(sheet[cell : cell + len(truth[row])], truth[row])
     assert digests[0] == digests[1]
+
+
+def stream_of(folder: Path, columns: tuple[str, ...], **spec: Any) -> RolloutStream:
+    plan = PlanConfig(
+        batch_size=2, columns=("input_ids", "attention_mask", "labels", *columns), pad_values=PADS
+    )
+    return RolloutStream("x", RolloutSpec(max_staleness=None, **spec), Recipe(plan, 0), str(folder), {})
+
+
+PADS = {"experts": 7.0, "routed": 9.0}
+
+
+def lies(shard: Any, name: str, truth: list[np.ndarray]) -> bool:
+    """Whether every row of a shard has its value at each token, and the pad is elsewhere."""
+    sheet, used = (
+        shard.arrays[name].reshape(-1, *truth[0].shape[1:]),
+        np.zeros(shard.arrays["input_ids"].size, bool),
+    )
+    for row, cell in zip(shard.row_ids.tolist(), cells_of(shard).tolist(), strict=True):
+        if row >= 0:
+            here = slice(cell, cell + len(truth[row]))
+            used[here] = True
+            assert np.array_equal(sheet[here], truth[row])
+    pad = bf16_of([PADS[name]])[0] if sheet.dtype == BF16 else PADS[name]
+    return bool((sheet[~used] == pad).all())
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, BF16])
+def test_a_role_gets_the_columns_of_several_numbers_that_it_asks_for(tmp_path: Path, dtype: Any) -> None:
+    put = [group("a", [3, 5], (4, 2), dtype, 1), group("b", [2, 4], (4, 2), dtype, 2)]
+    stream = stream_of(tmp_path, ("experts", "state", "logprobs"))
+    stream.put(table_of(put))
+    assert stream.form(0, 0)
+    policy, critic = (
+        Role(2, columns=("input_ids", "attention_mask", "labels", "experts")),
+        Role(1, columns=("input_ids", "attention_mask", "labels", "state")),
+    )
+    _, shards = stream.make(0, (policy, critic))
+    truth = [piece for one in put for piece in one.tokens["experts"]]
+    for shard in shards[:2]:
+        assert "state" not in shard.arrays
+        assert lies(shard, "experts", truth)
+    assert "experts" not in shards[2].arrays
+    states = np.concatenate([one.rows["state"] for one in put])
+    real = shards[2].row_ids >= 0
+    assert np.array_equal(shards[2].arrays["state"][real], states[shards[2].row_ids[real]])
+    for role, own in ((policy, shards[:2]), (critic, shards[2:])):
+        outline = stream.outline(0, role)
+        assert outline.mini_batches[0].rank_bytes == tuple(shard.nbytes for shard in own)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32, BF16])
+def test_a_column_of_several_numbers_may_arrive_late_by_uid_and_row(tmp_path: Path, dtype: Any) -> None:
+    rng = np.random.default_rng(5)
+    put = [group("a", [3, 5, 4], (4, 2), np.uint8, 1), group("b", [2, 4, 6], (4, 2), np.uint8, 2)]
+    routed = {one.uid: [numbers(rng, (len(ids), 3, 2), dtype) for ids in one.input_ids] for one in put}
+    first = stream_of(tmp_path, ("experts", "routed"), late=("routed",))
+    first.put(table_of(put))
+    assert not first.form(0, 0), "nothing is trained before it is whole"
+    first.store.add_columns(late_table("b", {"routed": routed["b"]}))
+    first.store.add_columns(late_table("a", {"routed": [routed["a"][2], routed["a"][0]]}, rows=[2, 0]))
+    with pytest.raises(SourceError, match="5 values in 'routed' for the 3 tokens of row 0"):
+        first.store.add_columns(late_table("a", {"routed": [routed["a"][1]]}, rows=[0]))
+    with pytest.raises(SourceError, match="'routed'"):
+        first.store.add_columns(late_table("a", {"routed": [np.zeros((5, 2, 2), np.uint8)]}, rows=[1]))
+    second = stream_of(tmp_path, ("experts", "routed"), late=("routed",))  # it died and came back
+    second.store.add_columns(late_table("a", {"routed": [routed["a"][1]]}, rows=[1]))
+    assert second.form(0, 0)
+    third = stream_of(tmp_path, ("experts", "routed"), late=("routed",))
+    truth, experts = [*routed["a"], *routed["b"]], [piece for one in put for piece in one.tokens["experts"]]
+    digests = []
+    for made in (second, third):
+        _, shards = made.make(0, (2,))
+        digests.append([shard.digest() for shard in shards])
+        assert made.outline(0, 2).mini_batches[0].rank_bytes == tuple(shard.nbytes for shard in shards)
+        for shard in shards:
+            assert shard.arrays["routed"].dtype == np.dtype(dtype)
+            assert lies(shard, "routed", truth)
+            assert lies(shard, "experts", experts)
+    assert digests[0] == digests[1]
+
+
+def test_a_step_of_them_is_made_again_without_its_server(tmp_path: Path) -> None:
+    put = [group("a", [3, 5], (4, 2), BF16, 1), group("b", [2, 4], (4, 2), BF16, 2)]
+    stream = stream_of(tmp_path / "rollouts", ("experts", "state"))
+    stream.put(table_of(put))
+    assert stream.form(0, 0)
+    _, shards = stream.make(0, (2,))
+    spec = ServeSpec(
+        name="x", entry_uri=None, plan=stream._recipe.plan, pad_token_id=0, journal=str(tmp_path),
+        rollouts=RolloutSpec(max_staleness=None),
+    )  # fmt: skip
+    write_served(str(tmp_path), spec)
+    again = replay_run(str(tmp_path), 0, dp_size=2)
+    assert [shard.digest() for shard in again.chosen()] == [shard.digest() for shard in shards]
+    save(again.chosen(), tmp_path / "step.safetensors")
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "step.safetensors", "numpy") as saved:
+        assert "mini0.rank0.experts" in saved.metadata()["bfloat16"]
+        bits = saved.get_tensor("mini0.rank0.experts")
+    assert np.array_equal(bits, shards[0].arrays["experts"]["bfloat16"])
