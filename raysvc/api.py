@@ -54,9 +54,9 @@ def tokenize(
     """Tokenize a job's source into the cache, or find it there.
 
     Args:
-        config: path of a `job.yaml`, a mapping or a config; None: all from keyword arguments.
+        config: path of a `job.yaml`, a mapping or a config; None: everything comes from keyword arguments.
         address: Ray cluster to use; default RAY_ADDRESS, else a local Ray (only when something must be built).
-        progress: called with a phase's progress.
+        progress: called with the progress of each phase.
         overrides: sections merged over `config`, e.g. `source={"path": ...}`, `cache={"root": ...}`.
 
     Raises:

@@ -163,7 +163,7 @@ def open_cache(uri: str | Path, storage_options: Mapping[str, Any] | None = None
     """Open a finished entry by its folder or URL.
 
     Raises:
-        ConfigError: the address is no string.
+        ConfigError: the address is not a string.
         EntryError: no finished entry there, or a damaged one.
     """
     from raysvc.cache.find import open_entry

@@ -62,9 +62,9 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         """Steps from the frontier on; commit each when it is trained.
 
         Args:
-            on_fetch: called with each step as soon as it is asked for, before its shards exist: hand the
+            on_fetch: called with each step as soon as it is requested, before its shards exist: pass the
                 refs to the workers there. Must not block.
-            stop: end before this step; None: after the last one of the plan.
+            stop: end before this step; None: end after the last step of the plan.
 
         Raises:
             StepFailed: the step that would come next could not be made.
@@ -212,16 +212,16 @@ def attach(
 
     Args:
         name: the server's name.
-        dp_size: data-parallel ranks; every mini-batch comes in so many shards.
-        rank: of this process, when every rank attaches by itself; then a `RankClient` comes back.
-        roles: role -> data-parallel size (or a `raysvc.Role` that names its columns too), when several models look at the same
-            rows; instead of `dp_size`.
+        dp_size: data-parallel ranks; every mini-batch has one shard per rank.
+        rank: rank of this process, if every rank attaches by itself; the result is then a `RankClient`.
+        roles: role -> data-parallel size (or a `raysvc.Role` that names its columns too), if several models use the same
+            rows; replaces `dp_size`.
         takeover: fence whoever holds the lease; "force": also on a server that another owner started.
-        reader: which trainer of a sweep this is, where the server has `share: stream`.
+        reader: which trainer of a sweep this is, if the server has `share: stream`.
         group: what the ranks of one run have in common; None: from the launcher's environment.
-        look_ahead_steps: steps fetched before they are asked for; 0 fetches on demand.
-        look_ahead_bytes: of those steps together; None: a quarter of the smallest node's object store.
-        address: of the Ray cluster; only used when this process is not connected yet.
+        look_ahead_steps: steps to fetch before they are needed; 0 fetches on demand.
+        look_ahead_bytes: limit for those steps together; None: a quarter of the smallest node's object store.
+        address: of the Ray cluster; only used if this process is not connected yet.
 
     Returns:
         A `BatchClient`, or with `rank` a `RankClient`.

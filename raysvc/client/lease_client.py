@@ -84,7 +84,8 @@ class LeaseClient(ABC, Generic[F, S]):
         return self._frontier
 
     def commit(self, step: int, *, skipped: bool = False, metrics: Mapping[str, float] | None = None) -> None:
-        """Say that all steps up to `step` are trained, or `step` was skipped. Returns at once; the next calls raise a refusal.
+        """Say that all steps up to `step` are trained, or that `step` was skipped. Returns immediately; a refusal is raised by
+        one of the next calls.
 
         Args:
             metrics: of the step, for the trackers of `report_to`: `loss`, `grad_norm`, `learning_rate`, others.
@@ -115,7 +116,7 @@ class LeaseClient(ABC, Generic[F, S]):
         return {**state_of(self.lease, self.schedule, self._frontier), "dp_size": self.dp_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state: the trainer's checkpoint wins over the server's memory. dp_size may differ.
+        """Resume from a state: the trainer's checkpoint overrides what the server remembers. dp_size may differ.
 
         Every rank loads it.
 
@@ -125,7 +126,7 @@ class LeaseClient(ABC, Generic[F, S]):
         self._move(frontier_of(state), state["plan"])
 
     def rewind(self, step: int) -> None:
-        """Make `step` the next one to train, earlier or later than the frontier; every rank says so."""
+        """Make `step` the next one to train, earlier or later than the frontier; every rank has to call it."""
         self._move(integer("rewind(step)", step, 0), None)
 
     def peek(self, step: int) -> StepOutline:
@@ -149,12 +150,12 @@ class LeaseClient(ABC, Generic[F, S]):
 
         Args:
             trackers: "wandb", "tensorboard", "mlflow", "trackio", or an object with the methods of `Tracker`.
-            folder: of the run: a loop that goes on there goes on in the same run of its trackers.
+            folder: of the run; a loop that resumes there resumes the same run in its trackers.
             name: of the run; None: the folder's.
             config: what trackers show of the run.
 
         Returns:
-            A reporter, to tell of evals and checkpoints: `on_eval(step, metrics)`, `on_checkpoint(step, folder)`.
+            A reporter for evals and checkpoints: `on_eval(step, metrics)`, `on_checkpoint(step, folder)`.
 
         Raises:
             ConfigError: a tracker is unknown, not installed, or cannot be opened.

@@ -49,25 +49,25 @@ def serve_rollouts(
     placement: Literal["any", "data", "trainer"] = "any",
     wait_for_nodes: bool = False,
 ) -> ServerHandle:
-    """Start a server whose steps are made of groups that are put.
+    """Start a server whose steps are made of groups that producers put.
 
     Args:
         name: to attach by.
-        run_dir: folder or fsspec URL; groups, memberships and the frontier lie below it.
+        run_dir: folder or fsspec URL under which groups, memberships and the frontier are stored.
         pad_token_id: of the tokenizer.
         plan: section `plan` of a job; `batch_size` and `mini_batch_size` count groups, `columns` names what travels.
         max_staleness: weight versions that a row may be old when it is trained; None: any.
         wait_s: how long a fetch waits for enough groups.
         late: columns that may arrive after their rows, by `Rollouts.add_columns`; a group is trained when it has them.
-        defaults: column -> the value where a put lacks it; without one such a put is refused.
-        on_bad_group: what a step does about a group that cannot be collated: `fill` takes the next one in its place,
-            `shrink` goes on without it. It is quarantined in either case, and the trainer gets its step.
+        defaults: column -> value to use if a put lacks the column; a column without a default is required.
+        on_bad_group: what happens if a group cannot be collated: `fill` replaces it by the next one,
+            `shrink` continues without it. It is quarantined in either case, and the trainer gets its step.
         placement: its node: where Ray finds room; that of the caller where `run_dir` is a folder; that of the caller.
         wait_for_nodes: nodes come on demand: one that can hold the server is waited for.
-        producer_ttl_s: how long reservations and open groups of a producer hold that gives no sign of life.
+        producer_ttl_s: how long the reservations and open groups of a producer last without a sign of life.
 
     Raises:
-        ConfigError: a plan that cannot be, or a server that no node can hold.
+        ConfigError: an impossible plan, or a server that no node can hold.
         ServerError: the name is served with another spec.
     """
     from raysvc.actors.launch import start_server, wait_for

@@ -48,13 +48,13 @@ class Put(NamedTuple):
 
 
 class Rollouts:
-    """Puts groups, and asks how many may be started; make it with `raysvc.rollouts(name)`.
+    """Puts groups, and reserves prompts to start on; make it with `raysvc.rollouts(name)`.
 
     Args:
         name: of the server.
         server: Ray handle.
-        owner: this producer; a restarted one that says the same name goes on with its reservations.
-        ttl_s: how long reservations hold without a sign of life; a thread gives it from the first reservation on.
+        owner: name of this producer; a restarted producer with the same name keeps its reservations.
+        ttl_s: how long reservations last without a sign of life; a thread sends one from the first reservation on.
     """
 
     def __init__(self, name: str, server: Any, owner: str = "", ttl_s: float = 60.0) -> None:
@@ -101,7 +101,7 @@ class Rollouts:
     def add_columns(
         self, uid: str, columns: Mapping[str, Any], *, rows: Sequence[int] | None = None, attempt: int = 0
     ) -> int:
-        """Give rows of a group columns that came late: a reward of each row, or a vector of each row's tokens.
+        """Add columns that came late to rows of a group: a reward for each row, or a vector for each row's tokens.
 
         The group is trained once all its rows have all columns that the server declares late. A value that is there
         already stays.
@@ -132,7 +132,7 @@ class Rollouts:
         return int(self._call("close_groups", "put", keys))
 
     def reserve(self, uids: Sequence[str]) -> list[str]:
-        """The uids that may be started on now; the others must wait for capacity.
+        """Reserve prompts: returns the uids that may be started now; the others must wait for capacity.
 
         A reservation holds while this process lives, and `producer_ttl_s` longer.
         """
@@ -142,11 +142,11 @@ class Rollouts:
         return granted
 
     def release(self, uids: Sequence[str]) -> None:
-        """Give the capacity of prompts back that will not be put."""
+        """Give back the capacity of prompts that will not be put."""
         self._call("release", "put", texts("release(uids)", uids))
 
     def drop(self, uids: Sequence[str]) -> int:
-        """Filter: groups of these prompts that are in no step go, and their capacity comes back."""
+        """Filter: removes the groups of these prompts that are in no step yet, and gives back their capacity."""
         return int(self._call("drop", "put", texts("drop(uids)", uids)))
 
     def stats(self) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class Rollouts:
         return facts
 
     def close(self) -> None:
-        """Stop giving signs of life; what is reserved and not put comes back after `producer_ttl_s`.
+        """Stop sending signs of life; what is reserved and not put is released after `producer_ttl_s`.
 
         The next reservation, or open group, gives them again.
         """

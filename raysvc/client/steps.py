@@ -196,10 +196,18 @@ def _on(device: str, arrays: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 class ClientStats(NamedTuple):
-    """What a client has done since it attached."""
+    """What a client has done since it attached.
 
-    steps: int  # yielded
-    wait_s: float  # the caller waited for steps, all together
-    last_wait_s: float  # ... for the newest one
-    outstanding: int  # fetches not yet yielded
-    outstanding_bytes: int  # of those, as planned; 0 without a limit in bytes
+    Attributes:
+        steps: yielded.
+        wait_s: how long the caller waited for steps, in total.
+        last_wait_s: how long it waited for the newest step.
+        outstanding: fetches that were not yielded yet.
+        outstanding_bytes: their planned bytes; 0 without a limit in bytes.
+    """
+
+    steps: int
+    wait_s: float
+    last_wait_s: float
+    outstanding: int
+    outstanding_bytes: int

@@ -40,7 +40,7 @@ def loss_scale(
     *,
     constant: float | None = None,
 ) -> float:
-    """The factor of the sum of a micro-batch's token losses; then no gradient depends on the number of ranks.
+    """The factor for the sum of a micro-batch's token losses with which no gradient depends on the number of ranks.
 
     Args:
         denominators: of the mini-batch: `micro.denominators`, `shard.denominators`, `mini.info.denominators`.

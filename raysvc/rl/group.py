@@ -29,7 +29,7 @@ GROWTH = ("first_row", "closed")  # where the rows lie in their group, and wheth
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """All that is trained of one prompt.
+    """All sequences of one prompt, with everything that is needed to train them.
 
     Attributes:
         uid: of the prompt.

@@ -71,7 +71,7 @@ def train(
 
     Raises:
         UserMistake: something in the job that the user can fix.
-        WorkerFailed: a worker died; the same call goes on from the last checkpoint.
+        WorkerFailed: a worker died; the same call resumes from the last checkpoint.
     """
     begin = time.perf_counter()
     job = load_job(config, **overrides)
