@@ -62,12 +62,19 @@ def eval_sums(values: RowValues, token_bytes: npt.NDArray[np.int32] | None) -> R
     return RowValues(values.row_ids, values.lengths, {}, rows)
 
 
-def row_losses(shard: Shard, nll_S: npt.NDArray[Any]) -> RowValues:
-    """`nll` and `targets` of a shard's real rows, from the sums of all its rows and dummies."""
+def row_losses(shard: Shard, loss_S: npt.NDArray[Any], count_S: npt.NDArray[Any] | None = None) -> RowValues:
+    """`loss` and `targets` of a shard's real rows, from the sums of all its rows and dummies.
+
+    Args:
+        shard: that was trained.
+        loss_S: of each row.
+        count_S: targets or pairs that it is the sum over; None: the row's targets.
+    """
     real = shard.row_ids >= 0
     lengths = _numpy(shard.arrays["seq_lengths"]).astype(np.int64)[real]
-    targets = _numpy(shard.arrays["row_tokens"]).astype(np.int64)[real]
-    return RowValues(shard.row_ids[real], lengths, {}, {"nll": nll_S[real], "targets": targets})
+    counts = _numpy(shard.arrays["row_tokens"]) if count_S is None else count_S
+    rows = {"loss": loss_S[real], "targets": counts.astype(np.int64)[real]}
+    return RowValues(shard.row_ids[real], lengths, {}, rows)
 
 
 def _row_sums(values: RowValues, per_token: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     import torch
 
 
-ROW_INDEX, ROW_NLL = "row_index", "row_nll"
+# of a micro-batch, by row: which row a target is of; sums of losses; of how many targets or pairs
+ROW_INDEX, ROW_LOSS, ROW_COUNT = "row_index", "row_loss", "row_count"
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class SftLoss:
     """Cross-entropy of the targets.
 
     Attributes:
-        num_rows: of the micro-batch: then `row_nll` [num_rows] is among the metrics, the nats of each row's targets.
+        num_rows: of the micro-batch: then `row_loss` [num_rows] is among the metrics, the nats of each row's targets.
     """
 
     num_rows: int | None = None
@@ -93,15 +94,11 @@ class SftLoss:
     @property
     def columns(self) -> tuple[str, ...]:
         """Per-token columns that it needs."""
-        return () if self.num_rows is None else (ROW_INDEX,)
+        return _index(self.num_rows)
 
     def __call__(self, targets: Targets) -> LossSum:
         assert targets.logprobs is not None
-        metrics = {}
-        if self.num_rows is not None:
-            nll_T = -targets.logprobs.detach()
-            sums = nll_T.new_zeros(self.num_rows)
-            metrics[ROW_NLL] = sums.index_add_(0, targets.columns[ROW_INDEX], nll_T)
+        metrics = by_row(-targets.logprobs, targets, self.num_rows)
         return LossSum(-(targets.logprobs * targets.weights).sum(), metrics)
 
 
@@ -207,18 +204,20 @@ class DistillLoss:
         temperature: T, of both.
         temperature_column: a per-row column with T instead.
         weight_column: a per-row column with a factor of the row's loss.
+        num_rows: as of `SftLoss`.
     """
 
     temperature: float = 1.0
     temperature_column: str | None = None
     weight_column: str | None = None
+    num_rows: int | None = None
     needs_entropy: bool = False
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns that it needs; those per row are spread over the targets."""
         extra = [name for name in (self.temperature_column, self.weight_column) if name]
-        return ("teacher_ids", "teacher_logprobs", *extra)
+        return ("teacher_ids", "teacher_logprobs", *extra, *_index(self.num_rows))
 
     def temperatures(self, columns: Mapping[str, torch.Tensor]) -> torch.Tensor | float:
         """[T], or one for all."""
@@ -241,15 +240,25 @@ class DistillLoss:
         weights = targets.weights
         if self.weight_column is not None:
             weights = weights * targets.columns[self.weight_column]
-        return LossSum((losses * weights).sum(), {"teacher_targets": (known * weights).sum().detach()})
+        metrics = {"teacher_targets": (known * weights).sum().detach()}
+        return LossSum((losses * weights).sum(), metrics | by_row(losses, targets, self.num_rows))
 
 
 @dataclass(frozen=True)
 class StepLoss:
-    """A process reward model: the label of each step at its last token."""
+    """A process reward model: the label of each step at its last token.
 
-    columns: tuple[str, ...] = ("step_labels",)
+    Attributes:
+        num_rows: as of `SftLoss`.
+    """
+
+    num_rows: int | None = None
     needs_entropy: bool = False
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Per-token columns that it needs."""
+        return ("step_labels", *_index(self.num_rows))
 
     def __call__(self, targets: Targets) -> LossSum:
         from torch.nn.functional import softplus
@@ -259,7 +268,20 @@ class StepLoss:
         labels = targets.columns["step_labels"].to(values.dtype)
         right = ((values > 0) == (labels > 0.5)).to(weights.dtype)
         losses = softplus(values) - labels * values
-        return LossSum((losses * weights).sum(), {"accuracy": (right * weights).sum().detach()})
+        metrics = {"accuracy": (right * weights).sum().detach()}
+        return LossSum((losses * weights).sum(), metrics | by_row(losses, targets, self.num_rows))
+
+
+def by_row(losses_T: torch.Tensor, targets: Targets, num_rows: int | None) -> dict[str, torch.Tensor]:
+    """`row_loss` [num_rows], the sums of each row's losses, without weights; {} where nobody asked."""
+    if num_rows is None:
+        return {}
+    losses_T = losses_T.detach()
+    return {ROW_LOSS: losses_T.new_zeros(num_rows).index_add_(0, targets.columns[ROW_INDEX], losses_T)}
+
+
+def _index(num_rows: int | None) -> tuple[str, ...]:
+    return () if num_rows is None else (ROW_INDEX,)
 
 
 def kl_estimate(log_ratio_T: torch.Tensor, kind: str) -> torch.Tensor:

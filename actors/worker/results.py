@@ -33,7 +33,8 @@ class MiniResult:
         nbytes: bytes of the shard.
         metrics: shares of the loss's own metrics, and `lr`.
         timing: seconds by part, where they are measured.
-        rows: `nll` (nats) and `targets` of this rank's real rows; None where the loss does not say them.
+        rows: `loss` (a sum without weights) and `targets` of this rank's real rows; a pair counts once, at its first row.
+            None where the loss does not say them.
     """
 
     loss: float

@@ -16,7 +16,8 @@ and n_r the numbers of targets, a loss of a mini-batch is the mean over its pair
 
 Always true:
 - pairs weigh the same, however they are split over micro-batches and ranks; dummies weigh nothing;
-- z is of the whole mini-batch, over all ranks, and has no gradient.
+- z is of the whole mini-batch, over all ranks, and has no gradient;
+- `row_loss` and `row_count` among the metrics have the loss of a pair at its first row.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-from raysvc.actors.worker.losses import LossSum
+from raysvc.actors.worker.losses import ROW_COUNT, ROW_LOSS, LossSum
 
 if TYPE_CHECKING:
     import torch
@@ -119,6 +120,7 @@ class PairLoss:
         metrics = {
             "accuracy": ((won > 0).to(weights.dtype) * weights).sum(),
             "reward_margin": (self.beta * won * weights).sum(),
+            **_by_pair(losses, rows.weights),
         }
         return LossSum((losses * weights).sum(), metrics)
 
@@ -149,7 +151,12 @@ class KtoLoss:
         factors = torch.where(good, self.desirable_weight, self.undesirable_weight)
         losses = factors * (1 - torch.sigmoid(self.beta * gains))
         accuracy = ((gains > 0).to(weights.dtype) * weights).sum()
-        return LossSum((losses * weights).sum(), {"accuracy": accuracy, "kl": (kl * weights).sum().detach()})
+        metrics = {
+            "accuracy": accuracy,
+            "kl": (kl * weights).sum().detach(),
+            **_by_pair(losses, rows.weights),
+        }
+        return LossSum((losses * weights).sum(), metrics)
 
 
 @dataclass(frozen=True)
@@ -180,7 +187,8 @@ class RewardLoss:
         margin = rows.columns["margin"][0::2] if self.margins else 0.0
         losses = -logsigmoid(chosen - rejected - margin) + self.center * (chosen + rejected) ** 2
         won = (chosen > rejected).to(weights.dtype)
-        return LossSum((losses * weights).sum(), {"accuracy": (won * weights).sum()})
+        metrics = {"accuracy": (won * weights).sum(), **_by_pair(losses, rows.weights)}
+        return LossSum((losses * weights).sum(), metrics)
 
 
 @dataclass(frozen=True)
@@ -198,6 +206,15 @@ class MismatchedKl:
 
 
 MISMATCHED = MismatchedKl()
+
+
+def _by_pair(losses_P: torch.Tensor, weights_S: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The loss of each pair at its first row, and 1 pair there; 0 at second rows and dummies."""
+    import torch
+
+    first = torch.zeros_like(weights_S)
+    first[0::2] = (weights_S[0::2] > 0).to(first.dtype)
+    return {ROW_LOSS: losses_P.detach().repeat_interleave(2) * first, ROW_COUNT: first}
 
 
 def _log1mexp(values: torch.Tensor) -> torch.Tensor:

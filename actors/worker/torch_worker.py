@@ -14,6 +14,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +23,7 @@ from pydantic import BaseModel, ConfigDict
 from raysvc.actors.staging.staging import StagingOptions
 from raysvc.actors.worker.losses import (
     ROW_INDEX,
-    ROW_NLL,
+    ROW_LOSS,
     DistillLoss,
     Loss,
     LossSum,
@@ -78,7 +79,9 @@ class ModelSpec(BaseModel):
     loss: Reduction
     seed: int
     loss_constant: float | None = None
-    own_loss: PairLoss | KtoLoss | RewardLoss | DistillLoss | StepLoss | None = None
+    own_loss: StepLoss | PairLoss | KtoLoss | RewardLoss | DistillLoss | None = (
+        None  # of equals pydantic takes the first
+    )
     role: Literal["policy", "critic", "reference"] = "policy"
     strategy: Literal["ddp", "fsdp"] = "ddp"
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -168,11 +171,12 @@ class CausalLMWorker(Worker):
     ) -> LossSum:
         """Weighted sum of the losses of one micro-batch."""
         known: dict[str, torch.Tensor] = {}
-        loss = self._own_loss if loss is None else loss
-        if loss is None:
+        own = loss is None
+        loss = (self._own_loss or SftLoss()) if loss is None else loss
+        if own and isinstance(loss, SftLoss | DistillLoss | StepLoss):
             tensors = {**tensors, ROW_INDEX: row_index(tensors)}
-            loss = SftLoss(num_rows=len(tensors["seq_lengths"]))
-            known = {ROW_NLL: tensors["loss_weights"].new_zeros(loss.num_rows)}  # where no row has a target
+            loss = replace(loss, num_rows=len(tensors["seq_lengths"]))
+            known = {ROW_LOSS: tensors["loss_weights"].new_zeros(loss.num_rows)}  # where no row has a target
         rows = rows_of(tensors, loss.row_columns) | self._shared if isinstance(loss, RowLoss) else None
         with self._precision():
             total, metrics = self.model(

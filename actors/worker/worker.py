@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from raysvc.actors.staging.staging import Key, StagedShard, Staging, StagingOptions, StagingStats
 from raysvc.actors.worker.forward import eval_sums, forward_rows, row_losses, without_labels
-from raysvc.actors.worker.losses import ROW_NLL, Loss, LossSum
+from raysvc.actors.worker.losses import ROW_COUNT, ROW_LOSS, Loss, LossSum
 from raysvc.actors.worker.lr_schedule import LearningRate
 from raysvc.actors.worker.process_group import join, own_address
 from raysvc.actors.worker.results import Metrics, MiniResult
@@ -298,7 +298,7 @@ class Worker:
 
         self._targets = (self._targets or 0) + shard.denominators.tokens
         total: dict[str, torch.Tensor] = {}
-        nll: list[torch.Tensor] = []  # [rows] of each micro-batch
+        by_row: dict[str, list[torch.Tensor]] = {ROW_LOSS: [], ROW_COUNT: []}  # [rows] of each micro-batch
         last = len(shard.micro_batches) - 1
         for index in range(last + 1):
             with nullcontext() if index == last else self._no_sync():
@@ -306,11 +306,13 @@ class Worker:
                     part = self.micro_loss(shard.micro(index), shard.layout, loss)
                 with self._timer.span("backward"):
                     part.total.backward()
-            shares = {name: value for name, value in part.metrics.items() if name != ROW_NLL}
-            nll += [part.metrics[ROW_NLL]] if ROW_NLL in part.metrics else []
+            shares = {name: value for name, value in part.metrics.items() if name not in by_row}
+            for name in by_row.keys() & part.metrics.keys():
+                by_row[name].append(part.metrics[name])
             total = merge_metrics(total, {"loss": part.total.detach(), **shares})
         metrics = {name: self._share(name, float(value)) for name, value in total.items()}
-        return metrics, row_losses(shard, _together(nll)) if len(nll) == last + 1 else None
+        losses, counts = (_together(parts) if len(parts) == last + 1 else None for parts in by_row.values())
+        return metrics, None if losses is None else row_losses(shard, losses, counts)
 
     def _share(self, name: str, value: float) -> float:
         """The weights hold dp_size, because the reduction averages over ranks; shares do not."""

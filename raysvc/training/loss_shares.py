@@ -2,8 +2,9 @@
 
 Axes: N rows of a step, over all ranks.
 Always true:
-- sums of nats and of targets: each is of real rows alone, every row counts in one source and in one bucket of lengths;
-- the buckets together are the step's loss where `trainer.loss` is `token_mean`.
+- sums of losses and of targets: each is of real rows alone, every row counts in one source and in one bucket of lengths;
+- a pair counts once, where its first row does; nobody's loss is a target's then, but a pair's;
+- the buckets together are the step's loss where `trainer.loss` is `token_mean`, and for pairs always.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from raysvc.actors.worker.results import MiniResult
     from raysvc.build.cache_entry import CacheEntry
 
-Shares = dict[str, list[float]]  # name -> [nats, targets]
+Shares = dict[str, list[float]]  # name -> [sum of losses, targets or pairs]
 
 
 class LossShares:
@@ -44,14 +45,14 @@ class LossShares:
         known = [values for values in rows if values is not None]
         if not known or len(known) < len(rows):
             return {}
-        nll = np.concatenate([values.rows["nll"] for values in known]).astype(np.float64)
+        losses = np.concatenate([values.rows["loss"] for values in known]).astype(np.float64)
         targets = np.concatenate([values.rows["targets"] for values in known])
         found: dict[str, Any] = {}
         if self._joined is not None:
             numbers, _ = self._joined.places(np.concatenate([values.row_ids for values in known]))
-            found["by_source"] = _sums(self._names[numbers], nll, targets)
+            found["by_source"] = _sums(self._names[numbers], losses, targets)
         lengths = np.concatenate([values.lengths for values in known])
-        found["by_length"] = _sums(length_bucket(lengths), nll, targets)
+        found["by_length"] = _sums(length_bucket(lengths), losses, targets)
         return found
 
 
@@ -60,9 +61,9 @@ def length_bucket(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.asarray(2 ** np.ceil(np.log2(np.maximum(lengths, 1))), np.int64)
 
 
-def _sums(names: npt.NDArray[Any], nll: npt.NDArray[np.float64], targets: npt.NDArray[Any]) -> Shares:
+def _sums(names: npt.NDArray[Any], losses: npt.NDArray[np.float64], targets: npt.NDArray[Any]) -> Shares:
     known, number = np.unique(names, return_inverse=True)
-    nats = np.bincount(number, nll, len(known))
+    sums = np.bincount(number, losses, len(known))
     counts = np.bincount(number, targets, len(known)).astype(np.int64)
-    shares = zip(known.tolist(), nats.tolist(), counts.tolist(), strict=True)
+    shares = zip(known.tolist(), sums.tolist(), counts.tolist(), strict=True)
     return {str(name): [round(each, 6), count] for name, each, count in shares}

@@ -113,19 +113,23 @@ def test_a_reward_model_looks_at_the_last_token_of_each_row(layout: str) -> None
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("dp_size", [2, 3])
-def test_ranks_and_layouts_change_no_gradient(ranks: Ranks, dp_size: int) -> None:
+def test_ranks_and_layouts_change_no_gradient(ranks: Ranks, dp_size: int, strategy: Any) -> None:
     rows = pairs()
     expected, rewards = expected_of(rows), expected_rewards(rows)
-    for layout in PLANS:
+    for layout in PLANS if strategy == "ddp" else ("tokens", "packed"):
         shards = shards_of(rows, layout, dp_size)
         found = ranks.run(
-            tiny_spec(), gradients_of, [([one], [loss for loss, _ in LOSSES]) for one in shards]
+            tiny_spec(strategy=strategy),
+            gradients_of,
+            [([one], [loss for loss, _ in LOSSES]) for one in shards],
         )
-        check(found, expected, f"{layout} on {dp_size}")
+        check(found, expected, f"{layout} on {dp_size}, {strategy}")
         critic = RewardLoss(margins=True, center=0.1)
-        found = ranks.run(tiny_spec(role="critic"), gradients_of, [([one], [critic]) for one in shards])
-        check(found, rewards, f"rewards, {layout} on {dp_size}")
+        spec = tiny_spec(role="critic", strategy=strategy)
+        found = ranks.run(spec, gradients_of, [([one], [critic]) for one in shards])
+        check(found, rewards, f"rewards, {layout} on {dp_size}, {strategy}")
 
 
 def some(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

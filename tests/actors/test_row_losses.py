@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from raysvc.actors.staging.staging import StagingOptions
+from raysvc.actors.worker.losses import StepLoss
 from raysvc.actors.worker.torch_worker import CausalLMWorker
 from raysvc.collate.row_values import RowValues
 from raysvc.row_batch import RowBatch
 
+from . import pair_reference, test_pair_losses, test_step_loss
 from .ranks import tiny_spec
 from .shards import minis_of, random_rows
 
@@ -63,8 +65,10 @@ def test_the_losses_of_rows_are_those_of_one_forward_a_row(name: str) -> None:
     expected = plain(rows)
     found: dict[int, tuple[float, int]] = {}
     for values, loss, tokens in trained(rows, {"batch_size": 10, "mini_batch_size": 5, **PLANS[name]}):
-        assert loss == pytest.approx(values.rows["nll"].sum() / tokens, rel=1e-5)
-        for row, nll, targets in zip(values.row_ids, values.rows["nll"], values.rows["targets"], strict=True):
+        assert loss == pytest.approx(values.rows["loss"].sum() / tokens, rel=1e-5)
+        for row, nll, targets in zip(
+            values.row_ids, values.rows["loss"], values.rows["targets"], strict=True
+        ):
             found[int(row)] = (float(nll), int(targets))
     assert sorted(found) == list(range(10))
     for row, (nll, targets) in expected.items():
@@ -81,4 +85,57 @@ def test_a_mini_batch_without_a_target_says_so_of_its_rows() -> None:
     rows = random_rows(4, seed=5)
     rows.tokens["loss_mask"][:] = 0
     ((values, loss, _),) = trained(rows, {"batch_size": 4, "micro_batch_size": 2})
-    assert (loss, values.rows["nll"].tolist(), values.rows["targets"].tolist()) == (0.0, [0.0] * 4, [0] * 4)
+    assert (loss, values.rows["loss"].tolist(), values.rows["targets"].tolist()) == (0.0, [0.0] * 4, [0] * 4)
+
+
+def own_losses(
+    rows: RowBatch, loss: Any, shards: Any, role: str
+) -> tuple[dict[int, tuple[float, int]], float]:
+    """Row -> loss and count, and the loss of the mini-batch, of workers whose own loss it is."""
+    spec = tiny_spec(
+        learning_rate=1e-30, staging=StagingOptions(ring_bytes=1 << 24), own_loss=loss, role=role
+    )
+    found, total = {}, 0.0
+    for shard in shards:
+        worker = CausalLMWorker(0, 1, "cpu", spec.model_dump_json())
+        worker.setup("")
+        worker.stage((0, 0), shard)
+        (result,) = worker.train_step([(0, 0)])
+        assert result.rows is not None
+        total += result.loss
+        for row, each, count in zip(
+            result.rows.row_ids.tolist(),
+            result.rows.rows["loss"].tolist(),
+            result.rows.rows["targets"].tolist(),
+            strict=True,
+        ):
+            found[row] = (each, count)
+    assert sorted(found) == list(range(len(rows)))
+    return found, total
+
+
+@pytest.mark.parametrize("layout", ["rows", "packed"])
+@pytest.mark.parametrize("number", range(len(test_pair_losses.LOSSES) - 1))
+def test_a_pair_has_its_loss_at_its_first_row(number: int, layout: str) -> None:
+    rows = test_pair_losses.pairs()
+    loss, formula = test_pair_losses.LOSSES[number]
+    shards = test_pair_losses.shards_of(rows, layout, 2)
+    found, total = own_losses(rows, loss, shards, "policy")
+    with torch.no_grad():
+        lm = test_pair_losses.model_of().float()
+        expected = formula(pair_reference.scores(lm, rows), rows).tolist()
+    assert [found[2 * pair] for pair in range(5)] == [(pytest.approx(one, rel=1e-4), 1) for one in expected]
+    assert [found[2 * pair + 1] for pair in range(5)] == [(0.0, 0)] * 5
+    assert total == pytest.approx(sum(loss for loss, _ in found.values()) / 5, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["rows", "left", "packed"])
+def test_a_row_of_steps_has_the_losses_of_its_steps(layout: str) -> None:
+    rows = test_step_loss.solutions()
+    found, total = own_losses(rows, StepLoss(), test_step_loss.shards_of(rows, layout, 2), "critic")
+    sums = [found[row] for row in range(len(rows))]
+    counts = np.add.reduceat(rows.tokens["loss_mask"].astype(int), rows.offsets[:-1]).tolist()
+    assert [count for _, count in sums] == counts
+    assert sums[4] == (0.0, 0)
+    assert total == pytest.approx(sum(loss for loss, _ in sums) / sum(counts), rel=1e-5)
+    assert total == pytest.approx(test_step_loss.expected_of(rows)[1], rel=1e-4)

@@ -21,7 +21,7 @@ def reported(rows: dict[int, tuple[int, float, int]]) -> Any:
     """A rank's report of row -> (length, nats, targets)."""
     lengths, nll, targets = (np.array(each) for each in zip(*rows.values(), strict=True))
     return SimpleNamespace(
-        rows=RowValues(np.array(list(rows)), lengths, {}, {"nll": nll, "targets": targets})
+        rows=RowValues(np.array(list(rows)), lengths, {}, {"loss": nll, "targets": targets})
     )
 
 
