@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from raysvc.actors.server.spec import TRAIN, Role, ServeSpec, StepInfo, StepOutline
 from raysvc.actors.server.step_cache import SharedSteps
+from raysvc.collate.reused_memory import MEMORY
 from raysvc.collate.shard import Shard
 from raysvc.errors import LeaseError, RaysvcError, ServerError, StepFailed, StepOutOfOrder
 from raysvc.metrics import record
@@ -129,6 +130,7 @@ class StepMaker:
     def free(self) -> bool:
         """Let go of all data; whether there was any. What is asked for later is opened again."""
         self.shared.clear()
+        MEMORY.forget()
         freed = [stream.free() for stream in self._streams.values()]
         return any(freed)
 

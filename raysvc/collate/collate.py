@@ -29,6 +29,7 @@ from raysvc.collate.fill_padded import fill_rows
 from raysvc.collate.fill_wide import fill_wide
 from raysvc.collate.flat_rows import FlatRows
 from raysvc.collate.geometry import Geometry, geometry_of
+from raysvc.collate.reused_memory import MEMORY
 from raysvc.collate.shard import Array, Shard
 from raysvc.job.carried import scalar_of
 from raysvc.job.config import Layout
@@ -96,14 +97,14 @@ def collate_mini_batch(
 def _sheets(
     columns: Sequence[Column], wide: Sequence[WideColumn], source: FlatRows, geometry: Geometry
 ) -> dict[str, list[Array]]:
-    """name -> one [B, W, *shape] array per rank, all of them in one block that malloc can hand out again."""
+    """name -> one [B, W, *shape] array per rank, all of them in one block that is used again."""
     num_cells = int(geometry.cell_bounds[-1])
     shapes = [(num_cells,)] * len(columns) + [(num_cells, *column.shape) for column in wide]
     every: list[Column | WideColumn] = [*columns, *wide]
     dtypes = [column.dtype for column in every]
     counts = [prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
     sizes = [-(-count // _LINE) * _LINE for count in counts]
-    block = np.empty(sum(sizes), np.uint8)
+    block = MEMORY.take(sum(sizes))
     flat = [
         block[stop - size : stop - size + count].view(dtype).reshape(shape)
         for shape, dtype, count, size, stop in zip(shapes, dtypes, counts, sizes, accumulate(sizes), strict=True)
