@@ -92,7 +92,8 @@ class ModelSpec(BaseModel):
 def tiny_model(vocab_size: int, critic: bool = False) -> torch.nn.Module:
     """A randomly initialised Llama of two layers: big enough for its loss to fall, small enough to try on a CPU.
 
-    Its width is 64, and 16 under a large vocabulary, whose head is then all that a step computes.
+    Its width is 64, and 16 with one attention head under a large vocabulary, whose output layer is then most of what a
+    step computes.
     """
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
 
@@ -102,8 +103,8 @@ def tiny_model(vocab_size: int, critic: bool = False) -> torch.nn.Module:
         hidden_size=width,
         intermediate_size=2 * width,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=width // 16,
+        num_key_value_heads=max(1, width // 32),
         max_position_embeddings=32768,
         tie_word_embeddings=not critic,
         num_labels=1,
