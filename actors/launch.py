@@ -103,14 +103,13 @@ def _refuse_without_room(spec: ServeSpec, node_id: str | None, may_grow: bool) -
     """Refuse a server that no node can hold, or not the one it is to be on."""
     need = {"CPU": spec.num_cpus}
     if node_id is None:
-        remedy = "lower num_cpus, add nodes, or set wait_for_nodes where nodes come on demand"
-        _refuse_what_never_fits("server.num_cpus", [need], remedy, may_grow)
+        _refuse_what_never_fits("server.num_cpus", [need], may_grow)
     elif missing := _lacking(node_id, need):
         what = f"asks for a node that cannot hold it: {missing}"
         raise ConfigError("server.placement", what, "lower server.num_cpus, or set server.placement: any")
 
 
-def _refuse_what_never_fits(where: str, bundles: list[Resources], remedy: str, may_grow: bool) -> None:
+def _refuse_what_never_fits(where: str, bundles: list[Resources], may_grow: bool) -> None:
     """Refuse bundles that the nodes cannot hold even when all else has ended; say so and wait where nodes may come.
 
     Ray's autoscalers do not tell which nodes they could bring, so the user does.
@@ -119,6 +118,7 @@ def _refuse_what_never_fits(where: str, bundles: list[Resources], remedy: str, m
     if missing is None:
         return
     if not may_grow:
+        remedy = "ask for less, add nodes, or set wait_for_nodes (trainer.wait_for_nodes of a job) where they come on demand"
         raise ConfigError(where, missing, remedy)
     log.warning("waiting for more nodes for=%r: %s", where, missing)
 
@@ -244,10 +244,7 @@ def start_groups(
     """
     placed = place_groups(needs, colocated)
     where = f"groups {', '.join(needs)}{' and the server' if beside else ''}"
-    remedy = (
-        "add nodes, start fewer or smaller workers, or set trainer.wait_for_nodes where nodes come on demand"
-    )
-    _refuse_what_never_fits(where, [*placed.bundles, *beside], remedy, may_grow)
+    _refuse_what_never_fits(where, [*placed.bundles, *beside], may_grow)
     reserved = placement_group(placed.bundles, strategy="PACK")
     actor = ray.remote(concurrency_groups={"stage": 1})(worker)
     workers = {}

@@ -59,14 +59,23 @@ class WorkerDispatch:
         needs: Mapping[str, GroupNeed],
         colocated: Iterable[Collection[str]] = (),
         device: str = "cuda",
+        *,
+        wait_for_nodes: bool = False,
     ) -> WorkerDispatch:
         """Start the workers of all groups, colocated ones on shared devices; then call `init_model` for each.
+
+        Args:
+            specs: of the model of each group.
+            needs: of the workers of each group.
+            colocated: sets of groups that share devices.
+            device: of every worker.
+            wait_for_nodes: nodes come on demand: what the cluster cannot hold now is waited for, not refused.
 
         Raises:
             ConfigError: the cluster cannot hold them; the error says what is missing.
         """
         colocated = [frozenset(names) for names in colocated]
-        placed = start_groups(specs, needs, colocated, device)
+        placed = start_groups(specs, needs, colocated, device, may_grow=wait_for_nodes)
         groups = {
             name: WorkerGroup(workers, staging=specs[name].staging)
             for name, workers in placed.workers.items()
