@@ -101,7 +101,7 @@ class Producer:
         """Seconds of each answer of an actor that does nothing."""
         import ray
 
-        from raysvc.rl.group import table_of
+        from raysvc.rl.group_table import table_of
 
         table, until, took = table_of(groups_of("x", setting.per_put, *setting.size)), 0.0, list[float]()
         value = ray.put(table) if table.nbytes > 100_000 else table
@@ -157,7 +157,7 @@ def put_row(folder: Path, producers: list[Any], seconds: float, setting: Setting
 
     import raysvc
     from raysvc.actors.launch import PUT_THREADS, stop_server
-    from raysvc.rl.group import table_of
+    from raysvc.rl.group_table import table_of
 
     name, per_put = f"bench-{uuid.uuid4().hex[:6]}", setting.per_put
     server = raysvc.serve_rollouts(

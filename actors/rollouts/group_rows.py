@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raysvc.actors.rollouts.group_log import Folder
-from raysvc.rl.group import values_of
+from raysvc.rl.group_table import values_of
 from raysvc.row_batch import RowBatch, WideRows
 
 Ints = npt.NDArray[np.int64]

@@ -24,7 +24,8 @@ from raysvc.actors.server.spec import TRAIN, Role, RolloutSpec, ServeSpec, StepI
 from raysvc.collate.shard import Shard
 from raysvc.errors import ConfigError, LeaseError, SourceError, StepFailed, StepNotReady, StepOutOfOrder
 from raysvc.metrics import record
-from raysvc.rl.group import Group, table_of
+from raysvc.rl.group import Group
+from raysvc.rl.group_table import table_of
 
 log = logging.getLogger(__name__)
 CHECK_EVERY_S = 0.5
@@ -45,7 +46,7 @@ class RolloutServer(BatchServer):
         super().__init__(spec_json, incarnation_id, self._rollouts)
 
     def put_groups(self, *tables: Any, owner: str = "") -> tuple[int, int] | None:
-        """Keep groups: tables of `raysvc.rl.group.table_of`, or groups; returns how many are new, and how many were
+        """Keep groups: tables of `raysvc.rl.group_table.table_of`, or groups; returns how many are new, and how many were
         there; None when there is no capacity for what was not reserved: ask again.
 
         Raises:

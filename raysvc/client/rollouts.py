@@ -29,7 +29,8 @@ from raysvc.client.connection import new_holder
 from raysvc.client.meet import meet
 from raysvc.errors import ConfigError, NoCapacity, ServerError
 from raysvc.metrics import record
-from raysvc.rl.group import Group, late_table, table_of
+from raysvc.rl.group import Group
+from raysvc.rl.group_table import late_table, table_of
 
 if TYPE_CHECKING:
     import pyarrow as pa

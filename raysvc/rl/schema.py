@@ -223,7 +223,7 @@ def _check_fixed(table: pa.Table) -> None:
     for name, dtype in want.items():
         if name not in table.column_names:
             raise SourceError(
-                "put_groups", f"a table has no {name!r}", "make it with raysvc.rl.group.table_of"
+                "put_groups", f"a table has no {name!r}", "make it with raysvc.rl.group_table.table_of"
             )
         if table.column(name).type != dtype:
             what = f"has {name!r} of {_plain(table.column(name).type)}"

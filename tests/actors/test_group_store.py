@@ -22,7 +22,8 @@ from raysvc.actors.server.spec import RolloutSpec
 from raysvc.cache.store.posix import PosixStore
 from raysvc.errors import SourceError
 from raysvc.job.config import PlanConfig
-from raysvc.rl.group import Group, late_table, table_of
+from raysvc.rl.group import Group
+from raysvc.rl.group_table import late_table, table_of
 
 
 def stream(folder: Path, batch_size: int = 2, mini: int = 1, **fields: Any) -> RolloutStream:

@@ -16,7 +16,8 @@ from raysvc.actors.rollouts.group_store import GroupStore
 from raysvc.actors.rollouts.table_bytes import file_buffers
 from raysvc.cache.store.fsspec_store import FsspecStore
 from raysvc.cache.store.open import open_store
-from raysvc.rl.group import Group, table_of
+from raysvc.rl.group import Group
+from raysvc.rl.group_table import table_of
 from raysvc.rl.schema import Schema
 
 BATCH = 2

@@ -126,7 +126,8 @@ def test_a_spool_gives_back_what_was_acknowledged_in_order_and_passes_over_a_tor
 
 def groups_table(numbers: list[int]) -> pa.Table:
     """A put of groups, each of two sequences that tell its number."""
-    from raysvc.rl.group import Group, table_of
+    from raysvc.rl.group import Group
+    from raysvc.rl.group_table import table_of
 
     return table_of(
         [Group(f"g{n}", [[n, 7], [n, 8, 9]], [[0, 1], [0, 1, 1]], weight_version=n) for n in numbers]

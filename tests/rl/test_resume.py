@@ -19,7 +19,8 @@ from raysvc.actors.rollouts.rollout_stream import RolloutStream
 from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.spec import RolloutSpec
 from raysvc.job.config import PlanConfig
-from raysvc.rl.group import Group, table_of
+from raysvc.rl.group import Group
+from raysvc.rl.group_table import table_of
 
 pytestmark = pytest.mark.ray
 BATCH = 3

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from raysvc.errors import ConfigError, FencedError, SourceError, StateMismatch, StepNotReady
 from raysvc.rl.advantages import group_advantages
-from raysvc.rl.group import Group, groups_of, table_of
+from raysvc.rl.group import Group
+from raysvc.rl.group_table import groups_of, table_of
 
 COLUMNS = ("input_ids", "attention_mask", "position_ids", "labels", "loss_mask", "logprobs", "reward")
 PLAN = {"batch_size": 4, "mini_batch_size": 2, "micro_batch_size": 3, "columns": COLUMNS}

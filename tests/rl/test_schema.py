@@ -9,7 +9,8 @@ import pyarrow as pa
 import pytest
 
 from raysvc.errors import SourceError
-from raysvc.rl.group import Group, groups_of, late_table, table_of
+from raysvc.rl.group import Group
+from raysvc.rl.group_table import groups_of, late_table, table_of
 from raysvc.rl.schema import Schema, spans_of
 
 NEEDED = ("input_ids", "labels", "logprobs", "reward")

@@ -20,7 +20,8 @@ from raysvc.errors import SourceError
 from raysvc.inspect.replay_run import replay_run, save
 from raysvc.job.carried import BF16, bf16_of
 from raysvc.job.config import PlanConfig
-from raysvc.rl.group import Group, groups_of, late_table, table_of
+from raysvc.rl.group import Group
+from raysvc.rl.group_table import groups_of, late_table, table_of
 from raysvc.rl.schema import Schema
 
 DTYPES = [np.bool_, np.uint8, np.int32, np.float16, np.float32, BF16]
