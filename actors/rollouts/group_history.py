@@ -24,7 +24,8 @@ from raysvc.actors.rollouts.group_pool import Key, Pool, Ready, Timeline
 from raysvc.actors.rollouts.group_rows import Chunk, ChunkPiece, GroupRows
 from raysvc.actors.rollouts.held_tables import HeldTables
 from raysvc.actors.rollouts.late_columns import add_late, late_names
-from raysvc.rl.schema import FIXED, Schema, spans_of, with_growth
+from raysvc.rl.group import FIXED
+from raysvc.rl.schema import Schema, spans_of, with_growth
 
 log = logging.getLogger(__name__)
 SNAPSHOT_EVERY = 1000

@@ -27,9 +27,9 @@ from raysvc.actors.rollouts.group_log import Event, Forgotten, Spool
 from raysvc.actors.rollouts.group_pool import Key, Pool, Ready, Timeline
 from raysvc.actors.rollouts.group_rows import Chunk, ChunkPiece, GroupRows
 from raysvc.actors.rollouts.held_tables import HeldTables
-from raysvc.actors.rollouts.late_columns import add_late, fresh_lines
+from raysvc.actors.rollouts.late_columns import add_late, fresh_lines, refuse_lines
 from raysvc.actors.rollouts.put_rules import is_full, refuse, unknown_part
-from raysvc.rl.schema import Admitted, GroupSpan, Schema, spans_of
+from raysvc.rl.schema import GroupSpan, Schema, spans_of
 
 
 class PutResult(NamedTuple):
@@ -74,7 +74,6 @@ class GroupStore:
         self._step_tickets: dict[int, int] = {}  # of steps whose record may not be on disk yet
         self._history = History(spool, self._tables, restored.events, self._snapshot)
         self._forgetting = threading.Lock()  # one thread at a time forgets
-        self._schema_lock = threading.Lock()  # held while the first put fixes the schema
         self._through(self._gone)
         self.pool.leases = dict.fromkeys(self._producers(), now_s() + producer_ttl_s)
 
@@ -90,7 +89,8 @@ class GroupStore:
         Raises:
             SourceError: it breaks a rule of the schema; then nothing of it is kept.
         """
-        table, late = self._admitted(table)
+        admitted = self.schema.admit(table)
+        table, late = admitted
         spans = spans_of(table)
         with self.changed:
             self._expire()
@@ -99,9 +99,13 @@ class GroupStore:
             refuse(self.pool, self._groups, spans)
             parts = (unknown_part(self.pool, self._groups, span) for span in spans)
             kept = [span for span in parts if span is not None]
+            if late is not None:
+                coming = {span.key: range(span.first, span.first + span.stop - span.start) for span in kept}
+                refuse_lines(self._groups, self.pool.versions, late, coming)
+            self.schema.fix(admitted)
             new = sum(span.key not in self.pool.versions for span in kept)
             ticket = self._keep(table, kept, owner) if kept else self._history.last
-            if late is not None and (fresh := fresh_lines(self._groups, self.pool.versions, late)):
+            if late is not None and (fresh := fresh_lines(self._groups, late)):
                 ticket = self._keep_late(late.take(pa.array(fresh)))
             if known := [uid for (uid, _), *_ in spans if uid in self.pool.reserved]:
                 self.pool.release(known)
@@ -116,10 +120,11 @@ class GroupStore:
         Raises:
             SourceError: a group or row that is not there, a column that is not declared late, or of another type.
         """
-        with self._schema_lock:
-            table = self.schema.admit_late(table)
+        table = self.schema.admit_late(table)
         with self.changed:
-            fresh = fresh_lines(self._groups, self.pool.versions, table)
+            refuse_lines(self._groups, self.pool.versions, table, coming={})
+            self.schema.fix_late(table)
+            fresh = fresh_lines(self._groups, table)
             ticket = self._history.last
             if fresh:
                 ticket = self._keep_late(table.take(pa.array(fresh)))
@@ -293,13 +298,6 @@ class GroupStore:
         """Return when something changed since `rounds`, or after a while."""
         with self.changed:
             self.changed.wait_for(lambda: self.rounds != rounds, timeout_s)
-
-    def _admitted(self, table: pa.Table) -> Admitted:
-        with self._schema_lock:
-            fixed = bool(self.schema.types)
-            if not fixed:
-                return self.schema.admit(table)
-        return self.schema.admit(table)
 
     def _keep(self, table: pa.Table, spans: list[GroupSpan], owner: str) -> int:
         whole = sum(span.stop - span.start for span in spans) == table.num_rows

@@ -24,20 +24,24 @@ def late_names(table: pa.Table) -> list[str]:
     return [name for name in table.column_names if name not in PLACE]
 
 
-def fresh_lines(groups: Mapping[Key, GroupRows], known: Container[Key], table: pa.Table) -> list[int]:
-    """Lines that say something new; checks all of them.
+def refuse_lines(
+    groups: Mapping[Key, GroupRows], known: Container[Key], table: pa.Table, coming: Mapping[Key, range]
+) -> None:
+    """Refuse lines of what is not there.
 
     Args:
         known: every group that was ever put; one that has no rows any more was trained and forgotten.
+        coming: rows that the same put brings.
 
     Raises:
         SourceError: no such group or row, or a vector that is not as long as its row.
     """
     names = late_names(table)
     lengths = {n: pc.list_value_length(table.column(n)).to_numpy() for n in names if n.startswith("token.")}
-    fresh = []
     for line, (uid, attempt, row) in enumerate(lines_of(table)):
         group = groups.get((uid, attempt))
+        if row in coming.get((uid, attempt), ()):
+            continue
         if group is None:
             if (uid, attempt) in known:
                 continue
@@ -51,7 +55,14 @@ def fresh_lines(groups: Mapping[Key, GroupRows], known: Container[Key], table: p
                     f"has {own[line]} values in {name[6:]!r} for the {group.lengths[row]} tokens of row {row}"
                 )
                 raise SourceError(f"group {uid!r}", what, "give every token a value")
-        if any(row not in group.late.get(name, {}) for name in names):
+
+
+def fresh_lines(groups: Mapping[Key, GroupRows], table: pa.Table) -> list[int]:
+    """Lines that say something new."""
+    names, fresh = late_names(table), []
+    for line, (uid, attempt, row) in enumerate(lines_of(table)):
+        group = groups.get((uid, attempt))
+        if group is not None and any(row not in group.late.get(name, {}) for name in names):
             fresh.append(line)
     return fresh
 

@@ -52,8 +52,10 @@ class RolloutServer(BatchServer):
         Raises:
             SourceError: a group breaks a rule; then nothing of the call is kept.
         """
-        counts = self._rollouts.put(_table(tables), owner, gate=self._frontier())
         self._saw(owner)
+        if (table := _table(tables)) is None:
+            return 0, 0
+        counts = self._rollouts.put(table, owner, gate=self._frontier())
         if counts is not None:
             record("groups_put", counts[0], server=self.spec.name)
         return counts
@@ -262,8 +264,8 @@ class RolloutServer(BatchServer):
         return self._leases.leases.of_reader("").frontier
 
 
-def _table(parts: Sequence[Any]) -> Any:
-    """One table of everything that a call puts.
+def _table(parts: Sequence[Any]) -> Any | None:
+    """One table of everything that a call puts; None: nothing.
 
     Raises:
         SourceError: a group breaks a rule, or the parts have different columns.
@@ -273,6 +275,8 @@ def _table(parts: Sequence[Any]) -> Any:
     groups = [group for part in parts if not isinstance(part, pa.Table) for group in _listed(part)]
     tables = [part for part in parts if isinstance(part, pa.Table)]
     tables += [table_of(groups)] if groups else []
+    if not tables:
+        return None
     if len({tuple(table.schema) for table in tables}) > 1:
         names = " and ".join(str(table.schema.names) for table in tables)
         raise SourceError(
@@ -282,4 +286,9 @@ def _table(parts: Sequence[Any]) -> Any:
 
 
 def _listed(groups: Any) -> list[Group]:
-    return [groups] if isinstance(groups, Group) else list(groups)
+    if isinstance(groups, Group):
+        return [groups]
+    if not isinstance(groups, list | tuple):
+        what = f"got a reference to a {type(groups).__name__}"
+        raise SourceError("put_groups", what, "put references to groups, or to lists of them")
+    return list(groups)

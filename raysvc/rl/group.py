@@ -16,10 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.errors import SourceError
-from raysvc.job.carried import BF16
+from raysvc.job.carried import BF16, RESERVED
 
 KEYS = ("uid", "attempt", "weight_version")
 GROWTH = ("first_row", "closed")  # where the rows lie in their group, and whether it is whole then
+FIXED = (*KEYS, *GROWTH, "input_ids", "loss_mask")
+MADE = RESERVED - {*FIXED, "chosen", "label", "mismatched"}  # columns of a shard that no put brings
+LARGEST = 2**63 - 1  # of the counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +66,7 @@ def checked(group: Group) -> Group:
     if not isinstance(group, Group):
         raise SourceError("put_groups", f"got a {type(group).__name__}", "put raysvc.Group objects")
     check_keys(group)
+    _check_columns(group)
     ids = [vector_of(group, "input_ids", number, ids, np.int32) for number, ids in enumerate(group.input_ids)]
     if not ids or min(len(each) for each in ids) < 1:
         raise group_error(group, "has no sequence, or an empty one", "leave it out")
@@ -76,27 +80,53 @@ def checked(group: Group) -> Group:
         raise group_error(
             group, "has a loss_mask that is neither 0 nor 1", "put weights into a column of their own"
         )
-    for name in {*group.tokens, *group.rows}:
-        if name in (*KEYS, *GROWTH, "input_ids", "loss_mask") or (
-            name in group.tokens and name in group.rows
-        ):
-            raise group_error(group, f"has two columns {name!r}", "give each column its own name")
     rows = {name: row_column(group, name, values, len(ids)) for name, values in group.rows.items()}
     return replace(group, input_ids=ids, loss_mask=mask, tokens=columns, rows=rows)
 
 
 def check_keys(group: Group) -> None:
+    """Refuse what says which group it is, and is no text or no count.
+
+    Raises:
+        SourceError: names the field.
+    """
     if not isinstance(group.uid, str):
         what = f"has a uid of type {type(group.uid).__name__}"
         raise group_error(group, what, "give the uid of its prompt as text")
     if not group.uid:
         raise SourceError("group ''", "has no uid", "give it the uid of its prompt")
+    if "\0" in group.uid or any("\ud800" <= letter <= "\udfff" for letter in group.uid):
+        raise group_error(group, "has a uid with a NUL or half a character", "give text that is UTF-8")
     for name in ("attempt", "weight_version", "first_row"):
         value = getattr(group, name)
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise group_error(group, f"has {name} {value!r}, which is not a whole number", "count from 0")
         if value < 0:
             raise group_error(group, f"has a negative {name}, {value}", "count from 0")
+        if value > LARGEST:
+            raise group_error(group, f"has {name} {value}, which is above {LARGEST}", "count from 0")
+    if not isinstance(group.closed, bool | np.bool_):
+        raise group_error(group, f"has closed {group.closed!r}", "give True or False")
+
+
+def _check_columns(group: Group) -> None:
+    """Refuse what is no list of sequences, no mapping of columns, or a column whose name is taken."""
+    for kind, columns in (("tokens", group.tokens), ("rows", group.rows)):
+        if not isinstance(columns, Mapping):
+            what = f"has {kind} of type {type(columns).__name__}"
+            raise group_error(group, what, "give a mapping, name -> values")
+    for name in (*group.tokens, *group.rows):
+        if not isinstance(name, str) or not name or name.startswith(("token.", "row.")):
+            raise group_error(group, f"has a column named {name!r}", "name it by a word")
+        if name in FIXED or (name in group.tokens and name in group.rows):
+            raise group_error(group, f"has two columns {name!r}", "give each column its own name")
+        if name in MADE:
+            what = f"has a column {name!r}, and collation or the worker makes one"
+            raise group_error(group, what, "give it another name")
+    for name, values in {"input_ids": group.input_ids, "loss_mask": group.loss_mask, **group.tokens}.items():
+        if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
+            what = f"has {name!r} of type {type(values).__name__}"
+            raise group_error(group, what, "give a list, one entry per sequence")
 
 
 def _column(group: Group, name: str, values: Sequence[Any], ids: list[Any]) -> list[npt.NDArray[Any]]:
@@ -114,18 +144,31 @@ def _column(group: Group, name: str, values: Sequence[Any], ids: list[Any]) -> l
 def vector_of(
     group: Group, name: str, number: int, values: Any, dtype: npt.DTypeLike | None = None
 ) -> npt.NDArray[Any]:
+    """Numbers as an array whose first axis is tokens, or sequences; float64 becomes float32.
+
+    Args:
+        dtype: of token ids; None: as they are.
+
+    Raises:
+        SourceError: they are no numbers, not finite, or beyond `dtype`.
+    """
     vector = _array(group, name, number, values)
     flat = dtype is not None or name == "loss_mask"
     if (
         vector.ndim < 1
         or (flat and vector.ndim > 1)
         or (vector.dtype.kind not in "iufb" and vector.dtype != BF16)
+        or vector.dtype.itemsize > 8
     ):
         what = f"has {name!r} of sequence {number} with shape {vector.shape} of {vector.dtype}"
         raise group_error(group, what, "give one list of numbers per sequence")
-    if dtype is not None and len(vector) and vector.dtype.kind not in "iu":
-        what = f"has {name!r} of sequence {number} of {vector.dtype}"
-        raise group_error(group, what, "send whole numbers, as the tokenizer gave them")
+    if dtype is not None and len(vector):
+        if vector.dtype.kind not in "iu":
+            what = f"has {name!r} of sequence {number} of {vector.dtype}"
+            raise group_error(group, what, "send whole numbers, as the tokenizer gave them")
+        if vector.max() > np.iinfo(dtype).max:
+            what = f"has {vector.max()} in {name!r} of sequence {number}, more than {np.dtype(dtype)} holds"
+            raise group_error(group, what, "send ids as the tokenizer gave them")
     if vector.dtype == np.float64:
         vector = vector.astype(np.float32)
     if vector.dtype.kind == "f" and not np.isfinite(vector).all():
@@ -141,9 +184,17 @@ def _array(group: Group, name: str, number: int, values: Any) -> npt.NDArray[Any
     except ValueError:
         what = f"has {name!r} of sequence {number} with values of several shapes"
         raise group_error(group, what, "give every token a value of one shape") from None
+    except (TypeError, RuntimeError, OverflowError) as error:
+        what = f"has {name!r} of sequence {number} that numpy does not take ({error})"
+        raise group_error(group, what, "give numbers, or an array on the CPU") from None
 
 
 def row_column(group: Group, name: str, values: Any, count: int) -> npt.NDArray[Any]:
+    """A value of each sequence, [S, *shape].
+
+    Raises:
+        SourceError: they are not as many as sequences, or no numbers.
+    """
     column = vector_of(group, name, 0, values)
     if len(column) != count:
         raise group_error(

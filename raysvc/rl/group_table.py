@@ -138,6 +138,12 @@ def _joined(parts: list[Group]) -> Group:
             if set(mine) != set(other):
                 what = f"comes twice, with the columns {sorted(mine)} and with {sorted(other)}"
                 raise group_error(part, what, "give all groups the same columns")
+    end = first.first_row
+    for before, part in pairwise(parts):
+        end += len(before.input_ids)
+        if part.first_row not in (before.first_row, end):
+            what = f"has a part that begins at row {part.first_row}, and the part before it ends at row {end}"
+            raise group_error(part, what, "put its rows in order, none left out")
     return replace(
         first,
         input_ids=[ids for part in parts for ids in part.input_ids],

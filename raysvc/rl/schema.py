@@ -2,7 +2,8 @@
 
 Axes: N sequences of a put, T their tokens.
 Always true:
-- the first put fixes the columns and their types; every later put has exactly these, or is refused by name;
+- the first put that is kept fixes the columns and their types; every later put has exactly these, or is refused by name;
+- asking whether a put is admitted changes nothing;
 - a value that is missing is filled with a declared default, or the put is refused; nothing becomes NaN;
 - a column that is declared late is not in the rows: it arrives with them or after them, and is kept apart;
 - what is admitted has the same columns in the same order, so tables of several puts are one table.
@@ -16,13 +17,14 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from raysvc.errors import SourceError
-from raysvc.rl.group import GROWTH, KEYS
+from raysvc.rl.group import FIXED
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import pyarrow as pa
 
 BUILT = ("attention_mask", "labels", "position_ids", "segment_ids")  # made by collation, of no put
-FIXED = (*KEYS, *GROWTH, "input_ids", "loss_mask")
 
 
 class Admitted(NamedTuple):
@@ -51,7 +53,7 @@ class Schema:
         needed: columns that are trained, `plan.columns`.
         late: columns that may arrive after their rows.
         defaults: column -> the value of every row, or token, that lacks it.
-        types: full name of each column ("token.logprobs", "row.reward") -> its type, as the first put had it.
+        types: full name of each column ("token.logprobs", "row.reward") -> its type, as the first put that was kept had it.
         late_types: the same, of columns that came late.
     """
 
@@ -70,14 +72,30 @@ class Schema:
         table = with_growth(table)
         _check_fixed(table)
         table = _gathered(table)
+        _check_places(table)
         late = [name for name in table.column_names if bare(name) in self.late]
         rows = self._filled(table.drop_columns(late) if late else table)
         known = self.types or self._first(rows)
         self._compare(rows, known)
         rows = rows.select([*FIXED, *known])
-        _check_cells(rows)
-        self.types = known
+        _check_values(rows, [name for name in rows.column_names if name not in ("uid", "attempt", "closed")])
+        _check_lengths(rows, rows)
         return Admitted(rows, self._late_part(table, late) if late else None)
+
+    def fix(self, admitted: Admitted) -> None:
+        """Hold later puts to this one, which is kept.
+
+        Raises:
+            SourceError: another put was kept since this one was admitted, and they differ.
+        """
+        rows, late = admitted
+        if self.types:
+            self._compare(rows, self.types)
+        if late is not None:
+            self.fix_late(late)
+        self.types = self.types or {
+            name: rows.column(name).type for name in rows.column_names if name not in FIXED
+        }
 
     def admit_late(self, table: pa.Table) -> pa.Table:
         """Columns that arrive after their rows, one line per (uid, attempt, row).
@@ -91,19 +109,31 @@ class Schema:
                 declared = ", ".join(sorted(self.late)) or "none"
                 what = f"{bare(name)!r} is not declared late (declared: {declared})"
                 raise SourceError(_group(table, 0), what, "serve with late=..., or put it with its rows")
-            known = self.late_types.get(name)
-            if known is not None and table.column(name).type != known:
-                what = f"has {bare(name)!r} of {table.column(name).type}, and it is {known} on this server"
-                raise SourceError(_group(table, 0), what, "send it in that type")
+        self._compare_late(table)
         _check_values(table, names)
-        self.late_types.update({name: table.column(name).type for name in names})
         return table
+
+    def fix_late(self, table: pa.Table) -> None:
+        """Hold later values of these columns to the types of these, which are kept.
+
+        Raises:
+            SourceError: others were kept since, of another type.
+        """
+        self._compare_late(table)
+        self.late_types.update(_late_types(table))
 
     def _late_part(self, table: pa.Table, late: list[str]) -> pa.Table:
         import pyarrow as pa
 
-        part = table.select(["uid", "attempt", *late])
-        return self.admit_late(part.append_column("row", pa.array(row_numbers(table))))
+        part = table.select(["uid", "attempt", *late]).append_column("row", pa.array(row_numbers(table)))
+        _check_lengths(part, table)
+        return self.admit_late(part)
+
+    def _compare_late(self, table: pa.Table) -> None:
+        for name, dtype in _late_types(table).items():
+            if (known := self.late_types.get(name, dtype)) != dtype:
+                what = f"has {bare(name)!r} of {_plain(dtype)}, and it is {_plain(known)} on this server"
+                raise SourceError(_group(table, 0), what, f"send it as {_plain(known)}")
 
     def _first(self, rows: pa.Table) -> dict[str, pa.DataType]:
         """The types that the first put fixes.
@@ -176,13 +206,30 @@ def _gathered(table: pa.Table) -> pa.Table:
     return table.take(pa.array([row for rows in order.values() for row in rows]))
 
 
-def row_numbers(table: pa.Table) -> list[int]:
-    """Number of each sequence in its group."""
+def _check_places(table: pa.Table) -> None:
+    """Parts of a group in one put say nothing of their places, or follow one another."""
+    import numpy as np
+
+    said, numbers = table.column("first_row").to_numpy(), row_numbers(table)
+    first = np.zeros(table.num_rows, np.bool_)
+    first[group_starts(table)[:-1]] = True
+    breaks = ~first & (said != np.roll(said, 1)) & (said != numbers)
+    if breaks.any():
+        at = int(breaks.argmax())
+        what = f"has a part that begins at row {said[at]}, and the part before it ends at row {numbers[at]}"
+        raise SourceError(_group(table, at), what, "put its rows in order, none left out")
+
+
+def row_numbers(table: pa.Table) -> npt.NDArray[np.int64]:
+    """Number of each sequence in its group: what its first part said, and counted on from there."""
     import numpy as np
 
     starts = group_starts(table)
-    within = np.arange(table.num_rows) - np.repeat(starts[:-1], np.diff(starts))
-    numbers: list[int] = (within + table.column("first_row").to_numpy()).tolist()
+    sizes = np.diff(starts)
+    within = np.arange(table.num_rows) - np.repeat(starts[:-1], sizes)
+    numbers: npt.NDArray[np.int64] = within + np.repeat(
+        table.column("first_row").to_numpy()[starts[:-1]], sizes
+    )
     return numbers
 
 
@@ -232,14 +279,18 @@ def _check_fixed(table: pa.Table) -> None:
         raise SourceError("put_groups", "a table has no row", "leave it out")
 
 
-def _check_cells(rows: pa.Table) -> None:
-    """Every per-token column has the length of its sequence, and no value is missing or not finite."""
+def _late_types(table: pa.Table) -> dict[str, pa.DataType]:
+    return {
+        name: table.column(name).type for name in table.column_names if name not in ("uid", "attempt", "row")
+    }
+
+
+def _check_lengths(rows: pa.Table, whole: pa.Table) -> None:
+    """Every per-token column has the length of its sequence in `whole`."""
     import pyarrow.compute as pc
 
-    names = [name for name in rows.column_names if name not in ("uid", "attempt", "closed")]
-    _check_values(rows, names)
-    lengths = pc.list_value_length(rows.column("input_ids"))
-    for name in names:
+    lengths = pc.list_value_length(whole.column("input_ids"))
+    for name in rows.column_names:
         if name != "loss_mask" and not name.startswith("token."):
             continue
         same = pc.equal(pc.list_value_length(rows.column(name)), lengths)

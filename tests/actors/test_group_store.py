@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -461,6 +462,29 @@ def test_a_table_of_other_types_is_refused_at_the_put_and_steps_of_others_form(t
     put(rollouts, group(2))
     assert rollouts.form(0, 0)
     assert [len(mini) for mini in ids(rollouts, 0)] == [2, 2]
+
+
+@pytest.mark.parametrize("wrong", [{"weight_version": 1000}, {"first_row": 4}])
+def test_a_first_put_that_is_refused_fixes_no_type(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    rollouts = stream(tmp_path, max_staleness=1)
+    with pytest.raises(SourceError):
+        put(rollouts, replace(group(0), rows={"reward": [1, 0]}, **wrong))
+    put(rollouts, replace(group(0), rows={"reward": [1.0, 0.5]}))
+
+
+def test_a_put_with_late_values_that_do_not_fit_a_known_group_is_refused_whole(tmp_path: Path) -> None:
+    rollouts = stream(tmp_path, late=("adv",))
+    put(rollouts, group(0))
+    longer = Group("g0", [[1, 2, 3, 4]], [[0, 1, 1, 1]], tokens={"adv": [[1.0] * 4]})
+    fine = group(1, rows=1, tokens={"adv": [[1.0] * 3]})
+    with pytest.raises(SourceError, match="has 4 values in 'adv' for the 3 tokens of row 0"):
+        put(rollouts, fine, longer)
+    raw = table_of([fine])
+    short = pa.array([[1.0]], raw.column("token.adv").type)
+    with pytest.raises(SourceError, match="has a 'adv' that is not as long as its input_ids"):
+        rollouts.put(raw.set_column(raw.column_names.index("token.adv"), "token.adv", short))
+    assert (list(rollouts.pool.versions), rollouts.store.num_rows) == ([("g0", 0)], 2)
+    put(rollouts, group(1, rows=1, tokens={"adv": [[1] * 3]}))  # what was refused fixed no type either
 
 
 def test_what_could_not_be_forgotten_is_still_known_and_never_trained_again(

@@ -46,10 +46,14 @@ REWARD = np.zeros(2, np.float32)
 def test_a_put_that_differs_from_the_first_is_refused_by_group_column_and_type(
     changes: dict[str, Any], what: str
 ) -> None:
-    schema = Schema(NEEDED)
-    schema.admit(table_of([group("first")]))
+    schema, odd = Schema(NEEDED), table_of([group("odd", **changes)])
+    raced = schema.admit(odd) if len(changes["rows"]) and changes["tokens"] else None
+    schema.fix(schema.admit(table_of([group("first")])))
     with pytest.raises(SourceError, match=f"group 'odd': {what}"):
-        schema.admit(table_of([group("odd", **changes)]))
+        schema.admit(odd)
+    if raced is not None:  # it was admitted before the first one was kept
+        with pytest.raises(SourceError, match=f"group 'odd': {what}"):
+            schema.fix(raced)
     schema.admit(table_of([group("next")]))
 
 
@@ -62,7 +66,7 @@ def test_the_first_put_must_have_what_the_plan_trains() -> None:
 
 def test_a_declared_default_fills_what_is_missing_and_nothing_else() -> None:
     schema = Schema(NEEDED, defaults={"reward": 0.5, "logprobs": -1.0})
-    schema.admit(table_of([group()]))
+    schema.fix(schema.admit(table_of([group()])))
     rows = schema.admit(table_of([Group("q", [[1, 2]], [[0, 1]])])).rows
     assert rows.column("row.reward").to_pylist() == [0.5]
     assert rows.column("token.logprobs").to_pylist() == [[-1.0, -1.0]]
@@ -79,6 +83,7 @@ def test_a_declared_default_fills_what_is_missing_and_nothing_else() -> None:
 def test_late_columns_are_kept_apart_whether_they_come_with_their_rows_or_after() -> None:
     schema = Schema(NEEDED, late=("reward",))
     early = schema.admit(table_of([group()]))
+    schema.fix(early)
     assert early.late is not None
     assert early.late.column("row.reward").to_pylist() == [0.0, 1.0]
     later = schema.admit(table_of([group("late", **columns())]))
@@ -86,7 +91,7 @@ def test_late_columns_are_kept_apart_whether_they_come_with_their_rows_or_after(
     schema.admit_late(late_table("late", {"reward": np.zeros(2, np.float32)}))
     with pytest.raises(SourceError, match="'value' is not declared late"):
         schema.admit_late(late_table("late", {"value": [1.0, 2.0]}))
-    with pytest.raises(SourceError, match="has 'reward' of int64, and it is float"):
+    with pytest.raises(SourceError, match="has 'reward' of int64, and it is float32"):
         schema.admit_late(late_table("late", {"reward": np.zeros(2, np.int64)}))
 
 
@@ -100,15 +105,60 @@ def test_late_columns_are_kept_apart_whether_they_come_with_their_rows_or_after(
         {"input_ids": [[1.9, 2.0]]},
         {"loss_mask": [[0, 0.5]]},
         {"first_row": -1},
+        {"attempt": 2**63},
+        {"closed": "no"},
+        {"uid": "p\0"},
+        {"uid": "\ud800"},
+        {"input_ids": [[1, 2**32 + 5]]},
+        {"input_ids": None},
+        {"input_ids": 3},
+        {"loss_mask": None},
+        {"tokens": [1]},
+        {"tokens": {"logprobs": None}},
+        {"rows": 3},
+        {"rows": {3: [1.0]}},
+        {"rows": {"reward": np.ones(1, np.longdouble)}},
     ],
 )
-def test_what_is_no_text_or_no_whole_number_is_refused_and_never_rounded(fields: dict[str, Any]) -> None:
+def test_what_is_no_text_or_no_number_of_its_kind_is_refused_and_never_rounded(
+    fields: dict[str, Any],
+) -> None:
     good: dict[str, Any] = {"uid": "p", "input_ids": [[1, 2]], "loss_mask": [[0, 1]]}
     table_of([Group(**good)])
     with pytest.raises(SourceError):
         table_of([Group(**{**good, **fields})])
     with pytest.raises(SourceError, match="got a dict"):
         table_of([{"uid": "p"}])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("name", ["labels", "position_ids", "attention_mask", "loss_weights", "row_tokens"])
+def test_a_column_that_collation_makes_is_refused_and_not_replaced(name: str) -> None:
+    for columns in ({"tokens": {name: [[1, 2]]}}, {"rows": {name: [1.0]}}):
+        with pytest.raises(
+            SourceError, match=f"has a column '{name}', and collation or the worker makes one"
+        ):
+            table_of([Group("p", [[1, 2]], [[0, 1]], **columns)])
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize(
+    ("firsts", "whole"), [((0, 0), True), ((2, 3), True), ((1, 3), False), ((2, 0), False)]
+)
+def test_parts_of_a_group_in_one_put_follow_one_another_or_are_refused(
+    firsts: tuple[int, int], whole: bool, raw: bool
+) -> None:
+    parts = [Group("p", [[number]], [[1]], first_row=first) for number, first in enumerate(firsts)]
+
+    def rows() -> Any:
+        table = pa.concat_tables([table_of([part]) for part in parts]) if raw else table_of(parts)
+        return Schema(("input_ids",)).admit(table).rows
+
+    if whole:
+        (span,) = spans_of(rows())
+        assert (span.first, span.stop - span.start) == (firsts[0], 2)
+    else:
+        with pytest.raises(SourceError, match=f"group 'p': has a part that begins at row {firsts[1]}"):
+            rows()
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_a_put_comes_back_as_it_was_and_as_rows_of_a_step(data: Any) -> None:
 
 def test_another_shape_is_refused_by_name() -> None:
     schema = Schema()
-    schema.admit(table_of([group("a", [3], (4, 2), np.uint8)]))
+    schema.fix(schema.admit(table_of([group("a", [3], (4, 2), np.uint8)])))
     with pytest.raises(SourceError, match=r"'experts' of uint8 \[3, 2\], other puts of uint8 \[4, 2\]"):
         schema.admit(table_of([group("b", [3], (3, 2), np.uint8)]))
     with pytest.raises(SourceError, match="'experts' of sequence 0, which has 3 tokens"):
