@@ -28,6 +28,11 @@ from raysvc.job.config import SourceConfig, TextSpec, TokenizerConfig
 from raysvc.job.job_schema import FILE as SCHEMA
 
 SAMPLE_ROWS = 512
+OBJECTIVES = {
+    "preference": "orpo   # or simpo, reward; dpo and ipo need a column ref_logprobs",
+    "kto": "kto   # needs a column ref_logprobs",
+    "stepwise": "process   # a reward for each step",
+}
 PACKED = ("chat", "alpaca", "question_answer", "prompt_completion", "text", "pretokenized")
 
 
@@ -127,11 +132,16 @@ server:
 
 trainer:
   model: {json.dumps(_model(tokenizer))}   # tiny (random, for trying), a folder, or a hub name
-  dp_size: 1   # ranks, one GPU each
+{_objective(found.format)}  dp_size: 1   # ranks, one GPU each
   learning_rate: 1.0e-5
   precision: bf16   # float32 weights, bfloat16 forward and backward
   checkpoint_every_steps: 50
 """
+
+
+def _objective(format_name: str) -> str:
+    """The line that says what is trained, where it is not every row as an example."""
+    return f"  objective: {OBJECTIVES[format_name]}\n" if format_name in OBJECTIVES else ""
 
 
 def _model(tokenizer: str) -> str:

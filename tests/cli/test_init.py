@@ -11,9 +11,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+import raysvc
 from raysvc.build.sample_data import chat_rows
 from raysvc.cli.main import app
 from raysvc.job.job_file import load_job
+from raysvc.training.objective import objective_of
 
 Rows = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -28,6 +30,11 @@ KINDS: dict[str, Rows] = {
     "question_answer": lambda row: dict(zip(("question", "answer"), pair(row), strict=True)),
     "text": lambda row: {"text": pair(row)[1]},
     "preference": lambda row: {"prompt": pair(row)[0], "chosen": pair(row)[1], "rejected": "no"},
+    "stepwise": lambda row: {
+        "prompt": pair(row)[0],
+        "completions": [pair(row)[1], "so"],
+        "labels": [True, False],
+    },
 }
 
 
@@ -49,6 +56,9 @@ def test_a_job_is_written_for_rows_of_every_kind(tmp_path: Path, sample: dict[st
     assert (job.source.format, job.source.path) == (kind, (str(data),))
     assert job.server.name == "my-rows-1"
     assert job.trainer.model == "tiny"
+    cache = job.cache.model_copy(update={"root": str(tmp_path / "cache")})
+    job = job.model_copy(update={"cache": cache, "max_quarantine": 0.1})
+    objective_of(job, raysvc.tokenize(job))  # refuses what does not fit
     text = out.read_text()
     assert "# Not usable: 1, " in text
     assert f"half of them at most {said['length']}, the longest {said['longest']}" in text
