@@ -276,7 +276,10 @@ class SliceTokenizer:
             if not sequence.text.isascii():
                 _check_text(sequence.text)
         if self._carrier is not None:
-            self._carrier.take(row.source_row, row.data, sequences[0].tokens)
+            form, data = self._format, row.data
+            if form.name == "kto":
+                data = {**data, form.column("label"): form.label_of(data)}
+            self._carrier.take(row.source_row, data, sequences[0].tokens)
         return sequences
 
     def _new_carrier(self, form: Format, row: Mapping[str, Any]) -> Carrier | None:

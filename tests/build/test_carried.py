@@ -268,6 +268,27 @@ def test_numbers_of_a_csv_are_those_of_json_and_a_bad_field_is_named(
     assert entry.report["row_counts"]["quarantined"] == {"carried column 'score' is not float32": 1}
 
 
+def test_labels_of_a_csv_are_those_of_json(tmp_path: Path, sample: dict[str, str]) -> None:
+    texts = ["true", "False", "1", "0", "TRUE"]
+    rows = [
+        {"prompt": f"p{n}", "completion": "c", "label": text.lower() in ("true", "1")}
+        for n, text in enumerate(texts)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [f"p{n},c,{text}" for n, text in enumerate([*texts, "yes"])]
+    (tmp_path / "rows.csv").write_text("\n".join(["prompt,completion,label", *lines]))
+    entries = [
+        raysvc.tokenize(
+            {"source": {"path": str(tmp_path / name), "format": "kto"}, "tokenizer": sample["tokenizer"],
+             "cache": {"root": str(tmp_path / "cache")}, "max_quarantine": 0.5}
+        )
+        for name in ("rows.jsonl", "rows.csv")
+    ]  # fmt: skip
+    assert entries[0].table().to_pylist() == entries[1].table().to_pylist()
+    assert entries[1].table()["label"].to_pylist() == [1, 1, 0, 0, 1, 1, 0, 0, 1, 1]
+    assert entries[1].report["row_counts"]["quarantined"] == {"'label' is neither true nor false": 1}
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [

@@ -29,6 +29,7 @@ from raysvc.chat.source.messages import (
     unknown_roles,
 )
 from raysvc.chat.source.stepwise import read_steps
+from raysvc.chat.text_numbers import TRUTHS
 from raysvc.job.config import Format as FormatName
 
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -234,10 +235,20 @@ class Format:
         return StepsExample(prompt if isinstance(prompt, str) else self._prompt(row), steps)
 
     def _kto(self, row: Mapping[str, Any]) -> Example:
-        if not isinstance(self.get(row, "label"), bool | int) or self.get(row, "label") not in (0, 1):
-            label = self.get(row, "label")
-            raise RowFault(f"{self.column('label')!r} is neither true nor false", f"it is {label!r}")
+        self.label_of(row)
         return self._prompt_completion(row, answer_only=True)
+
+    def label_of(self, row: Mapping[str, Any]) -> int:
+        """0 or 1, the label of a row of `kto`; text as CSV has it is read.
+
+        Raises:
+            RowFault: it is neither.
+        """
+        given = self.get(row, "label")
+        label = TRUTHS.get(given.lower()) if isinstance(given, str) else given
+        if not isinstance(label, bool | int) or label not in (0, 1):
+            raise RowFault(f"{self.column('label')!r} is neither true nor false", f"it is {given!r}"[:80])
+        return int(label)
 
     def _prompt_completion(self, row: Mapping[str, Any], answer_only: bool = False) -> Example:
         if _has_value(self.get(row, "history")):
