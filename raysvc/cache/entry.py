@@ -4,8 +4,6 @@ Axes: N rows.
 
 Always true:
 - opening reads the manifest and a listing, never a part: it costs the same for any number of rows;
-- a part is memory-mapped when the first row of it is asked for; at most `OPEN_PARTS` stay mapped;
-- a remote part is a checked copy on this node's disk, fetched ahead when reading is sequential or announced;
 - from the first row that is read until the entry is let go of, it is held: gc does not delete it;
 - no row is served whose bytes were not compared with their checksum, in this process or on arrival;
 - a part whose size or structure is not what the manifest says raises EntryError and is never served;
@@ -15,9 +13,8 @@ Always true:
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.cache import names
-from raysvc.cache.local.part_cache import PartCopies, node_copies
-from raysvc.cache.local.part_source import LocalParts, PartSource, RemoteParts
+from raysvc.cache.local.part_cache import PartCopies
+from raysvc.cache.local.part_reader import PartReader
 from raysvc.cache.manifest import Manifest
 from raysvc.cache.store.store import Found, Store
 from raysvc.cache.use_marker import Hold, this_process
@@ -36,12 +33,6 @@ from raysvc.row_batch import RowBatch
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-    from raysvc.cache.parts import PartView
-
-OPEN_PARTS = 4096  # mappings cost no file handle, and Linux allows 65530 of them
-READ_AHEAD = 4  # parts; two kept half of the connections idle
-THREADS = 16
 
 
 class Entry:
@@ -58,14 +49,9 @@ class Entry:
         self.store = store
         self.folder = folder
         self.manifest = manifest
-        self._parts = _source_of(store, folder, copies)
-        self._lock = threading.Lock()  # guards _views, _mapped_bytes and _last_part
-        self._views: OrderedDict[int, PartView] = OrderedDict()  # mapped parts, least recently used first
-        self._mapped_bytes = 0  # of _views
-        self._last_part = -1  # where the newest read ended
+        self.parts = PartReader(store, folder, manifest.parts, manifest.columns, copies)
+        self._lock = threading.Lock()  # guards _held
         self._held: Future[Hold] | None = None  # begins with the first part that is read
-        counts = [part.num_rows for part in manifest.parts]
-        self._starts: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
     @classmethod
     def open(cls, store: Store, key: str, listing: Sequence[Found] | None = None) -> Entry:
@@ -119,7 +105,7 @@ class Entry:
     @property
     def num_rows(self) -> int:
         """Rows of all parts."""
-        return int(self._starts[-1])
+        return self.parts.num_rows
 
     @cached_property
     def num_tokens(self) -> int:
@@ -147,14 +133,7 @@ class Entry:
 
     def lengths(self) -> npt.NDArray[np.int32]:
         """Tokens of every row, int32 [N]; reads the offsets alone."""
-        out = np.empty(self.num_rows, np.int32)
-
-        def fill(index: int) -> None:
-            out[self._starts[index] : self._starts[index + 1]] = np.diff(self._offsets(index))
-
-        with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(fill, range(len(self.manifest.parts))))
-        return out
+        return self.parts.lengths()
 
     def read(self, row_ids: npt.NDArray[np.integer[Any]]) -> RowBatch:
         """Rows in the given order.
@@ -167,19 +146,8 @@ class Entry:
             EntryError: a damaged part.
             StoreError: a store that cannot be reached.
         """
-        from raysvc.cache.gather import gather
-
-        ids = np.asarray(row_ids, np.int64)
-        used = self._used(ids)
-        goes_on = self._goes_on(used)
-        ahead = (
-            range(used[-1] + 1, min(used[-1] + 1 + READ_AHEAD, len(self.manifest.parts))) if goes_on else ()
-        )
         self._begin_hold()
-        self._fetch_ahead([*used, *ahead])
-        batch = gather(ids, self._starts, {index: self._view(index) for index in used or [0]})
-        if goes_on:
-            self._let_go_before(used[0])
+        batch = self.parts.read(np.asarray(row_ids, np.int64))
         self._wait_for_hold()
         return batch
 
@@ -189,14 +157,10 @@ class Entry:
         Raises:
             EntryError: a damaged part, or one without the column.
         """
+        if name not in self.manifest.columns or self.manifest.columns[name].startswith(("list<", "string")):
+            raise EntryError(self.uri, f"it has no per-row column {name}", "run raysvc tokenize again")
         self._begin_hold()
-        values = []
-        for index in range(len(self.manifest.parts)):
-            self._fetch_ahead(list(range(index, min(index + READ_AHEAD, len(self.manifest.parts)))))
-            rows = self._view(index).rows
-            if name not in rows:
-                raise EntryError(self.uri, f"it has no per-row column {name}", "run raysvc tokenize again")
-            values.append(rows[name])
+        values = list(self.parts.row_values(name))
         self._wait_for_hold()
         return np.concatenate(values) if values else np.zeros(0, np.int64)
 
@@ -206,8 +170,7 @@ class Entry:
         Args:
             row_ids: int [N].
         """
-        ids = np.asarray(row_ids, np.int64)
-        self._fetch_ahead(self._used(ids))
+        self.parts.prefetch(np.asarray(row_ids, np.int64))
 
     def row(self, row_id: int) -> dict[str, Any]:
         """One row as plain Python values."""
@@ -218,10 +181,8 @@ class Entry:
 
     def part_tables(self) -> Iterator[pa.Table]:
         """The parts as tables in row order, each compared with its checksums."""
-        for index in range(len(self.manifest.parts)):
-            self._begin_hold()
-            view = self._view(index)
-            view.check_all()
+        self._begin_hold()
+        for view in self.parts.views():
             self._wait_for_hold()
             yield view.table
 
@@ -229,13 +190,9 @@ class Entry:
         """All parts as one table, memory-mapped."""
         import pyarrow as pa
 
-        everything = range(len(self.manifest.parts))
         self._begin_hold()
-        self._fetch_ahead(list(everything))
-        views = [self._view(index) for index in everything]
-        for view in views:
-            view.check_all()
-        table = pa.concat_tables([view.table for view in views])
+        self.parts.fetch_all()
+        table = pa.concat_tables([view.table for view in self.parts.views()])
         self._wait_for_hold()
         return table
 
@@ -266,79 +223,12 @@ class Entry:
         assert self._held is not None
         self._held.result()
 
-    def _used(self, ids: npt.NDArray[np.int64]) -> list[int]:
-        """Parts that hold the rows, in the order in which they are first needed."""
-        from raysvc.cache.gather import parts_of
-
-        used, firsts = np.unique(parts_of(ids, self._starts), return_index=True)
-        ordered: list[int] = used[np.argsort(firsts)].tolist()
-        return ordered
-
-    def _goes_on(self, used: list[int]) -> bool:
-        """Whether the reads go from front to back."""
-        if not used:
-            return False
-        with self._lock:
-            last, self._last_part = self._last_part, used[-1]
-        return used == sorted(used) and last <= used[0] <= last + 1
-
-    def _let_go_before(self, first: int) -> None:
-        """Unmap what a scan has left behind, so that it needs the same memory for any number of rows."""
-        with self._lock:
-            for index in [index for index in self._views if index < first]:
-                del self._views[index]
-                self._mapped_bytes -= self.manifest.parts[index].num_bytes
-
-    def _fetch_ahead(self, indexes: list[int]) -> None:
-        with self._lock:
-            new = [index for index in indexes if index not in self._views]
-        self._parts.prefetch([self.manifest.parts[index] for index in new])
-
-    def _view(self, index: int) -> PartView:
-        with self._lock:
-            if index in self._views:
-                self._views.move_to_end(index)
-                return self._views[index]
-        from raysvc.cache.parts import decode_part
-
-        part = self.manifest.parts[index]
-        view = decode_part(
-            self._parts.buffer(part), part, self.uri, self.manifest.columns, self._parts.are_checked
-        )
-        with self._lock:
-            self._keep(index, view)
-        return view
-
-    def _keep(self, index: int, view: PartView) -> None:
-        parts = self.manifest.parts
-        if index not in self._views:
-            self._mapped_bytes += parts[index].num_bytes
-        self._views[index] = view
-        limit = self._parts.max_mapped_bytes
-        while len(self._views) > 1 and (len(self._views) > OPEN_PARTS or self._mapped_bytes > limit):
-            self._mapped_bytes -= parts[self._views.popitem(last=False)[0]].num_bytes
-
-    def _offsets(self, index: int) -> npt.NDArray[np.int32]:
-        from raysvc.cache.parts import decode_offsets
-
-        part = self.manifest.parts[index]
-        end = part.offsets_start + 4 * (part.num_rows + 1)
-        path = f"{self.folder}/{part.name}"
-        data = self.store.read(path, part.offsets_start, end) if part.num_rows else b""
-        return decode_offsets(data, part, self.uri)
-
 
 def _hold_into(held: Future[Hold], store: Store, folder: str) -> None:
     try:
         held.set_result(Hold(store, folder, this_process()))
     except Exception as error:  # noqa: BLE001  the reader raises it
         held.set_exception(error)
-
-
-def _source_of(store: Store, folder: str, copies: PartCopies | None) -> PartSource:
-    if store.local_path(folder) is not None:
-        return LocalParts(store, folder)
-    return RemoteParts(store, folder, copies or node_copies())
 
 
 def _check_parts(where: str, manifest: Manifest, found: Mapping[str, Found]) -> None:

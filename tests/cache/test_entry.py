@@ -17,10 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.cache.entry import READ_AHEAD, Entry
+from raysvc.cache.entry import Entry
 from raysvc.cache.find import collect_garbage, find_entry, list_entries, open_entry
 from raysvc.cache.key import cache_key
 from raysvc.cache.local.part_cache import PartCopies, copies_from, node_copies
+from raysvc.cache.local.part_reader import READ_AHEAD
 from raysvc.cache.store.fsspec_store import FsspecStore
 from raysvc.cache.store.open import open_store
 from raysvc.cache.store.store import Store
@@ -185,9 +186,9 @@ def test_opening_costs_the_same_for_any_number_of_rows(tmp_path):
     store = open_store(str(tmp_path))
     build(store, make_slices((50,) * 4))
     entry = find_entry(store, KEY)
-    assert entry._views == {}
+    assert entry.parts._views == {}
     entry.row(60)
-    assert list(entry._views) == [1]
+    assert list(entry.parts._views) == [1]
 
 
 class TestDamage:
@@ -377,7 +378,7 @@ class TestRemote:
             ids = rng.permutation(180)
             assert entry.read(ids).rows["source_row"].tolist() == ids.tolist()
             assert copies.held_bytes() <= 2.5 * part * 1.1
-        assert entry._mapped_bytes <= 2.5 * part
+        assert entry.parts._mapped_bytes <= 2.5 * part
 
     def test_reading_from_front_to_back_fetches_ahead(self, s3, built, private_copies):
         with proxy(s3) as seen:

@@ -77,7 +77,7 @@ def test_a_random_row_compares_its_own_blocks_and_no_others(large):
     path, _ = large
     entry = opened(path)
     entry.row(2000)
-    blocks = entry._views[0].blocks
+    blocks = entry.parts._views[0].blocks
     assert 1 <= blocks._checked.sum() < len(blocks._checked) / 2
     entry.read(np.arange(4000))
     assert blocks.is_done
