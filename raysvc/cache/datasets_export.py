@@ -15,7 +15,9 @@ from raysvc.cache.store.store import Store
 
 
 def datasets_files(manifest: Manifest) -> dict[str, bytes]:
-    """File name -> bytes, in the order in which they are to be written."""
+    """File name -> bytes, in the order in which they are to be written; none where columns lie in several folders."""
+    if manifest.base:
+        return {}
     features = {name: _feature(kind) for name, kind in manifest.columns.items()}
     info = {"features": features, "description": "", "citation": "", "homepage": "", "license": ""}
     state: dict[str, Any] = {

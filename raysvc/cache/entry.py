@@ -7,6 +7,7 @@ Always true:
 - from the first row that is read until the entry is let go of, it is held: gc does not delete it;
 - no row is served whose bytes were not compared with their checksum, in this process or on arrival;
 - a part whose size or structure is not what the manifest says raises EntryError and is never served;
+- an entry that adds columns to a base has the rows of the base, with those columns, and none of its bytes twice;
 - every method may be called from several threads.
 """
 
@@ -24,7 +25,7 @@ import numpy.typing as npt
 from raysvc.cache import names
 from raysvc.cache.local.part_cache import PartCopies
 from raysvc.cache.local.part_reader import PartReader
-from raysvc.cache.manifest import Manifest
+from raysvc.cache.manifest import REBUILD, Manifest
 from raysvc.cache.store.store import Found, Store
 from raysvc.cache.use_marker import Hold, this_process
 from raysvc.cache.verify import Problem, verify_folder
@@ -39,16 +40,23 @@ class Entry:
     """One generation of one key."""
 
     def __init__(
-        self, store: Store, folder: str, manifest: Manifest, copies: PartCopies | None = None
+        self,
+        store: Store,
+        folder: str,
+        manifest: Manifest,
+        copies: PartCopies | None = None,
+        base: Entry | None = None,
     ) -> None:
         """Use `Entry.open`, `open_entry` or `find_entry`.
 
         Args:
             copies: where copies of remote parts lie; None: what `node_copies` says.
+            base: what the manifest names.
         """
         self.store = store
         self.folder = folder
         self.manifest = manifest
+        self.base = base
         self.parts = PartReader(store, folder, manifest.parts, manifest.columns, copies)
         self._lock = threading.Lock()  # guards _held
         self._held: Future[Hold] | None = None  # begins with the first part that is read
@@ -67,17 +75,21 @@ class Entry:
         """
         if names.split_folder(key) is None:
             names.folder_of(key)
-        found = {item.name: item for item in (store.scan(key) if listing is None else listing)}
+        found = store.scan(key) if listing is None else listing
+        return cls._opened(store, key, found, {names.DAMAGED, names.DELETING})
+
+    @classmethod
+    def _opened(cls, store: Store, key: str, listing: Sequence[Found], refused: set[str]) -> Entry:
+        found = {item.name: item for item in listing}
         where = f"{store.url}/{key}"
         if names.MANIFEST not in found:
             what = "its build has not finished" if found else "there is no such entry"
             raise EntryError(
                 where, what, "build it with raysvc tokenize; raysvc cache ls shows what is there"
             )
-        for marker in (names.DAMAGED, names.DELETING):
-            if marker in found:
-                what = "it is marked as damaged" if marker == names.DAMAGED else "it is being removed by gc"
-                raise EntryError(where, what, "build it again with raysvc tokenize")
+        for marker in sorted(refused & found.keys()):
+            what = "it is marked as damaged" if marker == names.DAMAGED else "it is being removed by gc"
+            raise EntryError(where, what, "build it again with raysvc tokenize")
         try:
             data = store.read(f"{key}/{names.MANIFEST}")
         except FileNotFoundError:  # removed since it was listed, or a folder
@@ -90,7 +102,12 @@ class Entry:
                 where, f"its manifest belongs to {manifest.key}", "build it again with raysvc tokenize"
             )
         _check_parts(where, manifest, found)
-        return cls(store, key, manifest)
+        if not manifest.base:
+            return cls(store, key, manifest)
+        # it is not removed while this entry shares it, whatever an interrupted gc may have marked
+        base = cls._opened(store, manifest.base, store.scan(manifest.base), {names.DAMAGED})
+        _check_base(where, manifest, base)
+        return cls(store, key, manifest, base=base)
 
     @property
     def uri(self) -> str:
@@ -101,6 +118,16 @@ class Entry:
     def key(self) -> str:
         """Hash of the recipe."""
         return self.manifest.key
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Column name -> type, those of the base first."""
+        return {**(self.base.columns if self.base else {}), **self.manifest.columns}
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The entry's folder, and those of the entries that it adds columns to."""
+        return (self.folder, *(self.base.folders if self.base else ()))
 
     @property
     def num_rows(self) -> int:
@@ -129,11 +156,11 @@ class Entry:
         return f"Entry({self.uri!r}, rows={self.num_rows}, tokens={self.num_tokens})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Entry, (self.store, self.folder, self.manifest)
+        return Entry, (self.store, self.folder, self.manifest, None, self.base)
 
     def lengths(self) -> npt.NDArray[np.int32]:
         """Tokens of every row, int32 [N]; reads the offsets alone."""
-        return self.parts.lengths()
+        return self._readers[0].lengths()
 
     def read(self, row_ids: npt.NDArray[np.integer[Any]]) -> RowBatch:
         """Rows in the given order.
@@ -146,8 +173,11 @@ class Entry:
             EntryError: a damaged part.
             StoreError: a store that cannot be reached.
         """
+        ids = np.asarray(row_ids, np.int64)
         self._begin_hold()
-        batch = self.parts.read(np.asarray(row_ids, np.int64))
+        batch, *more = (reader.read(ids) for reader in self._readers)
+        for added in more:
+            batch = _with_columns(batch, added, self.uri)
         self._wait_for_hold()
         return batch
 
@@ -157,10 +187,11 @@ class Entry:
         Raises:
             EntryError: a damaged part, or one without the column.
         """
-        if name not in self.manifest.columns or self.manifest.columns[name].startswith(("list<", "string")):
+        reader = next((one for one in self._readers if name in one.columns), None)
+        if reader is None or reader.columns[name].startswith(("list<", "string")):
             raise EntryError(self.uri, f"it has no per-row column {name}", "run raysvc tokenize again")
         self._begin_hold()
-        values = list(self.parts.row_values(name))
+        values = list(reader.row_values(name))
         self._wait_for_hold()
         return np.concatenate(values) if values else np.zeros(0, np.int64)
 
@@ -170,7 +201,8 @@ class Entry:
         Args:
             row_ids: int [N].
         """
-        self.parts.prefetch(np.asarray(row_ids, np.int64))
+        for reader in self._readers:
+            reader.prefetch(np.asarray(row_ids, np.int64))
 
     def row(self, row_id: int) -> dict[str, Any]:
         """One row as plain Python values."""
@@ -180,21 +212,28 @@ class Entry:
         return tokens | {name: values.tolist()[0] for name, values in batch.rows.items()}
 
     def part_tables(self) -> Iterator[pa.Table]:
-        """The parts as tables in row order, each compared with its checksums."""
+        """The parts as tables in row order, each compared with its checksums; those of the base with what was added."""
         self._begin_hold()
-        for view in self.parts.views():
+        first, *more = self._readers
+        added, start = [_table_of(reader) for reader in more], 0
+        for view in first.views():
             self._wait_for_hold()
-            yield view.table
+            table = view.table
+            for each in added:
+                for name in each.column_names:
+                    table = table.append_column(name, each.column(name).slice(start, table.num_rows))
+            start += table.num_rows
+            yield table
 
     def table(self) -> pa.Table:
-        """All parts as one table, memory-mapped."""
-        import pyarrow as pa
-
+        """All rows as one table, memory-mapped."""
         self._begin_hold()
-        self.parts.fetch_all()
-        table = pa.concat_tables([view.table for view in self.parts.views()])
+        first, *more = (_table_of(reader) for reader in self._readers)
+        for each in more:
+            for name in each.column_names:
+                first = first.append_column(name, each.column(name))
         self._wait_for_hold()
-        return table
+        return first
 
     def verify(self) -> list[Problem]:
         """Read every byte and compare checksums; empty when all is well."""
@@ -210,6 +249,11 @@ class Entry:
             EntryError: a removal has begun.
         """
         return Hold(self.store, self.folder, owner)
+
+    @cached_property
+    def _readers(self) -> tuple[PartReader, ...]:
+        """What reads the rows of the first base, then what reads columns that were added, oldest first."""
+        return (*(self.base._readers if self.base else ()), self.parts)
 
     def _begin_hold(self) -> None:
         """Hold while the first parts arrive, so that a remote store is not waited for twice."""
@@ -239,3 +283,32 @@ def _check_parts(where: str, manifest: Manifest, found: Mapping[str, Found]) -> 
             raise EntryError(
                 f"{where}/{part.name}", f"it {what}", "run raysvc cache verify, then raysvc tokenize again"
             )
+
+
+def _check_base(where: str, manifest: Manifest, base: Entry) -> None:
+    counts = (manifest.num_rows, manifest.num_tokens), (base.num_rows, base.num_tokens)
+    if counts[0] != counts[1]:
+        what = f"has {counts[0][0]} rows of {counts[0][1]} tokens, its base {counts[1][0]} of {counts[1][1]}"
+        raise EntryError(where, what, REBUILD)
+    if twice := sorted(manifest.columns.keys() & base.columns.keys()):
+        raise EntryError(where, f"adds the column {twice[0]}, which its base has", REBUILD)
+
+
+def _with_columns(rows: RowBatch, added: RowBatch, uri: str) -> RowBatch:
+    """The rows with the columns of `added`, which are of the same rows."""
+    if not np.array_equal(rows.offsets, added.offsets):
+        raise EntryError(uri, "rows have other lengths than in its base", REBUILD)
+    return RowBatch(
+        rows.row_ids,
+        rows.offsets,
+        {**rows.tokens, **added.tokens},
+        {**rows.rows, **added.rows},
+        {**rows.wide, **added.wide},
+    )
+
+
+def _table_of(reader: PartReader) -> pa.Table:
+    import pyarrow as pa
+
+    reader.fetch_all()
+    return pa.concat_tables([view.table for view in reader.views()])

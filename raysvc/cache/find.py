@@ -43,6 +43,7 @@ class Listed:
         state: `finished`, `building` (no manifest yet), `damaged`, `deleting` (gc removes it) or `unreadable`.
         num_files, num_bytes: all that lies in it.
         modified_s: newest file, seconds since 1970 by the store's clock.
+        shared_by: folders of entries that add columns to its rows.
     """
 
     folder: str
@@ -52,6 +53,7 @@ class Listed:
     num_files: int
     num_bytes: int
     modified_s: float
+    shared_by: tuple[str, ...] = ()
 
 
 def open_entry(uri: str, storage_options: Mapping[str, Any] | None = None) -> Entry:
@@ -85,7 +87,7 @@ def find_entry(store: Store, key: str) -> Entry | None:
         entry = _usable(store, folder, found)
         if entry is None:
             continue
-        if not {names.STATE, names.DATASET_INFO} <= there:
+        if entry.base is None and not {names.STATE, names.DATASET_INFO} <= there:
             _write_datasets_files(entry)
         mark_used(store, folder, found, this_process())
         return entry
@@ -139,4 +141,6 @@ def _listed(store: Store, folder: str) -> Listed:
     state = "damaged" if names.DAMAGED in there else state
     state = "deleting" if names.DELETING in there else state
     newest = max((item.modified_s for item in found), default=0.0)
-    return Listed(folder, key, generation, state, len(found), sum(item.size for item in found), newest)
+    shared_by = tuple(sorted(match[1] for name in there if (match := names.SHARED.fullmatch(name))))
+    num_bytes = sum(item.size for item in found)
+    return Listed(folder, key, generation, state, len(found), num_bytes, newest, shared_by)

@@ -12,6 +12,7 @@ A look (`dry_run`) only lists. It writes nothing, so it works on a full disk and
 
 Always true:
 - an entry or build in use (held, or named by the caller) is not deleted, even if the use began after the first listing;
+- an entry that another one adds columns to is not deleted before that one, whatever its age;
 - nothing younger than the grace period is deleted, by the store's own clock, and no temporary file younger than an hour;
 - an entry that is half removed is never found.
 """
@@ -81,6 +82,12 @@ class _Folder:
         return any(names.USE.fullmatch(i.name) and self.now_s - i.modified_s < USE_TTL_S for i in self.found)
 
     @property
+    def sharers(self) -> list[str]:
+        """Folders of entries that add columns to its rows, or did."""
+        matches = (names.SHARED.fullmatch(item.name) for item in self.found)
+        return [match[1] for match in matches if match]
+
+    @property
     def signs(self) -> list[Found]:
         """What says that somebody uses or used it, newest last."""
         marks = (i for i in self.found if names.USE.fullmatch(i.name) or names.USED.fullmatch(i.name))
@@ -122,7 +129,11 @@ def collect_garbage(
     """
     visit = _Visit(store, grace_s, dry_run)
     kept = {item.rstrip("/").rpartition("/")[2] for item in in_use}
-    free = [one for one in visit.folders if not one.is_held and not _names_of(one.name) & kept]
+    free = [
+        one
+        for one in visit.folders
+        if not (one.is_held or _names_of(one.name) & kept or visit.is_shared(one))
+    ]
     due = [one for one in free if visit.is_due(one)]
     removals = [
         *visit.skipped,
@@ -153,6 +164,15 @@ class _Visit:
             return folder.age_s(names.DELETING) >= self.grace_s
         return not folder.is_finished and folder.age_s() >= self.grace_s
 
+    def is_shared(self, folder: _Folder) -> bool:
+        """Whether an entry that adds columns to its rows, or a build of one, is there now."""
+        return any(self._is_there(name) for name in folder.sharers)
+
+    def _is_there(self, name: str) -> bool:
+        found = self.store.scan(name)  # fresh: it may be younger than the first listing
+        now = _Folder(name, tuple(found), 0.0, self.now_s)
+        return names.MANIFEST in now.there or now.is_held or (bool(found) and now.age_s() < self.grace_s)
+
     def mark(
         self, free: Sequence[_Folder], older_than_s: float | None, max_bytes: int | None
     ) -> list[Removal]:
@@ -171,9 +191,8 @@ class _Visit:
                 gone = self.remove(folder)
                 removals += [] if gone is None else [mark, gone]
                 continue
-            if not self.dry_run:
-                self.store.create(f"{folder.name}/{names.DELETING}", b"")
-            removals.append(mark)
+            if self.dry_run or self._marked(folder):
+                removals.append(mark)
         return removals
 
     def remove(self, folder: _Folder) -> Removal | None:
@@ -183,13 +202,7 @@ class _Visit:
         removal = Removal(folder.name, "removed", reason, folder.num_bytes, tuple(files))
         if self.dry_run:
             return removal
-        marked = self.store.create(f"{folder.name}/{names.DELETING}", b"")
-        again = _Folder(folder.name, tuple(self.store.scan(folder.name)), 0.0, self.now_s)
-        changed = again.there - folder.there - {names.DELETING}
-        if again.is_held or changed:
-            log.info("not removed folder=%s: used while gc looked", folder.name)
-            if marked:
-                self.store.delete(f"{folder.name}/{names.DELETING}")
+        if not self._marked(folder):
             return None
         for record in self.records.get(folder.name, ()):
             self.store.delete(f"{names.INDEX}/{record}")
@@ -197,6 +210,18 @@ class _Visit:
             self.store.delete(f"{folder.name}/{name}")
         self.store.delete(folder.name)
         return removal
+
+    def _marked(self, folder: _Folder) -> bool:
+        """Mark, and list again; False, without a new mark, when it is used after all."""
+        marked = self.store.create(f"{folder.name}/{names.DELETING}", b"")
+        again = _Folder(folder.name, tuple(self.store.scan(folder.name)), 0.0, self.now_s)
+        changed = again.there - folder.there - {names.DELETING}
+        if not (again.is_held or changed or self.is_shared(again)):
+            return True
+        log.info("not removed folder=%s: used while gc looked", folder.name)
+        if marked:
+            self.store.delete(f"{folder.name}/{names.DELETING}")
+        return False
 
     def leftovers(self) -> list[Removal]:
         """Files that nothing needs, in the root and in finished entries."""
@@ -228,6 +253,7 @@ class _Visit:
         needed = {part.name for part in manifest.parts} | {item.name for item in folder.signs[-1:]}
         needed |= {names.MANIFEST, names.STATE, names.DATASET_INFO, names.TOKENIZER}
         needed |= {names.DAMAGED, names.DELETING}
+        needed |= {names.shared_with(one) for one in folder.sharers if self._is_there(one)}
         old = [i for i in folder.found if i.name not in needed and self._is_leftover(i)]
         if folder.is_held:
             old = [i for i in old if names.USE.fullmatch(i.name) or names.USED.fullmatch(i.name)]

@@ -2,7 +2,7 @@
 
 Always true:
 - a manifest that parses is safe to act on: part names stay in the folder, counts add up, types are right;
-- the recipe hashes to the key, and the columns that a trainer needs are there;
+- the recipe hashes to the key, and the columns that a trainer needs are there, in its own parts or in those of its base;
 - its own checksum covers every other field, so a flipped byte anywhere in it is found;
 - a manifest of a newer format is refused with the version that reads it.
 """
@@ -21,8 +21,9 @@ from raysvc.cache.key import cache_key, canonical_json
 from raysvc.cache.local.checksum import BLOCK, DIGITS
 from raysvc.errors import EntryError, EntryTooNew
 
-FORMAT = 1
+FORMAT = 2  # of an entry with a base; others are written as 1, which every version reads
 READABLE_SINCE = "0.1.0"
+ADDED = "added"  # field of a recipe: what was added to a base, oldest first; each names the key that it was added to
 MAX_BYTES = 1 << 28
 REBUILD = "build it again with cache.force: true"
 _VERSION = re.compile(r"[0-9A-Za-z.+-]{1,40}")
@@ -103,7 +104,7 @@ class Receipt:
         receipt = cls(
             slice_index=_count(raw, "slice_index", where),
             part=_part(_mapping(raw, "part", where), where),
-            columns=_columns(raw, where),
+            columns=_columns(raw, where, {}),
             meta=_mapping(raw, "meta", where),
         )
         if not (match := names.PART.fullmatch(receipt.part.name)) or int(match[1]) != receipt.slice_index:
@@ -121,6 +122,8 @@ class Manifest:
         columns: column name -> type.
         recipe: what decided the bytes.
         report: what the builder tells the user.
+        base: folder, in the same root, of the entry whose rows these are: then parts and columns are those that were
+            added to it, and a part ends where its builder chose. Empty: the parts hold whole rows.
     """
 
     key: str
@@ -128,6 +131,7 @@ class Manifest:
     columns: Mapping[str, str]
     recipe: Mapping[str, Any]
     report: Mapping[str, Any] = field(default_factory=dict)
+    base: str = ""
 
     @property
     def num_rows(self) -> int:
@@ -147,8 +151,11 @@ class Manifest:
     def to_json(self) -> bytes:
         """Bytes of `manifest.json`."""
         counts = {"num_rows": self.num_rows, "num_tokens": self.num_tokens, "num_bytes": self.num_bytes}
-        version = {"format": FORMAT, "readable_since": READABLE_SINCE}
-        return canonical_json(_sealed(version | counts | asdict(self)))
+        version = {"format": FORMAT if self.base else 1, "readable_since": READABLE_SINCE}
+        fields = asdict(self)
+        if not self.base:
+            del fields["base"]
+        return canonical_json(_sealed(version | counts | fields))
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Manifest:
@@ -164,9 +171,10 @@ class Manifest:
         manifest = cls(
             key=raw["key"],
             parts=tuple(_part(part, where) for part in parts),
-            columns=_columns(raw, where),
+            columns=_columns(raw, where, {} if raw.get("base") else REQUIRED),
             recipe=_mapping(raw, "recipe", where),
             report=_mapping(raw, "report", where),
+            base=_base(raw, where),
         )
         if not names.KEY.fullmatch(manifest.key):
             raise _damaged(where, f"{manifest.key[:80]!r} is not a key")
@@ -251,14 +259,29 @@ def _mapping(raw: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
     return value
 
 
-def _columns(raw: Mapping[str, Any], where: str) -> dict[str, str]:
+def _base(raw: Mapping[str, Any], where: str) -> str:
+    """The folder of the base; by its recipe an entry names its base's key, so no chain of bases has a circle."""
+    base = raw.get("base", "")
+    if base == "":
+        return ""
+    split = names.split_folder(base) if isinstance(base, str) else None
+    added = _mapping(raw, "recipe", where).get(ADDED)
+    last = added[-1] if isinstance(added, list) and added else None
+    if split is None or not isinstance(last, dict) or last.get("to") != split[0]:
+        raise _damaged(where, "its base is not the entry that its recipe names")
+    return str(base)
+
+
+def _columns(raw: Mapping[str, Any], where: str, required: Mapping[str, str]) -> dict[str, str]:
     value = raw.get("columns")
     pairs_ok = isinstance(value, dict) and all(
         isinstance(kind, str) and is_column_type(kind) for kind in value.values()
     )
     if not pairs_ok or not isinstance(value, dict):
         raise _damaged(where, "columns are not known types")
-    for name, kind in REQUIRED.items():
+    if not any(kind.startswith("list<") for kind in value.values()):
+        raise _damaged(where, "no column is per token")
+    for name, kind in required.items():
         if value.get(name) != kind:
             raise _damaged(where, f"column {name} is {value.get(name, 'missing')}, it must be {kind}")
     return value

@@ -5,6 +5,7 @@
         part-<slice>-<uid>.arrow       receipt-<slice>-<uid>.json
         manifest.json   state.json   dataset_info.json
         tokenizer.json  use-<uid>.json  used-<uid>.json  deleting.json  damaged.json
+        shared-<folder>.json           the entry in that folder adds columns to this one's rows
     <root>/.index/          one empty file per finished entry, see `raysvc.cache.index`
     <root>/.scans/          what was found out about source files, see `raysvc.pipelines.sources.scan_memo`
 
@@ -33,6 +34,7 @@ PART = re.compile(r"part-([0-9]{5,9})-[0-9a-f]{16}\.arrow")
 RECEIPT = re.compile(r"receipt-([0-9]{5,9})-[0-9a-f]{16}\.json")
 USE = re.compile(r"use-[0-9a-f]{16}\.json")
 USED = re.compile(r"used-[0-9a-f]{16}\.json")
+SHARED = re.compile(rf"shared-({FOLDER.pattern})\.json")
 
 
 def new_part(slice_index: int) -> tuple[str, str]:
@@ -49,6 +51,11 @@ def new_use() -> str:
 def new_used() -> str:
     """A fresh name of a sign that an entry was used."""
     return f"used-{uuid.uuid4().hex[:16]}.json"
+
+
+def shared_with(folder: str) -> str:
+    """The name of a marker that says that the entry in `folder` needs this one's parts."""
+    return f"shared-{folder}.json"
 
 
 def folder_of(key: str, generation: int = 0) -> str:

@@ -4,7 +4,7 @@ Axes: N rows of the part, T tokens of all N rows.
 
 Always true:
 - equal rows give equal bytes, however the table was chunked, sliced, annotated or its columns ordered;
-- every list column is per token: its offsets equal those of `input_ids`; lists of a fixed size are the shape of a value;
+- every list column is per token: their offsets are equal; lists of a fixed size are the shape of a value;
 - bfloat16 lies as its bits, uint16; the manifest says which columns these are;
 - there are no nulls, except in per-row text;
 - a view copies nothing, and its columns are those that the manifest names, by name and type;
@@ -93,13 +93,18 @@ class PartView:
             self.blocks.check_all()
 
 
-def encode_part(name: str, table: pa.Table) -> PartBytes:
+def encode_part(name: str, table: pa.Table, required: Mapping[str, str] = REQUIRED) -> PartBytes:
     """The file of a table.
+
+    Args:
+        name: of the file.
+        table: columns of rows; the first one per token, by name behind `input_ids`, says how long they are.
+        required: columns that must be there, with their types; at least one column is per token.
 
     Raises:
         EntryError: a column that a part cannot hold, named.
     """
-    batch, columns = _one_batch(table)
+    batch, columns = _one_batch(table, required)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
@@ -197,21 +202,22 @@ def _with_blocks(view: PartView, blocks: Blocks, buffer: pa.Buffer) -> PartView:
     return replace(view, blocks=blocks, places=places)
 
 
-def _one_batch(table: pa.Table) -> tuple[pa.RecordBatch, dict[str, str]]:
+def _one_batch(table: pa.Table, required: Mapping[str, str]) -> tuple[pa.RecordBatch, dict[str, str]]:
     order = sorted(table.column_names, key=lambda name: (name not in REQUIRED, name))
     arrays = {name: _plain(name, table.column(name)) for name in order}
     columns = {name: _type_name(name, array.type) for name, array in arrays.items()}
     for name in order:
         if (table.schema.field(name).metadata or {}).get(MARK) == b"bfloat16":
             columns[name] = columns[name].replace("uint16", "bfloat16")
-    for name, kind in REQUIRED.items():
+    for name, kind in required.items():
         if columns.get(name) != kind:
             raise EntryError(f"column {name}", f"it is {columns.get(name, 'missing')}", f"it must be {kind}")
-    lengths = _lengths(arrays["input_ids"])
+    first = next(name for name, array in arrays.items() if pa.types.is_list(array.type))
+    lengths = _lengths(arrays[first])
     for name, array in arrays.items():
         if pa.types.is_list(array.type) and not np.array_equal(_lengths(array), lengths):
             raise EntryError(
-                f"column {name}", "its lists are not as long as input_ids", "give one value per token"
+                f"column {name}", f"its lists are not as long as {first}", "give one value per token"
             )
     fields = [pa.field(name, _canonical(array.type)) for name, array in arrays.items()]
     batch = pa.RecordBatch.from_arrays(
@@ -286,9 +292,10 @@ def _lengths(lists: pa.ListArray) -> npt.NDArray[np.int32]:
 
 
 def _locate_offsets(buffer: pa.Buffer) -> tuple[int, int]:
-    """Where the offsets of `input_ids` lie in the file, and how many tokens there are."""
+    """Where the offsets of the first column per token lie in the file, and how many tokens there are."""
     with pa.ipc.open_stream(buffer) as reader:
-        column = reader.read_next_batch().column("input_ids")
+        batch = reader.read_next_batch()
+    column = next(each for each in batch.columns if pa.types.is_list(each.type))
     if len(column) == 0:
         return 0, 0
     return column.buffers()[1].address - buffer.address, len(column.values)
@@ -305,12 +312,12 @@ def _view(table: pa.Table, info: PartInfo, columns: Mapping[str, str]) -> PartVi
         raise ValueError("a value inside a list is null")
     offsets = np.zeros(1, np.int32)
     if info.num_rows:
-        offsets = _numpy(lists["input_ids"].offsets).view(np.int32)
+        offsets = _numpy(next(iter(lists.values())).offsets).view(np.int32)
     if offsets[0] != 0 or offsets[-1] != info.num_tokens or (np.diff(offsets) < 0).any():
         raise ValueError("its token offsets are impossible")
     for name, array in lists.items():
         if info.num_rows and not np.array_equal(_numpy(array.offsets).view(np.int32), offsets):
-            raise ValueError(f"column {name} has other lengths than input_ids")
+            raise ValueError(f"column {name} has other lengths than another one")
     half = {name for name, kind in columns.items() if "bfloat16" in kind}
     tokens = {n: _values(array.values, n in half)[: info.num_tokens] for n, array in lists.items()}
     if any(len(values) != info.num_tokens for values in tokens.values()):

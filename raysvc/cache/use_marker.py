@@ -3,7 +3,10 @@
 `use-<uid>.json` says that somebody uses the entry now: a server, a reader, a build. It counts for `USE_TTL_S`, so
 a holder renews it. `used-<uid>.json` says when the entry was used last: a hit, or a hold that ended.
 
-Whoever holds writes the marker first and then looks whether a deletion has begun. gc marks the deletion first and
+`shared-<folder>.json` says that the entry in another folder adds columns to the rows of this one. It counts as long as that
+entry, or a build of it, is there.
+
+Whoever holds or shares writes the marker first and then looks whether a deletion has begun. gc marks the deletion first and
 then looks for markers. So at least one of the two sees the other.
 
 Always true:
@@ -204,6 +207,19 @@ def mark_used(store: Store, folder: str, found: Sequence[Found], owner: str) -> 
                 store.delete(f"{folder}/{item.name}")
     except (StoreError, OSError) as error:
         logger.info("use not noted uri=%s/%s error=%s", store.url, folder, error)
+
+
+def share(store: Store, folder: str, by: str) -> None:
+    """Keep an entry from being removed as long as the entry in folder `by` is there.
+
+    Raises:
+        EntryError: a deletion has begun.
+        StoreError: the marker cannot be written.
+    """
+    store.create(f"{folder}/{names.shared_with(by)}", b"")
+    if names.DELETING in store.list(folder):
+        store.delete(f"{folder}/{names.shared_with(by)}")
+        raise EntryError(f"{store.url}/{folder}", "it is being removed by gc", "build it again")
 
 
 def store_now(store: Store) -> float:

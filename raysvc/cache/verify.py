@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from raysvc.cache import names
 from raysvc.cache.datasets_export import datasets_files
@@ -28,7 +28,7 @@ class Problem:
     """One thing that is wrong with an entry.
 
     Attributes:
-        name: file in the entry's folder.
+        name: file in the entry's folder; of a file of its base `<folder>/<file>`.
         kind: `missing`, `size` (truncated or longer) or `content` (a flipped byte).
         detail: one clause.
     """
@@ -66,7 +66,22 @@ def verify_folder(store: Store, folder: str) -> list[Problem]:
         return [Problem(names.MANIFEST, "content", error.what)]
     with ThreadPoolExecutor(THREADS) as pool:
         parts = list(pool.map(lambda part: _check(store, folder, part, found.get(part.name)), manifest.parts))
-    return [one for one in [*parts, *_small_files(store, folder, manifest, found)] if one is not None]
+    own = [one for one in [*parts, *_small_files(store, folder, manifest, found)] if one is not None]
+    return [*own, *(_of_base(store, manifest.base) if manifest.base else ())]
+
+
+def _of_base(store: Store, base: str) -> list[Problem]:
+    try:
+        problems = verify_folder(store, base)
+    except EntryTooNew:
+        raise
+    except EntryError as error:
+        return [Problem(f"{base}/{names.MANIFEST}", "missing", error.what)]
+    return [
+        replace(one, name=one.name if "/" in one.name else f"{base}/{one.name}")
+        for one in problems
+        if not one.can_be_repaired
+    ]
 
 
 def repair(store: Store, folder: str, problems: Sequence[Problem]) -> None:
@@ -83,9 +98,12 @@ def repair(store: Store, folder: str, problems: Sequence[Problem]) -> None:
 
 
 def mark_damaged(store: Store, folder: str, problems: Sequence[Problem]) -> None:
-    """Take an entry out of service: it is not found or opened any more, and the next build replaces it."""
+    """Take an entry out of service, and its base where that has the problem: the next build replaces them."""
     report = json.dumps([asdict(problem) for problem in problems], indent=2)
-    store.create(f"{folder}/{names.DAMAGED}", report.encode())
+    bases = {one.name.rpartition("/")[0] for one in problems if "/" in one.name}
+    for each in sorted({folder, *bases}):
+        if store.list(each):
+            store.create(f"{each}/{names.DAMAGED}", report.encode())
 
 
 def _check(store: Store, folder: str, part: PartInfo, found: Found | None) -> Problem | None:

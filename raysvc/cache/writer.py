@@ -6,6 +6,7 @@ Always true:
 - a receipt names a part that is complete and durable, so a build goes on from the receipts a listing shows;
 - the manifest names only parts that a listing shows with their right sizes;
 - of all builders exactly one manifest wins, and every `commit` returns that one;
+- what an entry adds its columns to is marked as shared before its manifest is written;
 - a builder never renames over, changes or deletes what another one wrote.
 """
 
@@ -23,8 +24,9 @@ from raysvc.cache.datasets_export import ensure_datasets_files
 from raysvc.cache.generations import build_generation
 from raysvc.cache.key import Recipe
 from raysvc.cache.local.checksum import checksum_of
-from raysvc.cache.manifest import Manifest, Receipt
+from raysvc.cache.manifest import REQUIRED, Manifest, Receipt
 from raysvc.cache.store.store import Found, Store
+from raysvc.cache.use_marker import share
 from raysvc.errors import EntryError
 
 THREADS = 16
@@ -70,13 +72,21 @@ class EntryWriter:
         usable = [receipt for receipt, good in zip(fitting, intact, strict=True) if good]
         return {one.slice_index: one for one in sorted(usable, key=lambda one: one.part.name, reverse=True)}
 
-    def write_part(self, slice_index: int, table: pa.Table, meta: Mapping[str, Any]) -> Receipt:
+    def write_part(
+        self,
+        slice_index: int,
+        table: pa.Table,
+        meta: Mapping[str, Any],
+        required: Mapping[str, str] = REQUIRED,
+    ) -> Receipt:
         """Make the rows of a slice durable.
 
         Args:
             slice_index: position of the slice in the source, from 0.
-            table: `input_ids` list<int32>, `loss_mask` list<uint8>, more per-token lists, per-row columns.
+            table: `input_ids` list<int32>, `loss_mask` list<uint8>, more per-token lists, per-row columns; or
+                the columns that are added to another entry.
             meta: JSON that comes back with the receipt.
+            required: columns that must be there.
 
         Raises:
             EntryError: a column that cannot be cached.
@@ -85,7 +95,7 @@ class EntryWriter:
         from raysvc.cache.parts import encode_part
 
         part_name, receipt_name = names.new_part(slice_index)
-        part = encode_part(part_name, table)
+        part = encode_part(part_name, table, required)
         receipt = Receipt(slice_index, part.info, part.columns, dict(meta))
         self._intact.add(part_name)
         self.store.write(f"{self.folder}/{part_name}", part.data)
@@ -98,6 +108,7 @@ class EntryWriter:
         recipe: Recipe,
         report: Mapping[str, Any],
         tokenizer: bytes | None = None,
+        base: str = "",
     ) -> Manifest:
         """Finish the entry, or take over what another builder finished first.
 
@@ -106,15 +117,18 @@ class EntryWriter:
             recipe: stored in clear.
             report: JSON for the user.
             tokenizer: `tokenizer.json`, so that the rows can be decoded wherever the entry is copied to.
+            base: folder of the entry that the columns are added to.
 
         Raises:
-            EntryError: a slice is missing or twice, columns differ between slices, or a part is gone.
+            EntryError: a slice is missing or twice, columns differ between slices, a part or the base is gone.
         """
         self._check(receipts)
         columns = receipts[0].columns if receipts else {}
-        mine = Manifest(self.key, tuple(one.part for one in receipts), columns, recipe, report)
+        mine = Manifest(self.key, tuple(one.part for one in receipts), columns, recipe, report, base)
         if tokenizer is not None:
             self.store.create(f"{self.folder}/{names.TOKENIZER}", tokenizer)
+        if base:
+            share(self.store, base, self.folder)
         path = f"{self.folder}/{names.MANIFEST}"
         if self.store.create(path, mine.to_json()):
             winner = mine

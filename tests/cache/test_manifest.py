@@ -128,7 +128,7 @@ def test_a_newer_format_is_refused_with_the_version_that_reads_it():
         b'{"format": 7, "readable_since": "2.3.0"}',
     ):
         with pytest.raises(
-            EntryTooNew, match=r"format 7, this raysvc reads up to 1; install raysvc 2\.3\.0 or newer"
+            EntryTooNew, match=r"format 7, this raysvc reads up to 2; install raysvc 2\.3\.0 or newer"
         ):
             Manifest.from_json(data, "x")
 
