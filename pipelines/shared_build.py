@@ -15,20 +15,35 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from raysvc.cache.manifest import Receipt
 from raysvc.errors import RaysvcError
-from raysvc.job.config import PoolConfig
-from raysvc.pipelines.sources.slices import Slice
-from raysvc.pipelines.tokenize import BuildTask, receipts_of
 
 log = logging.getLogger(__name__)
 NAMESPACE = "raysvc-builds"
 POLL_S = 0.1
 MAX_DEATHS = 20
+
+
+class Work(Protocol):
+    """What is left of a build; plain data that travels to the builder."""
+
+    @property
+    def uri(self) -> str:
+        """Of the entry that is built."""
+        ...
+
+    @property
+    def num_slices(self) -> int:
+        """That are left."""
+        ...
+
+    def receipts(self) -> Iterator[Receipt]:
+        """Do it; receipts of all slices in any order."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -55,12 +70,12 @@ class Builder:
         self._finished = False
         self._entry, self._num_slices = "", 0
 
-    def start(self, task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> None:
+    def start(self, work: Work) -> None:
         """Begin, unless somebody else's call has begun already."""
         with self._lock:
             if self._thread is None:
-                self._entry, self._num_slices = task.writer.uri, len(slices)
-                self._thread = threading.Thread(target=self._run, args=(task, slices, pool), daemon=True)
+                self._entry, self._num_slices = work.uri, work.num_slices
+                self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
                 self._thread.start()
 
     def news(self, seen: int) -> News:
@@ -83,15 +98,15 @@ class Builder:
         facts = {"entry": self._entry, "done": len(self._receipts), "slices": self._num_slices, "node": node}
         return {**facts, "finished": self._finished}
 
-    def _run(self, task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> None:
+    def _run(self, work: Work) -> None:
         try:
-            for receipt in receipts_of(task, slices, pool):
+            for receipt in work.receipts():
                 self._receipts.append(receipt.to_json())
         except RaysvcError as error:
             self._error = error
         except Exception as error:
-            log.exception("build failed entry=%s", task.writer.uri)
-            self._error = RuntimeError(f"the build of {task.writer.uri} failed: {error}")
+            log.exception("build failed entry=%s", work.uri)
+            self._error = RuntimeError(f"the build of {work.uri} failed: {error}")
         self._finished = True
 
 
@@ -116,7 +131,7 @@ def builds_in_progress(timeout_s: float = 5.0) -> list[dict[str, Any]]:
     return [each for each in facts if not each["finished"]]
 
 
-def shared_receipts(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> Iterator[Receipt]:
+def shared_receipts(work: Work) -> Iterator[Receipt]:
     """Receipts of all slices, made by this cluster's builder of the entry; in any order, maybe some twice.
 
     Raises:
@@ -127,24 +142,24 @@ def shared_receipts(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) 
 
     for _ in range(MAX_DEATHS):
         try:
-            yield from _follow(task, slices, pool)
+            yield from _follow(work)
         except ray.exceptions.RayActorError:
-            log.warning("the builder of %s died; starting another one", task.writer.uri)
+            log.warning("the builder of %s died; starting another one", work.uri)
             time.sleep(POLL_S)
             continue
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         return
-    raise RuntimeError(f"{MAX_DEATHS} builders of {task.writer.uri} died; check the memory of the nodes")
+    raise RuntimeError(f"{MAX_DEATHS} builders of {work.uri} died; check the memory of the nodes")
 
 
-def _follow(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> Iterator[Receipt]:
+def _follow(work: Work) -> Iterator[Receipt]:
     import ray
 
-    name = hashlib.sha256(task.writer.uri.encode()).hexdigest()[:24]
+    name = hashlib.sha256(work.uri.encode()).hexdigest()[:24]
     actor = ray.remote(Builder).options(name=name, namespace=NAMESPACE, get_if_exists=True, num_cpus=0)
     builder = actor.remote()
-    builder.start.remote(task, slices, pool)
+    builder.start.remote(work)
     seen = 0
     while True:
         news: News = ray.get(builder.news.remote(seen), timeout=60)

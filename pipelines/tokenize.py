@@ -10,7 +10,6 @@ Always true:
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
@@ -20,16 +19,13 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from raysvc import errors
 from raysvc.cache.manifest import Receipt
 from raysvc.cache.writer import EntryWriter
 from raysvc.chat.row_counts import Quarantined, RowCounts
 from raysvc.chat.slice_tokenizer import SliceResult, SliceTokenizer
-from raysvc.errors import RaysvcError
 from raysvc.job.config import PoolConfig, TextSpec
 from raysvc.pipelines.reading.readers import has_long_line, read_lines, read_rows
+from raysvc.pipelines.slice_graph import WorkerPool, answers, receipts_from, slice_graph
 from raysvc.pipelines.sources.slices import Slice
 
 if TYPE_CHECKING:
@@ -54,10 +50,7 @@ class BuildTask:
 
 
 class SliceWorker:
-    """Tokenizes slices in a Ray Data actor; the tokenizer is loaded once.
-
-    What a user has to fix comes back as data: Ray Data would wrap it until its type is lost.
-    """
+    """Tokenizes slices in a Ray Data actor; the tokenizer is loaded once."""
 
     def __init__(self, task: BuildTask) -> None:
         # one actor has one CPU: threads of the encoder would only fight the other actors
@@ -70,20 +63,10 @@ class SliceWorker:
         return SliceTokenizer(self._task.spec)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        results = [self._try(Slice.from_json(json.loads(text))) for text in batch["slice"]]
-        return {
-            name: np.array([result[name] for result in results], dtype=object)
-            for name in ("receipt", "error")
-        }
-
-    def _try(self, piece: Slice) -> dict[str, str]:
-        try:
-            return {"receipt": self._build(piece), "error": ""}
-        except RaysvcError as error:
-            return {"receipt": "", "error": json.dumps([type(error).__name__, *error.args])}
-
-    def _build(self, piece: Slice) -> str:
-        return build_slice(self._task, self._tokenizer, piece).to_json().decode()
+        return answers(
+            batch["slice"],
+            lambda piece: build_slice(self._task, self._tokenizer, Slice.from_json(piece)),
+        )
 
 
 def build_slice(task: BuildTask, tokenizer: SliceTokenizer, piece: Slice) -> Receipt:
@@ -159,48 +142,32 @@ def receipts_of(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> I
     yield from done.values()
     if not left:
         return
-    for row in build_graph(task, left, pool).iter_rows():
-        if row["error"]:
-            name, *args = json.loads(row["error"])
-            error: RaysvcError = getattr(errors, name)(*args)
-            raise error
-        yield Receipt.from_json(row["receipt"].encode(), "receipt")
-
-
-def free_cpus(
-    nodes: Sequence[Mapping[str, Any]], available: Mapping[str, float], selector: Mapping[str, str]
-) -> int:
-    """CPUs to start on: what is free of the nodes that the selector admits; a growing cluster adds to it."""
-
-    def admits(labels: Mapping[str, str]) -> bool:
-        for name, wanted in selector.items():
-            has = labels.get(name)
-            if "(" not in wanted and ((has == wanted[1:]) if wanted[:1] == "!" else (has != wanted)):
-                return False  # in(...) and !in(...) are left to Ray
-        return True
-
-    fit = [node["Resources"] for node in nodes if node["Alive"] and admits(node.get("Labels") or {})]
-    return int(min(available.get("CPU", 0), sum(resources.get("CPU", 0) for resources in fit)))
+    yield from receipts_from(build_graph(task, left, pool))
 
 
 def build_graph(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> ray.data.Dataset:
     """The Ray Data graph over some slices; lazy."""
-    import ray
-    import ray.data
+    return slice_graph(SliceWorker, task, [piece.to_json() for piece in slices], WorkerPool.of(pool))
 
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-    # on the whole execution: given to map_batches alone, Ray Data's own requests still start a node of every pool
-    context.execution_options.label_selector = dict(pool.label_selector) or None
-    most = min(len(slices), pool.max or len(slices))
-    least = min(pool.min, most)
-    free = free_cpus(ray.nodes(), ray.available_resources(), pool.label_selector)
-    compute = ray.data.ActorPoolStrategy(
-        min_size=least, initial_size=max(least, min(most, free)), max_size=most
-    )
-    rows = [{"slice": json.dumps(piece.to_json())} for piece in slices]
-    data = ray.data.from_items(rows, override_num_blocks=len(rows))
-    return data.map_batches(
-        SliceWorker, fn_constructor_args=(task,), batch_size=1, compute=compute, num_cpus=1
-    )
+
+@dataclass(frozen=True)
+class TokenizeWork:
+    """All that is left of a build, as the shared builder runs it."""
+
+    task: BuildTask
+    slices: tuple[Slice, ...]
+    pool: PoolConfig
+
+    @property
+    def uri(self) -> str:
+        """Of the entry."""
+        return self.task.writer.uri
+
+    @property
+    def num_slices(self) -> int:
+        """That are left."""
+        return len(self.slices)
+
+    def receipts(self) -> Iterator[Receipt]:
+        """Of all slices."""
+        return receipts_of(self.task, self.slices, self.pool)

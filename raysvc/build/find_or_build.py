@@ -157,8 +157,9 @@ class _Making:
             return local_receipts(task, left, self.plan.tokenizer)
         from raysvc.cluster import connect
         from raysvc.pipelines.shared_build import shared_receipts
+        from raysvc.pipelines.tokenize import TokenizeWork
 
         meter.waiting("starting Ray")
         connect(address)
         meter.waiting("starting workers")
-        return shared_receipts(task, left, self.job.workers)
+        return shared_receipts(TokenizeWork(task, tuple(left), self.job.workers))

@@ -1,0 +1,135 @@
+"""Slices through a pool of Ray Data actors: what every build has in common.
+
+The driver sends descriptions of slices as JSON and gets receipts back. What a user has to fix comes back as data: Ray
+Data would wrap it until its type is lost.
+
+Always true:
+- one slice is one call of a worker;
+- an error that was raised on purpose is raised again as it was;
+- the pool starts on what is free now of the nodes that it may use, and grows with the cluster.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raysvc import errors
+from raysvc.cache.manifest import Receipt
+from raysvc.errors import RaysvcError
+from raysvc.job.config import PoolConfig
+
+if TYPE_CHECKING:
+    import ray.data
+
+
+@dataclass(frozen=True)
+class WorkerPool:
+    """Workers of a build.
+
+    Attributes:
+        min: that are kept while it runs.
+        max: None: as many as there are slices.
+        num_cpus, num_gpus: of each.
+        label_selector: of the nodes.
+    """
+
+    min: int = 1
+    max: int | None = None
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    label_selector: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: PoolConfig) -> WorkerPool:
+        """The workers that a job asks for."""
+        return cls(config.min, config.max, label_selector=config.label_selector)
+
+
+def answers(pieces: Sequence[str], build: Callable[[Any], Receipt]) -> dict[str, Any]:
+    """What a worker returns for its batch of slices: receipts and errors, as columns of text."""
+    results = [_answer(json.loads(piece), build) for piece in pieces]
+    return {
+        name: np.array([result[name] for result in results], dtype=object) for name in ("receipt", "error")
+    }
+
+
+def _answer(piece: Any, build: Callable[[Any], Receipt]) -> dict[str, str]:
+    try:
+        return {"receipt": build(piece).to_json().decode(), "error": ""}
+    except RaysvcError as error:
+        return {"receipt": "", "error": json.dumps([type(error).__name__, *error.args])}
+
+
+def receipts_from(data: ray.data.Dataset) -> Iterator[Receipt]:
+    """Run a graph; receipts come as slices finish, in any order.
+
+    Raises:
+        RaysvcError: what a task raised on purpose, as it was raised there.
+    """
+    for row in data.iter_rows():
+        if row["error"]:
+            name, *args = json.loads(row["error"])
+            error: RaysvcError = getattr(errors, name)(*args)
+            raise error
+        yield Receipt.from_json(row["receipt"].encode(), "receipt")
+
+
+def slice_graph(
+    worker: type, task: Any, pieces: Sequence[Mapping[str, Any]], pool: WorkerPool
+) -> ray.data.Dataset:
+    """The graph over some slices; lazy.
+
+    Args:
+        worker: class of the actors; made with `task`, called with a batch whose column `slice` is JSON.
+        task: what every worker knows.
+        pieces: plain JSON.
+        pool: the workers.
+    """
+    import ray
+    import ray.data
+
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    # on the whole execution: given to map_batches alone, Ray Data's own requests still start a node of every pool
+    context.execution_options.label_selector = dict(pool.label_selector) or None
+    most = min(len(pieces), pool.max or len(pieces))
+    least = min(pool.min, most)
+    free = free_workers(ray.nodes(), ray.available_resources(), pool)
+    compute = ray.data.ActorPoolStrategy(
+        min_size=least, initial_size=max(least, min(most, free)), max_size=most
+    )
+    rows = [{"slice": json.dumps(piece)} for piece in pieces]
+    data = ray.data.from_items(rows, override_num_blocks=len(rows))
+    return data.map_batches(
+        worker,
+        fn_constructor_args=(task,),
+        batch_size=1,
+        compute=compute,
+        num_cpus=pool.num_cpus,
+        num_gpus=pool.num_gpus or None,
+    )
+
+
+def free_workers(nodes: Sequence[Mapping[str, Any]], available: Mapping[str, float], pool: WorkerPool) -> int:
+    """Workers to start with: what is free of the nodes that the pool may use; a growing cluster adds to it."""
+
+    def admits(labels: Mapping[str, str]) -> bool:
+        for name, wanted in pool.label_selector.items():
+            has = labels.get(name)
+            if "(" not in wanted and ((has == wanted[1:]) if wanted[:1] == "!" else (has != wanted)):
+                return False  # in(...) and !in(...) are left to Ray
+        return True
+
+    fit = [node["Resources"] for node in nodes if node["Alive"] and admits(node.get("Labels") or {})]
+    need = {kind: each for kind, each in (("CPU", pool.num_cpus), ("GPU", pool.num_gpus)) if each}
+    room = [
+        min(available.get(kind, 0), sum(resources.get(kind, 0) for resources in fit)) / each
+        for kind, each in need.items()
+    ]
+    return int(min(room))
