@@ -79,9 +79,7 @@ def receipts_from(data: ray.data.Dataset) -> Iterator[Receipt]:
         yield Receipt.from_json(row["receipt"].encode(), "receipt")
 
 
-def slice_graph(
-    worker: type, task: Any, pieces: Sequence[Mapping[str, Any]], pool: WorkerPool
-) -> ray.data.Dataset:
+def slice_graph(worker: type, task: Any, pieces: Sequence[Any], pool: WorkerPool) -> ray.data.Dataset:
     """The graph over some slices; lazy.
 
     Args:

@@ -13,7 +13,7 @@ from raysvc import errors
 
 if TYPE_CHECKING:
     from raysvc.actors.server.spec import Role
-    from raysvc.api import ServerHandle, serve, tokenize
+    from raysvc.api import ServerHandle, enrich, serve, tokenize
     from raysvc.build.cache_entry import CacheEntry, open_cache
     from raysvc.client.batch_client import BatchClient, attach
     from raysvc.client.rank_client import RankClient
@@ -32,6 +32,7 @@ __all__ = [
     "Role",
     "ServerHandle",
     "attach",
+    "enrich",
     "errors",
     "loss_scale",
     "open_cache",
@@ -49,6 +50,7 @@ _HOMES = {
     "Role": "raysvc.actors.server.spec",
     "ServerHandle": "raysvc.api",
     "attach": "raysvc.client.batch_client",
+    "enrich": "raysvc.api",
     "loss_scale": "raysvc.collate.loss_weights",
     "open_cache": "raysvc.build.cache_entry",
     "rollouts": "raysvc.client.rollouts",

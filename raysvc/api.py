@@ -1,7 +1,7 @@
-"""The two verbs that make something: `tokenize` a source into a cache entry, `serve` an entry.
+"""The verbs that make something: `tokenize` a source into a cache entry, `enrich` it with columns, `serve` an entry.
 
 Always true:
-- `tokenize` returns a finished entry; when one with the same key is there, nothing is built;
+- `tokenize` and `enrich` return a finished entry; when one with the same key is there, nothing is built;
 - a build that was killed goes on from its finished slices;
 - `serve` returns when the server answers.
 """
@@ -76,6 +76,31 @@ def tokenize(
     return CacheEntry(entry, hit, reason)
 
 
+def enrich(
+    config: str | Path | Mapping[str, Any] | JobConfig | None = None,
+    *,
+    address: str | None = None,
+    progress: Progress = silent,
+    **overrides: Any,
+) -> CacheEntry:
+    """Compute the columns of a job's section `enrich`, or find them; tokenizes first when needed.
+
+    An objective that needs a reference (dpo, ipo, kto) wants `ref_logprobs` by itself. A job that wants no columns gets
+    its entry as it is.
+
+    Args:
+        config, address, progress, overrides: as in `tokenize`.
+
+    Raises:
+        UserMistake: what `tokenize` raises, or a model that cannot score the rows.
+    """
+    from raysvc.scoring.job_columns import wanted_of, with_columns
+
+    job = load_job(config, **overrides)
+    wanted_of(job)  # refuse before anything is tokenized
+    return with_columns(job, tokenize(job, address=address, progress=progress), address, progress)
+
+
 def serve(
     config: str | Path | Mapping[str, Any] | JobConfig | None = None,
     *,
@@ -84,7 +109,7 @@ def serve(
     progress: Progress = silent,
     **overrides: Any,
 ) -> ServerHandle:
-    """Start the job's server, tokenizing first when needed.
+    """Start the job's server, tokenizing and enriching first when needed.
 
     Args:
         detached: the server outlives this process; False: it ends with it.
@@ -95,7 +120,7 @@ def serve(
     flag("serve(detached)", detached)
     optional_text("serve(address)", address)
     job = load_job(config, **overrides)
-    entry = tokenize(job, address=address, progress=progress)
+    entry = enrich(job, address=address, progress=progress)
     return serve_entry(job, entry, address=address, detached=detached)
 
 
@@ -132,10 +157,14 @@ def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
     """The spec of a job's server."""
     from raysvc.actors.server.spec import EvalSpec, ServeSpec
     from raysvc.build.mixed_job import mixture_spec
+    from raysvc.scoring.job_columns import added_columns
 
+    computed = added_columns(entry)  # for losses, and an eval counts tokens
     evals = {
         name: EvalSpec(
-            entry_uri=_eval_entry(job, name).uri, batch_size=each.batch_size or job.plan.batch_size
+            entry_uri=_eval_entry(job, name).uri,
+            batch_size=each.batch_size or job.plan.batch_size,
+            without=tuple(sorted(computed)),
         )
         for name, each in job.evals.items()
     }

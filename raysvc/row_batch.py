@@ -67,3 +67,16 @@ class RowBatch:
     def lengths(self) -> npt.NDArray[np.int64]:
         """int64 [N], tokens per row."""
         return np.diff(self.offsets)
+
+
+@dataclass(frozen=True, eq=False)
+class AddedColumns:
+    """What was computed for the tokens of a `RowBatch`.
+
+    Attributes:
+        columns: name -> [T, *shape].
+        facts: numbers that are added up over batches.
+    """
+
+    columns: Mapping[str, Array]
+    facts: Mapping[str, float]

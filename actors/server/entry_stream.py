@@ -165,6 +165,6 @@ def streams_of(spec: ServeSpec) -> dict[str, EntryStream]:
         recipe = Recipe(spec.plan, spec.pad_token_id)
         streams[TRAIN] = EntryStream(spec.entry_uri, spec.storage_options, recipe, spec.mixture)
     for name, evaluation in spec.evals.items():
-        recipe = Recipe(eval_plan(spec.plan, evaluation.batch_size), spec.pad_token_id)
+        recipe = Recipe(eval_plan(spec.plan, evaluation.batch_size, evaluation.without), spec.pad_token_id)
         streams[name] = EntryStream(evaluation.entry_uri, spec.storage_options, recipe)
     return streams

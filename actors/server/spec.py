@@ -45,6 +45,7 @@ class EvalSpec(BaseModel):
     model_config = ConfigDict(frozen=True)
     entry_uri: str
     batch_size: int
+    without: tuple[str, ...] = Field(default=(), description="Columns of the plan that its rows may lack.")
 
 
 class MixtureSpec(BaseModel):

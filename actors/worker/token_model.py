@@ -66,7 +66,7 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
             return self._loss_of_rows(loss, inputs, labels_BL, columns_BL, rows)
         assert not isinstance(loss, RowLoss)
         at_target = isinstance(loss, StepLoss) or (loss is None and self.of_steps)
-        rows_TD, head = self._rows(inputs, at_target)
+        rows_TD, head = self.rows_and_head(inputs, at_target)
         labels_T = labels_BL[:, 1:].flatten()
         (targets,) = torch.nonzero(labels_T != IGNORED, as_tuple=True)
         if loss is not None and len(targets) and _is_large(head, rows_TD):
@@ -130,7 +130,7 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
             with torch.autocast(values_S.device.type, enabled=False):
                 values_S = values_S.float() if values_S.dtype in (torch.bfloat16, torch.float16) else values_S
                 return loss.of_rows(LossRows(weights_S, torch.ones_like(weights_S), others, values=values_S))
-        rows_TD, head = self._rows(inputs)
+        rows_TD, head = self.rows_and_head(inputs)
         labels_T, row_T = labels_BL[:, 1:].flatten(), rows["row_BL"][:, 1:].flatten()
         (targets,) = torch.nonzero(labels_T != IGNORED, as_tuple=True)
         zero = rows_TD.sum() * 0.0 + head(rows_TD[:1]).sum() * 0.0
@@ -161,7 +161,7 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
         assert targets.logprobs is not None
         return targets.logprobs
 
-    def _rows(
+    def rows_and_head(
         self, inputs: Mapping[str, torch.Tensor], at_target: bool = False
     ) -> tuple[torch.Tensor, torch.nn.Module]:
         """[T, D] what the head makes a target of, at the token before it (`at_target`: at its own); and the head."""

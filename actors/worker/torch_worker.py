@@ -11,7 +11,6 @@ Always true:
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from raysvc.actors.staging.staging import StagingOptions
+from raysvc.actors.worker.load_model import load_lm
 from raysvc.actors.worker.losses import (
     ROW_INDEX,
     ROW_LOSS,
@@ -48,8 +48,6 @@ from raysvc.job.config import Reduction
 
 if TYPE_CHECKING:
     import torch
-
-LARGE_VOCABULARY = 1 << 16
 
 
 class ModelSpec(BaseModel):
@@ -87,30 +85,6 @@ class ModelSpec(BaseModel):
     precision: Literal["fp32", "bf16"] = "fp32"
     schedule: LearningRate | None = None
     staging: StagingOptions = StagingOptions()
-
-
-def tiny_model(vocab_size: int, critic: bool = False) -> torch.nn.Module:
-    """A randomly initialised Llama of two layers: big enough for its loss to fall, small enough to try on a CPU.
-
-    Its width is 64, and 16 with one attention head under a large vocabulary, whose output layer is then most of what a
-    step computes.
-    """
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
-
-    width = 64 if vocab_size < LARGE_VOCABULARY else 16
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=2,
-        num_attention_heads=width // 16,
-        num_key_value_heads=max(1, width // 32),
-        max_position_embeddings=32768,
-        tie_word_embeddings=not critic,
-        num_labels=1,
-    )
-    model: torch.nn.Module = LlamaForTokenClassification(config) if critic else LlamaForCausalLM(config)
-    return model
 
 
 class CausalLMWorker(Worker):
@@ -151,21 +125,8 @@ class CausalLMWorker(Worker):
         Raises:
             ConfigError: the folder of the model is not on this node.
         """
-        critic = self.spec.role == "critic"
-        if self.spec.model == "tiny":
-            return tiny_model(self.spec.vocab_size, critic)
-        folder = Path(self.spec.model).expanduser()
-        if folder.is_absolute() and not folder.is_dir():
-            what = f"there is no folder {self.spec.model} on {platform.node()}"
-            raise ConfigError("trainer.model", what, "give one that every node sees, a hub name, or tiny")
-        from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
-
-        model: torch.nn.Module = (
-            AutoModelForTokenClassification.from_pretrained(self.spec.model, num_labels=1, dtype="float32")
-            if critic
-            else AutoModelForCausalLM.from_pretrained(self.spec.model, dtype="float32")
-        )  # not in the dtype of its files: bfloat16 weights lose small updates
-        return model
+        # not in the dtype of its files: bfloat16 weights lose small updates
+        return load_lm(self.spec.model, self.spec.vocab_size, critic=self.spec.role == "critic")
 
     def micro_loss(
         self, tensors: dict[str, torch.Tensor], layout: str, loss: Loss | RowLoss | None

@@ -81,7 +81,7 @@ def _build(
     if store.url.startswith("memory://"):
         what = "it lives in one process, and the workers of a build are others"
         raise StoreError(store.url, what, "use a folder or a bucket as cache.root")
-    generation, hold = _held_generation(store, plan.key, generation_of)
+    generation, hold = held_generation(store, plan.key, generation_of)
     with hold:
         writer = EntryWriter(store, plan.key, generation)
         making = _Making(job, plan, writer, progress)
@@ -93,8 +93,12 @@ def _build(
         return making.entry(address)
 
 
-def _held_generation(store: Store, key: str, generation_of: Callable[[Store, str], int]) -> tuple[int, Hold]:
-    """Where to build, held so that gc leaves it alone; another place where gc was faster."""
+def held_generation(store: Store, key: str, generation_of: Callable[[Store, str], int]) -> tuple[int, Hold]:
+    """Where to build, held so that gc leaves it alone; another place where gc was faster.
+
+    Raises:
+        EntryError: gc was faster every time.
+    """
     for _ in range(3):
         generation = generation_of(store, key)
         with contextlib.suppress(EntryError):

@@ -9,12 +9,14 @@ Always true:
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from raysvc.build.mixed_job import entries_of, stages_of
+from raysvc.cache.manifest import ADDED
 from raysvc.collate.plan_report import PlanReport, plan_report
 from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.collate.text_columns import of_fixed_width, text_widths
@@ -68,9 +70,9 @@ def plan_config(job: JobConfig, entry: CacheEntry | None = None) -> PlanConfig:
 
 
 def _carried(entry: CacheEntry) -> dict[str, Any]:
-    """Name -> what the recipe says of a carried column."""
+    """Name -> what the recipe says of a carried or computed column."""
     recipes = [one.recipe for one in entries_of(entry.entry)]
-    each = [recipe.get("carry", {}) for recipe in recipes]
+    each = [_with_added(recipe) for recipe in recipes]
     carried = {name: column for its in each for name, column in its.items()}
     for name in carried:
         if not all(name in its for its in each):
@@ -83,6 +85,14 @@ def _carried(entry: CacheEntry) -> dict[str, Any]:
                 raise ConfigError("mixture", what, f"give source.carry {all_of_them} for it in all of them")
     formats = {str(recipe.get("format")) for recipe in recipes}
     return {**(OWN.get(formats.pop(), {}) if len(formats) == 1 else {}), **carried}
+
+
+def _with_added(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """What an entry carries of its source, and what was computed for it."""
+    return {
+        **recipe.get("carry", {}),
+        **{name: column for added in recipe.get(ADDED, ()) for name, column in added["columns"].items()},
+    }
 
 
 def _model_config(path: Path) -> dict[str, Any] | None:

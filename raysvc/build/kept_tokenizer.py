@@ -1,7 +1,7 @@
 """The tokenizer that an entry keeps: bytes of the entry, and no code.
 
 Always true:
-- nothing but `tokenizer.json` in the entry's folder is read; no name, path or flag of the entry is followed;
+- nothing but `tokenizer.json` in the folder of the entry's rows is read; no name, path or flag of the entry is followed;
 - the bytes have the hash that the entry's recipe names, and that all entries of a mixture name;
 - what this process has loaded from the same bytes is not loaded again.
 """
@@ -48,7 +48,7 @@ def kept_tokenizer(entries: Sequence[Entry]) -> Any:
         if _identity(other)[0] != digest:
             raise EntryError(other.uri, f"it was built with another tokenizer than {first.uri}", REBUILD)
     data = _bytes_of(first)
-    where = f"{first.uri}/{names.TOKENIZER}"
+    where = f"{first.store.url}/{first.folders[-1]}/{names.TOKENIZER}"
     if hashlib.sha256(data).hexdigest() != digest:
         raise EntryError(where, "its bytes are not those that the recipe names", REBUILD)
     backend = _loaded.get(digest) or _backend(data, where)
@@ -78,7 +78,7 @@ def _identity(entry: Entry) -> tuple[str, dict[str, str]]:
 
 def _bytes_of(entry: Entry) -> bytes:
     try:
-        return entry.store.read(f"{entry.folder}/{names.TOKENIZER}")
+        return entry.store.read(f"{entry.folders[-1]}/{names.TOKENIZER}")
     except FileNotFoundError:
         raise TokenizerError(
             entry.uri, "it keeps no tokenizer, so its text cannot be shown", REBUILD

@@ -56,10 +56,12 @@ def ls(
     if as_json:
         emit({"entries": [asdict(entry) for entry in entries]})
         return
+    adds_to = {name: entry.folder for entry in entries for name in entry.shared_by}
     rows = [
         {
-            "entry": entry.folder[:16] + entry.folder[64:],
+            "entry": _short_folder(entry.folder),
             "state": entry.state,
+            **({"adds to": _short_folder(adds_to.get(entry.folder, ""))} if adds_to else {}),
             "MB": round(entry.num_bytes / 1e6, 1),
             "files": entry.num_files,
             "changed": datetime.datetime.fromtimestamp(entry.modified_s).isoformat(" ", "minutes"),
@@ -85,9 +87,19 @@ def info(
     entry = _entry(_store(root, config, storage_option), key)
     facts = {"uri": entry.uri, "key": entry.key, "rows": entry.num_rows, "tokens": entry.num_tokens}
     if as_json:
-        emit({**facts, "recipe": entry.recipe, "report": dict(entry.report)})
+        emit(
+            {
+                **facts,
+                "adds_to": entry.manifest.base or None,
+                "columns": entry.columns,
+                "recipe": entry.recipe,
+                "report": dict(entry.report),
+            }
+        )
         return
-    print_table("Entry", {**facts, "parts": len(entry.manifest.parts)})
+    adds_to = {"adds to": entry.manifest.base} if entry.manifest.base else {}
+    columns = " ".join(f"{name}: {kind}" for name, kind in entry.columns.items())
+    print_table("Entry", {**facts, **adds_to, "parts": len(entry.manifest.parts), "columns": columns})
     print_table("Recipe", {name: _short(value) for name, value in flat(entry.recipe).items()})
 
 
@@ -232,12 +244,16 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     return {prefix.rstrip("."): value}
 
 
+def _short_folder(folder: str) -> str:
+    return folder[:16] + folder[64:]
+
+
 def _explain_job(job: JobConfig, as_json: bool) -> None:
-    from raysvc.build.explain import explain_job
     from raysvc.build.mixed_job import jobs_of
+    from raysvc.scoring.job_columns import explain_columns
 
     jobs = jobs_of(job) if job.mixture else {"": job}
-    found = {name: explain_job(one, str(job.cache.root)) for name, one in jobs.items()}
+    found = {name: explain_columns(one, name, str(job.cache.root)) for name, one in jobs.items()}
     if as_json:
         emit(found if job.mixture else found[""])
         return
@@ -246,6 +262,13 @@ def _explain_job(job: JobConfig, as_json: bool) -> None:
         print(f"{label}{'hit' if one['hit'] else 'miss'}: key={one['key']} ({one['reason']})")
         for line in one["differences"]:
             print(f"  {line}")
+        for added in one["added"]:
+            names = ", ".join(added["columns"])
+            print(
+                f"{label}{names}: {'hit' if added['hit'] else 'miss'}: key={added['key']} ({added['reason']})"
+            )
+            for line in added["differences"]:
+                print(f"  {line}")
 
 
 def _store(root: str | None, config: str | None = None, options: list[str] | None = None) -> Store:

@@ -8,6 +8,7 @@ from raysvc.cli.cache import app as cache
 from raysvc.cli.common import before_the_command
 from raysvc.cli.demo import demo
 from raysvc.cli.doctor import doctor
+from raysvc.cli.enrich import enrich
 from raysvc.cli.export import export
 from raysvc.cli.init import init
 from raysvc.cli.plan import plan
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(doctor)
+app.command()(enrich)
 app.command()(export)
 app.command()(init)
 app.command()(plan)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
+from raysvc.cli.enrich import as_far_as_there
 from raysvc.cli.view import View, print_rows, print_table
 
 StepNumber = Annotated[int | None, typer.Option(help="Show the rows of this step.", min=0)]
@@ -36,7 +37,7 @@ def plan(
 
     job = load_job(config, overrides or ())
     with View() as view:
-        entry = api.tokenize(job, address=address, progress=view)
+        entry = as_far_as_there(job, api.tokenize(job, address=address, progress=view), view)
     steps = plan_of(job, entry)
     dp_size = job.trainer.dp_size
     if step is not None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
+from raysvc.cli.enrich import as_far_as_there
 from raysvc.cli.view import View
 
 Html = Annotated[Path, typer.Option("--html", help="File to write.")]
@@ -36,7 +37,7 @@ def report(
     html.parent.mkdir(parents=True, exist_ok=True)
     html.open("a").close()  # what cannot be written is said before the rows are read
     with View() as view:
-        entry = api.tokenize(job, address=address, progress=view)
+        entry = as_far_as_there(job, api.tokenize(job, address=address, progress=view), view)
     html.write_text(render(gather(job, entry)))
     if as_json:
         emit({"html": str(html)})

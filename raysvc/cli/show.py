@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
+from raysvc.cli.enrich import as_far_as_there
 from raysvc.cli.view import View, print_rows, printable
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[st
     from raysvc.inspect.row_view import columns_of_row, row_picture
 
     with View() as view:
-        entry = api.tokenize(job, address=address, progress=view)
+        entry = as_far_as_there(job, api.tokenize(job, address=address, progress=view), view)
     if row >= entry.num_rows:
         raise EntryError("--row", f"{row} is not below the {entry.num_rows} rows", "give a smaller one")
     values = entry.row(row)

@@ -224,10 +224,14 @@ def _check_plan(job: JobConfig, nodes: list[dict[str, Any]]) -> Finding:
     from raysvc.api import cache_root, tokenize
     from raysvc.build.explain import explain_job
     from raysvc.build.job_plan import report_of
+    from raysvc.scoring.job_columns import with_found_columns
 
     if not explain_job(job, cache_root(job))["hit"]:
         return Finding("object store", "skip", "the job's entry is not built yet")
-    report = report_of(job, tokenize(job))
+    entry, missing = with_found_columns(job, tokenize(job))
+    if missing:
+        return Finding("object store", "skip", f"the job's {', '.join(missing)} are not computed yet")
+    report = report_of(job, entry)
     stores = [node["Resources"].get("object_store_memory", 0) for node in nodes]
     store_bytes = int(min(stores)) if stores else int(MIN_SHM_SHARE * shared_memory()[1])
     return check_look_ahead(report.bytes_look_ahead, store_bytes, job.server.look_ahead_steps)

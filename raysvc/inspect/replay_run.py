@@ -143,11 +143,15 @@ def _spec_of(job: JobConfig) -> ServeSpec:
     from raysvc.api import cache_root, serve_spec, tokenize
     from raysvc.build.explain import explain_job
     from raysvc.build.mixed_job import jobs_of
+    from raysvc.scoring.job_columns import with_found_columns
 
     jobs = jobs_of(job).values() if job.mixture else [job]
     if not all(explain_job(one, cache_root(one))["hit"] for one in jobs):
         raise EntryError("the job's entry", "is not built", "run raysvc tokenize first")
-    spec: ServeSpec = serve_spec(job.model_copy(update={"evals": {}}), tokenize(job))
+    entry, missing = with_found_columns(job, tokenize(job))
+    if missing:
+        raise EntryError("the job's entry", f"has no {', '.join(missing)}", "run raysvc enrich first")
+    spec: ServeSpec = serve_spec(job.model_copy(update={"evals": {}}), entry)
     return spec
 
 

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from raysvc.job.carried import RESERVED, CarriedColumn
+from raysvc.job.enrich_config import EnrichConfig
 from raysvc.job.row_id_file import read_row_ids
 
 Format = Literal[
@@ -439,6 +440,7 @@ class JobConfig(Model):
     workers: PoolConfig = PoolConfig()
     cache: CacheConfig = CacheConfig()
     plan: PlanConfig = PlanConfig()
+    enrich: EnrichConfig = EnrichConfig()
     server: ServerConfig = ServerConfig()
     trainer: TrainerConfig = TrainerConfig()
     evals: dict[str, EvalConfig] = Field(default_factory=dict, description="Name -> rows of an eval.")

@@ -113,8 +113,12 @@ def _joined(entries: Sequence[Rows], bounds: Sequence[Int64s | None], pairs: boo
     return Groups.of_runs(np.concatenate([*firsts, [offset]]).astype(np.int64), pairs)
 
 
-def eval_plan(config: PlanConfig, batch_size: int) -> PlanConfig:
-    """The plan of an eval: every row once, in the order of the entry, in the shape of training."""
+def eval_plan(config: PlanConfig, batch_size: int, without: Sequence[str] = ()) -> PlanConfig:
+    """The plan of an eval: every row once, in the order of the entry, in the shape of training.
+
+    Args:
+        without: columns that do not travel.
+    """
     return config.model_copy(
         update={
             "batch_size": batch_size,
@@ -124,5 +128,6 @@ def eval_plan(config: PlanConfig, batch_size: int) -> PlanConfig:
             "shuffle": "none",
             "tail": "pad",
             "skip_rows": (),
+            "columns": tuple(name for name in config.columns if name not in without),
         }
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysvc.api import cpus_held, serve_spec, tokenize
+from raysvc.api import cpus_held, enrich, serve_spec
 from raysvc.build.cache_entry import CacheEntry
 from raysvc.cache.store.open import absolute
 from raysvc.client.batch_client import BatchClient, attach
@@ -97,7 +97,7 @@ def measure(
     from raysvc.cluster import connect
 
     job = load_job(config)
-    entry = tokenize(job, address=address, progress=progress)
+    entry = enrich(job, address=address, progress=progress)
     connect(address, need_cpus=cpus_held(job))
     name = f"{job.server.name[:60]}.headroom-{os.getpid()}"
     private: dict[str, Any] = {"name": name, "journal": None, "evals": {}, "reap": True}

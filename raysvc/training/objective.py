@@ -27,6 +27,10 @@ NO_EXAMPLES = {
 OF_A_CRITIC = ("reward", "process")
 NEEDS = {"dpo": ("ref_logprobs",), "ipo": ("ref_logprobs",), "kto": ("ref_logprobs", "label")}
 NEEDS |= {"process": ("step_labels",), "distill": ("teacher_ids", "teacher_logprobs")}
+REMEDIES = {
+    "ref_logprobs": "compute it: raysvc enrich; or carry it: source.carry: {ref_logprobs: ...}",
+    "teacher_ids": "name a teacher: enrich: {teacher: {model: ...}}; or carry it: source.carry: {teacher_ids: ...}",
+}
 
 
 def objective_of(job: JobConfig, entry: CacheEntry) -> Any:
@@ -70,6 +74,7 @@ def _check(job: JobConfig, entry: CacheEntry, columns: tuple[str, ...]) -> None:
             raise ConfigError(where, what, f"use one of {', '.join(fits)}")
     for name in NEEDS.get(objective, ()):
         if name not in columns:
-            raise ConfigError(where, f"needs a column {name!r}", f"carry it: source.carry: {{{name}: ...}}")
+            default = f"carry it: source.carry: {{{name}: ...}}"
+            raise ConfigError(where, f"needs a column {name!r}", REMEDIES.get(name, default))
     if objective in OF_A_CRITIC and job.evals:
         raise ConfigError("evals", "count tokens, and a reward model has none", "leave them out")

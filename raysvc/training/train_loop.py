@@ -1,4 +1,4 @@
-"""`raysvc train`: tokenize, serve, attach, and train the built-in worker; goes on where it stopped.
+"""`raysvc train`: tokenize, enrich, serve, attach, and train the built-in worker; goes on where it stopped.
 
 Always true:
 - after a kill at any moment, the same call ends with the row log and weights of a run that was never stopped;
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysvc.api import ServerHandle, cpus_held, serve_entry, serve_spec, tokenize
+from raysvc.api import ServerHandle, cpus_held, enrich, serve_entry, serve_spec
 from raysvc.build.cache_entry import CacheEntry
 from raysvc.build.serve_log import read_served, served_line
 from raysvc.cache.store.open import absolute
@@ -86,7 +86,7 @@ def train(
     if not complete:
         check_model(job.trainer.model)
     entry = (
-        tokenize(job, address=address, progress=progress)
+        enrich(job, address=address, progress=progress)
         if complete
         else _entry_beside_ray(job, address, progress)
     )
@@ -114,7 +114,7 @@ def _entry_beside_ray(job: JobConfig, address: str | None, progress: Progress) -
     """The job's entry; Ray starts while it is looked up."""
     ray_there = starting(address, need_cpus=cpus_held(job))
     try:
-        entry = tokenize(job, address=address, progress=progress)
+        entry = enrich(job, address=address, progress=progress)
     finally:
         if not ray_there.done():
             progress(Tick("start", 0, None, "", waiting="starting Ray"))

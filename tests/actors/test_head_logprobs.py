@@ -8,9 +8,9 @@ import torch
 from raysvc.actors.worker import head_logprobs as under_test
 from raysvc.actors.worker import token_model
 from raysvc.actors.worker.head_logprobs import head_logprobs
+from raysvc.actors.worker.load_model import tiny_model
 from raysvc.actors.worker.losses import PolicyLoss, SftLoss
 from raysvc.actors.worker.token_model import TokenModel
-from raysvc.actors.worker.torch_worker import tiny_model
 
 
 @pytest.mark.parametrize("entropy", [False, True])

@@ -1,0 +1,76 @@
+"""Language models as workers load them: `tiny`, a folder of this node, or a hub name.
+
+This file imports neither torch nor transformers before a model is made.
+"""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raysvc.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+LARGE_VOCABULARY = 1 << 16
+
+
+def load_lm(
+    name: str,
+    vocab_size: int,
+    *,
+    critic: bool = False,
+    dtype: str = "float32",
+    revision: str | None = None,
+    where: str = "trainer.model",
+) -> torch.nn.Module:
+    """A causal LM, or a token classifier of one label (a critic), in host memory.
+
+    Args:
+        name: `tiny`, a folder, or a hub name.
+        vocab_size: of the tokenizer; only `tiny` uses it.
+        dtype: of the weights, whatever the files hold.
+        revision: commit on the hub.
+        where: key of the job, for messages.
+
+    Raises:
+        ConfigError: the folder of the model is not on this node.
+    """
+    if name == "tiny":
+        return tiny_model(vocab_size, critic)
+    folder = Path(name).expanduser()
+    if folder.is_absolute() and not folder.is_dir():
+        what = f"there is no folder {name} on {platform.node()}"
+        raise ConfigError(where, what, "give one that every node sees, a hub name, or tiny")
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    kind = AutoModelForTokenClassification if critic else AutoModelForCausalLM
+    more = {"num_labels": 1} if critic else {}
+    model: torch.nn.Module = kind.from_pretrained(str(folder), dtype=dtype, revision=revision, **more)
+    return model
+
+
+def tiny_sizes(vocab_size: int) -> dict[str, int]:
+    """What `tiny` is made of: its width is 64, and 16 with one attention head under a large vocabulary, whose output
+    layer is then most of what a step computes."""
+    width = 64 if vocab_size < LARGE_VOCABULARY else 16
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": width // 16,
+        "num_key_value_heads": max(1, width // 32),
+        "max_position_embeddings": 32768,
+    }
+
+
+def tiny_model(vocab_size: int, critic: bool = False) -> torch.nn.Module:
+    """A randomly initialised Llama of two layers: big enough for its loss to fall, small enough to try on a CPU."""
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
+
+    config = LlamaConfig(**tiny_sizes(vocab_size), tie_word_embeddings=not critic, num_labels=1)
+    model: torch.nn.Module = LlamaForTokenClassification(config) if critic else LlamaForCausalLM(config)
+    return model

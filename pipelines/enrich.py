@@ -1,0 +1,127 @@
+"""Columns that models compute for the rows of an entry: slices of rows -> columns -> parts and receipts.
+
+Rows and columns stay in the worker that reads, computes and writes them. A slice that is done again gives the same part.
+What computes is given by the caller, so this room knows no model.
+
+Always true:
+- a slice whose receipt is in the store is not computed again;
+- a part holds the new columns alone, one value per token of the rows of its slice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from raysvc.cache.entry import Entry
+from raysvc.cache.manifest import Receipt
+from raysvc.cache.writer import EntryWriter
+from raysvc.chat.carry import arrow_values
+from raysvc.pipelines.row_slices import RowSlice
+from raysvc.pipelines.slice_graph import WorkerPool, answers, receipts_from, slice_graph
+from raysvc.pipelines.tokenize import worker_of
+from raysvc.row_batch import AddedColumns, RowBatch
+
+
+class Computing(Protocol):
+    """Computes columns of rows; may hold a model."""
+
+    def __call__(self, rows: RowBatch) -> AddedColumns:
+        """The columns of all tokens of the rows."""
+        ...
+
+
+@dataclass(frozen=True)
+class EnrichTask:
+    """What every worker knows.
+
+    Attributes:
+        base: entry whose rows get columns.
+        writer: of the entry with the columns.
+        load: makes what computes; called once a worker, when its first slice comes.
+    """
+
+    base: Entry
+    writer: EntryWriter
+    load: Callable[[], Computing]
+
+
+class EnrichWorker:
+    """Computes slices in a Ray Data actor; the model is loaded once."""
+
+    def __init__(self, task: EnrichTask) -> None:
+        self._task = task
+
+    @cached_property
+    def _compute(self) -> Computing:
+        return self._task.load()
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return answers(
+            batch["slice"], lambda piece: compute_slice(self._task, self._compute, RowSlice(*piece))
+        )
+
+
+@dataclass(frozen=True)
+class EnrichWork:
+    """All that is left of a build, as the shared builder runs it."""
+
+    task: EnrichTask
+    slices: tuple[RowSlice, ...]
+    pool: WorkerPool
+
+    @property
+    def uri(self) -> str:
+        """Of the entry."""
+        return self.task.writer.uri
+
+    @property
+    def num_slices(self) -> int:
+        """That are left."""
+        return len(self.slices)
+
+    def receipts(self) -> Iterator[Receipt]:
+        """Of all slices; what somebody else has computed meanwhile is taken."""
+        done, left = split_computed(self.task.writer, self.slices)
+        yield from done.values()
+        if left:
+            yield from receipts_from(
+                slice_graph(EnrichWorker, self.task, [piece.to_json() for piece in left], self.pool)
+            )
+
+
+def compute_slice(task: EnrichTask, compute: Computing, piece: RowSlice) -> Receipt:
+    """Read, compute and write one slice: what a build does in a worker, or in the process that asks."""
+    began_s = time.time()
+    rows = task.base.read(np.arange(piece.first_row, piece.first_row + piece.num_rows))
+    computed = compute(rows)
+    offsets = pa.array(rows.offsets.astype(np.int32))
+    table = pa.table(
+        {
+            name: pa.ListArray.from_arrays(offsets, arrow_values(values))
+            for name, values in computed.columns.items()
+        }
+    )
+    meta = {"rows": piece.to_json(), "facts": dict(computed.facts), "worker": worker_of(began_s)}
+    return task.writer.write_part(piece.index, table, meta, required={})
+
+
+def split_computed(
+    writer: EntryWriter, slices: Sequence[RowSlice]
+) -> tuple[dict[int, Receipt], list[RowSlice]]:
+    """Receipts of an earlier builder, and the slices that are left to do."""
+    wanted = {piece.index: piece.to_json() for piece in slices}
+
+    def fits(receipt: Receipt) -> bool:
+        facts = receipt.meta.get("facts")
+        numbers = isinstance(facts, dict) and all(type(one) in (int, float) for one in facts.values())
+        return numbers and receipt.meta.get("rows") == wanted.get(receipt.slice_index)
+
+    done = writer.receipts(fits)
+    return done, [piece for piece in slices if piece.index not in done]

@@ -1,0 +1,69 @@
+"""What a job says of the columns that models compute for its rows: section `enrich`.
+
+Always true:
+- one model for all rows, or one for each value of a column (or of each source of a mixture), never both.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Dtype = Literal["float32", "bfloat16"]
+SOURCE = "source"  # `by`: the name of a source of the mixture
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_name(cls, value: Any) -> Any:
+        return {"model": value} if isinstance(value, str) else {} if value is None else value
+
+
+class RefLogprobsConfig(_Section):
+    """Column `ref_logprobs`: the log-probability of every target under a reference."""
+
+    model: str | None = Field(default=None, description="Folder or hub name; None: trainer.model.")
+    dtype: Dtype = Field(default="float32", description="Of weights and forward pass.")
+
+
+class TeacherConfig(_Section):
+    """Columns `teacher_ids` and `teacher_logprobs`: the likeliest entries of a teacher at every target."""
+
+    model: str | None = Field(default=None, description="Folder or hub name of the teacher of all rows.")
+    by: str | None = Field(
+        default=None,
+        description="A carried column whose value names the row's teacher; `source`: the mixture's source does.",
+    )
+    models: dict[str, str] = Field(default_factory=dict, description="Value of `by` -> folder or hub name.")
+    top_k: Annotated[int, Field(ge=1)] = Field(default=64, description="Entries of a target.")
+    dtype: Dtype = Field(default="float32", description="Of weights and forward pass.")
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> TeacherConfig:
+        if (self.model is None) == (self.by is None) or bool(self.models) != (self.by is not None):
+            raise ValueError("give a model, or by and models")
+        return self
+
+
+class EnrichConfig(BaseModel):
+    """Columns that models compute for the rows of the entry."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ref_logprobs: RefLogprobsConfig | None = Field(
+        default=None,
+        description="The reference of dpo, ipo and kto; {} for trainer.model, which they take by themselves.",
+    )
+    teacher: TeacherConfig | None = Field(default=None, description="The teacher of distill.")
+    micro_batch_tokens: Annotated[int, Field(ge=1)] = Field(
+        default=8192, description="Tokens of one forward pass, padding included; a longer row is alone."
+    )
+
+    @field_validator("ref_logprobs", mode="before")
+    @classmethod
+    def _given_without_value(cls, value: object) -> object:
+        return {} if value is None else value

@@ -1,0 +1,1 @@
+"""Columns that models compute for the rows of an entry."""

@@ -1,0 +1,258 @@
+"""Columns for an entry: find the entry that has them, or compute them.
+
+Always true:
+- a finished entry is used as it is; a started one goes on from its receipts;
+- the base is held until the entry that shares it is finished, and its bytes are not written again;
+- of all who ask at once in a cluster, or on a host, one computes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.compute as pc
+
+from raysvc.build.find_or_build import held_generation
+from raysvc.cache.find import find_entry, open_entry
+from raysvc.cache.generations import build_generation, next_generation
+from raysvc.cache.use_marker import Hold, this_process
+from raysvc.cache.writer import EntryWriter
+from raysvc.errors import ConfigError
+from raysvc.metrics import record
+from raysvc.pipelines.row_slices import RowSlice, row_slices
+from raysvc.progress import Progress, Tick, silent
+from raysvc.scoring.enrich_plan import EnrichPlan, check_models, plan_columns, vocab_size_of
+from raysvc.scoring.explain_columns import why_not_there
+
+if TYPE_CHECKING:
+    from raysvc.cache.entry import Entry
+    from raysvc.cache.manifest import Receipt
+    from raysvc.job.config import JobConfig
+    from raysvc.pipelines.enrich import EnrichTask
+    from raysvc.pipelines.slice_graph import WorkerPool
+    from raysvc.scoring.wanted import Wanted
+
+HIT = "same rows, models and options"
+FLOPS_PER_S = 10e9  # of one core, with room to spare
+
+
+def find_or_enrich(
+    job: JobConfig, base: Entry, wanted: Wanted, address: str | None, progress: Progress
+) -> tuple[Entry, bool, str]:
+    """The entry with the columns, whether it was there, and why it was used or computed.
+
+    Raises:
+        ConfigError: a model cannot score the rows.
+        EntryError: gc deletes the base.
+    """
+    plan = planned(job, base, wanted, progress)
+    entry = None if job.cache.force else find_entry(base.store, plan.key)
+    if entry is not None:
+        record("cache_hits", 1, source=wanted.kind)
+        progress(Tick("enrich", entry.num_rows, entry.num_rows, "rows", {"already": "computed"}, final=True))
+        return entry, True, HIT
+    record("cache_misses", 1, source=wanted.kind)
+    reason = "cache.force is true" if job.cache.force else why_not_there(base, plan)[0]
+    check_models(plan, base)
+    with Hold(base.store, base.folder, this_process()):
+        _check_values(wanted, base)
+        base.store.probe()
+        chosen = next_generation if job.cache.force else build_generation
+        generation, hold = held_generation(base.store, plan.key, chosen)
+        with hold:
+            writer = EntryWriter(base.store, plan.key, generation)
+            return _Enriching(job, base, plan, writer, progress).entry(address), False, reason
+
+
+def planned(job: JobConfig, base: Entry, wanted: Wanted, progress: Progress = silent) -> EnrichPlan:
+    """The columns as they would be computed for an entry; weights that nobody has looked at before are read.
+
+    Raises:
+        ConfigError: a model is not there.
+    """
+    names = ", ".join(sorted(set(wanted.models.values())))
+    progress(Tick("enrich", 0, None, "rows", waiting=f"looking at {names}"))
+    return plan_columns(job, wanted, base.recipe, vocab_size_of(base), base.store)
+
+
+def _check_values(wanted: Wanted, base: Entry) -> None:
+    """Every value that the rows have names a model.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    from raysvc.actors.worker.score import no_model
+
+    if wanted.by is None:
+        return
+    values = {
+        str(value) for table in base.part_tables() for value in pc.unique(table.column(wanted.by)).to_pylist()
+    }
+    if unknown := sorted(values - wanted.models.keys()):
+        raise no_model(wanted.by, unknown[0], wanted.models)
+
+
+@dataclass
+class _Enriching:
+    """One process's share of the work: from what is finished to the manifest."""
+
+    job: JobConfig
+    base: Entry
+    plan: EnrichPlan
+    writer: EntryWriter
+    progress: Progress
+
+    def entry(self, address: str | None) -> Entry:
+        """Compute what nobody has computed, and finish the entry."""
+        from raysvc.pipelines.enrich import split_computed
+        from raysvc.pipelines.local_build import only_builder_here
+
+        begin = time.perf_counter()
+        slices = row_slices(self.base.lengths(), self.plan.wanted.bytes_per_token)
+        left = split_computed(self.writer, slices)[1]
+        small = self._is_small(left)
+        with only_builder_here(self.writer.uri, self._say_another) if small else nullcontext():
+            done, left = split_computed(self.writer, slices)
+            self._meter = _Meter(self.progress, slices, done.values())
+            for receipt in self._receipts(left, small, address) if left else ():
+                if receipt.slice_index not in done:
+                    done[receipt.slice_index] = receipt
+                    self._meter.add(receipt)
+            receipts = [done[piece.index] for piece in slices]
+            self._check_unchanged()
+            report = self._report(receipts, time.perf_counter() - begin)
+            self.writer.commit(receipts, dict(self.plan.recipe), report, base=self.base.folder)
+            self._meter.finish()
+        return open_entry(self.writer.uri, self.job.cache.storage_options)
+
+    def _is_small(self, left: Sequence[RowSlice]) -> bool:
+        """Whether this process computes what is left before a worker of a cluster would have begun."""
+        from raysvc.pipelines.local_build import CLUSTER_S
+
+        share = sum(piece.num_rows for piece in left) / max(self.base.num_rows, 1)
+        parameters = sum(model.num_bytes for model in self.plan.models.values()) / 2
+        alone_s = 2 * parameters * self.base.num_tokens * share / FLOPS_PER_S
+        return self.job.trainer.device != "cuda" and self.job.workers.min == 1 and alone_s < CLUSTER_S
+
+    def _say_another(self) -> None:
+        self.progress(Tick("enrich", 0, None, "rows", waiting="another process computes this entry"))
+
+    def _receipts(self, left: Sequence[RowSlice], small: bool, address: str | None) -> Iterator[Receipt]:
+        if small:
+            from raysvc.pipelines.enrich import compute_slice
+
+            self._meter.waiting("loading the model")
+            task = self._task("cpu")
+            compute = task.load()
+            return (compute_slice(task, compute, piece) for piece in left)
+        from raysvc.cluster import connect
+        from raysvc.pipelines.enrich import EnrichWork
+        from raysvc.pipelines.shared_build import shared_receipts
+
+        self._meter.waiting("starting Ray")
+        connect(address)
+        self._meter.waiting("starting workers")
+        device, pool = self._pool()
+        return shared_receipts(EnrichWork(self._task(device), tuple(left), pool))
+
+    def _pool(self) -> tuple[str, WorkerPool]:
+        """The job's own workers: its ranks where it trains on GPUs, else what tokenizes."""
+        from raysvc.actors.dispatch.worker_group import pick_device
+        from raysvc.pipelines.slice_graph import WorkerPool
+
+        trainer = self.job.trainer
+        gpus = 1.0 if trainer.gpus_per_worker is None else trainer.gpus_per_worker
+        device = pick_device(trainer.device, trainer.dp_size, trainer.gpus_per_worker)
+        if device == "cpu":
+            return device, WorkerPool.of(self.job.workers)
+        return device, WorkerPool(1, trainer.dp_size, trainer.cpus_per_worker, gpus)
+
+    def _task(self, device: str) -> EnrichTask:
+        from raysvc.actors.worker.score import RowScorer, ScoreSpec
+        from raysvc.pipelines.enrich import EnrichTask
+
+        wanted, models = self.plan.wanted, self.plan.models
+        spec = ScoreSpec(
+            kind=wanted.kind,
+            models={value: models[name].name for value, name in wanted.models.items()},
+            by=wanted.by,
+            revisions={one.name: one.revision for one in models.values() if one.revision},
+            top_k=wanted.top_k,
+            dtype=wanted.dtype,
+            vocab_size=vocab_size_of(self.base),
+            micro_batch_tokens=self.job.enrich.micro_batch_tokens,
+            seed=self.job.trainer.seed,
+            device=device,
+        )
+        return EnrichTask(self.base, self.writer, partial(RowScorer, spec))
+
+    def _check_unchanged(self) -> None:
+        """Refuse weights that were written over while they were read.
+
+        Raises:
+            ConfigError: a model is another one now.
+        """
+        if planned(self.job, self.base, self.plan.wanted).key != self.plan.key:
+            what = "its model changed while the columns were computed"
+            raise ConfigError(
+                f"enrich.{self.plan.wanted.kind}", what, "run again when its files are finished"
+            )
+
+    def _report(self, receipts: Sequence[Receipt], seconds: float) -> dict[str, Any]:
+        """That of the base, with what was added to it."""
+        totals: dict[str, float] = {}
+        for receipt in receipts:
+            for name, value in receipt.meta["facts"].items():
+                totals[name] = totals.get(name, 0) + value
+        targets = int(totals.pop("targets", 0))
+        means = {f"mean_{name}": round(value / max(targets, 1), 4) for name, value in totals.items()}
+        mine = {
+            "columns": list(self.plan.wanted.columns),
+            "models": dict(self.plan.wanted.models),
+            "targets": targets,
+            **means,
+            "seconds": round(seconds, 3),
+        }
+        return {**self.base.report, "added": [*self.base.report.get("added", ()), mine]}
+
+
+class _Meter:
+    """Turns receipts into ticks."""
+
+    def __init__(self, progress: Progress, slices: Sequence[RowSlice], done: Sequence[Receipt] | Any) -> None:
+        self._progress = progress
+        self._rows = {piece.index: piece.num_rows for piece in slices}
+        self._resumed = self._done = sum(self._rows[one.slice_index] for one in done)
+        self._tokens, self._began = 0, 0.0
+
+    def waiting(self, what: str) -> None:
+        """Nothing is done until `what` is there."""
+        self._tick(waiting=what)
+
+    def add(self, receipt: Receipt) -> None:
+        """A slice was finished."""
+        self._began = self._began or float(receipt.meta["worker"]["began_s"])
+        self._done += self._rows[receipt.slice_index]
+        self._tokens += receipt.part.num_tokens
+        self._tick()
+
+    def finish(self) -> None:
+        """The entry was finished."""
+        self._tick(final=True)
+
+    def _tick(self, *, final: bool = False, waiting: str = "") -> None:
+        facts: dict[str, Any] = {}
+        if self._began:
+            seconds = max(time.time() - self._began, 1e-3)
+            facts["tokens/s"] = round(self._tokens / seconds)
+            if not final and self._done > self._resumed:
+                rate = (self._done - self._resumed) / seconds
+                facts["ETA"] = f"{(sum(self._rows.values()) - self._done) / rate:.0f} s"
+        if self._resumed:
+            facts["resumed rows"] = self._resumed
+        self._progress(Tick("enrich", self._done, sum(self._rows.values()), "rows", facts, final, waiting))

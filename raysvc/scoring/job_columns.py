@@ -1,0 +1,117 @@
+"""The entry of a job with the columns that it wants computed.
+
+Always true:
+- every source of a mixture has its own entry, and its own columns;
+- a job that wants none has its entry as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from raysvc.build.cache_entry import CacheEntry
+from raysvc.build.explain import explain_job
+from raysvc.build.mixed_job import entries_of, jobs_of, join
+from raysvc.cache.find import find_entry, open_entry
+from raysvc.cache.manifest import ADDED
+from raysvc.progress import Progress, silent
+from raysvc.scoring.explain_columns import why_not_there
+from raysvc.scoring.find_or_enrich import HIT, find_or_enrich, planned
+from raysvc.scoring.wanted import Wanted, wanted_columns
+
+if TYPE_CHECKING:
+    from raysvc.cache.entry import Entry
+    from raysvc.job.config import JobConfig
+
+
+def wanted_of(job: JobConfig) -> dict[str, tuple[JobConfig, list[Wanted]]]:
+    """Name of a source ("" without a mixture) -> its own job, and the columns that it wants.
+
+    Raises:
+        ConfigError: columns that cannot be computed for it.
+    """
+    jobs = jobs_of(job) if job.mixture else {"": job}
+    return {name: (each, wanted_columns(each, name)) for name, each in jobs.items()}
+
+
+def with_columns(
+    job: JobConfig, entry: CacheEntry, address: str | None = None, progress: Progress = silent
+) -> CacheEntry:
+    """A job's entry with all columns that it wants, found or computed.
+
+    Raises:
+        ConfigError: a model is not there, or cannot score the rows.
+    """
+    added, hits, reasons = [], entry.hit, [entry.reason]
+    for its, wanted, one in _sources(job, entry):
+        for each in wanted:
+            one, hit, reason = find_or_enrich(its, one, each, address, progress)
+            hits = hits and hit
+            reasons.append(f"{each.kind}: {reason}")
+        added.append(one)
+    return _entry(entry, added, hits, "; ".join(reasons))
+
+
+def with_found_columns(
+    job: JobConfig, entry: CacheEntry, progress: Progress = silent
+) -> tuple[CacheEntry, list[str]]:
+    """The same where all columns are there, else the entry as it is and what is missing; computes nothing.
+
+    Raises:
+        ConfigError: a model is not there.
+    """
+    added = []
+    for its, wanted, one in _sources(job, entry):
+        for each in wanted:
+            found = find_entry(one.store, planned(its, one, each, progress).key)
+            if found is None:
+                return entry, list(each.columns)
+            one = found
+        added.append(one)
+    return _entry(entry, added, entry.hit, HIT), []
+
+
+def explain_columns(job: JobConfig, source: str, root: str) -> dict[str, Any]:
+    """What `explain_job` says of a job of one source, with `added`: the same of each of its columns.
+
+    What would be added to rows that are not there yet is not looked at.
+
+    Raises:
+        ConfigError: a model is not there.
+    """
+    found = explain_job(job, root)
+    added: list[dict[str, Any]] = []
+    entry = open_entry(found["uri"], job.cache.storage_options) if found["hit"] else None
+    for each in wanted_columns(job, source):
+        if entry is None:
+            break
+        plan = planned(job, entry, each)
+        there = find_entry(entry.store, plan.key)
+        reason, differences = (HIT, []) if there else why_not_there(entry, plan)
+        facts = {"columns": list(each.columns), "hit": there is not None, "key": plan.key, "reason": reason}
+        added.append({**facts, "differences": [str(one) for one in differences]})
+        entry = there
+    return {**found, "added": added}
+
+
+def added_columns(entry: CacheEntry) -> set[str]:
+    """Names of the columns of an entry that were computed."""
+    recipes = [one.recipe for one in entries_of(entry.entry)]
+    return {name for recipe in recipes for each in recipe.get(ADDED, ()) for name in each["columns"]}
+
+
+def added_reports(entry: CacheEntry) -> list[Mapping[str, Any]]:
+    """What was computed, source by source in the order in which it was added."""
+    return [report for one in entries_of(entry.entry) for report in one.report.get("added", ())]
+
+
+def _sources(job: JobConfig, entry: CacheEntry) -> Iterator[tuple[JobConfig, list[Wanted], Entry]]:
+    for (its, wanted), one in zip(wanted_of(job).values(), entries_of(entry.entry), strict=True):
+        yield its, wanted, one
+
+
+def _entry(base: CacheEntry, added: list[Any], hit: bool, reason: str) -> CacheEntry:
+    if all(one is before for one, before in zip(added, entries_of(base.entry), strict=True)):
+        return base
+    return CacheEntry(join(added) if base.sources else added[0], hit, reason, base.sources)
