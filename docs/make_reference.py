@@ -47,9 +47,11 @@ def section(name: str, model: type[BaseModel]) -> list[str]:
         if named_models(item.annotation) and (held := model_of(item.annotation))
     ]
     inner += [
-        section(f"{name}.{key}", type(item.default))
+        section(f"{name}.{key}", held)
         for key, item in model.model_fields.items()
-        if isinstance(item.default, BaseModel)
+        if not named_models(item.annotation)
+        and item.default is not PydanticUndefined
+        and (held := model_of(item.annotation))
     ]
     return [table(f"## {name}\n\n{summary}", rows), *itertools.chain(*inner)]
 
