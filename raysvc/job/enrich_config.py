@@ -6,9 +6,9 @@ Always true:
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Dtype = Literal["float32", "bfloat16"]
 SOURCE = "source"  # `by`: the name of a source of the mixture
@@ -16,11 +16,6 @@ SOURCE = "source"  # `by`: the name of a source of the mixture
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare_name(cls, value: Any) -> Any:
-        return {"model": value} if isinstance(value, str) else {} if value is None else value
 
 
 class RefLogprobsConfig(_Section):
@@ -62,8 +57,3 @@ class EnrichConfig(BaseModel):
     micro_batch_tokens: Annotated[int, Field(ge=1)] = Field(
         default=8192, description="Tokens of one forward pass, padding included; a longer row is alone."
     )
-
-    @field_validator("ref_logprobs", mode="before")
-    @classmethod
-    def _given_without_value(cls, value: object) -> object:
-        return {} if value is None else value

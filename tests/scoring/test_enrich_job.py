@@ -114,12 +114,12 @@ def test_where_a_model_lies_changes_nothing_and_what_it_holds_does(
 ) -> None:
     first = entry_of(job, ref_logprobs={}).uri
     moved = shutil.copytree(job["trainer"]["model"], tmp_path / "moved")
-    assert entry_of(job, ref_logprobs=str(moved)).uri == first
+    assert entry_of(job, ref_logprobs={"model": str(moved)}).uri == first
     weights = moved / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    assert entry_of(job, ref_logprobs=str(moved)).uri != first
+    assert entry_of(job, ref_logprobs={"model": str(moved)}).uri != first
     (moved / "README.md").write_text("of no meaning")
 
 
@@ -196,11 +196,13 @@ class TestRefused:
 
     def test_a_model_that_is_not_there(self, job: dict[str, Any], tmp_path: Path) -> None:
         self.check(
-            job, "enrich.ref_logprobs.model: there is no folder /nowhere/model", ref_logprobs="/nowhere/model"
+            job,
+            "enrich.ref_logprobs.model: there is no folder /nowhere/model",
+            ref_logprobs={"model": "/nowhere/model"},
         )
-        self.check(job, r"'no/such-model' cannot be loaded", ref_logprobs="no/such-model")
+        self.check(job, r"'no/such-model' cannot be loaded", ref_logprobs={"model": "no/such-model"})
         (tmp_path / "empty").mkdir()
-        self.check(job, "cannot be loaded", ref_logprobs=str(tmp_path / "empty"))
+        self.check(job, "cannot be loaded", ref_logprobs={"model": str(tmp_path / "empty")})
 
     def test_a_model_without_weights(self, job: dict[str, Any]) -> None:
         (Path(job["trainer"]["model"]) / "model.safetensors").unlink()
@@ -210,14 +212,16 @@ class TestRefused:
         self.check(
             job,
             "has 300 entries, the tokenizer of the rows 512",
-            ref_logprobs=save_model(tmp_path / "s", 300),
+            ref_logprobs={"model": save_model(tmp_path / "s", 300)},
         )
 
     def test_another_tokenizer(self, job: dict[str, Any], tmp_path: Path) -> None:
         path = save_model(tmp_path / "other", 512)
         write_tokenizer(Path(path), ["a b c d"] * 3 + ["xyz uvw " * 40] * 9, vocab_size=400)
         self.check(
-            job, r"was trained with another tokenizer: \d+ of 512 tokens differ, first", ref_logprobs=path
+            job,
+            r"was trained with another tokenizer: \d+ of 512 tokens differ, first",
+            ref_logprobs={"model": path},
         )
 
     def test_the_same_tokenizer_with_more_tokens_is_taken(self, job: dict[str, Any], tmp_path: Path) -> None:
@@ -231,7 +235,9 @@ class TestRefused:
     def test_rows_beyond_its_positions(self, job: dict[str, Any], tmp_path: Path) -> None:
         path = save_model(tmp_path / "short", 512, max_position_embeddings=16)
         self.check(
-            job, r"has 16 positions, the longest row \d+ tokens; give max_length: 16", ref_logprobs=path
+            job,
+            r"has 16 positions, the longest row \d+ tokens; give max_length: 16",
+            ref_logprobs={"model": path},
         )
 
     def test_more_entries_than_there_are(self, job: dict[str, Any]) -> None:
@@ -261,7 +267,7 @@ class TestRefused:
         weights["model.norm.weight"][3] = float("nan")
         save_file(weights, path, metadata={"format": "pt"})
         with pytest.raises(ConfigError, match=r"gives no finite log-probability for token \d+ of row \d+"):
-            entry_of(job, ref_logprobs=str(path.parent))
+            entry_of(job, ref_logprobs={"model": str(path.parent)})
         assert set(folders(job).values()) == {"finished", "building"}
 
     def test_a_column_that_the_source_brings(self, tmp_path: Path, sample: dict[str, str]) -> None:

@@ -96,7 +96,9 @@ def test_an_error_of_a_worker_arrives_as_what_it_was(
     model.save_pretrained(tmp_path / "nan")
     with pytest.raises(ConfigError, match=r"gives no finite log-probability for token \d+ of row \d+"):
         raysvc.enrich(
-            job, enrich={"ref_logprobs": str(tmp_path / "nan")}, cache={"root": str(tmp_path / "cache")}
+            job,
+            enrich={"ref_logprobs": {"model": str(tmp_path / "nan")}},
+            cache={"root": str(tmp_path / "cache")},
         )
 
 
