@@ -167,9 +167,9 @@ class _Keeper:
     def _round(self, renew: bool) -> None:
         while self._dropped:
             marker = self._dropped.pop()
-            self.remove(marker)
             with contextlib.suppress(StoreError, OSError):
                 marker.end()
+            self.remove(marker)  # only now: at an exit in between `end_local` has to find it
         if renew:
             with self._lock:
                 held = list(self._held)

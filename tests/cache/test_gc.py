@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -445,3 +447,28 @@ class TestOthersAtWork:
         monkeypatch.setattr(PosixStore, "scan", lambda self, folder="": ())
         with pytest.raises(StoreError, match="not listed"):
             store_now(store)
+
+
+def test_a_hold_that_is_let_go_of_just_before_the_exit_leaves_no_marker(tmp_path):
+    """The thread that ends it is a daemon: the exit waits for the store, not for the thread."""
+    build(open_store(str(tmp_path)))
+    code = f"""
+import threading, time
+from raysvc.cache.store.posix import PosixStore
+from raysvc.cache.use_marker import Hold
+began, raw = threading.Event(), PosixStore.write
+def slow(self, name, data):
+    if "used-" in name:
+        began.set()
+        time.sleep(0.3)
+    raw(self, name, data)
+hold = Hold(PosixStore({str(tmp_path)!r}), {KEY!r}, "a reader")
+PosixStore.write = slow
+del hold
+assert began.wait(30)
+"""
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], env=environ, check=True)
+    left = open_store(str(tmp_path)).list(KEY)
+    assert not any(names.USE.fullmatch(name) or name.startswith(".tmp-") for name in left)
+    assert any(names.USED.fullmatch(name) for name in left)
