@@ -21,7 +21,11 @@ def why_not_there(base: Entry, plan: EnrichPlan) -> tuple[str, list[Difference]]
     recipes = {}
     for folder in folders:
         if folder.partition(".")[0] == plan.key:
-            return f"its entry {folder[:12]} is damaged, or is not finished", []
+            there = set(base.store.list(folder))
+            if names.DAMAGED in there:
+                return f"its entry {folder[:12]} is damaged", []
+            if there:
+                return "it is not finished", []
         with contextlib.suppress(EntryError, StoreError):
             recipes[folder] = Entry.open(base.store, folder).recipe
     close = nearest(dict(plan.recipe), recipes)

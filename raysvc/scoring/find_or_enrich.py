@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from raysvc.build.find_or_build import held_generation
 from raysvc.cache.find import find_entry, open_entry
 from raysvc.cache.generations import build_generation, next_generation
-from raysvc.cache.use_marker import Hold, this_process
+from raysvc.cache.use_marker import Hold, share, this_process
 from raysvc.cache.writer import EntryWriter
 from raysvc.errors import ConfigError
 from raysvc.metrics import record
@@ -66,6 +66,7 @@ def find_or_enrich(
         generation, hold = held_generation(base.store, plan.key, chosen)
         with hold:
             writer = EntryWriter(base.store, plan.key, generation)
+            share(base.store, base.folder, writer.folder)  # before hours of work, and again at the end
             return _Enriching(job, base, plan, writer, progress).entry(address), False, reason
 
 

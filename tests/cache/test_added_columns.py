@@ -157,6 +157,11 @@ class TestGc:
         collect_garbage(store, older_than_s=0, grace_s=0)
         assert list_entries(store) == []
 
+    def test_a_look_does_not_name_it(self, base: Entry) -> None:
+        entry = add(base)
+        found = collect_garbage(base.store, older_than_s=0, grace_s=3600, dry_run=True)
+        assert {one.folder for one in found if one.action == "marked"} == {entry.folder}
+
     def test_it_stays_however_full_the_root_is(self, base: Entry) -> None:
         entry = add(base)
         hold = Hold(base.store, entry.folder, "a reader")

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,10 +23,10 @@ from raysvc.cache import names
 from raysvc.cache.find import collect_garbage, find_entry
 from raysvc.cache.generations import build_generation
 from raysvc.cache.key import cache_key
-from raysvc.cache.manifest import Receipt
+from raysvc.cache.manifest import ADDED, Receipt
 from raysvc.cache.store.open import open_store
 from raysvc.cache.store.store import Found, Store
-from raysvc.cache.use_marker import USE_TTL_S, Hold
+from raysvc.cache.use_marker import USE_TTL_S, Hold, share
 from raysvc.cache.verify import verify_folder
 from raysvc.cache.writer import EntryWriter
 from raysvc.errors import EntryError
@@ -35,6 +37,9 @@ DAYS = 30 * 86400.0
 GRACE_S = 2 * 3600.0
 SLICES = make_slices((2, 3))
 RECIPES = [{"name": name} for name in "ab"]
+LENGTHS = np.concatenate([np.diff(one.column("input_ids").combine_chunks().offsets) for one in SLICES])
+OFFSETS = pa.array(np.concatenate([[0], np.cumsum(LENGTHS)]), pa.int32())
+COLUMN = pa.table({"ref": pa.ListArray.from_arrays(OFFSETS, pa.array(np.zeros(LENGTHS.sum(), np.float32)))})
 
 
 @dataclass
@@ -99,6 +104,8 @@ class Builder:
     hold: Hold
     recipe: dict[str, Any]
     receipts: list[Receipt] = field(default_factory=list)
+    base: str = ""  # folder of the entry that it adds a column to
+    base_hold: Hold | None = None
 
 
 class World:
@@ -121,13 +128,19 @@ class World:
         if not self.builders:
             return
         builder = self.builders[which % len(self.builders)]
-        if len(builder.receipts) < len(SLICES):
+        if builder.base and not builder.receipts:
+            builder.receipts.append(builder.writer.write_part(0, COLUMN, {}, required={}))
+            return
+        if not builder.base and len(builder.receipts) < len(SLICES):
             index = len(builder.receipts)
             builder.receipts.append(builder.writer.write_part(index, SLICES[index], {}))
             return
-        builder.writer.commit(builder.receipts, builder.recipe, {})
+        builder.writer.commit(builder.receipts, builder.recipe, {}, base=builder.base)
         self.builders.remove(builder)
         builder.hold.release()
+        if builder.base_hold is not None:
+            builder.base_hold.release()
+            self.used_s[builder.base] = self.store.now_s
         self.used_s[builder.writer.folder] = self.store.now_s
 
     def build(self, which: int) -> None:
@@ -136,8 +149,35 @@ class World:
         for _ in range(len(SLICES) + 1):
             self.go_on(-1)
 
+    def begin_adding(self, which: int) -> None:
+        """A build of a column for an entry, if that is there; the base is held and shared before anything is written."""
+        base = find_entry(self.store, cache_key(RECIPES[which]))
+        if base is None:
+            return
+        self.used_s[base.folder] = self.store.now_s
+        recipe = added_to(which)
+        writer = EntryWriter(self.store, cache_key(recipe), build_generation(self.store, cache_key(recipe)))
+        with contextlib.suppress(EntryError):  # gc was faster
+            base_hold = Hold(self.store, base.folder, "builder")
+            hold = Hold(self.store, writer.folder, "builder")
+            share(self.store, base.folder, writer.folder)
+            self.builders.append(Builder(writer, hold, recipe, [], base.folder, base_hold))
+
+    def add(self, which: int) -> None:
+        """A whole build of a column."""
+        before = len(self.builders)
+        self.begin_adding(which)
+        for _ in range(2 if len(self.builders) > before else 0):
+            self.go_on(-1)
+
+    def open_added(self, which: int) -> None:
+        self._open(cache_key(added_to(which)))
+
     def open(self, which: int) -> None:
-        entry = find_entry(self.store, cache_key(RECIPES[which]))
+        self._open(cache_key(RECIPES[which]))
+
+    def _open(self, key: str) -> None:
+        entry = find_entry(self.store, key)
         if entry is None:
             return
         self.used_s[entry.folder] = self.store.now_s
@@ -156,13 +196,15 @@ class World:
         if everybody:
             victim = everybody[which % len(everybody)]
             (self.readers if isinstance(victim, tuple) else self.builders).remove(victim)
-            hold = victim[1] if isinstance(victim, tuple) else victim.hold
-            hold._dropped.detach()  # what a killed process would not run
+            holds = [victim[1]] if isinstance(victim, tuple) else [victim.hold, victim.base_hold]
+            for hold in filter(None, holds):
+                hold._dropped.detach()  # what a killed process would not run
 
     def wait(self, hours: int) -> None:
         """Time passes; the living have renewed in time."""
         self.store.now_s += hours * 3600.0
-        for hold in [*(hold for _, hold in self.readers), *(one.hold for one in self.builders)]:
+        builders = [hold for one in self.builders for hold in (one.hold, one.base_hold) if hold is not None]
+        for hold in [*(hold for _, hold in self.readers), *builders]:
             hold.renew()
 
     def collect(self, grace_s: float, at: int, other: Callable[[], None]) -> None:
@@ -191,9 +233,16 @@ class World:
         for builder in self.builders:
             there = set(self.store.inner.list(builder.writer.folder))
             assert {one.part.name for one in builder.receipts} <= there
+            if builder.base:
+                assert verify_folder(self.store.inner, builder.base) == []
 
 
-ACTIONS = ("build", "begin", "go_on", "go_on", "open", "open", "close", "crash")
+def added_to(which: int) -> dict[str, Any]:
+    return {**RECIPES[which], ADDED: [{"to": cache_key(RECIPES[which]), "columns": {"ref": {}}}]}
+
+
+ACTIONS = ("build", "begin", "begin_adding", "add", "go_on", "go_on", "open", "open_added", "close", "crash")
+NAMED = ("begin", "build", "open", "begin_adding", "add", "open_added")  # of an entry, not of a process
 action = st.tuples(st.sampled_from(ACTIONS), st.integers(0, 3))
 step = st.one_of(
     action,
@@ -205,7 +254,7 @@ step = st.one_of(
 
 def run_history(world: World, history: list[tuple[str, Any]]) -> None:
     def act(name: str, number: int) -> None:
-        getattr(world, name)(number % 2 if name in ("begin", "build", "open") else number)
+        getattr(world, name)(number % 2 if name in NAMED else number)
 
     for name, argument in history:
         if name == "wait":
@@ -223,7 +272,7 @@ def nobody_left(world: World) -> None:
     """When all have gone, by release or by crash, everything goes."""
     for number in range(len(world.readers) + len(world.builders)):
         world.crash(number)
-    for _ in range(3):
+    for _ in range(5):  # a base goes after what shares it
         world.store.now_s += DAYS + USE_TTL_S
         collect_garbage(world.store, older_than_s=DAYS, grace_s=GRACE_S)
     assert [name for name in world.store.inner.list() if names.split_folder(name)] == []
@@ -237,7 +286,7 @@ def test_what_is_used_stays_and_what_nobody_uses_goes(tmp_path_factory, history)
 
 
 @pytest.mark.parametrize("grace_s", [0.0, GRACE_S])
-@pytest.mark.parametrize("other", ["open", "build", "begin"])
+@pytest.mark.parametrize("other", ["open", "build", "begin", "begin_adding", "add"])
 def test_a_use_at_any_moment_of_gc_is_respected(tmp_path, other, grace_s):
     """Every place between two calls of gc, for an entry and for a build that are due."""
     for at in range(30):
