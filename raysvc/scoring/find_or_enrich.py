@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 
+from raysvc.build.build_progress import source_tag
 from raysvc.build.find_or_build import held_generation
 from raysvc.cache.find import find_entry, open_entry
 from raysvc.cache.generations import build_generation, next_generation
@@ -53,10 +54,10 @@ def find_or_enrich(
     plan = planned(job, base, wanted, progress)
     entry = None if job.cache.force else find_entry(base.store, plan.key)
     if entry is not None:
-        record("cache_hits", 1, source=wanted.kind)
+        record("cache_hits", 1, source=source_tag(job))
         progress(Tick("enrich", entry.num_rows, entry.num_rows, "rows", {"already": "computed"}, final=True))
         return entry, True, HIT
-    record("cache_misses", 1, source=wanted.kind)
+    record("cache_misses", 1, source=source_tag(job))
     reason = "cache.force is true" if job.cache.force else why_not_there(base, plan)[0]
     check_models(plan, base)
     with Hold(base.store, base.folder, this_process()):

@@ -16,6 +16,7 @@ import raysvc
 from raysvc.build.mixed_job import entries_of
 from raysvc.build.sample_data import write_tokenizer
 from raysvc.cache import names
+from raysvc.cache.entry import Entry
 from raysvc.cache.find import collect_garbage, list_entries
 from raysvc.cache.store.open import open_store
 from raysvc.errors import ConfigError
@@ -366,12 +367,11 @@ def test_gc_between_computing_and_training_takes_neither(job: dict[str, Any]) ->
     entry = entry_of(job, ref_logprobs={})
     values = entry.entry.read(np.arange(24)).tokens["ref_logprobs"]
     store = open_store(job["cache"]["root"])
-    entry.entry.base.hold("x").release()
     collect_garbage(store, older_than_s=0, grace_s=0)
-    assert np.array_equal(
-        raysvc.open_cache(entry.uri).entry.read(np.arange(24)).tokens["ref_logprobs"], values
-    )
-    entry.entry._held.result().release()
+    reader = Entry.open(store, entry.entry.folder)
+    assert np.array_equal(reader.read(np.arange(24)).tokens["ref_logprobs"], values)
+    for one in (entry.entry, reader):
+        one._held.result().release()
     collect_garbage(store, older_than_s=0, grace_s=0)
     collect_garbage(store, older_than_s=0, grace_s=0)
     assert folders(job) == {}
@@ -404,3 +404,27 @@ def test_columns_of_computed_entries_travel_with_their_pads(job: dict[str, Any])
     plan = plan_config(config, raysvc.enrich(config))
     assert {"teacher_ids", "teacher_logprobs", "domain", "chosen"} <= set(plan.columns)
     assert plan.pad_values["teacher_ids"] == -1
+
+
+def test_a_private_job_leaves_nothing_for_others(job: dict[str, Any]) -> None:
+    private = {**job, "cache": {**job["cache"], "enabled": False}}
+    uris = {entry_of(private, ref_logprobs={}).uri for _ in range(2)}
+    assert len(uris) == 2
+    assert not entry_of(job, ref_logprobs={}).hit
+
+
+def test_an_entry_on_s3_gets_its_columns_there(
+    job: dict[str, Any], tmp_path: Path, s3_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = entry_of(job, ref_logprobs={})
+    monkeypatch.setenv("RAYSVC_PART_CACHE_DIR", str(tmp_path / "copies"))
+    store = s3_server.store("enrich-")
+    job["cache"] = {"root": store.url, "storage_options": s3_server.options}
+    entry = entry_of(job, ref_logprobs={})
+    assert entry.uri.startswith("s3://")
+    assert entry.key == local.key
+    every = np.arange(24)
+    assert np.array_equal(
+        entry.entry.read(every).tokens["ref_logprobs"], local.entry.read(every).tokens["ref_logprobs"]
+    )
+    assert entry_of(job, ref_logprobs={}).hit
