@@ -14,7 +14,7 @@ from raysvc.chat.source.json_rows import SourceRow
 from raysvc.errors import SourceError
 from raysvc.job.config import TextSpec, TokenizerConfig
 
-from .test_zoo import NAMES, TEMPLATES, hugging_face
+from .test_zoo import MODES, NAMES, TEMPLATES, hugging_face
 from .zoo import ROWS, Row, Template, tokenizer_folder
 from .zoo_judge import Truth, faults, own_words, refusal_is_right, truth
 
@@ -22,7 +22,9 @@ ALL = "all_assistant_messages"
 TURNS = "each_assistant_turn"
 QUICK = ("lfm2", "cohere2", "gptoss_training", "mistral_v3", "qwen3")
 SHARES = (0.4, 0.7, 0.95)
-every_template = pytest.mark.parametrize("name", [name for name in QUICK if name in NAMES])
+every_template = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in NAMES]
+)
 
 
 @pytest.fixture(scope="module")
@@ -111,25 +113,27 @@ def test_one_row_a_turn_is_exact_or_refused_by_the_template(name: str, folder_of
     assert wrong == []
 
 
+@pytest.mark.parametrize("mode", MODES)
 @every_template
-def test_rows_that_are_too_long_are_cut_as_they_are_declared(name: str, folder_of: Any) -> None:
+def test_rows_that_are_too_long_are_cut_as_they_are_declared(name: str, mode: str, folder_of: Any) -> None:
     template, hf = TEMPLATES[name], hugging_face(folder_of(name))
     wrong = []
+
+    def with_policy(limit: int | None, truncation: str) -> SliceTokenizer:
+        return tokenizer(folder_of(name), mode, max_length=limit, truncation=truncation)
+
     for kind, rows in ROWS.items():
         for row in rows:
-            written, _ = rows_of(tokenizer(folder_of(name)), row)
+            written, _ = rows_of(with_policy(None, "drop"), row)
             for share in SHARES if written else ():
                 (ids, mask), limit = written[0], int(len(written[0][0]) * share)
-                policies: dict[str, Any] = {"max_length": limit, "truncation": "drop"}
-                assert rows_of(tokenizer(folder_of(name), **policies), row)[0] == []
-                policies["truncation"] = "keep_start"
+                assert rows_of(with_policy(limit, "drop"), row)[0] == []
                 start = [(ids[:limit], mask[:limit])] if any(mask[:limit]) else []
-                assert rows_of(tokenizer(folder_of(name), **policies), row)[0] == start, kind
-                policies["truncation"] = "error"
+                assert rows_of(with_policy(limit, "keep_start"), row)[0] == start, kind
                 with pytest.raises(SourceError):
-                    rows_of(tokenizer(folder_of(name), **policies), row)
-                end = tokenizer(folder_of(name), max_length=limit, truncation="keep_end_turns")
-                wrong += [f"{kind}, {share}: {fault}" for fault in wrong_end(hf, template, row, end, limit)]
+                    rows_of(with_policy(limit, "error"), row)
+                end = wrong_end(hf, template, row, with_policy(limit, "keep_end_turns"), limit)
+                wrong += [f"{kind}, {share}: {fault}" for fault in end]
     assert wrong == []
 
 
@@ -144,7 +148,8 @@ def wrong_end(hf: Any, template: Template, row: Row, made: SliceTokenizer, limit
         right = refusal_is_right(fit[0], truth(hf, fit[0]))
         return [] if right else [f"left out, and {len(fit[0]['messages'])} messages fit: {why}"]
     ids, mask = written[0]
-    return wrong_in(hf, template, fit[0], places(fit[0]), ids, mask)
+    trained = places(fit[0]) if made.spec.train_on == ALL else places(fit[0])[-1:]
+    return wrong_in(hf, template, fit[0], trained, ids, mask)
 
 
 @every_template

@@ -103,10 +103,13 @@ def marked_mask(hf: Any, row: Row, marked: str, ids: list[int]) -> list[int] | N
 
 
 def _with_result_openers(hf: Any, ids: list[int], mask: list[int]) -> list[int]:
-    """Gemma 4 stops a call by opening its result, and is trained to; TRL's marks leave that token out."""
-    opener = hf.convert_tokens_to_ids("<|tool_response>")
+    """Gemma 4 stops a call by opening its result, and is trained to; TRL's marks leave that token out.
+
+    In a template with marks it is trained only as the end of the row: a control token right after a mark, at the end of its block.
+    """
+    opener, marked = hf.convert_tokens_to_ids("<|tool_response>"), "endgeneration" in hf.chat_template
     for _, end in runs(mask):
-        if end < len(ids) and ids[end] == opener and "endgeneration" not in hf.chat_template:
+        if end < len(ids) and ids[end] == opener and (end == len(ids) - 1 or not marked):
             mask[end] = 1
     return mask
 

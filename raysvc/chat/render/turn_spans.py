@@ -465,4 +465,5 @@ _PROBES: list[tuple[list[Message], list[object] | None]] = [
         [_TOOL],
     ),
     ([_say("user", "a"), _say("assistant", "", tool_calls=[_TEXT_CALL]), _RESULT], [_TOOL]),
+    ([_say("user", "a"), _say("assistant", "", tool_calls=[_CALL])], [_TOOL]),
 ]
