@@ -241,3 +241,22 @@ def test_the_order_in_which_names_are_bound_makes_no_other_state(name: str) -> N
         template.render([dict(turn) for turn in [*PLAIN, PLAIN[0], calling, result, PLAIN[1]] * 2], TOOLS)
     assert not template.fast.counts["refused"]
     assert template.fast.counts["walked"] == 2
+
+
+LOOKS_UP = """\
+{%- set names = {'hi': 'greeting', 'bye': 'farewell'} %}
+{%- for message in messages %}
+{{- '<' ~ message.role ~ (' asks>' if message.role in 'user, system' else '>') }}
+{{- names[message.content] if message.content in names else message.content }}
+{{- '.' if message.content not in names }}
+{%- endfor %}"""
+
+
+def test_a_value_of_a_row_is_looked_for_in_a_dict_and_a_text_of_the_template() -> None:
+    template = ChatTemplate(LOOKS_UP, VARIABLES)
+    assert template.fast is not None
+    for said in ("hi", "what?", "bye", "so", "greeting", "hi"):
+        row: list[Message] = [{"role": "user", "content": said}, {"role": "assistant", "content": said * 2}]
+        assert template.render(row, None) == template.render_really(row, None, False)
+    assert not template.fast.counts["refused"]
+    assert template.fast.counts["walked"] >= 4

@@ -25,6 +25,7 @@ class CompiledTemplate:
     Args:
         text: Jinja source.
         now: what `strftime_now` shows; None reads the clock.
+        generator: of Jinja's code, another one than its own.
 
     Attributes:
         environment: that it was compiled in; compiled code looks its methods up when it runs.
@@ -36,13 +37,14 @@ class CompiledTemplate:
         TokenizerError: the text is not a template.
     """
 
-    def __init__(self, text: str, now: datetime | None = None) -> None:
+    def __init__(self, text: str, now: datetime | None = None, generator: type[Any] | None = None) -> None:
         from jinja2.exceptions import TemplateError
 
         from raysvc.chat.render.chat_environment import chat_environment
 
         try:
             self.environment: Any = chat_environment(now)
+            self.environment.code_generator_class = generator or self.environment.code_generator_class
             source = self.environment.compile(text, raw=True)
         except TemplateError as error:
             raise TokenizerError(

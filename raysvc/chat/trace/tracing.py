@@ -13,6 +13,8 @@ from functools import wraps
 from types import BuiltinMethodType, GeneratorType
 from typing import Any
 
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.nodes import Compare
 from jinja2.runtime import LoopContext, Macro, Undefined
 
 from raysvc.chat.render.chat_environment import begin_render
@@ -23,6 +25,21 @@ from raysvc.chat.trace.trace import Trace
 from raysvc.chat.trace.traced_value import Generated, Traced, TracedLoop, Untraceable, holds_traced
 
 _DICT_FIELDS = frozenset(dir(dict))
+
+
+class _TracedCode(CodeGenerator):
+    """Writes `contains(a, b)` for `a in b`: texts and dicts of the template cannot be asked for a traced value."""
+
+    def visit_Compare(self, node: Compare, frame: Frame) -> None:  # noqa: N802  Jinja calls it so
+        """One comparison."""
+        if len(node.ops) > 1 or node.ops[0].op not in ("in", "notin"):
+            super().visit_Compare(node, frame)
+            return
+        self.write("(not contains(" if node.ops[0].op == "notin" else "(contains(")
+        self.visit(node.expr, frame)
+        self.write(", ")
+        self.visit(node.ops[0].expr, frame)
+        self.write("))")
 
 
 class TracingTemplate:
@@ -42,7 +59,7 @@ class TracingTemplate:
         self, text: str, variables: Mapping[str, Any], to_json: Callable[..., str], now: datetime
     ) -> None:
         self._variables = {"documents": None, **variables}
-        self._compiled = CompiledTemplate(text, now)
+        self._compiled = CompiledTemplate(text, now, _TracedCode)
         self._plain = CompiledTemplate(text, now).environment
         self._trace: Trace
         self._missing: dict[str, str] = {}
@@ -87,7 +104,10 @@ class TracingTemplate:
         environment.call, environment.concat = self._call, self._concat
         compiled.on_generation(self._generation)
         compiled.root.__globals__.update(
-            str=self._str, LoopContext=self._loop, str_join=lambda items: self._concat(map(self._str, items))
+            str=self._str,
+            LoopContext=self._loop,
+            str_join=lambda items: self._concat(map(self._str, items)),
+            contains=self._contains,
         )
         self.automaton.lasting = frozenset(map(id, environment.globals.values()))
 
@@ -101,6 +121,11 @@ class TracingTemplate:
             return made
 
         return run
+
+    def _contains(self, item: Any, value: Any) -> Any:
+        if type(item) is not Traced or type(value) not in (str, dict):
+            return item in value  # asks traced values itself
+        return self._trace.let("in", item, value)
 
     def _getattr(self, value: Any, name: str) -> Any:
         if type(value) is TracedLoop:
