@@ -1,6 +1,6 @@
 """Every template that TRL ships beside `apply_chat_template`: rows per second and how many times faster, on one core.
 
-    python benchmarks/templates.py [--only qwen3 gptoss] [--rows 1000] [--out results.json]
+    python benchmarks/templates.py [--only qwen3 gptoss | --part 1/2] [--rows 1000] [--out results.json]
     python benchmarks/templates.py --sentencepiece [--rows 4096]
 
 Two measures, with the same rows, in one process:
@@ -159,9 +159,23 @@ def of_kind(kind: str, folder: str, data: bytes, rows: list[Any]) -> dict[str, A
     }
 
 
+def _one_encoder(folder: str) -> Callable[..., Any]:
+    """In place of `choose_encoder`: the choice for a tokenizer, made once."""
+    from raysvc.chat.tokens.encoder import ReferenceEncoder
+    from raysvc.chat.tokens.probe import choose_encoder
+    from raysvc.chat.tokens.tokenizer import LoadedTokenizer
+    from raysvc.job.config import TokenizerConfig
+
+    tokenizer = LoadedTokenizer(TokenizerConfig(name=folder))
+    chosen = choose_encoder(tokenizer, ReferenceEncoder(tokenizer))
+    return lambda *_: chosen
+
+
 def main() -> None:
     import trl
     from transformers import AutoTokenizer
+
+    from raysvc.chat import slice_tokenizer
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -169,6 +183,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=SHARED / "data", help="folder with the two JSONL files")
     parser.add_argument("--tokenizer", default=str(SHARED / "tokenizers" / "qwen2_5"))
     parser.add_argument("--only", nargs="*", help="names of templates")
+    parser.add_argument("--part", default="1/1", help="2/3: the second third of the templates")
     parser.add_argument("--rows", type=int, default=400)
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     parser.add_argument("--sentencepiece", action="store_true", help="tokenizers instead of templates")
@@ -177,12 +192,15 @@ def main() -> None:
         print(json.dumps({"date": time.strftime("%Y-%m-%d"), "results": sentencepiece(given)}))
         return
     given.hf = AutoTokenizer.from_pretrained(given.tokenizer)
+    slice_tokenizer.choose_encoder = _one_encoder(given.tokenizer)  # no template changes it
     results = []
     print(
         "| template | data | rows run by the template | text, times apply | whole, times apply | whole rows/s |"
     )
     print("|---|---|---|---|---|---|")
-    for path in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja")):
+    part, parts = map(int, given.part.split("/"))
+    paths = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+    for path in paths[len(paths) * (part - 1) // parts : len(paths) * part // parts]:
         if given.only and path.stem not in given.only:
             continue
         for data in ("gsm8k_train", "sgd_train"):
