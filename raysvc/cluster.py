@@ -38,11 +38,15 @@ def connect(address: str | None = None, *, need_cpus: float = 0) -> str:
 
 
 def _connect(address: str | None, need_cpus: float) -> str:
+    local = not address or address == "local"
+    if local:  # under `uv run` Ray would copy the folder and have uv make an environment for each worker
+        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     import ray
 
     if ray.is_initialized():
         return address or "local"
-    if address and address != "local":
+    if not local:
+        assert address
         _join(address)
         return address
     cores = max(os.cpu_count() or 1, math.ceil(need_cpus))

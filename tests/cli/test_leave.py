@@ -6,10 +6,10 @@ import subprocess
 import sys
 
 OURS = """
-import os, time
-import ray
 from raysvc.cluster import connect, leave
 connect("local", need_cpus=1)
+import ray
+assert not ray._private.ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV  # uv would make an environment for each worker
 node = ray._private.worker._global_node
 processes = [info.process for infos in node.all_processes.values() for info in infos]
 (monitor,) = (info.process for info in node.all_processes["monitor"])
