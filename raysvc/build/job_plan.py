@@ -72,7 +72,7 @@ def plan_config(job: JobConfig, entry: CacheEntry | None = None) -> PlanConfig:
 def _carried(entry: CacheEntry) -> dict[str, Any]:
     """Name -> what the recipe says of a carried or computed column."""
     recipes = [one.recipe for one in entries_of(entry.entry)]
-    each = [_with_added(recipe) for recipe in recipes]
+    each = [declared_columns(recipe) for recipe in recipes]
     carried = {name: column for its in each for name, column in its.items()}
     for name in carried:
         if not all(name in its for its in each):
@@ -87,8 +87,8 @@ def _carried(entry: CacheEntry) -> dict[str, Any]:
     return {**(OWN.get(formats.pop(), {}) if len(formats) == 1 else {}), **carried}
 
 
-def _with_added(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """What an entry carries of its source, and what was computed for it."""
+def declared_columns(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Name -> what a recipe says of a column that its rows carry, of their source or of a model."""
     return {
         **recipe.get("carry", {}),
         **{name: column for added in recipe.get(ADDED, ()) for name, column in added["columns"].items()},

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from raysvc.build.job_plan import declared_columns
 from raysvc.cache.find import open_entry
 from raysvc.collate.columns import IGNORED
 from raysvc.errors import ConfigError
@@ -40,7 +41,9 @@ def labelled(uri: str, storage_options: Mapping[str, Any] | None = None, *, row_
     """
     from datasets import load_from_disk
 
-    rows = load_from_disk(uri, storage_options=dict(storage_options or {}) or None)
+    entry = open_entry(uri, dict(storage_options or {}))
+    tokens = f"{entry.store.url}/{entry.folders[-1]}"  # where the tokens lie, whatever was computed for them
+    rows = load_from_disk(tokens, storage_options=dict(storage_options or {}) or None)
     names = ["input_ids", "loss_mask"]
     if row_ids:
         rows, names = rows.add_column(ROW_ID, np.arange(len(rows))), [*names, ROW_ID]
@@ -75,7 +78,7 @@ class WithColumns:
     ) -> None:
         self._collate, self._columns = collate, tuple(columns)
         self._entry = open_entry(uri, dict(storage_options or {}))
-        carried = self._entry.recipe.get("carry", {})
+        carried = declared_columns(self._entry.recipe)
         self._pads = {name: carried[name]["pad"] if name in carried else 0 for name in self._columns}
         first = self._entry.read(np.arange(1))
         known = sorted({*first.tokens, *first.rows, *first.wide})

@@ -194,3 +194,21 @@ def test_a_collator_with_columns_can_be_sent_to_another_process(
     batch = sent([labelled(entry.uri, row_ids=True)[3]])
     assert batch["experts"][0].tolist() == source_rows()[3]["experts"]
     assert batch["domain"] == [source_rows()[3]["domain"]]
+
+
+def test_columns_that_a_model_computed_go_with_the_rows_of_their_base(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    trl = pytest.importorskip("trl")
+    import raysvc
+    from raysvc.integrations.trl import WithColumns, labelled
+
+    entry = raysvc.enrich(job_of(tmp_path, sample["tokenizer"]), enrich={"ref_logprobs": {"model": "tiny"}})
+    collate = trl.trainer.sft_trainer.DataCollatorForLanguageModeling(pad_token_id=0)
+    rows = labelled(entry.uri, row_ids=True)
+    batch = WithColumns(collate, entry.uri, ["ref_logprobs", "domain"])([rows[1], rows[3]])
+    for line, row in enumerate((1, 3)):
+        values = entry.row(row)["ref_logprobs"]
+        assert any(values)
+        assert batch["ref_logprobs"][line, : len(values)].tolist() == values
+        assert not batch["ref_logprobs"][line, len(values) :].any()
