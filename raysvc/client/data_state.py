@@ -47,6 +47,8 @@ def frontier_of(state: dict[str, Any]) -> int:
             "use the raysvc version that wrote it",
         )
         raise StateMismatch("state.version", what, remedy)
+    if not isinstance(state["plan"], Mapping):
+        raise StateMismatch("state.plan", f"{state['plan']!r} is not the state of a plan", _GIVE)
     frontier = state["frontier"]
     if isinstance(frontier, bool) or not isinstance(frontier, int) or frontier < 0:
         raise StateMismatch("state.frontier", f"{frontier!r} is not an integer of at least 0", _GIVE)

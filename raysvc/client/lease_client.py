@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from raysvc.client.arguments import flag, integer, optional_integer, text
+from raysvc.client.arguments import flag, integer, mapping, optional_integer, optional_text, text
 from raysvc.client.connection import Connection
 from raysvc.client.data_state import frontier_of, state_of
 from raysvc.client.look_ahead import F, FormedSizes, Limit, LookAhead, PlannedSizes, Sizes
@@ -158,14 +158,24 @@ class LeaseClient(ABC, Generic[F, S]):
             A reporter for evals and checkpoints: `on_eval(step, metrics)`, `on_checkpoint(step, folder)`.
 
         Raises:
-            ConfigError: a tracker is unknown, not installed, or cannot be opened.
+            ConfigError: a tracker is unknown, not installed, or cannot be opened; an argument of a wrong type.
         """
+        from raysvc.trackers.known_trackers import check_installed
         from raysvc.trackers.reporter import NO_TRACKERS, open_reporter
         from raysvc.trackers.tracker import tracked_run
 
+        for number, tracker in enumerate(trackers):
+            if not isinstance(tracker, str) and not callable(getattr(tracker, "on_step", None)):
+                what = f"{tracker!r} is no name, and has no methods of a tracker"
+                raise ConfigError(f"report_to(trackers)[{number}]", what, "give a name or a Tracker")
+        where = text("report_to(folder)", str(folder) if isinstance(folder, Path) else folder)
+        optional_text("report_to(name)", name)
+        mapping("report_to(config)", config or {})
+        self._connection.check()
         if self._connection.rank:
             return NO_TRACKERS
-        run = tracked_run(Path(folder), name, config, self._frontier)
+        check_installed([each for each in trackers if isinstance(each, str)], "report_to")
+        run = tracked_run(Path(where), name, config, self._frontier)
         reporter = open_reporter(trackers, run, "report_to")
         self._report_of_steps = StepReport(reporter, self.schedule.steps_per_epoch)
         return reporter

@@ -101,12 +101,23 @@ def test_calls_of_both_clients_refuse_wrong_types_and_ranges(server: Any) -> Non
             driver.steps(stop=-1)
         with pytest.raises(ConfigError, match=r"steps\(on_fetch\)"):
             driver.steps(on_fetch=3)  # type: ignore[arg-type]
-        for wrong_state in ({}, [], None, {"version": 2}, {**driver.state_dict(), "frontier": 1.5}):
+        good = driver.state_dict()
+        odd = [{**good, key: value} for key, value in (("frontier", 1.5), ("plan", None), ("plan", {"a": 1}))]
+        for wrong_state in ({}, [], None, {"version": 2}, *odd):
             with pytest.raises(StateMismatch, match="state"):
                 driver.load_state_dict(wrong_state)  # type: ignore[arg-type]
         for name in ("", 3):
             with pytest.raises(ConfigError, match=r"eval\(name\)"):
                 driver.eval(name)  # type: ignore[arg-type]
+        for law, trackers, named in (
+            ("trackers", (3,), {"folder": "never-made"}),
+            ("folder", (), {"folder": 3}),
+            ("name", (), {"folder": "never-made", "name": 3}),
+            ("config", (), {"folder": "never-made", "config": 3}),
+        ):
+            with pytest.raises(ConfigError, match=rf"report_to\({law}\)"):
+                driver.report_to(*trackers, **named)  # type: ignore[arg-type]
+        assert not os.path.exists("never-made")
         assert next(iter(driver)).index == 0, "nothing of this broke the stream"
         driver.commit(np.int64(0))  # type: ignore[arg-type]
         assert (driver.frontier, type(driver.frontier)) == (1, int)
