@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,8 +17,11 @@ import pytest
 
 # set before anything imports ray: token files of the user's home must not decide what a test sees
 os.environ["RAY_AUTH_MODE"] = "disabled"
-_HOME = tempfile.TemporaryDirectory(prefix="raysvc-test-home-", ignore_cleanup_errors=True)  # until we end
-os.environ["HOME"] = _HOME.name
+# a TemporaryDirectory warns when it is collected; that warning was reported while pytest parsed another file, and
+# CPython 3.11.7 then ends with "AST constructor recursion depth mismatch"
+_HOME = tempfile.mkdtemp(prefix="raysvc-test-home-")
+atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
+os.environ["HOME"] = _HOME
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_DATA_DISABLE_PROGRESS_BARS"] = "1"
 os.environ.pop("RAY_ADDRESS", None)
