@@ -3,12 +3,13 @@
 Always true:
 - a heartbeat thread keeps the lease while this process lives, however long a step takes;
 - a sending thread sends what the training loop must not wait for;
+- a commit wakes no thread while another one looks for commits by itself (`sends_commits`);
 - commits may reach the server in any order and more than once; any other call of the holder is sent when all commits
   before it are answered;
 - once the lease is lost, or a commit was refused, every call says so, with the server's own error;
 - a rank learns from its heartbeats who of its group is behind or silent;
 - a process that was forked from the one that attached is refused: its threads and its lease stayed there;
-- after `close` both threads are gone, and every commit was answered.
+- after `close` all threads are gone, and every commit was answered.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from raysvc.client.commits import Commit, Commits
 from raysvc.errors import LeaseError, RankLost, ServerError
 from raysvc.versions import HERE
 
@@ -61,8 +64,11 @@ class Connection:
         self.report: Callable[[], dict[str, Any]] = dict
         self._told: set[int] = set()  # ranks that were logged as behind or silent; only the heart touches it
         self._moves = 0  # rewinds and restored states, counted by `move`
-        # (step, ref) of commits that are not answered; only the sender touches it
+        self._unsent = Commits()
+        self._sending = threading.Lock()  # guards what sends commits and takes their answers
+        # (step, ref) of commits that are not answered; guarded by _sending
         self._commits: collections.deque[tuple[int, Any]] = collections.deque()
+        self._beside: list[threading.Thread] = []  # of `beside`
         self._methods: dict[tuple[str, str, int], Any] = {}
         self._lost: BaseException | None = None  # set once, by the thread that learns it first
         self._leaving = False  # written by close alone
@@ -100,11 +106,6 @@ class Connection:
         self.check()
         refs = self._bound(method, "fetch", num_returns).remote(self.lease.fence, *args)
         return refs if isinstance(refs, list) else [refs]
-
-    def soon(self, send: Callable[..., object], *args: Any) -> None:
-        """Call `send` in the sending thread, behind what was given to it before."""
-        self.check()
-        self._sender.submit(send, *args)
 
     def control(self, method: str, *args: Any) -> Any:
         """Start a call that needs no lease; returns its ref."""
@@ -151,7 +152,33 @@ class Connection:
     def commit(self, step: int, skipped: bool) -> None:
         """Have a commit sent; a refusal is raised by one of the next calls."""
         self.check()
-        self._sender.submit(self._send_commit, step, skipped, self._moves)
+        if self._unsent.note(Commit(step, skipped, self._moves)):
+            self._sender.submit(self._send_commits)
+
+    def send_commits(self) -> None:
+        """Send the commits that nobody sends yet; does not wait for answers."""
+        if self._unsent and self._sending.acquire(blocking=False):
+            try:
+                self._send_unsent()
+            finally:
+                self._sending.release()
+
+    @contextmanager
+    def sends_commits(self) -> Iterator[None]:
+        """While it lasts the calling thread calls `send_commits` every few milliseconds, and `commit` wakes no other."""
+        try:
+            with self._unsent.looked_for():
+                yield
+        finally:
+            if self._unsent and not self.closed:
+                self._sender.submit(self._send_commits)
+
+    def beside(self, work: Callable[[], None], name: str) -> None:
+        """Run `work` in a thread of its own; it ends soon once the connection is closed, which waits for that."""
+        self.check()
+        thread = threading.Thread(target=work, name=f"raysvc-{name}-{self.lease.name}", daemon=True)
+        self._beside = [*(one for one in self._beside if one.is_alive()), thread]
+        thread.start()
 
     def get(self, ref: Any) -> Any:
         """Wait for an answer.
@@ -178,30 +205,42 @@ class Connection:
         finally:
             self._stop.set()
             self._beat_now.set()
+            for thread in (*self._beside, self._heart):
+                thread.join(timeout=10.0)
             self._sender.shutdown(wait=True, cancel_futures=True)
             self._commits.clear()
-            self._heart.join(timeout=10.0)
 
     def _send(self, method: str, *args: Any, **named: Any) -> Any:
         return self._bound(method, "lease").remote(self.lease.fence, *args, **named)
 
     def _send_after_commits(self, method: str, *args: Any, **named: Any) -> Any:
-        self._collect(0)
-        return self._send(method, *args, **named)
+        with self._sending:
+            self._send_unsent()
+            self._collect(0)
+            return self._send(method, *args, **named)
 
-    def _send_commit(self, step: int, skipped: bool, moves: int) -> None:
-        if self._lost is not None:
-            return
-        try:
-            ref = self._send("commit", step, skipped, rank=self.rank or 0, moves=moves)
-            self._commits.append((step, ref))
-            self._collect(COMMITS_AT_ONCE - 1)  # asking for an answer costs more than sending
-        except Exception as error:  # noqa: BLE001 - nobody waits for this call: the next one tells
-            self._lost = self._lost or error
-            log.error("commit failed name=%s step=%d error=%s", self.lease.name, step, error)
+    def _send_commits(self) -> None:
+        with self._sending:
+            self._send_unsent()
+
+    def _send_unsent(self) -> None:
+        """Called under `_sending`."""
+        for step, skipped, moves in self._unsent.take():
+            if self._lost is not None:
+                return
+            try:
+                ref = self._send("commit", step, skipped, rank=self.rank or 0, moves=moves)
+                self._commits.append((step, ref))
+                self._collect(COMMITS_AT_ONCE - 1)  # asking for an answer costs more than sending
+            except Exception as error:  # noqa: BLE001 - nobody waits for this call: the next one tells
+                self._lost = self._lost or error
+                log.error("commit failed name=%s step=%d error=%s", self.lease.name, step, error)
 
     def _collect(self, leave: int) -> None:
-        """Take answers to commits, oldest first, until `leave` are open; waits for them only when `leave` is 0."""
+        """Take answers to commits, oldest first, until `leave` are open; waits for them only when `leave` is 0.
+
+        Called under `_sending`.
+        """
         import ray
 
         while len(self._commits) > leave:

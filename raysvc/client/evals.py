@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysvc.actors.server.spec import Role
 from raysvc.client.look_ahead import F, Limit, LookAhead, PlannedSizes
-from raysvc.client.rank_reader import RankReader
+from raysvc.client.rank_reader import RankFetch, RankReader, ReadAhead
 from raysvc.client.steps import Mini, RankMicro, RankStep, Step, micros_of
 from raysvc.plan.schedule import Schedule
 
@@ -88,9 +88,16 @@ class RankEval(_Eval):
         Raises:
             StepFailed: the step that would come next could not be made.
         """
-        in_threads = self._limit.steps > 0
-        reader = RankReader(self._connection, self.dp_size, in_threads=in_threads, stream=self.name)
-        fetches = self._fetches(lambda index: reader.ask(index, 1), reader.ask_sizes)
-        with closing(reader), closing(fetches):
-            for fetch in fetches:
-                yield reader.arrive(fetch)
+        reader = RankReader(self._connection, self.dp_size, stream=self.name)
+
+        def ask(index: int) -> RankFetch:
+            return reader.ask(index, 1)
+
+        if not self._limit.steps:
+            with closing(self._fetches(ask, reader.ask_sizes)) as fetches:
+                yield from map(reader.arrive, fetches)
+            return
+        sizes, steps = PlannedSizes(reader.ask_sizes, len(self)), range(len(self))
+        with closing(ReadAhead(self._connection, ask, reader.arrive, sizes, self._limit, steps)) as ahead:
+            for _ in steps:
+                yield ahead.take() or ahead.wait()

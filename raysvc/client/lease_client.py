@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -43,6 +43,18 @@ WARN_AFTER_STEPS = 64  # without a commit
 S = TypeVar("S")  # a step as this client gives it
 
 
+class Window(Protocol):
+    """What is outstanding of an iteration."""
+
+    @property
+    def num_outstanding(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
 class LeaseClient(ABC, Generic[F, S]):
     """See the module; `BatchClient` and `RankClient` say how a step is asked for and taken.
 
@@ -58,7 +70,7 @@ class LeaseClient(ABC, Generic[F, S]):
         self._connection, self._roles, self._limit = connection, roles, limit
         self._frontier = self.lease.frontier
         self._taken = self._frontier  # steps below were handed out, or are committed
-        self._window: LookAhead[F] | None = None  # of the newest iteration; an older one is refused
+        self._window: Window | None = None  # of the newest iteration; an older one is refused
         self._commit_lock = threading.Lock()  # guards what `commit` reads and writes
         self._uncommitted = 0  # steps handed out since the last commit
         self._steps = 0
@@ -104,8 +116,11 @@ class LeaseClient(ABC, Generic[F, S]):
                 expected = f"step {newest} at most, the newest that was handed out or is next"
                 raise StepOutOfOrder(self.lease.name, step, expected)
             if step >= self._frontier:
-                told = self.meter.committed(int(step), int(step) + 1 - self._frontier)
-                if self._report_of_steps is not None:
+                count = int(step) + 1 - self._frontier
+                if self._report_of_steps is None:
+                    self.meter.trained(int(step), count)
+                else:
+                    told = self.meter.committed(int(step), count)
                     self._report_of_steps.committed(int(step) + 1, told, known)
                 self._frontier = int(step) + 1
                 self._uncommitted = 0
@@ -188,8 +203,9 @@ class LeaseClient(ABC, Generic[F, S]):
 
     def detach(self) -> None:
         """Give the lease (or this rank's seat) back; safe to call twice, and with fetches in flight."""
-        self._window = None
+        self._end_iteration()
         self._record()
+        self.meter.settle()
         self.meter.metrics.write()
         self._connection.close()
         if self._report_of_steps is not None:
@@ -226,13 +242,11 @@ class LeaseClient(ABC, Generic[F, S]):
 
     def _iterate(self, ask: Callable[[int], F], stop: int) -> Iterator[S]:
         end = min(stop, self.schedule.num_steps)
-        sizes: Sizes = FormedSizes(self._form) if self.lease.forms else PlannedSizes(self._ask_sizes, end)
-        window = self._window = LookAhead(ask, sizes, self._limit)
+        self._end_iteration()
+        window = self._window = LookAhead(ask, self._sizes(end), self._limit)
         with closing(window.run(self._frontier, end)) as fetches:
             while True:
-                if self._window is not window:
-                    expected = f"a new iteration from step {self._frontier}, after the rewind"
-                    raise StepOutOfOrder(self.lease.name, self._frontier, expected)
+                self._refuse_older(window)
                 fetch = next(fetches, None)
                 if fetch is None:
                     return
@@ -241,6 +255,19 @@ class LeaseClient(ABC, Generic[F, S]):
                 if self.lease.forms:  # more groups may have come while we waited
                     window.extend()
                 yield step
+
+    def _sizes(self, end: int) -> Sizes:
+        return FormedSizes(self._form) if self.lease.forms else PlannedSizes(self._ask_sizes, end)
+
+    def _refuse_older(self, window: Window) -> None:
+        if self._window is not window:
+            expected = f"a new iteration from step {self._frontier}, after the rewind"
+            raise StepOutOfOrder(self.lease.name, self._frontier, expected)
+
+    def _end_iteration(self) -> None:
+        window, self._window = self._window, None
+        if window is not None:
+            window.close()
 
     def _note_taken(self, index: int) -> None:
         self._taken = max(self._taken, index + 1)
@@ -258,20 +285,30 @@ class LeaseClient(ABC, Generic[F, S]):
         return Limit(self._limit.steps if steps is None else steps, self._limit.nbytes)
 
     def _timed(self, fetch: F) -> S:
+        def arrive() -> tuple[S, Given]:
+            step = self._arrive(fetch)
+            return step, self._given(step)
+
+        step, _ = self._measured(arrive)
+        self._record()
+        return step
+
+    def _measured(self, wait: Callable[[], tuple[S, Given]]) -> tuple[S, Given]:
+        """A step that the caller waits for, with its wait."""
         begin, given = time.perf_counter(), None
         self.meter.wait_begins(overlaps=self._overlaps and self._uncommitted > 0)
         try:
-            step = self._arrive(fetch)
-            given = self._given(step)
+            step, given = wait()
         finally:
-            self._last_wait_s = time.perf_counter() - begin
-            self.meter.wait_ends(self._last_wait_s, given)
-        self._wait_s += self._last_wait_s
+            waited_s = time.perf_counter() - begin
+            self.meter.wait_ends(waited_s, given)
+        self._count(waited_s)
+        return step, given
+
+    def _count(self, waited_s: float) -> None:
+        self._last_wait_s = waited_s
+        self._wait_s += waited_s
         self._steps += 1
-        if not self._connection.rank:
-            self.meter.metrics.record("fetch_seconds", self._last_wait_s, server=self.lease.name)
-        self._record()
-        return step
 
     def _report(self) -> dict[str, Any]:
         """For the server, with each heartbeat."""
@@ -296,7 +333,7 @@ class LeaseClient(ABC, Generic[F, S]):
     def _move(self, frontier: int, plan_state: dict[str, Any] | None) -> None:
         self._frontier = self._taken = self._connection.move(frontier, plan_state)
         self.meter.moved()
-        self._window = None
+        self._end_iteration()
 
     def _ask_sizes(self, first: int, stop: int) -> Callable[[], list[int]]:
         return self._connection.sizes(first, stop, self._roles)

@@ -87,8 +87,12 @@ class LookAhead(Generic[F]):
                 self._current += 1
                 self._nbytes.pop(self._current, None)
         finally:
-            self._stop = 0
-            self._pending.clear()
+            self.close()
+
+    def close(self) -> None:
+        """Let go of what is outstanding; nothing more is asked for."""
+        self._stop = 0
+        self._pending.clear()
 
     def extend(self) -> None:
         """Ask for what fits now; `run` does so before it yields, and another time is when sizes may be known."""

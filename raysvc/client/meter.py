@@ -7,6 +7,7 @@ Always true:
 - where workers compute while the driver waits for the next step (`steps(on_fetch=...)`), its wait counts only when
   every step that was handed out is committed, and not at all when `told_by_workers` is set;
 - the loop that is measured gives no metric to Ray: `report` and the end of the client do;
+- a step that was there, and a commit, are only noted by the loop; `settle` counts them in their order, and so does every other call first;
 - `report` is plain JSON: a newer or an older server may leave out what it does not know.
 """
 
@@ -75,6 +76,21 @@ class Committed(NamedTuple):
     stall_s: float
 
 
+class _Taken(NamedTuple):
+    """A step that was there when it was asked for."""
+
+    waited_s: float
+    given: Given
+
+
+class _Trained(NamedTuple):
+    """A commit: all steps up to `step`, `num_steps` of them newly, at a value of the clock."""
+
+    step: int
+    num_steps: int
+    at_s: float
+
+
 class _Look(NamedTuple):
     time_s: float
     stall_s: float
@@ -97,6 +113,8 @@ class Meter:
         self._server, self._exports, self._clock = server, exports, clock
         self.metrics = LaterRecords()
         self.told_by_workers = False  # `stalled` says all stalls; set it before the first step
+        # what the loop noted and nobody counted
+        self._noted: collections.deque[_Taken | _Trained] = collections.deque()
         self._lock = threading.Lock()  # guards all below: the heartbeat thread reports
         self._began_s = self._last_commit_s = clock()
         self._since_s: float | None = None  # the caller waits since then, and it counts
@@ -113,52 +131,57 @@ class Meter:
             overlaps: workers compute meanwhile.
         """
         with self._lock:
+            self._settle()
             self._since_s = None if overlaps or self.told_by_workers else self._clock()
 
     def wait_ends(self, waited_s: float, given: Given | None) -> None:
         """The caller has its step, or None: it could not be made."""
         with self._lock:
+            self._settle()
             counted = self._since_s is not None
             self._charge()
             self._since_s = None
             if given is not None:
-                self._keep_shape(given)
-        if counted and given is not None:
-            times = (given.read_s, given.collate_s, given.copy_s)
-            self._blame(StepTimes(given.step, waited_s, *times, groups_s=given.groups_s))
+                self._keep(waited_s, given)
+                if counted:
+                    times = (given.read_s, given.collate_s, given.copy_s)
+                    self._blame(StepTimes(given.step, waited_s, *times, groups_s=given.groups_s))
+
+    def was_there(self, waited_s: float, given: Given) -> None:
+        """The caller has a step that it did not wait for; counted by `settle`."""
+        self._noted.append(_Taken(waited_s, given))
 
     def stalled(self, times: StepTimes) -> None:
         """Workers stood still for a step, as they measured it."""
         with self._lock:
             self._add_stall(times.waited_s)
-        self._blame(times)
+            self._blame(times)
+
+    def trained(self, step: int, count: int) -> None:
+        """All steps up to `step` are trained, `count` of them newly; counted by `settle`."""
+        self._noted.append(_Trained(step, count, self._clock()))
 
     def committed(self, step: int, count: int) -> Committed:
-        """All steps up to `step` are trained, `count` of them newly."""
+        """As `trained`, but counted now."""
         with self._lock:
-            now_s = self._clock()
-            step_s, self._last_commit_s = (now_s - self._last_commit_s) / count, now_s
-            shapes = [self._shapes.pop(index) for index in sorted(self._shapes) if index <= step]
-            tokens = sum(shape.tokens for shape in shapes)
-            self._steps += count
-            self._tokens += tokens
-            stall_s, self._stall_told_s = self._stall_s - self._stall_told_s, self._stall_s
-        if self._exports:
-            self.metrics.record("steps", count, server=self._server)
-            self.metrics.record("step_seconds", step_s, server=self._server)
-            self.metrics.record("trained_tokens", tokens, server=self._server)
-            self.metrics.record("cut_rows", sum(shape.cut_rows for shape in shapes), server=self._server)
-            self._show(shapes)
-        padding = shapes[-1].padding if shapes else 0.0
-        return Committed(tokens, sum(shape.input_tokens for shape in shapes), padding, step_s, stall_s)
+            self._settle()
+            return self._committed(_Trained(step, count, self._clock()))
+
+    def settle(self) -> None:
+        """Count what was noted so far."""
+        if self._noted:
+            with self._lock:
+                self._settle()
 
     def moved(self) -> None:
         """The trainer went to another step: what it was given is not trained."""
         with self._lock:
+            self._settle()
             self._shapes.clear()
 
     def report(self) -> dict[str, Any]:
         """Sums since the attach, and shares and rates of the last `RECENT_S`. Writes what was recorded."""
+        self.settle()
         self.metrics.write()
         with self._lock:
             self._charge()
@@ -179,6 +202,34 @@ class Meter:
             "elapsed_s": now.time_s - self._began_s,
         }
 
+    def _settle(self) -> None:
+        """Called under `_lock`."""
+        while self._noted:
+            match self._noted.popleft():
+                case _Trained() as trained:
+                    self._committed(trained)
+                case _Taken(waited_s, given):
+                    if not self.told_by_workers:
+                        self._add_stall(waited_s)
+                    self._keep(waited_s, given)
+
+    def _committed(self, trained: _Trained) -> Committed:
+        """Called under `_lock`."""
+        step_s, self._last_commit_s = (trained.at_s - self._last_commit_s) / trained.num_steps, trained.at_s
+        shapes = [self._shapes.pop(index) for index in sorted(self._shapes) if index <= trained.step]
+        tokens = sum(shape.tokens for shape in shapes)
+        self._steps += trained.num_steps
+        self._tokens += tokens
+        stall_s, self._stall_told_s = self._stall_s - self._stall_told_s, self._stall_s
+        if self._exports:
+            self.metrics.record("steps", trained.num_steps, server=self._server)
+            self.metrics.record("step_seconds", step_s, server=self._server)
+            self.metrics.record("trained_tokens", tokens, server=self._server)
+            self.metrics.record("cut_rows", sum(shape.cut_rows for shape in shapes), server=self._server)
+            self._show(shapes)
+        padding = shapes[-1].padding if shapes else 0.0
+        return Committed(tokens, sum(shape.input_tokens for shape in shapes), padding, step_s, stall_s)
+
     def _charge(self) -> None:
         """Count the wait so far. Called under `_lock`."""
         if self._since_s is not None:
@@ -192,10 +243,10 @@ class Meter:
             self.metrics.record("stall_seconds", seconds, server=self._server, role=ROLE)
 
     def _blame(self, times: StepTimes) -> None:
+        """Called under `_lock`."""
         charged = times.charged()
-        with self._lock:
-            for part, seconds in charged.items():
-                self._causes[part] = self._causes.get(part, 0.0) + seconds
+        for part, seconds in charged.items():
+            self._causes[part] = self._causes.get(part, 0.0) + seconds
         if self._exports:
             self.metrics.record("stall_read_seconds", charged.get("read", 0.0), server=self._server)
             self.metrics.record("stall_collate_seconds", charged.get("collate", 0.0), server=self._server)
@@ -203,11 +254,13 @@ class Meter:
             self.metrics.record("stall_groups_seconds", charged.get("groups", 0.0), server=self._server)
             self.metrics.record("stall_other_seconds", charged.get("other", 0.0), server=self._server)
 
-    def _keep_shape(self, given: Given) -> None:
+    def _keep(self, waited_s: float, given: Given) -> None:
         """Called under `_lock`."""
         while len(self._shapes) >= MAX_UNCOMMITTED:
             self._shapes.pop(min(self._shapes))
         self._shapes[given.step] = _shape(given.infos)
+        if self._exports:
+            self.metrics.record("fetch_seconds", waited_s, server=self._server)
 
     def _show(self, shapes: Sequence[_Shape]) -> None:
         if shapes:

@@ -7,14 +7,16 @@ Always true:
 - ranks of one group share a fence; a process of another group is refused, or fences all of them;
 - a rank that is further ahead of another than its look-ahead reaches logs who is behind; a rank that is dead is named in
   the log of the others before its lease ends, and by `RankLost` after that;
-- with look-ahead the loop neither sends nor copies: threads beside it do;
+- with look-ahead the loop neither sends nor copies nor wakes who does;
 - what `raysvc.client.lease_client` says.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from raysvc.actors.server.spec import Role
@@ -23,7 +25,7 @@ from raysvc.client.evals import RankEval
 from raysvc.client.lease_client import LeaseClient
 from raysvc.client.look_ahead import Limit
 from raysvc.client.meter import Given
-from raysvc.client.rank_reader import RankFetch, RankReader
+from raysvc.client.rank_reader import RankFetch, RankReader, ReadAhead
 from raysvc.client.steps import RankMicro as RankMicro
 from raysvc.client.steps import RankStep as RankStep
 from raysvc.client.steps import micros_of
@@ -41,7 +43,7 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
     def __init__(self, server: Any, lease: Lease, rank: int, num_ranks: int, limit: Limit) -> None:
         super().__init__(Connection(server, lease, rank, limit.steps + 1), (Role(num_ranks),), limit)
         self.rank = rank
-        self._reader = RankReader(self._connection, num_ranks, in_threads=limit.steps > 0)
+        self._reader = RankReader(self._connection, num_ranks)
 
     def __iter__(self) -> Iterator[RankMicro]:
         return self.micro_batches()
@@ -86,12 +88,41 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
         method = server.num_micro_batches.options(concurrency_group="fetch")
         return int(self._connection.get(method.remote(self._frontier, stop, self.dp_size)))
 
-    def detach(self) -> None:
-        """Give the seat back; safe to call twice."""
-        try:
-            super().detach()
-        finally:
-            self._reader.close()
+    def _iterate(self, ask: Callable[[int], RankFetch], stop: int) -> Iterator[RankStep]:
+        return self._read_ahead(ask, stop) if self._limit.steps else super()._iterate(ask, stop)
+
+    def _read_ahead(self, ask: Callable[[int], RankFetch], stop: int) -> Iterator[RankStep]:
+        steps = range(self._frontier, min(stop, self.schedule.num_steps))
+        sizes = self._sizes(steps.stop)
+        self._end_iteration()
+        ahead = ReadAhead(self._connection, ask, self._brought, sizes, self._limit, steps, self._look_beside)
+        self._window = ahead
+        with closing(ahead):
+            for index in steps:
+                self._refuse_older(ahead)
+                begin = time.perf_counter()
+                taken = ahead.take()
+                if taken is None:
+                    step, _ = self._measured(ahead.wait)
+                else:
+                    step, given = taken
+                    waited_s = time.perf_counter() - begin
+                    self.meter.was_there(waited_s, given)
+                    self._count(waited_s)
+                self._note_taken(index)
+                del taken
+                yield step
+
+    def _brought(self, fetch: RankFetch) -> tuple[RankStep, Given]:
+        """In the thread of `ReadAhead`."""
+        step = self._arrive(fetch)
+        return step, self._given(step)
+
+    def _look_beside(self) -> None:
+        """In the thread of `ReadAhead`."""
+        self._connection.send_commits()
+        self.meter.settle()
+        self._record()
 
     def _arrive(self, fetch: RankFetch) -> RankStep:
         return self._reader.arrive(fetch)

@@ -1,115 +1,233 @@
-"""Brings the steps of one stream to a rank: asked for from one thread, opened and copied in another.
+"""Brings the steps of one stream to a rank; `ReadAhead` does so in a thread of its own, ahead of the loop that takes them.
 
 Always true:
-- with look-ahead, the training loop neither sends, nor waits for an answer that is there, nor copies;
+- with look-ahead, a step that is there is taken without sending, copying or waking anybody;
 - what is needed first is brought first;
 - an error comes at its step;
-- after `close` the thread is gone.
+- after `close` the thread ends soon, and the end of the connection waits for it.
 """
 
 from __future__ import annotations
 
+import collections
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from raysvc.actors.server.spec import Role
 from raysvc.client.connection import POLL_S, Connection
+from raysvc.client.look_ahead import Limit, LookAhead, Sizes
 from raysvc.client.steps import RankStep, private
 from raysvc.errors import StepOutOfOrder
 
 if TYPE_CHECKING:
     from raysvc.actors.server.spec import StepInfo
 
+# The thread looks what was taken after a quarter of the time since the last step was taken, within these bounds.
+LOOK_AFTER = 1 / 4
+LOOK_AFTER_S = (0.002, 0.05)
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class RankFetch:
-    """A step that was asked for; `step` waits for it."""
+    """A step that was asked for: refs of its info and of its shards."""
 
     index: int
-    step: Callable[[], RankStep]
+    refs: list[Any]
 
 
 class RankReader:
-    """See the module.
+    """Asks for the steps of one stream, and opens them.
 
     Args:
         connection: with the rank's seat.
         num_ranks: of the group.
-        in_threads: False: the caller sends, waits and copies (no look-ahead).
         stream: "" or the name of an eval.
     """
 
-    def __init__(self, connection: Connection, num_ranks: int, in_threads: bool, stream: str = "") -> None:
+    def __init__(self, connection: Connection, num_ranks: int, stream: str = "") -> None:
         self._connection, self._num_ranks, self._stream = connection, num_ranks, stream
-        self._taker = ThreadPoolExecutor(1, thread_name_prefix="raysvc-take") if in_threads else None
 
     def ask(self, index: int, num_mini_batches: int) -> RankFetch:
         """Have a step fetched; returns at once."""
         args = (index, self._connection.rank, self._num_ranks, self._stream)
-        if self._taker is None:
-            refs = self._connection.fetch("fetch_rank", 1 + num_mini_batches, *args)
-            return RankFetch(index, lambda: self._take(refs))
-        taken: Future[RankStep] = Future()
-        self._connection.soon(self._send, taken, self._taker, 1 + num_mini_batches, args)
-        return RankFetch(index, lambda: self._awaited(taken))
+        return RankFetch(index, self._connection.fetch("fetch_rank", 1 + num_mini_batches, *args))
 
     def arrive(self, fetch: RankFetch) -> RankStep:
-        """Wait for a step.
+        """Wait for a step and bring it to this process; ends early when the client is detached.
 
         Raises:
             StepFailed: it could not be made.
         """
-        step = fetch.step()
-        if step.index != fetch.index:
-            raise StepOutOfOrder(self._connection.lease.name, step.index, f"step {fetch.index}")
-        return step
+        info: StepInfo
+        info, *shards = self._opened(fetch.refs)
+        if info.index != fetch.index:
+            raise StepOutOfOrder(self._connection.lease.name, info.index, f"step {fetch.index}")
+        begin = time.perf_counter()
+        own = tuple(map(private, shards))
+        times = (info.read_s, info.collate_s, time.perf_counter() - begin, info.groups_s)
+        return RankStep(info.index, info.epoch, own, info.mini_batches, *times)
 
     def ask_sizes(self, first: int, stop: int) -> Callable[[], list[int]]:
         """Ask for the bytes of this rank's shards; gives a function that waits for them."""
         wait = self._connection.sizes(first, stop, (Role(self._num_ranks),), self._stream)
         return lambda: [size // self._num_ranks for size in wait()]
 
-    def close(self) -> None:
-        """End the thread; what it waits for is given up once the connection is closed or the step is there."""
-        if self._taker is not None:
-            self._taker.shutdown(wait=True, cancel_futures=True)
-
-    def _send(
-        self, taken: Future[RankStep], taker: ThreadPoolExecutor, num_returns: int, args: tuple[Any, ...]
-    ) -> None:
-        """In the sending thread: ask, and leave the rest to the taker."""
-        try:
-            taker.submit(self._take_into, taken, self._connection.fetch("fetch_rank", num_returns, *args))
-        except Exception as error:  # noqa: BLE001 - raised where the step is awaited
-            taken.set_exception(error)
-
-    def _take_into(self, taken: Future[RankStep], refs: list[Any]) -> None:
-        try:
-            taken.set_result(self._take(refs))
-        except Exception as error:  # noqa: BLE001 - raised where the step is awaited
-            taken.set_exception(error)
-
-    def _awaited(self, taken: Future[RankStep]) -> RankStep:
-        while True:
-            try:
-                return taken.result(timeout=POLL_S)
-            except TimeoutError:
-                if taken.done():
-                    raise
-                self._connection.check()
-
-    def _take(self, refs: list[Any]) -> RankStep:
-        """Bring a step to this process; ends early when the client is detached."""
+    def _opened(self, refs: list[Any]) -> list[Any]:
         import ray
 
-        while len(ray.wait(refs, num_returns=len(refs), timeout=POLL_S)[0]) < len(refs):
-            self._connection.check()
-        info: StepInfo
-        info, *shards = self._connection.get(refs)
-        begin = time.perf_counter()
-        own = tuple(map(private, shards))
-        times = (info.read_s, info.collate_s, time.perf_counter() - begin, info.groups_s)
-        return RankStep(info.index, info.epoch, own, info.mini_batches, *times)
+        while True:
+            try:
+                opened: list[Any] = ray.get(refs, timeout=POLL_S)
+            except ray.exceptions.GetTimeoutError:
+                self._connection.check()
+            except ray.exceptions.RayError:
+                return list(self._connection.get(refs))  # with the server's own error
+            else:
+                return opened
+
+
+class _Failed:
+    """Comes in the place of a step."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class ReadAhead(Generic[T]):
+    """Steps of one iteration, asked for, opened and copied in a thread of its own.
+
+    A loop that takes a step which is there wakes no thread: one that wakes just then wants the interpreter while the loop
+    has it. So the thread looks by itself what was taken; a loop that has to wait wakes it.
+
+    Args:
+        connection: with the rank's seat.
+        ask: starts the fetch of a step.
+        bring: waits for it, and makes what `take` gives.
+        sizes: of the steps.
+        limit: how far ahead.
+        steps: of the iteration.
+        beside: called in the thread every few milliseconds: it sends commits (see `Connection.sends_commits`).
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        ask: Callable[[int], RankFetch],
+        bring: Callable[[RankFetch], T],
+        sizes: Sizes,
+        limit: Limit,
+        steps: range,
+        beside: Callable[[], object] | None = None,
+    ) -> None:
+        self._connection, self._ask, self._bring, self._steps = connection, ask, bring, steps
+        self._look_beside = beside
+        self._window = LookAhead(self._asked_for, sizes, limit)
+        self._ready: SimpleQueue[T | _Failed] = SimpleQueue()
+        self._notes: SimpleQueue[None] = (
+            SimpleQueue()
+        )  # wakes the thread: an answer, a loop that waits, the end
+        self._wanted = 0  # steps that the loop asked for; the loop alone writes it
+        self._closed = False
+        # the thread alone touches those below
+        self._seen = 0  # of `_wanted`
+        self._num_asked = self._num_brought = 0
+        self._coming: collections.deque[tuple[RankFetch, Future[Any]]] = collections.deque()
+        self._taken_s = time.monotonic()
+        connection.beside(self._run, "read")
+
+    @property
+    def num_outstanding(self) -> int:
+        """Steps that were asked for and not taken."""
+        return max(self._num_asked - self._wanted, 0)
+
+    @property
+    def nbytes(self) -> int:
+        """As `LookAhead.nbytes`."""
+        return self._window.nbytes
+
+    def take(self) -> T | None:
+        """The next step if it is there; None: call `wait`.
+
+        Raises:
+            StepFailed: it could not be made.
+            LeaseError, ServerError: the connection has ended.
+        """
+        self._connection.check()
+        self._wanted += 1
+        try:
+            return self._given(self._ready.get_nowait())
+        except Empty:
+            return None
+
+    def wait(self) -> T:
+        """Wait for the step that `take` had not.
+
+        Raises:
+            As `take`.
+        """
+        self._notes.put(None)
+        while True:
+            try:
+                return self._given(self._ready.get(timeout=POLL_S))
+            except Empty:
+                self._connection.check()
+
+    def close(self) -> None:
+        """Give up what was not taken; returns at once."""
+        self._closed = True
+        self._notes.put(None)
+
+    def _given(self, step: T | _Failed) -> T:
+        if isinstance(step, _Failed):
+            raise step.error
+        return step
+
+    def _asked_for(self, index: int) -> RankFetch:
+        fetch = self._ask(index)
+        answer, notes = fetch.refs[0].future(), self._notes
+        self._num_asked += 1
+        self._coming.append((fetch, answer))
+        answer.add_done_callback(lambda _: notes.put(None))
+        return fetch
+
+    def _run(self) -> None:
+        window = self._window.run(self._steps.start, self._steps.stop)
+        commits = self._connection.sends_commits() if self._look_beside else nullcontext()
+        try:
+            with commits, closing(window):
+                self._bring_all(window)
+        except Exception as error:  # noqa: BLE001 - raised where the step is taken
+            self._ready.put(_Failed(error))
+        finally:
+            self._coming.clear()
+
+    def _bring_all(self, window: Generator[RankFetch, None, None]) -> None:
+        while self._num_brought < len(self._steps) and not (self._closed or self._connection.closed):
+            if self._seen < self._wanted:
+                next(window)  # asks for those that may be ahead now
+                self._seen += 1
+                self._taken_s = time.monotonic()
+            elif self._coming and self._coming[0][1].done():
+                fetch, _ = self._coming.popleft()
+                self._ready.put(self._bring(fetch))
+                self._num_brought += 1
+                self._window.extend()  # of rollouts more may have come
+            else:
+                self._look()
+
+    def _look(self) -> None:
+        """Do what nobody waits for; then wait for an answer, a loop that waits, or the next look."""
+        if self._look_beside is not None:
+            self._look_beside()
+        least_s, most_s = LOOK_AFTER_S
+        since_s = time.monotonic() - self._taken_s
+        try:
+            self._notes.get(timeout=min(max(LOOK_AFTER * since_s, least_s), most_s))
+        except Empty:
+            return

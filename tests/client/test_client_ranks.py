@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+from raysvc.errors import StepOutOfOrder
 
 pytestmark = pytest.mark.ray
 Served = Callable[..., Any]
@@ -241,8 +244,6 @@ def test_a_rank_whose_loop_fails_raises_its_own_error_and_leaves_nothing_but_its
 
 
 def test_a_commit_of_a_rank_that_was_fenced_is_refused_by_one_of_its_next_calls(serve: Served) -> None:
-    import time
-
     import raysvc
     from raysvc.errors import FencedError
 
@@ -325,3 +326,38 @@ def test_ranks_evaluate_every_row_once_in_the_middle_of_an_epoch_and_training_do
             rank.detach()
     assert stats(server)["holder"] is None
     assert not streams.threads()
+
+
+def test_a_commit_reaches_the_server_while_its_loop_computes_or_holds_the_next_step(serve: Served) -> None:
+    server = serve("quiet")
+    (rank,) = attach_ranks("quiet", 1, look_ahead_steps=2)
+    with rank:
+        steps = rank.steps()
+        next(steps)
+        rank.commit(0)  # nothing of this client is called from here on
+        until = time.monotonic() + 30
+        while stats(server)["frontier"] == 0 and time.monotonic() < until:
+            time.sleep(0.02)
+        assert stats(server)["frontier"] == 1
+        for step in itertools.islice(steps, 3):
+            rank.commit(step.index)
+        steps.close()
+        assert rank.frontier == 4
+    assert stats(server)["frontier"] == 4, "those of an iteration that was left are sent, too"
+
+
+def test_a_rank_goes_on_from_another_step_with_commits_and_fetches_under_way(serve: Served) -> None:
+    server = serve("back")
+    (rank,) = attach_ranks("back", 1, look_ahead_steps=3)
+    with rank:
+        for _ in range(20):
+            old = rank.steps()
+            for step in itertools.islice(old, 4):
+                rank.commit(step.index)
+            rank.rewind(1)
+            with pytest.raises(StepOutOfOrder, match="after the rewind"):
+                next(old)
+            again = rank.steps()
+            assert next(again).index == 1
+            rank.rewind(0)
+        assert stats(server)["frontier"] == 0

@@ -132,3 +132,33 @@ def test_the_rank_that_waited_most_speaks_for_its_group_and_no_one_for_another_f
         "steps": 5,
     }
     assert reports.of(4) is None
+
+
+def test_what_a_loop_only_notes_counts_as_if_it_were_counted_at_once() -> None:
+    clocks, meters = [Clock(), Clock()], []
+    for clock in clocks:
+        meters.append(Meter("a", clock=clock))
+    told, noted = meters
+    for step in range(5):
+        told.wait_begins()
+        for clock in clocks:
+            clock.now_s += 0.25
+        told.wait_ends(0.25, given(step, tokens=step))
+        noted.was_there(0.25, given(step, tokens=step))
+        for clock in clocks:
+            clock.now_s += 2.0
+        told.committed(step, 1)
+        noted.trained(step, 1)
+    expected = told.report()
+    del expected["causes"]  # nobody is blamed for a step that was there
+    assert expected == {name: value for name, value in noted.report().items() if name != "causes"}
+    assert noted.committed(5, 1) == told.committed(5, 1), "the newest commit is known, too"
+
+
+def test_what_was_given_before_a_rewind_and_only_noted_is_not_trained() -> None:
+    meter = Meter("a", clock=Clock())
+    meter.was_there(0.0, given(1))
+    meter.moved()
+    meter.was_there(0.0, given(0, tokens=7))
+    meter.trained(1, 2)
+    assert (meter.report()["steps"], meter.report()["tokens"]) == (2, 7)

@@ -1,0 +1,65 @@
+"""Commits of one seat that are not sent yet.
+
+Always true:
+- a commit that is noted wakes nobody while a thread looks for commits by itself, unless `AT_MOST` wait already;
+- what is taken says all that was noted: the newest commit covers those before it, a skipped step stays named, and commits
+  of before and after a move are kept apart;
+- none is lost between the loop that notes, the thread that looks, and its end.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+AT_MOST = 8
+
+
+class Commit(NamedTuple):
+    """All steps up to `step` are trained, or `step` was skipped; `moves` of this seat before it."""
+
+    step: int
+    skipped: bool
+    moves: int
+
+
+class Commits:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._noted: collections.deque[Commit] = collections.deque()
+        self._lock = threading.Lock()
+        self._lookers = 0  # guarded by _lock
+
+    def __bool__(self) -> bool:
+        return bool(self._noted)
+
+    def note(self, commit: Commit) -> bool:
+        """Note a commit; returns whether a thread must be woken to send it."""
+        self._noted.append(commit)
+        return not self._lookers or len(self._noted) >= AT_MOST
+
+    def take(self) -> list[Commit]:
+        """What has to be sent of those noted so far, in their order; one thread at a time."""
+        return covering([self._noted.popleft() for _ in range(len(self._noted))])
+
+    @contextmanager
+    def looked_for(self) -> Iterator[None]:
+        """While it lasts a thread calls `take` every few milliseconds; look once more after it."""
+        with self._lock:
+            self._lookers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._lookers -= 1
+
+
+def covering(commits: Sequence[Commit]) -> list[Commit]:
+    """Those of `commits` that say all of it together; within one move their steps ascend."""
+    pairs = itertools.zip_longest(commits, commits[1:])
+    return [one for one, after in pairs if one.skipped or after is None or after.moves != one.moves]

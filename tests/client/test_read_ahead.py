@@ -1,0 +1,196 @@
+"""The thread that brings steps to a rank, with answers that come when a test says so."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raysvc.client.look_ahead import Limit, PlannedSizes
+from raysvc.client.rank_reader import RankFetch, ReadAhead
+from raysvc.errors import FencedError, StepFailed
+
+WITHIN_S = 30.0
+
+
+class Ref:
+    """An answer that comes when it is set."""
+
+    def __init__(self) -> None:
+        self.answer: Future[None] = Future()
+
+    def future(self) -> Future[None]:
+        return self.answer
+
+
+class Link:
+    """What `ReadAhead` needs of a connection."""
+
+    def __init__(self) -> None:
+        self.closed, self.lost = False, False
+        self.threads: list[threading.Thread] = []
+        self.sending = 0
+
+    def check(self) -> None:
+        if self.lost:
+            raise FencedError("a", 1, 2)
+
+    def beside(self, work: Callable[[], None], name: str) -> None:
+        self.threads.append(threading.Thread(target=work, name=name))
+        self.threads[-1].start()
+
+    @contextmanager
+    def sends_commits(self) -> Iterator[None]:
+        self.sending += 1
+        yield
+        self.sending -= 1
+
+
+class Loop:
+    """A loop with its thread; notes what was asked for, and by whom."""
+
+    def __init__(self, num_steps: int, limit: Limit, sizes: list[int] | None = None, **options: Any) -> None:
+        self.link: Any = Link()
+        self.asked: list[int] = []
+        self.refs = [Ref() for _ in range(num_steps)]
+        self.who: set[threading.Thread] = set()
+        self.brought: list[int] = []
+        self.moved = threading.Condition()
+        known = sizes or [1] * num_steps
+        planned = PlannedSizes(lambda first, stop: lambda: known[first:stop], num_steps)
+        self.ahead: ReadAhead[int] = ReadAhead(
+            self.link, self.ask, self.bring, planned, limit, range(num_steps), **options
+        )
+
+    def ask(self, index: int) -> RankFetch:
+        with self.moved:
+            self.who.add(threading.current_thread())
+            self.asked.append(index)
+            self.moved.notify_all()
+        return RankFetch(index, [self.refs[index]])
+
+    def bring(self, fetch: RankFetch) -> int:
+        assert self.refs[fetch.index].answer.done(), "opened before it was there"
+        self.refs[fetch.index].answer.result()
+        with self.moved:
+            self.who.add(threading.current_thread())
+            self.brought.append(fetch.index)
+            self.moved.notify_all()
+        return fetch.index
+
+    def reached(self, steps: list[int], count: int) -> bool:
+        """Whether so many steps were asked for, or brought, soon."""
+        with self.moved:
+            return self.moved.wait_for(lambda: len(steps) >= count, WITHIN_S)
+
+    def take(self) -> int:
+        step = self.ahead.take()
+        return self.ahead.wait() if step is None else step
+
+    def ends(self) -> bool:
+        for thread in self.link.threads:
+            thread.join(WITHIN_S)
+        return not any(thread.is_alive() for thread in self.link.threads)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    st.integers(1, 4),
+    st.one_of(st.none(), st.integers(0, 20)),
+    st.randoms(),
+)
+def test_steps_come_in_order_whenever_their_answers_come_and_keep_to_both_limits(
+    sizes: list[int], steps: int, nbytes: int | None, random: Any
+) -> None:
+    loop = Loop(len(sizes), Limit(steps, nbytes), sizes)
+    answered: set[int] = set()
+    for expected in range(len(sizes)):
+        first = loop.ahead.take()
+        assert loop.reached(loop.asked, expected + 1)
+        for step in random.sample(loop.asked, len(loop.asked)):  # all that were asked for, in any order
+            if step not in answered:
+                answered.add(step)
+                loop.refs[step].answer.set_result(None)
+        assert (loop.ahead.wait() if first is None else first) == expected
+        ahead = [step for step in list(loop.asked) if step > expected]
+        assert len(ahead) <= steps
+        assert nbytes is None or sum(sizes[step] for step in ahead) <= nbytes
+    assert loop.asked == list(range(len(sizes)))
+    assert loop.ends()
+    assert loop.ahead.num_outstanding == 0
+
+
+def test_the_loop_neither_asks_nor_opens() -> None:
+    loop = Loop(6, Limit(2))
+    for ref in loop.refs:
+        ref.answer.set_result(None)
+    assert [loop.take() for _ in range(6)] == list(range(6))
+    assert loop.who == set(loop.link.threads)
+    assert loop.ends()
+
+
+def test_a_step_that_was_taken_makes_room_without_a_word_of_the_loop() -> None:
+    loop = Loop(9, Limit(2))
+    for ref in loop.refs:
+        ref.answer.set_result(None)
+    with closing(loop.ahead):
+        assert loop.take() == 0
+        assert loop.reached(loop.brought, 3)
+        assert loop.ahead.take() == 1, "it was there: the loop did not wait"
+        assert loop.reached(loop.asked, 4), "the thread looks by itself"
+    assert loop.ends()
+
+
+def test_an_error_comes_at_its_step_and_ends_the_thread() -> None:
+    loop = Loop(5, Limit(4))
+    for step in (0, 1, 3, 4):
+        loop.refs[step].answer.set_result(None)
+    loop.refs[2].answer.set_exception(StepFailed("a", 2, "a cause"))
+    assert [loop.take(), loop.take()] == [0, 1]
+    with pytest.raises(StepFailed):
+        loop.take()
+    assert loop.ends()
+    assert loop.link.sending == 0
+
+
+@pytest.mark.parametrize("taken", [0, 2])
+def test_a_loop_that_leaves_ends_the_thread_with_fetches_in_flight(taken: int) -> None:
+    loop = Loop(9, Limit(3), beside=lambda: None)
+    for step in range(taken):
+        loop.refs[step].answer.set_result(None)
+    assert [loop.take() for _ in range(taken)] == list(range(taken))
+    loop.ahead.close()
+    assert loop.ends()
+    assert loop.link.sending == 0
+
+
+def test_a_loop_that_waits_learns_that_its_lease_is_lost() -> None:
+    loop = Loop(3, Limit(1))
+    assert loop.ahead.take() is None
+    loop.link.lost = True
+    with pytest.raises(FencedError):
+        loop.ahead.wait()
+    with pytest.raises(FencedError):
+        loop.ahead.take()
+    loop.ahead.close()
+    assert loop.ends()
+
+
+def test_commits_are_looked_for_while_the_loop_computes() -> None:
+    looks = threading.Semaphore(0)
+    loop = Loop(3, Limit(1), beside=looks.release)
+    loop.refs[0].answer.set_result(None)
+    with closing(loop.ahead):
+        assert loop.take() == 0
+        for _ in range(20):
+            assert looks.acquire(timeout=WITHIN_S)
+        assert loop.link.sending == 1
+    assert loop.ends()
+    assert loop.link.sending == 0
