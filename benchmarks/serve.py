@@ -6,7 +6,8 @@ One trainer on one rank: wait for a batch of padded arrays in this process, then
 - `serial`: collated here, in the loop, by raysvc's own collator;
 - `raysvc k`: from a batch server by rank mode, k steps ahead;
 - `torchdata`, `ray data`: as `serve_peers.py` says.
-Stall is the share of the loop in which the trainer waited; overhead is a step's time less its compute.
+Stall is the share of the loop in which the trainer waited, its reading of the arrays included; overhead is a step's time less its
+compute. `ready_step_ms_at_K` is what a step that is there costs the trainer's thread after K ms of compute, without reading it.
 torchdata is installed by this script below `.bench/serve`, and uses the torch of this environment.
 With --two-nodes the server runs on another node of a `ray.cluster_utils.Cluster`. What look-ahead gains, and where it cannot, is
 measured by `serve_gain.py`, which runs behind it in the same Ray.
@@ -92,7 +93,8 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
         for name, make in systems.items():
             rows.append({"compute ms": compute_ms, "system": name, **loop(make(), compute_ms / 1e3, seconds)})
             print(rows[-1], file=sys.stderr, flush=True)
-    show("Stall against compute", rows, **times(server), batch=[ROWS, TOKENS])
+    ready_ms = {f"ready_step_ms_at_{ms}": ready_step_ms("bench", ms / 1e3) for ms in COMPUTE_MS[1:]}
+    show("Stall against compute", rows, **ready_ms, **times(server), batch=[ROWS, TOKENS])
 
 
 def serial(spec: Any) -> Iterator[Any]:
@@ -108,6 +110,25 @@ def touching(batches: Iterator[Any]) -> Iterator[Any]:
     """Batches of tensors, read as ours are."""
     for batch in batches:
         yield touched({name: tensor.numpy() for name, tensor in batch.items()})
+
+
+def ready_step_ms(name: str, compute_s: float) -> float:
+    """What committing a step and taking the next one, which is there, cost the trainer's thread; median, two steps ahead."""
+    from raysvc.client.batch_client import attach
+
+    took = []
+    with attach(name, dp_size=1, rank=0, group="bench", look_ahead_steps=2) as client:
+        client.rewind(0)
+        steps = client.steps()
+        index = next(steps).index
+        for _ in range(40):
+            time.sleep(compute_s)
+            begin = time.perf_counter()
+            client.commit(index)
+            step = next(steps)
+            took.append(time.perf_counter() - begin)
+            index = step.index
+    return round(1e3 * statistics.median(took[5:]), 3)
 
 
 def times(server: Any) -> dict[str, float]:
