@@ -69,21 +69,24 @@ def row_ids(uri: str, plan: Any, step: int) -> list[list[int]]:
 _STREAMS: dict[tuple[str, str], Any] = {}
 
 
-def train_under_kills(serve: Served, uri: str, look_ahead: int, step_ms: float, kills: int) -> int:
-    """Train until the server was killed so often and it came back; returns the number of steps."""
+def train_under_kills(
+    serve: Served, uri: str, look_ahead: int, step_ms: float, kills: int, *, rank: bool = False
+) -> int:
+    """Train, as a driver or as one rank, until the server was killed so often and it came back; returns the number of steps."""
     import raysvc
     from raysvc.actors.launch import wait_for
     from raysvc.job.config import PlanConfig
 
     plan = {"batch_size": 8, "mini_batch_size": 4, "epochs": 100_000}
-    name = f"kills-{look_ahead}-{step_ms}"
+    name, seat = f"kills-{look_ahead}-{step_ms}-{rank}", {"rank": 0, "group": "g"} if rank else {}
     server = serve(name, entry_uri=uri, plan=plan)
     killer, expected = Killer(server, kills, seed=look_ahead), 0
-    with raysvc.attach(name, look_ahead_steps=look_ahead) as client:
+    with raysvc.attach(name, look_ahead_steps=look_ahead, **seat) as client:
         killer.start()
-        for step in client:
+        for step in client.steps():
             assert step.index == expected
-            seen = [mini.info.row_ids.tolist() for mini in step.mini_batches]
+            infos = step.infos if rank else [mini.info for mini in step.mini_batches]
+            seen = [info.row_ids.tolist() for info in infos]
             assert seen == row_ids(uri, PlanConfig(**plan), step.index)
             time.sleep(step_ms / 1e3)
             client.commit(step.index)
@@ -106,6 +109,12 @@ def test_kills_of_the_server_at_full_speed_do_not_reach_the_trainer(
     assert train_under_kills(serve, entry(50), look_ahead, step_ms, kills=3) >= 3
 
 
+def test_kills_of_the_server_at_full_speed_do_not_reach_a_rank(
+    serve: Served, entry: Callable[..., str]
+) -> None:
+    assert train_under_kills(serve, entry(50), 2, 0.5, kills=3, rank=True) >= 3
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("step_ms", STEP_MS)
@@ -114,6 +123,15 @@ def test_two_hundred_kills_over_look_aheads_and_step_times(
     look_ahead: int, step_ms: float, serve: Served, entry: Callable[..., str]
 ) -> None:
     train_under_kills(serve, entry(50), look_ahead, step_ms, KILLS_PER_CELL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("look_ahead", "step_ms"), [(0, 0.5), (1, 5.0), (2, 0.0), (12, 20.0)])
+def test_fifty_kills_of_the_server_under_a_rank(
+    look_ahead: int, step_ms: float, serve: Served, entry: Callable[..., str]
+) -> None:
+    train_under_kills(serve, entry(50), look_ahead, step_ms, 12, rank=True)
 
 
 FAILING_RPCS = """
