@@ -350,7 +350,7 @@ def test_a_rank_goes_on_from_another_step_with_commits_and_fetches_under_way(ser
     server = serve("back")
     (rank,) = attach_ranks("back", 1, look_ahead_steps=3)
     with rank:
-        for _ in range(20):
+        for _ in range(6):
             old = rank.steps()
             for step in itertools.islice(old, 4):
                 rank.commit(step.index)
