@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -104,17 +105,18 @@ class Loop:
     st.lists(st.integers(1, 9), min_size=1, max_size=12),
     st.integers(1, 4),
     st.one_of(st.none(), st.integers(0, 20)),
-    st.randoms(),
+    st.integers(0, 99),
 )
 def test_steps_come_in_order_whenever_their_answers_come_and_keep_to_both_limits(
-    sizes: list[int], steps: int, nbytes: int | None, random: Any
+    sizes: list[int], steps: int, nbytes: int | None, seed: int
 ) -> None:
+    shuffled = random.Random(seed)  # how much it draws follows from timing, so hypothesis must not
     loop = Loop(len(sizes), Limit(steps, nbytes), sizes)
     answered: set[int] = set()
     for expected in range(len(sizes)):
         first = loop.ahead.take()
         assert loop.reached(loop.asked, expected + 1)
-        for step in random.sample(loop.asked, len(loop.asked)):  # all that were asked for, in any order
+        for step in shuffled.sample(loop.asked, len(loop.asked)):  # all that were asked for, in any order
             if step not in answered:
                 answered.add(step)
                 loop.refs[step].answer.set_result(None)
