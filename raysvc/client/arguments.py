@@ -1,4 +1,6 @@
-"""Checks of what users pass, made before anything is taken: every refusal names the argument, the value and the law.
+"""What is checked before a client takes anything: what users pass, the versions of both sides, whose server it is.
+
+Every refusal names the argument, the value and the law.
 
 Numpy integers are integers; `True` and 1.0 are none.
 """
@@ -12,7 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from raysvc.errors import ConfigError
+from raysvc.errors import ConfigError, VersionMismatch
+from raysvc.team import refuse_foreign
+from raysvc.versions import HERE, Side, check_versions_meet
+
+BEFORE = "an older version, which does not say"
 
 
 def integer(where: str, value: Any, low: int, high: int | None = None) -> int:
@@ -127,3 +133,29 @@ def texts(where: str, value: Any) -> list[str]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise ConfigError(where, f"{value!r} is not a list of strings", "give a list")
     return [text(f"{where}[{number}]", each) for number, each in enumerate(value)]
+
+
+def meet(server: Any, name: str) -> None:
+    """Exchange versions with a server; each side judges by its own rule.
+
+    Raises:
+        VersionMismatch: they do not work together.
+    """
+    from raysvc.actors.launch import wait_for
+
+    if not hasattr(server, "meet"):
+        raise VersionMismatch(name, HERE.version, BEFORE)
+    ref = server.meet.options(concurrency_group="control").remote(*HERE)
+    check_versions_meet(name, HERE, Side(*wait_for(ref, f"server {name!r}")))
+
+
+def refuse_takeover_of_foreign(server: Any, name: str) -> None:
+    """Refuse to fence the trainer of a server that somebody else started.
+
+    Raises:
+        ServerError: it is somebody else's.
+    """
+    from raysvc.actors.launch import wait_for
+
+    facts = wait_for(server.stats.options(concurrency_group="control").remote(), f"server {name!r}")
+    refuse_foreign(name, facts.get("owner", ""), 'takeover="force"')

@@ -15,12 +15,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from raysvc.actors.server.spec import Role, as_role
-from raysvc.client.arguments import flag, integer, optional_integer, optional_text, text, texts
+from raysvc.client.arguments import (
+    flag,
+    integer,
+    meet,
+    optional_integer,
+    optional_text,
+    refuse_takeover_of_foreign,
+    text,
+    texts,
+)
 from raysvc.client.connection import Connection, new_holder
 from raysvc.client.evals import EvalStream
 from raysvc.client.lease_client import LeaseClient
 from raysvc.client.look_ahead import Limit
-from raysvc.client.meet import meet, refuse_takeover_of_foreign
 from raysvc.client.meter import Given
 from raysvc.client.steps import ClientStats as ClientStats
 from raysvc.client.steps import Mini as Mini

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from raysvc.client.arguments import (
     integer,
     mapping,
+    meet,
     number,
     optional_text,
     text,
     texts,
 )
 from raysvc.client.connection import new_holder
-from raysvc.client.meet import meet
 from raysvc.errors import ConfigError, NoCapacity, ServerError
 from raysvc.metrics import record
 from raysvc.rl.group import Group

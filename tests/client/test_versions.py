@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from raysvc.client.meet import meet
+from raysvc.client.arguments import meet
 from raysvc.errors import VersionMismatch
 from raysvc.versions import HERE, WIRE, Side, check_versions_meet
 
