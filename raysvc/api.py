@@ -89,7 +89,10 @@ def enrich(
     its entry as it is.
 
     Args:
-        config, address, progress, overrides: as in `tokenize`.
+        config: as in `tokenize`.
+        address: as in `tokenize`.
+        progress: as in `tokenize`.
+        overrides: as in `tokenize`.
 
     Raises:
         UserMistake: what `tokenize` raises, or a model that cannot score the rows.
