@@ -140,6 +140,6 @@ def test_only_every_nth_step_is_measured() -> None:
 
 def test_a_folder_of_a_model_that_this_node_lacks_is_said() -> None:
     worker = object.__new__(CausalLMWorker)
-    worker.spec = ModelSpec.model_construct(model="/nowhere/model")
+    worker.spec = ModelSpec.model_construct(model="/nowhere/model", vocab_size=8)
     with pytest.raises(ConfigError, match="there is no folder /nowhere/model on"):
         worker.load_lm()
