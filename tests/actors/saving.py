@@ -94,10 +94,10 @@ def one_life(folder: RunFolder, worker: CausalLMWorker, killed_in: str | None) -
 
 
 def main(path: str) -> None:
-    torch.set_num_threads(1)  # a forked process has no other threads
     folder = RunFolder(Path(path))
     worker = CausalLMWorker(0, 1, "cpu", SPEC.model_dump_json())
     worker.setup("")
+    torch.set_num_threads(1)  # a forked process has no other threads
     for _ in range(2):
         assert one_life(folder, worker, None) == 0
     for point, (function, expected) in POINTS.items():
