@@ -143,8 +143,12 @@ def shared_receipts(work: Work) -> Iterator[Receipt]:
     for _ in range(MAX_DEATHS):
         try:
             yield from _follow(work)
-        except ray.exceptions.RayActorError:
-            log.warning("the builder of %s died; starting another one", work.uri)
+        except ray.exceptions.RayActorError as death:
+            log.warning(
+                "the builder of %s died; starting another one: %s",
+                work.uri,
+                str(death).strip().splitlines()[0],
+            )
             time.sleep(POLL_S)
             continue
         except ray.exceptions.RayTaskError as error:
