@@ -140,21 +140,24 @@ def shared_receipts(work: Work) -> Iterator[Receipt]:
     """
     import ray
 
+    died: ray.exceptions.RayActorError | None = None
     for _ in range(MAX_DEATHS):
         try:
             yield from _follow(work)
-        except ray.exceptions.RayActorError as death:
+        except ray.exceptions.RayActorError as error:
+            died = error
             log.warning(
-                "the builder of %s died; starting another one: %s",
-                work.uri,
-                str(death).strip().splitlines()[0],
+                "the builder of %s died; starting another one: %s", work.uri, " ".join(str(error).split())
             )
             time.sleep(POLL_S)
             continue
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         return
-    raise RuntimeError(f"{MAX_DEATHS} builders of {work.uri} died; check the memory of the nodes")
+    remedy = (
+        "look at the logs of Ray's workers: memory, or a setup hook of the runtime environment that fails"
+    )
+    raise RuntimeError(f"{MAX_DEATHS} builders of {work.uri} died; {remedy}") from died
 
 
 def _follow(work: Work) -> Iterator[Receipt]:

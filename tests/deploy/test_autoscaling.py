@@ -29,9 +29,6 @@ def namespaces_missing() -> str | None:
     return f"no namespaces here: {done.stderr.strip()[:100]}" if done.returncode else None
 
 
-@pytest.mark.xfail(
-    reason="not explained yet: builders of the build die at once in the lab's namespaces", strict=False
-)
 def test_a_build_takes_nodes_loses_one_and_gives_all_back(tmp_path: Path, sample: dict[str, str]) -> None:
     missing = namespaces_missing()
     if missing:
