@@ -68,32 +68,12 @@ class EnrichWorker:
         )
 
 
-@dataclass(frozen=True)
-class EnrichWork:
-    """All that is left of a build, as the shared builder runs it."""
-
-    task: EnrichTask
-    slices: tuple[RowSlice, ...]
-    pool: WorkerPool
-
-    @property
-    def uri(self) -> str:
-        """Of the entry."""
-        return self.task.writer.uri
-
-    @property
-    def num_slices(self) -> int:
-        """That are left."""
-        return len(self.slices)
-
-    def receipts(self) -> Iterator[Receipt]:
-        """Of all slices; what somebody else has computed meanwhile is taken."""
-        done, left = split_computed(self.task.writer, self.slices)
-        yield from done.values()
-        if left:
-            yield from receipts_from(
-                slice_graph(EnrichWorker, self.task, [piece.to_json() for piece in left], self.pool)
-            )
+def receipts_of(task: EnrichTask, slices: Sequence[RowSlice], pool: WorkerPool) -> Iterator[Receipt]:
+    """Of all slices; what somebody else has computed meanwhile is taken."""
+    done, left = split_computed(task.writer, slices)
+    yield from done.values()
+    if left:
+        yield from receipts_from(slice_graph(EnrichWorker, task, [piece.to_json() for piece in left], pool))
 
 
 def compute_slice(task: EnrichTask, compute: Computing, piece: RowSlice) -> Receipt:

@@ -15,9 +15,9 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from raysvc.cache.manifest import Receipt
 from raysvc.errors import RaysvcError
@@ -28,22 +28,19 @@ POLL_S = 0.1
 MAX_DEATHS = 20
 
 
-class Work(Protocol):
-    """What is left of a build; plain data that travels to the builder."""
+@dataclass(frozen=True)
+class Work:
+    """What is left of a build, as it travels to the builder.
 
-    @property
-    def uri(self) -> str:
-        """Of the entry that is built."""
-        ...
+    Attributes:
+        uri: of the entry that is built.
+        num_slices: that are left.
+        receipts: does it; receipts of all slices in any order.
+    """
 
-    @property
-    def num_slices(self) -> int:
-        """That are left."""
-        ...
-
-    def receipts(self) -> Iterator[Receipt]:
-        """Do it; receipts of all slices in any order."""
-        ...
+    uri: str
+    num_slices: int
+    receipts: Callable[[], Iterator[Receipt]]
 
 
 @dataclass(frozen=True)

@@ -148,26 +148,3 @@ def receipts_of(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> I
 def build_graph(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> ray.data.Dataset:
     """The Ray Data graph over some slices; lazy."""
     return slice_graph(SliceWorker, task, [piece.to_json() for piece in slices], WorkerPool.of(pool))
-
-
-@dataclass(frozen=True)
-class TokenizeWork:
-    """All that is left of a build, as the shared builder runs it."""
-
-    task: BuildTask
-    slices: tuple[Slice, ...]
-    pool: PoolConfig
-
-    @property
-    def uri(self) -> str:
-        """Of the entry."""
-        return self.task.writer.uri
-
-    @property
-    def num_slices(self) -> int:
-        """That are left."""
-        return len(self.slices)
-
-    def receipts(self) -> Iterator[Receipt]:
-        """Of all slices."""
-        return receipts_of(self.task, self.slices, self.pool)

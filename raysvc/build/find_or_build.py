@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from raysvc.build.build_plan import BuildPlan, plan_build
@@ -160,10 +160,12 @@ class _Making:
             meter.waiting("loading the tokenizer")
             return local_receipts(task, left, self.plan.tokenizer)
         from raysvc.cluster import connect
-        from raysvc.pipelines.shared_build import shared_receipts
-        from raysvc.pipelines.tokenize import TokenizeWork
+        from raysvc.pipelines.shared_build import Work, shared_receipts
+        from raysvc.pipelines.tokenize import receipts_of
 
         meter.waiting("starting Ray")
         connect(address)
         meter.waiting("starting workers")
-        return shared_receipts(TokenizeWork(task, tuple(left), self.job.workers))
+        return shared_receipts(
+            Work(task.writer.uri, len(left), partial(receipts_of, task, left, self.job.workers))
+        )

@@ -153,14 +153,15 @@ class _Enriching:
             compute = task.load()
             return (compute_slice(task, compute, piece) for piece in left)
         from raysvc.cluster import connect
-        from raysvc.pipelines.enrich import EnrichWork
-        from raysvc.pipelines.shared_build import shared_receipts
+        from raysvc.pipelines.enrich import receipts_of
+        from raysvc.pipelines.shared_build import Work, shared_receipts
 
         self._meter.waiting("starting Ray")
         connect(address)
         self._meter.waiting("starting workers")
         device, pool = self._pool()
-        return shared_receipts(EnrichWork(self._task(device), tuple(left), pool))
+        task = self._task(device)
+        return shared_receipts(Work(task.writer.uri, len(left), partial(receipts_of, task, left, pool)))
 
     def _pool(self) -> tuple[str, WorkerPool]:
         """The job's own workers: its ranks where it trains on GPUs, else what tokenizes."""
