@@ -3,7 +3,7 @@
 Always true:
 - the blocks, joined, are the text; each has one owner: a message's place, or -1 for none;
 - blocks side by side have different owners; a message may own several;
-- a `{% generation %}` span lies inside one block.
+- a `{% generation %}` span lies inside one block, and between two of a block is text.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def render_of(written: Iterable[Written], messages: list[Any]) -> Render:
             parts, length = [], 0
         last = owner
         if generated:
-            marks.append((len(blocks), length, length + len(text)))
+            here = len(blocks)
+            start = marks.pop()[1] if marks and marks[-1][::2] == (here, length) else length
+            marks.append((here, start, length + len(text)))
         parts.append(text)
         length += len(text)
     if parts:

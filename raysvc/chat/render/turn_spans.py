@@ -415,17 +415,11 @@ def _marks_of(render: Render, extents: list[Extent]) -> list[Extent]:
     for block in render.blocks:
         starts.append(at)
         at += len(block)
-    marks = sorted((starts[block] + start, starts[block] + end) for block, start, end in render.marks)
-    inside = [(a, b) for a, b in marks if b > a and any(a >= first and b <= last for first, last in extents)]
+    marks = [(starts[block] + start, starts[block] + end) for block, start, end in render.marks]
+    inside = [(a, b) for a, b in marks if any(a >= first and b <= last for first, last in extents)]
     if not inside:
         raise RowFault("a trained message has no generation mark")
-    joined = [inside[0]]
-    for start, end in inside[1:]:
-        if start == joined[-1][1]:
-            joined[-1] = (joined[-1][0], end)
-        else:
-            joined.append((start, end))
-    return joined
+    return inside
 
 
 def common_prefix(left: str, right: str) -> int:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from operator import itemgetter
-from types import CodeType, FrameType, FunctionType
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 from jinja2.nodes import EvalContext
@@ -21,7 +22,7 @@ from jinja2.utils import Namespace, missing
 from raysvc.chat.render.compiled import CompiledTemplate
 from raysvc.chat.trace.automaton import Ask, Automaton, Leaf, Let, State, Stretch
 from raysvc.chat.trace.operations import CANNOT_RAISE, Code, expression
-from raysvc.chat.trace.traced_value import Generated, Traced, TracedLoop, Untraceable
+from raysvc.chat.trace.traced_value import CLOSES, OPENS, Traced, TracedLoop, Untraceable
 
 _LOCAL = re.compile(r"([lt])_(\d+)")
 
@@ -55,7 +56,7 @@ class Trace:
         self._compiled, self._automaton, self._prompt = compiled, automaton, prompt
         self._state = automaton.state(prompt)
         self._row, self._epoch = row, 0
-        self._sources: dict[str, CodeType] = {}
+        self._generations: list[Traced | None] = []  # that are open: the message of each
         self.loops: list[TracedLoop] = []
         self.ways: list[Way] = []
         self.out: list[tuple[bool, Any, str]] = []
@@ -127,12 +128,16 @@ class Trace:
         )
         return Code(f"{opening}{inner}{closing}", tuple(v for _, code in codes for v in code.reads))
 
-    def write(self, piece: Any, line: int, generated: bool = False) -> None:
-        """Note a piece of text that the root wrote on a line."""
-        if type(piece) is Generated:
-            self.write(piece.text, line, True)
+    def write(self, piece: Any, line: int) -> None:
+        """Note what the root wrote on a line: text, or a mark of `{% generation %}`."""
+        if piece is OPENS:
+            self._generations.append(self._owner(line))
             return
-        owner = self._owner(line)
+        if piece is CLOSES:
+            self._generations.pop()
+            return
+        generated = bool(self._generations)
+        owner = self._generations[0] if generated else self._owner(line)
         traced = type(piece) is Traced
         text = piece.value if traced else piece
         self.out.append((generated, owner.value if owner else None, text))
@@ -143,10 +148,10 @@ class Trace:
     def _append(self, new: Stretch) -> None:
         """Add a stretch, joined with the last one where both are the same message's."""
         last = self._stretches[-1] if self._stretches else None
-        if last is None or new.generated or last.generated or last.owner != new.owner:
-            self._stretches.append(Stretch(new.owner, new.generated, _merged(new.pieces)))
+        if last is None or (last.generated, last.owner) != (new.generated, new.owner):
+            self._stretches.append(replace(new, pieces=_merged(new.pieces)))
         else:
-            self._stretches[-1] = Stretch(new.owner, False, _merged(last.pieces + new.pieces))
+            self._stretches[-1] = replace(last, pieces=_merged(last.pieces + new.pieces))
 
     def _owner(self, line: int) -> Traced | None:
         """The message for whom the root writes on a line: that of the innermost loop over messages around it."""

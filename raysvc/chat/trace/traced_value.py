@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 from raysvc.chat.trace.operations import BINARY
 
+OPENS, CLOSES = object(), object()  # what the root writes around a `{% generation %}`
+
 
 class Untraceable(Exception):
     """A row that cannot be traced; the argument says why."""
@@ -158,13 +160,6 @@ class TracedLoop:
         let, at = self.trace.let, self.at
         inside = at > 0 if step < 0 else let("<", at + 1, let("len", self.items))
         return let("at", self.items, at + step) if inside else Undefined("there is no such item")
-
-
-class Generated:
-    """What a `{% generation %}` wraps."""
-
-    def __init__(self, text: Any) -> None:
-        self.text = text
 
 
 def holds_traced(value: Any) -> bool:

@@ -14,7 +14,7 @@ from types import BuiltinMethodType, GeneratorType
 from typing import Any
 
 from jinja2.compiler import CodeGenerator, Frame
-from jinja2.nodes import Compare
+from jinja2.nodes import CallBlock, Compare, ExtensionAttribute, Scope
 from jinja2.runtime import LoopContext, Macro, Undefined
 
 from raysvc.chat.render.chat_environment import begin_render
@@ -22,13 +22,28 @@ from raysvc.chat.render.compiled import CompiledTemplate
 from raysvc.chat.trace.automaton import Automaton
 from raysvc.chat.trace.operations import PURE_METHODS
 from raysvc.chat.trace.trace import Trace
-from raysvc.chat.trace.traced_value import Generated, Traced, TracedLoop, Untraceable, holds_traced
+from raysvc.chat.trace.traced_value import CLOSES, OPENS, Traced, TracedLoop, Untraceable, holds_traced
 
 _DICT_FIELDS = frozenset(dir(dict))
 
 
 class _TracedCode(CodeGenerator):
-    """Writes `contains(a, b)` for `a in b`: texts and dicts of the template cannot be asked for a traced value."""
+    """Writes `contains(a, b)` for `a in b`, as texts and dicts of the template cannot be asked for a traced value.
+
+    What `{% generation %}` wraps stays in the code around it, between two marks: so a loop in it is one of the root's, with
+    a state for each step.
+    """
+
+    def visit_CallBlock(self, node: CallBlock, frame: Frame) -> None:  # noqa: N802  Jinja calls it so
+        """One `{% call %}` or `{% generation %}`."""
+        if not isinstance(node.call.node, ExtensionAttribute):
+            super().visit_CallBlock(node, frame)
+            return
+        if frame.buffer is None:
+            self.writeline("yield OPENS", node)
+        self.visit_Scope(Scope(node.body), frame)
+        if frame.buffer is None:
+            self.writeline("yield CLOSES")
 
     def visit_Compare(self, node: Compare, frame: Frame) -> None:  # noqa: N802  Jinja calls it so
         """One comparison."""
@@ -102,12 +117,13 @@ class TracingTemplate:
             named.update({name: self._noted(f"{kind} {name}", real) for name, real in named.items()})
         environment.getattr, environment.getitem = self._getattr, self._getitem
         environment.call, environment.concat = self._call, self._concat
-        compiled.on_generation(self._generation)
         compiled.root.__globals__.update(
             str=self._str,
             LoopContext=self._loop,
             str_join=lambda items: self._concat(map(self._str, items)),
             contains=self._contains,
+            OPENS=OPENS,
+            CLOSES=CLOSES,
         )
         self.automaton.lasting = frozenset(map(id, environment.globals.values()))
 
@@ -163,7 +179,7 @@ class TracingTemplate:
             pure = called
         if pure is not None and holds_traced((args, kwargs)):
             return self._trace.let(f"call {self.automaton.constant(pure)}", *args, **kwargs)
-        inside = isinstance(called, Macro) or called in (known["namespace"], self._generation)
+        inside = isinstance(called, Macro) or called is known["namespace"]
         if holds_traced((args, kwargs)) and not inside:
             raise Untraceable(f"a value of the row in a call of {called}")
         return type(self._plain).call(self._compiled.environment, context, called, *args, **kwargs)
@@ -175,7 +191,7 @@ class TracingTemplate:
         return self._trace.let(f"method {name}", value, *args, **kwargs)
 
     def _concat(self, pieces: Any) -> Any:
-        parts = [piece.text if type(piece) is Generated else piece for piece in pieces]
+        parts = list(pieces)
         if not holds_traced(parts):
             return "".join(parts)
         made = self._trace.let("concat", *parts)
@@ -183,8 +199,6 @@ class TracingTemplate:
         return made
 
     def _str(self, value: Any) -> Any:
-        if type(value) is Generated:
-            return value
         return self._trace.let("str", value) if type(value) is Traced else str(value)
 
     def _loop(self, over: Any, *args: Any) -> Any:
@@ -193,9 +207,6 @@ class TracingTemplate:
         if len(args) > 1:
             raise Untraceable("a recursive loop")
         return TracedLoop(self._trace, over, with_loop=True)
-
-    def _generation(self, caller: Any) -> Any:
-        return Generated(caller())
 
 
 def _is_pure_method(called: Any) -> bool:
