@@ -6,6 +6,7 @@
         manifest.json   state.json   dataset_info.json
         tokenizer.json  use-<uid>.json  used-<uid>.json  deleting.json  damaged.json
         shared-<folder>.json           the entry in that folder adds columns to this one's rows
+    <root>/.media/<2 digits>/<sha256>      encoded media of rows, see `raysvc.media.media_store`
     <root>/.index/          one empty file per finished entry, see `raysvc.cache.index`
     <root>/.scans/          what was found out about source files, see `raysvc.pipelines.sources.scan_memo`
 

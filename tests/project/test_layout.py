@@ -17,7 +17,7 @@ import yaml
 import raysvc
 
 ROOT = Path(__file__).parents[2]
-CORE = ("raysvc/chat/", "raysvc/cache/", "raysvc/plan/", "raysvc/collate/")
+CORE = ("raysvc/chat/", "raysvc/cache/", "raysvc/plan/", "raysvc/collate/", "raysvc/media/")
 CORE_FILES = ("raysvc/job/config.py", "raysvc/errors.py", "raysvc/row_batch.py")
 ROOMS = ("actors", "pipelines")
 UPLOT = ("LICENSE", "uPlot.iife.min.js", "uPlot.min.css")

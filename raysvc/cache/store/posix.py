@@ -46,14 +46,14 @@ class PosixStore:
 
     def scan(self, folder: str = "") -> Sequence[Found]:
         """What lies directly in a folder, by listing the root first and the folder then."""
-        if folder not in ("", *self._names_in(self.root)):
+        if not self._is_listed(folder):
             return ()
         path = self._path(folder)
         return self._unless_missing(path, lambda: self._scandir(path)) or ()
 
     def list(self, folder: str = "") -> Sequence[str]:
         """The names in a folder."""
-        if folder not in ("", *self._names_in(self.root)):
+        if not self._is_listed(folder):
             return ()
         return self._names_in(self._path(folder))
 
@@ -121,6 +121,11 @@ class PosixStore:
             return
         probe_create(self)
         _probed.add(self.root)
+
+    def _is_listed(self, folder: str) -> bool:
+        """Whether the root shows a folder, and the folder above it where it lies deeper."""
+        above, _, name = folder.rpartition("/")
+        return not folder or (self._is_listed(above) and name in self._names_in(self._path(above)))
 
     def _path(self, name: str) -> str:
         return os.path.join(self.root, name) if name else self.root

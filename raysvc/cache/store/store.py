@@ -11,7 +11,7 @@ What a store promises, on a local disk, on NFS, on S3 and on anything that fsspe
   so readers list first and open only what a listing showed;
 - nothing is renamed over; `delete` is for garbage alone.
 
-Names are `file` or `folder/file`, `/` between, relative to the root.
+Names are `file`, `folder/file` or `folder/folder/file`, `/` between, relative to the root.
 
 Always true:
 - a store is its configuration alone and survives pickling;

@@ -1,0 +1,90 @@
+"""What an entry says of the media of a row: three columns, one value each per row.
+
+`media` is text, null for a row without: a JSON list with one object for each medium, in the order of the placeholders.
+`media_tokens` and `media_patches` are int32 sums over it, so that a plan can weigh rows without reading the text.
+
+Always true:
+- the digest is the SHA-256 of the encoded bytes, and names them in the store;
+- `media_of(text_of(media)) == media`, and equal media give equal text;
+- what stands in an entry is checked before it is used: a digest that is not one never becomes a name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, fields
+
+from raysvc.errors import EntryError
+
+COLUMN = "media"
+TOKENS = "media_tokens"
+PATCHES = "media_patches"
+COLUMNS = (COLUMN, TOKENS, PATCHES)
+KINDS = ("image",)
+DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Medium:
+    """One medium of a row.
+
+    Attributes:
+        sha256: of its encoded bytes, 64 hex digits.
+        kind: `image`.
+        width, height: pixels, upright: after the rotation that its EXIF data asks for.
+        tokens: of the row that stand for it: those whose id is the processor's image token.
+        at: place in the row of the first of them.
+        patches: what the processor counts as encoder work: patches of Qwen-VL, tiles of LLaVA or Idefics3.
+        num_bytes: of the encoded medium.
+    """
+
+    sha256: str
+    kind: str
+    width: int
+    height: int
+    tokens: int
+    at: int
+    patches: int
+    num_bytes: int
+
+
+_NAMES = tuple(one.name for one in fields(Medium))
+
+
+def text_of(media: Sequence[Medium]) -> str | None:
+    """The value of column `media`; None where there are none."""
+    if not media:
+        return None
+    return json.dumps([dict(zip(_NAMES, astuple(one), strict=True)) for one in media], separators=(",", ":"))
+
+
+def media_of(text: str | None) -> tuple[Medium, ...]:
+    """The media of a value of column `media`.
+
+    Raises:
+        EntryError: it is not what `text_of` writes.
+    """
+    if not text:
+        return ()
+    try:
+        return tuple(_checked(Medium(**one)) for one in json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise EntryError(
+            f"column {COLUMN}", f"it is damaged ({error})", "build it again with cache.force: true"
+        ) from None
+
+
+def digests_of(texts: Iterable[str | None]) -> list[str]:
+    """The different digests of some values of column `media`, sorted."""
+    return sorted({medium.sha256 for text in texts for medium in media_of(text)})
+
+
+def _checked(medium: Medium) -> Medium:
+    numbers = astuple(medium)[2:]
+    if not (isinstance(medium.sha256, str) and DIGEST.fullmatch(medium.sha256)) or medium.kind not in KINDS:
+        raise ValueError(f"{medium.kind!r} {medium.sha256!r}")
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"numbers {numbers}")
+    return medium

@@ -1,0 +1,88 @@
+"""Processors of several families in the size of a test, saved as models save them; all of transformers' own classes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}IMAGE{% elif 'text' in part %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+USER_PARTS = (  # the way of LLaVA: contents are lists of parts, images first
+    "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] }}{% endfor %}"
+    "{% if message['role'] == 'assistant' %}{{ '</s>' }}{% else %}{{ ' ' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT: ' }}{% endif %}"
+)
+
+
+def tokenizer(special: list[str], **named: Any) -> PreTrainedTokenizerFast:
+    """Bytes as tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={one: n for n, one in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **named)
+
+
+def qwen(folder: Path) -> Path:
+    """Qwen2-VL without its video processor, which needs torchvision."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    special = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+    made = tokenizer([*special, "<|video_pad|>"], eos_token="<|im_end|>", pad_token="<|im_end|>")
+    made.chat_template = CHATML.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
+    made.save_pretrained(folder)
+    images = Qwen2VLImageProcessorPil(min_pixels=28 * 28 * 4, max_pixels=28 * 28 * 30)
+    images.save_pretrained(folder)
+    config = folder / "preprocessor_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "processor_class": "Qwen2VLProcessor"}))
+    return folder
+
+
+def llava(folder: Path) -> Path:
+    """LLaVA with a CLIP of 28 x 28 pixels in tiles of 7."""
+    from transformers import LlavaProcessor
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer(["<image>", "</s>"], eos_token="</s>", pad_token="</s>"),
+        patch_size=7,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=USER_PARTS,
+    ).save_pretrained(folder)
+    return folder
+
+
+def idefics(folder: Path) -> Path:
+    """Idefics3, which cuts an image into tiles and writes rows and columns between them."""
+    from transformers import Idefics3Processor
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    places = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+    special = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    special += ["<|im_start|>", "<|im_end|>"]
+    images = Idefics3ImageProcessorPil(size={"longest_edge": 112}, max_image_size={"longest_edge": 56})
+    Idefics3Processor(
+        image_processor=images,
+        tokenizer=tokenizer([*special, *places], eos_token="<|im_end|>", pad_token="<|im_end|>"),
+        image_seq_len=4,
+        chat_template=CHATML.replace("IMAGE", "<image>"),
+    ).save_pretrained(folder)
+    return folder
+
+
+FAMILIES = {"qwen2_vl": qwen, "llava": llava, "idefics3": idefics}
