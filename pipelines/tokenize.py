@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysvc.cache.manifest import Receipt
 from raysvc.cache.writer import EntryWriter
+from raysvc.chat.first_rows import FirstRows
 from raysvc.chat.row_counts import Quarantined, RowCounts
 from raysvc.chat.slice_tokenizer import SliceResult, SliceTokenizer
 from raysvc.job.config import PoolConfig, TextSpec
@@ -42,11 +43,13 @@ class BuildTask:
         spec: what decides the tokens.
         writer: of the entry that is built.
         storage_options: to read the source with.
+        max_quarantine: share of rows; a build whose first rows are nearly all quarantined ends there.
     """
 
     spec: TextSpec
     writer: EntryWriter
     storage_options: dict[str, Any]
+    max_quarantine: float
 
 
 class SliceWorker:
@@ -72,7 +75,8 @@ class SliceWorker:
 def build_slice(task: BuildTask, tokenizer: SliceTokenizer, piece: Slice) -> Receipt:
     """Read, tokenize and write one slice: what a build does in a worker, or in the process that asks."""
     began_s = time.time()
-    result = tokenize_slice(tokenizer, piece, task.storage_options)
+    first_rows = FirstRows(task.max_quarantine, before=piece.first_row)
+    result = tokenize_slice(tokenizer, piece, task.storage_options, first_rows)
     meta = part_meta(piece, result, worker_of(began_s))
     return task.writer.write_part(piece.index, result.table, meta)
 
@@ -87,11 +91,16 @@ def worker_of(began_s: float) -> dict[str, Any]:
     }
 
 
-def tokenize_slice(tokenizer: SliceTokenizer, piece: Slice, storage_options: dict[str, Any]) -> SliceResult:
+def tokenize_slice(
+    tokenizer: SliceTokenizer,
+    piece: Slice,
+    storage_options: dict[str, Any],
+    first_rows: FirstRows | None = None,
+) -> SliceResult:
     """Read and tokenize one slice."""
     if piece.is_lines and not has_long_line(piece):
-        return tokenizer.run_json_lines(read_lines(piece, storage_options), piece.first_row)
-    return tokenizer.run(read_rows(piece, storage_options))
+        return tokenizer.run_json_lines(read_lines(piece, storage_options), piece.first_row, first_rows)
+    return tokenizer.run(read_rows(piece, storage_options), first_rows)
 
 
 def part_meta(piece: Slice, result: SliceResult, worker: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Always true:
 - a rate is of the work: its clock starts when the first slice does, not when a cluster is asked for;
-- a build whose first thousand rows are nearly all quarantined ends there, with examples.
+- a build whose first rows are nearly all quarantined ends there, with examples; over slices that are too short to tell
+  alone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from raysvc.chat.row_counts import Quarantined, RowCounts, check_quarantine
+from raysvc.chat.first_rows import FirstRows
+from raysvc.chat.row_counts import Quarantined, RowCounts
 from raysvc.job.config import JobConfig
 from raysvc.metrics import record
 from raysvc.progress import Progress, Tick
@@ -22,8 +24,7 @@ if TYPE_CHECKING:
     from raysvc.cache.manifest import Receipt
     from raysvc.pipelines.sources.slices import Slice
 
-FIRST_ROWS = 1000
-HOPELESS_SHARE = 0.9
+FIRST_ROWS = 10_000  # of a build; when so many are known it goes on to its end
 
 
 class BuildMeter:
@@ -46,7 +47,7 @@ class BuildMeter:
             num_bytes: of the whole source.
         """
         self._progress, self._source = progress, source_tag(job)
-        self._most = max(job.max_quarantine, HOPELESS_SHARE)
+        self._first_rows = FirstRows(job.max_quarantine)
         self._rows = {piece.index: piece.num_rows for piece in slices}
         self._total, self._num_bytes = sum(self._rows.values()), num_bytes
         self._asked = time.time()
@@ -88,8 +89,7 @@ class BuildMeter:
             return
         self._row_counts += row_counts
         self._examples += [Quarantined(**item) for item in receipt.meta["examples"]]
-        if self._row_counts.rows_in >= FIRST_ROWS:
-            check_quarantine(self._row_counts, self._examples, self._most)
+        self._first_rows.check(self._row_counts.rows_in, self._row_counts.quarantined, self._examples)
 
     def _note_worker(self, receipt: Receipt) -> None:
         worker = receipt.meta.get("worker")

@@ -153,7 +153,9 @@ class _Making:
     def _receipts(self, left: Sequence[Slice], address: str | None, meter: BuildMeter) -> Iterator[Receipt]:
         from raysvc.pipelines.tokenize import BuildTask
 
-        task = BuildTask(self.plan.spec, self.writer, self.job.source.storage_options)
+        task = BuildTask(
+            self.plan.spec, self.writer, self.job.source.storage_options, self.job.max_quarantine
+        )
         if self.small:
             from raysvc.pipelines.local_build import local_receipts
 

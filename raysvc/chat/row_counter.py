@@ -3,7 +3,8 @@
 Always true:
 - each source row is counted once, by whichever fate comes first;
 - no more than `EXAMPLES` rows of one reason are kept, whatever the number of rows;
-- reasons are limited too: beyond `REASONS` of them, faults are counted together.
+- reasons are limited too: beyond `REASONS` of them, faults are counted together;
+- a slice whose first rows are nearly all quarantined ends there, if it is among the first of its build.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from raysvc.chat.first_rows import FirstRows
 from raysvc.chat.row_counts import Quarantined, RowCounts
 from raysvc.chat.row_errors import RowDropped, RowFault
 
@@ -24,10 +26,12 @@ class RowCounter:
 
     Attributes:
         dataset: label for the examples.
+        first_rows: of the build; None: the slice is read to its end.
     """
 
-    def __init__(self, dataset: str) -> None:
+    def __init__(self, dataset: str, first_rows: FirstRows | None = None) -> None:
         self.dataset = dataset
+        self._first_rows, self._read = first_rows, 0
         self._dropped: Counter[str] = Counter()
         self._quarantined: Counter[str] = Counter()
         self._examples: list[Quarantined] = []
@@ -43,6 +47,16 @@ class RowCounter:
     def examples(self) -> tuple[Quarantined, ...]:
         """A few quarantined rows of each reason."""
         return tuple(self._examples)
+
+    def read(self, rows: int) -> None:
+        """So many rows more have met their fate.
+
+        Raises:
+            QuarantineExceeded: nearly all of the first rows were quarantined.
+        """
+        self._read += rows
+        if self._first_rows is not None:
+            self._first_rows.check(self._read, self._quarantined, self._examples)
 
     def leave_out(self, source_row: int, why: RowFault | RowDropped) -> None:
         """Count a row that is not written."""

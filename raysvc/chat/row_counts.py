@@ -149,16 +149,20 @@ def check_quarantine(row_counts: RowCounts, examples: Sequence[Quarantined], max
         max_share: 0..1.
     """
     count = sum(row_counts.quarantined.values())
-    if count <= max_share * row_counts.rows_in:
-        return
-    commonest = sorted(row_counts.quarantined.items(), key=lambda item: (-item[1], item[0]))[:3]
+    if count > max_share * row_counts.rows_in:
+        what = f"{count} of {row_counts.rows_in} rows could not be verified, more than max_quarantine = {max_share:g}"
+        raise quarantine_exceeded(what, row_counts.quarantined, examples)
+
+
+def quarantine_exceeded(
+    what: str, quarantined: Mapping[str, int], examples: Sequence[Quarantined]
+) -> QuarantineExceeded:
+    """The error that says `what`, and shows three of the `examples`, of the three commonest reasons."""
+    commonest = sorted(quarantined.items(), key=lambda item: (-item[1], item[0]))[:3]
     each = -(-EXAMPLES_SHOWN // max(len(commonest), 1))
-    shown = [f"{reason} ({n} rows{_some(reason, examples, each)})" for reason, n in commonest]
-    raise QuarantineExceeded(
-        "source",
-        f"{count} of {row_counts.rows_in} rows could not be verified, more than max_quarantine = {max_share:g}: "
-        + "; ".join(shown),
-        "fix these rows, or raise max_quarantine to go on without them",
+    shown = "; ".join(f"{reason} ({n} rows{_some(reason, examples, each)})" for reason, n in commonest)
+    return QuarantineExceeded(
+        "source", f"{what}: {shown}", "fix these rows, or raise max_quarantine to go on without them"
     )
 
 

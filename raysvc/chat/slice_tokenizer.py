@@ -26,6 +26,7 @@ import pyarrow as pa
 
 from raysvc.chat.arrow import PAIR_COLUMN, table_of
 from raysvc.chat.carry import Carrier, resolved, text_widths
+from raysvc.chat.first_rows import FirstRows
 from raysvc.chat.render.renderer import Renderer
 from raysvc.chat.render.turn_check import reasoning_of, removed_reasoning
 from raysvc.chat.row_counter import RowCounter
@@ -111,29 +112,38 @@ class SliceTokenizer:
         """Which encoder makes the ids."""
         return self._encoder.name
 
-    def run(self, rows: Iterable[SourceRow]) -> SliceResult:
+    def run(self, rows: Iterable[SourceRow], first_rows: FirstRows | None = None) -> SliceResult:
         """Tokenize one slice.
+
+        Args:
+            first_rows: decides whether to go on after the first ones.
 
         Raises:
             SourceError: a column that is needed is missing, or a row is too long and `truncation` is `error`.
+            QuarantineExceeded: nearly all of the first rows were quarantined.
         """
         held = list(rows)
-        return self._run(lambda counter: self._made_of_rows(iter(held), counter))
+        return self._run(lambda counter: self._made_of_rows(iter(held), counter), first_rows)
 
-    def run_json_lines(self, data: bytes | bytearray | memoryview, first_row: int) -> SliceResult:
+    def run_json_lines(
+        self, data: bytes | bytearray | memoryview, first_row: int, first_rows: FirstRows | None = None
+    ) -> SliceResult:
         """Tokenize one slice of complete JSON lines; blank lines are no rows but keep their number.
 
         Args:
             data: UTF-8 bytes.
             first_row: number of the first line in the source.
+            first_rows: as in `run`.
         """
         lines = bytes(data).removeprefix(codecs.BOM_UTF8)  # of any file whose first slice this is
-        return self._run(lambda counter: self._made_of_lines(lines, first_row, counter))
+        return self._run(lambda counter: self._made_of_lines(lines, first_row, counter), first_rows)
 
-    def _run(self, make: Callable[[RowCounter], Iterator[tuple[Kept, int]]]) -> SliceResult:
+    def _run(
+        self, make: Callable[[RowCounter], Iterator[tuple[Kept, int]]], first_rows: FirstRows | None
+    ) -> SliceResult:
         with no_collection():
             while True:
-                counter = RowCounter(self._label)
+                counter = RowCounter(self._label, first_rows)
                 self._names.clear()
                 try:
                     return self._result(list(make(counter)), counter)
@@ -171,6 +181,7 @@ class SliceTokenizer:
                 batch = _batch(flat)
             if flat:
                 yield self._chunk(flat, origins, batch, counter)
+            counter.read(len(chunk))
 
     def _prepared(
         self, chunk: list[SourceRow], counter: RowCounter

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import pickle
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raysvc.chat.first_rows import FirstRows
 from raysvc.chat.row_counter import EXAMPLES, REASONS, RowCounter
 from raysvc.chat.row_counts import Quarantined, RowCounts, check_quarantine
 from raysvc.chat.row_errors import RowDropped, RowFault
@@ -90,6 +92,27 @@ def test_three_rows_are_shown_where_one_reason_has_them_all() -> None:
     examples = [Quarantined(row, "bad", detail) for row, detail in ((3, "x"), (4, "y"), (5, "x"), (6, "z"))]
     with pytest.raises(QuarantineExceeded, match=r"bad \(9 rows, e.g. rows 3 and 5: x, row 4: y\)"):
         check_quarantine(closed, examples, max_share=0.5)
+
+
+@pytest.mark.parametrize(
+    ("max_quarantine", "before", "rows", "bad", "ends"),
+    [
+        (0.01, 0, 999, 999, False),  # too few to decide
+        (0.01, 0, 1000, 900, False),  # nine of ten
+        (0.01, 0, 1000, 901, True),
+        (0.95, 0, 1000, 950, False),  # the job allows it
+        (0.95, 0, 1000, 951, True),
+        (0.01, 500, 1000, 1000, False),  # those before may all be good
+        (0.01, 500, 5000, 4951, True),
+        (0.01, 1000, 5000, 5000, False),  # not of the build's first rows
+    ],
+)
+def test_a_build_ends_early_when_nearly_all_of_its_first_rows_are_quarantined(
+    max_quarantine: float, before: int, rows: int, bad: int, ends: bool
+) -> None:
+    expected = pytest.raises(QuarantineExceeded, match=f"{bad} of the first {rows} rows .* row 7: x")
+    with expected if ends else nullcontext():
+        FirstRows(max_quarantine, before).check(rows, {"bad": bad}, [Quarantined(7, "bad", "x")])
 
 
 def test_a_row_fault_says_what_and_which() -> None:

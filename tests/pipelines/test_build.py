@@ -97,7 +97,7 @@ def test_a_builder_that_starts_late_makes_nothing_that_another_has_made(
     store = open_store(str(tmp_path / "cache"), {}, False)
     plan = plan_build(job, store)
     writer = EntryWriter(store, plan.key, 0)
-    task = tokenize.BuildTask(plan.spec, writer, {})
+    task = tokenize.BuildTask(plan.spec, writer, {}, 0.01)
     worker = tokenize.SliceWorker(task)
     for piece in plan.source.slices:
         worker({"slice": [json.dumps(piece.to_json())]})

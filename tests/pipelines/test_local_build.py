@@ -6,6 +6,7 @@ import fcntl
 import functools
 import json
 import logging
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -209,20 +212,33 @@ def test_a_host_without_a_folder_for_locks_builds_without(
         pass
 
 
-def test_a_build_of_rows_that_are_nearly_all_bad_ends_after_the_first_thousand(
-    tmp_path: Path, sample: dict[str, str]
+@pytest.mark.parametrize(("slices", "made"), [(1, 0), (75, 3)], ids=["a long slice", "short slices"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_build_of_rows_that_are_nearly_all_bad_ends_with_the_first_of_them(
+    tmp_path: Path, sample: dict[str, str], kind: str, slices: int, made: int
 ) -> None:
     job = write_job(tmp_path, sample, rows=400)
-    bad = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": 7, "content": "b"}]}) + "\n"
-    with open(tmp_path / "rows.jsonl", "r+") as file:
-        good = file.read()
-        file.seek(0)
-        file.write(bad * 60_000 + good)
-    size = (tmp_path / "rows.jsonl").stat().st_size
-    sections = {"workers": {"slice_mb": size / 60 / 1e6}, "max_quarantine": 0.5}
-    with pytest.raises(raysvc.errors.QuarantineExceeded, match=r"rows? 0"):
+    good = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    bad = {"messages": [{"role": "user", "content": "a"}, {"role": "nobody", "content": "b"}]}
+    rows = [*good[:20], *[bad] * 30_000, *good]
+    if kind == "jsonl":
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        path = tmp_path / "rows.parquet"
+        columns = {"messages": [row["messages"] for row in rows]}
+        pq.write_table(pa.table(columns), path, row_group_size=400)
+    sections: dict[str, Any] = {
+        "source": {"path": str(path), "format": "chat"},
+        "workers": {"slice_mb": path.stat().st_size / slices / 1e6},
+        "max_quarantine": 0.5,
+    }
+    with pytest.raises(raysvc.errors.QuarantineExceeded, match=r"rows 20 and 21 and 22") as caught:
         raysvc.tokenize(job, **sections)
-    assert len(list((tmp_path / "cache").glob("*/part-*.arrow"))) == 1, "of 60 slices"
+    assert len(list((tmp_path / "cache").glob("*/part-*.arrow"))) == made
+    read = re.search(r"of the first (\d+) rows", str(caught.value))
+    assert read
+    assert 1000 <= int(read[1]) < 3000, "of 30,000"
 
 
 def test_a_secret_in_the_address_of_a_source_is_in_no_file_no_log_and_no_error(
