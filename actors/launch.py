@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from raysvc.actors.placement import GroupNeed, Resources, place_groups, what_is_missing
 from raysvc.actors.rollouts.rollout_server import RolloutServer
 from raysvc.actors.server.batch_server import BatchServer
+from raysvc.actors.server.collator import Collator
 from raysvc.actors.server.spec import ServeSpec
 from raysvc.actors.worker.torch_worker import CausalLMWorker, ModelSpec
 from raysvc.actors.worker.worker import Worker
@@ -87,6 +88,19 @@ def start_server(
             ray.kill(handle, no_restart=True)
         raise
     return handle
+
+
+def start_collators(spec_json: str, count: int, node_id: str | None) -> list[ActorHandle]:
+    """Processes that make shards of a server's steps: of the caller, with whom they end. Returns at once.
+
+    A call that a death interrupted is made again, and a shard that was lost with its node too: it is the same.
+
+    Args:
+        node_id: where they are to be if there is room; None: spread over the nodes.
+    """
+    actor = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1)(Collator)
+    where = "SPREAD" if node_id is None else NodeAffinitySchedulingStrategy(node_id, soft=True)
+    return [actor.options(scheduling_strategy=where).remote(spec_json) for _ in range(count)]
 
 
 def _place_of(node_id: str | None) -> dict[str, Any]:
@@ -261,11 +275,11 @@ def start_groups(
     return PlacedWorkers(workers, reserved)
 
 
-def first_node(reserved: PlacementGroup) -> str:
-    """The node of the first place, once all are there."""
+def nodes_of(reserved: PlacementGroup) -> list[str]:
+    """The node of each place, once all are there."""
     wait_for(reserved.ready(), "the places of the workers")
     nodes: dict[int, str] = placement_group_table(reserved)["bundles_to_node_id"]
-    return nodes[0]
+    return [nodes[place] for place in range(len(nodes))]
 
 
 def wait_for(refs: Any, what: str, timeout_s: float = 600.0) -> Any:

@@ -79,7 +79,7 @@ def what_is_missing(bundles: Sequence[Resources], nodes: Sequence[Mapping[str, f
             each = "" if len(bundles) == 1 else " each"
             return f"needs {places} of {wanted} on one node{each} (most on a node: {largest})"
         for kind, amount in bundle.items():
-            room[kind] -= amount
+            room[kind] = room.get(kind, 0.0) - amount
     return None
 
 

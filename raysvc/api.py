@@ -187,6 +187,7 @@ def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
         orphan_ttl_s=job.server.orphan_ttl_s,
         reap=job.server.reap,
         collate_threads=job.server.collate_threads,
+        collators=job.server.collators,
         num_cpus=job.server.num_cpus,
     )
 
@@ -196,9 +197,16 @@ def _eval_entry(job: JobConfig, name: str) -> CacheEntry:
     return tokenize(job.model_copy(update={"source": job.evals[name].source, "mixture": None}))
 
 
+def held_beside(job: JobConfig) -> list[dict[str, float]]:
+    """What a job's server and collators hold, beside its workers."""
+    server = [{"CPU": job.server.num_cpus}] if job.server.num_cpus else []
+    return server + [{"CPU": 1.0}] * job.server.collators
+
+
 def cpus_held(job: JobConfig) -> float:
-    """CPUs that a job's server and workers hold at the same time."""
-    return job.server.num_cpus + job.trainer.dp_size * job.trainer.cpus_per_worker
+    """CPUs that a job's server, collators and workers hold at the same time."""
+    beside = sum(each["CPU"] for each in held_beside(job))
+    return beside + job.trainer.dp_size * job.trainer.cpus_per_worker
 
 
 def cache_root(job: JobConfig) -> str:

@@ -22,8 +22,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raysvc.actors.dispatch.mesh import Mesh
-from raysvc.actors.launch import REPORT_EVERY_S, first_node, start_groups
-from raysvc.actors.placement import GroupNeed
+from raysvc.actors.launch import REPORT_EVERY_S, nodes_of, start_groups
+from raysvc.actors.placement import GroupNeed, Resources
 from raysvc.actors.staging.staging import Key, StagingOptions
 from raysvc.actors.worker.results import MiniResult
 from raysvc.actors.worker.torch_worker import ModelSpec
@@ -74,14 +74,14 @@ class WorkerGroup:
         num_gpus: float | None = None,
         *,
         may_grow: bool = False,
-        server_cpus: float = 0.0,
+        beside: Sequence[Resources] = (),
     ) -> WorkerGroup:
         """Ask for the actors, in places that are reserved together; returns at once.
 
         Args:
             num_gpus: of each; None: a whole one on CUDA, else none.
             may_grow: what the cluster lacks now is waited for.
-            server_cpus: what the job's server takes of the cluster besides.
+            beside: what the job's server and collators take of the cluster besides.
 
         Raises:
             ConfigError: the cluster cannot hold them all, or two ranks would share a device that they compute on.
@@ -96,7 +96,6 @@ class WorkerGroup:
             raise ConfigError(
                 "trainer.gpus_per_worker", what, "give each rank a whole GPU, or set dp_size: 1"
             )
-        beside = [{"CPU": server_cpus}] if server_cpus else []
         placed = start_groups(
             {"trainer": spec}, {"trainer": need}, (), device, may_grow=may_grow, beside=beside
         )
@@ -106,8 +105,12 @@ class WorkerGroup:
 
     def node_id(self) -> str:
         """Where rank 0 is, or will be."""
+        return self.node_ids()[0]
+
+    def node_ids(self) -> list[str]:
+        """Where each rank is, or will be."""
         assert self._reserved is not None, "`start` reserved the places"
-        return first_node(self._reserved)
+        return nodes_of(self._reserved)
 
     def setup(self) -> None:
         """Wait for the actors, let the ranks meet, build the models."""

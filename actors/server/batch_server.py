@@ -149,6 +149,7 @@ class BatchServer:
             identity=train.identity,
             entry_key=train.entry_key,
             schedule=schedule,
+            collators=self.spec.collators,
         )
 
     def heartbeat(self, fence: int, rank: int = 0, report: dict[str, Any] | None = None) -> Peers:
@@ -285,6 +286,17 @@ class BatchServer:
         readers = num_ranks if alone else None
         info, shards = self._maker.make_shared(step, (Role(num_ranks),), stream, readers, pinned)
         return (info, *shards[rank::num_ranks])
+
+    def admit(self, fence: int, step: int, stream: str = TRAIN) -> int:
+        """Let a trainer's collators make a step; returns the step, which they wait for.
+
+        Raises:
+            FencedError: the caller was replaced.
+            StepOutOfOrder: there is no such step.
+        """
+        self._leases.check(fence)
+        self._maker.check(step, stream)
+        return step
 
     def stats(self) -> dict[str, Any]:
         """Plain facts about this server."""

@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 
 from raysvc.actors.server.make_step import Recipe, make_step, outline
-from raysvc.actors.server.spec import TRAIN, MixtureSpec, Role, ServeSpec, StepInfo, StepOutline, as_role
+from raysvc.actors.server.spec import (
+    TRAIN,
+    MixtureSpec,
+    Part,
+    Role,
+    ServeSpec,
+    StepInfo,
+    StepOutline,
+    as_role,
+)
 from raysvc.cache.entry import Entry
 from raysvc.cache.find import open_entry
 from raysvc.cache.joined_entry import JoinedEntry
@@ -105,11 +114,13 @@ class EntryStream:
         with self._lock:
             return self._open is not None
 
-    def make(self, step: int, roles: Sequence[Role | int]) -> tuple[StepInfo, tuple[Shard, ...]]:
-        """Info and shards of a step, role after role."""
+    def make(
+        self, step: int, roles: Sequence[Role | int], part: Part | None = None
+    ) -> tuple[StepInfo, tuple[Shard, ...]]:
+        """Info and shards of a step, as `make_step`."""
         opened, known = self._opened(), [as_role(role) for role in roles]
         plans = [opened.plan.step(step, role.dp_size) for role in known]
-        return make_step(plans, opened.read, [self._recipe.carrying(role.columns) for role in known])
+        return make_step(plans, opened.read, [self._recipe.carrying(role.columns) for role in known], part)
 
     def outline(self, step: int, role: Role | int) -> StepOutline:
         """What the plan says of a step."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from raysvc.actors.server.spec import MiniOutline, StepInfo, StepOutline
+from raysvc.actors.server.spec import MiniOutline, Part, StepInfo, StepOutline
 from raysvc.collate.collate import collate_mini_batch
 from raysvc.collate.geometry import geometry_of
 from raysvc.collate.info import MiniBatchInfo, info_of
@@ -41,7 +41,7 @@ class Recipe:
 
 
 def make_step(
-    plans: Sequence[StepPlan], read: Read, recipes: Sequence[Recipe]
+    plans: Sequence[StepPlan], read: Read, recipes: Sequence[Recipe], part: Part | None = None
 ) -> tuple[StepInfo, tuple[Shard, ...]]:
     """The info and the shards of one step.
 
@@ -49,8 +49,11 @@ def make_step(
         plans: [K], one plan of the step per role.
         read: gives the rows of a mini-batch, in its order.
         recipes: [K], layout, columns and padding of each role.
+        part: the shards of this rank alone, with an info about its role; None: of all roles and ranks.
     """
     first = plans[0]
+    roles = range(len(plans)) if part is None else (part.role,)
+    ranks = slice(None) if part is None else slice(part.rank, part.rank + 1)
     infos: list[MiniBatchInfo] = []
     shards: list[Shard] = []
     read_s = collate_s = 0.0
@@ -59,13 +62,13 @@ def make_step(
         rows = read(mini)
         middle = time.perf_counter()
         made = [
-            collate(rows, plan.mini_batches[index], first.index, index, recipe)
-            for plan, recipe in zip(plans, recipes, strict=True)
+            collate(rows, plans[role].mini_batches[index], first.index, index, recipes[role])
+            for role in roles
         ]
         collate_s += time.perf_counter() - middle
         read_s += middle - begin
         infos.append(info_of(mini, made[0]))
-        shards.extend(shard for role in made for shard in role)
+        shards.extend(shard for role in made for shard in role[ranks])
     positions = tuple(
         tuple(tuple(rank.rows for rank in plan.mini_batches[index].ranks) for plan in plans)
         for index in range(len(first.mini_batches))

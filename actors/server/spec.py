@@ -34,6 +34,18 @@ class Role(NamedTuple):
     columns: tuple[str, ...] | None = None
 
 
+class Part(NamedTuple):
+    """What one rank gets of a step: its shards of all mini-batches.
+
+    Attributes:
+        role: number of the role.
+        rank: of that role.
+    """
+
+    role: int
+    rank: int
+
+
 def as_role(ranks: Role | int) -> Role:
     """A role; a plain number of ranks gets all columns."""
     return Role(ranks) if isinstance(ranks, int) else ranks
@@ -96,6 +108,7 @@ class ServeSpec(BaseModel):
     orphan_ttl_s: float = 900.0
     reap: bool = False
     collate_threads: int = 2
+    collators: int = 0
     num_cpus: float = 0.5
     owner: str = Field(default="", description="Who started it; decides nothing of what is served.")
     team: str = Field(default="", description="Whose server it is; decides nothing of what is served.")
@@ -128,6 +141,7 @@ class Lease:
         identity: the fields under that hash.
         entry_key: of the entry that is served, "" for rollouts.
         schedule: JSON of `raysvc.plan.schedule.Schedule`.
+        collators: processes of the trainer that make the shards; 0: the server makes them.
     """
 
     name: str
@@ -138,6 +152,7 @@ class Lease:
     identity: dict[str, Any]
     entry_key: str
     schedule: dict[str, Any]
+    collators: int = 0
 
     @property
     def forms(self) -> bool:

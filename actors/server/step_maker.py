@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -23,6 +23,25 @@ from raysvc.plan.schedule import Schedule
 
 log = logging.getLogger(__name__)
 Made = tuple[StepInfo, tuple[Shard, ...]]
+
+
+def make_and_tell(server: str, step: int, make: Callable[[], Made]) -> Made:
+    """Make a step, and say how long it took or what went wrong.
+
+    Raises:
+        StepFailed: it could not be made; carries the cause.
+    """
+    try:
+        made = make()
+    except LeaseError:
+        raise
+    except Exception as error:
+        log.exception("step failed name=%s step=%d", server, step)
+        cause = str(error) if isinstance(error, RaysvcError) else f"{type(error).__name__}: {error}"
+        raise StepFailed(server, step, cause) from error
+    record("read_seconds", made[0].read_s, server=server)
+    record("collate_seconds", made[0].collate_s, server=server)
+    return made
 
 
 class Stream(Protocol):
@@ -94,19 +113,9 @@ class StepMaker:
             StepOutOfOrder: there is no such step.
             StepFailed: it could not be made; carries the cause.
         """
-        source, name = self._with(step, stream), self._spec.name
-        try:
-            with self._counted():
-                made = source.make(step, roles)
-            record("read_seconds", made[0].read_s, server=name)
-            record("collate_seconds", made[0].collate_s, server=name)
-            return made
-        except LeaseError:
-            raise
-        except Exception as error:
-            log.exception("step failed name=%s step=%d", name, step)
-            cause = str(error) if isinstance(error, RaysvcError) else f"{type(error).__name__}: {error}"
-            raise StepFailed(name, step, cause) from error
+        source = self._with(step, stream)
+        with self._counted():
+            return make_and_tell(self._spec.name, step, lambda: source.make(step, roles))
 
     def make_shared(
         self, step: int, roles: tuple[Role, ...], stream: str, readers: int | None, pinned: bool = False
@@ -118,6 +127,15 @@ class StepMaker:
 
         key = (stream, step, roles)
         return self.shared.get(key, readers, lambda: self.make(step, roles, stream), size, pinned)
+
+    def check(self, step: int, stream: str) -> None:
+        """Refuse a step that is not there.
+
+        Raises:
+            ServerError: there is no such stream.
+            StepOutOfOrder: there is no such step.
+        """
+        self._with(step, stream)
 
     def let_go_below(self, step: int) -> None:
         """Let go of shared training steps before this one."""

@@ -10,7 +10,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -101,6 +101,14 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         self._in_range(index)
         return self._timed(self._fetch(int(index)))
 
+    def collate_on(self, nodes: Sequence[str]) -> None:
+        """Say where the workers are, before the first step: collators start there, and shards need not cross nodes.
+
+        Args:
+            nodes: Ray's id of the node of each rank.
+        """
+        self._connection.collate_on(texts("collate_on(nodes)", nodes))
+
     def eval(self, name: str, *, look_ahead_steps: int | None = None) -> EvalStream:
         """An eval of the job, from its first step; training does not notice.
 
@@ -149,7 +157,7 @@ class BatchClient(LeaseClient[_Fetch, Step]):
 
     def _fetch(self, index: int) -> _Fetch:
         count, each = self.schedule.mini_batches_at(index), sum(role.dp_size for role in self._roles)
-        info, *shards = self._connection.fetch("fetch", 1 + count * each, index, self._roles)
+        info, *shards = self._connection.fetch_step(index, self._roles, count)
         minis = tuple(self._mini(shards[m * each : (m + 1) * each]) for m in range(count))
         step = Step(index, self.schedule.epoch_of(index), minis, self.schedule.update_epochs)
         return _Fetch(index, info, step)

@@ -21,16 +21,18 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from raysvc.actors.server.spec import Part, Role
 from raysvc.client.commits import Commit, Commits
 from raysvc.errors import LeaseError, RankLost, ServerError
 from raysvc.versions import HERE
 
 if TYPE_CHECKING:
+    from raysvc.actors.server.collator_pool import CollatorPool
     from raysvc.actors.server.reader_lease import Peers
     from raysvc.actors.server.spec import Lease
 
@@ -45,6 +47,22 @@ def new_holder() -> str:
     return f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
 
 
+def _collators_of(server: Any, lease: Lease, rank: int | None, num_ranks: int) -> CollatorPool | None:
+    """Who makes the shards; None: the server itself. A rank has its share of the processes, on its own node."""
+    if not lease.collators:
+        return None
+    import ray
+
+    from raysvc.actors.launch import wait_for
+    from raysvc.actors.server.collator_pool import CollatorPool
+
+    spec_json, _ = wait_for(server.spec_json.remote(), f"server {lease.name!r}")
+    if rank is None:
+        return CollatorPool(spec_json, lease.collators)
+    node_id = ray.get_runtime_context().get_node_id()
+    return CollatorPool(spec_json, len(range(rank, lease.collators, num_ranks)), [node_id])
+
+
 class Connection:
     """A server, a lease on it, and the thread that keeps the lease.
 
@@ -53,12 +71,15 @@ class Connection:
         lease: from one of its attach methods.
         rank: the seat that this process has; None for a driver, who has the only one.
         window: steps that this rank may be ahead of another one.
+        num_ranks: of the group.
 
     Attributes:
         report: what heartbeats carry beside the sign of life.
     """
 
-    def __init__(self, server: Any, lease: Lease, rank: int | None = None, window: int = 1) -> None:
+    def __init__(
+        self, server: Any, lease: Lease, rank: int | None = None, window: int = 1, num_ranks: int = 1
+    ) -> None:
         self.server, self.lease, self.rank = server, lease, rank
         self._window, self._pid = window, os.getpid()
         self.report: Callable[[], dict[str, Any]] = dict
@@ -74,6 +95,7 @@ class Connection:
         self._leaving = False  # written by close alone
         self._stop = threading.Event()
         self._beat_now = threading.Event()
+        self._collators = _collators_of(server, lease, rank, num_ranks)
         self._sender = ThreadPoolExecutor(1, thread_name_prefix=f"raysvc-send-{lease.name}")
         self._heart = threading.Thread(target=self._beat, name=f"raysvc-lease-{lease.name}", daemon=True)
         self._heart.start()
@@ -106,6 +128,34 @@ class Connection:
         self.check()
         refs = self._bound(method, "fetch", num_returns).remote(self.lease.fence, *args)
         return refs if isinstance(refs, list) else [refs]
+
+    def fetch_step(
+        self, step: int, roles: tuple[Role, ...], num_mini_batches: int, stream: str = ""
+    ) -> list[Any]:
+        """Start to have a step made; returns refs of its info and shards, in the order of `BatchServer.fetch`."""
+        if self._collators is None:
+            ranks = sum(role.dp_size for role in roles)
+            return self.fetch("fetch", 1 + num_mini_batches * ranks, step, roles, stream)
+        return self._collators.make(self._admitted(step, stream), roles, num_mini_batches, stream)
+
+    def fetch_rank(self, step: int, num_ranks: int, num_mini_batches: int, stream: str = "") -> list[Any]:
+        """Start to have this rank's shards of a step made; returns refs of its info and of them."""
+        if self._collators is None:
+            args = (step, self.rank, num_ranks, stream)
+            return self.fetch("fetch_rank", 1 + num_mini_batches, *args)
+        part = Part(0, self.rank or 0)
+        admitted = self._admitted(step, stream)
+        return self._collators.make_part(admitted, (Role(num_ranks),), part, num_mini_batches, stream)
+
+    def collate_on(self, nodes: Sequence[str]) -> None:
+        """Node of each rank of every role: its shards are made there, if collators make them."""
+        if self._collators is not None:
+            self._collators.nodes = tuple(nodes)
+
+    def _admitted(self, step: int, stream: str) -> Any:
+        """A ref of the step, or of the server's refusal."""
+        (ref,) = self.fetch("admit", 1, step, stream)
+        return ref
 
     def control(self, method: str, *args: Any) -> Any:
         """Start a call that needs no lease; returns its ref."""
@@ -209,6 +259,7 @@ class Connection:
                 thread.join(timeout=10.0)
             self._sender.shutdown(wait=True, cancel_futures=True)
             self._commits.clear()
+            self._collators = None
 
     def _send(self, method: str, *args: Any, **named: Any) -> Any:
         return self._bound(method, "lease").remote(self.lease.fence, *args, **named)

@@ -64,8 +64,7 @@ class EvalStream(_Eval):
                 yield Step(fetch.index, 0, (mini,))
 
     def _fetch(self, index: int) -> _Fetch:
-        args = (index, (Role(self.dp_size),), self.name)
-        info, *shards = self._connection.fetch("fetch", 1 + self.dp_size, *args)
+        info, *shards = self._connection.fetch_step(index, (Role(self.dp_size),), 1, self.name)
         return _Fetch(index, info, tuple(shards))
 
     def _ask_sizes(self, first: int, stop: int) -> Callable[[], list[int]]:

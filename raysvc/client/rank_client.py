@@ -41,7 +41,9 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
     """One seat of a lease; make it with `raysvc.attach(name, dp_size=R, rank=r)`."""
 
     def __init__(self, server: Any, lease: Lease, rank: int, num_ranks: int, limit: Limit) -> None:
-        super().__init__(Connection(server, lease, rank, limit.steps + 1), (Role(num_ranks),), limit)
+        super().__init__(
+            Connection(server, lease, rank, limit.steps + 1, num_ranks), (Role(num_ranks),), limit
+        )
         self.rank = rank
         self._reader = RankReader(self._connection, num_ranks)
 

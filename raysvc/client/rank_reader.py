@@ -55,8 +55,8 @@ class RankReader:
 
     def ask(self, index: int, num_mini_batches: int) -> RankFetch:
         """Have a step fetched; returns at once."""
-        args = (index, self._connection.rank, self._num_ranks, self._stream)
-        return RankFetch(index, self._connection.fetch("fetch_rank", 1 + num_mini_batches, *args))
+        refs = self._connection.fetch_rank(index, self._num_ranks, num_mini_batches, self._stream)
+        return RankFetch(index, refs)
 
     def arrive(self, fetch: RankFetch) -> RankStep:
         """Wait for a step and bring it to this process; ends early when the client is detached.

@@ -252,6 +252,11 @@ class ServerConfig(Model):
         default=30.0, gt=0, description="Seconds after which a lease without heartbeats ends."
     )
     collate_threads: PositiveInt = Field(default=2, description="Steps collated at the same time.")
+    collators: int = Field(
+        default=0,
+        ge=0,
+        description="Processes of the trainer, one CPU each, that make the shards of a step in place of the server: for rows with media.",
+    )
     num_cpus: float = Field(default=0.5, ge=0, description="CPUs that Ray reserves for the server.")
     placement: Literal["any", "data", "trainer"] = Field(
         default="any",
@@ -269,6 +274,14 @@ class ServerConfig(Model):
     share_mb: PositiveInt = Field(
         default=256, description="MB of collated steps to keep for other ranks and readers."
     )
+
+    @model_validator(mode="after")
+    def _collators_of_one_trainer(self) -> ServerConfig:
+        if self.collators and self.share == "stream":
+            raise ValueError(
+                "collators belong to one trainer, and share: stream makes each step once for all"
+            )
+        return self
 
 
 class MixtureSourceConfig(Model):

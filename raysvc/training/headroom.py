@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysvc.api import cpus_held, enrich, serve_spec
+from raysvc.api import cpus_held, enrich, held_beside, serve_spec
 from raysvc.build.cache_entry import CacheEntry
 from raysvc.cache.store.open import absolute
 from raysvc.client.batch_client import BatchClient, attach
@@ -142,7 +142,7 @@ def _workers(
     spec = spec.model_copy(update={"staging": staging})
     group = WorkerGroup.start(
         spec, trainer.dp_size, trainer.device, trainer.cpus_per_worker, trainer.gpus_per_worker,
-        may_grow=trainer.wait_for_nodes, server_cpus=job.server.num_cpus,
+        may_grow=trainer.wait_for_nodes, beside=held_beside(job),
     )  # fmt: skip
     group.setup()
     if checkpoint is not None:

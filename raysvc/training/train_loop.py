@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysvc.api import ServerHandle, cpus_held, enrich, serve_entry, serve_spec
+from raysvc.api import ServerHandle, cpus_held, enrich, held_beside, serve_entry, serve_spec
 from raysvc.build.cache_entry import CacheEntry
 from raysvc.build.serve_log import read_served, served_line
 from raysvc.cache.store.open import absolute
@@ -180,7 +180,7 @@ class _Run:
         was_there = job.server.name in server_names()
         group = WorkerGroup.start(
             model_spec(job, self.entry), job.trainer.dp_size, job.trainer.device, job.trainer.cpus_per_worker,
-            job.trainer.gpus_per_worker, may_grow=job.trainer.wait_for_nodes, server_cpus=job.server.num_cpus,
+            job.trainer.gpus_per_worker, may_grow=job.trainer.wait_for_nodes, beside=held_beside(job),
         )  # fmt: skip
         setup = group.start_setup()  # the workers import and build while the server opens the entry
         try:
@@ -189,6 +189,8 @@ class _Run:
                 job, self.entry, address=address, detached=job.server.detached, trainer_node=group.node_id
             )
             with _attach_when_free(job, server) as client:
+                if job.server.collators:
+                    client.collate_on(group.node_ids())
                 return self._train(client, group, setup)
         finally:
             group.stop()

@@ -50,6 +50,7 @@ def test_what_cannot_share_a_device_is_refused(needs: Any, colocated: Any, said:
         ([{"GPU": 1, "CPU": 5}] * 3, "needs 3 places"),
         ([{"CPU": 17}], "needs 17 CPU, the cluster has 16"),
         ([{"TPU": 1}], "needs 1 TPU, the cluster has 0"),
+        ([{"CPU": 1, "TPU": 0}], None),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_named(bundles: Any, said: str | None) -> None:

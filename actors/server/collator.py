@@ -1,0 +1,46 @@
+"""Makes shards beside the server: one process of a trainer's pool. No lease, and no state but what it has open.
+
+Always true:
+- what it returns is pure in (spec, step, roles, part), and has the bytes that the server itself would make;
+- shards are returned by value: the trainer owns them, and Ray has another process make those that are lost;
+- a step that the server did not admit is not made.
+"""
+
+from __future__ import annotations
+
+from raysvc.actors.server.entry_stream import streams_of
+from raysvc.actors.server.spec import Part, Role, ServeSpec, StepInfo
+from raysvc.actors.server.step_maker import make_and_tell
+from raysvc.collate.shard import Shard
+from raysvc.metrics import speak_for_server_of
+
+
+class Collator:
+    """See the module.
+
+    Args:
+        spec_json: the `ServeSpec` of the server.
+    """
+
+    def __init__(self, spec_json: str) -> None:
+        self._spec = ServeSpec.model_validate_json(spec_json)
+        speak_for_server_of(self._spec.team)
+        self._streams = streams_of(self._spec)
+
+    def make(
+        self, step: int, roles: tuple[Role, ...], part: Part, stream: str
+    ) -> tuple[StepInfo | Shard, ...]:
+        """An info of the step, then the shard of each mini-batch.
+
+        Args:
+            step: as the server's `admit` answered; its refusal is raised in place of this call.
+            roles: that train on the step.
+            part: whose shards.
+            stream: of the step.
+
+        Raises:
+            StepFailed: the step could not be made; carries the cause.
+        """
+        source = self._streams[stream]
+        info, shards = make_and_tell(self._spec.name, step, lambda: source.make(step, roles, part))
+        return (info, *shards)

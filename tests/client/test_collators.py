@@ -1,0 +1,253 @@
+"""Shards made by a trainer's collators instead of the server: the same bytes, whoever dies.
+
+Every death is a SIGKILL; the bytes expected are those of a server that makes its steps itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysvc.errors import FencedError, StepFailed
+
+pytestmark = pytest.mark.ray
+Served = Callable[..., Any]
+HERE = Path(__file__).parent
+PLANS = {
+    "padded": {"tail": "pad"},
+    "packed": {"tail": "wrap", "layout": "packed", "micro_batch_tokens": 64, "mini_batch_size": 8},
+}
+
+
+def stats(server: Any) -> dict[str, Any]:
+    from raysvc.actors.launch import wait_for
+
+    facts: dict[str, Any] = wait_for(server.stats.options(concurrency_group="control").remote(), "stats")
+    return facts
+
+
+def collator_pids() -> set[int]:
+    """Processes of this machine that are collators of this session's Ray."""
+    import psutil
+
+    return {
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if (process.info["cmdline"] or [""])[0].startswith("ray::Collator")
+        and process.environ().get("HOME") == os.environ["HOME"]
+    }
+
+
+def have_ended(pids: set[int], within_s: float = 20.0) -> bool:
+    until = time.monotonic() + within_s
+    while pids & collator_pids() and time.monotonic() < until:
+        time.sleep(0.05)
+    return not pids & collator_pids()
+
+
+@pytest.mark.parametrize("plan", sorted(PLANS))
+def test_collators_give_the_bytes_of_the_server_to_roles_ranks_and_evals(
+    plan: str, serve: Served, entry: Callable[..., str], streams: Any
+) -> None:
+    import ray
+
+    import raysvc
+    from raysvc.actors.server.spec import EvalSpec
+
+    uri, valid = entry(50), entry(13, seed=5)
+    evals = {"valid": EvalSpec(entry_uri=valid, batch_size=4)}
+    roles = {"actor": 2, "critic": raysvc.Role(3, ("input_ids", "labels"))}
+
+    def everything(name: str) -> list[Any]:
+        got: list[Any] = []
+        with raysvc.attach(name, roles=roles, look_ahead_steps=3) as client:
+            for step in client.steps(stop=9):
+                for mini in step.mini_batches:
+                    for refs in mini.by_role.values():
+                        got.append([streams.digest(shard) for shard in ray.get(list(refs))])
+                    got.append((mini.info.row_ids.tolist(), mini.info.rank_bytes, str(mini.rows)))
+            got.append([streams.opened(step) for step in client.eval("valid")])
+        ranks = [raysvc.attach(name, dp_size=2, rank=rank, group="g") for rank in range(2)]
+        for steps in zip(*(rank.steps(stop=9) for rank in ranks), strict=True):
+            for step in steps:
+                got.append([streams.digest(shard) for shard in step.shards])
+                got.append([info.row_ids.tolist() for info in step.infos])
+        for rank in ranks:
+            rank.detach()
+        return got
+
+    serve(f"alone-{plan}", entry_uri=uri, plan=PLANS[plan], evals=evals)
+    expected = everything(f"alone-{plan}")
+    server = serve(f"beside-{plan}", entry_uri=uri, plan=PLANS[plan], evals=evals, collators=2)
+    refs, before = streams.num_refs(), collator_pids()
+    assert everything(f"beside-{plan}") == expected
+    assert stats(server)["made"] == 0, "the server made nothing itself"
+    assert have_ended(collator_pids() - before), "collators end with their trainer's lease"
+    assert streams.falls_to(refs, streams.num_refs)
+    assert not streams.threads()
+
+
+def test_a_fenced_trainer_gets_nothing_from_its_collators(serve: Served) -> None:
+    import ray
+
+    import raysvc
+
+    serve("fenced", collators=1)
+    old = raysvc.attach("fenced", look_ahead_steps=0)
+    assert ray.get(old.fetch(0).mini_batches[0].shards[0]).step == 0
+    with raysvc.attach("fenced", takeover=True) as new:
+        refs = old._connection.fetch_step(1, old._roles, 2)
+        for ref in refs:
+            with pytest.raises(ray.exceptions.RayTaskError) as refused:
+                ray.get(ref, timeout=30)
+            assert isinstance(refused.value.cause, FencedError)
+        assert new.fetch(1).index == 1
+    with pytest.raises(FencedError):
+        old.detach()
+
+
+def test_a_step_that_a_collator_cannot_make_fails_by_name_and_is_made_when_it_can_be(
+    serve: Served, entry: Callable[..., str]
+) -> None:
+    import raysvc
+
+    uri = entry(48, per_part=8)
+    serve("broken", entry_uri=uri, collators=1)
+    part = sorted(Path(uri.removeprefix("file://")).glob("**/*.arrow"))[1]
+    with raysvc.attach("broken", look_ahead_steps=1) as client:
+        kept = part.rename(part.with_suffix(".away"))  # the server has it open
+        with pytest.raises(StepFailed, match=r"step 0\b.*is missing"):
+            next(client.steps())
+        kept.rename(part)
+        assert next(client.steps()).index == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["collator", "server", "both"])
+def test_kills_under_collators_change_no_byte(
+    who: str, serve: Served, entry: Callable[..., str], streams: Any
+) -> None:
+    import raysvc
+
+    uri, plan = entry(400), {"batch_size": 100, "mini_batch_size": 50, "epochs": 3, "pad_to_multiple": 4096}
+    serve("calm", entry_uri=uri, plan=plan)
+    with raysvc.attach("calm", dp_size=2, look_ahead_steps=0) as client:
+        expected = streams.take(client)
+    server = serve(f"killed-{who}", entry_uri=uri, plan=plan, collators=2)
+    got, killed, known = {}, 0, collator_pids()
+    with raysvc.attach(f"killed-{who}", dp_size=2, look_ahead_steps=2) as client:
+        for step in client:
+            if step.index in (1, 4, 7):  # two steps are being made or unread
+                if who != "server":
+                    os.kill(min(collator_pids() - known), signal.SIGKILL)
+                if who != "collator":
+                    os.kill(stats(server)["pid"], signal.SIGKILL)
+                killed += 1
+            got[step.index] = streams.opened(step)
+            client.commit(step.index)
+            del step
+        assert client.frontier == 12
+    assert (got, killed) == (expected, 3)
+    facts = stats(server)
+    assert (facts["frontier"], facts["holder"], facts["fence"]) == (12, None, 1)
+
+
+@pytest.mark.slow
+def test_a_killed_trainer_takes_its_collators_with_it(serve: Served, tmp_path: Path) -> None:
+    import ray
+
+    server = serve("orphaned", collators=2, lease_ttl_s=1.0)
+    before, address = collator_pids(), ray.get_runtime_context().gcs_address
+    command = [sys.executable, str(HERE / "death_trainer.py"), address, "orphaned", str(tmp_path / "c.json")]
+    done = subprocess.run([*command, "fetched:7"], check=False, timeout=100)
+    assert done.returncode == -signal.SIGKILL
+    assert have_ended(collator_pids() - before)
+    assert subprocess.run(command, check=False, timeout=100).returncode == 0
+    assert stats(server)["frontier"] == 21
+
+
+NODE = """
+import json, sys
+from ray.cluster_utils import Cluster
+import ray
+
+quick = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500,
+         "health_check_timeout_ms": 500, "health_check_failure_threshold": 4}
+store = {"object_store_memory": 80 * 2**20}
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": quick, **store})
+first = cluster.add_node(num_cpus=2, **store)
+ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+
+import raysvc
+from raysvc.actors.launch import start_server
+from raysvc.actors.server.spec import ServeSpec
+
+sys.path.insert(0, sys.argv[2])
+from streams import opened
+
+start_server(ServeSpec.model_validate_json(sys.argv[1]), detached=True)
+got, lost = {}, {first.node_id}
+with raysvc.attach("node", look_ahead_steps=4) as client:
+    client.collate_on([first.node_id])
+    for step in client:
+        if step.index == 2:  # four steps are being made or unread on the node that goes
+            ray.wait([mini.shards[0] for mini in step.mini_batches], num_returns=2, fetch_local=False)
+            places = ray.experimental.get_object_locations([step.mini_batches[0].shards[0]])
+            on = {node for each in places.values() for node in each["node_ids"]}
+            cluster.add_node(num_cpus=2, **store)
+            cluster.remove_node(first, allow_graceful=False)
+        got[step.index] = opened(step)
+        client.commit(step.index)
+        del step
+print(json.dumps({"got": got, "were_there": on == lost}))
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_a_lost_node_with_all_collators_and_their_shards_changes_no_byte(
+    entry: Callable[..., str], tmp_path: Path
+) -> None:
+    from raysvc.actors.server.spec import ServeSpec
+    from raysvc.job.config import PlanConfig
+
+    plan = PlanConfig(batch_size=8, mini_batch_size=4, epochs=2, pad_to_multiple=2048)
+    spec = ServeSpec(
+        name="node", entry_uri=entry(50), plan=plan, pad_token_id=0, journal=str(tmp_path / "j"),
+        num_cpus=0, collators=2,
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", NODE, spec.model_dump_json(), str(HERE)],
+        capture_output=True, text=True, check=False, timeout=110,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    assert report["were_there"], "the shards of the step lay on the node that was lost"
+    assert report["got"] == made_here(spec)
+
+
+def made_here(spec: Any) -> dict[str, Any]:
+    """What must be delivered to one rank, made in this process without collators."""
+    import importlib.util
+
+    from raysvc.actors.server.entry_stream import EntryStream
+    from raysvc.actors.server.make_step import Recipe
+
+    loaded = importlib.util.spec_from_file_location("streams", HERE / "streams.py")
+    assert loaded is not None
+    assert loaded.loader is not None
+    streams = importlib.util.module_from_spec(loaded)
+    loaded.loader.exec_module(streams)
+    source = EntryStream(spec.entry_uri, {}, Recipe(spec.plan, spec.pad_token_id))
+    steps = range(source.schedule.num_steps)
+    return {str(step): [[streams.digest(shard)] for shard in source.make(step, (1,))[1]] for step in steps}
