@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -114,15 +115,7 @@ class Permutation:
     def _pass(self, values: UInt64s, forward: bool) -> UInt64s:
         rows = math.isqrt(self.size - 1) + 1
         columns = -(-self.size // rows)
-        left, right = np.divmod(values, np.uint64(columns))
-        sides, moduli = [left, right], (np.uint64(rows), np.uint64(columns))
-        for number in range(_ROUNDS) if forward else reversed(range(_ROUNDS)):
-            moved, fixed, modulus = number % 2, 1 - number % 2, moduli[number % 2]
-            shift = _mix(sides[fixed] + np.uint64(self.keys[number])) >> _S32
-            shift = (shift * modulus) >> _S32
-            total = sides[moved] + (shift if forward else modulus - shift)
-            sides[moved] = np.where(total >= modulus, total - modulus, total)
-        return sides[0] * moduli[1] + sides[1]
+        return _feistel(values, np.uint64(rows), np.uint64(columns), self.keys, forward)
 
 
 class _Blocks:
@@ -150,6 +143,49 @@ class _Blocks:
             here = blocks == number
             out[here] = inner.at(inside[here])
         return out
+
+
+def permute_each(sizes: Int64s, keys: Sequence[UInt64s], positions: Int64s) -> Int64s:
+    """Images of `positions` [P], each under a permutation of its own.
+
+    Args:
+        sizes: int64 [P], each above its position.
+        keys: round keys, each uint64 [P]; equal keys and sizes are the same permutation.
+        positions: int64 [P].
+    """
+    rows = np.sqrt(sizes - 1).astype(np.uint64) + np.uint64(1)  # exact below 2^52
+    limits = sizes.astype(np.uint64)
+    columns = (limits + rows - np.uint64(1)) // rows
+    out = _feistel(positions.astype(np.uint64), rows, columns, keys, forward=True)
+    while len(outside := np.flatnonzero(out >= limits)):
+        its_keys = [key[outside] for key in keys]
+        out[outside] = _feistel(out[outside], rows[outside], columns[outside], its_keys, forward=True)
+    return out.astype(np.int64)
+
+
+def round_keys_each(key: str, numbers: Int64s) -> list[UInt64s]:
+    """Round keys for `permute_each`, each uint64 [P]: those that `key` and each of `numbers` [P] name."""
+    own = _mix(_mix(numbers.astype(np.uint64)) + np.uint64(1))
+    return [_mix(own ^ np.uint64(one)) for one in _round_keys(key)]
+
+
+def _feistel(
+    values: UInt64s,
+    rows: np.uint64 | UInt64s,
+    columns: np.uint64 | UInt64s,
+    keys: Sequence[int] | Sequence[UInt64s],
+    forward: bool,
+) -> UInt64s:
+    """One pass over [0, rows * columns)."""
+    left, right = np.divmod(values, columns)
+    sides, moduli = [left, right], (rows, columns)
+    for number in range(_ROUNDS) if forward else reversed(range(_ROUNDS)):
+        moved, fixed, modulus = number % 2, 1 - number % 2, moduli[number % 2]
+        shift = _mix(sides[fixed] + np.uint64(keys[number])) >> _S32
+        shift = (shift * modulus) >> _S32
+        total = sides[moved] + (shift if forward else modulus - shift)
+        sides[moved] = np.where(total >= modulus, total - modulus, total)
+    return sides[0] * moduli[1] + sides[1]
 
 
 def _mix(values: UInt64s) -> UInt64s:

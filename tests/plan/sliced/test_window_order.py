@@ -1,0 +1,197 @@
+"""The order inside a moving window: the list in `raysvc.plan.sliced.window_order`, asserted line by line."""
+
+import time
+import tracemalloc
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raysvc.plan.order import permute_each, round_keys_each
+from raysvc.plan.sliced import row_ids
+from raysvc.plan.sliced.window_order import WindowOrder
+
+SIZES = st.lists(st.one_of(st.sampled_from([0, 1, 2]), st.integers(0, 40)), min_size=1, max_size=12)
+WINDOWS = st.integers(1, 9)
+SEEDS = st.integers(0, 2**40)
+GOLDEN = [6, 5, 4, 3, 7, 2, 15, 13, 8, 11, 1, 0]
+
+
+@dataclass
+class Counts:
+    """Slices of these sizes; remembers which it was asked for, and refuses others than `known`."""
+
+    sizes: list[int]
+    are_counted: bool = True
+    known: frozenset[int] | None = None
+    asked: list[int] = field(default_factory=list)
+
+    @property
+    def num_slices(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def num_groups(self) -> int:
+        return sum(self.sizes)
+
+    def groups_of(self, slices):
+        self.asked += slices.tolist()
+        assert self.known is None or self.known.issuperset(slices.tolist()), "a slice that was not reached"
+        return np.array(self.sizes, np.int64)[slices]
+
+
+def whole(counts: Counts, window: int, seed: int = 0, epoch: int = 0) -> list[tuple[int, int]]:
+    """(slice, group in the slice) in the order of an epoch."""
+    place = row_ids.split(WindowOrder(counts, window, seed).at(epoch, np.arange(counts.num_groups)))
+    assert not place.source.any()
+    return list(zip(place.slice.tolist(), place.row.tolist(), strict=True))
+
+
+@settings(deadline=None, max_examples=200)
+@given(SIZES, WINDOWS, SEEDS, st.integers(0, 3), st.booleans())
+def test_every_group_comes_exactly_once_in_an_epoch(sizes, window, seed, epoch, counted):
+    found = whole(Counts(sizes, counted), window, seed, epoch)
+    assert sorted(found) == [(number, group) for number, size in enumerate(sizes) for group in range(size)]
+
+
+@settings(deadline=None, max_examples=100)
+@given(SIZES, WINDOWS, SEEDS, st.booleans(), st.data())
+def test_positions_can_be_asked_for_in_any_order_and_in_batches(sizes, window, seed, counted, data):
+    total = sum(sizes)
+    if not total:
+        return
+    order = WindowOrder(Counts(sizes, counted), window, seed)
+    places = st.lists(st.integers(0, total - 1), min_size=1, max_size=9)
+    asked = data.draw(st.lists(places, min_size=1, max_size=4))
+    known = WindowOrder(Counts(sizes), window, seed).at(1, np.arange(total))
+    for positions in asked:
+        assert np.array_equal(order.at(1, np.array(positions)), known[positions])
+
+
+@settings(deadline=None, max_examples=100)
+@given(SIZES, WINDOWS, SEEDS, st.data())
+def test_a_position_follows_from_the_slices_that_were_reached_alone(sizes, window, seed, data):
+    total = sum(sizes)
+    if not total:
+        return
+    position = data.draw(st.integers(0, total - 1))
+    counts = Counts(sizes, are_counted=False)
+    order = WindowOrder(counts, window, seed)
+    group = order.at(0, np.array([position]))
+    reached = frozenset(counts.asked)
+    assert len(counts.asked) == len(reached), "a slice was asked for twice"
+    # the first places of the epoch, in its order; no later one, whatever its size may be
+    everything = Counts(sizes, are_counted=False)
+    WindowOrder(everything, window, seed).at(0, np.arange(total))
+    assert counts.asked == everything.asked[: len(counts.asked)]
+    pi = [*everything.asked, *(n for n in range(len(sizes)) if n not in everything.asked)]
+    stages = (sum(cells(sizes, pi, window, stage).values()) for stage in range(len(sizes) + window - 1))
+    stage = next(number for number, end in enumerate(accumulate(stages)) if end > position)
+    assert len(counts.asked) == min(stage + 1, len(sizes))
+    others = [size if n in reached else size + data.draw(st.integers(1, 9)) for n, size in enumerate(sizes)]
+    changed = WindowOrder(Counts(others, are_counted=False, known=reached), window, seed)
+    assert np.array_equal(changed.at(0, np.array([position])), group)
+
+
+def cells(sizes: list[int], pi: list[int], window: int, stage: int) -> dict[int, int]:
+    """Slice -> groups that `stage` has of it, by the definition: cell j of slice pi(stage - j)."""
+    here = {pi[stage - j]: j for j in range(window) if 0 <= stage - j < len(pi)}
+    return {n: (j + 1) * sizes[n] // window - j * sizes[n] // window for n, j in here.items()}
+
+
+@settings(deadline=None, max_examples=60)
+@given(SIZES, WINDOWS, SEEDS)
+def test_a_group_of_the_slice_at_place_p_comes_in_the_stages_p_to_p_plus_w_minus_1(sizes, window, seed):
+    counts = Counts(sizes, are_counted=False)
+    found = whole(counts, window, seed)
+    pi = counts.asked + [
+        n for n in range(len(sizes)) if n not in counts.asked
+    ]  # what was not asked for is empty
+    at = 0
+    seen: dict[int, set[int]] = {}
+    for stage in range(len(sizes) + window - 1):
+        here = cells(sizes, pi, window, stage)
+        rows = found[at : at + sum(here.values())]
+        at += len(rows)
+        for number, count in here.items():
+            mine = {group for where, group in rows if where == number}
+            assert len(mine) == count
+            assert not mine & seen.setdefault(number, set())
+            seen[number] |= mine
+    assert at == len(found)
+
+
+@settings(deadline=None, max_examples=60)
+@given(SIZES, WINDOWS, SEEDS, st.data())
+def test_the_slices_of_some_positions_are_at_most_those_of_their_windows(sizes, window, seed, data):
+    total = sum(sizes)
+    if not total:
+        return
+    position = data.draw(st.integers(0, total - 1))
+    order = WindowOrder(Counts(sizes), window, seed)
+    open_ = order.slices_at(2, np.array([position])).tolist()
+    assert row_ids.split(order.at(2, np.array([position]))).slice[0] in open_
+    assert len(open_) == len(set(open_)) <= window
+
+
+def test_the_order_is_the_same_on_every_machine_and_in_every_version():
+    # written down once: a change here moves the data order of every run that resumes
+    found = whole(Counts([4, 0, 3, 8, 1, 5]), window=3, seed=7, epoch=1)
+    numbers = [sum([4, 0, 3, 8, 1, 5][:where]) + group for where, group in found]
+    assert numbers[:12] == GOLDEN
+
+
+def test_seed_epoch_salt_and_window_each_give_another_order():
+    counts = Counts([500] * 20)
+    base = WindowOrder(counts, 4, 0).at(0, np.arange(10_000))
+    for other in (
+        WindowOrder(counts, 4, 1).at(0, np.arange(10_000)),
+        WindowOrder(counts, 4, 0).at(1, np.arange(10_000)),
+        WindowOrder(counts, 4, 0, salt="x").at(0, np.arange(10_000)),
+        WindowOrder(counts, 5, 0).at(0, np.arange(10_000)),
+    ):
+        assert (base == other).mean() < 0.01
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 50, 1000, 40_000])
+def test_each_permutation_is_one_and_lands_uniformly(size):
+    keys = round_keys_each("k", np.full(size, 9))
+    images = permute_each(np.full(size, size), keys, np.arange(size))
+    assert np.array_equal(np.sort(images), np.arange(size))
+    trials, bins = 4000, min(size, 10)
+    for probe in {0, size // 2, size - 1}:
+        numbers = np.arange(trials)
+        where = permute_each(np.full(trials, size), round_keys_each("k", numbers), np.full(trials, probe))
+        edges = [-(-k * size // bins) for k in range(bins + 1)]
+        expected = trials * np.diff(edges) / size
+        chi_square = ((np.histogram(where, edges)[0] - expected) ** 2 / expected).sum()
+        assert chi_square < bins + 5 * np.sqrt(2 * bins)  # five standard deviations
+
+
+def test_ten_thousand_million_rows_in_twenty_thousand_slices_need_little_time_and_memory():
+    counts = Counts([])
+    counts.sizes = [500_000] * 20_000
+    tracemalloc.start()
+    order = WindowOrder(counts, 64, 0)
+    order.at(0, np.array([9_999_999_999]))
+    took = []
+    for start in range(10**9, 10**9 + 10 * 1024, 1024):
+        begin_s = time.perf_counter()
+        found = order.at(0, np.arange(start, start + 1024))
+        took.append(time.perf_counter() - begin_s)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(np.unique(found)) == 1024
+    assert peak < 20e6, peak
+    assert min(took) < 0.03, took  # 1 ms, without the tracing
+
+
+@given(st.integers(0, 2047), st.integers(0, 2**20 - 1), st.integers(0, 2**32 - 1))
+def test_the_number_of_a_row_names_its_source_slice_and_row(source, number, row):
+    one = row_ids.join(np.array([number]), np.array([row])) + row_ids.source_base(source)
+    assert one.dtype == np.int64
+    assert one[0] >= 0
+    assert tuple(int(each[0]) for each in row_ids.split(one)) == (source, number, row)
