@@ -4,6 +4,7 @@ Axes: N rows, G groups.
 Always true:
 - a group is a row, the rows that `train_on: each_assistant_turn` made of one conversation, or a pair;
 - the two rows of a pair (`preference`, `kto`) are on one rank and in one micro-batch;
+- the patches of rows with media decide ranks, never which rows a step has;
 - a server and `raysvc plan` ask the same function, so they follow the same plan.
 """
 
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from raysvc.errors import PlanError
 from raysvc.job.config import PAIRED, PlanConfig
+from raysvc.media.medium import PATCHES
 from raysvc.plan.groups import Groups
 from raysvc.plan.mixture import Mixture, MixtureSource, Stage
 from raysvc.plan.order import parse_shuffle
@@ -34,6 +36,10 @@ class Rows(Protocol):
     @property
     def num_rows(self) -> int:
         """How many rows there are."""
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """Name -> type."""
 
     @property
     def recipe(self) -> Mapping[str, Any]:
@@ -66,7 +72,18 @@ def plan_of_entries(
         mixture = Mixture(sources, tuple(Stage(*stage) for stage in stages), *order)
     keys = [one.key for one in entries]
     groups = _joined(entries, bounds, _are_pairs(entries))
-    return Plan(config, lengths, groups=groups, entry_keys=keys, mixture=mixture)
+    return Plan(config, lengths, groups=groups, entry_keys=keys, mixture=mixture, patches=_patches(entries))
+
+
+def _patches(entries: Sequence[Rows]) -> npt.NDArray[np.int32] | None:
+    """int32 [N], patches of each row's media; None: no entry has media."""
+    if not any(PATCHES in one.columns for one in entries):
+        return None
+    found = [
+        one.row_values(PATCHES) if PATCHES in one.columns else np.zeros(one.num_rows, np.int32)
+        for one in entries
+    ]
+    return np.concatenate(found).astype(np.int32)
 
 
 def _are_pairs(entries: Sequence[Rows]) -> bool:

@@ -75,6 +75,7 @@ class Plan:
         groups: instead of `uids`, for rows that lie together already.
         entry_keys: keys of the cache entries that the rows come from.
         mixture: the stream of groups when there are several entries; rows lie one entry after the other.
+        patches: int [N], work of a media encoder, by row; None: the rows have no media. It decides ranks alone.
 
     Attributes:
         schedule: step arithmetic.
@@ -94,6 +95,7 @@ class Plan:
         groups: Groups | None = None,
         entry_keys: Sequence[str] = (),
         mixture: Mixture | None = None,
+        patches: npt.NDArray[np.integer[Any]] | None = None,
     ) -> None:
         if groups is None:
             groups = Groups.singles(len(lengths)) if uids is None else Groups.of_uids(uids)
@@ -101,7 +103,7 @@ class Plan:
         config = with_capacity(config, needs)
         _refuse_oversize(config, needs, "pair" if groups.are_pairs else "row")
         _refuse_contradictions(config, lengths, groups, mixture)
-        self.config, self.lengths, self.groups = config, lengths, groups
+        self.config, self.lengths, self.groups, self.patches = config, lengths, groups, patches
         self.windows = (
             Windows(lengths, config.window) if config.layout == "stream" and config.window else None
         )
@@ -175,7 +177,9 @@ class Plan:
     def _mini_batch(self, groups: npt.NDArray[np.int64], dp_size: int) -> MiniBatchPlan:
         pieces = self._pieces(groups)
         if self.windows is None:
-            ranks = (deal_pairs if self.groups.are_pairs else deal)(pieces.lengths, dp_size, self.rules)
+            patches = None if self.patches is None else self.patches[pieces.row_ids].astype(np.int64)
+            dealt = deal_pairs if self.groups.are_pairs else deal
+            ranks = dealt(pieces.lengths, dp_size, self.rules, patches)
         else:
             ranks = deal_windows(pieces.group_index, dp_size, self._windows_per_micro_batch())
         return MiniBatchPlan(**vars(pieces), ranks=ranks)

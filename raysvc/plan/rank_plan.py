@@ -7,6 +7,7 @@ arrays: a row where rows are padded, a pack or a window of several rows otherwis
 2. Make micro-batches of lines: a fixed number of rows, or as many as the token budget holds.
 3. Bring their number to a multiple of R: split the costliest, then fill with dummies.
 4. Deal them to the ranks, costliest first, so that the i-th ones of all ranks cost about the same.
+5. Where rows have media, swap rows between ranks until the encoder's work is even too (`even_media`).
 
 Always true:
 - every row is on exactly one rank, in exactly one line, in exactly one micro-batch;
@@ -15,7 +16,8 @@ Always true:
   fewer than R of them then;
 - a micro-batch keeps to the token budget, except for a row that is over it by itself;
 - the two rows of a pair are neighbours in one micro-batch (`deal_pairs`);
-- micro-batches come costliest first, and the i-th ones of all ranks cost about the same (`balance`).
+- micro-batches come costliest first, and the i-th ones of all ranks cost about the same (`balance`);
+- rows without media are dealt as if there were no media at all.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import numpy.typing as npt
 from raysvc.job.config import Layout, Packing
 from raysvc.plan.balance import deal_even
 from raysvc.plan.cost import CostModel
+from raysvc.plan.even_media import Fit, Rank, even_out
 from raysvc.plan.pack import Packs, aligned, pack_best_fit, pack_first_fit, split_to, spread
 
 DUMMY = -1
@@ -75,7 +78,12 @@ class RankPlan:
     micro_batches: tuple[tuple[int, int], ...]
 
 
-def deal_pairs(lengths: npt.NDArray[np.int32], dp_size: int, rules: Rules) -> tuple[RankPlan, ...]:
+def deal_pairs(
+    lengths: npt.NDArray[np.int32],
+    dp_size: int,
+    rules: Rules,
+    patches: npt.NDArray[np.int64] | None = None,
+) -> tuple[RankPlan, ...]:
     """The plan of each rank for rows that come two by two (int32 [2 P]); the two share a micro-batch, first before second.
 
     Pairs are dealt as rows are: in a pack one needs the room of both, elsewhere two lines as wide as the wider one. A
@@ -92,7 +100,9 @@ def deal_pairs(lengths: npt.NDArray[np.int32], dp_size: int, rules: Rules) -> tu
             rows=None if rules.rows is None else max(1, rules.rows // 2),
             tokens=None if rules.tokens is None else rules.tokens // 2,
         )
-    return tuple(_of_rows(plan, rules.layout) for plan in deal(needs.astype(np.int32), dp_size, of_pairs))
+    of_both = None if patches is None else patches.reshape(-1, 2).sum(axis=1)
+    plans = deal(needs.astype(np.int32), dp_size, of_pairs, of_both)
+    return tuple(_of_rows(plan, rules.layout) for plan in plans)
 
 
 def pair_cells(lengths: npt.NDArray[np.integer[Any]], rules: Rules) -> npt.NDArray[np.int64]:
@@ -113,9 +123,33 @@ def _of_rows(pairs: RankPlan, layout: Layout) -> RankPlan:
     return RankPlan(rows, np.arange(len(rows) + 1, dtype=np.int32), micro_batches)
 
 
-def deal(lengths: npt.NDArray[np.int32], dp_size: int, rules: Rules) -> tuple[RankPlan, ...]:
-    """The plan of each of `dp_size` ranks for rows of `lengths` (int32 [N])."""
+def deal(
+    lengths: npt.NDArray[np.int32],
+    dp_size: int,
+    rules: Rules,
+    patches: npt.NDArray[np.int64] | None = None,
+) -> tuple[RankPlan, ...]:
+    """The plan of each of `dp_size` ranks.
+
+    Args:
+        lengths: int32 [N], tokens of each row.
+        dp_size: R.
+        rules: how rows become micro-batches.
+        patches: int64 [N], work of a media encoder, by row; None: rows have no media.
+    """
     sizes = lengths.astype(np.int64)
+    plans = _dealt(sizes, dp_size, rules)
+    if dp_size == 1 or patches is None or not patches.any():
+        return plans
+    by_line = rules.layout == "packed"
+    cells = aligned(sizes, rules.align if by_line else rules.pad_to_multiple)
+    ranks = even_out(
+        [_lines_of(plan) for plan in plans], rules.cost.of(sizes), patches, Fit(cells, rules.tokens, by_line)
+    )  # 5
+    return tuple(_of_lines(rank) for rank in ranks)
+
+
+def _dealt(sizes: npt.NDArray[np.int64], dp_size: int, rules: Rules) -> tuple[RankPlan, ...]:
     if rules.layout == "packed":  # 1: a line is a pack, and a micro-batch of its own
         return _deal_lines(_packs(sizes, dp_size, rules), sizes, dp_size, rules)
     if rules.rows is not None:
@@ -211,6 +245,18 @@ def _deal_runs(runs: Packs, sizes: npt.NDArray[np.int64], dp_size: int, cost: Co
     order = np.argsort(-run_costs, kind="stable").astype(np.int32)
     numbers_BR = deal_even(order, run_costs, dp_size)
     return [[runs[number] for number in numbers_BR[:, rank].tolist()] for rank in range(dp_size)]
+
+
+def _lines_of(plan: RankPlan) -> Rank:
+    """Micro-batches of lines of rows."""
+    rows = plan.rows.tolist()
+    lines = [rows[start:stop] for start, stop in pairwise(plan.lines.tolist())]
+    return [lines[start:stop] for start, stop in plan.micro_batches]
+
+
+def _of_lines(rank: Rank) -> RankPlan:
+    bounds = np.cumsum([0] + [len(micro) for micro in rank]).tolist()
+    return _rank_plan([line for micro in rank for line in micro], tuple(pairwise(bounds)))
 
 
 def _padded_plan(runs: Packs, sizes: npt.NDArray[np.int64]) -> RankPlan:

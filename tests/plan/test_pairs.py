@@ -86,7 +86,7 @@ def test_a_pair_that_fits_no_line_is_refused_by_its_number() -> None:
 
 class Source:
     def __init__(self, key: str, form: str) -> None:
-        self.key, self.recipe, self.num_rows = key, {"format": form}, 4
+        self.key, self.recipe, self.num_rows, self.columns = key, {"format": form}, 4, {}
 
     def row_values(self, name: str) -> Any:
         return np.array([0, 0, 1, 1])
