@@ -2,15 +2,13 @@
 
 Always true:
 - a commit that is noted wakes nobody while a thread looks for commits by itself, unless `AT_MOST` wait already;
-- what is taken says all that was noted: the newest commit covers those before it, a skipped step stays named, and commits
-  of before and after a move are kept apart;
+- what is taken says all that was noted: the newest commit covers those before it, and a skipped step stays named;
 - none is lost between the loop that notes, the thread that looks, and its end.
 """
 
 from __future__ import annotations
 
 import collections
-import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -60,6 +58,5 @@ class Commits:
 
 
 def covering(commits: Sequence[Commit]) -> list[Commit]:
-    """Those of `commits` that say all of it together; within one move their steps ascend."""
-    pairs = itertools.zip_longest(commits, commits[1:])
-    return [one for one, after in pairs if one.skipped or after is None or after.moves != one.moves]
+    """Those of `commits` that say all of it together; within one move their steps ascend, and a move makes those before it void."""
+    return [one for one in commits[:-1] if one.skipped] + list(commits[-1:])

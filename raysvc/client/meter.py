@@ -7,7 +7,8 @@ Always true:
 - where workers compute while the driver waits for the next step (`steps(on_fetch=...)`), its wait counts only when
   every step that was handed out is committed, and not at all when `told_by_workers` is set;
 - the loop that is measured gives no metric to Ray: `report` and the end of the client do;
-- a step that was there, and a commit, are only noted by the loop; `settle` counts them in their order, and so does every other call first;
+- a step that was there, and a commit, are only noted by the loop; `settle` counts them in their order, and so does what counts
+  something else;
 - `report` is plain JSON: a newer or an older server may leave out what it does not know.
 """
 
@@ -131,7 +132,6 @@ class Meter:
             overlaps: workers compute meanwhile.
         """
         with self._lock:
-            self._settle()
             self._since_s = None if overlaps or self.told_by_workers else self._clock()
 
     def wait_ends(self, waited_s: float, given: Given | None) -> None:
@@ -187,7 +187,7 @@ class Meter:
             self._charge()
             now = _Look(self._clock(), self._stall_s, self._steps, self._tokens)
             self._looks.append(now)
-            while len(self._looks) > 2 and now.time_s - self._looks[1].time_s >= RECENT_S:
+            while now.time_s - self._looks[1].time_s >= RECENT_S:
                 self._looks.popleft()
             first, causes = self._looks[0], dict(self._causes)
         passed_s = max(now.time_s - first.time_s, 1e-9)

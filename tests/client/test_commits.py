@@ -8,35 +8,37 @@ from hypothesis import strategies as st
 from raysvc.actors.server.reader_lease import ReaderLease
 from raysvc.client.commits import AT_MOST, Commit, Commits, covering
 
-NOTED = st.lists(st.tuples(st.booleans(), st.booleans()), max_size=20)  # (skipped, a move comes before it)
+# (skipped, to which step a move before it went; None: there was no move)
+NOTED = st.lists(st.tuples(st.booleans(), st.one_of(st.none(), st.integers(0, 9))), max_size=20)
 
 
-def noted(draws: list[tuple[bool, bool]]) -> list[Commit]:
-    """As a loop makes them: steps go on within a move, and start again after one."""
+def noted(draws: list[tuple[bool, int | None]]) -> list[Commit]:
+    """As a loop makes them: steps go on within a move, and from where it went after one."""
     commits: list[Commit] = []
-    for skipped, moved in draws:
+    for skipped, target in draws:
         before = commits[-1] if commits else Commit(-1, False, 0)
-        step = 0 if moved else before.step + 1
-        commits.append(Commit(step, skipped, before.moves + moved))
+        step = before.step + 1 if target is None else target
+        commits.append(Commit(step, skipped, before.moves + (target is not None)))
     return commits
 
 
-def told(commits: list[Commit]) -> tuple[int, tuple[int, ...]]:
-    """What a lease knows after them."""
+def told(commits: list[Commit], targets: list[int]) -> tuple[int, tuple[int, ...]]:
+    """What a lease knows after them and the moves between them, which went to `targets`."""
     lease = ReaderLease("", "a").attach("me", 0.0, 10.0, fence=1)
     for step, skipped, moves in commits:
-        if moves > lease.seats[0].moves:
-            lease = lease.move(1, 0, 0, 0.0, moves=moves)
+        for move in range(lease.seats[0].moves, moves):
+            lease = lease.move(1, targets[move], 0, 0.0, moves=move + 1)
         lease = lease.commit(1, step, 0, 0.0, moves=moves, skipped=skipped)
     return lease.frontier, lease.skipped
 
 
 @given(NOTED)
 def test_a_server_knows_as_much_from_the_commits_that_are_sent_as_from_all_of_them(
-    draws: list[tuple[bool, bool]],
+    draws: list[tuple[bool, int | None]],
 ) -> None:
     commits = noted(draws)
-    assert told(covering(commits)) == told(commits)
+    targets = [target for _, target in draws if target is not None]
+    assert told(covering(commits), targets) == told(commits, targets)
 
 
 def test_steps_that_were_trained_in_a_row_are_one_message() -> None:
@@ -55,3 +57,13 @@ def test_a_commit_wakes_somebody_unless_a_thread_looks_for_it_soon() -> None:
     assert commits.note(Commit(9, False, 0))
     assert commits.take() == [Commit(9, False, 0)]
     assert not commits
+
+
+def test_somebody_is_woken_again_when_the_last_thread_that_looked_has_gone() -> None:
+    commits = Commits()
+    with commits.looked_for():
+        with commits.looked_for():
+            assert not commits.note(Commit(0, False, 0))
+        assert not commits.note(Commit(1, False, 0)), "another one looks still"
+    assert commits.note(Commit(2, False, 0))
+    assert commits.take() == [Commit(2, False, 0)]

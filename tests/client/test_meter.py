@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from raysvc.actors.server.trainer_reports import TrainerReports
-from raysvc.client.meter import RECENT_S, Given, Meter
+from raysvc.client import meter as meter_module
+from raysvc.client.meter import RECENT_S, Committed, Given, Meter
+from raysvc.metrics import BY_NAME
 from raysvc.training.stalls import StepTimes
 
 
@@ -31,6 +33,41 @@ def given(step: int, tokens: int = 10, read_s: float = 0.0) -> Given:
         denominators=SimpleNamespace(tokens=tokens),
     )
     return Given(step, [info], read_s, 0.0)
+
+
+class Records:
+    """Takes the place of a meter's records: what was recorded, and whether it was written."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, list[float]] = {}
+        self.written = 0
+
+    def record(self, name: str, value: float, **tags: str) -> None:
+        assert tags == {"server": "a", **({"role": "trainer"} if "role" in BY_NAME[name].tags else {})}
+        self.values.setdefault(name, []).append(value)
+
+    def write(self) -> None:
+        self.written += 1
+
+
+def recording(clock: Clock, **options: Any) -> tuple[Meter, Records]:
+    meter, records = Meter("a", clock=clock, **options), Records()
+    meter.metrics = records  # type: ignore[assignment]
+    return meter, records
+
+
+def batches(*facts: tuple[int, float, tuple[int, ...], int, int]) -> list[Any]:
+    """Infos of mini-batches: cells, share of padding, tokens by rank, cut rows, counted tokens."""
+    return [
+        SimpleNamespace(
+            num_cells=cells,
+            pad_share=pad,
+            rank_tokens=ranks,
+            num_truncated=cut,
+            denominators=SimpleNamespace(tokens=tokens),
+        )
+        for cells, pad, ranks, cut, tokens in facts
+    ]
 
 
 def train(meter: Meter, clock: Clock, steps: int, wait_s: float, compute_s: float, first: int = 0) -> None:
@@ -162,3 +199,135 @@ def test_what_was_given_before_a_rewind_and_only_noted_is_not_trained() -> None:
     meter.was_there(0.0, given(0, tokens=7))
     meter.trained(1, 2)
     assert (meter.report()["steps"], meter.report()["tokens"]) == (2, 7)
+
+
+def test_metrics_and_what_a_commit_tells_are_of_the_step_by_hand() -> None:
+    clock = Clock()
+    meter, records = recording(clock)
+    infos = batches((20, 0.5, (6, 4), 1, 10), (60, 0.25, (30, 15), 2, 40))
+    meter.wait_begins()
+    clock.now_s += 10.0
+    meter.wait_ends(10.0, Given(0, infos, read_s=4.0, collate_s=2.0, copy_s=1.5, groups_s=1.2))
+    clock.now_s += 5.0
+    told = meter.committed(0, 1)
+    assert told == Committed(tokens=50, input_tokens=55, padding=0.3125, step_s=15.0, stall_s=10.0)
+    assert records.values == {
+        "stall_seconds": [10.0],
+        "fetch_seconds": [10.0],
+        "stall_read_seconds": [4.0],
+        "stall_collate_seconds": [2.0],
+        "stall_copy_seconds": [1.5],
+        "stall_groups_seconds": [1.2],
+        "stall_other_seconds": [pytest.approx(1.3)],
+        "steps": [1],
+        "step_seconds": [15.0],
+        "trained_tokens": [50],
+        "cut_rows": [3],
+        "padding_share": [0.3125],
+        "packing_share": [0.6875],
+        "imbalance_ratio": [pytest.approx(4 / 3)],
+    }
+    records.values.clear()
+    for step in (1, 2):
+        meter.was_there(0.25, given(step))
+    clock.now_s += 6.0
+    meter.trained(2, 2)
+    clock.now_s += 1.0
+    assert records.values == {}, "the loop that is measured records nothing"
+    meter.settle()
+    assert records.values == {
+        "stall_seconds": [0.25, 0.25],
+        "fetch_seconds": [0.25, 0.25],
+        "steps": [2],
+        "step_seconds": [3.0],
+        "trained_tokens": [20],
+        "cut_rows": [2],
+        "padding_share": [0.5],
+        "packing_share": [0.5],
+        "imbalance_ratio": [1.2],
+    }
+    records.values.clear()
+    assert meter.committed(3, 1) == Committed(0, 0, 0.0, 1.0, 0.0), "it was given to nobody"
+    assert records.values == {"steps": [1], "step_seconds": [1.0], "trained_tokens": [0], "cut_rows": [0]}
+    assert records.written == 0
+    meter.report()
+    assert records.written == 1
+
+
+def test_causes_that_took_no_part_are_recorded_as_nothing() -> None:
+    clock = Clock()
+    meter, records = recording(clock)
+    meter.stalled(StepTimes(0, 2.0, collate_s=2.0))
+    meter.stalled(StepTimes(1, 3.0, read_s=3.0))
+    meter.stalled(StepTimes(2, 4.0, collate_s=4.0))
+    assert records.values == {
+        "stall_seconds": [2.0, 3.0, 4.0],
+        "stall_read_seconds": [0.0, 3.0, 0.0],
+        "stall_collate_seconds": [2.0, 0.0, 4.0],
+        "stall_copy_seconds": [0.0, 0.0, 0.0],
+        "stall_groups_seconds": [0.0, 0.0, 0.0],
+        "stall_other_seconds": [0.0, 0.0, 0.0],
+    }
+    assert meter.report()["causes"] == {"collate": 6.0, "read": 3.0}
+
+
+def test_one_rank_speaks_for_all_in_metrics_and_all_report() -> None:
+    clock = Clock()
+    meter, records = recording(clock, exports=False)
+    train(meter, clock, 2, wait_s=1.0, compute_s=1.0)
+    assert records.values == {}
+    assert (meter.report()["steps"], meter.report()["stall_s"]) == (2, 2.0)
+
+
+def test_a_step_without_mini_batches_is_even_and_has_no_padding() -> None:
+    meter, records = recording(Clock())
+    meter.was_there(0.0, Given(0, [], 0.0, 0.0))
+    assert meter.committed(0, 1)[:3] == (0, 0, 0.0)
+    assert (records.values["imbalance_ratio"], records.values["padding_share"]) == ([1.0], [0.0])
+
+
+def test_of_a_trainer_that_never_commits_the_newest_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meter_module, "MAX_UNCOMMITTED", 3)
+    meter = Meter("a", clock=Clock())
+    for step in range(5):
+        meter.was_there(0.0, given(step, tokens=10**step))
+    assert meter.committed(4, 5).tokens == 11_100
+
+
+def test_a_wait_belongs_to_the_step_after_the_commit_that_was_noted_before_it() -> None:
+    clock = Clock()
+    meter = Meter("a", clock=clock)
+    meter.was_there(0.0, given(0))
+    meter.wait_begins()
+    meter.trained(0, 1)
+    clock.now_s += 2.0
+    meter.wait_ends(2.0, given(1))
+    clock.now_s += 1.0
+    assert meter.committed(1, 1).stall_s == 2.0
+
+
+def test_a_wait_that_ended_without_a_step_counts() -> None:
+    clock = Clock()
+    meter, records = recording(clock)
+    meter.wait_begins()
+    clock.now_s += 2.0
+    meter.wait_ends(2.0, None)
+    clock.now_s += 2.0
+    report = meter.report()
+    assert (report["stall_s"], report["stall"], report["elapsed_s"]) == (2.0, 0.5, 4.0)
+    assert records.values == {"stall_seconds": [2.0]}
+
+
+def test_rates_are_right_at_once_and_a_share_is_at_most_one() -> None:
+    clock = Clock()
+    meter = Meter("a", clock=clock)
+    empty = meter.report()
+    assert (empty["stall"], empty["steps_per_s"], empty["tokens_per_s"], empty["elapsed_s"]) == (0, 0, 0, 0)
+    meter.was_there(0.0, given(0))
+    clock.now_s += 0.5
+    meter.trained(0, 1)
+    meter.stalled(StepTimes(0, 0.25))
+    report = meter.report()
+    assert (report["stall"], report["steps_per_s"], report["tokens_per_s"]) == (0.5, 2.0, 20.0)
+    meter.stalled(StepTimes(0, 7.0))
+    assert meter.report()["stall"] == 1.0

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.client.look_ahead import Limit, PlannedSizes
+from raysvc.client import rank_reader
+from raysvc.client.look_ahead import Limit, PlannedSizes, Sizes
 from raysvc.client.rank_reader import RankFetch, ReadAhead
 from raysvc.errors import FencedError, StepFailed
 
@@ -56,7 +57,14 @@ class Link:
 class Loop:
     """A loop with its thread; notes what was asked for, and by whom."""
 
-    def __init__(self, num_steps: int, limit: Limit, sizes: list[int] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        num_steps: int,
+        limit: Limit,
+        sizes: list[int] | None = None,
+        planned: Sizes | None = None,
+        **options: Any,
+    ) -> None:
         self.link: Any = Link()
         self.asked: list[int] = []
         self.refs = [Ref() for _ in range(num_steps)]
@@ -64,7 +72,7 @@ class Loop:
         self.brought: list[int] = []
         self.moved = threading.Condition()
         known = sizes or [1] * num_steps
-        planned = PlannedSizes(lambda first, stop: lambda: known[first:stop], num_steps)
+        planned = planned or PlannedSizes(lambda first, stop: lambda: known[first:stop], num_steps)
         self.ahead: ReadAhead[int] = ReadAhead(
             self.link, self.ask, self.bring, planned, limit, range(num_steps), **options
         )
@@ -196,3 +204,84 @@ def test_commits_are_looked_for_while_the_loop_computes() -> None:
         assert loop.link.sending == 1
     assert loop.ends()
     assert loop.link.sending == 0
+
+
+@pytest.fixture
+def asleep(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
+    """Makes a loop whose thread looks by itself only after a minute, and sleeps now."""
+
+    def make(num_steps: int, limit: Limit, **options: Any) -> Loop:
+        monkeypatch.setattr(rank_reader, "LOOK_AFTER_S", (60.0, 60.0))
+        looks = threading.Semaphore(0)
+        loop = Loop(num_steps, limit, beside=looks.release, **options)
+        assert looks.acquire(timeout=WITHIN_S)
+        return loop
+
+    return make
+
+
+@pytest.mark.timeout(WITHIN_S)
+def test_a_loop_that_waits_and_an_answer_wake_the_thread(asleep: Callable[..., Loop]) -> None:
+    loop = asleep(3, Limit(1))
+    assert loop.ahead.take() is None
+    timer = threading.Timer(0.1, lambda: loop.refs[0].answer.set_result(None))
+    timer.start()
+    assert loop.ahead.wait() == 0
+    loop.refs[1].answer.set_result(None)
+    assert loop.reached(loop.brought, 2)
+    loop.ahead.close()
+    assert loop.ends()
+
+
+def test_the_end_wakes_the_thread(asleep: Callable[..., Loop]) -> None:
+    loop = asleep(3, Limit(1))
+    loop.ahead.close()
+    assert loop.ends()
+
+
+def test_what_is_ahead_is_counted_in_steps_and_in_bytes() -> None:
+    loop = Loop(9, Limit(3, 60), sizes=[10 * step for step in range(9)])
+    with closing(loop.ahead):
+        assert loop.ahead.take() is None
+        assert loop.reached(loop.asked, 4)
+        assert (loop.ahead.num_outstanding, loop.ahead.nbytes) == (3, 60)
+        loop.refs[0].answer.set_result(None)
+        assert loop.ahead.wait() == 0
+        loop.refs[1].answer.set_result(None)
+        assert loop.take() == 1
+        assert loop.reached(loop.asked, 4)
+    assert loop.ends()
+
+
+def test_after_every_step_that_was_taken_just_one_more_is_asked_for() -> None:
+    loop = Loop(12, Limit(2))
+    for ref in loop.refs:
+        ref.answer.set_result(None)
+    for step in range(12):
+        assert loop.take() == step
+        ahead = min(step + 3, 12)
+        assert loop.reached(loop.asked, ahead)
+        assert loop.reached(loop.brought, ahead)
+        assert len(loop.asked) == ahead
+        assert loop.ahead.num_outstanding == ahead - step - 1
+    assert loop.ends()
+
+
+def test_a_step_whose_size_becomes_known_while_another_comes_is_asked_for() -> None:
+    known: dict[int, int] = {}
+
+    class Growing:
+        def prepare(self, step: int) -> None: ...
+
+        def size(self, step: int) -> int | None:
+            return known.get(step)
+
+    loop = Loop(4, Limit(2, 100), planned=Growing())
+    with closing(loop.ahead):
+        assert loop.ahead.take() is None
+        assert loop.reached(loop.asked, 1)
+        known[1] = 1
+        loop.refs[0].answer.set_result(None)
+        assert loop.ahead.wait() == 0
+        assert loop.reached(loop.asked, 2)
+    assert loop.ends()
