@@ -53,7 +53,7 @@ def soak(folder: Path, steps: int) -> list[dict[str, Any]]:
         for step in client.steps(stop=steps):
             for mini in step.mini_batches:
                 for shard in ray.get(list(mini.shards)):
-                    assert shard.arrays["input_ids"].sum() > 0
+                    assert shard[1]["input_ids"].sum() > 0
             client.commit(step.index)
             del step, mini, shard
             if (client.frontier * 10) % steps == 0:

@@ -86,7 +86,7 @@ def main(run_dir: str | None = None, stop: int = STEPS) -> dict[str, Any]:
             # the next groups are sampled with these weights while this step is trained
             made = producer.produce.remote(model.state_dict(), step.index, PLAN["batch_size"])
             for mini in step.mini_batches:
-                (shard,) = ray.get(list(mini.shards))
+                shard = raysvc.read_shard(ray.get(mini.shards[0]))
                 optimizer.zero_grad()
                 policy_loss(model, shard, loss).backward()
                 optimizer.step()

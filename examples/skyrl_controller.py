@@ -42,6 +42,7 @@ class PolicyWorker:
     def forward_backward(self, chunk: Any) -> list[int]:
         from raysvc.integrations.skyrl import training_input
 
+        chunk = raysvc.read_shard(chunk)
         batch, width = training_input(chunk)  # what SkyRL's TrainingInputBatch holds
         logprobs = self.weights.log_softmax(0)[batch["sequences"][:, -width:]]
         scale = batch["loss_mask"] * raysvc.loss_scale(

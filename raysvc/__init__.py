@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from raysvc.client.rollout_serving import serve_rollouts
     from raysvc.client.rollouts import rollouts
     from raysvc.collate.loss_weights import loss_scale
+    from raysvc.collate.shard import read_shard
     from raysvc.rl.group import Group
     from raysvc.training.train_loop import train
 
@@ -36,6 +37,7 @@ __all__ = [
     "errors",
     "loss_scale",
     "open_cache",
+    "read_shard",
     "rollouts",
     "serve",
     "serve_rollouts",
@@ -53,6 +55,7 @@ _HOMES = {
     "enrich": "raysvc.api",
     "loss_scale": "raysvc.collate.loss_weights",
     "open_cache": "raysvc.build.cache_entry",
+    "read_shard": "raysvc.collate.shard",
     "rollouts": "raysvc.client.rollouts",
     "serve": "raysvc.api",
     "serve_rollouts": "raysvc.client.rollout_serving",

@@ -1,6 +1,7 @@
 """Which versions of a client and a server work together. Pure.
 
-1. The wire format is what travels between them: calls, their arguments, and the types of `raysvc.actors.server.spec`.
+1. The wire format is what travels between them: calls, their arguments, the types of `raysvc.actors.server.spec`,
+   and shards, whose own format has a version of its own (docs/wire.md).
 2. Within a minor version it only grows: a field has a default, an argument may be left out. Versions with the same
    major and minor number work together, the older one on either side.
 3. Another minor version, or another wire format, is refused before anything is taken.
@@ -13,7 +14,7 @@ from typing import NamedTuple
 from raysvc import __version__
 from raysvc.errors import VersionMismatch
 
-WIRE = 1
+WIRE = 2
 
 
 class Side(NamedTuple):

@@ -21,7 +21,7 @@ from raysvc.actors.rollouts.rollout_stream import RolloutStream
 from raysvc.actors.server.batch_server import BatchServer
 from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.spec import TRAIN, Role, RolloutSpec, ServeSpec, StepInfo
-from raysvc.collate.shard import Shard
+from raysvc.collate.shard import Wire
 from raysvc.errors import ConfigError, LeaseError, SourceError, StepFailed, StepNotReady, StepOutOfOrder
 from raysvc.metrics import record
 from raysvc.rl.group import Group
@@ -29,7 +29,7 @@ from raysvc.rl.group_table import table_of
 
 log = logging.getLogger(__name__)
 CHECK_EVERY_S = 0.5
-Made = tuple[StepInfo | Shard, ...]
+Made = tuple[StepInfo | Wire, ...]
 
 
 class RolloutServer(BatchServer):
@@ -207,7 +207,7 @@ class RolloutServer(BatchServer):
 
     def fetch(
         self, fence: int, step: int, roles: tuple[Role, ...], stream: str = TRAIN
-    ) -> tuple[StepInfo | Shard, ...]:
+    ) -> tuple[StepInfo | Wire, ...]:
         """As `BatchServer.fetch`, once enough groups are there.
 
         Raises:
@@ -219,7 +219,7 @@ class RolloutServer(BatchServer):
 
     def fetch_rank(
         self, fence: int, step: int, rank: int, num_ranks: int, stream: str = TRAIN
-    ) -> tuple[StepInfo | Shard, ...]:
+    ) -> tuple[StepInfo | Wire, ...]:
         """As `BatchServer.fetch_rank`, once enough groups are there."""
         if stream != TRAIN:
             return super().fetch_rank(fence, step, rank, num_ranks, stream)

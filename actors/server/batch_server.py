@@ -32,7 +32,7 @@ from raysvc.actors.server.spec import StepInfo as StepInfo
 from raysvc.actors.server.spec import StepOutline as StepOutline
 from raysvc.actors.server.step_maker import StepMaker, Stream
 from raysvc.actors.server.trainer_reports import TrainerReports
-from raysvc.collate.shard import Shard
+from raysvc.collate.shard import Wire
 from raysvc.errors import ConfigError, LeaseHeld, StepOutOfOrder
 from raysvc.metrics import record, speak_for_server_of
 from raysvc.versions import HERE, Side, check_versions_meet
@@ -254,8 +254,8 @@ class BatchServer:
 
     def fetch(
         self, fence: int, step: int, roles: tuple[Role, ...], stream: str = TRAIN
-    ) -> tuple[StepInfo | Shard, ...]:
-        """The step's info, then its shards: mini-batch after mini-batch, role after role, rank after rank.
+    ) -> tuple[StepInfo | Wire, ...]:
+        """The step's info, then its shards as they travel (`Shard.to_wire`): mini-batch after mini-batch, role after role, rank after rank.
 
         Raises:
             FencedError: the caller was replaced.
@@ -267,12 +267,12 @@ class BatchServer:
             info, shards = self._maker.make(step, roles, stream)
         else:
             info, shards = self._maker.make_shared(step, roles, stream, readers=None)
-        return (info, *shards)
+        return (info, *(shard.to_wire() for shard in shards))
 
     def fetch_rank(
         self, fence: int, step: int, rank: int, num_ranks: int, stream: str = TRAIN
-    ) -> tuple[StepInfo | Shard, ...]:
-        """The step's info, then this rank's shard of each mini-batch; collated once for all ranks.
+    ) -> tuple[StepInfo | Wire, ...]:
+        """The step's info, then this rank's shard of each mini-batch, as it travels; collated once for all ranks.
 
         A step that ranks ask for while they are no further apart than their look-ahead is kept until all have it, however
         small `share_bytes` is.
@@ -285,7 +285,7 @@ class BatchServer:
         pinned = alone and stream == TRAIN and step < lease.frontier + 2 * lease.window
         readers = num_ranks if alone else None
         info, shards = self._maker.make_shared(step, (Role(num_ranks),), stream, readers, pinned)
-        return (info, *shards[rank::num_ranks])
+        return (info, *(shard.to_wire() for shard in shards[rank::num_ranks]))
 
     def admit(self, fence: int, step: int, stream: str = TRAIN) -> int:
         """Let a trainer's collators make a step; returns the step, which they wait for.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from raysvc.actors.server.entry_stream import streams_of
 from raysvc.actors.server.spec import Part, Role, ServeSpec, StepInfo
 from raysvc.actors.server.step_maker import make_and_tell
-from raysvc.collate.shard import Shard
+from raysvc.collate.shard import Wire
 from raysvc.metrics import speak_for_server_of
 
 
@@ -29,8 +29,8 @@ class Collator:
 
     def make(
         self, step: int, roles: tuple[Role, ...], part: Part, stream: str
-    ) -> tuple[StepInfo | Shard, ...]:
-        """An info of the step, then the shard of each mini-batch.
+    ) -> tuple[StepInfo | Wire, ...]:
+        """An info of the step, then the shard of each mini-batch, as it travels (`Shard.to_wire`).
 
         Args:
             step: as the server's `admit` answered; its refusal is raised in place of this call.
@@ -43,4 +43,4 @@ class Collator:
         """
         source = self._streams[stream]
         info, shards = make_and_tell(self._spec.name, step, lambda: source.make(step, roles, part))
-        return (info, *shards)
+        return (info, *(shard.to_wire() for shard in shards))

@@ -30,7 +30,7 @@ from raysvc.actors.staging.slots import (
     StagingOptions,
     StagingStats,
 )
-from raysvc.collate.shard import Shard
+from raysvc.collate.shard import Shard, Wire, read_shard
 from raysvc.errors import WorkerFailed
 
 __all__ = ["Key", "StagedShard", "Staging", "StagingOptions", "StagingStats"]
@@ -39,20 +39,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Source:
-    """A shard, or a list of one ref to it, and what to make of it before it is copied."""
+    """A shard as it travels, or a list of one ref to it, and what to make of it before it is copied."""
 
-    shard: Shard | list[Any]
+    shard: Shard | Wire | list[Any]
     prepare: Callable[[Shard], Shard] | None
 
     def opened(self) -> tuple[Shard, float]:
         """What is to be copied, and the seconds until it was on this node."""
         begin = time.perf_counter()
-        shard = self.shard
-        if not isinstance(shard, Shard):
+        value = self.shard
+        if isinstance(value, list):
             import ray
 
-            shard = ray.get(shard[0])
-            assert isinstance(shard, Shard)
+            value = ray.get(value[0])
+        shard = read_shard(value)
         fetch_s = time.perf_counter() - begin
         return (shard if self.prepare is None else self.prepare(shard)), fetch_s
 
@@ -75,11 +75,15 @@ class Staging:
         self._wanted: Key | None = None  # the training thread waits for it
         self._slots = Slots(rank, device, self._options, self._changed, self._is_kept_out)
 
-    def put(self, key: Key, shard: Shard | list[Any], prepare: Callable[[Shard], Shard] | None = None) -> int:
+    def put(
+        self, key: Key, shard: Shard | Wire | list[Any], prepare: Callable[[Shard], Shard] | None = None
+    ) -> int:
         """Take in a shard, or a list of one ref to it; returns its bytes (0 for what is opened when taken).
 
         `prepare` is what to make of a shard before it is copied. A failure is raised by `take` too.
         """
+        if isinstance(shard, tuple):
+            shard = read_shard(shard)
         source = _Source(shard, prepare)
         lazy = self._options.timed(key) or not self._options.prefetch
         try:

@@ -35,7 +35,7 @@ from raysvc.actors.worker.row_losses import RowLoss
 from raysvc.actors.worker.timer import Timer
 from raysvc.collate.loss_weights import token_weights
 from raysvc.collate.row_values import RowValues, with_columns
-from raysvc.collate.shard import Shard
+from raysvc.collate.shard import Shard, Wire, read_shard
 from raysvc.errors import ConfigError
 from raysvc.job.config import Reduction
 
@@ -136,7 +136,11 @@ class Worker:
         self.build()
 
     def stage(
-        self, key: Key, shard: Shard | list[Any], columns: RowValues | None = None, loss_weight: float = 1.0
+        self,
+        key: Key,
+        shard: Shard | Wire | list[Any],
+        columns: RowValues | None = None,
+        loss_weight: float = 1.0,
     ) -> int:
         """Take in one shard (Ray has already brought it to this node); returns its bytes.
 
@@ -146,8 +150,8 @@ class Worker:
             columns: per-token columns of the mini-batch's rows, laid out like the shard's own.
             loss_weight: factor of the loss.
         """
-        if isinstance(shard, Shard):
-            return self._staging.put(key, self._prepared(shard, columns, loss_weight))
+        if not isinstance(shard, list):
+            return self._staging.put(key, self._prepared(read_shard(shard), columns, loss_weight))
         return self._staging.put(key, shard, prepare=lambda s: self._prepared(s, columns, loss_weight))
 
     def clear(self) -> None:

@@ -22,6 +22,7 @@ from raysvc.actors.server.spec import Role
 from raysvc.client.connection import POLL_S, Connection
 from raysvc.client.look_ahead import Limit, LookAhead, Sizes
 from raysvc.client.steps import RankStep, private
+from raysvc.collate.shard import read_shard
 from raysvc.errors import StepOutOfOrder
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class RankReader:
         if info.index != fetch.index:
             raise StepOutOfOrder(self._connection.lease.name, info.index, f"step {fetch.index}")
         begin = time.perf_counter()
-        own = tuple(map(private, shards))
+        own = tuple(private(read_shard(shard)) for shard in shards)
         times = (info.read_s, info.collate_s, time.perf_counter() - begin, info.groups_s)
         return RankStep(info.index, info.epoch, own, info.mini_batches, *times)
 

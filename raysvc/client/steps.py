@@ -33,6 +33,7 @@ class Mini:
 
     Attributes:
         shards: [R], one ObjectRef per data-parallel rank (of the first role); pass them on, do not open them here.
+            A worker makes a `Shard` of the value with `raysvc.read_shard`; without raysvc, docs/wire.md.
         info: row ids, lengths, denominators; None while the step is only fetched ahead.
         by_role: role -> its shards; {} when the client was attached without roles.
         rows: by_role's order -> [R] of int32 [S], position of each row in `info.row_ids`, -1 for a dummy.

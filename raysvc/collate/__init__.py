@@ -4,7 +4,7 @@ from raysvc.collate.collate import collate_mini_batch
 from raysvc.collate.info import MiniBatchInfo, info_of
 from raysvc.collate.loss_weights import loss_scale, row_weights, token_weights
 from raysvc.collate.plan_report import PlanReport, StepRow, plan_report, rows_of_step
-from raysvc.collate.shard import Denominators, MicroBatch, Shard
+from raysvc.collate.shard import Denominators, MicroBatch, Shard, read_shard
 
 __all__ = [
     "Denominators",
@@ -17,6 +17,7 @@ __all__ = [
     "info_of",
     "loss_scale",
     "plan_report",
+    "read_shard",
     "row_weights",
     "rows_of_step",
     "token_weights",

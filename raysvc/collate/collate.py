@@ -88,7 +88,7 @@ def collate_mini_batch(
         shards.append(
             Shard(
                 step, mini_index, rank, layout, arrays, row_ids[here], source.denominators,
-                geometry.micro_batches[rank], vectors,
+                geometry.micro_batches[rank], vectors, pad_token_id,
             )
         )  # fmt: skip
     return tuple(shards)

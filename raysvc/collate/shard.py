@@ -15,7 +15,7 @@ and with several rows on a line (`packed`, `stream`):
     cu_seqlens          int32 [S + B]   for each line 0 and the end of each of its rows, alignment included
     cu_seqlens_offsets  int32 [B + 1]   where each line begins in `cu_seqlens`
 Always true:
-- a shard pickles (protocol 5) with its arrays out of band, and back without a copy;
+- `read_shard(shard.to_wire())` is the same shard, without a copy; what travels is built of numpy and text alone (docs/wire.md);
 - `micro(i)` copies nothing;
 - the micro-batches cover every line once, in order;
 - denominators are those of the whole mini-batch, the same on every rank.
@@ -24,17 +24,20 @@ Always true:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+import json
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from raysvc.errors import ConfigError
 from raysvc.job.config import Layout
 from raysvc.plan.fact_table import facts_html, facts_text
 
 Array = npt.NDArray[Any]
+Wire = tuple[str, dict[str, Array]]  # header, arrays: what a ref holds
+WIRE_FORMAT, WIRE_VERSION = "raysvc.shard", 1  # the version grows when an old reader would misread
 
 
 class MicroBatch(NamedTuple):
@@ -79,6 +82,7 @@ class Shard:
         denominators: of the whole mini-batch.
         micro_batches: ranges over the lines.
         row_vectors: names of the per-row arrays of several numbers a row.
+        pad_token_id: in cells of `input_ids` without a token.
     """
 
     step: int
@@ -90,6 +94,7 @@ class Shard:
     denominators: Denominators
     micro_batches: tuple[MicroBatch, ...]
     row_vectors: tuple[str, ...] = ()
+    pad_token_id: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -146,10 +151,52 @@ class Shard:
             "bytes": self.nbytes,
         }
 
-    def __reduce__(self) -> tuple[Callable[..., Shard], tuple[Any, ...]]:
-        return rebuild_shard, tuple(getattr(self, field.name) for field in fields(self))
+    def to_wire(self) -> Wire:
+        """The shard as plain values, for workers that have only numpy; nothing is copied. docs/wire.md describes them."""
+        counts = self.denominators
+        header = {
+            "format": WIRE_FORMAT,
+            "version": WIRE_VERSION,
+            "step": self.step,
+            "mini": self.mini,
+            "rank": self.rank,
+            "layout": self.layout,
+            "denominators": {"tokens": counts.tokens, "rows": counts.rows, "groups": counts.groups},
+            "micro_batches": self.micro_batches,
+            "row_vectors": self.row_vectors,
+            "pad_token_id": self.pad_token_id,
+        }
+        return json.dumps(header), {**self.arrays, "row_ids": self.row_ids}
 
 
-def rebuild_shard(*values: Any) -> Shard:
-    """The shard of the values of its fields; what unpickling calls."""
-    return Shard(*values)
+def read_shard(value: Wire | Shard) -> Shard:
+    """The shard of what a ref of `Mini.shards` holds; nothing is copied.
+
+    Raises:
+        ConfigError: it is no shard, or one of a later wire version.
+    """
+    if isinstance(value, Shard):
+        return value
+    header, arrays = _header_and_arrays(value)
+    return Shard(
+        header["step"], header["mini"], header["rank"], header["layout"],
+        {name: array for name, array in arrays.items() if name != "row_ids"},
+        arrays["row_ids"], Denominators(**header["denominators"]),
+        tuple(MicroBatch(*micro) for micro in header["micro_batches"]), tuple(header["row_vectors"]), header["pad_token_id"],
+    )  # fmt: skip
+
+
+def _header_and_arrays(value: Any) -> tuple[dict[str, Any], dict[str, Array]]:
+    try:
+        text, arrays = value
+        header = json.loads(text)
+        right = header["format"] == WIRE_FORMAT
+    except (TypeError, ValueError, KeyError):
+        right = False
+    if not right:
+        what = f"{type(value).__name__} is no shard of a server"
+        raise ConfigError("read_shard(value)", what, "give what ray.get returns for a ref of mini.shards")
+    if header["version"] != WIRE_VERSION:
+        what = f"the shard has wire version {header['version']}, and this reader knows {WIRE_VERSION}"
+        raise ConfigError("read_shard(value)", what, "install the raysvc of the server on the worker")
+    return header, arrays

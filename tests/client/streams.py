@@ -9,7 +9,10 @@ from typing import Any
 
 
 def digest(shard: Any) -> str:
-    """A hash over every byte of a shard and over all that describes it."""
+    """A hash over every byte of a shard, or of what a ref of it holds, and over all that describes it."""
+    from raysvc.collate import read_shard
+
+    shard = read_shard(shard)
     out = hashlib.sha256(
         repr(
             (

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raysvc.collate import read_shard
+
 pytestmark = pytest.mark.ray
 Served = Callable[..., Any]
 PLANS = {
@@ -63,7 +65,7 @@ def test_row_ids_lengths_and_sizes_are_known_without_reading_a_row(server: str) 
         for index in (0, 6):
             outline, step = client.peek(index), client.fetch(index)
             for seen, mini in zip(outline.mini_batches, step.mini_batches, strict=True):
-                shards = ray.get(list(mini.shards))
+                shards = [read_shard(value) for value in ray.get(list(mini.shards))]
                 assert seen.row_ids.tolist() == mini.info.row_ids.tolist()
                 assert seen.lengths.tolist() == mini.info.lengths.tolist()
                 assert seen.rank_bytes == tuple(shard.nbytes for shard in shards)
@@ -82,7 +84,7 @@ def test_an_eval_gives_every_row_once_padded_to_the_ranks(server: str) -> None:
             rows, counted = [], 0
             for step in valid:
                 (mini,) = step.mini_batches
-                shards = ray.get(list(mini.shards))
+                shards = [read_shard(value) for value in ray.get(list(mini.shards))]
                 ids = np.concatenate([shard.row_ids for shard in shards])
                 rows += ids[ids >= 0].tolist()
                 counted += mini.info.denominators.rows
@@ -237,7 +239,7 @@ def test_roles_of_different_size_get_the_same_rows_and_outputs_come_back_in_row_
         for mini in step.mini_batches:
             assert mini.shards == mini.by_role["policy"]
             for role, dp_size in (("policy", 3), ("critic", 2)):
-                shards = ray.get(list(mini.by_role[role]))
+                shards = [read_shard(value) for value in ray.get(list(mini.by_role[role]))]
                 assert len(shards) == dp_size
                 restored = mini.restore([shard.row_ids * 10 for shard in shards], role)
                 assert restored.tolist() == (mini.info.row_ids * 10).tolist()
@@ -258,7 +260,10 @@ def test_a_role_gets_the_columns_it_asks_for_and_no_byte_more(serve: Served) -> 
             step = next(steps)
             nbytes = 0
             for mini in step.mini_batches:
-                policy, slim = (ray.get(list(mini.by_role[role])) for role in ("policy", "critic"))
+                policy, slim = (
+                    [read_shard(value) for value in ray.get(list(mini.by_role[role]))]
+                    for role in ("policy", "critic")
+                )
                 assert {"labels", "position_ids", "attention_mask"} <= set(policy[0].arrays)
                 ours = {"input_ids", "segment_ids"} if layout else {"input_ids"}
                 assert ours <= set(slim[0].arrays)

@@ -103,7 +103,7 @@ def test_a_fenced_trainer_gets_nothing_from_its_collators(serve: Served) -> None
 
     serve("fenced", collators=1)
     old = raysvc.attach("fenced", look_ahead_steps=0)
-    assert ray.get(old.fetch(0).mini_batches[0].shards[0]).step == 0
+    assert raysvc.read_shard(ray.get(old.fetch(0).mini_batches[0].shards[0])).step == 0
     with raysvc.attach("fenced", takeover=True) as new:
         refs = old._connection.fetch_step(1, old._roles, 2)
         for ref in refs:

@@ -1,4 +1,4 @@
-"""Shards travel without copies, and micro-batches are views."""
+"""Micro-batches are views; how a shard travels is in test_wire.py."""
 
 import pickle
 
@@ -17,42 +17,6 @@ def batch(request, make_data, make_shards):
     config = PlanConfig(batch_size=41, **request.param)
     [(mini, shards)] = make_shards(data, config, 3)
     return mini, shards
-
-
-def test_arrays_leave_out_of_band_and_come_back_without_a_copy(batch):
-    for shard in batch[1]:
-        buffers: list[pickle.PickleBuffer] = []
-        head = pickle.dumps(shard, protocol=5, buffer_callback=buffers.append)
-        assert len(head) < 3000
-        assert sum(len(buffer.raw()) for buffer in buffers) == shard.nbytes
-        frozen = [bytes(buffer.raw()) for buffer in buffers]  # read-only memory, as an object store gives it
-        back = pickle.loads(head, buffers=frozen)
-        assert (back.step, back.mini, back.rank, back.layout) == (
-            shard.step,
-            shard.mini,
-            shard.rank,
-            shard.layout,
-        )
-        assert (back.denominators, back.micro_batches) == (shard.denominators, shard.micro_batches)
-        assert np.array_equal(back.row_ids, shard.row_ids)
-        for name, array in shard.arrays.items():
-            assert back.arrays[name].dtype == array.dtype
-            assert np.array_equal(back.arrays[name], array)
-            if array.size:
-                assert not back.arrays[name].flags.writeable
-                assert any(
-                    np.shares_memory(back.arrays[name], np.frombuffer(b, np.uint8)) for b in frozen if b
-                )
-
-
-def test_pickling_goes_through_the_function_that_is_watched_elsewhere(batch, monkeypatch):
-    def refuse(*values):
-        raise RuntimeError("rebuilt")
-
-    head = pickle.dumps(batch[1][0])
-    monkeypatch.setattr("raysvc.collate.shard.rebuild_shard", refuse)
-    with pytest.raises(RuntimeError, match="rebuilt"):
-        pickle.loads(head)
 
 
 def test_micro_batches_are_views_that_cover_every_line_once(batch):

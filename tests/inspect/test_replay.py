@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import raysvc
 from raysvc.cli.main import app
+from raysvc.collate import read_shard
 from raysvc.inspect.row_view import DUMMY, padding_cells, shard_pictures
 from raysvc.job.config import PlanConfig
 
@@ -56,7 +57,7 @@ def test_a_replayed_step_has_the_bytes_that_its_trainer_was_handed(job: Path, tm
     raysvc.serve(job)
     with raysvc.attach("looked-back-at", dp_size=2) as client:
         step = client.fetch(5)
-        handed = [ray.get(shard) for mini in step.mini_batches for shard in mini.shards]
+        handed = [read_shard(ray.get(shard)) for mini in step.mini_batches for shard in mini.shards]
         row_ids = [mini.info.row_ids.tolist() for mini in step.mini_batches if mini.info]
     stop_server("looked-back-at")
 
@@ -222,7 +223,7 @@ def test_a_step_of_rollouts_comes_again_from_the_spool_until_that_is_gone(
     raysvc.rollouts("again").put_groups(groups)
     with raysvc.attach("again", dp_size=2) as client:
         step = next(iter(client))
-        handed = [ray.get(shard).digest() for mini in step.mini_batches for shard in mini.shards]
+        handed = [read_shard(ray.get(shard)).digest() for mini in step.mini_batches for shard in mini.shards]
         client.commit(step.index)
     stop_server("again")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from raysvc.collate import read_shard
 from raysvc.rl.group import Group
 
 pytestmark = pytest.mark.ray
@@ -42,7 +43,7 @@ def groups_in(step: Any) -> list[list[int]]:
 
     out = []
     for mini in step.mini_batches:
-        (shard,) = ray.get(list(mini.shards))
+        shard = read_shard(ray.get(mini.shards[0]))
         ids = shard.arrays["input_ids"].reshape(-1).tolist()
         out.append(sorted({token - 100 for token in ids if token >= 100}))
     return out

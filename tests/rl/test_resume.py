@@ -60,7 +60,7 @@ class Trainer:
             for step in client.steps(stop=stop):
                 assert step.index == len(saved["rows"])
                 refs = [ref for mini in step.mini_batches for ref in mini.shards]
-                saved["rows"].append(digests(ray.get(refs)))
+                saved["rows"].append(digests([raysvc.read_shard(value) for value in ray.get(refs)]))
                 client.commit(step.index)
                 client.set_weight_version(step.index + 1)
                 if step.index % SAVE_EVERY == 0 or step.index + 1 == stop:

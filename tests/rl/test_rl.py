@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raysvc.collate import read_shard
 from raysvc.errors import ConfigError, FencedError, SourceError, StateMismatch, StepNotReady
 from raysvc.rl.advantages import group_advantages
 from raysvc.rl.group import Group
@@ -116,7 +117,7 @@ def uids_of(step: Any) -> list[list[int]]:
 
     out = []
     for mini in step.mini_batches:
-        shards = ray.get(list(mini.shards))
+        shards = [read_shard(value) for value in ray.get(list(mini.shards))]
         firsts = [shard.arrays["input_ids"][:, 0] for shard in shards]
         out.append(mini.restore(firsts).tolist())
     return out
@@ -145,7 +146,9 @@ def test_steps_form_of_whole_groups_as_they_come_and_outputs_return_in_row_order
             for mini in step.mini_batches:
                 assert mini.info.denominators.groups == 2
                 for role in ("policy", "critic"):
-                    rewards = [shard.arrays["reward"] for shard in ray.get(list(mini.by_role[role]))]
+                    rewards = [
+                        read_shard(value).arrays["reward"] for value in ray.get(list(mini.by_role[role]))
+                    ]
                     expected = [group(n).rows["reward"] for n in dict.fromkeys(rows_of[mini])]
                     assert np.array_equal(mini.restore(rewards, role), np.concatenate(expected))
             client.commit(step.index)
@@ -354,7 +357,7 @@ def test_real_multi_turn_rollouts_become_the_same_optimizer_steps_however_many_t
             for mini in step.mini_batches:
                 rows += len(mini.info.row_ids)
                 tokens += mini.info.denominators.tokens
-                shards = ray.get(list(mini.shards))
+                shards = [read_shard(value) for value in ray.get(list(mini.shards))]
                 restored = mini.restore([shard.arrays["reward"] for shard in shards])
                 assert len(restored) == len(mini.info.row_ids)
             client.commit(step.index)
