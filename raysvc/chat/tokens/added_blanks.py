@@ -10,7 +10,6 @@ Always true:
 
 from __future__ import annotations
 
-import json
 from enum import Enum
 from typing import Any
 
@@ -18,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.chat.text_batch import Batch
+from raysvc.chat.tokens.backend_parts import parts_of
 from raysvc.chat.tokens.encoder import Bytes, Encoded, Ints64
 
 _BLANK = 32
 Bools = npt.NDArray[np.bool_]
-Part = dict[str, Any]
 
 
 class Rule(Enum):
@@ -30,7 +29,7 @@ class Rule(Enum):
 
     NONE = "none"
     EVERY = "every"  # the normalizer `Prepend`
-    UNLESS_BLANK = "unless blank"  # `Metaspace`, scheme `always`
+    UNLESS_BLANK = "unless blank"  # `Metaspace`, scheme `always`; `ByteLevel` with `add_prefix_space`
     FIRST = "first"  # `Metaspace`, scheme `first`: at the start of the text, unless it begins with a blank
 
 
@@ -40,21 +39,13 @@ def rule_of(backend: Any) -> Rule:
         part["type"] == "Prepend" and part["prepend"] == "\u2581" for part in parts_of(backend.normalizer)
     ):
         return Rule.EVERY
-    for part in parts_of(backend.pre_tokenizer):
+    for place, part in enumerate(parts_of(backend.pre_tokenizer)):
+        if part["type"] == "ByteLevel" and part["add_prefix_space"] and not place:
+            return Rule.UNLESS_BLANK
         if part["type"] == "Metaspace":
             scheme = part.get("prepend_scheme", "always")
             return {"always": Rule.UNLESS_BLANK, "first": Rule.FIRST}.get(scheme, Rule.NONE)
     return Rule.NONE
-
-
-def parts_of(step: Any) -> list[Part]:
-    """A normalizer or pre-tokenizer as JSON, the parts of a sequence one after the other."""
-    return [] if step is None else _flat(json.loads(step.__getstate__()))
-
-
-def _flat(part: Part) -> list[Part]:
-    inner = part.get("normalizers") or part.get("pretokenizers")
-    return [part] if inner is None else [leaf for one in inner for leaf in _flat(one)]
 
 
 class AddedBlanks:

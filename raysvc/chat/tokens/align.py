@@ -10,6 +10,7 @@ Always true:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,7 @@ from raysvc.chat.sequence import CLOSED_TURN, FREE
 from raysvc.chat.text_batch import Batch, Bytes, Spans
 from raysvc.chat.tokens.added_blanks import AddedBlanks, rule_of
 from raysvc.chat.tokens.arrow_arrays import arrow_of, binary_array
+from raysvc.chat.tokens.backend_parts import drops_blanks
 from raysvc.chat.tokens.encoder import Encoded, Ints32, Ints64
 from raysvc.chat.tokens.normal_text import NormalText
 from raysvc.chat.tokens.token_bytes import bytes_of_tokens
@@ -67,6 +69,7 @@ class TokenTable:
         self.ends_turn[list(tokenizer.hf.added_tokens_decoder)] = True
         self._blanks = AddedBlanks(rule_of(tokenizer.hf.backend_tokenizer), pieces, self.ends_turn)
         self._hf = tokenizer.hf
+        self.drops_blanks = drops_blanks(tokenizer.hf.backend_tokenizer)
         for text in set(control_texts) - set(inner_texts):
             self.is_control[tokenizer.hf.backend_tokenizer.token_to_id(text)] = True
 
@@ -197,6 +200,20 @@ def align_by_offsets(
     if b and lasts[b - 1] > end and text[end : lasts[b - 1]].strip():
         return OVER_END
     return a, max(a, b)
+
+
+def align_words(offsets: list[tuple[int, int]], start: int, end: int) -> tuple[int, int] | str:
+    """Tokens [a, b) of characters [start, end) where no token holds a blank, or what is wrong.
+
+    Args:
+        offsets: characters of each token, from the reference encoder.
+        start: first character of the span.
+        end: behind its last.
+    """
+    a, b = (bisect_left(offsets, (place,)) for place in (start, end))
+    if a and offsets[a - 1][1] > start:
+        return OVER_START
+    return OVER_END if b and offsets[b - 1][1] > end else (a, b)
 
 
 def _without_gaps(offsets: list[tuple[int, int]]) -> tuple[list[int], list[int]]:

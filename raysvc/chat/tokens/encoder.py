@@ -52,13 +52,19 @@ class Encoder(Protocol):
 
 
 class ReferenceEncoder:
-    """The `tokenizers` backend of the `transformers` tokenizer."""
+    """The `tokenizers` backend of the `transformers` tokenizer.
+
+    Attributes:
+        unknown: id of what the model has no token for, None when it has none.
+    """
 
     name = "tokenizers"
 
     def __init__(self, tokenizer: LoadedTokenizer) -> None:
         self._backend = tokenizer.hf.backend_tokenizer
         self._backend.encode_special_tokens = bool(getattr(tokenizer.hf, "split_special_tokens", False))
+        text = getattr(self._backend.model, "unk_token", None)
+        self.unknown: int | None = self._backend.token_to_id(text) if text else None
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Ids of the texts."""
@@ -75,12 +81,9 @@ class ReferenceEncoder:
         encoding = self._backend.encode(text, add_special_tokens=False)
         return list(encoding.ids), list(encoding.offsets)
 
-    def says(self, ids: list[int], text: str) -> bool:
-        """Whether ids decode to a text, as the tokenizer normalizes it, blanks around it aside."""
-        decoded: str = self._backend.decode(ids, skip_special_tokens=False)
-        normalizer = self._backend.normalizer
-        normal: str = normalizer.normalize_str(text) if normalizer is not None else text
-        return decoded.strip() in (text.strip(), normal.strip(), normal.replace("\u2581", " ").strip())
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids."""
+        return str(self._backend.decode(ids, skip_special_tokens=False))
 
 
 class GigatokenEncoder:

@@ -24,6 +24,7 @@ from raysvc.chat.tokens.align import (
     TokenTable,
     align,
     align_by_offsets,
+    align_words,
     differing_rows,
 )
 from raysvc.chat.tokens.encoder import Encoded, Encoder, Ints32, Ints64, ReferenceEncoder
@@ -31,6 +32,7 @@ from raysvc.chat.tokens.encoder import Encoded, Encoder, Ints32, Ints64, Referen
 logger = logging.getLogger(__name__)
 
 UNDECODABLE = "the tokens of a trained turn do not decode to it"
+UNKNOWN = "a trained turn holds text that the tokenizer has no token for"
 
 
 class EncoderDiffers(Exception):
@@ -111,7 +113,10 @@ class RowEncoder:
         for index in np.flatnonzero(batch.spans.rows == row).tolist():
             start = len(data[: batch.spans.starts[index] - base].decode())
             end = len(data[: batch.spans.ends[index] - base].decode())
-            place = align_by_offsets(offsets, text, start, end)
+            if self._table.drops_blanks:
+                place = align_words(offsets, start, end)
+            else:
+                place = align_by_offsets(offsets, text, start, end)
             fault = (
                 place
                 if isinstance(place, str)
@@ -126,8 +131,11 @@ class RowEncoder:
     def _odd_fault(self, ids: list[int], place: tuple[int, int], text: str, batch: Batch, index: int) -> str:
         """What is wrong with one span of such a row, or nothing: its tokens have to decode to its normalized text."""
         span = ids[place[0] : place[1]]
-        if not self._reference.says(span, text):
-            return UNDECODABLE
+        said, normal = self._reference.decode(span), self._table.normal_text.of(text)
+        if self._table.drops_blanks:
+            said, text, normal = ("".join(each.split()) for each in (said, text, normal))
+        if said.strip() not in (text.strip(), normal.strip()):
+            return UNKNOWN if self._reference.unknown in span else UNDECODABLE
         return self._table.control_fault(np.array(span, np.int32), int(batch.spans.kinds[index]))
 
 

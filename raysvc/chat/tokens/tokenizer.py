@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from raysvc.chat.source.template_fit import TemplateFit
+from raysvc.chat.tokens.backend_parts import refuse_dropped_text
 from raysvc.errors import TokenizerError
 from raysvc.job.config import TokenizerConfig
 
@@ -34,12 +35,13 @@ class LoadedTokenizer:
         templates: name -> text; one called "default", or what the tokenizer brings.
 
     Raises:
-        TokenizerError: not found, not a fast one, or a template file that is not there.
+        TokenizerError: not found, not a fast one, one that drops text, or a template file that is not there.
     """
 
     def __init__(self, config: TokenizerConfig) -> None:
         self.config = config
         self.hf: Any = _load(config)
+        refuse_dropped_text(self.hf.backend_tokenizer)
         self.templates = _templates(self.hf, config)
         self._fits: dict[str, TemplateFit] = {}
 

@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from raysvc.chat.tokens.added_blanks import Rule, parts_of, rule_of
+from raysvc.chat.tokens.added_blanks import Rule, rule_of
+from raysvc.chat.tokens.backend_parts import parts_of
 from raysvc.chat.tokens.code_points import replaced
 from raysvc.chat.tokens.encoder import Bytes, Encoded, Encoder, Ints64, ReferenceEncoder, joined
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
