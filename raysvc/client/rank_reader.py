@@ -13,7 +13,7 @@ import collections
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -28,7 +28,6 @@ from raysvc.errors import StepOutOfOrder
 if TYPE_CHECKING:
     from raysvc.actors.server.spec import StepInfo
 
-# The thread looks what was taken after a quarter of the time since the last step was taken, within these bounds.
 LOOK_AFTER = 1 / 4
 LOOK_AFTER_S = (0.002, 0.05)
 T = TypeVar("T")
@@ -91,6 +90,17 @@ class RankReader:
                 return list(self._connection.get(refs))  # with the server's own error
             else:
                 return opened
+
+
+def pause_s(taken_s: float, now_s: float) -> float:
+    """How long the thread sleeps before it looks what was taken: a quarter of the time since the last step was taken,
+    within bounds.
+
+    Args:
+        taken_s, now_s: values of one clock.
+    """
+    least_s, most_s = LOOK_AFTER_S
+    return min(max(LOOK_AFTER * (now_s - taken_s), least_s), most_s)
 
 
 class _Failed:
@@ -226,9 +236,5 @@ class ReadAhead(Generic[T]):
         """Do what nobody waits for; then wait for an answer, a loop that waits, or the next look."""
         if self._look_beside is not None:
             self._look_beside()
-        least_s, most_s = LOOK_AFTER_S
-        since_s = time.monotonic() - self._taken_s
-        try:
-            self._notes.get(timeout=min(max(LOOK_AFTER * since_s, least_s), most_s))
-        except Empty:
-            return
+        with suppress(Empty):
+            self._notes.get(timeout=pause_s(self._taken_s, time.monotonic()))

@@ -124,6 +124,16 @@ def test_shares_and_rates_are_of_the_last_half_minute() -> None:
     assert (report["stall"], report["stall_s"], report["steps_per_s"]) == (0.0, 40.0, pytest.approx(0.5))
 
 
+def test_half_a_minute_begins_with_the_report_that_is_as_old() -> None:
+    clock = Clock()
+    meter = Meter("a", clock=clock)
+    meter.stalled(StepTimes(0, 5.0))
+    clock.now_s += 10.0
+    assert meter.report()["stall"] == 0.5
+    clock.now_s += RECENT_S
+    assert meter.report()["stall"] == 0.0
+
+
 def test_of_a_driver_whose_workers_compute_meanwhile_no_wait_counts() -> None:
     clock = Clock()
     meter = Meter("a", clock=clock)

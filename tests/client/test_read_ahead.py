@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
@@ -54,6 +56,17 @@ class Link:
         self.sending -= 1
 
 
+class Looks:
+    """Counts how often the thread looked."""
+
+    def __init__(self) -> None:
+        self.count, self.looked = 0, threading.Event()
+
+    def __call__(self) -> None:
+        self.count += 1
+        self.looked.set()
+
+
 class Loop:
     """A loop with its thread; notes what was asked for, and by whom."""
 
@@ -70,6 +83,8 @@ class Loop:
         self.refs = [Ref() for _ in range(num_steps)]
         self.who: set[threading.Thread] = set()
         self.brought: list[int] = []
+        self.fetches: list[weakref.ref[RankFetch]] = []
+        self.looks = Looks()
         self.moved = threading.Condition()
         known = sizes or [1] * num_steps
         planned = planned or PlannedSizes(lambda first, stop: lambda: known[first:stop], num_steps)
@@ -82,7 +97,9 @@ class Loop:
             self.who.add(threading.current_thread())
             self.asked.append(index)
             self.moved.notify_all()
-        return RankFetch(index, [self.refs[index]])
+        fetch = RankFetch(index, [self.refs[index]])
+        self.fetches.append(weakref.ref(fetch))
+        return fetch
 
     def bring(self, fetch: RankFetch) -> int:
         assert self.refs[fetch.index].answer.done(), "opened before it was there"
@@ -168,6 +185,7 @@ def test_an_error_comes_at_its_step_and_ends_the_thread() -> None:
         loop.take()
     assert loop.ends()
     assert loop.link.sending == 0
+    assert [fetch() for fetch in loop.fetches[3:]] == [None, None], "nothing is held of what comes after"
 
 
 @pytest.mark.parametrize("taken", [0, 2])
@@ -212,9 +230,10 @@ def asleep(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loop]:
 
     def make(num_steps: int, limit: Limit, **options: Any) -> Loop:
         monkeypatch.setattr(rank_reader, "LOOK_AFTER_S", (60.0, 60.0))
-        looks = threading.Semaphore(0)
-        loop = Loop(num_steps, limit, beside=looks.release, **options)
-        assert looks.acquire(timeout=WITHIN_S)
+        looks = Looks()
+        loop = Loop(num_steps, limit, beside=looks, **options)
+        assert looks.looked.wait(WITHIN_S)
+        loop.looks = looks
         return loop
 
     return make
@@ -230,6 +249,44 @@ def test_a_loop_that_waits_and_an_answer_wake_the_thread(asleep: Callable[..., L
     loop.refs[1].answer.set_result(None)
     assert loop.reached(loop.brought, 2)
     loop.ahead.close()
+    assert loop.ends()
+
+
+def test_a_thread_without_work_sleeps(asleep: Callable[..., Loop]) -> None:
+    loop = asleep(3, Limit(1))
+    time.sleep(0.05)
+    assert loop.looks.count == 1
+    loop.ahead.close()
+    assert loop.ends()
+
+
+@pytest.mark.parametrize(
+    ("since_s", "pause"), [(0.0, 0.002), (0.004, 0.002), (0.02, 0.005), (0.16, 0.04), (9.0, 0.05)]
+)
+def test_the_thread_sleeps_a_quarter_of_the_time_since_a_step_was_taken(since_s: float, pause: float) -> None:
+    assert rank_reader.pause_s(1000.0, 1000.0 + since_s) == pytest.approx(pause)
+
+
+def test_that_time_begins_when_the_thread_sees_what_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    since: list[float] = []
+    pause_s = rank_reader.pause_s
+
+    def noted(taken_s: float, now_s: float) -> float:
+        since.append(taken_s)
+        return pause_s(taken_s, now_s)
+
+    monkeypatch.setattr(rank_reader, "pause_s", noted)
+    loop = Loop(3, Limit(1))
+    with closing(loop.ahead):
+        for ref in loop.refs:
+            ref.answer.set_result(None)
+        begin = time.monotonic()
+        assert loop.take() == 0
+        assert loop.reached(loop.brought, 2)
+        told = len(since)
+        while len(since) <= told:  # it looks again
+            time.sleep(0.001)
+        assert begin <= since[-1] <= time.monotonic()
     assert loop.ends()
 
 
