@@ -15,7 +15,26 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-DELAYS = "*=0:1000"  # microseconds that Ray's core waits before it handles an event
+# Events of Ray's core before which it waits: calls of actors and their answers, objects, the life of actors. A delay of
+# all events would often end Ray while it starts: it gives a driver little time to announce itself.
+EVENTS = (
+    "CoreWorkerService.grpc_client.PushTask",
+    "CoreWorkerService.grpc_server.PushTask",
+    "CoreWorkerService.grpc_server.PushTask.HandleRequestImpl",
+    "CoreWorkerService.grpc_client.PushTask.OnReplyReceived",
+    "CoreWorker.HandlePushTaskActor",
+    "CoreWorkerMemoryStore.Put.get_async_callbacks",
+    "CoreWorkerService.grpc_client.WaitForActorRefDeleted.OnReplyReceived",
+    "CoreWorkerService.grpc_server.UpdateObjectLocationBatch.HandleRequestImpl",
+    "ActorInfoGcsService.grpc_server.GetNamedActorInfo.HandleRequestImpl",
+    "Subscriber.HandlePublishedMessage_GCS_ACTOR_CHANNEL",
+)
+MOST_US = 5000
+
+
+def delays(most_us: int = MOST_US, least_us: int = 0) -> dict[str, str]:
+    """The environment in which Ray's core waits so many microseconds before each of `EVENTS`."""
+    return {"RAY_testing_asio_delay_us": ",".join(f"{event}={least_us}:{most_us}" for event in EVENTS)}
 
 
 def _burn() -> None:
@@ -45,7 +64,7 @@ def main() -> int:
     parser.add_argument("--stress", type=int, default=os.cpu_count() or 1, help="busy processes beside it")
     parser.add_argument("--no-delays", action="store_true", help="without delays in Ray's core")
     options = parser.parse_args()
-    env = {**os.environ, **({} if options.no_delays else {"RAY_testing_asio_delay_us": DELAYS})}
+    env = {**os.environ, **({} if options.no_delays else delays())}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options.test]
     failures = 0
     with stress(options.stress):
