@@ -18,7 +18,7 @@ import raysvc
 from raysvc import Group
 from raysvc.rl.advantages import group_advantages
 
-COLUMNS = ("input_ids", "attention_mask", "labels", "loss_mask", "advantages")
+COLUMNS = ("input_ids", "loss_mask", "advantages", "prompt_tokens")
 PLAN = {
     "batch_size": 4,
     "mini_batch_size": 2,
@@ -42,14 +42,13 @@ class PolicyWorker:
     def forward_backward(self, chunk: Any) -> list[int]:
         from raysvc.integrations.skyrl import training_input
 
-        chunk = raysvc.read_shard(chunk)
-        batch, width = training_input(chunk)  # what SkyRL's TrainingInputBatch holds
-        logprobs = self.weights.log_softmax(0)[batch["sequences"][:, -width:]]
-        scale = batch["loss_mask"] * raysvc.loss_scale(
-            chunk.denominators, ranks=1
-        )  # here nothing is averaged
-        (-(logprobs * batch["advantages"] * scale).sum()).backward()
-        return [int(row) for row in chunk.row_ids if row >= 0]
+        batch = training_input(raysvc.read_shard(chunk))  # what SkyRL's TrainingInputBatch holds
+        sequences, advantages, mask = (
+            batch.columns[name] for name in ("sequences", "advantages", "loss_mask")
+        )
+        logprobs = self.weights.log_softmax(0)[sequences[:, -batch.response_length :]]
+        (-(logprobs * advantages * mask).sum()).backward()  # advantages are scaled, so a sum is the mean
+        return [row for row in batch.row_ids if row >= 0]
 
     def optim_step(self) -> float:
         self.optimizer.step()
@@ -65,7 +64,8 @@ def rollouts_of(prompt: int) -> Group:
     mask = [np.arange(len(each)) >= 4 for each in ids]  # four tokens of prompt
     # the reward is the trajectory's, and so is the advantage: all its turns have it
     advantages = group_advantages(rng.random(2), np.zeros(2, int))[turns]
-    return Group(f"prompt-{prompt}", ids, mask, rows={"advantages": advantages.astype(np.float32)})
+    per_row = {"advantages": advantages.astype(np.float32), "prompt_tokens": np.full(len(ids), 4, np.int32)}
+    return Group(f"prompt-{prompt}", ids, mask, rows=per_row)
 
 
 def main(dp_size: int = 2) -> dict[str, Any]:

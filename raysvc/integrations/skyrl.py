@@ -1,74 +1,354 @@
-"""A shard as the columns of SkyRL's `TrainingInputBatch`; needs torch alone.
+"""Mini-batches as refs that stock SkyRL workers take: one `TrainingInputBatch` per data-parallel rank.
 
-    columns, response_length = training_input(shard)
-    batch = TrainingInputBatch(columns)
-    batch.metadata = {"response_length": response_length}
+    staged = [batch_refs(mini.shards) for mini in step.mini_batches]  # [mini][dp], as MeshDispatch.stage_chunks
+    MeshDispatch.dispatch_from_staged(actor_infos, "forward_backward", staged[0])
 
-Axes: B rows and dummies of a rank, S width, A columns from the earliest target of any row on.
+Axes: R ranks, B rows of a rank, L width, A columns of responses, S rows and dummies of a shard; packed: B lines.
+1. A task takes the shards of all ranks and finds what the ranks must have in common.
+2. It gives back each rank's arrays as they are, small; the worker that opens a ref makes the batch.
 Always true:
-- columns end at the right edge, as SkyRL slices them: `sequences` and `attention_mask` [B, S], all others [B, A];
-- `loss_mask` is 1 on targets alone: padding, context and dummies have 0.
+- all ranks have the same B, L and A, so that SkyRL's iterators make equally many micro-batches on each;
+- padded: `sequences`, `attention_mask` [B, L], all others [B, A], at the right edge and 0 outside the row's response;
+- packed: `loss_mask` [B, L - 1] has at p the weight of token p + 1; `sub_seq_lengths` has the rows of each line;
+- the weights of a reduction are in `advantages` where there are some, else in `loss_mask`; SkyRL sums;
+- what fills up a rank has no target and is in no denominator.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from raysvc.collate.columns import IGNORED
+from raysvc.collate.loss_weights import row_weights, token_weights
+from raysvc.collate.shard import Array, Shard, Wire, read_shard
 from raysvc.errors import ConfigError
-from raysvc.job.carried import BF16, dtype_name
+from raysvc.job.carried import BF16, dtype_name, scalar_of
+from raysvc.job.config import Reduction as OurReduction
+from raysvc.plan.rank_plan import DUMMY_LENGTH
 
 if TYPE_CHECKING:
     import torch
 
-    from raysvc.collate.shard import Shard
-
-OURS = {"input_ids", "attention_mask", "position_ids", "labels", "loss_mask"}
+Reduction = Literal["token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"]
+REDUCTIONS: dict[str, OurReduction] = {
+    "token_mean": "token_mean",
+    "sequence_mean": "sequence_mean",
+    "seq_mean_token_sum_norm": "constant",
+    "prompt_mean": "prompt_mean",
+}
+THEIR_NAMES = {
+    "old_logprobs": "action_log_probs",
+    "ref_logprobs": "base_action_log_probs",
+    "old_values": "values",
+}
+WHOLE_ROW = ("rollout_expert_indices", "router_padding_mask")  # [B, L, ...] in SkyRL too
+OURS = {"input_ids", "attention_mask", "position_ids", "labels", "loss_mask", "segment_ids"}
 OURS |= {"seq_lengths", "row_tokens", "row_group", "row_group_rows", "row_group_tokens"}
+OURS |= {"cu_seqlens", "cu_seqlens_offsets"}
+
+
+@dataclass(frozen=True)
+class BatchRules:
+    """How a batch is made of a shard.
+
+    Attributes:
+        reduction: SkyRL's `loss_reduction`; None leaves the loss mask and the advantages as they are.
+        prompt_tokens: the per-row column that says where a row's response begins.
+        max_seq_len: c tokens of `seq_mean_token_sum_norm`, SkyRL's `algorithm.max_seq_len`.
+    """
+
+    reduction: Reduction | None = "token_mean"
+    prompt_tokens: str = "prompt_tokens"
+    max_seq_len: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.reduction is not None and self.reduction not in REDUCTIONS:
+            what = f"{self.reduction!r} is not one of {', '.join(REDUCTIONS)}"
+            raise ConfigError(
+                "reduction", what, "use one of them; token_mean_legacy depends on micro-batches"
+            )
+        if self.reduction == "seq_mean_token_sum_norm" and not (self.max_seq_len and self.max_seq_len > 0):
+            raise ConfigError("max_seq_len", f"is {self.max_seq_len!r}", "give SkyRL's algorithm.max_seq_len")
+
+
+class Common(NamedTuple):
+    """What the batches of all ranks of a mini-batch have in common: B, L and A."""
+
+    rows: int
+    width: int
+    response: int
+
+
+def batch_refs(
+    shards: Sequence[Any],
+    *,
+    reduction: Reduction | None = "token_mean",
+    prompt_tokens: str = "prompt_tokens",
+    max_seq_len: int | None = None,
+) -> list[Any]:
+    """Refs to a ready `TrainingInputBatch` for each rank; returns at once, also for shards that are not there yet.
+
+    Metadata: `response_length`, and `row_ids` with -1 for what fills up, the order of SkyRL's per-sample outputs.
+
+    Args:
+        shards: refs of all ranks of a mini-batch: `Mini.shards`, or those of a role.
+        reduction: SkyRL's `loss_reduction`; None scales nothing.
+        prompt_tokens: per-row column with the tokens before the response. Without it only loss masks travel, as in
+            SkyRL's SFT; `response_mask` and columns of responses need it.
+        max_seq_len: SkyRL's `algorithm.max_seq_len`, for `seq_mean_token_sum_norm`.
+
+    Raises:
+        ConfigError: a rule that SkyRL does not have. What is wrong with the rows is raised where the refs are used.
+    """
+    rules = BatchRules(reduction, prompt_tokens, max_seq_len)
+    refs = _task().options(num_returns=len(shards)).remote(rules, *shards)
+    return [refs] if len(shards) == 1 else list(refs)
+
+
+@functools.cache
+def _task() -> Any:
+    """No CPU of its own: a cluster whose CPUs all belong to trainers would wait for one without end."""
+    import ray
+
+    return ray.remote(num_cpus=0)(_rank_batches)
+
+
+def _rank_batches(rules: BatchRules, *values: Wire) -> Any:
+    shards = [read_shard(value) for value in values]
+    common = common_shape(shards, rules)
+    made = [_RankBatch(shard, common, rules) for shard in shards]
+    return made[0] if len(made) == 1 else made
+
+
+class _RankBatch:
+    """Opens as a `TrainingInputBatch`: SkyRL's own pickle would copy every tensor three times."""
+
+    def __init__(self, shard: Shard, common: Common, rules: BatchRules) -> None:
+        self._parts = (shard.to_wire(), common, rules)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return training_batch, self._parts
+
+
+def training_batch(value: Wire | Shard, common: Common | None = None, rules: BatchRules | None = None) -> Any:
+    """SkyRL's `TrainingInputBatch` of a shard; its tensors are its own memory.
+
+    Args:
+        value: a shard, or what a ref of `Mini.shards` holds.
+        common: of the mini-batch (`common_shape`); None: the shard's own.
+        rules: how.
+
+    Raises:
+        ConfigError: as `training_input`.
+    """
+    from skyrl.backends.skyrl_train.training_batch import TensorList, TrainingInputBatch
+
+    shard = read_shard(value)
+    columns, response, row_ids, lengths = training_input(shard, common, rules)
+    batch = TrainingInputBatch(columns)
+    if lengths:
+        batch["sub_seq_lengths"] = TensorList(list(lengths))
+    batch.metadata = {"response_length": response, "row_ids": row_ids}
+    return batch
 
 
 class TrainingInput(NamedTuple):
-    """Name -> tensor; and A, which SkyRL keeps in the batch's metadata."""
+    """What a `TrainingInputBatch` is made of; needs torch alone.
+
+    Attributes:
+        columns: name -> tensor.
+        response_length: A; L - 1 where rows are packed.
+        row_ids: of each row of the batch, -1 for what fills up; packed: of each row of each line.
+        sub_seq_lengths: packed: int64 tokens of the rows of each line; else ().
+    """
 
     columns: dict[str, torch.Tensor]
     response_length: int
+    row_ids: list[int]
+    sub_seq_lengths: tuple[torch.Tensor, ...] = ()
 
 
-def training_input(shard: Shard) -> TrainingInput:
-    """The shard's rows; further columns of the plan come along, those with one value per row spread over its targets.
+def training_input(
+    shard: Shard, common: Common | None = None, rules: BatchRules | None = None
+) -> TrainingInput:
+    """The tensors of a shard; see the module.
+
+    Further columns of the plan come along under SkyRL's names. One value per row is spread over the response; `rewards`
+    stands at its last token.
 
     Raises:
-        ConfigError: the layout is not `padded_left`, or a column is text or several numbers a row.
+        ConfigError: the layout is not `padded_left` or `packed`; a column that SkyRL's batch has no place for; columns of
+            responses, but nothing that says where they begin; a target before the response.
     """
+    rules = rules or BatchRules()
+    common = common or common_shape([shard], rules)
+    return (_packed if shard.layout == "packed" else _padded)(shard, common, rules)
+
+
+def common_shape(shards: Sequence[Shard], rules: BatchRules | None = None) -> Common:
+    """Of the mini-batch whose shards these are.
+
+    Raises:
+        ConfigError: as `training_input`.
+    """
+    rules = rules or BatchRules()
+    for shard in shards:
+        _check(shard, rules)
+    lines = [shard.arrays["input_ids"].shape for shard in shards]
+    rows, width = max(shape[0] for shape in lines), max(shape[1] for shape in lines)
+    if shards[0].layout == "packed":
+        return Common(rows, width, width - 1)
+    responses = [shard.arrays["seq_lengths"] - _starts(shard, rules) for shard in shards]
+    return Common(rows, width, max(1, *(int(each.max()) for each in responses)))
+
+
+def _check(shard: Shard, rules: BatchRules) -> None:
+    if shard.layout not in ("padded_left", "packed"):
+        what = f"is {shard.layout}, and SkyRL pads on the left or packs"
+        raise ConfigError("plan.layout", what, "use plan.layout=padded_left, or packed")
+    names = _others(shard, rules)
+    for name in names:
+        values = shard.arrays[name]
+        if name in shard.row_vectors or values.dtype.kind == "U":
+            what = f"{name!r} is {dtype_name(values.dtype)} {list(values.shape)}: no number per row or token"
+            raise ConfigError("plan.columns", what, "leave it out; SkyRL's batch has no place for it")
+    if shard.layout == "packed":
+        if names:
+            what = f"{', '.join(names)} with layout: packed, and SkyRL packs tokens and loss masks only"
+            raise ConfigError("plan.columns", what, "leave them out, or use plan.layout=padded_left")
+        return
+    starts, real = _starts(shard, rules), shard.row_ids >= 0
+    if rules.prompt_tokens not in shard.arrays:
+        if inside := [name for name in names if name not in WHOLE_ROW]:
+            what = f"{', '.join(inside)} belong to responses, and no column says where those begin"
+            remedy = f"add a per-row column {rules.prompt_tokens!r}, the tokens before the response"
+            raise ConfigError("plan.columns", what, remedy)
+    elif bool(((starts < 1) | (starts > shard.arrays["seq_lengths"]))[real].any()):
+        row = int(np.flatnonzero(real & ((starts < 1) | (starts > shard.arrays["seq_lengths"])))[0])
+        what = f"is {int(starts[row])} for a row of {int(shard.arrays['seq_lengths'][row])} tokens"
+        raise ConfigError(rules.prompt_tokens, what, "a response begins after at least one token")
+    elif bool((_first_targets(shard) < starts)[real].any()):
+        row = int(shard.row_ids[np.flatnonzero(real & (_first_targets(shard) < starts))[0]])
+        what = f"row {row} has a target before its response"
+        raise ConfigError(rules.prompt_tokens, what, "mask the prompt, or begin the response earlier")
+
+
+def _others(shard: Shard, rules: BatchRules) -> list[str]:
+    return [name for name in shard.arrays if name not in OURS and name != rules.prompt_tokens]
+
+
+def _targets(shard: Shard) -> Array:
+    """bool [B, L]."""
+    if "loss_mask" in shard.arrays:
+        return shard.arrays["loss_mask"].view(np.bool_)
+    return np.asarray(shard.arrays["labels"] != IGNORED)
+
+
+def _first_targets(shard: Shard) -> Array:
+    """int [S], tokens of each row before its first target; all of them where it has none."""
+    targets = _targets(shard)
+    first = targets.argmax(axis=1) - (targets.shape[1] - shard.arrays["seq_lengths"])
+    return np.where(shard.arrays["row_tokens"] > 0, first, shard.arrays["seq_lengths"])
+
+
+def _starts(shard: Shard, rules: BatchRules) -> Array:
+    """int [S], tokens of each row before its response; all of a dummy's."""
+    starts = shard.arrays.get(rules.prompt_tokens)
+    if starts is None:
+        return _first_targets(shard)
+    return np.where(shard.row_ids >= 0, starts, shard.arrays["seq_lengths"])
+
+
+def _padded(shard: Shard, common: Common, rules: BatchRules) -> TrainingInput:
+    rows, width, response = common
+    arrays = shard.arrays
+    lengths = _filled(arrays["seq_lengths"][:, None], (rows, 1), pad=DUMMY_LENGTH)
+    starts = _filled(_starts(shard, rules)[:, None], (rows, 1), pad=DUMMY_LENGTH)
+    left = np.arange(width, 0, -1)  # how many tokens of a full line are left at each column
+    in_response = left[-response:] <= lengths - starts
+    columns = {
+        "sequences": _filled(arrays["input_ids"], (rows, width), np.int64, shard.pad_token_id),
+        "attention_mask": (left <= lengths).astype(np.int64),
+        "loss_mask": _filled(_targets(shard), (rows, response), np.float32),
+    }
+    if rules.prompt_tokens in arrays:
+        columns["response_mask"] = in_response.astype(np.int64)
+    for name in _others(shard, rules):
+        values, theirs = arrays[name], THEIR_NAMES.get(name, name)
+        if name in WHOLE_ROW:
+            columns[name] = _filled(values, (rows, width))
+        elif values.ndim > 1:
+            columns[theirs] = _filled(values, (rows, response))
+            columns[theirs][~in_response] = np.zeros((), columns[theirs].dtype)
+        else:
+            columns[theirs] = _filled(values[:, None], (rows, 1)) * in_response
+            if name == "rewards":
+                columns[theirs][:, :-1] = 0
+    if rules.reduction is not None:
+        ours = REDUCTIONS[rules.reduction]
+        weights = row_weights(arrays, shard.denominators, ours, constant=rules.max_seq_len)
+        scaled = "advantages" if "advantages" in columns else "loss_mask"
+        columns[scaled] *= _filled(weights[:, None], (rows, 1), np.float32)
+    return TrainingInput(_tensors(columns), response, _ids(shard.row_ids, rows))
+
+
+def _packed(shard: Shard, common: Common, rules: BatchRules) -> TrainingInput:
     import torch
 
-    if shard.layout != "padded_left":
-        remedy = "use plan.layout=padded_left"
-        raise ConfigError("plan.layout", f"is {shard.layout}, and SkyRL pads on the left", remedy)
-    arrays = shard.arrays
-    targets = arrays["labels"] != IGNORED
-    width = targets.shape[1]
-    # a dummy has no target; one column stays, so that the batch has a shape
-    response = max(width - int(np.argmax(targets.any(axis=0))), 1) if targets.any() else 1
-    mask = targets[:, -response:].astype(np.float32)
-    begun = np.maximum.accumulate(mask, axis=1) * arrays["attention_mask"][:, -response:]
+    rows, width, response = common
+    arrays, weights = shard.arrays, _targets(shard).astype(np.float32)
+    if rules.reduction is not None:
+        as_labels = {**arrays, "labels": np.where(_targets(shard), 0, IGNORED)}
+        ours = REDUCTIONS[rules.reduction]
+        weights = token_weights(as_labels, shard.denominators, ours, constant=rules.max_seq_len)
     columns = {
-        "sequences": arrays["input_ids"].astype(np.int64),
-        "attention_mask": arrays["attention_mask"].astype(np.int64),
-        "loss_mask": mask,
-        "response_mask": begun.astype(np.int64),
+        "sequences": _filled(arrays["input_ids"], (rows, width), np.int64, shard.pad_token_id, left=False),
+        "attention_mask": _filled(arrays["segment_ids"] > 0, (rows, width), np.int64, left=False),
+        "loss_mask": _filled(weights[:, 1:], (rows, response), np.float32, left=False),
     }
-    for name, values in arrays.items():
-        if name not in OURS:
-            if name in shard.row_vectors or values.dtype.kind == "U":
-                what = (
-                    f"{name!r} is {dtype_name(values.dtype)} {list(values.shape)}: no number per row or token"
-                )
-                raise ConfigError("plan.columns", what, "leave it out; SkyRL's batch has no place for it")
-            columns[name] = values[:, -response:].copy() if values.ndim > 1 else values[:, None] * mask
-    tensors = {name: torch.from_numpy(each) for name, each in columns.items() if each.dtype != BF16}
-    halves = {name: each["bfloat16"].copy() for name, each in columns.items() if each.dtype == BF16}
-    tensors |= {name: torch.from_numpy(bits).view(torch.bfloat16) for name, bits in halves.items()}
-    return TrainingInput(tensors, response)
+    lines = len(weights)
+    columns["attention_mask"][lines:, :DUMMY_LENGTH] = 1
+    of_line = np.diff(arrays["cu_seqlens_offsets"].astype(np.int64)) - 1  # rows
+    by_line = np.split(arrays["seq_lengths"].astype(np.int64), np.cumsum(of_line)[:-1])
+    by_line += [np.array([DUMMY_LENGTH])] * (rows - lines)
+    ids = _ids(shard.row_ids, len(shard.row_ids) + rows - lines)
+    return TrainingInput(_tensors(columns), response, ids, tuple(map(torch.from_numpy, by_line)))
+
+
+def _filled(
+    values: Array,
+    shape: tuple[int, int],
+    dtype: npt.DTypeLike | None = None,
+    pad: int = 0,
+    *,
+    left: bool = True,
+) -> Array:
+    """[*shape, ...] with the last (`left`: else the first) columns of `values` [b, w, ...] in its first rows, `pad` elsewhere."""
+    dtype = dtype or (np.float32 if values.dtype in (np.float64, np.float16) else values.dtype)
+    out = np.empty((*shape, *values.shape[2:]), dtype)
+    rows, width = len(values), min(values.shape[1], shape[1])
+    of_out = slice(shape[1] - width, None) if left else slice(0, width)
+    of_values = slice(values.shape[1] - width, None) if left else slice(0, width)
+    beside = slice(0, shape[1] - width) if left else slice(width, None)
+    out[:rows, of_out] = values[:, of_values]
+    out[:rows, beside] = out[rows:] = scalar_of(pad, out.dtype)
+    return out
+
+
+def _tensors(columns: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+    import torch
+
+    plain = {name: torch.from_numpy(each) for name, each in columns.items() if each.dtype != BF16}
+    halves = {name: each["bfloat16"] for name, each in columns.items() if each.dtype == BF16}
+    return plain | {name: torch.from_numpy(bits).view(torch.bfloat16) for name, bits in halves.items()}
+
+
+def _ids(row_ids: Array, count: int) -> list[int]:
+    ids: list[int] = row_ids.tolist()
+    return ids + [-1] * (count - len(ids))
