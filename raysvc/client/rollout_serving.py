@@ -117,8 +117,12 @@ def serve_rollouts(
 
 def _plan(plan: Mapping[str, Any]) -> PlanConfig:
     try:
-        return PlanConfig.model_validate(mapping(_ARGUMENT.format("plan"), plan))
+        checked = PlanConfig.model_validate(mapping(_ARGUMENT.format("plan"), plan))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(["plan", *(str(part) for part in first["loc"])])
         raise ConfigError(where, first["msg"].removeprefix("Value error, "), "change this value") from None
+    if checked.order is not None:
+        what = "groups of rollouts come in the order in which they are complete"
+        raise ConfigError("plan.order", what, "leave it out")
+    return checked

@@ -182,7 +182,15 @@ class PlanConfig(Model):
     )
     seed: int = Field(default=0, ge=0, description="Seed of the shuffle.")
     shuffle: str = Field(default="full", description="none, full, or block(n): shuffle blocks of n rows.")
-    tail: Tail = Field(default="pad", description="What to do with a last step that is not full.")
+    order: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+        description="module:name of a function of (epoch, rows) that orders the groups in place of `shuffle`; see docs/concepts.md.",
+    )
+    tail: Tail = Field(
+        default="pad",
+        description="What to do with the groups of a last step that is not full: pad makes a short step, drop leaves them out, wrap fills it from the start of the epoch.",
+    )
     layout: Layout = Field(default="padded_right", description="Layout of the arrays; see docs/concepts.md.")
     micro_batch_size: PositiveInt | None = Field(
         default=None, description="Rows per forward on one rank; default 8 unless micro_batch_tokens is set."
@@ -234,6 +242,8 @@ class PlanConfig(Model):
             raise ValueError("give micro_batch_size or micro_batch_tokens, not both")
         if self.layout == "packed" and self.micro_batch_size is not None:
             raise ValueError("layout: packed has lines of micro_batch_tokens and no micro_batch_size")
+        if self.layout == "stream" and self.order is not None:
+            raise ValueError("layout: stream cuts rows into windows, and order is one of groups")
         if self.layout == "stream" and self.window is None:
             raise ValueError("layout: stream needs window, the tokens of one row")
         if self.mini_batch_size is not None and self.mini_batch_size > self.batch_size:
@@ -510,7 +520,7 @@ class JobConfig(Model):
 
     def _run_digest(self) -> str:
         """Eight hex digits of what decides rows, order and weights, however long, on however many ranks."""
-        plan = ("batch_size", "mini_batch_size", "seed", "shuffle", "tail")
+        plan = ("batch_size", "mini_batch_size", "order", "seed", "shuffle", "tail")
         trainer = ("model", "learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "loss", "seed")
         decides = {
             "source": self.source.model_dump(mode="json", exclude={"storage_options"}),

@@ -72,7 +72,10 @@ def plan_of_entries(
         mixture = Mixture(sources, tuple(Stage(*stage) for stage in stages), *order)
     keys = [one.key for one in entries]
     groups = _joined(entries, bounds, _are_pairs(entries))
-    return Plan(config, lengths, groups=groups, entry_keys=keys, mixture=mixture, patches=_patches(entries))
+    return Plan(
+        config, lengths, groups=groups, entry_keys=keys, mixture=mixture, patches=_patches(entries),
+        row_values=entries[0].row_values,
+    )  # fmt: skip
 
 
 def _patches(entries: Sequence[Rows]) -> npt.NDArray[np.int32] | None:
@@ -143,6 +146,7 @@ def eval_plan(config: PlanConfig, batch_size: int, without: Sequence[str] = ()) 
             "epochs": 1,
             "update_epochs": 1,
             "shuffle": "none",
+            "order": None,
             "tail": "pad",
             "skip_rows": (),
             "columns": tuple(name for name in config.columns if name not in without),

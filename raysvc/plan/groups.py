@@ -11,8 +11,9 @@ Always true:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -88,6 +89,47 @@ class Groups:
         index = np.repeat(np.arange(len(groups), dtype=np.int32), sizes)
         cells = cells_of_runs(starts, sizes)
         return cells if self.rows is None else self.rows[cells], index
+
+
+@dataclass(frozen=True, eq=False)
+class OrderRows:
+    """What an order may look at.
+
+    Attributes:
+        num_groups: G; a group is a row, or the rows that belong together.
+        seed: `plan.seed`.
+        lengths: int64 [G], tokens of each group.
+    """
+
+    num_groups: int
+    seed: int
+    lengths: Int64s
+    _firsts: Int64s = field(repr=False)
+    _row_values: Callable[[str], npt.NDArray[Any]] = field(repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        groups: Groups,
+        row_lengths: npt.NDArray[np.integer[Any]],
+        seed: int,
+        row_values: Callable[[str], npt.NDArray[Any]],
+    ) -> OrderRows:
+        """Of rows of `row_lengths` (int [N])."""
+        lengths, firsts = row_lengths.astype(np.int64), np.arange(groups.num_groups)
+        if groups.bounds is not None:
+            rows = np.arange(groups.num_rows) if groups.rows is None else groups.rows
+            lengths = np.add.reduceat(lengths[rows], groups.bounds[:-1])
+            firsts = rows[groups.bounds[:-1]]
+        return cls(groups.num_groups, seed, lengths, firsts, row_values)
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """[G], a per-row column of the entry, of the first row of each group.
+
+        Raises:
+            KeyError: the entry has no such column.
+        """
+        return self._row_values(name)[self._firsts]
 
 
 def _digest(uids: Sequence[str]) -> str:

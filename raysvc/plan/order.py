@@ -6,29 +6,36 @@ Axes: G groups, P positions asked for.
 2. `full`: a Feistel network keyed by it permutes [0, G'), the smallest rectangle of at least G; images outside [0, G) are walked
    on until they are inside. A small G has a table instead.
 3. `block(n)`: the blocks are permuted by the key, and each block inside by the key and its number.
+4. Or a function of the user returns the groups of an epoch (`CustomOrder`), each once.
 
 Always true:
 - `order.at(epoch, positions)` is a pure function of (seed, epoch, shuffle, G): pure integers, the same on
   every machine;
 - over all positions of an epoch every group comes exactly once;
-- time and memory depend on the positions asked for, never on G.
+- time and memory depend on the positions asked for, never on G; but a function of the user is held by epoch.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from raysvc.errors import ConfigError, PlanError
+from raysvc.plan.groups import OrderRows
 
 Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
 
 _ROUNDS = 8
+_WHERE = "plan.order"
 _TABLE_SIZE = (
     1024  # below this a permutation is a sorted table of hashes, uniform even where a Feistel network is not
 )
@@ -143,6 +150,61 @@ class _Blocks:
             here = blocks == number
             out[here] = inner.at(inside[here])
         return out
+
+
+class CustomOrder:
+    """Order of all epochs by a function of the user: `plan.order: module:name`.
+
+    The function is imported where the plan is made: by the server, by `raysvc plan`, and by collators. The identity has its name and
+    the digest of its first epoch, so a changed function is another plan. At most two epochs are held.
+
+    Args:
+        name: "module:name".
+        rows: what the function gets.
+
+    Raises:
+        ConfigError: there is no such function.
+        PlanError: its first epoch is no order of the groups.
+    """
+
+    def __init__(self, name: str, rows: OrderRows) -> None:
+        self.num_groups = rows.num_groups
+        self._name, self._rows, self._function = name, rows, _function_of(name)
+        self._epoch = lru_cache(maxsize=2)(self._made)
+
+    def at(self, epoch: int, positions: Int64s) -> Int64s:
+        """Groups at `positions` (int64 [P], each in [0, G)) of `epoch`."""
+        return self._epoch(epoch)[positions]
+
+    def identity(self) -> dict[str, str]:
+        """What tells it from other orders."""
+        digest = hashlib.sha256(self._epoch(0).astype("<i8").tobytes()).hexdigest()
+        return {"name": self._name, "first_epoch": digest}
+
+    def _made(self, epoch: int) -> Int64s:
+        order = np.asarray(self._function(epoch, self._rows))
+        count = self.num_groups
+        if order.shape != (count,) or order.dtype.kind not in "iu":
+            what = f"{self._name} returned {order.dtype.name} {list(order.shape)} for epoch {epoch}"
+            raise PlanError(_WHERE, what, f"return the integers 0 to {count - 1}, each once")
+        known = order[(order >= 0) & (order < count)]
+        if missing := count - int((np.bincount(known, minlength=count) > 0).sum()):
+            what = f"{self._name} left {missing} of {count} groups out of epoch {epoch}"
+            raise PlanError(_WHERE, what, f"return the integers 0 to {count - 1}, each once")
+        return order.astype(np.int64)
+
+
+def _function_of(name: str) -> Callable[[int, OrderRows], Any]:
+    module, _, attribute = name.partition(":")
+    try:
+        found: Any = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        remedy = "make it importable where the server runs: install it, or put it into the job's working_dir"
+        raise ConfigError(_WHERE, f"{name} cannot be imported: {error}", remedy) from error
+    if not callable(found):
+        raise ConfigError(_WHERE, f"{name} cannot be called", "name a function of (epoch, rows)")
+    function: Callable[[int, OrderRows], Any] = found
+    return function
 
 
 def permute_each(sizes: Int64s, keys: Sequence[UInt64s], positions: Int64s) -> Int64s:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,9 @@ from raysvc.errors import PlanError
 from raysvc.job.config import PlanConfig
 from raysvc.plan.cost import CostModel
 from raysvc.plan.fact_table import facts_html, facts_text
-from raysvc.plan.groups import Groups
+from raysvc.plan.groups import Groups, OrderRows
 from raysvc.plan.mixture import Mixture
-from raysvc.plan.order import Order, parse_shuffle
+from raysvc.plan.order import CustomOrder, Order, parse_shuffle
 from raysvc.plan.pack import aligned
 from raysvc.plan.rank_plan import RankPlan, Rules, deal, deal_pairs, deal_windows, pair_cells
 from raysvc.plan.row_pieces import Pieces
@@ -76,6 +76,7 @@ class Plan:
         entry_keys: keys of the cache entries that the rows come from.
         mixture: the stream of groups when there are several entries; rows lie one entry after the other.
         patches: int [N], work of a media encoder, by row; None: the rows have no media. It decides ranks alone.
+        row_values: a per-row column of all rows by name, [N], for `plan.order`.
 
     Attributes:
         schedule: step arithmetic.
@@ -96,6 +97,7 @@ class Plan:
         entry_keys: Sequence[str] = (),
         mixture: Mixture | None = None,
         patches: npt.NDArray[np.integer[Any]] | None = None,
+        row_values: Callable[[str], npt.NDArray[Any]] | None = None,
     ) -> None:
         if groups is None:
             groups = Groups.singles(len(lengths)) if uids is None else Groups.of_uids(uids)
@@ -115,10 +117,17 @@ class Plan:
             raise PlanError(
                 "plan.mixture", f"{known} groups for {num_groups}", "name the groups of every entry"
             )
-        self.order = mixture or Order(num_groups, config.seed, parse_shuffle(config.shuffle))
+        self.order: Mixture | Order | CustomOrder = mixture or Order(
+            num_groups, config.seed, parse_shuffle(config.shuffle)
+        )
+        if config.order is not None:
+            rows = OrderRows.of(self.groups, lengths, config.seed, row_values or _no_columns)
+            self.order = CustomOrder(config.order, rows)
         self.schedule = schedule_of(config, self.order.num_groups)
         self.rules = _rules(config)
         self.identity = _identity(config, self.schedule, self.groups, entry_keys, mixture)
+        if isinstance(self.order, CustomOrder):
+            self.identity["order"] = self.order.identity()
         self.hash = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
         self._skip = np.unique(np.array(config.skip_rows, np.int64))
 
@@ -138,7 +147,7 @@ class Plan:
             "groups a step": schedule.batch_size,
             "optimizer steps": schedule.optimizer_steps,
             "layout": config.layout,
-            "shuffle": f"{config.shuffle}, seed {config.seed}",
+            "shuffle": f"{config.order or config.shuffle}, seed {config.seed}",
             "hash": self.hash[:16],
         }
 
@@ -242,6 +251,10 @@ def _refuse_contradictions(
 ) -> None:
     if groups.num_rows != len(lengths):
         raise PlanError("uid", f"{groups.num_rows} uids for {len(lengths)} rows", "give one uid per row")
+    if config.order is not None and mixture is not None:
+        raise PlanError(
+            "plan.order", "a mixture orders its sources by their weights", "leave one of them out"
+        )
     if config.layout == "stream" and (groups.bounds is not None or mixture is not None):
         raise PlanError(
             "plan.layout", "stream cuts rows without regard to groups", "use packed for groups or mixtures"
@@ -262,6 +275,10 @@ def _refuse_oversize(config: PlanConfig, lengths: npt.NDArray[np.integer[Any]], 
             f"{int((lengths > budget).sum())} {what}s are over its {budget} tokens ({what} {row} has {lengths[row]})",
             "raise it, or set plan.oversize to truncate, drop or alone",
         )
+
+
+def _no_columns(name: str) -> npt.NDArray[Any]:
+    raise KeyError(name)
 
 
 def _rules(config: PlanConfig) -> Rules:
