@@ -25,12 +25,14 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.collate.columns import IGNORED
-from raysvc.collate.loss_weights import row_weights, token_weights
+from raysvc.collate.loss_weights import loss_scale, row_weights, token_weights
+from raysvc.collate.reused_memory import ReusedMemory
 from raysvc.collate.shard import Array, Shard, Wire, read_shard
 from raysvc.errors import ConfigError
 from raysvc.job.carried import BF16, dtype_name, scalar_of
 from raysvc.job.config import Reduction as OurReduction
 from raysvc.plan.rank_plan import DUMMY_LENGTH
+from raysvc.ragged import offsets_of
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +53,8 @@ WHOLE_ROW = ("rollout_expert_indices", "router_padding_mask")  # [B, L, ...] in 
 OURS = {"input_ids", "attention_mask", "position_ids", "labels", "loss_mask", "segment_ids"}
 OURS |= {"seq_lengths", "row_tokens", "row_group", "row_group_rows", "row_group_tokens"}
 OURS |= {"cu_seqlens", "cu_seqlens_offsets"}
+MEMORY = ReusedMemory(small_bytes=1 << 20)
+_LINE = 64  # bytes; every column begins at a multiple of it
 
 
 @dataclass(frozen=True)
@@ -269,32 +273,37 @@ def _padded(shard: Shard, common: Common, rules: BatchRules) -> TrainingInput:
     rows, width, response = common
     arrays = shard.arrays
     lengths = _filled(arrays["seq_lengths"][:, None], (rows, 1), pad=DUMMY_LENGTH)
-    starts = _filled(_starts(shard, rules)[:, None], (rows, 1), pad=DUMMY_LENGTH)
-    left = np.arange(width, 0, -1)  # how many tokens of a full line are left at each column
-    in_response = left[-response:] <= lengths - starts
+    weights = None if rules.reduction is None else _filled(_row_weights(shard, rules)[:, None], (rows, 1))
+    in_loss_mask = weights is not None and "advantages" not in arrays
+    ids, attention, mask, in_response = _room(
+        (rows, width, np.int64),
+        (rows, width, np.int64),
+        (rows, response, np.float32),
+        (rows, response, np.int64),
+    )
+    factor = weights if in_loss_mask else None
     columns = {
-        "sequences": _filled(arrays["input_ids"], (rows, width), np.int64, shard.pad_token_id),
-        "attention_mask": (left <= lengths).astype(np.int64),
-        "loss_mask": _filled(_targets(shard), (rows, response), np.float32),
+        "sequences": _filled(arrays["input_ids"], (rows, width), pad=shard.pad_token_id, out=ids),
+        "attention_mask": _last_ones(lengths, attention),
+        "loss_mask": _filled(_targets(shard), (rows, response), factor=factor, out=mask),
     }
     if rules.prompt_tokens in arrays:
-        columns["response_mask"] = in_response.astype(np.int64)
+        starts = _filled(_starts(shard, rules)[:, None], (rows, 1), pad=DUMMY_LENGTH)
+        columns["response_mask"] = _last_ones(lengths - starts, in_response)
+        outside = in_response == 0
     for name in _others(shard, rules):
         values, theirs = arrays[name], THEIR_NAMES.get(name, name)
         if name in WHOLE_ROW:
             columns[name] = _filled(values, (rows, width))
-        elif values.ndim > 1:
-            columns[theirs] = _filled(values, (rows, response))
-            columns[theirs][~in_response] = np.zeros((), columns[theirs].dtype)
+            continue
+        if values.ndim > 1:
+            cells = _filled(values, (rows, response))
         else:
-            columns[theirs] = _filled(values[:, None], (rows, 1)) * in_response
+            cells = np.repeat(_filled(values[:, None], (rows, 1)), response, axis=1)
             if name == "rewards":
-                columns[theirs][:, :-1] = 0
-    if rules.reduction is not None:
-        ours = REDUCTIONS[rules.reduction]
-        weights = row_weights(arrays, shard.denominators, ours, constant=rules.max_seq_len)
-        scaled = "advantages" if "advantages" in columns else "loss_mask"
-        columns[scaled] *= _filled(weights[:, None], (rows, 1), np.float32)
+                cells[:, :-1] = 0
+        cells[outside] = np.zeros((), cells.dtype)
+        columns[theirs] = cells if name != "advantages" or weights is None else cells * weights
     return TrainingInput(_tensors(columns), response, _ids(shard.row_ids, rows))
 
 
@@ -302,41 +311,88 @@ def _packed(shard: Shard, common: Common, rules: BatchRules) -> TrainingInput:
     import torch
 
     rows, width, response = common
-    arrays, weights = shard.arrays, _targets(shard).astype(np.float32)
-    if rules.reduction is not None:
-        as_labels = {**arrays, "labels": np.where(_targets(shard), 0, IGNORED)}
-        ours = REDUCTIONS[rules.reduction]
-        weights = token_weights(as_labels, shard.denominators, ours, constant=rules.max_seq_len)
+    arrays = shard.arrays
+    lines = len(arrays["input_ids"])
+    next_is_target = _targets(shard)[:, 1:]
+    ids, attention, mask = _room(
+        (rows, width, np.int64), (rows, width, np.int64), (rows, response, np.float32)
+    )
+    pad, factor = shard.pad_token_id, _line_weights(shard, rules)
     columns = {
-        "sequences": _filled(arrays["input_ids"], (rows, width), np.int64, shard.pad_token_id, left=False),
-        "attention_mask": _filled(arrays["segment_ids"] > 0, (rows, width), np.int64, left=False),
-        "loss_mask": _filled(weights[:, 1:], (rows, response), np.float32, left=False),
+        "sequences": _filled(arrays["input_ids"], (rows, width), pad=pad, left=False, out=ids),
+        "attention_mask": _filled(arrays["segment_ids"] > 0, (rows, width), left=False, out=attention),
+        "loss_mask": _filled(next_is_target, (rows, response), left=False, factor=factor, out=mask),
     }
-    lines = len(weights)
     columns["attention_mask"][lines:, :DUMMY_LENGTH] = 1
     of_line = np.diff(arrays["cu_seqlens_offsets"].astype(np.int64)) - 1  # rows
     by_line = np.split(arrays["seq_lengths"].astype(np.int64), np.cumsum(of_line)[:-1])
     by_line += [np.array([DUMMY_LENGTH])] * (rows - lines)
-    ids = _ids(shard.row_ids, len(shard.row_ids) + rows - lines)
-    return TrainingInput(_tensors(columns), response, ids, tuple(map(torch.from_numpy, by_line)))
+    row_ids = _ids(shard.row_ids, len(shard.row_ids) + rows - lines)
+    return TrainingInput(_tensors(columns), response, row_ids, tuple(map(torch.from_numpy, by_line)))
+
+
+def _row_weights(shard: Shard, rules: BatchRules) -> Array:
+    """float32 [S]; SkyRL's gradients are sums over ranks."""
+    assert rules.reduction is not None
+    ours = REDUCTIONS[rules.reduction]
+    weights = row_weights(shard.arrays, shard.denominators, ours, constant=rules.max_seq_len)
+    return weights.astype(np.float32)
+
+
+def _line_weights(shard: Shard, rules: BatchRules) -> Array | None:
+    """float32 [B, L - 1], or [] where all targets weigh the same: of predicting the next token."""
+    if rules.reduction is None:
+        return None
+    ours = REDUCTIONS[rules.reduction]
+    if ours in ("token_mean", "constant"):
+        return np.array(loss_scale(shard.denominators, 1, ours, constant=rules.max_seq_len), np.float32)
+    as_labels = {**shard.arrays, "labels": np.where(_targets(shard), 0, IGNORED)}
+    return token_weights(as_labels, shard.denominators, ours, constant=rules.max_seq_len)[:, 1:]
+
+
+def _room(*columns: tuple[int, int, npt.DTypeLike]) -> list[Array]:
+    """Arrays of these shapes and types, in one block that is used again when the batch in it is gone."""
+    sizes = [-(-rows * width * np.dtype(dtype).itemsize // _LINE) * _LINE for rows, width, dtype in columns]
+    block, starts = MEMORY.take(sum(sizes)), offsets_of(sizes).tolist()
+    return [
+        block[start : start + rows * width * np.dtype(dtype).itemsize].view(dtype).reshape(rows, width)
+        for start, (rows, width, dtype) in zip(starts, columns, strict=False)
+    ]
+
+
+def _last_ones(counts: Array, out: Array) -> Array:
+    """`out` [B, w], with 1 in the last `counts` [B, 1] columns of each row, 0 elsewhere."""
+    import torch
+
+    left = torch.arange(out.shape[1], 0, -1)
+    torch.le(left, torch.from_numpy(counts.astype(np.int64)), out=torch.from_numpy(out))
+    return out
 
 
 def _filled(
     values: Array,
     shape: tuple[int, int],
-    dtype: npt.DTypeLike | None = None,
-    pad: int = 0,
     *,
+    pad: int = 0,
     left: bool = True,
+    factor: Array | None = None,
+    out: Array | None = None,
 ) -> Array:
-    """[*shape, ...] with the last (`left`: else the first) columns of `values` [b, w, ...] in its first rows, `pad` elsewhere."""
-    dtype = dtype or (np.float32 if values.dtype in (np.float64, np.float16) else values.dtype)
-    out = np.empty((*shape, *values.shape[2:]), dtype)
+    """[*shape, ...] with the last (`left`: else the first) columns of `values` [b, w, ...] in its first rows, `pad` elsewhere.
+
+    `factor` multiplies the values, [] or [b, w], or [shape[0], 1].
+    """
+    if out is None:
+        dtype = np.float32 if values.dtype in (np.float64, np.float16) else values.dtype
+        out = np.empty((*shape, *values.shape[2:]), dtype)
     rows, width = len(values), min(values.shape[1], shape[1])
     of_out = slice(shape[1] - width, None) if left else slice(0, width)
     of_values = slice(values.shape[1] - width, None) if left else slice(0, width)
     beside = slice(0, shape[1] - width) if left else slice(width, None)
-    out[:rows, of_out] = values[:, of_values]
+    if factor is None:
+        out[:rows, of_out] = values[:, of_values]
+    else:
+        np.multiply(values[:, of_values], factor[:rows] if factor.ndim else factor, out=out[:rows, of_out])
     out[:rows, beside] = out[rows:] = scalar_of(pad, out.dtype)
     return out
 
