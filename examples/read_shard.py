@@ -29,7 +29,12 @@ class ForeignShard(SimpleNamespace):
         columns = slice(-width, None) if self.layout == "padded_left" else slice(0, width)
         views = {}
         for name, array in self.arrays.items():
-            if array.ndim >= 2 and name not in self.row_vectors:
+            begins, of = self.arrays.get(name + "_bounds"), name.removesuffix("_bounds")
+            if begins is not None:
+                views[name] = array[int(begins[rows.start]) : int(begins[rows.stop])]  # media of these rows
+            elif of != name and of in self.arrays:
+                views[name] = array[rows.start : rows.stop + 1]
+            elif array.ndim >= 2 and name not in self.row_vectors:
                 views[name] = array[start:stop, columns]  # a cell per token
             elif name == "cu_seqlens":
                 views[name] = array[bounds]

@@ -8,7 +8,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,6 +181,7 @@ def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
         journal=f"{absolute(job.run_dir)}/server",
         storage_options=job.cache.storage_options,
         evals=evals,
+        processor=_processor_of(job, entry),
         share=job.server.share,
         share_bytes=job.server.share_mb << 20,
         lease_ttl_s=job.server.lease_ttl_s,
@@ -189,6 +190,23 @@ def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
         collate_threads=job.server.collate_threads,
         collators=job.server.collators,
         num_cpus=job.server.num_cpus,
+    )
+
+
+def _processor_of(job: JobConfig, entry: CacheEntry) -> Any:
+    """Where the processor of the rows' media is loaded from; None: they have none."""
+    from raysvc.cache.store.open import absolute
+    from raysvc.media.medium import COLUMN
+    from raysvc.media.row_pixels import ProcessorSpec
+
+    parts: Sequence[Any] = getattr(entry.entry, "entries", [entry.entry])
+    if not any(COLUMN in one.columns for one in parts):
+        return None
+    name = job.tokenizer.name
+    return ProcessorSpec(
+        name=absolute(name) if Path(name).is_dir() else name,
+        revision=job.tokenizer.revision,
+        trust_remote_code=job.tokenizer.trust_remote_code,
     )
 
 

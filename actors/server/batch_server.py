@@ -34,6 +34,7 @@ from raysvc.actors.server.step_maker import StepMaker, Stream
 from raysvc.actors.server.trainer_reports import TrainerReports
 from raysvc.collate.shard import Wire
 from raysvc.errors import ConfigError, LeaseHeld, StepOutOfOrder
+from raysvc.media.medium import COLUMN
 from raysvc.metrics import record, speak_for_server_of
 from raysvc.versions import HERE, Side, check_versions_meet
 
@@ -239,7 +240,9 @@ class BatchServer:
         Raises:
             ConfigError: one that `plan.columns` does not name.
         """
-        missing = sorted(set(columns) - set(self.spec.plan.columns))
+        missing = sorted(
+            set(columns) - set(self.spec.plan.columns) - ({COLUMN} if self.spec.processor else set())
+        )
         if missing:
             what = f"a role asks for {', '.join(missing)}, and plan.columns has {', '.join(self.spec.plan.columns)}"
             raise ConfigError(

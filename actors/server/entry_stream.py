@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from raysvc.actors.server.entry_media import EntryMedia
 from raysvc.actors.server.make_step import Recipe, make_step, outline
 from raysvc.actors.server.spec import (
     TRAIN,
@@ -31,6 +32,7 @@ from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.collate.shard import Shard
 from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.collate.text_columns import of_fixed_width, text_widths
+from raysvc.media.row_pixels import ProcessorSpec
 from raysvc.plan.entry_plan import eval_plan, plan_of_entries
 from raysvc.plan.plan import MiniBatchPlan, Plan
 from raysvc.plan.schedule import Schedule
@@ -55,6 +57,7 @@ class _Open:
     plan: Plan
     some_rows: RowBatch
     text_widths: Mapping[str, int]
+    media: EntryMedia | None
 
     def read(self, mini: MiniBatchPlan) -> RowBatch:
         return of_fixed_width(self.entry.read(mini.row_ids), self.text_widths)
@@ -68,6 +71,7 @@ class EntryStream:
         storage_options: for fsspec.
         recipe: plan and padding.
         mixture: the entries of a mixture, of which `uri` is the first; None: one entry.
+        processor: of the media of rows; None: they have none.
     """
 
     def __init__(
@@ -76,9 +80,10 @@ class EntryStream:
         storage_options: Mapping[str, Any],
         recipe: Recipe,
         mixture: MixtureSpec | None = None,
+        processor: ProcessorSpec | None = None,
     ) -> None:
         self._uri, self._storage_options, self._recipe = uri, dict(storage_options), recipe
-        self._mixture = mixture
+        self._mixture, self._processor = mixture, processor
         self._lock = threading.Lock()
         self._open: _Open | None = None  # guarded by self._lock
         self._known: _Facts | None = None  # written once, under self._lock
@@ -120,14 +125,16 @@ class EntryStream:
         """Info and shards of a step, as `make_step`."""
         opened, known = self._opened(), [as_role(role) for role in roles]
         plans = [opened.plan.step(step, role.dp_size) for role in known]
-        return make_step(plans, opened.read, [self._recipe.carrying(role.columns) for role in known], part)
+        recipes = [self._recipe.carrying(role.columns) for role in known]
+        return make_step(plans, opened.read, recipes, part, opened.media)
 
     def outline(self, step: int, role: Role | int) -> StepOutline:
         """What the plan says of a step."""
         opened, role = self._opened(), as_role(role)
-        config = self._recipe.carrying(role.columns).plan
-        column_bytes = ColumnBytes.of(opened.some_rows, config)
-        return outline(opened.plan.step(step, role.dp_size), config, column_bytes)
+        recipe = self._recipe.carrying(role.columns)
+        column_bytes = ColumnBytes.of(opened.some_rows, recipe.plan)
+        media = opened.media if recipe.media else None
+        return outline(opened.plan.step(step, role.dp_size), recipe.plan, column_bytes, media)
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse a state of another plan.
@@ -150,7 +157,8 @@ class EntryStream:
                 widths = text_widths(entry, self._recipe.plan.columns)
                 some_rows = of_fixed_width(entry.read(np.arange(1)), widths)
                 ColumnBytes.of(some_rows, self._recipe.plan)  # refuses columns that are not there
-                self._open = _Open(entry, plan, some_rows, widths)
+                media = EntryMedia.of(entry, plan, self._processor)
+                self._open = _Open(entry, plan, some_rows, widths, media)
                 self._known = _Facts(plan.schedule, plan.hash, plan.identity, entry.key, entry.num_rows)
             return self._open
 
@@ -174,8 +182,11 @@ def streams_of(spec: ServeSpec) -> dict[str, EntryStream]:
     streams: dict[str, EntryStream] = {}
     if spec.entry_uri is not None:
         recipe = Recipe(spec.plan, spec.pad_token_id)
-        streams[TRAIN] = EntryStream(spec.entry_uri, spec.storage_options, recipe, spec.mixture)
+        streams[TRAIN] = EntryStream(
+            spec.entry_uri, spec.storage_options, recipe, spec.mixture, spec.processor
+        )
     for name, evaluation in spec.evals.items():
         recipe = Recipe(eval_plan(spec.plan, evaluation.batch_size, evaluation.without), spec.pad_token_id)
-        streams[name] = EntryStream(evaluation.entry_uri, spec.storage_options, recipe)
+        uri, options = evaluation.entry_uri, spec.storage_options
+        streams[name] = EntryStream(uri, options, recipe, processor=spec.processor)
     return streams

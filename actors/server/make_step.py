@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from raysvc.actors.server.spec import MiniOutline, Part, StepInfo, StepOutline
 from raysvc.collate.collate import collate_mini_batch
@@ -20,6 +21,7 @@ from raysvc.collate.info import MiniBatchInfo, info_of
 from raysvc.collate.shard import Shard
 from raysvc.collate.shard_bytes import ColumnBytes, bytes_by_rank
 from raysvc.job.config import PlanConfig
+from raysvc.media.medium import COLUMN
 from raysvc.plan.plan import MiniBatchPlan, StepPlan
 from raysvc.row_batch import RowBatch
 
@@ -28,20 +30,42 @@ Read = Callable[[MiniBatchPlan], RowBatch]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How rows become arrays."""
+    """How rows become arrays.
+
+    Attributes:
+        plan: layout and columns.
+        pad_token_id: of the tokenizer.
+        media: whether the arrays of media travel, where rows have some.
+    """
 
     plan: PlanConfig
     pad_token_id: int
+    media: bool = True
 
     def carrying(self, columns: tuple[str, ...] | None) -> Recipe:
-        """With these columns alone; None: as it is."""
-        return (
-            self if columns is None else replace(self, plan=self.plan.model_copy(update={"columns": columns}))
-        )
+        """With these columns alone (`media`: the arrays of media); None: as it is."""
+        if columns is None:
+            return self
+        kept = tuple(name for name in columns if name != COLUMN)
+        return replace(self, plan=self.plan.model_copy(update={"columns": kept}), media=COLUMN in columns)
+
+
+class MediaArrays(Protocol):
+    """Makes the arrays of media."""
+
+    def fill(self, shard: Shard, rows: RowBatch) -> Shard:
+        """The shard with those of its rows."""
+
+    def planned(self, rank_bytes: Sequence[int], mini: MiniBatchPlan) -> tuple[int, ...]:
+        """[R], bytes of each rank's shard, with media."""
 
 
 def make_step(
-    plans: Sequence[StepPlan], read: Read, recipes: Sequence[Recipe], part: Part | None = None
+    plans: Sequence[StepPlan],
+    read: Read,
+    recipes: Sequence[Recipe],
+    part: Part | None = None,
+    media: MediaArrays | None = None,
 ) -> tuple[StepInfo, tuple[Shard, ...]]:
     """The info and the shards of one step.
 
@@ -50,6 +74,7 @@ def make_step(
         read: gives the rows of a mini-batch, in its order.
         recipes: [K], layout, columns and padding of each role.
         part: the shards of this rank alone, with an info about its role; None: of all roles and ranks.
+        media: gives shards the arrays of their media; None: rows have none.
     """
     first = plans[0]
     roles = range(len(plans)) if part is None else (part.role,)
@@ -65,10 +90,20 @@ def make_step(
             collate(rows, plans[role].mini_batches[index], first.index, index, recipes[role])
             for role in roles
         ]
+        info = info_of(mini, made[0])
+        of_ranks = [list(role[ranks]) for role in made]
+        if media is not None:
+            info = replace(
+                info, rank_bytes=media.planned(info.rank_bytes, plans[roles[0]].mini_batches[index])
+            )
+            of_ranks = [
+                [media.fill(shard, rows) for shard in shards] if recipes[role].media else shards
+                for role, shards in zip(roles, of_ranks, strict=True)
+            ]
         collate_s += time.perf_counter() - middle
         read_s += middle - begin
-        infos.append(info_of(mini, made[0]))
-        shards.extend(shard for role in made for shard in role[ranks])
+        infos.append(info)
+        shards.extend(shard for role in of_ranks for shard in role)
     positions = tuple(
         tuple(tuple(rank.rows for rank in plan.mini_batches[index].ranks) for plan in plans)
         for index in range(len(first.mini_batches))
@@ -92,19 +127,24 @@ def collate(rows: RowBatch, mini: MiniBatchPlan, step: int, index: int, recipe: 
     )
 
 
-def outline(plan: StepPlan, config: PlanConfig, column_bytes: ColumnBytes) -> StepOutline:
+def outline(
+    plan: StepPlan, config: PlanConfig, column_bytes: ColumnBytes, media: MediaArrays | None = None
+) -> StepOutline:
     """What the plan alone says of a step."""
-    minis = tuple(_outline_mini(mini, config, column_bytes) for mini in plan.mini_batches)
+    minis = tuple(_outline_mini(mini, config, column_bytes, media) for mini in plan.mini_batches)
     return StepOutline(plan.index, plan.epoch, minis)
 
 
-def _outline_mini(mini: MiniBatchPlan, config: PlanConfig, column_bytes: ColumnBytes) -> MiniOutline:
+def _outline_mini(
+    mini: MiniBatchPlan, config: PlanConfig, column_bytes: ColumnBytes, media: MediaArrays | None
+) -> MiniOutline:
     geometry = geometry_of(mini.ranks, mini.lengths, config.layout, config.pad_to_multiple, config.align)
+    rank_bytes = tuple(bytes_by_rank(geometry, column_bytes).tolist())
     return MiniOutline(
         row_ids=mini.row_ids,
         lengths=mini.lengths,
         num_groups=mini.num_groups,
         rank_tokens=tuple(sum(micro.num_tokens for micro in micros) for micros in geometry.micro_batches),
-        rank_bytes=tuple(bytes_by_rank(geometry, column_bytes).tolist()),
+        rank_bytes=rank_bytes if media is None else media.planned(rank_bytes, mini),
         num_micro_batches=len(geometry.micro_batches[0]),
     )

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from raysvc.collate.info import MiniBatchInfo
 from raysvc.job.config import PlanConfig
+from raysvc.media.row_pixels import ProcessorSpec
 
 Share = Literal["none", "stream"]
 TRAIN = ""  # name of the stream that is trained; others are evals
@@ -101,6 +102,7 @@ class ServeSpec(BaseModel):
     journal: str | None = Field(description="fsspec URL of the leases' folder; None: kept in memory only")
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
     evals: dict[str, EvalSpec] = Field(default_factory=dict)
+    processor: ProcessorSpec | None = Field(default=None, description="Of the media of rows.")
     rollouts: RolloutSpec | None = None
     share: Share = "none"
     share_bytes: int = 256 << 20

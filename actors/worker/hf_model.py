@@ -45,14 +45,17 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
         StateMismatch: the checkpoint has no configuration of a model, or weights of another one.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
+
+    from raysvc.actors.worker.load_model import auto_class
 
     if not (checkpoint / CONFIG).exists():
         remedy = "export a checkpoint that raysvc train wrote"
         raise StateMismatch(str(checkpoint), f"holds no {CONFIG} of a model", remedy)
     weights = _own_names(read_weights(checkpoint))
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+        config = AutoConfig.from_pretrained(checkpoint)
+        lm = auto_class(config).from_config(config)
     found = lm.load_state_dict(weights, strict=False, assign=True)
     lm.tie_weights()
     empty = sorted(name for name, value in lm.named_parameters() if value.is_meta)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from raysvc.errors import ConfigError
 
@@ -44,12 +44,24 @@ def load_lm(
     if folder.is_absolute() and not folder.is_dir():
         what = f"there is no folder {name} on {platform.node()}"
         raise ConfigError(where, what, "give one that every node sees, a hub name, or tiny")
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+    from transformers import AutoConfig, AutoModelForTokenClassification
 
-    kind = AutoModelForTokenClassification if critic else AutoModelForCausalLM
+    kind = AutoModelForTokenClassification
+    if not critic:
+        kind = auto_class(AutoConfig.from_pretrained(str(folder), revision=revision))
     more = {"num_labels": 1} if critic else {}
     model: torch.nn.Module = kind.from_pretrained(str(folder), dtype=dtype, revision=revision, **more)
     return model
+
+
+def auto_class(config: Any) -> Any:
+    """The class of `transformers` that reads a model: of images and text where its config has an encoder of images."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    of_images = (
+        hasattr(config, "vision_config") and type(config) in AutoModelForImageTextToText._model_mapping
+    )
+    return AutoModelForImageTextToText if of_images else AutoModelForCausalLM
 
 
 def tiny_sizes(vocab_size: int) -> dict[str, int]:

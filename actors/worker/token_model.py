@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from raysvc.actors.worker.head_logprobs import head_logprobs, head_top_k
 from raysvc.actors.worker.losses import DistillLoss, Loss, LossSum, StepLoss, Targets
+from raysvc.actors.worker.media_inputs import BLANK, encoder_zero
 from raysvc.actors.worker.row_losses import LossRows, RowLoss
 from raysvc.collate.columns import IGNORED
 
@@ -43,7 +44,7 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
         self.lm = lm
         self.critic, self.of_steps = critic, of_steps
         self.plain_head = critic or head_is_plain(lm)
-        width = 1 if critic else lm.config.vocab_size
+        width = 1 if critic else lm.config.get_text_config().vocab_size
         self.at_once = max(16, LOGIT_BYTES.get(lm.device.type, 16 << 20) // (4 * width))
 
     def forward(
@@ -165,10 +166,16 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
         self, inputs: Mapping[str, torch.Tensor], at_target: bool = False
     ) -> tuple[torch.Tensor, torch.nn.Module]:
         """[T, D] what the head makes a target of, at the token before it (`at_target`: at its own); and the head."""
+        inputs = dict(inputs)
+        blank = inputs.pop(BLANK, None)
+        # before the language model, as where there are images: under FSDP the collectives of all ranks must match
+        zero = None if blank is None else encoder_zero(self.lm, blank)
         if not self.plain_head:
             logits_BLV = self.lm(**inputs, use_cache=False).logits
+            logits_BLV = logits_BLV if zero is None else logits_BLV + zero
             return logits_BLV[:, :-1].flatten(0, 1), torch.nn.Identity()
         hidden_BLD = self.lm.base_model(**inputs, use_cache=False).last_hidden_state
+        hidden_BLD = hidden_BLD if zero is None else hidden_BLD + zero
         head = self.lm.score if self.critic else self.lm.get_output_embeddings()
         return (hidden_BLD[:, 1:] if at_target else hidden_BLD[:, :-1]).flatten(0, 1), head
 

@@ -42,7 +42,7 @@ from raysvc.actors.worker.row_losses import (
 )
 from raysvc.actors.worker.worker import Worker
 from raysvc.collate.row_values import RowValues
-from raysvc.collate.shard import Shard
+from raysvc.collate.shard import BOUNDS, Shard
 from raysvc.errors import ConfigError
 from raysvc.job.config import Reduction
 
@@ -142,7 +142,7 @@ class CausalLMWorker(Worker):
         rows = rows_of(tensors, loss.row_columns) | self._shared if isinstance(loss, RowLoss) else None
         with self._precision():
             total, metrics = self.model(
-                _inputs(tensors, layout),
+                self._inputs(tensors, layout),
                 tensors["labels"].long(),
                 tensors["loss_weights"],
                 {name: _column(tensors, name) for name in loss.columns},
@@ -176,7 +176,7 @@ class CausalLMWorker(Worker):
         """`logprobs` and `entropy` (critic: `values`) at every target, 0 elsewhere."""
         with self._precision():
             _, outputs = self.model(
-                _inputs(tensors, layout), tensors["labels"].long(), tensors["loss_weights"], {}, None
+                self._inputs(tensors, layout), tensors["labels"].long(), tensors["loss_weights"], {}, None
             )
         return dict(outputs)
 
@@ -254,8 +254,22 @@ class CausalLMWorker(Worker):
         if self.spec.strategy == "ddp":
             if self.spec.role == "reference":
                 return module  # DDP refuses a module without gradients
-            return torch.nn.parallel.DistributedDataParallel(module)
+            # an encoder may have layers that the language model does not look at, as in LLaVA
+            unused = hasattr(module.lm.config, "vision_config")
+            return torch.nn.parallel.DistributedDataParallel(module, find_unused_parameters=unused)
         return _sharded(module, self.device, self.dp_size, self.spec.precision == "bf16")
+
+    def _inputs(self, tensors: dict[str, torch.Tensor], layout: str) -> dict[str, Any]:
+        names = ["input_ids", "position_ids"]
+        if layout.startswith("padded"):
+            names.append("attention_mask")  # elsewhere restarting positions make the attention block-diagonal
+        inputs = {name: tensors[name].long() for name in names}
+        if not any(name.endswith(BOUNDS) for name in tensors):
+            return inputs
+        from raysvc.actors.worker.media_inputs import media_inputs
+
+        lm = getattr(self.model, "module", self.model).lm
+        return {**inputs, **media_inputs(lm, tensors, row_index(tensors))}
 
     def _precision(self) -> AbstractContextManager[Any]:
         import torch
@@ -301,13 +315,6 @@ def _sharded(module: Any, device: str, dp_size: int, bf16: bool) -> torch.nn.Mod
 def _layers(lm: Any) -> list[Any]:
     names = set(lm._no_split_modules or ())
     return [module for module in lm.modules() if type(module).__name__ in names]
-
-
-def _inputs(tensors: dict[str, torch.Tensor], layout: str) -> dict[str, torch.Tensor]:
-    names = ["input_ids", "position_ids"]
-    if layout.startswith("padded"):
-        names.append("attention_mask")  # elsewhere restarting positions make the attention block-diagonal
-    return {name: tensors[name].long() for name in names}
 
 
 def row_index(tensors: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -14,6 +14,9 @@ and with several rows on a line (`packed`, `stream`):
     segment_ids         int32 [B, W]    number of the row on its line, from 1; 0 in padding
     cu_seqlens          int32 [S + B]   for each line 0 and the end of each of its rows, alignment included
     cu_seqlens_offsets  int32 [B + 1]   where each line begins in `cu_seqlens`
+and of rows with media, as their processor gives them (`pixel_values`, `image_grid_thw`, ...)
+    <name>              [M, ...]        media or patches, row after row
+    <name>_bounds       int32 [S + 1]   where the part of each row begins in <name>
 Always true:
 - `read_shard(shard.to_wire())` is the same shard, without a copy; what travels is built of numpy and text alone (docs/wire.md);
 - `micro(i)` copies nothing;
@@ -38,6 +41,7 @@ from raysvc.plan.fact_table import facts_html, facts_text
 Array = npt.NDArray[Any]
 Wire = tuple[str, dict[str, Array]]  # header, arrays: what a ref holds
 WIRE_FORMAT, WIRE_VERSION = "raysvc.shard", 1  # the version grows when an old reader would misread
+BOUNDS = "_bounds"  # ends the name of an array that says where rows begin in another one
 
 
 class MicroBatch(NamedTuple):
@@ -121,7 +125,11 @@ class Shard:
         columns = slice(-micro.width, None) if self.layout == "padded_left" else slice(0, micro.width)
         out: dict[str, Array] = {}
         for name, array in self.arrays.items():
-            if array.ndim >= 2 and name not in self.row_vectors:
+            if (begins := self.arrays.get(name + BOUNDS)) is not None:
+                out[name] = array[int(begins[sequences.start]) : int(begins[sequences.stop])]
+            elif name.removesuffix(BOUNDS) in self.arrays and name.endswith(BOUNDS):
+                out[name] = array[sequences.start : sequences.stop + 1]
+            elif array.ndim >= 2 and name not in self.row_vectors:
                 out[name] = array[lines, columns]
             elif name == "cu_seqlens":
                 out[name] = array[bounds]

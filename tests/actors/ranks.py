@@ -98,10 +98,10 @@ class Ranks:
 
 
 def gradients(worker: Any) -> dict[str, np.ndarray]:
-    """Every gradient by name, whole on every rank."""
+    """Every gradient by name, whole on every rank; zeros where the loss does not reach."""
     out = {}
     for name, parameter in worker.model.named_parameters():
-        grad = parameter.grad
+        grad = parameter.detach() * 0 if parameter.grad is None else parameter.grad
         grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
         out[name.removeprefix("module.")] = grad.double().cpu().numpy().copy()
     return out

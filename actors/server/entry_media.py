@@ -1,0 +1,92 @@
+"""The media of an entry's rows, or of a mixture's: their arrays, and how many bytes these will be.
+
+Axes: R ranks, S sequences of a rank.
+Always true:
+- the processor is loaded, and some row with media decoded, when the first byte is asked for: a server whose collators make the
+  steps, and whose clients ask for no sizes, does neither;
+- bytes are planned from patches alone, in proportion to those of one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raysvc.cache.entry import Entry
+from raysvc.cache.joined_entry import JoinedEntry
+from raysvc.collate.shard import Shard
+from raysvc.collate.with_media import with_media
+from raysvc.errors import EntryError
+from raysvc.media.media_store import read_medium
+from raysvc.media.medium import COLUMN
+from raysvc.media.row_pixels import ProcessorSpec, RowPixels
+from raysvc.plan.plan import MiniBatchPlan, Plan
+from raysvc.row_batch import RowBatch
+
+
+class EntryMedia:
+    """See the module.
+
+    Args:
+        entry: whose rows have media.
+        patches: [N], of every row.
+        processor: where it is loaded from.
+    """
+
+    def __init__(
+        self, entry: Entry | JoinedEntry, patches: npt.NDArray[np.integer[Any]], processor: ProcessorSpec
+    ) -> None:
+        self._entry, self._patches, self._processor = entry, patches, processor
+        self._entries = entry.entries if isinstance(entry, JoinedEntry) else (entry,)
+
+    @classmethod
+    def of(cls, entry: Entry | JoinedEntry, plan: Plan, processor: ProcessorSpec | None) -> EntryMedia | None:
+        """None where no row has media."""
+        if processor is None or plan.patches is None or not plan.patches.any():
+            return None
+        return cls(entry, plan.patches, processor)
+
+    def fill(self, shard: Shard, rows: RowBatch) -> Shard:
+        """The shard with the arrays of the media of its rows."""
+        media = dict(zip(rows.row_ids.tolist(), rows.rows[COLUMN].tolist(), strict=True))
+        return with_media(shard, media, self._pixels.of, self._like)
+
+    def planned(self, rank_bytes: Sequence[int], mini: MiniBatchPlan) -> tuple[int, ...]:
+        """[R], bytes of each rank's shard, with media."""
+        patches = self._patches[mini.row_ids]
+        rows = [rank.rows[rank.rows >= 0] for rank in mini.ranks]
+        of_media = [int(patches[each].sum() * self._bytes_per_patch) for each in rows]
+        return tuple(own + more for own, more in zip(rank_bytes, of_media, strict=True))
+
+    @cached_property
+    def _pixels(self) -> RowPixels:
+        return RowPixels(self._processor, [one.recipe for one in self._entries], self._read)
+
+    @cached_property
+    def _some_row(self) -> int:
+        return int(np.flatnonzero(self._patches)[0])
+
+    @cached_property
+    def _like(self) -> Mapping[str, npt.NDArray[Any]]:
+        row = self._entry.read(np.array([self._some_row]))
+        return self._pixels.of(row.rows[COLUMN].tolist()[0])
+
+    @cached_property
+    def _bytes_per_patch(self) -> float:
+        nbytes = sum(array.nbytes for array in self._like.values())
+        return nbytes / int(self._patches[self._some_row])
+
+    def _read(self, sha256: str) -> bytes:
+        """From the store of any of the entries: most share one."""
+        stores = {one.store.url: one.store for one in self._entries}
+        for number, store in enumerate(stores.values()):
+            try:
+                return read_medium(store, sha256)
+            except EntryError:
+                if number + 1 == len(stores):
+                    raise
+        raise AssertionError("an entry has a store")

@@ -1,0 +1,85 @@
+"""What a vision model is given beside tokens: the arrays of media, and positions in three dimensions where it has them.
+
+This file imports torch; import it inside the function that needs it.
+
+Axes: B lines, L width, S rows of a micro-batch, W tokens of the longest row.
+Always true:
+- a row's positions are those that the model computes for the row alone, whatever the layout;
+- a micro-batch without media runs the encoder too, on a blank that counts nothing: ranks wait for each other's gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from raysvc.collate.shard import BOUNDS
+
+BLANK = "blank_media"  # name of the arrays that count nothing
+GRID = "image_grid_thw"
+
+
+def media_inputs(lm: Any, tensors: Mapping[str, torch.Tensor], row_BL: torch.Tensor) -> dict[str, Any]:
+    """Further arguments of the model; {} where rows never have media.
+
+    Args:
+        lm: the model.
+        tensors: of a micro-batch, as `Shard.micro`.
+        row_BL: number of each token's row.
+    """
+    media = {name: _typed(tensors[name]) for name in tensors if name + BOUNDS in tensors}
+    if not media:
+        return {}
+    if not any(len(value) for value in media.values()):
+        return {BLANK: _blank(lm, media)}
+    if hasattr(lm.base_model, "get_rope_index"):
+        media["position_ids"] = _positions(lm, tensors, row_BL)
+    return media
+
+
+def encoder_zero(lm: Any, blank: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """0, with a gradient of 0 for each weight of the encoder."""
+    found = lm.base_model.get_image_features(**blank, return_dict=True).pooler_output
+    features = [found] if isinstance(found, torch.Tensor) else found
+    return sum((one.sum() for one in features), torch.zeros((), device=features[0].device)) * 0.0
+
+
+def _typed(value: torch.Tensor) -> torch.Tensor:
+    return value if value.is_floating_point() else value.long()
+
+
+def _blank(lm: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The least that the encoder takes."""
+    if GRID not in media:
+        return {name: value.new_zeros((1, *value.shape[1:])) for name, value in media.items()}
+    side = lm.config.vision_config.spatial_merge_size
+    grid = torch.tensor([[1, side, side]], device=media[GRID].device)
+    others = {name: value for name, value in media.items() if name != GRID}
+    return {
+        **{name: value.new_zeros((side * side, *value.shape[1:])) for name, value in others.items()},
+        GRID: grid,
+    }
+
+
+def _positions(lm: Any, tensors: Mapping[str, torch.Tensor], row_BL: torch.Tensor) -> torch.Tensor:
+    """[3, B, L], or [4, B, L] with those of the text first where several rows share a line."""
+    several = "segment_ids" in tensors
+    there = tensors["segment_ids" if several else "attention_mask"] > 0
+    place_BL = tensors["position_ids"].long()
+    row, place = row_BL[there], place_BL[there]
+    shape = (len(tensors["seq_lengths"]), int(tensors["seq_lengths"].max()))
+    ids_SW = torch.zeros(shape, dtype=torch.long, device=row.device)
+    mask_SW = torch.zeros_like(ids_SW)
+    ids_SW[row, place] = tensors["input_ids"].long()[there]
+    mask_SW[row, place] = 1
+    found, _ = lm.base_model.get_rope_index(
+        input_ids=ids_SW,
+        mm_token_type_ids=(ids_SW == lm.config.image_token_id).int(),
+        image_grid_thw=tensors[GRID].long(),
+        attention_mask=mask_SW,
+    )
+    out = place_BL.expand(3, *place_BL.shape).clone()
+    out[:, there] = found[:, row, place].to(out.dtype)
+    return torch.cat([place_BL[None], out]) if several else out

@@ -1,0 +1,69 @@
+"""The arrays that a model gets of a row's media: bytes by digest, decoded, and given to the processor.
+
+Always true:
+- the arrays of a row are what the processor itself gives for its images, and depend on nothing but the row and the processor;
+- a processor other than that of the build is refused before it makes a pixel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
+
+from raysvc.chat.row_errors import RowFault
+from raysvc.errors import EntryError, TokenizerError
+from raysvc.media.media_processor import MediaProcessor
+from raysvc.media.medium import media_of
+from raysvc.media.pixels import rgb
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+
+class ProcessorSpec(BaseModel):
+    """Where a process loads the processor from."""
+
+    model_config = ConfigDict(frozen=True)
+    name: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+class RowPixels:
+    """See the module.
+
+    Args:
+        spec: of the processor.
+        recipes: of the entries whose rows come.
+        read: gives the bytes of a digest.
+    """
+
+    def __init__(
+        self, spec: ProcessorSpec, recipes: Sequence[Mapping[str, Any]], read: Callable[[str], bytes]
+    ) -> None:
+        self._read = read
+        self._processor = MediaProcessor.load(spec.name, spec.revision, spec.trust_remote_code)
+        own = self._processor.identity()
+        if any(recipe["media"]["processor"] != own for recipe in recipes if "media" in recipe):
+            what = f"the processor of {spec.name!r} is not the one that the entry was built with"
+            raise TokenizerError("tokenizer", what, "run raysvc tokenize again, on the files that are served")
+
+    def of(self, media: str | None) -> Arrays:
+        """The arrays of a row's images together, {} where it has none.
+
+        Args:
+            media: value of column `media`.
+
+        Raises:
+            EntryError: bytes are missing or damaged.
+        """
+        found = media_of(media)
+        if not found:
+            return {}
+        try:
+            images = [rgb(self._read(one.sha256)) for one in found]
+        except RowFault as error:  # it was whole when it was built
+            raise EntryError(f"medium {found[0].sha256}", str(error), "run raysvc cache verify") from error
+        return self._processor.pixel_arrays(images)
