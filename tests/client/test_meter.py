@@ -122,6 +122,7 @@ def test_shares_and_rates_are_of_the_last_half_minute() -> None:
         report = meter.report()
     assert clock.now_s - 140.0 == 2 * RECENT_S
     assert (report["stall"], report["stall_s"], report["steps_per_s"]) == (0.0, 40.0, pytest.approx(0.5))
+    assert report["tokens_per_s"] == pytest.approx(5.0)
 
 
 def test_half_a_minute_begins_with_the_report_that_is_as_old() -> None:

@@ -199,6 +199,14 @@ def test_a_loop_that_leaves_ends_the_thread_with_fetches_in_flight(taken: int) -
     assert loop.link.sending == 0
 
 
+def test_the_end_of_the_connection_ends_the_thread() -> None:
+    loop = Loop(9, Limit(3))
+    assert loop.ahead.take() is None
+    assert loop.reached(loop.asked, 4)
+    loop.link.closed = True
+    assert loop.ends()
+
+
 def test_a_loop_that_waits_learns_that_its_lease_is_lost() -> None:
     loop = Loop(3, Limit(1))
     assert loop.ahead.take() is None
