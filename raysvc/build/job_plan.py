@@ -96,12 +96,14 @@ def declared_columns(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _model_config(path: Path) -> dict[str, Any] | None:
-    """A `transformers` model config of a decoder; None when there is none, or one of another kind."""
+    """A `transformers` model config of a decoder, or of that of a vision model; None when there is none, or one of another kind."""
     try:
         known = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
     if not isinstance(known, dict):
         return None
+    inner = known.get("text_config")
+    known = inner if isinstance(inner, dict) else known
     sizes = (known.get(name) for name in ("hidden_size", "num_hidden_layers"))
     return known if all(isinstance(size, int) for size in sizes) else None

@@ -194,17 +194,27 @@ def _without_video(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda cls: left)})
 
 
-def _config(name: str, file: str, revision: str | None) -> Mapping[str, Any] | None:
-    path = Path(name) / file
-    if not os.path.isdir(name):
-        from transformers.utils import cached_file
+def config_files(name: str, revision: str | None = None) -> list[Path]:
+    """The files that make the processor of a folder or hub name, beside those of its tokenizer; [] where it has none."""
+    found = (_path_of(name, file, revision) for file in (*CONFIGS, "video_preprocessor_config.json"))
+    return [path for path in found if path is not None and path.is_file()]
 
-        try:
-            path = Path(cached_file(name, file, revision=revision))
-        except OSError:
-            return None
+
+def _config(name: str, file: str, revision: str | None) -> Mapping[str, Any] | None:
+    path = _path_of(name, file, revision)
     try:
-        found = json.loads(path.read_bytes())
+        found = None if path is None else json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _path_of(name: str, file: str, revision: str | None) -> Path | None:
+    if os.path.isdir(name):
+        return Path(name) / file
+    from transformers.utils import cached_file
+
+    try:
+        return Path(cached_file(name, file, revision=revision))
+    except OSError:
+        return None

@@ -2,6 +2,7 @@
 
     <folder>/config.json, generation_config.json, *.safetensors     the model
     <folder>/tokenizer.json, tokenizer_config.json, chat_template.jinja    the tokenizer, with the job's template
+    <folder>/preprocessor_config.json, ...                          the processor of images, where the tokenizer has one beside it
 
 Always true:
 - the folder is there whole or not at all; one that is not empty is never written over by `raysvc export`;
@@ -23,6 +24,7 @@ from raysvc.cache.store.open import absolute
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.errors import ConfigError, TokenizerError
 from raysvc.job.config import JobConfig, TokenizerConfig
+from raysvc.media.media_processor import config_files
 from raysvc.training.run_folder import Checkpoint, RunFolder
 
 log = logging.getLogger(__name__)
@@ -115,7 +117,11 @@ def tokenizer_of(config: TokenizerConfig) -> Callable[[Path], None]:
         only = templates["default"] if set(templates) == {"default"} else templates
         tokenizer.chat_template = only
 
+    processor = config_files(config.name, config.revision)
+
     def save(folder: Path) -> None:
         tokenizer.save_pretrained(folder)
+        for file in processor:
+            shutil.copyfile(file, folder / file.name)
 
     return save

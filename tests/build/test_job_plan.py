@@ -20,8 +20,11 @@ def job(model: Path, **plan: Any) -> JobConfig:
     return JobConfig.model_validate({**sections, "plan": plan})
 
 
-def test_ranks_are_evened_out_by_the_work_of_the_model_that_is_trained(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(DECODER))
+@pytest.mark.parametrize("config", [DECODER, {"text_config": DECODER, "vision_config": {"hidden_size": 9}}])
+def test_ranks_are_evened_out_by_the_work_of_the_model_that_is_trained(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
     derived = CostModel.of_model(DECODER)
     assert plan_config(job(tmp_path)).cost == (derived.linear, derived.quadratic)
     assert derived.linear != CostModel().linear

@@ -75,3 +75,13 @@ def test_a_folder_without_a_processor_says_so(tmp_path: Path) -> None:
     assert not has_processor(str(tmp_path))
     with pytest.raises(TokenizerError, match="processor"):
         MediaProcessor.load(str(tmp_path))
+
+
+def test_an_exported_model_has_the_processor_of_its_tokenizer(family: Path, tmp_path: Path) -> None:
+    from raysvc.job.config import TokenizerConfig
+    from raysvc.training.export import tokenizer_of
+
+    tokenizer_of(TokenizerConfig(name=str(family)))(tmp_path)
+    exported, own = MediaProcessor.load(str(tmp_path)), MediaProcessor.load(str(family))
+    assert exported.identity() == own.identity()
+    assert exported.replacement(200, 90) == own.replacement(200, 90)
