@@ -24,8 +24,9 @@ from raysvc.cache.manifest import Receipt
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.job.config import PoolConfig
+from raysvc.media.media_processor import MediaProcessor
 from raysvc.pipelines.sources.slices import Slice
-from raysvc.pipelines.tokenize import BuildTask, build_slice
+from raysvc.pipelines.tokenize import BuildTask, build_slice, desk_of
 
 CLUSTER_S = 6.0  # measured on two cores: Ray's start, and a worker that has imported and loaded its tokenizer
 BYTES_PER_S = 10e6  # of JSON lines on one core, with a tokenizer of 150,000 entries
@@ -45,13 +46,27 @@ def fits_one_process(num_bytes: float, num_slices: int, pool: PoolConfig, cores:
     return pool.min == 1 and alone_s < CLUSTER_S + alone_s / max(workers, 1)
 
 
-def local_receipts(task: BuildTask, slices: Sequence[Slice], tokenizer: LoadedTokenizer) -> Iterator[Receipt]:
+def local_receipts(
+    task: BuildTask,
+    slices: Sequence[Slice],
+    tokenizer: LoadedTokenizer,
+    processor: MediaProcessor | None = None,
+) -> Iterator[Receipt]:
     """Receipts of the slices, in their order.
+
+    Args:
+        task: what is built.
+        slices: that are left.
+        tokenizer: of the task, loaded.
+        processor: of its images, where rows may have some.
 
     Raises:
         RaysvcError: what a slice raises, as it raises it.
     """
-    worker = SliceTokenizer(task.spec, tokenizer=tokenizer)
+    desk = None
+    if processor is not None:
+        desk = desk_of(task.spec, task.writer.store, task.storage_options, processor)
+    worker = SliceTokenizer(task.spec, tokenizer=tokenizer, desk=desk)
     for piece in slices:
         yield build_slice(task, worker, piece)
 

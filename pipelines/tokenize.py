@@ -20,11 +20,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from raysvc.cache.manifest import Receipt
+from raysvc.cache.store.store import Store
 from raysvc.cache.writer import EntryWriter
 from raysvc.chat.first_rows import FirstRows
 from raysvc.chat.row_counts import Quarantined, RowCounts
 from raysvc.chat.slice_tokenizer import SliceResult, SliceTokenizer
 from raysvc.job.config import PoolConfig, TextSpec
+from raysvc.media.media_desk import MediaDesk
+from raysvc.media.media_processor import MediaProcessor
+from raysvc.pipelines.reading.media_files import folder_of, read_media_file
 from raysvc.pipelines.reading.readers import has_long_line, read_lines, read_rows
 from raysvc.pipelines.slice_graph import WorkerPool, answers, receipts_from, slice_graph
 from raysvc.pipelines.sources.slices import Slice
@@ -63,7 +67,9 @@ class SliceWorker:
 
     @cached_property
     def _tokenizer(self) -> SliceTokenizer:
-        return SliceTokenizer(self._task.spec)
+        spec = self._task.spec
+        desk = desk_of(spec, self._task.writer.store, self._task.storage_options) if spec.media else None
+        return SliceTokenizer(spec, desk=desk)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         return answers(
@@ -79,6 +85,30 @@ def build_slice(task: BuildTask, tokenizer: SliceTokenizer, piece: Slice) -> Rec
     result = tokenize_slice(tokenizer, piece, task.storage_options, first_rows)
     meta = part_meta(piece, result, worker_of(began_s))
     return task.writer.write_part(piece.index, result.table, meta)
+
+
+def desk_of(
+    spec: TextSpec,
+    store: Store | None,
+    storage_options: dict[str, Any],
+    processor: MediaProcessor | None = None,
+) -> MediaDesk:
+    """What takes the images of a source.
+
+    Args:
+        spec: names the processor.
+        store: where their bytes are kept; None: nowhere.
+        storage_options: to read them with.
+        processor: where it is loaded already.
+
+    Raises:
+        TokenizerError: there is no processor of images.
+    """
+    name = spec.tokenizer
+    loaded = processor or MediaProcessor.load(name.name, name.revision, name.trust_remote_code)
+    return MediaDesk(
+        loaded, store, lambda path, folder, most: read_media_file(path, folder, most, storage_options)
+    )
 
 
 def worker_of(began_s: float) -> dict[str, Any]:
@@ -98,6 +128,8 @@ def tokenize_slice(
     first_rows: FirstRows | None = None,
 ) -> SliceResult:
     """Read and tokenize one slice."""
+    if tokenizer.desk is not None:
+        tokenizer.desk.folder_of = lambda source_row: folder_of(piece.path_of(source_row))
     if piece.is_lines and not has_long_line(piece):
         return tokenizer.run_json_lines(read_lines(piece, storage_options), piece.first_row, first_rows)
     return tokenizer.run(read_rows(piece, storage_options), first_rows)
@@ -114,6 +146,7 @@ def part_meta(piece: Slice, result: SliceResult, worker: dict[str, Any]) -> dict
         "sampled": result.sampled,
         "left_out": list(result.left_out),
         "text_widths": dict(result.text_widths),
+        **({"media": list(result.media)} if result.media else {}),
         "worker": worker,
     }
 

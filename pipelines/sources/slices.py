@@ -12,8 +12,10 @@ Always true:
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any
 
 from raysvc.cache.key import canonical_json
@@ -84,6 +86,12 @@ class Slice:
     def is_lines(self) -> bool:
         """Whether its rows are lines of JSON."""
         return self.pieces[0].kind == "lines"
+
+    def path_of(self, source_row: int) -> str:
+        """Of the file that a row lies in."""
+        behind = accumulate((piece.num_rows for piece in self.pieces), initial=self.first_row)
+        starts = list(behind)[:-1]
+        return self.pieces[max(bisect_right(starts, source_row) - 1, 0)].path
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON, for task arguments."""

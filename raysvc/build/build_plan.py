@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raysvc.build.kept_tokenizer import remember
+from raysvc.build.media_job import MEDIA_VERSION, processor_of, with_template
 from raysvc.cache.key import cache_key
 from raysvc.cache.store.store import Store
 from raysvc.chat.carry import Carrier, resolved
@@ -20,6 +21,8 @@ from raysvc.chat.source.messages import NORMAL_FORM
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.errors import SourceError
 from raysvc.job.config import Format, JobConfig, TextSpec
+from raysvc.media.media_processor import MediaProcessor
+from raysvc.media.pixels import MAX_PIXELS
 from raysvc.pipelines.sources.scan_memo import Memo
 
 if TYPE_CHECKING:
@@ -34,6 +37,7 @@ class BuildPlan:
         spec: with the format resolved.
         recipe: what decides the bytes; `key` is its hash.
         seen: what format the rows were found to have.
+        processor: of the images of rows; None where rows have none.
     """
 
     source: Source
@@ -42,6 +46,7 @@ class BuildPlan:
     recipe: dict[str, Any]
     key: str
     seen: str
+    processor: MediaProcessor | None = None
 
 
 def plan_build(job: JobConfig, store: Store) -> BuildPlan:
@@ -61,12 +66,16 @@ def plan_build(job: JobConfig, store: Store) -> BuildPlan:
     slice_bytes = None if job.workers.slice_mb is None else int(job.workers.slice_mb * 1e6)
     source = look_at(job.source, slice_bytes, memo)
     row = _first_row(job, source)
-    form = resolve_format(job.text, row)
+    processor = processor_of(job, row)
+    if processor is not None:
+        job = with_template(job, processor)
+    text = job.text.model_copy(update={"media": processor is not None})
+    form = resolve_format(text, row)
     found = seen(form, row)
     kind = form.name
     carry = resolved(job.source.carry, row)
     Carrier(carry, kind)  # refuse before anything starts
-    spec = job.text.model_copy(update={"format": kind, "columns": dict(form.columns), "carry": carry})
+    spec = text.model_copy(update={"format": kind, "columns": dict(form.columns), "carry": carry})
     tokenizer = LoadedTokenizer(job.tokenizer)
     if kind in ("chat", "alpaca", "question_answer", "prompt"):
         tokenizer.template_name(has_tools=False)  # refuse before anything starts
@@ -85,7 +94,13 @@ def plan_build(job: JobConfig, store: Store) -> BuildPlan:
     }
     if carry:
         recipe["carry"] = {name: column.model_dump(mode="json") for name, column in carry.items()}
-    return BuildPlan(source, spec, tokenizer, recipe, cache_key(recipe), found)
+    if processor is not None:
+        recipe["media"] = {
+            "version": MEDIA_VERSION,
+            "max_pixels": MAX_PIXELS,
+            "processor": processor.identity(),
+        }
+    return BuildPlan(source, spec, tokenizer, recipe, cache_key(recipe), found, processor)
 
 
 def _normal_form(spec: TextSpec, tokenizer: LoadedTokenizer) -> dict[str, Any] | None:

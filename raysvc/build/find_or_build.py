@@ -36,6 +36,8 @@ from raysvc.chat.row_counts import reasoning_note
 from raysvc.chat.tokens.tokenizer import anchored
 from raysvc.errors import EntryError, StoreError
 from raysvc.job.config import JobConfig
+from raysvc.media.media_gc import wait_for_removal
+from raysvc.media.media_index import write_digests
 from raysvc.metrics import record
 from raysvc.progress import Progress, Tick
 
@@ -83,6 +85,8 @@ def _build(
         raise StoreError(store.url, what, "use a folder or a bucket as cache.root")
     generation, hold = held_generation(store, plan.key, generation_of)
     with hold:
+        if plan.processor is not None:
+            wait_for_removal(store)
         writer = EntryWriter(store, plan.key, generation)
         making = _Making(job, plan, writer, progress)
         if making.small:
@@ -143,6 +147,9 @@ class _Making:
                 meter.add(receipt)
         receipts = [done[piece.index] for piece in source.slices]
         report = make_report(job, self.plan, self.writer, receipts, time.perf_counter() - begin)
+        if self.plan.processor is not None:
+            digests = (digest for one in receipts for digest in one.meta.get("media", ()))
+            report["media"] = write_digests(self.writer.store, self.writer.folder, digests)
         source.check_unchanged()
         self.writer.commit(receipts, self.plan.recipe, report, self.plan.tokenizer.content())
         meter.finish()
@@ -160,7 +167,7 @@ class _Making:
             from raysvc.pipelines.local_build import local_receipts
 
             meter.waiting("loading the tokenizer")
-            return local_receipts(task, left, self.plan.tokenizer)
+            return local_receipts(task, left, self.plan.tokenizer, self.plan.processor)
         from raysvc.cluster import connect
         from raysvc.pipelines.shared_build import Work, shared_receipts
         from raysvc.pipelines.tokenize import receipts_of

@@ -7,6 +7,7 @@
    mark has that long to finish. With a grace period of 0 it is removed in the same visit.
 5. List again what is due. Whoever used it meanwhile left a marker: then it stays.
 6. Delete: the manifest first, the mark last.
+7. Remove media that no entry or build refers to (`raysvc.media.media_gc`).
 
 A look (`dry_run`) only lists. It writes nothing, so it works on a full disk and on a root that is read-only.
 
@@ -29,6 +30,7 @@ from raysvc.cache.manifest import Manifest
 from raysvc.cache.store.store import Found, Store
 from raysvc.cache.use_marker import USE_TTL_S, store_now
 from raysvc.errors import EntryError, StoreError
+from raysvc.media import media_gc, media_index, media_store
 
 GRACE_S = 86400.0
 SCANS_KEPT_S = 90 * 86400.0
@@ -140,6 +142,7 @@ def collect_garbage(
         *visit.leftovers(),
         *(removal for one in due if (removal := visit.remove(one)) is not None),
         *visit.mark([one for one in free if one not in due], older_than_s, max_bytes),
+        *visit.media(),
     ]
     if visit.records and not dry_run:
         store.delete(names.INDEX)  # the folder, where it is empty
@@ -223,6 +226,40 @@ class _Visit:
             self.store.delete(f"{folder.name}/{names.DELETING}")
         return False
 
+    def media(self) -> list[Removal]:
+        """Media that nobody refers to."""
+        if not media_gc.has_media(self.root):
+            return []
+        if self.dry_run:
+            return self._media_of(self.folders, remove=False)
+        if not media_gc.begin_removal(self.store, self.now_s):
+            return []
+        try:
+            listed = (
+                self._look(one) for one in self.store.scan() if one.is_folder and names.split_folder(one.name)
+            )
+            return self._media_of([one for one in listed if one is not None], remove=True)
+        finally:
+            media_gc.end_removal(self.store)
+
+    def _media_of(self, folders: Sequence[_Folder], remove: bool) -> list[Removal]:
+        builds = [one.name for one in folders if one.is_held and names.MANIFEST not in one.there]
+        if builds:
+            reason = f"{builds[0]} is being built, and may refer to any"
+            return [Removal(media_store.FOLDER, "skipped", reason, 0)]
+        there = {one.name: one.found for one in folders}
+        found = None if self.skipped else media_gc.unneeded_media(self.store, there, self.now_s, self.grace_s)
+        if found is None:
+            return [
+                Removal(media_store.FOLDER, "skipped", "an entry cannot be read, and may refer to any", 0)
+            ]
+        if remove:
+            media_gc.remove(self.store, found)
+        total, files = sum(item.size for _, item in found), tuple(item.name for _, item in found)
+        return (
+            [Removal(media_store.FOLDER, "removed", "no entry refers to them", total, files)] if found else []
+        )
+
     def leftovers(self) -> list[Removal]:
         """Files that nothing needs, in the root and in finished entries."""
         found = [*self._of_root(), *self._old_scans(), *self._lost_records()]
@@ -252,7 +289,7 @@ class _Visit:
             index.note(self.store, folder.name, manifest.recipe)
         needed = {part.name for part in manifest.parts} | {item.name for item in folder.signs[-1:]}
         needed |= {names.MANIFEST, names.STATE, names.DATASET_INFO, names.TOKENIZER}
-        needed |= {names.DAMAGED, names.DELETING}
+        needed |= {names.DAMAGED, names.DELETING, media_index.name_in(manifest.report) or ""}
         needed |= {names.shared_with(one) for one in folder.sharers if self._is_there(one)}
         old = [i for i in folder.found if i.name not in needed and self._is_leftover(i)]
         if folder.is_held:

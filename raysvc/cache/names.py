@@ -5,6 +5,7 @@
         part-<slice>-<uid>.arrow       receipt-<slice>-<uid>.json
         manifest.json   state.json   dataset_info.json
         tokenizer.json  use-<uid>.json  used-<uid>.json  deleting.json  damaged.json
+        media-<uid>.bin                digests of its media, see `raysvc.media.media_index`
         shared-<folder>.json           the entry in that folder adds columns to this one's rows
     <root>/.media/<2 digits>/<sha256>      encoded media of rows, see `raysvc.media.media_store`
     <root>/.index/          one empty file per finished entry, see `raysvc.cache.index`

@@ -19,6 +19,8 @@ from raysvc.cache.local.checksum import checksum_of
 from raysvc.cache.manifest import Manifest, PartInfo
 from raysvc.cache.store.store import Found, Store
 from raysvc.errors import EntryError, EntryTooNew
+from raysvc.media.media_index import name_in, read_digests
+from raysvc.media.media_store import FOLDER, medium_path, read_medium
 
 THREADS = 4
 
@@ -28,7 +30,7 @@ class Problem:
     """One thing that is wrong with an entry.
 
     Attributes:
-        name: file in the entry's folder; of a file of its base `<folder>/<file>`.
+        name: file in the entry's folder; of a file of its base `<folder>/<file>`; of a medium its path in the root.
         kind: `missing`, `size` (truncated or longer) or `content` (a flipped byte).
         detail: one clause.
     """
@@ -67,7 +69,26 @@ def verify_folder(store: Store, folder: str) -> list[Problem]:
     with ThreadPoolExecutor(THREADS) as pool:
         parts = list(pool.map(lambda part: _check(store, folder, part, found.get(part.name)), manifest.parts))
     own = [one for one in [*parts, *_small_files(store, folder, manifest, found)] if one is not None]
-    return [*own, *(_of_base(store, manifest.base) if manifest.base else ())]
+    media = _media(store, folder, manifest) if "media" in manifest.report else []
+    return [*own, *media, *(_of_base(store, manifest.base) if manifest.base else ())]
+
+
+def _media(store: Store, folder: str, manifest: Manifest) -> list[Problem]:
+    """Media that the entry refers to, and that are not there or not themselves."""
+    try:
+        digests = read_digests(store, folder, manifest.report)
+    except EntryError as error:
+        return [Problem(name_in(manifest.report) or names.MANIFEST, "missing", error.what)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        return [one for one in pool.map(lambda digest: _medium(store, digest), digests) if one is not None]
+
+
+def _medium(store: Store, sha256: str) -> Problem | None:
+    try:
+        read_medium(store, sha256)
+    except EntryError as error:
+        return Problem(medium_path(sha256), "missing" if "missing" in error.what else "content", error.what)
+    return None
 
 
 def _of_base(store: Store, base: str) -> list[Problem]:
@@ -98,9 +119,15 @@ def repair(store: Store, folder: str, problems: Sequence[Problem]) -> None:
 
 
 def mark_damaged(store: Store, folder: str, problems: Sequence[Problem]) -> None:
-    """Take an entry out of service, and its base where that has the problem: the next build replaces them."""
+    """Take an entry out of service, and its base where that has the problem: the next build replaces them.
+
+    A medium that is not its digest any more is removed: nobody can read it, and a build that needs it writes it again.
+    """
     report = json.dumps([asdict(problem) for problem in problems], indent=2)
-    bases = {one.name.rpartition("/")[0] for one in problems if "/" in one.name}
+    media = {one.name for one in problems if one.name.startswith(f"{FOLDER}/")}
+    for name in sorted(media):
+        store.delete(name)
+    bases = {one.name.rpartition("/")[0] for one in problems if "/" in one.name and one.name not in media}
     for each in sorted({folder, *bases}):
         if store.list(each):
             store.create(f"{each}/{names.DAMAGED}", report.encode())

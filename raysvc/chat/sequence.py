@@ -8,6 +8,7 @@ Always true:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from raysvc.chat.source.formats import Example, TokensExample
 
@@ -15,6 +16,25 @@ FREE = 0  # text under loss that is no turn: any token may be in it
 OPEN_TURN = 1  # a turn that the template does not end with a token
 CLOSED_TURN = 2  # a turn that ends with its end-of-turn token
 Span = tuple[int, int, int]
+
+
+class ImagePlace(NamedTuple):
+    """An image that a text stands for; its tokens are those of the image token, in the order of the images.
+
+    Attributes:
+        sha256: of its bytes.
+        width, height: upright.
+        tokens: image tokens of it in the text.
+        patches: encoder work.
+        num_bytes: encoded.
+    """
+
+    sha256: str
+    width: int
+    height: int
+    tokens: int
+    patches: int
+    num_bytes: int
 
 
 @dataclass(slots=True)
@@ -30,6 +50,7 @@ class Sequence:
         tokens: ids and mask that came as tokens, instead of a text.
         openings: beginnings of added tokens and tags that the text holds when its spans are right; None when they are
             right whatever it holds.
+        images: that the text stands for.
     """
 
     text: str
@@ -39,3 +60,4 @@ class Sequence:
     example: Example | None = None
     tokens: TokensExample | None = None
     openings: int | None = None
+    images: tuple[ImagePlace, ...] = ()

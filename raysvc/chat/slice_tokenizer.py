@@ -27,6 +27,14 @@ import pyarrow as pa
 from raysvc.chat.arrow import PAIR_COLUMN, table_of
 from raysvc.chat.carry import Carrier, resolved, text_widths
 from raysvc.chat.first_rows import FirstRows
+from raysvc.chat.image_rows import (
+    FIELDS,
+    Media,
+    media_arrays,
+    place_images,
+    sampled_places,
+    true_ids,
+)
 from raysvc.chat.render.renderer import Renderer
 from raysvc.chat.render.turn_check import reasoning_of, removed_reasoning
 from raysvc.chat.row_counter import RowCounter
@@ -49,6 +57,8 @@ from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.chat.truncate import fewer_turns
 from raysvc.job.carried import CarriedColumn
 from raysvc.job.config import TextSpec
+from raysvc.media.media_desk import MediaDesk
+from raysvc.media.medium import COLUMN
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +79,7 @@ class SliceResult:
         sampled: rows that were compared with `apply_chat_template` or the reference encoder.
         left_out: columns of its rows that are neither used nor carried.
         text_widths: carried column of text -> characters of its longest value.
+        media: digests of the media of its rows, sorted.
     """
 
     table: pa.Table
@@ -79,6 +90,7 @@ class SliceResult:
     sampled: int = 0
     left_out: tuple[str, ...] = ()
     text_widths: Mapping[str, int] = field(default_factory=dict)
+    media: tuple[str, ...] = ()
 
 
 class SliceTokenizer:
@@ -88,16 +100,23 @@ class SliceTokenizer:
         spec: what decides tokens and mask.
         dataset_label: names the source in messages about rows.
         tokenizer: that of the spec, where it is loaded already.
+        desk: takes the images of rows, where the spec says that there may be some.
 
     Raises:
         TokenizerError: no tokenizer, no template, or a broken one.
     """
 
     def __init__(
-        self, spec: TextSpec, dataset_label: str = "", tokenizer: LoadedTokenizer | None = None
+        self,
+        spec: TextSpec,
+        dataset_label: str = "",
+        tokenizer: LoadedTokenizer | None = None,
+        desk: MediaDesk | None = None,
     ) -> None:
+        assert spec.media == (desk is not None)
         self.spec = spec
         self.tokenizer = tokenizer or LoadedTokenizer(spec.tokenizer)
+        self.desk = desk
         self._label = dataset_label
         self._reference = ReferenceEncoder(self.tokenizer)
         self._encoder, self._switched = choose_encoder(self.tokenizer, self._reference)
@@ -106,6 +125,7 @@ class SliceTokenizer:
         self._format: Format | None = None
         self._carrier: Carrier | None = None
         self._names: set[str] = set()  # columns of the slice's rows
+        self._digests: set[str] = set()  # of the slice's media
 
     @property
     def encoder_name(self) -> str:
@@ -145,6 +165,7 @@ class SliceTokenizer:
             while True:
                 counter = RowCounter(self._label, first_rows)
                 self._names.clear()
+                self._digests.clear()
                 try:
                     return self._result(list(make(counter)), counter)
                 except EncoderDiffers as differs:
@@ -160,7 +181,7 @@ class SliceTokenizer:
                 logger.warning("dataset=%s switched to the reference: %s", self._label, self._switched)
 
     def _new_renderer(self, fast: bool) -> Renderer:
-        return Renderer(self.tokenizer, fast)
+        return Renderer(self.tokenizer, fast, self.desk)
 
     def _made_of_lines(self, data: bytes, first_row: int, counter: RowCounter) -> Iterator[tuple[Kept, int]]:
         for block, number in json_blocks(data, first_row):
@@ -216,6 +237,8 @@ class SliceTokenizer:
             try:
                 if len(prepared) == 1:
                     raise RowDropped("no other row whose completion could be its mismatched one")
+                if self.desk is not None:
+                    self.desk.go_to(row.source_row)
                 wrong = {**row.data, completion: other[completion]}
                 yield row, [*own, *self._renderer.sequences(wrong, form)]
             except (RowFault, RowDropped) as why:
@@ -231,11 +254,14 @@ class SliceTokenizer:
             compared = compare(
                 sample_places(batch, int(numbers[0])),
                 tokens,
-                lambda place: raw_example(origins[place], form, flat[place].example),
+                lambda place: (
+                    None if flat[place].images else raw_example(origins[place], form, flat[place].example)
+                ),
                 lambda place: (flat[place].prefix, flat[place].text, flat[place].suffix),
                 self.tokenizer,
                 self._reference,
             )
+            compared += self._compare_images(flat, tokens, int(numbers[0]))
         lengths = np.diff(tokens.offsets)
         if self.spec.truncation == "keep_end_turns" and lengths.max() > (
             self.spec.max_length or lengths.max()
@@ -243,13 +269,36 @@ class SliceTokenizer:
             shorter = [self._shortened(flat[n], int(lengths[n])) for n in range(len(flat))]
             if any(a is not b for a, b in zip(shorter, flat, strict=True)):
                 flat, tokens = shorter, self._encode(shorter, _batch(shorter))
+        media = self._media(flat, tokens)
         kept = keep(tokens, numbers, self.spec, counter)
         kept = _with_cut_turns(kept, numbers, lengths, np.diff(tokens.offsets), counter)
         _note_changes(flat, numbers, kept, counter)
         _note_reasoning(flat, numbers, kept, counter)
         if self._carrier is not None:
             kept = replace(kept, carried=self._carrier.arrays(kept))
+        if media is not None:
+            written = np.flatnonzero(np.isin(numbers, kept.source_rows)).tolist()
+            left = [media[place] for place in written]
+            self._digests.update(one.sha256 for each in left for one in each)
+            kept = replace(kept, carried={**kept.carried, **media_arrays(left)})
         return kept, compared
+
+    def _media(self, flat: list[Sequence], tokens: TokenRows) -> Media | None:
+        if self.desk is None:
+            return None
+        cut_at = self.spec.max_length if self.spec.truncation == "keep_start" else None
+        return place_images(flat, tokens, self.desk.processor.image_token_id, cut_at)
+
+    def _compare_images(self, flat: list[Sequence], tokens: TokenRows, seed: int) -> int:
+        """Hold some rows with images against the processor itself; how many."""
+        if self.desk is None:
+            return 0
+        places = sampled_places(flat, seed)
+        for place in places:
+            ids = tokens.ids[tokens.offsets[place] : tokens.offsets[place + 1]].tolist()
+            if ids != true_ids(flat[place], self.tokenizer, self.desk):
+                raise RenderDiffers(f"{flat[place].text[:80]!r}, a row with images")
+        return len(places)
 
     def _shortened(self, sequence: Sequence, length: int) -> Sequence:
         """`keep_end_turns`: the render of as many whole last turns as fit, the sequence itself when none does."""
@@ -279,6 +328,8 @@ class SliceTokenizer:
             self._format = self._resolved(row.data)
             self._carrier = self._new_carrier(self._format, row.data)
         self._names.update(row.data)
+        if self.desk is not None:
+            self.desk.go_to(row.source_row)
         if row.odd:
             self._format.check_values(row.data)
         made = self._renderer.known(row.data, self._format) if known else None
@@ -324,7 +375,8 @@ class SliceTokenizer:
         form, carrier = self._format, self._carrier
         pair = PAIR_COLUMN.get(form.name) if form is not None else None
         compared = sum(count for _, count in made)
-        table = table_of(kept, pair, carrier.schema if carrier is not None else ())
+        fields = [*(carrier.schema if carrier is not None else ()), *(FIELDS if self.desk else ())]
+        table = table_of(kept, pair, fields)
         return SliceResult(
             table,
             row_counts,
@@ -333,7 +385,8 @@ class SliceTokenizer:
             self._switched,
             compared,
             tuple(sorted(self._names - form.known_columns)) if form is not None else (),
-            text_widths(table),
+            {name: width for name, width in text_widths(table).items() if name != COLUMN},
+            tuple(sorted(self._digests)),
         )
 
 

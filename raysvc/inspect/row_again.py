@@ -30,12 +30,18 @@ def tokenized_again(job: JobConfig, source_row: int) -> SliceResult:
     from raysvc.build.build_plan import plan_build
     from raysvc.cache.store.open import open_store
     from raysvc.chat.slice_tokenizer import SliceTokenizer
+    from raysvc.pipelines.reading.media_files import folder_of
     from raysvc.pipelines.reading.readers import read_rows
+    from raysvc.pipelines.tokenize import desk_of
 
     plan = plan_build(job, open_store(cache_root(job), job.cache.storage_options, job.cache.unsafe_store))
     for piece in plan.source.slices:
         if piece.first_row <= source_row < piece.first_row + piece.num_rows:
             rows = read_rows(piece, job.source.storage_options)
             wanted = islice((row for row in rows if row.source_row == source_row), 1)
-            return SliceTokenizer(plan.spec, tokenizer=plan.tokenizer).run(wanted)
+            desk = None
+            if plan.processor is not None:
+                desk = desk_of(plan.spec, None, job.source.storage_options, plan.processor)
+                desk.folder_of = lambda number: folder_of(piece.path_of(number))  # noqa: B023  run at once
+            return SliceTokenizer(plan.spec, tokenizer=plan.tokenizer, desk=desk).run(wanted)
     raise SourceError("source", f"there is no row {source_row}", "look whether its files were changed")

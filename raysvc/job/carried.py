@@ -57,6 +57,9 @@ RESERVED = frozenset(
         "cu_seqlens_offsets",
         "loss_weights",
         "group_weights",
+        "media",
+        "media_tokens",
+        "media_patches",
     ]
 )
 

@@ -86,6 +86,9 @@ class SourceConfig(Model):
         default_factory=dict,
         description="Columns that travel with their row to the worker: [domain, id], or name -> what it holds.",
     )
+    media: bool | None = Field(
+        default=None, description="Whether rows may have images; None: as the first row shows."
+    )
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False, description="Passed to fsspec.")
 
     @field_validator("path", mode="before")
@@ -505,6 +508,7 @@ class JobConfig(Model):
             roles=self.source.roles,
             ignore=self.source.ignore,
             carry=self.source.carry,
+            media=bool(self.source.media),
             tokenizer=self.tokenizer,
             train_on=self.train_on,
             max_length=self.max_length,
@@ -523,9 +527,9 @@ class JobConfig(Model):
         plan = ("batch_size", "mini_batch_size", "order", "seed", "shuffle", "tail")
         trainer = ("model", "learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "loss", "seed")
         decides = {
-            "source": self.source.model_dump(mode="json", exclude={"storage_options"}),
+            "source": self.source.model_dump(mode="json", exclude={"storage_options", "media"}),
             "mixture": self.mixture.model_dump(mode="json") if self.mixture else None,
-            "text": self.text.model_dump(mode="json"),
+            "text": self.text.model_dump(mode="json", exclude={"media"}),
             "plan": self.plan.model_dump(mode="json", include=set(plan)),
             "trainer": self.trainer.model_dump(mode="json", include=set(trainer)),
         }
@@ -540,6 +544,7 @@ class TextSpec(Model):
     roles: dict[str, str] = Field(default_factory=dict)
     ignore: tuple[str, ...] = ()
     carry: dict[str, CarriedColumn] = Field(default_factory=dict)
+    media: bool = False
     tokenizer: TokenizerConfig
     train_on: TrainOn = "all_assistant_messages"
     max_length: PositiveInt | None = None

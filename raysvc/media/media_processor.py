@@ -50,9 +50,9 @@ class Replacement(NamedTuple):
     patches: int
 
 
-def has_processor(name: str) -> bool:
-    """Whether a tokenizer's folder, or what the hub's cache holds of its name, has a processor of images."""
-    return any(_config(name, each, None) is not None for each in CONFIGS)
+def has_processor(name: str, revision: str | None = None) -> bool:
+    """Whether a tokenizer's folder or hub name has a processor."""
+    return any(_config(name, each, revision) is not None for each in CONFIGS)
 
 
 class MediaProcessor:
@@ -121,7 +121,9 @@ class MediaProcessor:
 
     def expanded(self, text: str, images: Sequence[Image]) -> list[int]:
         """Ids of a rendered text with its images, by the processor alone: what everything else is compared with."""
-        made = self.hf(text=[text], images=list(images) or None, add_special_tokens=False)
+        bos = self.hf.tokenizer.bos_token
+        has_bos = bos is not None and text.startswith(bos)  # as `apply_chat_template` of a processor does it
+        made = self.hf(text=[text], images=list(images) or None, add_special_tokens=not has_bos)
         return [int(token) for token in made["input_ids"][0]]
 
     def _replacement(self, width: int, height: int) -> Replacement:

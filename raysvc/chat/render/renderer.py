@@ -9,6 +9,9 @@ the end: appended, unless the text or the tokenizer put it there. What the token
 
 A solution in steps is its prompt (text, or messages with the generation prompt) and each step with a line end behind it; what is
 trained is the last token of each step.
+
+Where rows may have images, a conversation is what the processor makes of it: with the tokens that the tokenizer puts before a
+text, unless the template wrote them.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ from itertools import chain
 from typing import Any
 
 from raysvc.chat.render.plain_rows import PlainRows
+from raysvc.chat.render.rendered import Render
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.render.turn_check import is_empty
 from raysvc.chat.render.turn_memory import TurnMemory
 from raysvc.chat.render.turn_spans import ALL_EMPTY, TurnFinder
+from raysvc.chat.render.with_images import check_images, plain_example, with_images
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.sequence import CLOSED_TURN, FREE, OPEN_TURN, Sequence
 from raysvc.chat.source.formats import (
@@ -33,10 +38,12 @@ from raysvc.chat.source.formats import (
     TextExample,
     TokensExample,
 )
+from raysvc.chat.source.media_parts import PLACEHOLDER
 from raysvc.chat.source.stepwise import STEP_END
 from raysvc.chat.text_batch import Batch
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.job.config import PAIRED
+from raysvc.media.media_desk import MediaDesk
 
 
 class Renderer:
@@ -45,14 +52,17 @@ class Renderer:
     Args:
         tokenizer: loaded.
         fast: render by what earlier rows showed; false runs the template for every row.
+        desk: takes the images of rows; None where rows have none.
 
     Raises:
         TokenizerError: the template does not compile.
     """
 
-    def __init__(self, tokenizer: LoadedTokenizer, fast: bool = True) -> None:
+    def __init__(self, tokenizer: LoadedTokenizer, fast: bool = True, desk: MediaDesk | None = None) -> None:
         self._tokenizer = tokenizer
         self.fast = fast
+        self._desk = desk
+        self._real: Renderer | None = None  # renders the rows with images
         self._templates: dict[str, tuple[ChatTemplate, TurnFinder, TurnMemory]] = {}
         self._plain: tuple[Format, PlainRows | None] | None = None
         self._around, self._eos = _added_around(tokenizer.hf)
@@ -73,7 +83,12 @@ class Renderer:
     def known(self, row: Mapping[str, Any], form: Format) -> Sequence | None:
         """The sequence of a row that is built like an earlier one, None for any other; `doubtful` may doubt it."""
         plain = self._plain_rows(form)
-        return plain.sequence(row) if plain else None
+        if self._desk is None:
+            return plain.sequence(row) if plain else None
+        made = plain.sequence(row) if plain and not form.media_of(row) else None
+        if made is None or PLACEHOLDER in made.text or self._desk.processor.image_token in made.text:
+            return None
+        return replace(made, prefix=self._before(made.text))
 
     def doubtful(self, sequences: list[Sequence], batch: Batch) -> list[int]:
         """Places of known sequences that have to be made by `sequences`."""
@@ -118,25 +133,55 @@ class Renderer:
             rows = None
             if self.fast and form.name == "chat" and form.train_on != "each_assistant_turn":
                 template, finder, _ = self._template(False)
-                rows = PlainRows(template, finder, form)
+                rows = PlainRows(template, finder, form) if template.fast or self._desk is None else None
             self._plain = (form, rows)
         return self._plain[1]
 
     def _chat(self, example: ChatExample) -> Sequence:
+        if self._desk is None:
+            return self._text_chat(example)
+        check_images(example, self._desk.processor.image_token)
+        if example.media:
+            return self._with_images(example, self._desk)
+        made = self._text_chat(example)
+        made.prefix = self._before(made.text)
+        return made
+
+    def _with_images(self, example: ChatExample, desk: MediaDesk) -> Sequence:
+        if self._real is None:
+            self._real = Renderer(self._tokenizer, False, desk)
+        if not self._tokenizer.fit(example.tools is not None).parts:
+            raise RowFault("the chat template shows no content parts", "so it shows no images")
+        plain = plain_example(example)
+        made, render = self._real._rendered(plain)
+        made = with_images(made, render, example, desk)
+        made.prefix = self._before(made.text)
+        return made
+
+    def _before(self, text: str) -> tuple[int, ...]:
+        """Ids that the tokenizer puts before a text which does not begin with its first token."""
+        bos = str(self._tokenizer.hf.special_tokens_map.get("bos_token") or "")
+        return () if bos and text.startswith(bos) else self._around[0]
+
+    def _text_chat(self, example: ChatExample) -> Sequence:
+        return self._rendered(example)[0]
+
+    def _rendered(self, example: ChatExample) -> tuple[Sequence, Render]:
+        """The sequence of a conversation whose images have no place yet, and its render."""
         has_tools = example.tools is not None
         template, finder, memory = self._template(has_tools)
         if example.has_parts or example.has_calls:
             example = self._tokenizer.fit(has_tools).fitted(example)
         if example.prompt:
             prompt = template.render(example.messages, example.tools, prompt=True)
-            return Sequence(prompt.text, [], example=example)
+            return Sequence(prompt.text, [], example=example), prompt
         render = template.render(example.messages, example.tools)
         if example.all_tokens:
             text = render.text
-            return Sequence(text, [(0, len(text), FREE)], example=example)
+            return Sequence(text, [(0, len(text), FREE)], example=example), render
         found = (memory if self.fast else finder).spans(render, example)
         spans = [(s.start, s.end, CLOSED_TURN if s.closed else OPEN_TURN) for s in found]
-        return Sequence(render.text, spans, example=example)
+        return Sequence(render.text, spans, example=example), render
 
     def _text(self, example: TextExample) -> Sequence:
         text = example.context + example.trained
@@ -182,6 +227,7 @@ class Renderer:
                 self._tokenizer.template_variables,
                 self.fast,
                 self._tokenizer.now,
+                self._desk is not None and self._tokenizer.fit(has_tools).only_parts,
             )
             added = [token.content for token in hf.added_tokens_decoder.values()]
             finder = TurnFinder(

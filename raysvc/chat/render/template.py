@@ -17,6 +17,7 @@ from typing import Any
 from raysvc.chat.render.real_render import RealRender
 from raysvc.chat.render.rendered import NOBODY, Render
 from raysvc.chat.row_errors import RowFault
+from raysvc.chat.source.media_parts import in_parts
 from raysvc.chat.source.messages import Message, is_plain
 from raysvc.chat.trace.fast_render import FastRender
 from raysvc.chat.trace.self_test import tracing_works
@@ -32,6 +33,7 @@ class ChatTemplate:
         variables: what the template sees beside messages and tools.
         fast: false renders every row for real, as where tracing does not work.
         now: what `strftime_now` shows in all renders; the time of this call when not given.
+        in_parts: give it every text as a content part, because it takes nothing else.
 
     Attributes:
         text: Jinja source.
@@ -44,13 +46,19 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, text: str, variables: Mapping[str, Any], fast: bool = True, now: datetime | None = None
+        self,
+        text: str,
+        variables: Mapping[str, Any],
+        fast: bool = True,
+        now: datetime | None = None,
+        in_parts: bool = False,
     ) -> None:
         self.text = text
         self.marks_generation = bool(_MARK.search(text))
         now = now or datetime.now()
         self.render_really = RealRender(text, variables, now).render
-        fast = fast and tracing_works()
+        self._in_parts = in_parts
+        fast = fast and not in_parts and tracing_works()
         self.fast = FastRender(text, variables, self.render_really, now) if fast else None
 
     def render(self, messages: list[Message], tools: list[Any] | None, prompt: bool = False) -> Render:
@@ -64,6 +72,8 @@ class ChatTemplate:
         Raises:
             RowFault: the template raised.
         """
+        if self._in_parts:
+            messages = in_parts(messages)
         if len({*map(id, messages)}) != len(messages):
             messages = [dict(message) for message in messages]  # blocks find their message by identity
         render = self._render_once(messages, tools, prompt)

@@ -69,7 +69,8 @@ def format_of(spec: TextSpec) -> Format:
     """The format of a spec that names it."""
     assert spec.format != "auto"
     carried = tuple(sorted(spec.carry))
-    return Format(spec.format, dict(spec.columns), spec.train_on, dict(spec.roles), spec.ignore, carried)
+    columns, roles = dict(spec.columns), dict(spec.roles)
+    return Format(spec.format, columns, spec.train_on, roles, spec.ignore, carried, spec.media)
 
 
 def seen(form: Format, first_row: Mapping[str, Any]) -> str:
@@ -105,7 +106,9 @@ def _refuse_payload(form: Format, row: Mapping[str, Any]) -> None:
 
 
 def _known_column(ours: str, theirs: str, columns: list[str]) -> None:
-    known = sorted({*OPTIONAL, *MESSAGE_KEYS, *(name for needs in NEEDS.values() for name in needs)})
+    known = sorted(
+        {*OPTIONAL, "images", *MESSAGE_KEYS, *(name for needs in NEEDS.values() for name in needs)}
+    )
     if ours not in known:
         raise ConfigError(
             f"source.columns.{ours}",

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raysvc.chat.row_errors import RowDropped, RowFault
+from raysvc.chat.source import media_parts
 from raysvc.chat.source.messages import (
     Changes,
     Conversation,
@@ -76,6 +77,7 @@ class ChatExample:
         has_calls: some message has `tool_calls`.
         changes: what the normal form changed.
         prompt: nothing is trained, and the generation prompt is rendered too.
+        media: images as the row names them; parts of messages say which is where.
     """
 
     messages: list[Message]
@@ -86,6 +88,7 @@ class ChatExample:
     has_calls: bool = False
     changes: frozenset[str] = frozenset()
     prompt: bool = False
+    media: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,7 @@ class Format:
         roles: their role -> ours, as declared.
         ignored: columns that are declared to be without meaning here.
         carried: columns that go along as they are.
+        media: its rows may have images.
     """
 
     name: FormatName
@@ -139,9 +143,10 @@ class Format:
     roles: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
+    media: bool = False
 
     def __post_init__(self) -> None:
-        reader = MessageReader(self.roles, self.columns.get("role"), self.columns.get("content"))
+        reader = MessageReader(self.roles, self.columns.get("role"), self.columns.get("content"), self.media)
         object.__setattr__(self, "_reader", reader)
         object.__setattr__(self, "refused", tuple(sorted(self._refused())))
         object.__setattr__(self, "_refused_names", frozenset(self.refused))
@@ -160,7 +165,14 @@ class Format:
     def known_columns(self) -> frozenset[str]:
         """The source's columns that are used, carried, or declared to be without meaning."""
         used = (self.column(ours) for ours in (*NEEDS[self.name], *BESIDE.get(self.name, ())))
-        return frozenset((*used, *self.columns.values(), *self.carried, *self.ignored))
+        media = media_parts.COLUMNS if self.media else ()
+        return frozenset((*used, *self.columns.values(), *self.carried, *self.ignored, *media))
+
+    def media_of(self, row: Mapping[str, Any]) -> list[Any]:
+        """Images in a column of the row."""
+        names = (self.column("images"), *media_parts.COLUMNS)
+        values = (row.get(name) for name in names if name not in self.ignored)
+        return next((found for value in values if (found := media_parts.in_column(value))), [])
 
     def column(self, ours: str) -> str:
         """The source's name of one of our columns."""
@@ -187,9 +199,20 @@ class Format:
         for name in () if self._refused_names.isdisjoint(row) else self.refused:
             if name in row and row[name] not in (None, "", []):
                 raise RowFault(f"column {name!r} is not used by format {self.name}", refused_why(name))
+        examples: tuple[Example, ...]
         if self.name == "preference":
-            return tuple(self._side(row, side) for side in ("chosen", "rejected"))
-        return (getattr(self, f"_{self.name}")(row),)
+            examples = tuple(self._side(row, side) for side in ("chosen", "rejected"))
+        else:
+            examples = (getattr(self, f"_{self.name}")(row),)
+        return self._with_media(row, examples) if self.media else examples
+
+    def _with_media(self, row: Mapping[str, Any], examples: tuple[Example, ...]) -> tuple[Example, ...]:
+        found = self.media_of(row)
+        if found and not all(isinstance(one, ChatExample) for one in examples):
+            raise RowFault(
+                "images beside text without a chat template", "give messages, or ignore the column"
+            )
+        return tuple(_placed(one, found) if isinstance(one, ChatExample) else one for one in examples)
 
     def check_values(self, row: Mapping[str, Any]) -> None:
         """Raise RowFault when a column that is used holds a value that JSON does not have."""
@@ -373,6 +396,11 @@ class Format:
         return ChatExample(messages, tools, trained, False, parts, calls, noted)
 
 
+IMAGES_WHY = (
+    "images need a processor (preprocessor_config.json) beside the tokenizer, and rows of messages; "
+    "source.media: true says that rows have some where the first one does not show it"
+)
+OTHERS_WHY = "only images are carried to a model; audio, video and pixels are not"
 OPTIONAL = tuple(sorted({name for beside in BESIDE.values() for name in beside}))
 USED = tuple(sorted({*OPTIONAL, *(name for needs in NEEDS.values() for name in needs)} - {"input_ids"}))
 
@@ -427,7 +455,7 @@ def refused_why(name: str) -> str:
     if name in PAIR:
         return f"a pair is of format preference; {nothing}"
     if name in MEDIA:
-        return f"it is not carried to the model; {nothing}"
+        return f"{IMAGES_WHY if name in media_parts.COLUMNS else OTHERS_WHY}; {nothing}"
     return f"it changes what a row means; source.carry: [{name}] takes it along, {nothing}"
 
 
@@ -442,6 +470,11 @@ def check_json(value: Any, column: str) -> None:
         raise RowFault("a number is NaN or infinite, which JSON does not have", f"in {column!r}")
     elif value is not None and not isinstance(value, (str, int, float)):
         raise RowFault(f"a value is a {type(value).__name__}, which JSON does not have", f"in {column!r}")
+
+
+def _placed(example: ChatExample, column: list[Any]) -> ChatExample:
+    messages, media = media_parts.with_media(example.messages, column)
+    return replace(example, messages=messages, media=media, has_parts=True) if media else example
 
 
 def _joined(before: Conversation, after: Conversation) -> Conversation:

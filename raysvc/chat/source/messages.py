@@ -80,11 +80,13 @@ class MessageReader:
     Attributes:
         roles: their role -> ours, before those that are known.
         role_key, content_key: the keys of a message, where they are declared.
+        media: take images among content parts.
     """
 
     roles: Mapping[str, str] = field(default_factory=dict)
     role_key: str | None = None
     content_key: str | None = None
+    media: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "roles", {**ROLES, **self.roles})
@@ -141,7 +143,7 @@ class MessageReader:
         content = message.get("content")
         if content is not None and type(content) is not str:
             changes.add(PARTS_READ)
-            message = {**message, **read_parts(content, place)}
+            message = {**message, **read_parts(content, place, self.media)}
         return message if _REASONING.isdisjoint(message) else _with_aliases(message)
 
     def _renamed(self, item: Message, changes: Changes) -> Message:

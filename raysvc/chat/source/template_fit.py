@@ -35,10 +35,12 @@ class TemplateFit:
     Attributes:
         parts: contents that are lists of text parts.
         text_arguments: `arguments` as JSON text, and not as an object.
+        only_parts: contents that are plain texts are not shown, or refused.
     """
 
     parts: bool
     text_arguments: bool
+    only_parts: bool = False
 
     @classmethod
     def of(cls, render: Render) -> TemplateFit:
@@ -47,7 +49,8 @@ class TemplateFit:
         Args:
             render: messages -> text; whatever it raises means that the template does not take them.
         """
-        return cls(_takes_parts(render), _wants_text(render))
+        parts = _takes_parts(render)
+        return cls(parts, _wants_text(render), parts and not _takes_text(render))
 
     def fitted(self, example: ChatExample) -> ChatExample:
         """The same conversation as the template takes it.
@@ -103,6 +106,12 @@ def _takes_parts(render: Render) -> bool:
     texts = [_try(render, [_in_parts(role) for role in roles]) for roles in _SPEAKERS]
     shown = [text.count(PROBE) == len(roles) for roles, text in zip(_SPEAKERS, texts, strict=True) if text]
     return bool(shown) and all(shown) and not any(form in text for form in _FORMS for text in texts)
+
+
+def _takes_text(render: Render) -> bool:
+    return any(
+        PROBE in _try(render, [{"role": role, "content": PROBE} for role in roles]) for roles in _SPEAKERS
+    )
 
 
 def _in_parts(role: str) -> Message:

@@ -77,7 +77,7 @@ def compare(
         before, text, behind = around(place)
         chat = example(place)
         if isinstance(chat, ChatExample):
-            truth = tokenizer.reference_ids(chat.messages, chat.tools, chat.prompt)
+            truth = [*before, *tokenizer.reference_ids(chat.messages, chat.tools, chat.prompt)]
         else:
             truth = [*before, *reference.encode_with_offsets(text)[0], *behind]
         compared += 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.chat.row_errors import RowFault
+from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.sequence import FREE
 from raysvc.chat.source.formats import TokensExample
 from raysvc.chat.text_batch import Batch
@@ -53,7 +53,7 @@ class TokenRows:
     ids: Ints32
     mask: npt.NDArray[np.uint8]
     offsets: Ints64
-    faults: dict[int, RowFault] = field(default_factory=dict)
+    faults: dict[int, RowFault | RowDropped] = field(default_factory=dict)
 
 
 class RowEncoder:

@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from raysvc.chat.source.media_parts import in_parts
 from raysvc.chat.source.template_fit import TemplateFit
 from raysvc.chat.tokens.backend_parts import refuse_dropped_text
 from raysvc.errors import TokenizerError
@@ -116,9 +117,19 @@ class LoadedTokenizer:
             tools: or None.
             prompt: with the generation prompt.
         """
+        return list(self._applied(messages, tools, add_generation_prompt=prompt))
+
+    def reference_text(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False
+    ) -> str:
+        """The same as text."""
+        return str(self._applied(messages, tools, add_generation_prompt=prompt, tokenize=False))
+
+    def _applied(self, messages: list[dict[str, Any]], tools: list[Any] | None, **options: Any) -> Any:
         name = self.template_name(tools is not None)
-        ids = self._apply(name, messages, tools=tools, add_generation_prompt=prompt)
-        return list(ids)
+        if name in self._fits and self._fits[name].only_parts:
+            messages = in_parts(messages)
+        return self._apply(name, messages, tools=tools, **options)
 
     def fit(self, has_tools: bool) -> TemplateFit:
         """What the template of a row takes; asked once."""

@@ -1,0 +1,152 @@
+"""Takes an image as a row names it: reads its bytes, measures them, and keeps them by their digest.
+
+| a row says | bytes |
+|---|---|
+| `data:image/png;base64,...`, or `{"bytes": ..., "path": ...}` with bytes | those |
+| a path | of that file, relative to the folder of the row's own file |
+| a URL | what `fsspec` opens there |
+| bare base64 of at least 64 characters, where a part says `base64` | those |
+
+Always true:
+- what cannot be read or measured is a `RowFault` with a reason of its own;
+- a file is read up to `MAX_BYTES`, and measured before anything is kept.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+from raysvc.cache.store.store import Store
+from raysvc.chat.row_errors import RowFault
+from raysvc.media.media_processor import MediaProcessor
+from raysvc.media.media_store import digest_of, read_medium, write_medium
+from raysvc.media.pixels import MAX_PIXELS, image_size
+
+MISSING = "an image is missing"
+UNREADABLE = "an image cannot be read"
+NOT_NAMED = "an image is named in no way that is read"
+MAX_BYTES = 1 << 28
+PATHS_KEPT = 4096
+Fetch = Callable[[str, str, int], bytes]  # (path or URL, folder of the row's file, most bytes) -> bytes
+
+
+@dataclass(frozen=True)
+class Taken:
+    """An image that was read.
+
+    Attributes:
+        sha256: of its bytes.
+        width, height: upright.
+        num_bytes: encoded.
+    """
+
+    sha256: str
+    width: int
+    height: int
+    num_bytes: int
+
+
+class MediaDesk:
+    """Takes the images of one build.
+
+    Args:
+        processor: that counts tokens.
+        store: where bytes are kept; None keeps them in memory, for a look at a row.
+        fetch: reads a file; raises FileNotFoundError or OSError.
+        max_pixels: of an image.
+    """
+
+    def __init__(
+        self, processor: MediaProcessor, store: Store | None, fetch: Fetch, max_pixels: int = MAX_PIXELS
+    ) -> None:
+        self.processor = processor
+        self.folder_of: Callable[[int], str] = lambda source_row: ""  # folder of the file of a row
+        self._folder = ""  # of the row that is read now
+        self._store, self._fetch, self._max_pixels = store, fetch, max_pixels
+        self._memory: dict[str, bytes] = {}
+        self._paths: OrderedDict[tuple[str, str], Taken] = OrderedDict()
+
+    def go_to(self, source_row: int) -> None:
+        """Say which row is read now: its paths are relative to the folder of its file."""
+        self._folder = self.folder_of(source_row)
+
+    def take(self, source: Any) -> Taken:
+        """Read, measure and keep an image.
+
+        Raises:
+            RowFault: it is missing, broken, too large, or of a kind that is not read.
+        """
+        if isinstance(source, Mapping):
+            source = source.get("bytes") or source.get("url") or source.get("path")
+        if isinstance(source, bytes | bytearray | memoryview):
+            return self._keep(bytes(source))
+        if not isinstance(source, str) or not source:
+            raise RowFault(MISSING if not source else NOT_NAMED, f"it is a {type(source).__name__}")
+        if source.startswith("data:"):
+            return self._keep(_of_data_url(source))
+        where = (self._folder, source)
+        if where in self._paths:
+            self._paths.move_to_end(where)
+            return self._paths[where]
+        taken = self._paths[where] = self._keep(self._read(source))
+        if len(self._paths) > PATHS_KEPT:
+            self._paths.popitem(last=False)
+        return taken
+
+    def bytes_of(self, sha256: str) -> bytes:
+        """Of an image that was taken."""
+        return self._memory[sha256] if self._store is None else read_medium(self._store, sha256)
+
+    def _read(self, source: str) -> bytes:
+        try:
+            data = self._fetch(source, self._folder, MAX_BYTES)
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            if len(source) >= 64 and (found := _base64(source)):
+                return found
+            raise RowFault(MISSING, _short(source)) from None
+        except (OSError, ValueError, ImportError) as error:
+            if len(source) >= 64 and (found := _base64(source)):
+                return found
+            raise RowFault(UNREADABLE, f"{_short(source)}: {_short(str(error))}") from None
+        if len(data) > MAX_BYTES:
+            raise RowFault(UNREADABLE, f"{_short(source)} has more than {MAX_BYTES} bytes")
+        return data
+
+    def _keep(self, data: bytes) -> Taken:
+        size = image_size(data, self._max_pixels)
+        if self._store is None:
+            digest = digest_of(data)
+            self._memory[digest] = data
+        else:
+            digest = write_medium(self._store, data)
+        return Taken(digest, size.width, size.height, len(data))
+
+
+def _of_data_url(text: str) -> bytes:
+    head, comma, body = text.partition(",")
+    if not comma:
+        raise RowFault("a data URL is broken", _short(text))
+    if not head.endswith(";base64"):
+        return unquote_to_bytes(body)
+    found = _base64(body)
+    if not found:
+        raise RowFault("a data URL is broken", _short(text))
+    return found
+
+
+def _base64(text: str) -> bytes:
+    """Decoded; nothing where it is not base64."""
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError):
+        return b""
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"

@@ -1,0 +1,93 @@
+"""Rows whose images cannot be used are quarantined, each with its reason, and never stop the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysvc.errors import QuarantineExceeded
+
+from .families import qwen
+from .rows import data_url, jpeg, openai, sharegpt
+from .test_media_build import build
+from .test_pixels import bomb
+
+PHOTO = jpeg(60, 44)
+GOOD = openai([data_url(PHOTO)])
+UNKNOWN = "a medium is not an image that is read (JPEG, PNG, WebP, GIF, BMP)"
+COUNT = "placeholders and images do not match"
+TWO = [data_url(PHOTO), data_url(PHOTO)]
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "cut off": (openai([data_url(PHOTO[:-90])]), "an image is broken"),
+    "missing": (openai(["no/such/file.jpg"]), "an image is missing"),
+    "a folder": (openai(["/tmp"]), "an image cannot be read"),
+    "a device": (openai(["/dev/zero"]), "an image cannot be read"),
+    "no server": (openai(["http://127.0.0.1:9/a.jpg"]), "an image cannot be read"),
+    "a bomb": (openai([data_url(bomb(10_000, 10_000))]), "an image has too many pixels"),
+    "no base64": (openai(["data:image/png;base64,***"]), "a data URL is broken"),
+    "text": (openai([data_url(b"hello, I am no picture")]), UNKNOWN),
+    "fewer images": (sharegpt([data_url(PHOTO)], "<image>and<image>"), COUNT),
+    "more images": (sharegpt(TWO, "<image>alone"), COUNT),
+    "none at all": (sharegpt([], "<image>What?"), COUNT),
+    "a null": (sharegpt([None], "<image>What?"), "an image is missing"),  # type: ignore[list-item]
+    "a number": (sharegpt([3], "<image>What?"), "an image is named in no way that is read"),  # type: ignore[list-item]
+    "an answer": (sharegpt([data_url(PHOTO)], "Draw.", "<image>"), "a trained message holds an image"),
+    "in an answer": (sharegpt([data_url(PHOTO)], "Draw.", "So: <image>"), "a trained message holds an image"),
+    "a video": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "video", "video": "a.mp4"}]},
+                {"role": "assistant", "content": "x"},
+            ]
+        },
+        "a content part is not text",
+    ),
+    "a column of audio": ({**GOOD, "audios": ["a.wav"]}, "column 'audios' is not used by format chat"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_row_with_a_bad_image_is_quarantined_with_its_reason(
+    name: str, tmp_path: Path, family: Path
+) -> None:
+    bad, reason = BAD[name]
+    if "conversations" in bad:
+        bad = {
+            "messages": [
+                {"role": "user", "content": bad["conversations"][0]["value"]},
+                {"role": "assistant", "content": bad["conversations"][1]["value"]},
+            ],
+            "images": bad["images"],
+        }
+    entry = build(tmp_path, family, [GOOD, bad, GOOD])
+    assert entry.report["row_counts"]["quarantined"] == {reason: 1}
+    assert [entry.row(row)["source_row"] for row in range(entry.num_rows)] == [0, 2]
+    assert entry.report["examples"][0]["source_row"] == 1
+
+
+def test_a_size_that_the_processor_refuses_is_quarantined(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = qwen(tmp_path_factory.mktemp("qwen"))
+    entry = build(tmp_path, folder, [GOOD, openai([data_url(jpeg(2000, 4))])])
+    assert entry.report["row_counts"]["quarantined"] == {"the processor refuses the size of an image": 1}
+    assert "aspect ratio" in entry.report["examples"][0]["detail"]
+
+
+def test_the_token_of_images_in_a_text_is_refused(tmp_path: Path, family: Path) -> None:
+    from raysvc.media.media_processor import MediaProcessor
+
+    token = MediaProcessor.load(str(family)).image_token
+    reason = COUNT if token == "<image>" else "a text holds the token of images"
+    spoken = openai([data_url(PHOTO)], f"What does {token} mean?")
+    text = {"messages": [{"role": "user", "content": f"a {token}"}, {"role": "assistant", "content": "b"}]}
+    plain = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    entry = build(tmp_path, family, [GOOD, spoken, plain, plain, text, plain])
+    assert entry.report["row_counts"]["quarantined"] == {reason: 2}
+
+
+def test_too_many_bad_images_end_the_build_with_the_path(tmp_path: Path, family: Path) -> None:
+    with pytest.raises(QuarantineExceeded, match=r"an image is missing .*no/such/file\.jpg"):
+        build(tmp_path, family, [GOOD, openai(["no/such/file.jpg"])], max_quarantine=0.1)
