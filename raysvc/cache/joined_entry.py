@@ -4,7 +4,8 @@ Axes: K entries, N rows.
 
 Always true:
 - the rows of the entries lie one after the other, in the order of the entries;
-- a row has the columns that all entries have, with the values of its own entry; a column that one of them lacks is not there;
+- a row has the columns that all entries have, with the values of its own entry; a column that one of them lacks is not there,
+  except those of media: rows of an entry without them have none;
 - nothing is copied that was not asked for.
 """
 
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 from raysvc.cache.key import cache_key
 from raysvc.errors import EntryError
+from raysvc.media.medium import COLUMN, PATCHES, TOKENS
 from raysvc.row_batch import Array, RowBatch, WideRows
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from raysvc.cache.entry import Entry
 
 Ids = npt.NDArray[np.int64]
+NO_MEDIA: dict[str, Any] = {COLUMN: None, TOKENS: 0, PATCHES: 0}
 
 
 class JoinedEntry:
@@ -140,13 +143,21 @@ class _Kinds:
 
     def __init__(self, uri: str, samples: Sequence[RowBatch]) -> None:
         self.tokens = _common(uri, [one.tokens for one in samples])
-        self.rows = _common(uri, [one.rows for one in samples])
-        self.shapes = {name: samples[0].rows[name].shape[1:] for name in self.rows}
+        self.rows = _common(uri, [_with_no_media(one, samples) for one in samples])
+        self.shapes = {
+            name: next(one.rows[name].shape[1:] for one in samples if name in one.rows) for name in self.rows
+        }
         self.wide: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
         for name, values in samples[0].wide.items():
             if all(name in one.wide for one in samples):
                 self.wide[name] = values.dtype, values.shape
                 _same(uri, name, [one.cell(name) for one in samples])
+
+
+def _with_no_media(sample: RowBatch, samples: Sequence[RowBatch]) -> dict[str, Array]:
+    """The per-row columns of an entry, with those of media where another entry has them."""
+    some = {name: one.rows[name] for one in samples for name in NO_MEDIA if name in one.rows}
+    return {**{name: values[:0] for name, values in some.items()}, **sample.rows}
 
 
 def _common(uri: str, entries: Sequence[Mapping[str, Array]]) -> dict[str, np.dtype[Any]]:
@@ -175,4 +186,4 @@ def _put(
     for name, column in tokens.items():
         column[cells] = batch.tokens[name]
     for name, column in rows.items():
-        column[where] = batch.rows[name]
+        column[where] = batch.rows[name] if name in batch.rows else NO_MEDIA[name]

@@ -34,11 +34,12 @@ def replay(
 ) -> None:
     """Rebuild a step byte for byte, and print its checksums.
 
-    The checksums are those of `Shard.digest()` in the trainer.
+    The checksums are those of `Shard.digest()` in the trainer. Where rows have media, their digests follow.
 
     Example: raysvc replay -c job.yaml --step 812 --rank 0 --out step812.safetensors
     """
     from raysvc.inspect.replay_run import replay_job, replay_run, save
+    from raysvc.inspect.row_media import media_of_shards
     from raysvc.job.job_file import load_job
 
     if run is not None:
@@ -49,10 +50,11 @@ def replay(
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         save(shards, out)
+    media = media_of_shards(again.spec, shards)
     rows: list[dict[str, Any]] = [
         {"mini": shard.mini, "rank": shard.rank, "rows": len(shard.row_ids),
-         "dummies": int((shard.row_ids < 0).sum()), "bytes": shard.nbytes, "sha256": shard.digest()}
-        for shard in shards
+         "dummies": int((shard.row_ids < 0).sum()), "bytes": shard.nbytes, "sha256": shard.digest(), **({"media": some} if (some := media[place]) else {})}
+        for place, shard in enumerate(shards)
     ]  # fmt: skip
     if as_json:
         emit({"step": step, "dp_size": again.dp_size, "recorded": again.recorded, "shards": rows,
@@ -60,5 +62,12 @@ def replay(
         return
     for row in rows:
         row["sha256"] = row["sha256"][:16]
+        row.pop("media", None)
     print_rows(f"Step {step} of {again.spec.name} on {again.dp_size} ranks", rows)
+    for shard, some in zip(shards, media, strict=True):
+        print(
+            *(f"mini {shard.mini} rank {shard.rank}: image {digest}" for digest in some),
+            sep="\n",
+            end="\n" if some else "",
+        )
     print(f"checksum: {again.checksum(rank)}" + (f"\nwritten: {out}" if out else ""))

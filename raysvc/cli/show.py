@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +16,7 @@ from raysvc.cli.view import View, print_rows, printable
 
 if TYPE_CHECKING:
     from raysvc.build.cache_entry import CacheEntry
+    from raysvc.inspect.row_media import ShownMedium
     from raysvc.inspect.row_view import Kind, RowPicture
     from raysvc.job.config import JobConfig
 
@@ -36,6 +37,7 @@ class _Shown:
     title: str
     facts: Sequence[str]
     rows: Sequence[tuple[str, RowPicture]]
+    media: Mapping[int, tuple[ShownMedium, ...]] = field(default_factory=dict)  # of the rows that have some
 
 
 @edge
@@ -52,7 +54,7 @@ def show(
 ) -> None:
     """Print rows or steps, with trained tokens marked.
 
-    Trained tokens are green and stand between » and «; special tokens are blue.
+    Trained tokens are green and stand between » and «; special tokens are blue. Below a row stand its images; an HTML page shows them.
 
     Example: raysvc show -c job.yaml --row 17
 
@@ -76,7 +78,7 @@ def show(
         from raysvc.report.rows_page import render_rows
 
         html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(render_rows(found.title, found.facts, found.rows))
+        html.write_text(render_rows(found.title, found.facts, found.rows, found.media))
         print(f"page: {html}")
     elif rows:
         print(*found.facts, sep="\n", file=sys.stderr)
@@ -88,6 +90,7 @@ def show(
 def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[str, Any]]:
     from raysvc import api
     from raysvc.errors import EntryError
+    from raysvc.inspect.row_media import media_of_rows
     from raysvc.inspect.row_view import columns_of_row, row_picture
 
     with View() as view:
@@ -103,15 +106,17 @@ def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[st
     removed = _removed(job, entry, number)
     notes = [f"note: {_removed_note(removed)}"] if removed else []
     facts = [f"source: {', '.join(entry.report['paths'])}", *notes, *_notes(entry)]
+    media = media_of_rows(entry, [row])
     result = {"row": row, "source_row": number, "turn": turn, "reasoning_removed": removed,
-              "spans": spans, "columns": carried}  # fmt: skip
-    return _Shown(f"Row {row}", facts, [(head, picture)]), result
+              "spans": spans, "columns": carried, "media": _json(media, row)}  # fmt: skip
+    return _Shown(f"Row {row}", facts, [(head, picture)], media), result
 
 
 def _step(job: JobConfig, step: int, rank: int | None, only_rows: bool) -> tuple[_Shown, dict[str, Any]]:
     from raysvc.build.cache_entry import open_served
     from raysvc.inspect.lineage import lineage
     from raysvc.inspect.replay_run import replay_job
+    from raysvc.inspect.row_media import media_of_rows
     from raysvc.inspect.row_view import padding_cells, shard_pictures
 
     again = replay_job(job, step)
@@ -137,16 +142,26 @@ def _step(job: JobConfig, step: int, rank: int | None, only_rows: bool) -> tuple
         for picture, line in zip(pictures, lines, strict=True)
     ]
     heads = [_head(picture, origin) for picture, origin in zip(pictures, origins, strict=True)]
+    media = media_of_rows(entry, real)
     shown = _Shown(
         f"Step {step}" + ("" if rank is None else f", rank {rank}"),
         facts,
         list(zip(heads, pictures, strict=True)),
+        media,
     )
     rows = [
-        {**asdict(line), **({"columns": picture.columns} if picture.columns else {})}
+        {
+            **asdict(line),
+            **({"columns": picture.columns} if picture.columns else {}),
+            **({"media": _json(media, picture.row_id)} if picture.row_id in media else {}),
+        }
         for line, picture in zip(lines, pictures, strict=True)
     ]
     return shown, {"step": step, "epoch": again.info.epoch, "dp_size": again.dp_size, "rows": rows}
+
+
+def _json(media: Mapping[int, tuple[ShownMedium, ...]], row_id: int) -> list[dict[str, Any]]:
+    return [one.to_json() for one in media.get(row_id, ())]
 
 
 def _removed(job: JobConfig, entry: CacheEntry, source_row: int) -> int | None:
@@ -221,7 +236,7 @@ def _cells(line: dict[str, Any]) -> dict[str, Any]:
     """What fits a line of a terminal; the source is said once, above."""
     dummy = line["row_id"] is None
     return {name: ("dummy" if name == "row_id" else "") if dummy and value is None else value
-            for name, value in line.items() if name not in ("source", "columns")}  # fmt: skip
+            for name, value in line.items() if name not in ("source", "columns", "media")}  # fmt: skip
 
 
 def _print(shown: _Shown) -> None:
@@ -243,3 +258,5 @@ def _print(shown: _Shown) -> None:
         console.print(Text(f"\n── {head}", style="bold"), soft_wrap=True)
         if not picture.is_dummy:
             console.print(text, soft_wrap=True)
+        for number, one in enumerate(shown.media.get(picture.row_id, ()), start=1):
+            console.print(Text(f"[{number}] {one}"), soft_wrap=True)

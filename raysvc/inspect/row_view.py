@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from raysvc.collate.row_values import cells_of
 from raysvc.job.carried import dtype_name
+from raysvc.media.medium import COLUMNS
 
 if TYPE_CHECKING:
     from raysvc.collate.shard import Shard
@@ -40,6 +41,7 @@ OWN = frozenset(
         "row_group",
         "row_group_rows",
         "row_group_tokens",
+        *COLUMNS,
     ]
 )
 

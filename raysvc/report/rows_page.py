@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from raysvc.inspect.row_media import ShownMedium
 from raysvc.inspect.row_view import Kind, RowPicture
 from raysvc.report.page import STYLE
 
 TAGS: Mapping[Kind, str] = {"trained": "b", "special": "i", "context": "span"}
 MORE_STYLE = ".row{max-height:none}.row i{font-style:normal;color:var(--hue)}.card{margin-bottom:12px}.card p{margin:0 0 6px}"
+MORE_STYLE += "figure{margin:6px 0;font-size:12px;overflow-wrap:anywhere}figure img{display:block}"
 
 
-def render_rows(title: str, facts: Sequence[str], rows: Sequence[tuple[str, RowPicture]]) -> str:
-    """A page of (headline, row)."""
+def render_rows(
+    title: str,
+    facts: Sequence[str],
+    rows: Sequence[tuple[str, RowPicture]],
+    media: Mapping[int, Sequence[ShownMedium]] | None = None,
+) -> str:
+    """A page of (headline, row), with small pictures of the media of some rows inside the page."""
+    shown = {row: "".join(map(_figure, some)) for row, some in (media or {}).items()}
     said = "".join(f"<p>{escape(fact)}</p>" for fact in facts)
-    cards = "".join(f"<div class='card'><p>{escape(head)}</p>{row_html(row)}</div>" for head, row in rows)
+    cards = "".join(
+        f"<div class='card'><p>{escape(head)}</p>{row_html(row)}{shown.get(row.row_id, '')}</div>"
+        for head, row in rows
+    )
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}{MORE_STYLE}</style></head><body>'
         f"<h1>{escape(title)}</h1><p>Marked text has loss.</p>{said}{cards}</body></html>\n"
     )
+
+
+def _figure(medium: ShownMedium) -> str:
+    picture = medium.picture()
+    inside = "no picture: it cannot be decoded here"
+    if picture is not None:
+        inside = f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(picture).decode()}">'
+    return f"<figure>{inside}<figcaption>{escape(str(medium))}</figcaption></figure>"
 
 
 def row_html(row: RowPicture) -> str:

@@ -1,0 +1,102 @@
+"""The media of rows as a person looks at them: what they are, where they lie, and a small picture.
+
+Always true:
+- what is shown of a medium comes from the entry; its bytes are read only for a picture;
+- a medium that cannot be read or decoded has no picture, and is shown all the same.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raysvc.build.mixed_job import entries_of
+from raysvc.chat.row_errors import RowFault
+from raysvc.errors import EntryError, StoreError
+from raysvc.media.media_store import medium_path, read_medium
+from raysvc.media.medium import COLUMN, Medium, media_of
+
+if TYPE_CHECKING:
+    from raysvc.actors.server.spec import ServeSpec
+    from raysvc.build.cache_entry import CacheEntry
+    from raysvc.cache.store.store import Store
+    from raysvc.collate.shard import Shard
+
+PICTURE_PIXELS = 160  # of the longer side
+
+
+@dataclass(frozen=True)
+class ShownMedium:
+    """One medium of a row.
+
+    Attributes:
+        medium: what the entry says of it.
+        path: of its bytes, in the cache root.
+        store: where they are read.
+    """
+
+    medium: Medium
+    path: str
+    store: Store
+
+    def __str__(self) -> str:
+        one = self.medium
+        return (
+            f"{one.kind} {one.width} x {one.height}, {one.tokens} tokens from {one.at}, "
+            f"{one.num_bytes} bytes, sha256 {one.sha256}, {self.path}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**asdict(self.medium), "path": self.path}
+
+    def picture(self) -> bytes | None:
+        """A small JPEG; None when the medium cannot be decoded here."""
+        try:
+            from raysvc.media.pixels import rgb
+
+            image = rgb(read_medium(self.store, self.medium.sha256))
+        except (EntryError, StoreError, RowFault, ImportError):
+            return None
+        image.thumbnail((PICTURE_PIXELS, PICTURE_PIXELS))
+        out = io.BytesIO()
+        image.save(out, "JPEG", quality=80)
+        return out.getvalue()
+
+
+def media_of_rows(entry: CacheEntry, row_ids: Sequence[int]) -> dict[int, tuple[ShownMedium, ...]]:
+    """Row id -> its media, in order; rows without any are left out.
+
+    Args:
+        entry: of one source, or of a mixture.
+        row_ids: of the entry.
+    """
+    if not any(COLUMN in one.columns for one in entries_of(entry.entry)) or not len(row_ids):
+        return {}
+    texts = entry.entry.read(np.array(row_ids, np.int64)).rows[COLUMN].tolist()
+    store = entries_of(entry.entry)[0].store  # the entries of a mixture lie in one root
+    found = {row: media_of(text) for row, text in zip(row_ids, texts, strict=True)}
+    return {
+        row: tuple(ShownMedium(one, f"{store.url}/{medium_path(one.sha256)}", store) for one in media)
+        for row, media in found.items()
+        if media
+    }
+
+
+def media_of_shards(spec: ServeSpec, shards: Sequence[Shard]) -> list[list[str]]:
+    """For each shard the digests of the media of its rows, in the order of the rows; empty lists for rollouts."""
+    from raysvc.build.cache_entry import open_served
+
+    if spec.entry_uri is None:
+        return [[] for _ in shards]
+    entry = open_served(spec)
+    found = []
+    for shard in shards:
+        rows = [row for row in shard.row_ids.tolist() if row >= 0]
+        media = media_of_rows(entry, rows)
+        found.append([one.medium.sha256 for row in rows for one in media.get(row, ())])
+    return found
