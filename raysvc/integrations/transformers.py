@@ -13,7 +13,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -51,6 +51,7 @@ class FromServer(_Host):  # type: ignore[misc]  # a Trainer comes after it
         self._refuse()
         self.args.ignore_data_skip = True  # the server goes on at the frontier, nothing has to be skipped
         minis = MiniBatches(self.client, self.batch_of)
+        self.remove_callback(Frontier)  # of an earlier train()
         self.add_callback(Frontier(minis))
         return minis
 
@@ -113,6 +114,11 @@ class MiniBatches:
         schedule = self.client.schedule
         return schedule.optimizer_steps // schedule.update_epochs
 
+    @property
+    def optimizer_steps(self) -> int:
+        """Of the whole run."""
+        return len(self)
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
         begin, passed = (self.client.frontier, self._trained), []
         for micro in self.client.micro_batches():
@@ -145,15 +151,30 @@ class MiniBatches:
         self._trained = int(state["trained"])
 
 
+class Trained(Protocol):
+    """A loader that is told what is in the weights."""
+
+    client: RankClient
+
+    @property
+    def optimizer_steps(self) -> int: ...
+
+    def trained(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 class Frontier(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers is not followed
     """Commits what is trained; its state travels in `trainer_state.json`."""
 
-    def __init__(self, minis: MiniBatches) -> None:
-        self.minis = minis
+    def __init__(self, loader: Trained) -> None:
+        self.loader = loader
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"args": {}, "attributes": self.minis.state_dict()}
+        return {"args": {}, "attributes": self.loader.state_dict()}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Go to the frontier of the checkpoint, or to step 0.
@@ -162,18 +183,18 @@ class Frontier(TrainerCallback, ExportableState):  # type: ignore[misc]  # trans
             ConfigError: the checkpoint was not saved by `FromServer`.
         """
         if not state.global_step:
-            self.minis.client.rewind(0)
+            self.loader.client.rewind(0)
             return
         kept = state.stateful_callbacks.get(type(self).__name__)
         if kept is None:
             what = "the checkpoint was saved without the data's frontier"
             raise ConfigError("resume_from_checkpoint", what, "resume from one that FromServer saved")
-        self.minis.load_state_dict(kept["attributes"])
+        self.loader.load_state_dict(kept["attributes"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Commit, before the Trainer saves."""
-        self.minis.trained()
-        state.epoch = state.global_step / len(self.minis) * args.num_train_epochs
+        self.loader.trained()
+        state.epoch = state.global_step / self.loader.optimizer_steps * args.num_train_epochs
 
 
 def model_inputs(micro: RankMicro, columns: Sequence[str] = ()) -> Inputs:

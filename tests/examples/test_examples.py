@@ -71,6 +71,20 @@ def test_trl_trains_pairs_of_a_server_and_goes_on_in_the_middle_of_a_step(
     assert facts["left"] == 0, "all steps are committed"
 
 
+@pytest.mark.slow
+def test_a_policy_of_trl_learns_and_goes_on_in_the_middle_of_a_generation_batch(
+    example: Example, tmp_path: Path
+) -> None:
+    pytest.importorskip("trl")
+    facts = example("trl_grpo", str(tmp_path))
+    assert (len(facts["whole"]["loss"]), len(facts["whole"]["reward"])) == (32, 16), (
+        "two optimizer steps each"
+    )
+    assert facts["resumed"] == facts["whole"]
+    assert facts["whole"]["reward"][-1] > facts["whole"]["reward"][0] + 0.15, "it learns"
+    assert facts["left"] == 0, "all steps are committed"
+
+
 def assert_loss_is_of_targets_alone(trl: Any, batch: dict[str, Any], folder: Path) -> None:
     """What `SFTTrainer` computes is the mean of -log p over the targets."""
     from datasets import Dataset

@@ -23,11 +23,14 @@ class StreamClient:
         self.schedule = plan_of(job, self.entry).schedule
         self.rank, self.dp_size, self.frontier = rank, dp_size, 0
 
-    def micro_batches(self, device: str = "cpu") -> Iterator[RankMicro]:
+    def steps(self) -> Iterator[RankStep]:
         for index in range(self.frontier, self.schedule.num_steps):
             info, shards = self._stream.make(index, (self.dp_size,))
             own = shards[self.rank :: self.dp_size]
-            yield from micros_of([RankStep(index, info.epoch, tuple(own), info.mini_batches)], device)
+            yield RankStep(index, info.epoch, tuple(own), info.mini_batches)
+
+    def micro_batches(self, device: str = "cpu") -> Iterator[RankMicro]:
+        yield from micros_of(self.steps(), device)
 
     def commit(self, step: int) -> None:
         self.frontier = step + 1
@@ -37,6 +40,9 @@ class StreamClient:
 
     def state_dict(self) -> dict[str, Any]:
         return {"frontier": self.frontier}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.frontier = state["frontier"]
 
 
 def tiny_lm(critic: bool = False, vocab_size: int = 512) -> Any:
