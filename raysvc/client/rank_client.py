@@ -85,10 +85,10 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
         return RankEval(self._connection, name, self.dp_size, self._eval_limit(name, look_ahead_steps))
 
     def num_micro_batches(self) -> int:
-        """Micro-batches of this rank that are left; plans all steps that are left."""
+        """Micro-batches of this rank in the whole run; plans all steps."""
         stop, server = self.schedule.num_steps, self._connection.server
         method = server.num_micro_batches.options(concurrency_group="fetch")
-        return int(self._connection.get(method.remote(self._frontier, stop, self.dp_size)))
+        return int(self._connection.get(method.remote(0, stop, self.dp_size)))
 
     def _iterate(self, ask: Callable[[int], RankFetch], stop: int) -> Iterator[RankStep]:
         return self._read_ahead(ask, stop) if self._limit.steps else super()._iterate(ask, stop)

@@ -2,7 +2,7 @@
 
 Always true:
 - an item is one ready micro-batch, a dict of tensors: load it with `batch_size=None`;
-- `len` is the number of items that are left from the frontier on;
+- `len` is the number of items of the whole run under this split, wherever it resumes: loops count from its beginning;
 - `state_dict` says which items were given out, in the middle of a step too; loading it gives the next one first, or is
   refused where the step is split into other items now;
 - only the process that attached can read: `num_workers` is 0, the look-ahead is the server's.
@@ -47,7 +47,7 @@ class RankSteps(Protocol):
         """From the frontier on."""
 
     def num_micro_batches(self) -> int:
-        """How many of them."""
+        """Of this rank in the whole run."""
 
     def commit(self, step: int) -> None:
         """Say that a step is trained."""
@@ -71,12 +71,12 @@ class RankDataset(IterableDataset[dict[str, torch.Tensor]]):  # type: ignore[mis
         self._client, self._device = client, device
         self._given: list[list[int]] = []  # row ids of the items given out of the step at the frontier
         self._ends_step = False  # whether the last of them is the step's last
-        self._num_left: int | None = None  # items from the frontier on, when it was counted
+        self._num_items: int | None = None  # of the whole run, once it was counted
 
     def __len__(self) -> int:
-        if self._num_left is None:
-            self._num_left = self._client.num_micro_batches()
-        return self._num_left - len(self._given)
+        if self._num_items is None:
+            self._num_items = self._client.num_micro_batches()
+        return self._num_items
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         if get_worker_info() is not None:
@@ -119,7 +119,7 @@ class RankDataset(IterableDataset[dict[str, torch.Tensor]]):  # type: ignore[mis
                 the middle of a step that is split into other items here.
         """
         self._client.load_state_dict(state["client"])
-        self._given, self._ends_step, self._num_left = list(state["given"]), False, None
+        self._given, self._ends_step = list(state["given"]), False
 
     def _pass(self, micros: Iterator[RankMicro]) -> None:
         """Take what was given out already."""
@@ -133,6 +133,4 @@ class RankDataset(IterableDataset[dict[str, torch.Tensor]]):  # type: ignore[mis
 
     def _commit(self, step: int) -> None:
         self._client.commit(step)
-        if self._num_left is not None:
-            self._num_left -= len(self._given)
         self._given, self._ends_step = [], False

@@ -140,8 +140,8 @@ def test_a_torch_dataset_knows_its_length_and_goes_on_in_the_middle_of_a_step(se
     items, states, length = read()
     assert length == len(items) == 13  # 16, 16, 16 and 2 rows on 2 ranks, 2 at a time
     for at in (1, 3, 4, 5, 11):
-        rest, _, left = read(states[at - 1])
-        assert (rest, left) == (items[at:], length - at)
+        rest, _, whole = read(states[at - 1])
+        assert (rest, whole) == (items[at:], length)
 
 
 def test_a_state_in_the_middle_of_a_step_fits_the_same_split_alone_and_at_its_end_any(serve: Served) -> None:

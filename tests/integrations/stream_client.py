@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import raysvc
 from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
 from raysvc.build.job_plan import plan_config, plan_of
+from raysvc.client.data_state import frontier_of, state_of
 from raysvc.client.steps import RankMicro, RankStep, micros_of
+from raysvc.client.torch_dataset import RankDataset
 from raysvc.job.config import JobConfig
 
 
@@ -22,6 +25,17 @@ class StreamClient:
         self._stream = EntryStream(self.entry.uri, {}, Recipe(plan_config(job, self.entry), 0))
         self.schedule = plan_of(job, self.entry).schedule
         self.rank, self.dp_size, self.frontier = rank, dp_size, 0
+        stream = self._stream
+        self.lease: Any = SimpleNamespace(
+            entry_key=stream.entry_key, plan_hash=stream.plan_hash, identity=stream.identity
+        )
+
+    def as_torch_dataset(self) -> RankDataset:
+        return RankDataset(self, "cpu")
+
+    def num_micro_batches(self) -> int:
+        steps = (self._stream.make(index, (self.dp_size,))[1] for index in range(self.schedule.num_steps))
+        return sum(len(shard.micro_batches) for own in steps for shard in own[self.rank :: self.dp_size])
 
     def steps(self) -> Iterator[RankStep]:
         for index in range(self.frontier, self.schedule.num_steps):
@@ -39,10 +53,11 @@ class StreamClient:
         self.frontier = step
 
     def state_dict(self) -> dict[str, Any]:
-        return {"frontier": self.frontier}
+        return {**state_of(self.lease, self.schedule, self.frontier), "dp_size": self.dp_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.frontier = state["frontier"]
+        self._stream.check(state["plan"])
+        self.frontier = frontier_of(state)
 
 
 def tiny_lm(critic: bool = False, vocab_size: int = 512) -> Any:

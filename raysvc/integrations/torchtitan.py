@@ -1,0 +1,26 @@
+"""What torchtitan's trainer takes of an item of `as_torch_dataset()`. Imports nothing of torchtitan.
+
+    ParallelAwareDataloader(client.as_torch_dataset(), rank, ranks, batch_size=None, collate_fn=titan_batch)
+
+Always true:
+- a label stands at the token that predicts it, where torchtitan looks for it; ours stand at their own token;
+- no label crosses the edge of a row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+Tensors = dict[str, "torch.Tensor"]
+
+
+def titan_batch(item: Tensors) -> tuple[Tensors, torch.Tensor]:
+    """`input` and `positions`, int64 [B, L], and labels, int64 [B, L], -100 where there is no loss."""
+    from raysvc.collate.columns import IGNORED
+
+    labels = item["labels"].long().roll(-1, 1)
+    labels[:, -1] = IGNORED
+    return {"input": item["input_ids"].long(), "positions": item["position_ids"].long()}, labels
