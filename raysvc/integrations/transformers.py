@@ -12,7 +12,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import TrainerCallback
@@ -29,6 +29,30 @@ else:
     _Host = object
 
 Inputs = dict[str, "torch.Tensor"]
+# options of any trainer that the plan or the server decides: what leaves it to them, why, what to use
+DECIDED: dict[str, tuple[Any, str, str]] = {
+    "dataloader_num_workers": (
+        0,
+        "the server reads ahead",
+        "leave it out, and use look_ahead_steps of attach",
+    ),
+    "dataloader_drop_last": (False, "the plan decides what happens to the last rows", "use plan.tail"),
+    "train_sampling_strategy": ("random", "the plan orders rows", "leave it out, and use plan.shuffle"),
+    "data_seed": (None, "the plan orders rows", "leave it out, and use plan.seed"),
+    "auto_find_batch_size": (False, "the plan cuts micro-batches", "use a lower plan.micro_batch_tokens"),
+    "restore_callback_states_from_checkpoint": (
+        False,
+        "it would replace the data's frontier",
+        "leave it out",
+    ),
+}
+BY_PLAN = {
+    "per_device_train_batch_size": (
+        8,
+        "the plan cuts micro-batches",
+        "leave it out, and use plan.micro_batch_size",
+    )
+}
 
 
 class FromServer(_Host):  # type: ignore[misc]  # a Trainer comes after it
@@ -84,6 +108,7 @@ class FromServer(_Host):  # type: ignore[misc]  # a Trainer comes after it
 
     def _refuse(self) -> None:
         args = self.args
+        refuse_decided(args, {**DECIDED, **BY_PLAN})
         if args.gradient_accumulation_steps != 1:
             what = f"is {args.gradient_accumulation_steps}, and a mini-batch is one optimizer step already"
             raise ConfigError("gradient_accumulation_steps", what, "use 1, and plan.mini_batch_size")
@@ -195,6 +220,18 @@ class Frontier(TrainerCallback, ExportableState):  # type: ignore[misc]  # trans
         """Commit, before the Trainer saves."""
         self.loader.trained()
         state.epoch = state.global_step / self.loader.optimizer_steps * args.num_train_epochs
+
+
+def refuse_decided(args: Any, options: Mapping[str, tuple[Any, str, str]]) -> None:
+    """Refuse what would be ignored.
+
+    Raises:
+        ConfigError: an option is set that others decide.
+    """
+    for name, (unset, why, remedy) in options.items():
+        value = getattr(args, name, unset)
+        if value != unset:
+            raise ConfigError(name, f"is {value!r}, and {why}", remedy)
 
 
 def model_inputs(micro: RankMicro, columns: Sequence[str] = ()) -> Inputs:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raysvc.errors import ConfigError, StateMismatch
-from raysvc.integrations.transformers import Frontier
+from raysvc.integrations.transformers import DECIDED, Frontier, refuse_decided
 from raysvc.job.carried import RESERVED
 
 if TYPE_CHECKING:
@@ -175,6 +175,7 @@ class PromptsFromServer(_Host):  # type: ignore[misc]  # a trainer comes after i
 
     def _refuse(self) -> None:
         args, schedule = self.args, self.client.schedule
+        refuse_decided(args, DECIDED)
         prompts = args.generation_batch_size // self.num_generations
         if schedule.batch_size != prompts:
             what = f"is {schedule.batch_size}, and TRL generates for {prompts} prompts at once"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysvc.collate.columns import IGNORED
 from raysvc.errors import ConfigError
-from raysvc.integrations.transformers import FromServer, Inputs, declared
+from raysvc.integrations.transformers import FromServer, Inputs, declared, refuse_decided
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,14 @@ if TYPE_CHECKING:
     from raysvc.client.rank_client import RankMicro
 
 SHARE = "pair_share"
+_ROWS = "rows are laid out by the plan"
+_MASKS = "masks are those of the entry"
+DECIDED_SFT = {  # of `SFTConfig`
+    "packing": (False, _ROWS, "use plan.layout: packed"),
+    "padding_free": (False, _ROWS, "use plan.layout: packed"),
+    "assistant_only_loss": (False, _MASKS, "use train_on of the job"),
+    "completion_only_loss": (None, _MASKS, "use train_on of the job"),
+}
 
 
 class TrlFromServer(FromServer):
@@ -36,6 +44,10 @@ class TrlFromServer(FromServer):
         # TRL looks at the first row of its data set before it asks for a loader
         others.setdefault("train_dataset", Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]}))
         super().__init__(*args, **others)
+
+    def _refuse(self) -> None:
+        refuse_decided(self.args, DECIDED_SFT)
+        super()._refuse()
 
     def _prepare_dataset(self, dataset: Any, *args: Any, **others: Any) -> Any:
         return dataset

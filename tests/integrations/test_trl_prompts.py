@@ -236,6 +236,7 @@ def test_completions_of_a_round_are_not_taken_over_by_other_ranks_or_batch_sizes
         ({"update_epochs": 2}, {}, "plan.update_epochs: .* use 1, and num_iterations"),
         ({"layout": "packed"}, {}, "plan.layout: is packed"),
         ({}, {"num_train_epochs": 2}, "num_train_epochs: .* use 1, and plan.epochs"),
+        ({}, {"dataloader_num_workers": 1}, "dataloader_num_workers: .* use look_ahead_steps"),
         ({}, {"shuffle_dataset": False}, "shuffle_dataset: .* use plan.shuffle"),
     ],
 )
