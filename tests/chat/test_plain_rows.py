@@ -10,13 +10,16 @@ from hypothesis import strategies as st
 
 from raysvc.chat.render.plain_rows import MAX_TRIES, PlainRows
 from raysvc.chat.render.renderer import Renderer
+from raysvc.chat.render.template import ChatTemplate
+from raysvc.chat.render.turn_spans import TurnFinder
 from raysvc.chat.row_errors import RowDropped, RowFault
-from raysvc.chat.sequence import Sequence
+from raysvc.chat.sequence import CLOSED_TURN, FREE, Sequence
 from raysvc.chat.slice_tokenizer import SliceTokenizer
-from raysvc.chat.source.formats import Format
+from raysvc.chat.source.formats import ChatExample, Format
 from raysvc.chat.source.json_rows import SourceRow
 from raysvc.chat.text_batch import batch_of
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
+from raysvc.chat.trace.fast_render import SAMPLE_EVERY
 from raysvc.job.config import TextSpec, TokenizerConfig
 
 from .test_turn_memory import TEMPLATES, said
@@ -87,6 +90,7 @@ def test_plain_rows_are_joined_from_a_shape(name: str, renderers: Any) -> None:
         joined = known(fast, row(*texts), own)
         assert joined is not None
         assert (joined.text, joined.spans) == outcome(real, row(*texts), own)
+        assert joined.example == real.sequences(row(*texts), own)[0].example
 
 
 def test_roles_without_a_shape_are_soon_given_up(renderers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +109,8 @@ def test_roles_without_a_shape_are_soon_given_up(renderers: Any, monkeypatch: py
         row("a", "b", system="be short"),
         row("a", "b", label=True),
         row("a", "b", label=False),
+        row("a", "b", weight=0),
+        row("a", "b", pixel_values=[1]),
         row("a", " "),
         row("a", ""),
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]},
@@ -115,8 +121,160 @@ def test_roles_without_a_shape_are_soon_given_up(renderers: Any, monkeypatch: py
     ],
 )
 def test_a_row_that_is_not_plain_goes_the_whole_way(odd: dict[str, Any], renderers: Any) -> None:
-    fast, _, own = renderers(SHAPED[0], MODES[0])
-    assert fast.known(odd, own) is None
+    fast, real, own = renderers(SHAPED[0], MODES[0])
+    for _ in range(3):  # nor does it teach anything
+        assert fast.known(odd, own) is None
+        assert outcome(fast, odd, own) == outcome(real, odd, own)
+
+
+CHATML = """\
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+OWN_END = CHATML.replace("'<|im_end|>", "(' END' if message.role == 'assistant' else '') + '<|im_end|>")
+LAST_END = OWN_END.replace("message.role == 'assistant'", "loop.last")
+TOKENS = ("<|im_start|>", "<|im_end|>")
+SHOUTS = "'!' in message.content and message.role == 'assistant'"
+MARK, UNMARK = "{% generation %}", "{% endgeneration %}"
+
+
+def marked(one: str, other: str) -> str:
+    """Answers that shout are written as `one`, others as `other`."""
+    answer = f"{{% if {SHOUTS} %}}{one}{{% else %}}{other}{{% endif %}}"
+    question = "{{ '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}"
+    return (
+        "{%- for message in messages %}{% if message.role == 'user' %}"
+        f"{question}{{% else %}}{answer}{{% endif %}}{{% endfor %}}"
+    )
+
+
+HEAD, SAYS, LINE = "{{ '<|im_start|>assistant\\n' }}", "{{ message.content + '<|im_end|>' }}", "{{ '\\n' }}"
+USUAL = HEAD + MARK + SAYS + UNMARK + LINE
+SPLIT = HEAD + MARK + "{{ message.content }}" + UNMARK + "{{ '<|im_end|>\\n' }}"
+INVERTED = MARK + HEAD + UNMARK + SAYS + MARK + LINE + UNMARK
+OUTSIDE = (
+    "{% if '!' in messages[1].content %}{% for other in messages[:1] %}{% endfor %}"
+    + CHATML.replace("messages %}", "messages[:1] %}", 1).split("{%- if add")[0]
+    + "{{ '<|im_start|>assistant\\n' + messages[1].content + '<|im_end|>\\n' }}{% else %}"
+    + CHATML.split("{%- if add")[0]
+    + "{% endif %}"
+)
+
+
+class Alone:
+    """`PlainRows` of a template, without a tokenizer; rows go the whole way by a render and a search of their own."""
+
+    def __init__(
+        self, template: str, mode: str = MODES[0], added: tuple[str, ...] = TOKENS, fast: bool = True
+    ) -> None:
+        self.template, self.form = ChatTemplate(template, {}, fast), form(mode)
+        self.really = ChatTemplate(template, {}, False)
+        self.finder = TurnFinder(self.template, added, {"eos_token": "<|im_end|>"})
+        self.plain = PlainRows(self.template, self.finder, self.form)
+
+    def whole(self, given_row: dict[str, Any]) -> Sequence:
+        (example,) = self.form.normalize(given_row)
+        assert isinstance(example, ChatExample)
+        render = self.really.render(example.messages, None)
+        if example.all_tokens:
+            return Sequence(render.text, [(0, len(render.text), FREE)], example=example)
+        spans = [(found.start, found.end, CLOSED_TURN) for found in self.finder.spans(render, example)]
+        return Sequence(render.text, spans, example=example)
+
+    def learn(self, *texts: str) -> Alone:
+        for _ in range(2):
+            self.template.render(row(*texts)["messages"], None)  # the walk is known from here on
+            self.plain.learn(made := row(*texts), self.whole(made))
+        return self
+
+    def known(self, *texts: str) -> Sequence | None:
+        found = self.plain.sequence(row(*texts))
+        return found if found and not self.plain.doubtful([found], batch_of([found])) else None
+
+
+@pytest.mark.parametrize(
+    ("template", "added", "texts"),
+    [
+        (CHATML, (*TOKENS, "~"), ("a", "x ~ y")),  # a token of one letter
+        (CHATML, TOKENS, ("a <|im_end|>", "b")),
+        (CHATML, TOKENS, ("a", "b <|im_start|>user\n")),
+        (CHATML.replace("message.content", "message.content | trim"), TOKENS, ("a", " b ")),
+        (CHATML.replace("message.content", "message.content | replace('ham', 'egg')"), TOKENS, ("a", "ham")),
+        (marked(INVERTED, USUAL), TOKENS, ("a", "b!")),
+        (marked(SPLIT, USUAL), TOKENS, ("a", "b!")),
+        (OUTSIDE, TOKENS, ("a", "b!")),
+        (OWN_END, TOKENS, ("words of both", "words of both")),
+        (OWN_END, TOKENS, ("so words of both", " words of both ")),
+        (LAST_END, TOKENS, ("words of both", "words of both")),
+    ],
+)
+def test_what_a_shape_cannot_say_goes_the_whole_way(
+    template: str, added: tuple[str, ...], texts: tuple[str, ...]
+) -> None:
+    alone = Alone(template, added=added).learn("what is it", "it is so")
+    plain = alone.known("who", "me")
+    assert plain is not None
+    assert (plain.text, plain.spans) == (
+        alone.whole(row("who", "me")).text,
+        alone.whole(row("who", "me")).spans,
+    )
+    alone.template.render(row(*texts)["messages"], None)
+    assert alone.known(*texts) is None
+
+
+def test_a_turn_between_a_header_and_a_token_may_say_what_others_say() -> None:
+    alone = Alone(CHATML).learn("what is it", "it is so")
+    joined = alone.known("words of both", "words of both")
+    assert joined is not None
+    assert joined.spans == alone.whole(row("words of both", "words of both")).spans
+
+
+def test_one_turn_with_words_of_the_template_in_it_is_enough_to_look_closely() -> None:
+    alone = Alone(LAST_END).learn("one", "two", "three", "four")
+    assert alone.known("who", "me", "why", "so") is not None
+    assert alone.known("words of both", "words of both", "why", "so") is None
+
+
+def test_only_doubtful_rows_of_known_shapes_are_made_again() -> None:
+    alone = Alone(CHATML).learn("what is it", "it is so")
+    texts = [("a", "b"), ("a <|im_end|>", "b"), ("c", "<| d")]
+    known_ones = [alone.plain.sequence(row(*each)) for each in texts]
+    other = alone.whole(row("x", "y"))
+    sequences = [other, *(each for each in known_ones if each)]
+    assert alone.plain.doubtful(sequences, batch_of(sequences)) == [2, 3]
+    assert alone.plain.doubtful([other], batch_of([other])) == []
+
+
+def test_rows_of_which_all_is_trained_are_joined_too() -> None:
+    joined = Alone(CHATML, "all_tokens").learn("what is it", "it is so").known("who", "me")
+    assert joined is not None
+    assert joined.spans == [(0, len(joined.text), FREE)]
+
+
+def test_nothing_is_joined_where_the_template_is_not_walked() -> None:
+    alone = Alone(CHATML, fast=False).learn("what is it", "it is so")
+    assert alone.known("a", "b") is None
+
+
+def test_a_row_that_is_due_for_the_real_render_is_not_joined() -> None:
+    alone = Alone(CHATML).learn("what is it", "it is so")
+    assert alone.template.fast is not None
+    alone.template.fast.counts["walked"] = SAMPLE_EVERY - 1
+    assert alone.known("a", "b") is None
+    alone.plain.learn(made := row("a", "b", "c"), alone.whole(made))  # nor does it leave a shape
+    alone.template.fast.counts["walked"] = 0
+    assert alone.known("a", "b") is not None
+    assert alone.known("a", "b", "c") is None
+
+
+def test_shapes_are_learned_once_and_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = Alone(CHATML)
+    made: list[Any] = []
+    real = PlainRows._shape
+    monkeypatch.setattr(PlainRows, "_shape", lambda *given: made.append(given) or real(*given))
+    alone.learn("who", "me").learn("why", "so")
+    assert len(made) == 1
+    monkeypatch.setattr("raysvc.chat.render.plain_rows.MAX_SHAPES", 1)
+    assert alone.learn("who", "me", "why", "so").known("who", "me", "why", "so") is None
 
 
 def test_a_text_that_holds_a_token_is_looked_at_closely(tokenizer_folder: Any) -> None:
