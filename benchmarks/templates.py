@@ -1,6 +1,6 @@
 """Every template that TRL ships beside `apply_chat_template`: rows per second and how many times faster, on one core.
 
-    python benchmarks/templates.py [--only qwen3 gptoss | --part 1/2] [--rows 1000] [--out results.json]
+    python benchmarks/templates.py [--only qwen3 gptoss | --part 1/2] [--sets gsm8k_train] [--rows 2048] [--out results.json]
     python benchmarks/templates.py --sentencepiece [--rows 4096]
 
 Two measures, with the same rows, in one process:
@@ -11,6 +11,9 @@ Two measures, with the same rows, in one process:
 
 With `--sentencepiece`: tokenizers configured as Llama-2, Mistral, Gemma and normalizing ones are, trained on GSM8K, with Mistral's
 first template. `tokens` is the part behind the render: encode, align and verify, beside the library's encoding, row by row.
+
+2,048 rows are one chunk of a slice; what a slice costs once is a larger part of fewer. Templates that take contents in
+parts get them so, and a template that needs a `bos_token`, which Qwen2.5's tokenizer has not, is given one.
 
 Rows that a template refuses are left out. `rendered` counts the rows that had to run the template. The last line of
 stdout is JSON.
@@ -34,6 +37,8 @@ from tokenize_runs import parsed
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("RAYSVC_SHARED", ROOT.parent / "shared"))
 SLOW_SHARE = {"gsm8k_train": 8, "sgd_train": 8}  # one in so many rows goes through the slow contender
+ONLY_PARTS = ("idefics3", "llava_next", "smolvlm")
+GIVEN = {"bos_token": "<|endoftext|>"}  # to templates
 Row = tuple[list[Any], list[Any] | None]
 
 
@@ -59,16 +64,28 @@ def accepted(render: Callable[..., Any], rows: Iterable[tuple[bytes, Row]]) -> l
     return kept
 
 
+def in_parts(line: bytes) -> bytes:
+    """A row whose contents are lists of one part."""
+    row = json.loads(line)
+    for message in row["messages"]:
+        message["content"] = [{"type": "text", "text": message.get("content") or ""}]
+    return json.dumps(row).encode() + b"\n"
+
+
 def measure(name: str, text: str, data: Path, given: argparse.Namespace) -> dict[str, Any] | None:
     """Rates of one template on one data set, None when it refuses the rows."""
     from raysvc.chat.render.template import ChatTemplate
     from raysvc.chat.slice_tokenizer import SliceTokenizer
     from raysvc.job.config import TextSpec, TokenizerConfig
 
-    config = TokenizerConfig(name=given.tokenizer, chat_template=text, date=date.today())
+    config = TokenizerConfig(
+        name=given.tokenizer, chat_template=text, date=date.today(), template_kwargs=GIVEN
+    )
     tokenizer = SliceTokenizer(TextSpec(tokenizer=config, train_on="all_tokens"), name)
     template = ChatTemplate(text, tokenizer.tokenizer.template_variables)
     lines = data.read_bytes().splitlines(keepends=True)[: given.rows]
+    if name.startswith(ONLY_PARTS):
+        lines = [in_parts(line) for line in lines]
     rows = [(row["messages"], row.get("tools") or None) for row in parsed(b"".join(lines))]
     kept = accepted(lambda *row: template.render_really(*row, False), zip(lines, rows, strict=True))
     if len(kept) < given.rows / 10:
@@ -83,7 +100,7 @@ def measure(name: str, text: str, data: Path, given: argparse.Namespace) -> dict
 
     def theirs(tokenize: bool) -> None:
         for messages, tools in few:
-            hf.apply_chat_template(messages, tools=tools, chat_template=text, tokenize=tokenize)
+            hf.apply_chat_template(messages, tools=tools, chat_template=text, tokenize=tokenize, **GIVEN)
 
     rates = {
         "text": rate(ours, len(kept), 4),
@@ -184,6 +201,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", default=str(SHARED / "tokenizers" / "qwen2_5"))
     parser.add_argument("--only", nargs="*", help="names of templates")
     parser.add_argument("--part", default="1/1", help="2/3: the second third of the templates")
+    parser.add_argument("--sets", nargs="*", default=["gsm8k_train", "sgd_train"], help="names of data sets")
     parser.add_argument("--rows", type=int, default=400)
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     parser.add_argument("--sentencepiece", action="store_true", help="tokenizers instead of templates")
@@ -203,7 +221,7 @@ def main() -> None:
     for path in paths[len(paths) * (part - 1) // parts : len(paths) * part // parts]:
         if given.only and path.stem not in given.only:
             continue
-        for data in ("gsm8k_train", "sgd_train"):
+        for data in given.sets:
             found = measure(path.stem, path.read_text(encoding="utf-8"), given.data / f"{data}.jsonl", given)
             if found is None:
                 continue
