@@ -40,11 +40,12 @@ def best_of(call: Callable[[], object], times: int = 5) -> float:
 
 def manifest_constants(parts: int = 2000) -> dict[str, float]:
     """What one part costs a manifest."""
-    from raysvc.cache.manifest import Manifest, PartInfo
+    from raysvc.cache.key import cache_key
+    from raysvc.cache.manifest import REQUIRED, Manifest, PartInfo
     from raysvc.cache.names import new_part
 
     infos = tuple(PartInfo(new_part(n)[0], 1000, 10**6, 10**7, "0" * 32, 64, "1" * 32) for n in range(parts))
-    manifest = Manifest("ab" * 32, infos, {"input_ids": "list<int32>"}, {}, {})
+    manifest = Manifest(cache_key({}), infos, REQUIRED, {}, {})
     data = manifest.to_json()
     return {
         "manifest_bytes_per_part": len(data) / parts,
@@ -173,18 +174,23 @@ def simulate(build: Build, seed: int = 0) -> dict[str, float]:
 
 def growth(c: dict[str, float]) -> list[dict[str, Any]]:
     """Quantity, its law, today's size and the large one."""
+    from raysvc.cache.local.checksum import BLOCK, DIGITS
+
     rows, parts, ranks, trainers = 10**10, 20_000, 1024, 200
 
     def line(what: str, law: str, small: str, large: str) -> dict[str, Any]:
         return {"quantity": what, "law": law, "small": small, "large": large}
 
     per_part, read_s = c["manifest_bytes_per_part"], c["manifest_read_s_per_part"]
-    lengths = c["length_bytes_per_row"]
+    lengths, open_rows = c["length_bytes_per_row"], 72 * 500_000
+    blocks = DIGITS * 1e6 / BLOCK
     beats = trainers * 3 / 30.0
     return [
         line("manifest", f"{per_part:.0f} B a part", f"{per_part * 64 / 1e3:.0f} kB (64)", f"{per_part * parts / 1e6:.1f} MB ({parts})"),
         line("opening an entry", f"{read_s * 1e6:.1f} us a part", f"{read_s * 64 * 1e3:.1f} ms", f"{read_s * parts * 1e3:.0f} ms"),
-        line("lengths in each server", f"{lengths:.0f} B a row", f"{lengths * 1e7 / 1e6:.0f} MB (1e7 rows)", f"{lengths * rows / 1e9:.0f} GB (1e10 rows)"),
+        line("checksums of blocks in the manifest", f"{blocks:.0f} B a MB of parts", f"{blocks / 1e3 * 2e3:.0f} kB (2 GB)", f"{blocks * 13e6 / 1e9:.1f} GB (13 TB)"),
+        line("lengths in each server, window", f"{lengths:.0f} B a row of the open slices", f"{lengths * 1e7 / 1e6:.0f} MB (1e7 rows)", f"{lengths * open_rows / 1e6:.0f} MB (72 slices of 500,000 rows)"),
+        line("lengths, full: above 256 MB a mapped file", f"{lengths:.0f} B a row", f"{lengths * 1e7 / 1e6:.0f} MB (1e7 rows)", f"{lengths * rows / 1e9:.0f} GB (1e10 rows)"),
         line("order of rows", "O(1) memory", "0", "0"),
         line("plan of a step, 1024 rows", "rows of the step; rows of the entry only by cache misses", f"{c['plan_step_s_1e+05'] * 1e3:.1f} ms (1e5 rows)", f"{c['plan_step_s_1e+07'] * 1e3:.1f} ms (1e7 rows)"),
         line("plan of a step, 4096 rows", "ranks", f"{c['plan_step_s_8_ranks'] * 1e3:.1f} ms (8 ranks)", f"{c['plan_step_s_1024_ranks'] * 1e3:.1f} ms ({ranks} ranks)"),

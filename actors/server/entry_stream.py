@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,8 @@ class _Open:
     media: EntryMedia | None
 
     def read(self, mini: MiniBatchPlan) -> RowBatch:
-        return of_fixed_width(self.entry.read(mini.row_ids), self.text_widths)
+        rows = self.entry.read(self.plan.rows.positions(mini.row_ids))
+        return of_fixed_width(replace(rows, row_ids=mini.row_ids), self.text_widths)
 
 
 class EntryStream:
@@ -165,10 +166,10 @@ class EntryStream:
     def _entry_and_plan(self) -> tuple[Entry | JoinedEntry, Plan]:
         if self._mixture is None:
             entry = open_entry(self._uri, self._storage_options)
-            return entry, plan_of_entries(self._recipe.plan, [entry], entry.lengths())
+            return entry, plan_of_entries(self._recipe.plan, [entry])
         joined = JoinedEntry([open_entry(uri, self._storage_options) for uri in self._mixture.entry_uris])
-        stages = self._mixture.stages
-        return joined, plan_of_entries(self._recipe.plan, joined.entries, joined.lengths(), stages)
+        mixture = self._mixture
+        return joined, plan_of_entries(self._recipe.plan, joined.entries, mixture.stages, mixture.shuffles)
 
     def _facts(self) -> _Facts:
         if self._known is None:

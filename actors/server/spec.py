@@ -70,6 +70,9 @@ class MixtureSpec(BaseModel):
     stages: tuple[tuple[int, tuple[int, ...]], ...] = Field(
         description="Position of the stream at which a stage begins, and the rows of each entry in its period."
     )
+    shuffles: tuple[str | None, ...] = Field(
+        default=(), description="Of each source, where it is not that of the plan."
+    )
 
 
 class RolloutSpec(BaseModel):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,9 @@ import numpy as np
 from raysvc.build.entry_report import Report
 from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.errors import ConfigError
+from raysvc.plan.entry_plan import group_bounds, numbers_by_slice
 from raysvc.plan.fact_table import facts_html, facts_text
+from raysvc.plan.sliced.sliced_rows import positions
 from raysvc.ragged import Int64s
 
 if TYPE_CHECKING:
@@ -38,12 +40,15 @@ class CacheEntry:
         hit: whether it was there already.
         reason: why it was used or built, one clause.
         sources: names of the sources of a mixture.
+        by_slice: rows are asked for by the numbers that a windowed plan gives them, `raysvc.plan.sliced.row_ids`; else by
+            their positions.
     """
 
     entry: Entry | JoinedEntry
     hit: bool = True
     reason: str = "opened by its address"
     sources: tuple[str, ...] = ()
+    by_slice: bool = False
 
     @property
     def uri(self) -> str:
@@ -80,31 +85,39 @@ class CacheEntry:
 
     def row(self, index: int) -> dict[str, Any]:
         """One row: column name -> list or value."""
-        return self.entry.row(index)
+        return self.entry.row(int(self._positions([index])[0]))
 
     def origins(self, row_ids: Sequence[int]) -> list[tuple[str, int]]:
         """Where rows come from: the source (its name in a mixture, else its files), and the row's number there."""
-        ids = np.array(row_ids, np.int64)
-        numbers = self.entry.read(ids).rows["source_row"].tolist()
+        numbers = self.entry.read(self._positions(row_ids)).rows["source_row"].tolist()
         if not isinstance(self.entry, JoinedEntry):
             return [(", ".join(self.report["paths"]), number) for number in numbers]
-        names = [self.sources[place] for place in self.entry.places(ids)[0].tolist()]
-        return list(zip(names, numbers, strict=True))
+        return list(zip(self.sources_of(row_ids), numbers, strict=True))
+
+    def sources_of(self, row_ids: Sequence[int] | Int64s) -> list[str]:
+        """The source of a mixture that each row is of."""
+        assert isinstance(self.entry, JoinedEntry)
+        return [self.sources[place] for place in self.entry.places(self._positions(row_ids))[0].tolist()]
 
     def turns(self, row_ids: Sequence[int]) -> list[tuple[int, int] | None]:
         """(i, n) of each row: the i-th of the n rows that `each_assistant_turn` made of its source row; None of any other."""
-        ids = np.array(row_ids, np.int64)
+        ids = self._positions(row_ids)
         if not isinstance(self.entry, JoinedEntry):
             return [_turn(self._bounds[0], place) for place in ids.tolist()]
         parts, places = (found.tolist() for found in self.entry.places(ids))
         return [_turn(self._bounds[part], place) for part, place in zip(parts, places, strict=True)]
 
+    def _positions(self, row_ids: Sequence[int] | Int64s) -> Int64s:
+        ids = np.array(row_ids, np.int64)
+        return positions(self._entries, ids) if self.by_slice else ids
+
+    @property
+    def _entries(self) -> Sequence[Entry]:
+        return self.entry.entries if isinstance(self.entry, JoinedEntry) else (self.entry,)
+
     @cached_property
     def _bounds(self) -> list[Int64s | None]:
-        from raysvc.plan.entry_plan import group_bounds
-
-        entries = self.entry.entries if isinstance(self.entry, JoinedEntry) else (self.entry,)
-        return [group_bounds(one) for one in entries]
+        return [group_bounds(one) for one in self._entries]
 
     def text(self, index: int) -> str:
         """One row as the tokenizer decodes it, special tokens included.
@@ -148,8 +161,7 @@ class CacheEntry:
         """
         from raysvc.build.kept_tokenizer import kept_tokenizer
 
-        entries = self.entry.entries if isinstance(self.entry, JoinedEntry) else (self.entry,)
-        return kept_tokenizer(entries)
+        return kept_tokenizer(self._entries)
 
 
 def _turn(bounds: Int64s | None, row: int) -> tuple[int, int] | None:
@@ -176,7 +188,7 @@ def open_cache(uri: str | Path, storage_options: Mapping[str, Any] | None = None
 
 
 def open_served(spec: ServeSpec) -> CacheEntry:
-    """What a server serves: its entry, or those of its mixture.
+    """What a server serves: its entry, or those of its mixture; rows have the numbers of its plan.
 
     Raises:
         EntryError: one of them is gone or damaged.
@@ -185,7 +197,8 @@ def open_served(spec: ServeSpec) -> CacheEntry:
     from raysvc.cache.find import open_entry
 
     assert spec.entry_uri is not None, "a server of rollouts has no entry"
+    by_slice = numbers_by_slice(spec.plan, spec.mixture.shuffles if spec.mixture else ())
     if spec.mixture is None:
-        return open_cache(spec.entry_uri, spec.storage_options)
+        return replace(open_cache(spec.entry_uri, spec.storage_options), by_slice=by_slice)
     entries = [open_entry(uri, spec.storage_options) for uri in spec.mixture.entry_uris]
-    return CacheEntry(join(entries), sources=spec.mixture.names)
+    return CacheEntry(join(entries), sources=spec.mixture.names, by_slice=by_slice)

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raysvc.build.mixed_job import entries_of, stages_of
+from raysvc.build.mixed_job import entries_of, shuffles_of, stages_of
 from raysvc.cache.manifest import ADDED
 from raysvc.collate.plan_report import PlanReport, plan_report
 from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.collate.text_columns import of_fixed_width, text_widths
 from raysvc.errors import ConfigError
 from raysvc.plan.cost import CostModel
-from raysvc.plan.entry_plan import plan_of_entries
+from raysvc.plan.entry_plan import numbers_by_slice, plan_of_entries
 
 OWN = {  # columns that a format gives its rows
     "preference": {"chosen": {"pad": 0}},
@@ -39,7 +40,12 @@ if TYPE_CHECKING:
 def plan_of(job: JobConfig, entry: CacheEntry) -> Plan:
     """The plan that the job's server would follow."""
     entries = entries_of(entry.entry)
-    return plan_of_entries(plan_config(job, entry), entries, entry.entry.lengths(), stages_of(job, entries))
+    return plan_of_entries(plan_config(job, entry), entries, stages_of(job, entries), shuffles_of(job))
+
+
+def numbered(job: JobConfig, entry: CacheEntry) -> CacheEntry:
+    """The entry, whose rows have the numbers of the job's plan."""
+    return replace(entry, by_slice=numbers_by_slice(job.plan, shuffles_of(job)))
 
 
 def report_of(job: JobConfig, entry: CacheEntry) -> PlanReport:

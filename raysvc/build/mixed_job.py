@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import reduce
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.chat.row_counts import RowCounts
 from raysvc.errors import PlanError
-from raysvc.plan.entry_plan import group_bounds, num_groups
+from raysvc.plan.entry_plan import count_groups
 from raysvc.plan.mixture import counts_by_epochs, counts_by_weight
 from raysvc.plan.plan import schedule_of
 
@@ -43,7 +44,7 @@ def join(entries: Sequence[Entry]) -> JoinedEntry:
     from raysvc.build.build_report import percentiles
 
     joined = JoinedEntry(entries)
-    lengths = percentiles(joined.lengths())
+    lengths = percentiles(chain.from_iterable(one.lengths_by_slice() for one in entries))
     joined.report = {**_added([one.report for one in entries]), "length_percentiles": lengths}
     return joined
 
@@ -59,6 +60,7 @@ def mixture_spec(job: JobConfig, entry: Entry | JoinedEntry) -> MixtureSpec | No
         names=tuple(job.mixture.sources),
         entry_uris=tuple(one.uri for one in entries),
         stages=stages_of(job, entries),
+        shuffles=shuffles_of(job),
     )
 
 
@@ -78,16 +80,23 @@ def stages_of(job: JobConfig, entries: Sequence[Entry]) -> Stages:
         if stages:
             schedule = schedule_of(job.plan, sum(stages[0][1]))
             first = schedule.epoch_of(step) * schedule.num_groups + schedule.position_of(step)
-        stages.append((first, _counts(mixture, step, entries)))
+        stages.append((first, _counts(job, mixture, step, entries)))
     return tuple(stages)
 
 
-def _counts(mixture: MixtureConfig, step: int, entries: Sequence[Entry]) -> tuple[int, ...]:
+def shuffles_of(job: JobConfig) -> tuple[str | None, ...]:
+    """The shuffle of each source of a mixture that has its own; () where none has."""
+    found = tuple(each.shuffle for each in job.mixture.sources.values()) if job.mixture else ()
+    return found if any(found) else ()
+
+
+def _counts(job: JobConfig, mixture: MixtureConfig, step: int, entries: Sequence[Entry]) -> tuple[int, ...]:
     """Groups of each source in a period, of those that have joined by `step`."""
     joined = [each.from_step <= step for each in mixture.sources.values()]
     known = [entry for entry, here in zip(entries, joined, strict=True) if here]
     shares = [each for each, here in zip(mixture.sources.values(), joined, strict=True) if here]
-    groups = [num_groups(entry, group_bounds(entry)) for entry in known]
+    shuffles = [each.shuffle or job.plan.shuffle for each in shares]
+    groups = [count_groups(entry, shuffle) for entry, shuffle in zip(known, shuffles, strict=True)]
     if shares[0].epochs is not None:
         counts = counts_by_epochs([each.epochs or 0 for each in shares], groups)
     else:

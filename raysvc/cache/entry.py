@@ -195,6 +195,30 @@ class Entry:
         self._wait_for_hold()
         return np.concatenate(values) if values else np.zeros(0, np.int64)
 
+    @property
+    def slice_starts(self) -> npt.NDArray[np.int64]:
+        """int64 [S + 1], the first row of each slice of the source, and the number of rows."""
+        return self._readers[0].starts
+
+    def slice_lengths(self, index: int) -> npt.NDArray[np.int32]:
+        """Tokens of every row of a slice; reads its offsets alone."""
+        return self._readers[0].part_lengths(index)
+
+    def lengths_by_slice(self) -> Iterator[npt.NDArray[np.int32]]:
+        """Tokens of every row, slice after slice."""
+        return self._readers[0].lengths_by_part()
+
+    def slice_values(self, name: str, index: int) -> npt.NDArray[Any]:
+        """A per-row column of a slice, as `row_values` gives it of all.
+
+        Raises:
+            EntryError: a damaged part.
+        """
+        self._begin_hold()
+        values = self._readers[0].part_values(name, index)
+        self._wait_for_hold()
+        return values
+
     def prefetch(self, row_ids: npt.NDArray[np.integer[Any]]) -> None:
         """Announce rows that will be read soon, in that order; never blocks.
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from raysvc.cache.key import cache_key
 from raysvc.errors import EntryError
+from raysvc.large_array import concatenated
 from raysvc.media.medium import COLUMN, PATCHES, TOKENS
 from raysvc.row_batch import Array, RowBatch, WideRows
 
@@ -70,7 +71,7 @@ class JoinedEntry:
 
     def lengths(self) -> npt.NDArray[np.int32]:
         """Tokens of every row, int32 [N]."""
-        return np.concatenate([entry.lengths() for entry in self.entries])
+        return concatenated([entry.lengths() for entry in self.entries])
 
     def places(self, row_ids: npt.NDArray[np.integer[Any]]) -> tuple[Ids, Ids]:
         """For each row the number of its entry, and its position there; int64 [N] both.

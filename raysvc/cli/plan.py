@@ -30,7 +30,7 @@ def plan(
     Example: raysvc plan -c job.yaml plan.layout=packed plan.micro_batch_tokens=8192
     """
     from raysvc import api
-    from raysvc.build.job_plan import plan_of, report_of
+    from raysvc.build.job_plan import numbered, plan_of, report_of
     from raysvc.collate.plan_report import rows_of_step
     from raysvc.errors import PlanError
     from raysvc.job.job_file import load_job
@@ -46,7 +46,7 @@ def plan(
                 "--step", f"{step} is not below the {steps.schedule.num_steps} steps", "give a smaller one"
             )
         rows = [row._asdict() for row in rows_of_step(steps, step, dp_size)]
-        origins = entry.origins([row["row_id"] for row in rows])
+        origins = numbered(job, entry).origins([row["row_id"] for row in rows])
         rows = [
             {**row, **({"source": source} if job.mixture else {}), "source_row": number}
             for row, (source, number) in zip(rows, origins, strict=True)

@@ -130,7 +130,7 @@ def plan_report(
     lines = sum(mini.lines for mini in minis)
     capacity = plan.config.micro_batch_tokens if plan.config.layout == "packed" else None
     return PlanReport(
-        num_rows=len(plan.lengths),
+        num_rows=plan.rows.num_rows,
         num_groups=schedule.num_groups,
         steps_per_epoch=schedule.steps_per_epoch,
         num_steps=schedule.num_steps,

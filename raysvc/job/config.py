@@ -54,6 +54,9 @@ PositiveInt = Annotated[int, Field(ge=1)]
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
 
+SHUFFLES = re.compile(r"none|full|block\([1-9]\d*\)|window(\([1-9]\d{0,3}\))?")
+
+
 class Model(BaseModel):
     """Frozen, closed base of every section."""
 
@@ -184,7 +187,10 @@ class PlanConfig(Model):
         default=1, description="Passes over the mini-batches of one step (RL)."
     )
     seed: int = Field(default=0, ge=0, description="Seed of the shuffle.")
-    shuffle: str = Field(default="full", description="none, full, or block(n): shuffle blocks of n rows.")
+    shuffle: str = Field(
+        default="full",
+        description="none, full, block(n): shuffle blocks of n rows, or window: shuffle slices, and rows among the W slices of a moving window; window(W) says how many.",
+    )
     order: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
@@ -234,10 +240,8 @@ class PlanConfig(Model):
 
     @field_validator("shuffle")
     @classmethod
-    def _known_shuffle(cls, value: str) -> str:
-        if not re.fullmatch(r"none|full|block\([1-9]\d*\)", value):
-            raise ValueError(f"{value!r} is not one of none, full, block(n) with n >= 1")
-        return value
+    def _shuffle_is_known(cls, value: str) -> str:
+        return _known_shuffle(value)
 
     @model_validator(mode="after")
     def _consistent(self) -> PlanConfig:
@@ -308,6 +312,12 @@ class MixtureSourceConfig(Model):
     from_step: int = Field(
         default=0, ge=0, description="The source joins at this step; earlier steps do not change."
     )
+    shuffle: str | None = Field(default=None, description="As `plan.shuffle`, for this source.")
+
+    @field_validator("shuffle")
+    @classmethod
+    def _shuffle_is_known(cls, value: str | None) -> str | None:
+        return value if value is None else _known_shuffle(value)
 
 
 class MixtureConfig(Model):
@@ -317,6 +327,14 @@ class MixtureConfig(Model):
         min_length=1, description="Name -> source, with a weight or with epochs; append new ones at the end."
     )
     by: Literal["rows", "tokens"] = Field(default="rows", description="What the weights count.")
+
+    def decides(self) -> dict[str, Any]:
+        """The fields as JSON; a shuffle only where a source has its own."""
+        known = self.model_dump(mode="json")
+        for each in known["sources"].values():
+            if each["shuffle"] is None:
+                del each["shuffle"]
+        return known
 
     @model_validator(mode="after")
     def _weights_or_epochs(self) -> MixtureConfig:
@@ -528,12 +546,18 @@ class JobConfig(Model):
         trainer = ("model", "learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "loss", "seed")
         decides = {
             "source": self.source.model_dump(mode="json", exclude={"storage_options", "media"}),
-            "mixture": self.mixture.model_dump(mode="json") if self.mixture else None,
+            "mixture": self.mixture.decides() if self.mixture else None,
             "text": self.text.model_dump(mode="json", exclude={"media"}),
             "plan": self.plan.model_dump(mode="json", include=set(plan)),
             "trainer": self.trainer.model_dump(mode="json", include=set(trainer)),
         }
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _known_shuffle(value: str) -> str:
+    if not SHUFFLES.fullmatch(value):
+        raise ValueError(f"{value!r} is not one of none, full, block(n), window, window(W) with n, W >= 1")
+    return value
 
 
 class TextSpec(Model):

@@ -10,7 +10,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,32 +18,31 @@ import numpy.typing as npt
 
 from raysvc.errors import PlanError
 from raysvc.job.config import PAIRED, PlanConfig
+from raysvc.large_array import concatenated
 from raysvc.media.medium import PATCHES
 from raysvc.plan.groups import Groups
 from raysvc.plan.mixture import Mixture, MixtureSource, Stage
-from raysvc.plan.order import parse_shuffle
+from raysvc.plan.order import Order, parse_shuffle
 from raysvc.plan.plan import Plan
+from raysvc.plan.sliced.sliced_rows import (
+    OPEN_BEYOND,
+    FullSource,
+    PlanSource,
+    SlicedEntry,
+    SlicedRows,
+    WindowedSource,
+    digest_of,
+    window_of,
+)
+from raysvc.plan.sliced.window_order import WindowOrder, is_windowed
 from raysvc.ragged import Int64s
 
 
-class Rows(Protocol):
+class Rows(SlicedEntry, Protocol):
     """What a plan asks of an entry."""
 
-    @property
-    def key(self) -> str:
-        """Hash of what decides the rows."""
-
-    @property
-    def num_rows(self) -> int:
-        """How many rows there are."""
-
-    @property
-    def columns(self) -> Mapping[str, str]:
-        """Name -> type."""
-
-    @property
-    def recipe(self) -> Mapping[str, Any]:
-        """What decided the rows."""
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Tokens of every row, int32 [N]."""
 
     def row_values(self, name: str) -> npt.NDArray[Any]:
         """A per-row column of all rows, [N]."""
@@ -52,28 +51,38 @@ class Rows(Protocol):
 def plan_of_entries(
     config: PlanConfig,
     entries: Sequence[Rows],
-    lengths: npt.NDArray[np.integer[Any]],
     stages: Sequence[tuple[int, tuple[int, ...]]] = (),
+    shuffles: Sequence[str | None] = (),
 ) -> Plan:
     """The plan over the rows of `entries`, one after the other.
 
     Args:
         config: section `plan` of a job.
         entries: one, or those of a mixture.
-        lengths: [N], tokens of each row of all entries.
         stages: of a mixture, see `raysvc.plan.mixture`; none for a single entry.
+        shuffles: of each source of a mixture, where it is not `config.shuffle`.
+
+    Raises:
+        PlanError: a window over rows with media, or what `Plan` raises.
     """
-    bounds = [group_bounds(one) for one in entries]
-    mixture = None
-    if stages:
-        counts = [num_groups(one, its) for one, its in zip(entries, bounds, strict=True)]
-        sources = tuple(MixtureSource(one.key, count) for one, count in zip(entries, counts, strict=True))
-        order = config.seed, parse_shuffle(config.shuffle)
-        mixture = Mixture(sources, tuple(Stage(*stage) for stage in stages), *order)
     keys = [one.key for one in entries]
-    groups = _joined(entries, bounds, _are_pairs(entries))
+    pairs = _are_pairs(entries)
+    wanted = [one or config.shuffle for one in shuffles] or [config.shuffle] * len(entries)
+    if numbers_by_slice(config, shuffles):
+        if any(PATCHES in one.columns for one in entries):
+            what = "the media of all rows are weighed to deal them evenly, and a window has some"
+            raise PlanError("plan.shuffle", what, "use full or block(n) for rows with media")
+        rows = SlicedRows([_source(*each) for each in zip(entries, wanted, strict=True)])
+        if not stages:
+            window = window_of(config.shuffle, entries[0])
+            config = config.model_copy(update={"shuffle": f"window({window})"})
+        mixture = _mixture(config, rows.sources, wanted, stages) if stages else None
+        return Plan(config, rows, entry_keys=keys, mixture=mixture)
+    held = [FullSource(one, group_bounds(one)) for one in entries]
+    mixture = _mixture(config, held, wanted, stages) if stages else None
+    groups = _joined(entries, [one.bounds for one in held], pairs)
     return Plan(
-        config, lengths, groups=groups, entry_keys=keys, mixture=mixture, patches=_patches(entries),
+        config, concatenated([one.lengths for one in held]), groups=groups, entry_keys=keys, mixture=mixture, patches=_patches(entries),
         row_values=entries[0].row_values,
     )  # fmt: skip
 
@@ -87,6 +96,46 @@ def _patches(entries: Sequence[Rows]) -> npt.NDArray[np.int32] | None:
         for one in entries
     ]
     return np.concatenate(found).astype(np.int32)
+
+
+def numbers_by_slice(config: PlanConfig, shuffles: Sequence[str | None] = ()) -> bool:
+    """Whether a plan numbers rows by slice: it does when one source is windowed.
+
+    Args:
+        shuffles: as in `plan_of_entries`.
+    """
+    return any(is_windowed(one or config.shuffle) for one in shuffles or (None,))
+
+
+def _source(entry: Rows, shuffle: str) -> PlanSource:
+    if is_windowed(shuffle):
+        return WindowedSource(entry, window_of(shuffle, entry) + OPEN_BEYOND)
+    return FullSource(entry, group_bounds(entry))
+
+
+def _mixture(
+    config: PlanConfig,
+    sources: Sequence[PlanSource],
+    shuffles: Sequence[str],
+    stages: Sequence[tuple[int, tuple[int, ...]]],
+) -> Mixture:
+    """The mixture; a source that is not shuffled like `config.shuffle`, and one with a window, has an order of its own."""
+    sliced = any(isinstance(source, WindowedSource) for source in sources)
+    mixed = []
+    for source, shuffle in zip(sources, shuffles, strict=True):
+        key = source.entry.key
+        order: Order | WindowOrder | None = None
+        if isinstance(source, WindowedSource):
+            window = window_of(shuffle, source.entry)
+            shuffle, order = f"window({window})", WindowOrder(source, window, config.seed, salt=key)
+        elif shuffle != config.shuffle:
+            order = Order(source.num_groups, config.seed, parse_shuffle(shuffle), salt=key)
+        own = shuffle if order else ""
+        mixed.append(
+            MixtureSource(key, source.num_groups, order, own, digest_of(source.entry) if sliced else "")
+        )
+    block = 0 if is_windowed(config.shuffle) else parse_shuffle(config.shuffle)
+    return Mixture(tuple(mixed), tuple(Stage(*stage) for stage in stages), config.seed, block)
 
 
 def _are_pairs(entries: Sequence[Rows]) -> bool:
@@ -116,8 +165,11 @@ def group_bounds(entry: Rows) -> Int64s | None:
     return np.concatenate([[0], firsts, [len(source_rows)]]).astype(np.int64)
 
 
-def num_groups(entry: Rows, bounds: Int64s | None) -> int:
-    """Groups of an entry with these `group_bounds`."""
+def count_groups(entry: Rows, shuffle: str) -> int:
+    """Groups of an entry; with a window no row is read where the report tells them."""
+    if is_windowed(shuffle):
+        return WindowedSource(entry, keep=1).num_groups
+    bounds = group_bounds(entry)
     return entry.num_rows if bounds is None else len(bounds) - 1
 
 

@@ -23,6 +23,8 @@ import numpy.typing as npt
 
 from raysvc.errors import PlanError
 from raysvc.plan.order import Order
+from raysvc.plan.sliced import row_ids
+from raysvc.plan.sliced.window_order import WindowOrder
 
 Int64s = npt.NDArray[np.int64]
 _LARGEST_PERIOD = 3_000_000_000  # its square fits int64
@@ -35,10 +37,20 @@ class MixtureSource:
     Attributes:
         key: of the entry; its order depends on it, not on its place in the list.
         num_groups: groups of the entry.
+        order: of its groups, where it is not that of the mixture.
+        shuffle: which order that is.
+        slices: digest of where its slices begin, where rows are numbered by slice.
     """
 
     key: str
     num_groups: int
+    order: Order | WindowOrder | None = None
+    shuffle: str = ""
+    slices: str = ""
+
+    def identity(self) -> list[str | int]:
+        """What decides its groups and their order, as JSON."""
+        return [self.key, self.num_groups, *(one for one in (self.shuffle, self.slices) if one)]
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,8 @@ class Stage:
 @dataclass(frozen=True)
 class Mixture:
     """A stream of groups of several sources; group numbers run through the sources in their order.
+
+    Where rows are numbered by slice, the groups of source k are numbered from `row_ids.source_base(k)` on.
 
     Attributes:
         sources: K of them; new ones are appended.
@@ -103,21 +117,22 @@ class Mixture:
         offset = 0
         for number, source in enumerate(self.sources):
             here = np.flatnonzero(source_of == number)
-            out[here] = offset + self._groups(source, turn[here])
+            first = row_ids.source_base(number) if source.slices else offset
+            out[here] = first + self._groups(source, turn[here])
             offset += source.num_groups
         return out
 
     def identity(self) -> dict[str, Any]:
         """What decides the stream, as JSON."""
         return {
-            "sources": [[source.key, source.num_groups] for source in self.sources],
+            "sources": [source.identity() for source in self.sources],
             "stages": [[stage.first, list(stage.counts)] for stage in self.stages],
             "order": [self.seed, self.block],
         }
 
     def _groups(self, source: MixtureSource, turns: Int64s) -> Int64s:
         """The groups of `source` at its own turns, pass after pass."""
-        order = Order(source.num_groups, self.seed, self.block, salt=source.key)
+        order = source.order or Order(source.num_groups, self.seed, self.block, salt=source.key)
         passes, places = np.divmod(turns, source.num_groups)
         out = np.empty_like(turns)
         for number in np.unique(passes).tolist():

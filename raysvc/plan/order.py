@@ -36,6 +36,7 @@ UInt64s = npt.NDArray[np.uint64]
 
 _ROUNDS = 8
 _WHERE = "plan.order"
+_ROUNDS_EACH = 6  # of many small permutations, whose images are shuffled once more
 _TABLE_SIZE = (
     1024  # below this a permutation is a sorted table of hashes, uniform even where a Feistel network is not
 )
@@ -207,28 +208,32 @@ def _function_of(name: str) -> Callable[[int, OrderRows], Any]:
     return function
 
 
-def permute_each(sizes: Int64s, keys: Sequence[UInt64s], positions: Int64s) -> Int64s:
-    """Images of `positions` [P], each under a permutation of its own.
+def permute_each(sizes: Int64s, keys: Sequence[UInt64s], which: Int64s, positions: Int64s) -> Int64s:
+    """Images of `positions` [P], each under one of U permutations.
 
     Args:
-        sizes: int64 [P], each above its position.
-        keys: round keys, each uint64 [P]; equal keys and sizes are the same permutation.
-        positions: int64 [P].
+        sizes: int64 [U].
+        keys: round keys, each uint64 [U].
+        which: int64 [P], in [0, U), the permutation of each position.
+        positions: int64 [P], each below the size of its permutation.
     """
-    rows = np.sqrt(sizes - 1).astype(np.uint64) + np.uint64(1)  # exact below 2^52
-    limits = sizes.astype(np.uint64)
+    limits = np.maximum(sizes, 1).astype(np.uint64)
+    rows = np.sqrt(limits - np.uint64(1)).astype(np.uint64) + np.uint64(1)  # exact below 2^52
     columns = (limits + rows - np.uint64(1)) // rows
-    out = _feistel(positions.astype(np.uint64), rows, columns, keys, forward=True)
-    while len(outside := np.flatnonzero(out >= limits)):
-        its_keys = [key[outside] for key in keys]
-        out[outside] = _feistel(out[outside], rows[outside], columns[outside], its_keys, forward=True)
+    out, here = np.empty(len(positions), np.uint64), np.arange(len(positions))
+    values = positions.astype(np.uint64)
+    while len(here):
+        its_keys = [key[which] for key in keys]
+        out[here] = values = _feistel(values, rows[which], columns[which], its_keys, forward=True)
+        outside = np.flatnonzero(values >= limits[which])
+        here, values, which = here[outside], values[outside], which[outside]
     return out.astype(np.int64)
 
 
 def round_keys_each(key: str, numbers: Int64s) -> list[UInt64s]:
-    """Round keys for `permute_each`, each uint64 [P]: those that `key` and each of `numbers` [P] name."""
+    """Round keys for `permute_each`, each uint64 [U]: those that `key` and each of `numbers` [U] name."""
     own = _mix(_mix(numbers.astype(np.uint64)) + np.uint64(1))
-    return [_mix(own ^ np.uint64(one)) for one in _round_keys(key)]
+    return [_mix(own ^ np.uint64(one)) for one in _round_keys(key)[:_ROUNDS_EACH]]
 
 
 def _feistel(
@@ -241,7 +246,7 @@ def _feistel(
     """One pass over [0, rows * columns)."""
     left, right = np.divmod(values, columns)
     sides, moduli = [left, right], (rows, columns)
-    for number in range(_ROUNDS) if forward else reversed(range(_ROUNDS)):
+    for number in range(len(keys)) if forward else reversed(range(len(keys))):
         moved, fixed, modulus = number % 2, 1 - number % 2, moduli[number % 2]
         shift = _mix(sides[fixed] + np.uint64(keys[number])) >> _S32
         shift = (shift * modulus) >> _S32

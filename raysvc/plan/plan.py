@@ -9,7 +9,7 @@ Always true:
 - the rows of a group are in one mini-batch;
 - over an epoch every row comes exactly once (`tail: drop` leaves some out, `tail: wrap` takes some again);
 - a row in `skip_rows`, or over the budget with `oversize: drop`, leaves a hole: no other row moves;
-- time and memory of a step depend on its rows, never on N.
+- time and memory of a step depend on its rows, and with `shuffle: window` on the slices of a window, never on N.
 """
 
 from __future__ import annotations
@@ -31,9 +31,12 @@ from raysvc.plan.groups import Groups, OrderRows
 from raysvc.plan.mixture import Mixture
 from raysvc.plan.order import CustomOrder, Order, parse_shuffle
 from raysvc.plan.pack import aligned
+from raysvc.plan.plan_rows import HeldRows, PlanRows
 from raysvc.plan.rank_plan import RankPlan, Rules, deal, deal_pairs, deal_windows, pair_cells
 from raysvc.plan.row_pieces import Pieces
 from raysvc.plan.schedule import Schedule
+from raysvc.plan.sliced.sliced_rows import SlicedRows
+from raysvc.plan.sliced.window_order import WindowOrder, is_windowed
 from raysvc.plan.windows import Windows
 
 PLAN_VERSION = 1
@@ -70,7 +73,8 @@ class Plan:
 
     Args:
         config: section `plan` of the job.
-        lengths: int [N], tokens of every row of the entry; may be a memory map, is never copied.
+        lengths: int [N], tokens of every row of the entry; may be a memory map, is never copied. Or rows that are known
+            slice by slice.
         uids: one uid per row; rows of one uid are a group. None: every row is its own group.
         groups: instead of `uids`, for rows that lie together already.
         entry_keys: keys of the cache entries that the rows come from.
@@ -90,7 +94,7 @@ class Plan:
     def __init__(
         self,
         config: PlanConfig,
-        lengths: npt.NDArray[np.integer[Any]],
+        lengths: npt.NDArray[np.integer[Any]] | SlicedRows,
         *,
         uids: Sequence[str] | None = None,
         groups: Groups | None = None,
@@ -99,17 +103,24 @@ class Plan:
         patches: npt.NDArray[np.integer[Any]] | None = None,
         row_values: Callable[[str], npt.NDArray[Any]] | None = None,
     ) -> None:
-        if groups is None:
-            groups = Groups.singles(len(lengths)) if uids is None else Groups.of_uids(uids)
-        needs = pair_cells(lengths, _rules(config)) if groups.are_pairs else lengths
-        config = with_capacity(config, needs)
-        _refuse_oversize(config, needs, "pair" if groups.are_pairs else "row")
-        _refuse_contradictions(config, lengths, groups, mixture)
-        self.config, self.lengths, self.groups, self.patches = config, lengths, groups, patches
-        self.windows = (
-            Windows(lengths, config.window) if config.layout == "stream" and config.window else None
+        rows = (
+            lengths
+            if isinstance(lengths, SlicedRows)
+            else HeldRows(lengths, _groups(len(lengths), uids, groups), patches)
         )
-        num_groups = self.windows.num_windows if self.windows else self.groups.num_groups
+        longest = rows.longest()
+        needs = pair_cells(longest, _rules(config)) if rows.are_pairs else longest
+        config = with_capacity(config, needs)
+        if not rows.are_sliced:
+            _refuse_oversize(config, needs, "pair" if rows.are_pairs else "row")
+        _refuse_contradictions(config, rows, mixture)
+        self.config = config
+        self.rows: PlanRows = rows
+        self.patches = patches
+        self.windows = (
+            Windows(longest, config.window) if config.layout == "stream" and config.window else None
+        )
+        num_groups = self.windows.num_windows if self.windows else rows.num_groups
         if (
             mixture is not None
             and (known := sum(source.num_groups for source in mixture.sources)) != num_groups
@@ -117,15 +128,14 @@ class Plan:
             raise PlanError(
                 "plan.mixture", f"{known} groups for {num_groups}", "name the groups of every entry"
             )
-        self.order: Mixture | Order | CustomOrder = mixture or Order(
-            num_groups, config.seed, parse_shuffle(config.shuffle)
-        )
+        self.order: Mixture | Order | WindowOrder | CustomOrder = mixture or _order(config, rows, num_groups)
         if config.order is not None:
-            rows = OrderRows.of(self.groups, lengths, config.seed, row_values or _no_columns)
-            self.order = CustomOrder(config.order, rows)
+            assert isinstance(rows, HeldRows), "refused above"
+            all_rows = OrderRows.of(rows.groups, rows.lengths, config.seed, row_values or _no_columns)
+            self.order = CustomOrder(config.order, all_rows)
         self.schedule = schedule_of(config, self.order.num_groups)
         self.rules = _rules(config)
-        self.identity = _identity(config, self.schedule, self.groups, entry_keys, mixture)
+        self.identity = _identity(config, self.schedule, rows, entry_keys, mixture)
         if isinstance(self.order, CustomOrder):
             self.identity["order"] = self.order.identity()
         self.hash = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
@@ -140,7 +150,7 @@ class Plan:
     def _facts(self) -> dict[str, Any]:
         schedule, config = self.schedule, self.config
         return {
-            "rows": len(self.lengths),
+            "rows": self.rows.num_rows,
             "groups": schedule.num_groups,
             "steps": schedule.num_steps,
             "epochs": schedule.epochs,
@@ -186,9 +196,8 @@ class Plan:
     def _mini_batch(self, groups: npt.NDArray[np.int64], dp_size: int) -> MiniBatchPlan:
         pieces = self._pieces(groups)
         if self.windows is None:
-            patches = None if self.patches is None else self.patches[pieces.row_ids].astype(np.int64)
-            dealt = deal_pairs if self.groups.are_pairs else deal
-            ranks = dealt(pieces.lengths, dp_size, self.rules, patches)
+            dealt = deal_pairs if self.rows.are_pairs else deal
+            ranks = dealt(pieces.lengths, dp_size, self.rules, self.rows.patches_of(pieces.row_ids))
         else:
             ranks = deal_windows(pieces.group_index, dp_size, self._windows_per_micro_batch())
         return MiniBatchPlan(**vars(pieces), ranks=ranks)
@@ -196,18 +205,32 @@ class Plan:
     def _pieces(self, groups: npt.NDArray[np.int64]) -> Pieces:
         if self.windows is not None:
             return self.windows.pieces_of(groups).without(self._skip)
-        row_ids, group_index = self.groups.rows_of(groups)
-        lengths = np.asarray(self.lengths[row_ids], np.int32)
+        row_ids, group_index = self.rows.rows_of(groups)
+        lengths = self.rows.lengths_of(row_ids)
         pieces = Pieces(row_ids, np.zeros(len(row_ids), np.int32), lengths, group_index)
         pieces = pieces.without(self._skip)
-        if not self.groups.are_pairs:
+        if not self.rows.are_pairs:
+            self._refuse_over(pieces, pieces.lengths)
             return pieces.within(self.rules.tokens, self.config.oversize)
         pieces = pieces.whole_pairs()
         if self.rules.tokens is None:
             return pieces
-        over = np.repeat(pair_cells(pieces.lengths, self.rules) > self.rules.tokens, 2)
+        cells = np.repeat(pair_cells(pieces.lengths, self.rules), 2)
+        self._refuse_over(pieces, cells)
+        over = cells > self.rules.tokens
         half = self.rules.tokens // 2 // self._step_of_widths * self._step_of_widths
         return pieces.without_over(over, half, self.config.oversize)
+
+    def _refuse_over(self, pieces: Pieces, cells: npt.NDArray[np.integer[Any]]) -> None:
+        """Refuse rows over the budget where not all lengths were known from the start."""
+        if self.rows.are_sliced and self.config.oversize == "error" and self.rules.tokens is not None:
+            over = np.flatnonzero(cells > self.rules.tokens)
+            if len(over):
+                raise PlanError(
+                    "plan.micro_batch_tokens",
+                    f"row {pieces.row_ids[over[0]]} has {cells[over[0]]} tokens, over its {self.rules.tokens}",
+                    "raise it, or set plan.oversize to truncate, drop or alone",
+                )
 
     @property
     def _step_of_widths(self) -> int:
@@ -220,9 +243,16 @@ class Plan:
 
 
 def with_capacity(config: PlanConfig, lengths: npt.NDArray[np.integer[Any]]) -> PlanConfig:
-    """The config, where `packed` names no capacity with that of the longest row, and at least `PACKED_TOKENS`."""
+    """The config, where `packed` names no capacity with that of the longest row, and at least `PACKED_TOKENS`.
+
+    Raises:
+        PlanError: it names none, and no length is known.
+    """
     if config.layout != "packed" or config.micro_batch_tokens is not None:
         return config
+    if not len(lengths):
+        what = "packed with a window has to know its capacity before the rows, and there is no max_length"
+        raise PlanError("plan.micro_batch_tokens", what, "set it, or max_length")
     longest = aligned(np.array([lengths.max(initial=0), PACKED_TOKENS], np.int64), config.align)
     return config.model_copy(update={"micro_batch_tokens": int(longest.max())})
 
@@ -243,25 +273,42 @@ def schedule_of(config: PlanConfig, num_groups: int) -> Schedule:
     )
 
 
-def _refuse_contradictions(
-    config: PlanConfig,
-    lengths: npt.NDArray[np.integer[Any]],
-    groups: Groups,
-    mixture: Mixture | None,
-) -> None:
-    if groups.num_rows != len(lengths):
-        raise PlanError("uid", f"{groups.num_rows} uids for {len(lengths)} rows", "give one uid per row")
+def _groups(num_rows: int, uids: Sequence[str] | None, groups: Groups | None) -> Groups:
+    if groups is not None:
+        return groups
+    return Groups.singles(num_rows) if uids is None else Groups.of_uids(uids)
+
+
+def _order(config: PlanConfig, rows: PlanRows, num_groups: int) -> Order | WindowOrder:
+    if isinstance(rows, SlicedRows):
+        return rows.order(config)
+    if is_windowed(config.shuffle):
+        raise PlanError(
+            "plan.shuffle", f"{config.shuffle} needs the slices of an entry", "use full or block(n)"
+        )
+    return Order(num_groups, config.seed, parse_shuffle(config.shuffle))
+
+
+def _refuse_contradictions(config: PlanConfig, rows: PlanRows, mixture: Mixture | None) -> None:
     if config.order is not None and mixture is not None:
         raise PlanError(
             "plan.order", "a mixture orders its sources by their weights", "leave one of them out"
         )
-    if config.layout == "stream" and (groups.bounds is not None or mixture is not None):
+    if config.order is not None and rows.are_sliced:
+        raise PlanError("plan.order", "it needs all rows, and a window has some", "leave one of them out")
+    if config.layout == "stream" and (rows.num_groups < rows.num_rows or mixture is not None):
         raise PlanError(
             "plan.layout", "stream cuts rows without regard to groups", "use packed for groups or mixtures"
         )
-    if config.skip_rows and not 0 <= min(config.skip_rows) <= max(config.skip_rows) < len(lengths):
-        row = next(row for row in config.skip_rows if not 0 <= row < len(lengths))
-        raise PlanError("plan.skip_rows", f"{row} must be in [0, {len(lengths)})", "remove it")
+    if config.layout == "stream" and rows.are_sliced:
+        raise PlanError(
+            "plan.layout", "stream cuts rows without regard to slices", "use packed, or shuffle: full"
+        )
+    if config.skip_rows:
+        try:
+            rows.positions(np.array(config.skip_rows, np.int64))
+        except PlanError as error:
+            raise PlanError("plan.skip_rows", error.what, "remove it") from None
 
 
 def _refuse_oversize(config: PlanConfig, lengths: npt.NDArray[np.integer[Any]], what: str) -> None:
@@ -295,18 +342,20 @@ def _rules(config: PlanConfig) -> Rules:
 
 
 def _identity(
-    config: PlanConfig, schedule: Schedule, groups: Groups, entry_keys: Sequence[str], mixture: Mixture | None
+    config: PlanConfig, schedule: Schedule, rows: PlanRows, entry_keys: Sequence[str], mixture: Mixture | None
 ) -> dict[str, Any]:
+    slices = {"slices": "of each source" if mixture else rows.digest} if rows.are_sliced else {}
     return {
+        **slices,
         "version": PLAN_VERSION,
         "batch_size": schedule.batch_size,
         "mini_batch_size": schedule.mini_batch_size,
         "tail": schedule.tail,
         "seed": None if config.shuffle == "none" else config.seed,
         "shuffle": config.shuffle,
-        "num_rows": groups.num_rows,
+        "num_rows": rows.num_rows,
         "num_groups": schedule.num_groups,
-        "uids": groups.digest,
+        "uids": "" if rows.are_sliced else rows.digest,
         "window": config.window if config.layout == "stream" else None,
         "entry_keys": list(entry_keys),
         "mixture": mixture.identity() if mixture else None,

@@ -32,8 +32,7 @@ class LossShares:
     """
 
     def __init__(self, entry: CacheEntry) -> None:
-        self._joined = entry.entry if isinstance(entry.entry, JoinedEntry) else None
-        self._names = np.array(entry.sources)
+        self._mixed = entry if isinstance(entry.entry, JoinedEntry) else None
 
     def of(self, results: Sequence[Sequence[MiniResult]]) -> dict[str, Any]:
         """`by_source` (of a mixture) and `by_length` (rows of at most so many tokens); {} where workers do not say.
@@ -48,9 +47,9 @@ class LossShares:
         losses = np.concatenate([values.rows["loss"] for values in known]).astype(np.float64)
         targets = np.concatenate([values.rows["targets"] for values in known])
         found: dict[str, Any] = {}
-        if self._joined is not None:
-            numbers, _ = self._joined.places(np.concatenate([values.row_ids for values in known]))
-            found["by_source"] = _sums(self._names[numbers], losses, targets)
+        if self._mixed is not None:
+            names = np.array(self._mixed.sources_of(np.concatenate([values.row_ids for values in known])))
+            found["by_source"] = _sums(names, losses, targets)
         lengths = np.concatenate([values.lengths for values in known])
         found["by_length"] = _sums(length_bucket(lengths), losses, targets)
         return found

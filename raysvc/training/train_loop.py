@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysvc.api import ServerHandle, cpus_held, enrich, held_beside, serve_entry, serve_spec
 from raysvc.build.cache_entry import CacheEntry
+from raysvc.build.job_plan import numbered
 from raysvc.build.serve_log import read_served, served_line
 from raysvc.cache.store.open import absolute
 from raysvc.chat.tokens.token_bytes import count_bytes
@@ -213,7 +214,7 @@ class _Run:
         )
         self._write_served(start)
         per_epoch = client.schedule.steps_per_epoch
-        shares = LossShares(self.entry)
+        shares = LossShares(numbered(self.job, self.entry))
         books = RunLog(self.folder, start, stop, self.progress, self.reporter, per_epoch, shares)
         loop_begin = time.perf_counter()
         try:

@@ -88,16 +88,18 @@ class Source:
     def __init__(self, key: str, form: str) -> None:
         self.key, self.recipe, self.num_rows, self.columns = key, {"format": form}, 4, {}
 
+    def lengths(self) -> Any:
+        return np.full(4, 5)
+
     def row_values(self, name: str) -> Any:
         return np.array([0, 0, 1, 1])
 
 
 def test_entries_of_pairs_are_planned_as_pairs_and_mixed_with_nothing_else() -> None:
-    lengths = np.full(8, 5)
     stages = ((0, (2, 2)),)
     config = PlanConfig(batch_size=2)
-    plan = plan_of_entries(config, [Source("a", "preference"), Source("b", "preference")], lengths, stages)
+    plan = plan_of_entries(config, [Source("a", "preference"), Source("b", "preference")], stages)
     assert plan.schedule.num_groups == 4
-    assert plan.groups.are_pairs
+    assert plan.rows.are_pairs
     with pytest.raises(PlanError, match="rows of chat, preference in one stream"):
-        plan_of_entries(config, [Source("a", "preference"), Source("b", "chat")], lengths, stages)
+        plan_of_entries(config, [Source("a", "preference"), Source("b", "chat")], stages)

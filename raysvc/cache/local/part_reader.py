@@ -24,6 +24,7 @@ from raysvc.cache.local.part_cache import PartCopies, node_copies
 from raysvc.cache.local.part_source import LocalParts, PartSource, RemoteParts
 from raysvc.cache.manifest import PartInfo
 from raysvc.cache.store.store import Store
+from raysvc.large_array import large_array
 from raysvc.row_batch import RowBatch
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 OPEN_PARTS = 4096  # mappings cost no file handle, and Linux allows 65530 of them
 READ_AHEAD = 4  # parts; two kept half of the connections idle
 THREADS = 16
+PARTS_AT_ONCE = 4 * THREADS
 
 
 class PartReader:
@@ -73,16 +75,33 @@ class PartReader:
         """Rows of all parts."""
         return int(self._starts[-1])
 
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """int64 [parts + 1], the first row of each part, and the number of rows."""
+        return self._starts
+
+    def part_lengths(self, index: int) -> npt.NDArray[np.int32]:
+        """Tokens of every row of a part; reads its offsets alone."""
+        return np.diff(self._offsets(index))
+
+    def part_values(self, name: str, index: int) -> npt.NDArray[Any]:
+        """A per-row column of a part; no page of another column is read."""
+        return self._view(index).rows[name]
+
     def lengths(self) -> npt.NDArray[np.int32]:
-        """Tokens of every row, int32 [N]; reads the offsets alone."""
-        out = np.empty(self.num_rows, np.int32)
-
-        def fill(index: int) -> None:
-            out[self._starts[index] : self._starts[index + 1]] = np.diff(self._offsets(index))
-
-        with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(fill, range(len(self.parts))))
+        """Tokens of every row, int32 [N], of many rows in a mapped file; reads the offsets alone."""
+        out = large_array(self.num_rows, np.int32)
+        for index, lengths in enumerate(self.lengths_by_part()):
+            out[self._starts[index] : self._starts[index + 1]] = lengths
         return out
+
+    def lengths_by_part(self) -> Iterator[npt.NDArray[np.int32]]:
+        """Tokens of every row, part after part; some parts are read at the same time."""
+        with ThreadPoolExecutor(THREADS) as pool:
+            for first in range(0, len(self.parts), PARTS_AT_ONCE):
+                yield from pool.map(
+                    self.part_lengths, range(first, min(first + PARTS_AT_ONCE, len(self.parts)))
+                )
 
     def read(self, ids: npt.NDArray[np.int64]) -> RowBatch:
         """Rows in the given order.

@@ -30,6 +30,11 @@ from raysvc.ragged import Int64s
 EPOCHS_KEPT = 2
 
 
+def is_windowed(shuffle: str) -> bool:
+    """Whether a checked `plan.shuffle` is `window` or `window(W)`."""
+    return shuffle.startswith("window")
+
+
 class SliceCounts(Protocol):
     """What the order asks of its slices."""
 
@@ -75,34 +80,36 @@ class WindowOrder:
         if not len(positions):
             return np.zeros(0, np.int64)
         known = self._epoch(epoch)
-        stage, begin, size = known.stages_at(positions)
-        shuffled = permute_each(size, round_keys_each(f"{known.key}/stage", stage), positions - begin)  # 3
-        place, number = self._dealt(known, stage, shuffled)
-        slices = known.slices[place]
+        stages, which, index, sizes = known.stages_at(positions)
+        shuffled = permute_each(sizes, round_keys_each(f"{known.key}/stage", stages), which, index)  # 3
+        place, number = self._dealt(known, stages, which, shuffled)
+        places, of_place = np.unique(place, return_inverse=True)
+        slices = known.slices[places]
         keys = round_keys_each(f"{known.key}/slice", slices)
-        return row_ids.join(slices, permute_each(known.sizes[place], keys, number))  # 2
+        return row_ids.join(slices[of_place], permute_each(known.sizes[places], keys, of_place, number))  # 2
 
     def slices_at(self, epoch: int, positions: Int64s) -> Int64s:
         """Slices that may have a group at `positions`, in the order of the epoch."""
         if not len(positions):
             return np.zeros(0, np.int64)
         known = self._epoch(epoch)
-        stage = known.stages_at(positions)[0]
-        first, last = max(0, int(stage.min()) - self.window + 1), min(int(stage.max()), known.last_place)
+        stages = known.stages_at(positions)[0]
+        first, last = max(0, int(stages[0]) - self.window + 1), min(int(stages[-1]), known.last_place)
         return known.slices[first : last + 1].copy()
 
-    def _dealt(self, known: _Epoch, stage: Int64s, index: Int64s) -> tuple[Int64s, Int64s]:
-        """Place of the slice, and dealt number of the group in it, of the groups at `index` in their `stage`."""
-        stages, which = np.unique(stage, return_inverse=True)
+    def _dealt(self, known: _Epoch, stages: Int64s, which: Int64s, index: Int64s) -> tuple[Int64s, Int64s]:
+        """Place of the slice, and dealt number of the group in it, of the groups at `index` in stage `stages[which]`."""
         cells = np.arange(self.window)
         place_UW = stages[:, None] - cells
         there = (place_UW >= 0) & (place_UW <= known.last_place)
         n_UW = np.where(there, known.sizes[np.clip(place_UW, 0, known.last_place)], 0)
         first_UW = cells * n_UW // self.window
         end_UW = np.cumsum((cells + 1) * n_UW // self.window - first_UW, axis=1)
-        cell = (index[:, None] >= end_UW[which]).sum(axis=1)
+        offsets = np.arange(len(stages)) * (int(end_UW[:, -1].max()) + 1)  # one sorted line of all stages
+        line = (end_UW + offsets[:, None]).reshape(-1)
+        cell = np.searchsorted(line, index + offsets[which], side="right") - which * self.window
         before = np.where(cell > 0, end_UW[which, cell - 1], 0)
-        return stage - cell, first_UW[which, cell] + index - before
+        return stages[which] - cell, first_UW[which, cell] + index - before
 
     def _epoch(self, epoch: int) -> _Epoch:
         with self._lock:
@@ -137,8 +144,8 @@ class _Epoch:
         """S - 1."""
         return len(self.slices) - 1
 
-    def stages_at(self, positions: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-        """Stage of each position, the position at which it begins, and its groups; int64 [P] each."""
+    def stages_at(self, positions: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+        """The stages [U] of the positions, the number of each position's stage and its place in it [P], groups of each stage [U]."""
         highest = int(positions.max())
         with self._lock:
             while self._known < len(self._ends) and (
@@ -146,9 +153,9 @@ class _Epoch:
             ):
                 self._grow()
             ends = self._ends[: self._known]
-        stage = np.searchsorted(ends, positions, side="right")
-        begin = np.where(stage > 0, ends[stage - 1], 0)
-        return stage, begin, ends[stage] - begin
+        stages, which = np.unique(np.searchsorted(ends, positions, side="right"), return_inverse=True)
+        begins = np.where(stages > 0, ends[stages - 1], 0)
+        return stages, which, positions - begins[which], ends[stages] - begins
 
     def _grow(self) -> None:
         """Find the ends of the next stage; of all of them, where the slices are counted."""

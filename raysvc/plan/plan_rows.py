@@ -1,0 +1,134 @@
+"""What a plan asks of its rows, and the rows whose lengths are held.
+
+Axes: N rows, G groups, P groups asked for.
+Always true:
+- nothing of a row is known here but its number, its length and its group.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from raysvc.errors import PlanError
+from raysvc.plan.groups import Groups
+from raysvc.ragged import Int64s
+
+Int32s = npt.NDArray[np.int32]
+
+
+class PlanRows(Protocol):
+    """Rows of a plan, by their numbers."""
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+
+    @property
+    def num_groups(self) -> int:
+        """G."""
+
+    @property
+    def are_pairs(self) -> bool:
+        """Whether the two rows of a group share a micro-batch."""
+
+    @property
+    def are_sliced(self) -> bool:
+        """Whether a row's number names its slice, as `raysvc.plan.sliced.row_ids` says."""
+
+    @property
+    def digest(self) -> str:
+        """sha256 of what makes groups or slices of the rows; "" where every row is its own group."""
+
+    def rows_of(self, groups: Int64s) -> tuple[Int64s, Int32s]:
+        """Rows of `groups` [P], group after group: numbers int64 [n], and index into `groups` int32 [n]."""
+
+    def lengths_of(self, row_ids: Int64s) -> Int32s:
+        """Tokens of rows."""
+
+    def patches_of(self, row_ids: Int64s) -> Int64s | None:
+        """Work of a media encoder, of rows; None: no row has media."""
+
+    def positions(self, row_ids: Int64s) -> Int64s:
+        """Where rows lie in the entry, or in the joined entries of a mixture.
+
+        Raises:
+            PlanError: a row that is not there.
+        """
+
+    def longest(self) -> npt.NDArray[np.integer[Any]]:
+        """Lengths of rows that need the most room, as far as that is known: all of them, an upper bound, or none."""
+
+
+class HeldRows:
+    """Rows whose lengths are all at hand.
+
+    Args:
+        lengths: int [N]; may be a memory map, is never copied.
+        groups: of these rows.
+        patches: int [N], of their media; None: they have none.
+
+    Raises:
+        PlanError: the groups are of another number of rows.
+    """
+
+    are_sliced = False
+
+    def __init__(
+        self,
+        lengths: npt.NDArray[np.integer[Any]],
+        groups: Groups,
+        patches: npt.NDArray[np.integer[Any]] | None = None,
+    ) -> None:
+        if groups.num_rows != len(lengths):
+            raise PlanError("uid", f"{groups.num_rows} uids for {len(lengths)} rows", "give one uid per row")
+        self.lengths, self.groups, self.patches = lengths, groups, patches
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return len(self.lengths)
+
+    @property
+    def num_groups(self) -> int:
+        """G."""
+        return self.groups.num_groups
+
+    @property
+    def are_pairs(self) -> bool:
+        """See `Groups`."""
+        return self.groups.are_pairs
+
+    @property
+    def digest(self) -> str:
+        """See `Groups`."""
+        return self.groups.digest
+
+    def rows_of(self, groups: Int64s) -> tuple[Int64s, Int32s]:
+        """See `Groups.rows_of`."""
+        return self.groups.rows_of(groups)
+
+    def lengths_of(self, row_ids: Int64s) -> Int32s:
+        """Tokens of rows."""
+        return np.asarray(self.lengths[row_ids], np.int32)
+
+    def patches_of(self, row_ids: Int64s) -> Int64s | None:
+        """Of these rows."""
+        return None if self.patches is None else self.patches[row_ids].astype(np.int64)
+
+    def positions(self, row_ids: Int64s) -> Int64s:
+        """The numbers themselves.
+
+        Raises:
+            PlanError: a row that is not there.
+        """
+        if len(row_ids) and not 0 <= row_ids.min() <= row_ids.max() < self.num_rows:
+            wrong = next(row for row in row_ids.tolist() if not 0 <= row < self.num_rows)
+            raise PlanError("row", f"{wrong} must be in [0, {self.num_rows})", "give one of them")
+        return row_ids
+
+    def longest(self) -> npt.NDArray[np.integer[Any]]:
+        """All lengths."""
+        return self.lengths

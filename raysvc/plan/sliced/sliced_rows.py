@@ -1,0 +1,363 @@
+"""Rows of a plan that goes slice by slice: lengths and groups of the slices that are open, and of no other.
+
+Axes: K sources, S slices of a source, P groups or rows asked for.
+Always true:
+- a slice is looked at when a row of it is asked for; at most `keep` of a source are remembered, the newest ones;
+- a group lies in one slice: a row, a pair, or the rows that `train_on: each_assistant_turn` made of one conversation;
+- rows have the numbers of `raysvc.plan.sliced.row_ids`, those of a source in full shuffle too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from raysvc.errors import PlanError
+from raysvc.job.config import PAIRED, PlanConfig
+from raysvc.plan.plan_rows import Int32s
+from raysvc.plan.sliced import row_ids
+from raysvc.plan.sliced.window_order import WindowOrder
+from raysvc.ragged import Int64s, cells_of_runs
+
+THREADS = 16
+OPEN_BEYOND = 8  # slices that stay open behind a window, for steps that are made at the same time
+WINDOW_BYTES = 2 << 30  # of source text: its parts are about as large, and what stays in the page cache
+FEWEST, MOST = 8, 64  # slices of a window
+NO_LENGTHS = np.zeros(0, np.int64)
+
+
+class SlicedEntry(Protocol):
+    """What is asked of an entry."""
+
+    @property
+    def key(self) -> str:
+        """Hash of what decides the rows."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all slices."""
+
+    @property
+    def recipe(self) -> Mapping[str, Any]:
+        """What decided the rows."""
+
+    @property
+    def report(self) -> Mapping[str, Any]:
+        """What the builder told."""
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """Name -> type."""
+
+    @property
+    def slice_starts(self) -> Int64s:
+        """int64 [S + 1], the first row of each slice, and the number of rows."""
+
+    def slice_lengths(self, index: int) -> Int32s:
+        """Tokens of each row of a slice."""
+
+    def slice_values(self, name: str, index: int) -> npt.NDArray[Any]:
+        """A per-row column of a slice."""
+
+
+class HeldEntry(SlicedEntry, Protocol):
+    """An entry that tells all lengths."""
+
+    def lengths(self) -> Int32s:
+        """Tokens of every row, int32 [N]."""
+
+
+class PlanSource(Protocol):
+    """One source of a plan that goes slice by slice; groups and rows are numbered within it."""
+
+    @property
+    def entry(self) -> SlicedEntry:
+        """Whose rows they are."""
+
+    @property
+    def num_groups(self) -> int:
+        """Groups."""
+
+    def spans(self, groups: Int64s) -> tuple[Int64s, Int64s]:
+        """First row of each group, and how many rows it has; int64 [P] each."""
+
+    def lengths_of(self, ids: Int64s) -> Int32s:
+        """Tokens of rows."""
+
+
+class _Slice(NamedTuple):
+    """Lengths int32 [n] of the rows, and the first row of each group, and n; None: every row is its own group."""
+
+    lengths: Int32s
+    bounds: Int64s | None
+
+
+class WindowedSource:
+    """An entry whose slices are opened when they are reached.
+
+    Args:
+        entry: finished.
+        keep: slices that stay open.
+
+    Raises:
+        PlanError: there are too many slices to number.
+    """
+
+    def __init__(self, entry: SlicedEntry, keep: int) -> None:
+        self.entry = entry
+        self._keep = keep
+        self._rows = np.diff(entry.slice_starts)
+        self._pairs = entry.recipe.get("format") in PAIRED
+        self._turns = not self._pairs and entry.recipe.get("train_on") == "each_assistant_turn"
+        self._lock = threading.Lock()  # guards _open
+        self._open: OrderedDict[int, _Slice] = OrderedDict()
+        if len(self._rows) > row_ids.MOST_SLICES:
+            what = f"{len(self._rows)} slices are more than {row_ids.MOST_SLICES}"
+            raise PlanError("plan.shuffle", what, "raise workers.slice_mb")
+
+    @property
+    def num_slices(self) -> int:
+        """S."""
+        return len(self._rows)
+
+    @cached_property
+    def num_groups(self) -> int:
+        """Groups of all slices; for conversations from the report, so that no row is read."""
+        if not self._turns:
+            return self.entry.num_rows // (2 if self._pairs else 1)
+        written = self.entry.report.get("row_counts", {}).get("rows_written")
+        if written is not None:
+            return int(written)
+        return int(self.groups_of(np.arange(self.num_slices)).sum())
+
+    @property
+    def are_counted(self) -> bool:
+        """Whether the groups of a slice follow from its rows."""
+        return not self._turns
+
+    def groups_of(self, slices: Int64s) -> Int64s:
+        """Groups of each of `slices` [P]."""
+        if not self._turns:
+            return self._rows[slices] // (2 if self._pairs else 1)
+        counts = [0 if one.bounds is None else len(one.bounds) - 1 for one in self._opened(slices).values()]
+        return np.array(counts, np.int64)
+
+    def spans(self, groups: Int64s) -> tuple[Int64s, Int64s]:
+        """First row of each group, and how many rows it has."""
+        if self._turns:
+            return self._spans_of_turns(groups)
+        if self._pairs:
+            place = row_ids.split(groups)
+            return row_ids.join(place.slice, 2 * place.row), np.full(len(groups), 2, np.int64)
+        return groups, np.ones(len(groups), np.int64)
+
+    def lengths_of(self, ids: Int64s) -> Int32s:
+        """Tokens of rows."""
+        place, out = row_ids.split(ids), np.empty(len(ids), np.int32)
+        order = np.argsort(place.slice, kind="stable")
+        slices, firsts = np.unique(place.slice[order], return_index=True)
+        rows, found = place.row[order], np.empty(len(ids), np.int32)
+        cuts = [*firsts.tolist(), len(ids)]
+        for one, (start, stop) in zip(self._opened(slices).values(), pairwise(cuts), strict=True):
+            found[start:stop] = one.lengths[rows[start:stop]]
+        out[order] = found
+        return out
+
+    def _spans_of_turns(self, groups: Int64s) -> tuple[Int64s, Int64s]:
+        place = row_ids.split(groups)
+        opened = self._opened(np.unique(place.slice))
+        first, size = np.empty_like(groups), np.empty_like(groups)
+        for number, here in _runs(place.slice):
+            bounds = opened[number].bounds
+            assert bounds is not None
+            first[here] = bounds[place.row[here]]
+            size[here] = bounds[place.row[here] + 1] - first[here]
+        return row_ids.join(place.slice, first), size
+
+    def _opened(self, slices: Int64s) -> dict[int, _Slice]:
+        """The slices by number, in the order asked for; those that are not open are read at the same time."""
+        wanted = slices.tolist()
+        with self._lock:
+            found = {number: self._open[number] for number in wanted if number in self._open}
+        missing = [number for number in wanted if number not in found]
+        if len(missing) > 1:
+            with ThreadPoolExecutor(min(THREADS, len(missing))) as pool:
+                found.update(zip(missing, pool.map(self._read, missing), strict=True))
+        else:
+            found.update((number, self._read(number)) for number in missing)
+        with self._lock:
+            for number in wanted:
+                self._open[number] = found[number]
+                self._open.move_to_end(number)
+            while len(self._open) > self._keep:
+                self._open.popitem(last=False)
+        return {number: found[number] for number in wanted}
+
+    def _read(self, number: int) -> _Slice:
+        lengths = self.entry.slice_lengths(number)
+        if not self._turns:
+            return _Slice(lengths, None)
+        source_rows = self.entry.slice_values("source_row", number)
+        firsts = np.flatnonzero(np.diff(source_rows, prepend=source_rows[:1] - 1))
+        return _Slice(lengths, np.append(firsts, len(source_rows)).astype(np.int64))
+
+
+class FullSource:
+    """An entry whose lengths are all at hand.
+
+    Args:
+        entry: finished.
+        bounds: int64 [G + 1], the first row of each group, and N; None: every row is its own group.
+    """
+
+    def __init__(self, entry: HeldEntry, bounds: Int64s | None) -> None:
+        self.entry, self.bounds, self.lengths = entry, bounds, entry.lengths()
+
+    @property
+    def num_groups(self) -> int:
+        """Groups."""
+        return self.entry.num_rows if self.bounds is None else len(self.bounds) - 1
+
+    def spans(self, groups: Int64s) -> tuple[Int64s, Int64s]:
+        """First row of each group, and how many rows it has."""
+        first, size = groups, np.ones(len(groups), np.int64)
+        if self.bounds is not None:
+            first, size = self.bounds[groups], self.bounds[groups + 1] - self.bounds[groups]
+        starts = self.entry.slice_starts
+        slices = np.searchsorted(starts, first, side="right") - 1
+        return row_ids.join(slices, first - starts[slices]), size
+
+    def lengths_of(self, ids: Int64s) -> Int32s:
+        """Tokens of rows."""
+        return np.asarray(self.lengths[positions([self.entry], ids)], np.int32)
+
+
+class SlicedRows:
+    """The rows of a plan over some sources, of which one at least is windowed.
+
+    Args:
+        sources: K of them; the numbers of source k begin at `row_ids.source_base(k)`.
+
+    Raises:
+        PlanError: there are too many sources to number.
+    """
+
+    are_sliced = True
+
+    def __init__(self, sources: Sequence[PlanSource]) -> None:
+        self.sources = tuple(sources)
+        self._entries = [source.entry for source in sources]
+        formats = [entry.recipe.get("format") for entry in self._entries]
+        self.are_pairs = formats[0] in PAIRED
+        self.num_rows = sum(entry.num_rows for entry in self._entries)
+        self.num_groups = sum(source.num_groups for source in sources)
+        if len(sources) > row_ids.MOST_SOURCES:
+            what = f"{len(sources)} sources are more than {row_ids.MOST_SOURCES}"
+            raise PlanError("mixture.sources", what, "join some")
+
+    @property
+    def digest(self) -> str:
+        """Of the cuts of the first source."""
+        return digest_of(self._entries[0])
+
+    def order(self, config: PlanConfig) -> WindowOrder:
+        """The order of a single source."""
+        [source] = self.sources
+        assert isinstance(source, WindowedSource)
+        return WindowOrder(source, window_of(config.shuffle, source.entry), config.seed)
+
+    def rows_of(self, groups: Int64s) -> tuple[Int64s, Int32s]:
+        """Rows of groups, group after group, and the index of each row's group."""
+        if len(self.sources) == 1:
+            first, size = self.sources[0].spans(groups)
+        else:
+            first, size = self._spans(groups)
+        index = np.repeat(np.arange(len(groups), dtype=np.int32), size)
+        return cells_of_runs(first, size), index
+
+    def _spans(self, groups: Int64s) -> tuple[Int64s, Int64s]:
+        first, size = np.empty_like(groups), np.empty_like(groups)
+        for number, here in _runs(row_ids.split(groups).source):
+            base = row_ids.source_base(number)
+            starts, size[here] = self.sources[number].spans(groups[here] - base)
+            first[here] = starts + base
+        return first, size
+
+    def lengths_of(self, ids: Int64s) -> Int32s:
+        """Tokens of rows."""
+        if len(self.sources) == 1:
+            return self.sources[0].lengths_of(ids)
+        out = np.empty(len(ids), np.int32)
+        for number, here in _runs(row_ids.split(ids).source):
+            out[here] = self.sources[number].lengths_of(ids[here] - row_ids.source_base(number))
+        return out
+
+    def patches_of(self, ids: Int64s) -> None:
+        """None: rows with media have no window."""
+
+    def positions(self, ids: Int64s) -> Int64s:
+        """Where rows lie in the joined entries."""
+        return positions(self._entries, ids)
+
+    def longest(self) -> npt.NDArray[np.integer[Any]]:
+        """A row of `max_length` tokens, twice; none where a source has no such limit."""
+        limits = [entry.recipe.get("max_length") for entry in self._entries]
+        known = [int(limit) for limit in limits if limit]
+        return np.full(2, max(known), np.int64) if len(known) == len(limits) else NO_LENGTHS
+
+
+def window_of(shuffle: str, entry: SlicedEntry) -> int:
+    """W of `window` or `window(W)`.
+
+    Without a number: as many slices as have `WINDOW_BYTES` of source text, within `FEWEST` and `MOST`. It follows from the
+    source alone, so that a run goes on with its order on a machine of another size.
+    """
+    if shuffle != "window":
+        return int(shuffle[len("window(") : -1])
+    num_bytes, num_slices = int(entry.report.get("source_bytes", 0)), len(entry.slice_starts) - 1
+    return max(FEWEST, min(MOST, WINDOW_BYTES * num_slices // max(num_bytes, 1)))
+
+
+def positions(entries: Sequence[SlicedEntry], ids: Int64s) -> Int64s:
+    """Where the rows of these numbers lie in the entries, joined one after the other.
+
+    Raises:
+        PlanError: a row that is not there.
+    """
+    place, out = row_ids.split(ids), np.empty(len(ids), np.int64)
+    for number, here in _runs(place.source):
+        starts = entries[number].slice_starts if 0 <= number < len(entries) else np.zeros(1, np.int64)
+        slices, last = place.slice[here], len(starts) - 1
+        found = starts[np.minimum(slices, last)] + place.row[here]
+        gone = np.flatnonzero(found >= starts[np.minimum(slices + 1, last)])
+        if len(gone):
+            at = int(gone[0])
+            what = f"{ids[here][at]} would be row {place.row[here][at]} of slice {slices[at]}, which is not there"
+            raise PlanError("row", what, "take the id from a row log, or from raysvc plan --step")
+        out[here] = found + sum(entry.num_rows for entry in entries[:number])
+    return out
+
+
+def digest_of(entry: SlicedEntry) -> str:
+    """sha256 of where the slices begin: another cut of the same source is another order."""
+    return hashlib.sha256(entry.slice_starts.astype("<i8").tobytes()).hexdigest()
+
+
+def _runs(numbers: Int64s) -> Iterator[tuple[int, Int64s]]:
+    """Each number that occurs, and where it does."""
+    if not len(numbers):
+        return
+    order = np.argsort(numbers, kind="stable")
+    known = numbers[order]
+    cuts = np.flatnonzero(np.diff(known)) + 1
+    for here in np.split(order, cuts):
+        yield int(numbers[here[0]]), here
