@@ -29,6 +29,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,6 +114,10 @@ class Shard:
             found.update(np.ascontiguousarray(array).data)
         return found.hexdigest()
 
+    @cached_property
+    def _of_media(self) -> tuple[str, ...]:
+        return tuple(name for name in self.arrays if name + BOUNDS in self.arrays)
+
     def micro(self, index: int) -> dict[str, Array]:
         """Views of the arrays of micro-batch `index`; those of a cell per token are [lines, width, *shape]."""
         micro = self.micro_batches[index]
@@ -125,11 +130,7 @@ class Shard:
         columns = slice(-micro.width, None) if self.layout == "padded_left" else slice(0, micro.width)
         out: dict[str, Array] = {}
         for name, array in self.arrays.items():
-            if (begins := self.arrays.get(name + BOUNDS)) is not None:
-                out[name] = array[int(begins[sequences.start]) : int(begins[sequences.stop])]
-            elif name.removesuffix(BOUNDS) in self.arrays and name.endswith(BOUNDS):
-                out[name] = array[sequences.start : sequences.stop + 1]
-            elif array.ndim >= 2 and name not in self.row_vectors:
+            if array.ndim >= 2 and name not in self.row_vectors:
                 out[name] = array[lines, columns]
             elif name == "cu_seqlens":
                 out[name] = array[bounds]
@@ -137,6 +138,9 @@ class Shard:
                 out[name] = array[micro.start : micro.stop + 1]
             else:
                 out[name] = array[sequences]
+        for name in self._of_media:
+            begins = self.arrays[name + BOUNDS][sequences.start : sequences.stop + 1]
+            out[name + BOUNDS], out[name] = begins, self.arrays[name][int(begins[0]) : int(begins[-1])]
         return out
 
     def __repr__(self) -> str:
