@@ -23,7 +23,7 @@ from raysvc.media.media_store import medium_path
 from raysvc.media.pixels import rgb
 from raysvc.media.row_pixels import ProcessorSpec
 
-from .vision_models import FAMILIES, conversations, write_rows
+from .vision_models import FAMILIES, build_rows, conversations
 
 ROOT = Path(__file__).parents[2]
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """(processor folder, rows, uri of their entry)."""
     folder = FAMILIES[request.param](tmp_path_factory.mktemp(request.param))
     rows = conversations(request.param, MediaProcessor.load(str(folder)).hf)
-    return folder, rows, write_rows(tmp_path_factory.mktemp("cache"), folder, rows)
+    return folder, rows, build_rows(tmp_path_factory.mktemp("cache"), folder, rows)
 
 
 def stream(served: Any, layout: str = "rows", **plan: Any) -> EntryStream:

@@ -23,7 +23,7 @@ from raysvc.media.row_pixels import ProcessorSpec
 from tests.actors.ranks import DoubleWorker, Ranks, gradients_of, tiny_spec
 from tests.actors.reference import distance
 
-from .vision_models import conversations, model_folder, write_rows
+from .vision_models import build_rows, conversations, model_folder
 
 pytestmark = pytest.mark.ray
 EXACT = 3e-7  # loss weights and pixels travel as float32
@@ -39,20 +39,20 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """(model folder, rows, uri of their entry)."""
     folder = model_folder(request.param, tmp_path_factory.mktemp(request.param))
     rows = conversations(request.param, MediaProcessor.load(str(folder)).hf)
-    return folder, rows, write_rows(tmp_path_factory.mktemp("cache"), folder, rows)
+    return folder, rows, build_rows(tmp_path_factory.mktemp("cache"), folder, rows)
 
 
 def expected(folder: Path, rows: list[dict[str, Any]]) -> tuple[dict[str, np.ndarray], float]:
     """Gradient and loss of all rows as one mini-batch."""
     lm, hf = load_lm(str(folder), 0).double(), MediaProcessor.load(str(folder)).hf
-    targets = sum(len(row["ids"]) - row["prompt"] for row in rows)
+    targets = sum(row["end"] - row["prompt"] for row in rows)
     total = torch.zeros((), dtype=torch.float64)
     for row in rows:
         text = hf.apply_chat_template(row["told"], tokenize=False)
         pixels = [rgb(each) for each in row["images"]] or None
         made = hf(text=[text], images=pixels, add_special_tokens=False, return_tensors="pt")
         logits = lm(**made, use_cache=False).logits[0]
-        where = torch.arange(row["prompt"], len(row["ids"]))
+        where = torch.arange(row["prompt"], row["end"])
         total = total + torch.nn.functional.cross_entropy(
             logits[where - 1], made["input_ids"][0][where], reduction="sum"
         )

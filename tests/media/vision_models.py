@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from .families import FAMILIES
+from .rows import data_url, write_jsonl
 
 
 def images(count: int, seed: int = 0) -> list[bytes]:
@@ -103,7 +104,7 @@ def _llava(folder: Path) -> Any:
 
 
 def conversations(family: str, processor: Any, seed: int = 0) -> list[dict[str, Any]]:
-    """Seven rows of text, images, and what the processor itself makes of them: `ids`, and where the answer begins."""
+    """Seven rows of text, images, and what the processor itself makes of them: `ids`, and where the answer begins and ends."""
     from raysvc.media.pixels import rgb
 
     rng, rows = np.random.default_rng(seed), []
@@ -121,50 +122,29 @@ def conversations(family: str, processor: Any, seed: int = 0) -> list[dict[str, 
             made = processor(text=[text], images=pixels or None, add_special_tokens=False)
             return [int(one) for one in made["input_ids"][0]]
 
-        rows.append(
-            {"images": encoded, "ids": ids(told, False), "prompt": len(ids(asked, True)), "told": told}
-        )
+        whole, prompt = ids(told, False), len(ids(asked, True))
+        end = whole.index(processor.tokenizer.eos_token_id, prompt) + 1
+        rows.append({"images": encoded, "ids": whole, "prompt": prompt, "end": end, "told": told})
     return rows
 
 
-def write_rows(root: Path, folder: Path, rows: list[dict[str, Any]]) -> str:
-    """An entry of such rows, written without the build; its uri."""
-    import pyarrow as pa
+def build_rows(root: Path, folder: Path, rows: list[dict[str, Any]]) -> str:
+    """The entry of such rows, built of a JSONL with the images inside; its uri."""
+    import raysvc
 
-    from raysvc.cache.key import cache_key
-    from raysvc.cache.store.open import open_store
-    from raysvc.cache.writer import EntryWriter
-    from raysvc.media.media_processor import MediaProcessor
-    from raysvc.media.media_store import write_medium
-    from raysvc.media.medium import Medium, text_of
-    from raysvc.media.pixels import image_size
-
-    processor, store = MediaProcessor.load(str(folder)), open_store(str(root))
-    media = []
+    told = []
     for row in rows:
-        own, at = [], row["ids"].index(processor.image_token_id) if row["images"] else 0
-        for data in row["images"]:
-            size = image_size(data)
-            counted = processor.replacement(*size)
-            digest = write_medium(store, data)
-            own.append(Medium(digest, "image", *size, counted.tokens, at, counted.patches, len(data)))
-        media.append(tuple(own))
-    masks = [[0] * row["prompt"] + [1] * (len(row["ids"]) - row["prompt"]) for row in rows]
-    table = pa.table(
-        {
-            "input_ids": pa.array([row["ids"] for row in rows], pa.list_(pa.int32())),
-            "loss_mask": pa.array(masks, pa.list_(pa.uint8())),
-            "source_row": pa.array(np.arange(len(rows))),
-            "media": pa.array([text_of(own) for own in media], pa.string()),
-            "media_tokens": pa.array([sum(one.tokens for one in own) for own in media], pa.int32()),
-            "media_patches": pa.array([sum(one.patches for one in own) for own in media], pa.int32()),
-        }
-    )
-    recipe = {
-        "rows": len(rows),
-        "media": {"processor": processor.identity()},
-        "ids": [row["ids"] for row in rows],
-    }
-    writer = EntryWriter(store, cache_key(recipe))
-    writer.commit([writer.write_part(0, table, {})], recipe, {"vocab_size": 300, "pad_token_id": 0})
-    return writer.uri
+        left = iter(row["images"])
+        (asked, answer) = row["told"]
+        parts = [
+            {"type": "image_url", "image_url": {"url": data_url(next(left))}}
+            if part["type"] == "image"
+            else part
+            for part in asked["content"]
+        ]
+        told.append({"messages": [{**asked, "content": parts}, answer]})
+    source = write_jsonl(root / "rows.jsonl", told)
+    cache = {"root": str(root / "cache")}
+    entry = raysvc.tokenize(source={"path": str(source)}, tokenizer=str(folder), cache=cache)
+    assert entry.num_rows == len(rows)
+    return str(entry.uri)

@@ -1,0 +1,74 @@
+"""A vision model through the whole service: JPEGs in, a trained model out."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from .rows import data_url, write_jsonl
+from .vision_models import model_folder
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+COLORS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), "white": (240, 240, 240)}
+
+
+def colored(number: int, color: tuple[int, int, int]) -> bytes:
+    from PIL import Image
+
+    rng = np.random.default_rng(number)
+    file = io.BytesIO()
+    width, height = rng.integers(60, 140, 2).tolist()
+    Image.new("RGB", (width, height), tuple(int(part) for part in color)).save(file, "JPEG")
+    return file.getvalue()
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    """Questions that only the image answers, and every eighth row without one."""
+    made = []
+    for number in range(count):
+        name = list(COLORS)[number % len(COLORS)]
+        asked: list[dict[str, Any]] = [{"type": "text", "text": "color?"}]
+        if number % 8 != 7:
+            url = data_url(colored(number, COLORS[name]))
+            asked.insert(0, {"type": "image_url", "image_url": {"url": url}})
+        else:
+            name = "none"
+        answer = {"role": "assistant", "content": [{"type": "text", "text": name}]}
+        made.append({"messages": [{"role": "user", "content": asked}, answer]})
+    return made
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "llava"])
+def test_a_vision_model_learns_colors_from_jpegs_through_collators_and_is_exported_with_its_processor(
+    family: str, tmp_path: Path, ray_session: None
+) -> None:
+    import raysvc
+    from raysvc.actors.worker.load_model import load_lm
+    from raysvc.media.media_processor import MediaProcessor
+
+    folder = model_folder(family, tmp_path / "model")
+    job = {
+        "source": {"path": str(write_jsonl(tmp_path / "rows.jsonl", rows(64)))},
+        "tokenizer": str(folder),
+        "cache": {"root": str(tmp_path / "cache")},
+        "plan": {"batch_size": 16, "epochs": 8, "layout": "packed", "micro_batch_tokens": 512},
+        "server": {"name": f"colors-{family}", "num_cpus": 0, "collators": 1},
+        "trainer": {
+            "dp_size": 2,
+            "model": str(folder),
+            "learning_rate": 3.0e-3,
+            "run_dir": str(tmp_path / "run"),
+            "cpus_per_worker": 0.5,
+        },
+    }
+    summary = raysvc.train(job)
+    assert summary["steps"] == 32
+    assert summary["loss_last"] < 0.5 * summary["loss_first"]
+    exported = tmp_path / "run" / "model"
+    trained = load_lm(str(exported), 0)
+    assert type(trained) is type(load_lm(str(folder), 0))
+    assert MediaProcessor.load(str(exported)).identity() == MediaProcessor.load(str(folder)).identity()
