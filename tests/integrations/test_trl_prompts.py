@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -304,3 +305,31 @@ def test_a_second_train_of_the_same_trainer_begins_again_at_step_0(
     trainer.train()
     assert client.frontier == 3
     assert seen[:3] == seen[3:]
+
+
+def test_two_ranks_take_the_rows_that_trl_and_accelerate_would_deal_to_them(
+    tmp_path: Path, sample: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: TRL's sampler, cut by accelerate's; three prompts of four completions, so one lies on both ranks."""
+    from accelerate.data_loader import BatchSamplerShard
+    from torch.utils.data import BatchSampler
+    from trl.trainer.utils import RepeatSampler
+
+    from raysvc.integrations.trl_prompts import prompts_of
+
+    job = job_of(tmp_path, raw_prompts(), sample["tokenizer"], batch_size=3)
+    clients = [StreamClient(job, rank, 2) for rank in (0, 1)]
+    order = order_of(clients[0])
+    sampler = RepeatSampler(order, mini_repeat_count=EACH, batch_size=3, repeat_count=1, shuffle=False)
+    steps = zip(clients[0].steps(), clients[1].steps(), strict=True)
+    both = [[row for step in pair for row in prompts_of(step)] for pair in steps]
+    assert {len(prompts_of(step)) for client in clients for step in client.steps()} == {1, 2}, "by cost"
+    for rank, client in enumerate(clients):
+        trainer, _ = behind_server(
+            "grpo", tmp_path, client, tokenizer_of(sample["tokenizer"]), per_device_train_batch_size=3 * EACH
+        )
+        trainer.accelerator = SimpleNamespace(num_processes=2, process_index=rank)
+        theirs = BatchSamplerShard(BatchSampler(sampler, 6, drop_last=False), 2, rank)
+        for step, expected in zip(client.steps(), theirs, strict=True):
+            monkeypatch.setattr("accelerate.utils.gather_object", lambda own, step=step: both[step.index])
+            assert [row["wanted"] for row in trainer._rows_of(step)] == [order[place] for place in expected]
