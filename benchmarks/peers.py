@@ -2,6 +2,8 @@
 
     python benchmarks/peers.py     # make it, and print its Python
 
+With a checkout of SkyRL it is another one, `.bench/skyrl-…`, made again when the path is another.
+
 Always true:
 - nothing is installed into the project's environment;
 - an environment that is complete is used as it is, and only one process makes it.
@@ -10,6 +12,7 @@ Always true:
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import subprocess
 import sys
 import sysconfig
@@ -23,23 +26,28 @@ WITH_NEEDS = (
 )
 
 
-def peers_python(folder: Path = FOLDER) -> str:
-    """Python of the peers' environment, made in `folder` when it is not there."""
+def peers_python(folder: Path = FOLDER, skyrl: Path | None = None) -> str:
+    """Python of the peers' environment, made in `folder` when it is not there; `skyrl`: a checkout in place of 0.3.0."""
+    alone = ALONE
+    if skyrl is not None:
+        path = str(skyrl.resolve())
+        folder = folder.with_name("skyrl-" + hashlib.sha256(path.encode()).hexdigest()[:8])
+        alone = (path, *ALONE[1:])
     python = folder / "bin" / "python"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / "peers.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "ready").exists():
-            _make(folder, str(python))
+            _make(folder, str(python), alone)
     return str(python)
 
 
-def _make(folder: Path, python: str) -> None:
+def _make(folder: Path, python: str, alone: tuple[str, ...]) -> None:
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     site = next((folder / "lib").glob("python*/site-packages"))
     (site / "zz_project.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     pip = [python, "-m", "pip", "install", "--quiet"]
-    subprocess.run([*pip, "--no-deps", *ALONE], check=True)
+    subprocess.run([*pip, "--no-deps", *alone], check=True)
     subprocess.run([*pip, *WITH_NEEDS], check=True)
     (folder / "ready").touch()
 

@@ -32,6 +32,7 @@ from raysvc.actors.server.spec import StepInfo as StepInfo
 from raysvc.actors.server.spec import StepOutline as StepOutline
 from raysvc.actors.server.step_maker import StepMaker, Stream
 from raysvc.actors.server.trainer_reports import TrainerReports
+from raysvc.collate.reused_memory import keep_freed_memory
 from raysvc.collate.shard import Wire
 from raysvc.errors import ConfigError, LeaseHeld, StepOutOfOrder
 from raysvc.media.medium import COLUMN
@@ -55,6 +56,7 @@ class BatchServer:
         self.spec = spec = ServeSpec.model_validate_json(spec_json)
         self._incarnation_id = incarnation_id
         speak_for_server_of(spec.team)
+        keep_freed_memory()
         self._began_s = time.monotonic()
         streams = dict[str, Stream](streams_of(spec))
         self._maker = StepMaker(spec, {**streams, TRAIN: train} if train else streams)

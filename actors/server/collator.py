@@ -11,6 +11,7 @@ from __future__ import annotations
 from raysvc.actors.server.entry_stream import streams_of
 from raysvc.actors.server.spec import Part, Role, ServeSpec, StepInfo
 from raysvc.actors.server.step_maker import make_and_tell
+from raysvc.collate.reused_memory import keep_freed_memory
 from raysvc.collate.shard import Wire
 from raysvc.metrics import speak_for_server_of
 
@@ -25,6 +26,7 @@ class Collator:
     def __init__(self, spec_json: str) -> None:
         self._spec = ServeSpec.model_validate_json(spec_json)
         speak_for_server_of(self._spec.team)
+        keep_freed_memory()
         self._streams = streams_of(self._spec)
 
     def make(

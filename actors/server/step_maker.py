@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from raysvc.actors.server.spec import TRAIN, Role, ServeSpec, StepInfo, StepOutline
 from raysvc.actors.server.step_cache import SharedSteps
-from raysvc.collate.reused_memory import MEMORY
+from raysvc.collate.reused_memory import MEMORY, give_back_freed_memory
 from raysvc.collate.shard import Shard
 from raysvc.errors import LeaseError, RaysvcError, ServerError, StepFailed, StepOutOfOrder
 from raysvc.metrics import record
@@ -150,6 +150,7 @@ class StepMaker:
         self.shared.clear()
         MEMORY.forget()
         freed = [stream.free() for stream in self._streams.values()]
+        give_back_freed_memory()
         return any(freed)
 
     def _with(self, step: int, stream: str) -> Stream:

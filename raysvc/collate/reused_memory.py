@@ -1,6 +1,7 @@
 """Memory of a step's arrays, used again when nobody holds the arrays of an earlier step.
 
-The first touch of fresh memory costs as much as the copy into it, and malloc returns large blocks to the system when they are freed.
+The first touch of fresh memory costs as much as the copy into it, and malloc returns large blocks to the system when they are freed. Blocks of a step's
+arrays are kept here; a process that collates all the time has malloc keep what they are computed with (`keep_freed_memory`).
 
 Always true:
 - a block is used again only when no array in it is alive;
@@ -9,6 +10,7 @@ Always true:
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-SMALL_BYTES = 32 << 20  # what glibc's malloc keeps by itself
+SMALL_BYTES = 1 << 20
 MOST_BLOCKS = 2  # steps that are collated at the same time, by default
 _PROBE: list[Any] = [object()]
 _ALONE = sys.getrefcount(_PROBE[0])  # of what only a list holds
@@ -53,3 +55,24 @@ class ReusedMemory:
 
 
 MEMORY = ReusedMemory()
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+
+
+def keep_freed_memory(limit_bytes: int = 256 << 20) -> None:
+    """Have malloc keep up to `limit_bytes` that were freed at the end of a heap, in this process; nothing where it is not glibc's.
+
+    By itself glibc gives back what is free beyond twice the largest block, so a step's temporaries are new pages each time.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(
+            _M_MMAP_THRESHOLD, 32 << 20
+        )  # the most that glibc takes; larger ones are not temporaries
+        libc.mallopt(_M_TRIM_THRESHOLD, limit_bytes)
+
+
+def give_back_freed_memory() -> None:
+    """Return what is free to the system, whatever `keep_freed_memory` said."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -76,3 +78,38 @@ def test_threads_never_get_the_same_block() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+FAULTS = """
+import resource, sys, threading
+import numpy as np
+from raysvc.collate.reused_memory import keep_freed_memory
+
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+
+def step():
+    temporaries = [np.ones(1 << 18) for _ in range(8)]  # 2 MB each, as those of a packed step
+
+def steps(count):
+    thread = threading.Thread(target=lambda: [step() for _ in range(count)])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    thread.start()
+    thread.join()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+steps(3)
+print(steps(40) / 40)
+"""
+
+
+def test_a_process_that_collates_writes_its_temporaries_into_pages_that_it_has() -> None:
+    faults = {}
+    for how in ("kept", "by itself"):
+        command = [sys.executable, "-c", FAULTS, how]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        faults[how] = float(done.stdout)
+    assert faults["by itself"] > 1000, (
+        "4096 pages a step; where malloc keeps them by itself, nothing has to be done"
+    )
+    assert faults["kept"] < 500, "the first steps of a new thread alone"
