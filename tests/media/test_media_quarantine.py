@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from raysvc.errors import QuarantineExceeded
+import raysvc
+from raysvc.errors import QuarantineExceeded, UserMistake
 
-from .families import qwen
-from .rows import data_url, jpeg, openai, sharegpt
+from .families import CHATML, qwen
+from .rows import data_url, jpeg, openai, sharegpt, write_jsonl
 from .test_media_build import build
 from .test_pixels import bomb
 
@@ -86,6 +87,29 @@ def test_the_token_of_images_in_a_text_is_refused(tmp_path: Path, family: Path) 
     plain = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     entry = build(tmp_path, family, [GOOD, spoken, plain, plain, text, plain])
     assert entry.report["row_counts"]["quarantined"] == {reason: 2}
+
+
+@pytest.mark.parametrize(
+    ("shown", "detail"),
+    [
+        ("", "the template shows 0 of 1 images"),
+        (
+            "{% if message['role'] == 'assistant' %}<|image_pad|>{% endif %}",
+            "the template shows an image of message 0 in message 1",
+        ),
+    ],
+)
+def test_a_template_that_shows_other_images_than_the_row_has_is_found_out(
+    shown: str, detail: str, tmp_path: Path
+) -> None:
+    template = CHATML.replace("IMAGE", "").replace("<|im_end|>", f"{shown}<|im_end|>")
+    rows = write_jsonl(tmp_path / "rows.jsonl", [GOOD])
+    with pytest.raises(UserMistake, match=f"{COUNT}.*{detail}"):
+        raysvc.tokenize(
+            source={"path": str(rows)},
+            tokenizer={"name": str(qwen(tmp_path / "qwen")), "chat_template": template},
+            cache={"root": str(tmp_path / "cache")},
+        )
 
 
 def test_too_many_bad_images_end_the_build_with_the_path(tmp_path: Path, family: Path) -> None:
