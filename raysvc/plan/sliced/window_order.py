@@ -88,15 +88,6 @@ class WindowOrder:
         keys = round_keys_each(f"{known.key}/slice", slices)
         return row_ids.join(slices[of_place], permute_each(known.sizes[places], keys, of_place, number))  # 2
 
-    def slices_at(self, epoch: int, positions: Int64s) -> Int64s:
-        """Slices that may have a group at `positions`, in the order of the epoch."""
-        if not len(positions):
-            return np.zeros(0, np.int64)
-        known = self._epoch(epoch)
-        stages = known.stages_at(positions)[0]
-        first, last = max(0, int(stages[0]) - self.window + 1), min(int(stages[-1]), known.last_place)
-        return known.slices[first : last + 1].copy()
-
     def _dealt(self, known: _Epoch, stages: Int64s, which: Int64s, index: Int64s) -> tuple[Int64s, Int64s]:
         """Place of the slice, and dealt number of the group in it, of the groups at `index` in stage `stages[which]`."""
         cells = np.arange(self.window)

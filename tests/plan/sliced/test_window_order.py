@@ -124,19 +124,6 @@ def test_a_group_of_the_slice_at_place_p_comes_in_the_stages_p_to_p_plus_w_minus
     assert at == len(found)
 
 
-@settings(deadline=None, max_examples=60)
-@given(SIZES, WINDOWS, SEEDS, st.data())
-def test_the_slices_of_some_positions_are_at_most_those_of_their_windows(sizes, window, seed, data):
-    total = sum(sizes)
-    if not total:
-        return
-    position = data.draw(st.integers(0, total - 1))
-    order = WindowOrder(Counts(sizes), window, seed)
-    open_ = order.slices_at(2, np.array([position])).tolist()
-    assert row_ids.split(order.at(2, np.array([position]))).slice[0] in open_
-    assert len(open_) == len(set(open_)) <= window
-
-
 def test_the_order_is_the_same_on_every_machine_and_in_every_version():
     # written down once: a change here moves the data order of every run that resumes
     found = whole(Counts([4, 0, 3, 8, 1, 5]), window=3, seed=7, epoch=1)
