@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raysvc.errors import ConfigError, ServerError
+from raysvc.errors import ConfigError, FencedError, ServerError
 from raysvc.team import own_name, ray_namespace, refuse_foreign, team_of
 
 Served = Callable[..., Any]
@@ -93,8 +93,9 @@ def test_who_did_not_start_a_server_neither_stops_nor_fences_it_unless_forced(
         with pytest.raises(ServerError, match="belongs to alice, and you are bob"):
             touch()
     assert next(iter(first)).index == 0
-    second = raysvc.attach("hers", takeover="force")
-    second.detach()
+    raysvc.attach("hers", takeover="force").detach()
+    with pytest.raises(FencedError):
+        first.detach()
     servers.stop("hers", force=True)
     with pytest.raises(ServerError, match="is not served"):
         raysvc.attach("hers")
