@@ -23,14 +23,9 @@ from raysvc.media.media_store import medium_path
 from raysvc.media.pixels import rgb
 from raysvc.media.row_pixels import ProcessorSpec
 
-from .vision_models import FAMILIES, build_rows, conversations
+from .vision_models import FAMILIES, LAYOUTS, build_rows, conversations
 
 ROOT = Path(__file__).parents[2]
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "rows": {"layout": "padded_right", "micro_batch_size": 2},
-    "left": {"layout": "padded_left", "micro_batch_size": 1},
-    "packed": {"layout": "packed", "micro_batch_tokens": 400, "align": 4},
-}
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "llava"])

@@ -23,15 +23,10 @@ from raysvc.media.row_pixels import ProcessorSpec
 from tests.actors.ranks import DoubleWorker, Ranks, gradients_of, tiny_spec
 from tests.actors.reference import distance
 
-from .vision_models import build_rows, conversations, model_folder
+from .vision_models import LAYOUTS, build_rows, conversations, model_folder
 
 pytestmark = pytest.mark.ray
 EXACT = 3e-7  # loss weights and pixels travel as float32
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "rows": {"layout": "padded_right", "micro_batch_size": 2},
-    "left": {"layout": "padded_left", "micro_batch_size": 1},
-    "packed": {"layout": "packed", "micro_batch_tokens": 400, "align": 4},
-}
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "llava"])

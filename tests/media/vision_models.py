@@ -11,6 +11,12 @@ import numpy as np
 from .families import FAMILIES
 from .rows import data_url, write_jsonl
 
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "rows": {"layout": "padded_right", "micro_batch_size": 2},
+    "left": {"layout": "padded_left", "micro_batch_size": 1},
+    "packed": {"layout": "packed", "micro_batch_tokens": 400, "align": 4},
+}
+
 
 def images(count: int, seed: int = 0) -> list[bytes]:
     """JPEGs of smooth colors, of many sizes."""
