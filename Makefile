@@ -6,6 +6,9 @@ DEV := .venv/.installed-dev
 COVER ?= 90
 # Number of processes for the first tier; each has its own Ray and runs whole files.
 JOBS ?= 2
+# Python that may not write byte code compiles the package again in every test process and every Ray worker.
+# An empty value means unset to Python, whatever the caller's environment says.
+export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: install dev demo docs gpu test test-long coverage test-nfs test-s3 lint format type check clean
