@@ -8,7 +8,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,13 +18,17 @@ from raysvc.build.job_plan import report_of
 from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.cache.store.open import absolute
 from raysvc.collate.plan_report import PlanReport
+from raysvc.inspect.row_media import ShownMedium, media_of_rows
+from raysvc.media.medium import TOKENS
 from raysvc.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from raysvc.build.cache_entry import CacheEntry
     from raysvc.job.config import JobConfig
+    from raysvc.row_batch import RowBatch
 
 MASK_EXAMPLES = 4
+MEDIA_ROWS = 12
 TRAINED_SAMPLE = 20_000
 
 
@@ -44,6 +48,7 @@ class Facts:
         steps: lines of the run's metrics; empty without a run.
         evals: lines of the run's evals.
         summary: of the run; None without one.
+        media: of some rows, by row number.
     """
 
     title: str
@@ -58,6 +63,7 @@ class Facts:
     steps: Sequence[Mapping[str, Any]]
     summary: Mapping[str, Any] | None
     evals: Sequence[Mapping[str, Any]] = ()
+    media: Mapping[int, Sequence[ShownMedium]] = field(default_factory=dict)
 
 
 def gather(job: JobConfig, entry: CacheEntry) -> Facts:
@@ -65,6 +71,7 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
     folder = RunFolder(absolute(job.run_dir))
     steps = list(folder.lines(folder.metrics))
     report = entry.report
+    sample = entry.entry.read(np.array(_spread(entry.num_rows, TRAINED_SAMPLE), np.int64))
     return Facts(
         title=f"{job.server.name}: {', '.join(report['paths'])}",
         overview={
@@ -76,7 +83,7 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
             "built in": f"{report['seconds']:.1f} s",
         },
         lengths=_by_source(entry, np.arange(entry.num_rows), entry.entry.lengths()),
-        trained=_trained(entry),
+        trained=_trained(entry, sample),
         examples={row: entry.spans(row) for row in _spread(entry.num_rows, MASK_EXAMPLES)},
         row_counts=report["row_counts"],
         set_aside=report["examples"],
@@ -85,6 +92,7 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
         steps=steps,
         summary=folder.summary(),
         evals=list(folder.lines(folder.evals)),
+        media=media_of_rows(entry, _rows_with_media(sample)),
     )
 
 
@@ -101,12 +109,17 @@ def worst_stalls(steps: Sequence[Mapping[str, Any]], most: int = 5) -> list[Mapp
     return sorted(waited, key=lambda step: -float(step["stall_s"]))[:most]
 
 
-def _trained(entry: CacheEntry) -> dict[str, Sequence[float]]:
-    rows = np.array(_spread(entry.num_rows, TRAINED_SAMPLE), np.int64)
-    batch = entry.entry.read(rows)
+def _trained(entry: CacheEntry, batch: RowBatch) -> dict[str, Sequence[float]]:
     mask = np.concatenate([[0], np.cumsum(batch.tokens["loss_mask"], dtype=np.int64)])
     counts = mask[batch.offsets[1:]] - mask[batch.offsets[:-1]]
-    return _by_source(entry, rows, counts / np.maximum(np.diff(batch.offsets), 1))
+    return _by_source(entry, batch.row_ids, counts / np.maximum(np.diff(batch.offsets), 1))
+
+
+def _rows_with_media(sample: RowBatch) -> list[int]:
+    """Some rows that have media, evenly spread over those of a sample."""
+    counts = sample.rows.get(TOKENS)
+    with_media = [] if counts is None else sample.row_ids[np.flatnonzero(counts)].tolist()
+    return [with_media[place] for place in _spread(len(with_media), MEDIA_ROWS)]
 
 
 def _by_source(

@@ -2,7 +2,8 @@
 
 Always true:
 - every text of a row is escaped; a page of hostile rows is only text;
-- the browser runs the two scripts of the page and no other: their digests stand in its policy.
+- the browser runs the two scripts of the page and no other: their digests stand in its policy;
+- pictures of media lie inside the page, and a page without any allows none.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 from raysvc.chat.row_counts import reasoning_note
 from raysvc.report.charts import Chart, bars, histogram, short
 from raysvc.report.facts import Facts, plan_rows, worst_stalls
+from raysvc.report.pictures import STYLE as MEDIA_STYLE
+from raysvc.report.pictures import gallery
 from raysvc.report.run_charts import run_charts
 
 STYLE = """
@@ -60,22 +63,24 @@ class _Figures:
 
 def render(facts: Facts) -> str:
     """The whole page."""
-    figures = _Figures()
+    figures, pictures = _Figures(), gallery(facts.media)
     sections = [
         _entry(facts, figures),
         _row_counts(facts),
         _masks(facts),
+        pictures,
         _plan(facts, figures),
         _run(facts, figures) if facts.steps else "",
     ]
     scripts = (_file("uplot/uPlot.iife.min.js"), _file("draw.js"))
     allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
+    policy += "; img-src data:" if pictures else ""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(facts.title)}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<style>{_file('uplot/uPlot.min.css')}{STYLE}</style></head><body><h1>{escape(facts.title)}</h1>"
+        f"<style>{_file('uplot/uPlot.min.css')}{STYLE}{MEDIA_STYLE}</style></head><body><h1>{escape(facts.title)}</h1>"
         f"<noscript><p>The charts of this page need JavaScript; it fetches nothing.</p></noscript>{''.join(sections)}"
         f'<script type="application/json" id="charts">{figures.data()}</script>'
         f"{''.join(f'<script>{script}</script>' for script in scripts)}</body></html>\n"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from html import escape
 
 from raysvc.inspect.row_media import ShownMedium
 from raysvc.inspect.row_view import Kind, RowPicture
 from raysvc.report.page import STYLE
+from raysvc.report.pictures import picture_figure
 
 TAGS: Mapping[Kind, str] = {"trained": "b", "special": "i", "context": "span"}
 MORE_STYLE = ".row{max-height:none}.row i{font-style:normal;color:var(--hue)}.card{margin-bottom:12px}.card p{margin:0 0 6px}"
@@ -22,7 +22,7 @@ def render_rows(
     media: Mapping[int, Sequence[ShownMedium]] | None = None,
 ) -> str:
     """A page of (headline, row), with small pictures of the media of some rows inside the page."""
-    shown = {row: "".join(map(_figure, some)) for row, some in (media or {}).items()}
+    shown = {row: "".join(map(picture_figure, some)) for row, some in (media or {}).items()}
     said = "".join(f"<p>{escape(fact)}</p>" for fact in facts)
     cards = "".join(
         f"<div class='card'><p>{escape(head)}</p>{row_html(row)}{shown.get(row.row_id, '')}</div>"
@@ -33,14 +33,6 @@ def render_rows(
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}{MORE_STYLE}</style></head><body>'
         f"<h1>{escape(title)}</h1><p>Marked text has loss.</p>{said}{cards}</body></html>\n"
     )
-
-
-def _figure(medium: ShownMedium) -> str:
-    picture = medium.picture()
-    inside = "no picture: it cannot be decoded here"
-    if picture is not None:
-        inside = f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(picture).decode()}">'
-    return f"<figure>{inside}<figcaption>{escape(str(medium))}</figcaption></figure>"
 
 
 def row_html(row: RowPicture) -> str:

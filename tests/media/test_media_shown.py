@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import raysvc
 from raysvc.cli.main import app
 from raysvc.media.pixels import rgb
+from raysvc.report.pictures import MOST_PICTURES, gallery
 
 from .families import qwen
 from .rows import data_url, jpeg, openai, write_jsonl
@@ -100,6 +101,40 @@ def test_the_page_holds_small_pictures_and_fetches_nothing(job: Path, tmp_path: 
         assert difference.mean() < 12, "it is this picture, as a JPEG has it"
     for one in (FIRST, SECOND):
         assert digest(one) in text
+
+
+def test_the_report_shows_pictures_of_some_rows_and_why_others_have_none(job: Path, tmp_path: Path) -> None:
+    sections = yaml.safe_load(job.read_text())
+    rows = [openai([data_url(FIRST)]), TEXT, openai([data_url(SECOND)]), openai([data_url(SECOND[:-40])])]
+    write_jsonl(Path(sections["source"]["path"]), rows)
+    job.write_text(yaml.safe_dump({**sections, "max_quarantine": 1.0}))
+    page = tmp_path / "report.html"
+    run("report", "-c", str(job), "--html", str(page))
+    text = page.read_text()
+    pictures = re.findall(r'<img alt="" src="data:image/jpeg;base64,([^"]+)"><figcaption>row (\d+)', text)
+    assert [int(row) for _, row in pictures] == [0, 2]
+    sizes = [Image.open(io.BytesIO(base64.b64decode(data))).size for data, _ in pictures]
+    assert sizes == [(60, 44), (160, 107)]
+    assert "2 of 2 media of 2 sampled rows" in text
+    assert re.search(r"<td>3</td><td>an image is broken</td><td>it is cut off</td>", text)
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', text)
+    assert policy is not None
+    assert policy[1].endswith("; img-src data:")
+
+
+def test_a_gallery_has_no_more_pictures_than_its_bound() -> None:
+    class Shown:
+        def __str__(self) -> str:
+            return "<b>"
+
+        def picture(self) -> bytes:
+            return b"x" * 100
+
+    page = gallery({row: [Shown()] * 3 for row in range(20)})  # type: ignore[list-item]
+    assert page.count("<figure>") == MOST_PICTURES == 24
+    assert "24 of 60 media of 20 sampled rows" in page
+    assert "<b>" not in page
+    assert gallery({}) == ""
 
 
 def test_a_medium_that_is_gone_is_shown_without_a_picture(job: Path, tmp_path: Path) -> None:
