@@ -55,7 +55,12 @@ def write_linked(root: Path, slices: int, rows: int) -> str:
     for number in range(1, slices):
         parts.append(type(first.part)(**{**vars(first.part), "name": new_part(number)[0]}))
         os.link(folder / first.part.name, folder / parts[-1].name)
-    report = {"pad_token_id": 0, "vocab_size": 10, "source_bytes": slices * 32 << 20}
+    report = {
+        "pad_token_id": 0,
+        "vocab_size": 10,
+        "source_bytes": slices * 32 << 20,
+        "source_rows": [rows] * slices,
+    }
     (folder / "manifest.json").write_bytes(
         Manifest(writer.key, tuple(parts), first.columns, recipe, report).to_json()
     )

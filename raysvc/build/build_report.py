@@ -66,6 +66,7 @@ def make_report(
         "seconds": round(seconds, 3),
         "length_percentiles": percentiles(_entry(writer, receipts).lengths_by_slice()),
         "source_bytes": plan.source.num_bytes,
+        "source_rows": [piece.num_rows for piece in plan.source.slices],
         "paths": [redacted(path) for path in job.source.path or (str(job.source.dataset),)],
     }
 

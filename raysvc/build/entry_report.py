@@ -41,6 +41,7 @@ class _Fields(BaseModel):
     length_percentiles: dict[str, int] = {}
     seconds: float = 0.0
     source_bytes: int = 0
+    source_rows: list[int] = []
     paths: list[str] = []
 
 

@@ -21,6 +21,7 @@ from raysvc.errors import PlanError
 from raysvc.plan.entry_plan import count_groups
 from raysvc.plan.mixture import counts_by_epochs, counts_by_weight
 from raysvc.plan.plan import schedule_of
+from raysvc.plan.sliced.window_order import is_windowed
 
 if TYPE_CHECKING:
     from raysvc.actors.server.spec import MixtureSpec
@@ -100,8 +101,12 @@ def _counts(job: JobConfig, mixture: MixtureConfig, step: int, entries: Sequence
     if shares[0].epochs is not None:
         counts = counts_by_epochs([each.epochs or 0 for each in shares], groups)
     else:
-        tokens = [entry.num_tokens for entry in known] if mixture.by == "tokens" else None
-        counts = counts_by_weight([each.weight or 0 for each in shares], groups, tokens)
+        there = None
+        if mixture.by == "tokens":
+            there = [entry.num_tokens for entry in known]
+        elif any(is_windowed(shuffle) for shuffle in shuffles):  # whose groups have some that were left out
+            there = [int(entry.report["row_counts"]["rows_written"]) for entry in known]
+        counts = counts_by_weight([each.weight or 0 for each in shares], groups, there)
     if not sum(counts):
         raise PlanError("mixture", f"no row comes from step {step} on", "give more epochs or weights above 0")
     each_count = iter(counts)

@@ -200,6 +200,20 @@ class Entry:
         """int64 [S + 1], the first row of each slice of the source, and the number of rows."""
         return self._readers[0].starts
 
+    @cached_property
+    def source_rows(self) -> npt.NDArray[np.int64]:
+        """int64 [S], rows of the source in each slice, whatever became of them.
+
+        Raises:
+            EntryError: an early version built it, and did not note them.
+        """
+        if self.base is not None:
+            return self.base.source_rows
+        rows = self.report.get("source_rows")
+        if not isinstance(rows, list) or len(rows) != len(self.manifest.parts):
+            raise EntryError(self.uri, "it does not tell how many rows of the source each slice has", REBUILD)
+        return np.array(rows, np.int64)
+
     def slice_lengths(self, index: int) -> npt.NDArray[np.int32]:
         """Tokens of every row of a slice; reads its offsets alone."""
         return self._readers[0].part_lengths(index)

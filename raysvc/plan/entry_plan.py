@@ -127,7 +127,7 @@ def _mixture(
         order: Order | WindowOrder | None = None
         if isinstance(source, WindowedSource):
             window = window_of(shuffle, source.entry)
-            shuffle, order = f"window({window})", WindowOrder(source, window, config.seed, salt=key)
+            shuffle, order = f"window({window})", WindowOrder(source.groups, window, config.seed, salt=key)
         elif shuffle != config.shuffle:
             order = Order(source.num_groups, config.seed, parse_shuffle(shuffle), salt=key)
         own = shuffle if order else ""
@@ -166,9 +166,9 @@ def group_bounds(entry: Rows) -> Int64s | None:
 
 
 def count_groups(entry: Rows, shuffle: str) -> int:
-    """Groups of an entry; with a window no row is read where the report tells them."""
+    """Groups of an entry; with a window those that its source has rows for, and no row is read."""
     if is_windowed(shuffle):
-        return WindowedSource(entry, keep=1).num_groups
+        return int(entry.source_rows.sum())
     bounds = group_bounds(entry)
     return entry.num_rows if bounds is None else len(bounds) - 1
 

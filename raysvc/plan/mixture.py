@@ -178,18 +178,18 @@ def counts_by_epochs(epochs: Sequence[float], num_groups: Sequence[int]) -> tupl
 
 
 def counts_by_weight(
-    weights: Sequence[float], num_groups: Sequence[int], num_tokens: Sequence[int] | None = None
+    weights: Sequence[float], num_groups: Sequence[int], there: Sequence[int] | None = None
 ) -> tuple[int, ...]:
     """Counts of a stage in which the sources come by `weights`, and the scarcest is passed once.
 
     Args:
-        weights: shares of groups; with `num_tokens`, shares of tokens.
+        weights: shares of groups; with `there`, shares of what that counts.
         num_groups: [K], groups of each source.
-        num_tokens: [K], tokens of each source.
+        there: [K], tokens of each source, or groups that have rows.
     """
     shares = [Fraction(weight) for weight in weights]
-    if num_tokens is not None:
-        shares = [w * g / t for w, g, t in zip(shares, num_groups, num_tokens, strict=True)]
+    if there is not None:
+        shares = [w * g / t for w, g, t in zip(shares, num_groups, there, strict=True)]
     whole = sum(shares, Fraction(0))
     if whole <= 0:
         return apportion(shares, 1)

@@ -43,7 +43,7 @@ class PlanRows(Protocol):
         """sha256 of what makes groups or slices of the rows; "" where every row is its own group."""
 
     def rows_of(self, groups: Int64s) -> tuple[Int64s, Int32s]:
-        """Rows of `groups` [P], group after group: numbers int64 [n], and index into `groups` int32 [n]."""
+        """Rows of `groups` [P], group after group: numbers int64 [n], and the number of each row's group, int32 [n]."""
 
     def lengths_of(self, row_ids: Int64s) -> Int32s:
         """Tokens of rows."""

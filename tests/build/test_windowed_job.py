@@ -97,10 +97,10 @@ def test_a_served_step_has_the_rows_that_its_ids_name(tmp_path: Path, sample: di
     assert set(seen) == set(rows)
 
 
-def test_the_groups_that_a_report_counts_are_those_of_the_rows(
+def test_conversations_that_were_left_out_have_a_place_and_no_rows(
     tmp_path: Path, sample: dict[str, str]
 ) -> None:
-    """The number of conversations is taken from the report; here one of them is dropped, and one cannot be read."""
+    """One of them is dropped, and one cannot be read."""
     rows = conversations(tmp_path, "talk", 40, 4)
     lines = rows.read_text().splitlines()
     lines[3] = '{"messages": [{"role": "user", "content": "alone"}]}'
@@ -110,8 +110,11 @@ def test_the_groups_that_a_report_counts_are_those_of_the_rows(
     job = load_job(path)
     entry = raysvc.tokenize(job)
     plan = plan_of(job, entry)
-    assert plan.schedule.num_groups == len(np.unique(entry.entry.row_values("source_row"))) == 38  # type: ignore[union-attr]
+    assert plan.schedule.num_groups == 40
     steps = [plan.step(step, 1) for step in range(plan.schedule.steps_per_epoch)]
+    ids = [row for step in steps for mini in step.mini_batches for row in mini.row_ids.tolist()]
+    by_slice = numbered(job, entry)
+    assert {by_slice.row(row)["source_row"] for row in ids} == set(range(40)) - {3, 5}
     assert sum(mini.num_groups for step in steps for mini in step.mini_batches) == 38
 
 
@@ -177,6 +180,34 @@ def test_a_mixture_of_a_windowed_and_a_full_source_is_served_and_counted_by_sour
     )
     shares = LossShares(entry).of([[SimpleNamespace(rows=values)]])  # type: ignore[list-item]
     assert shares["by_source"] == {name: [count, count] for name, count in by_source.items()}
+
+
+def test_weights_of_a_mixture_are_shares_of_the_rows_that_are_left(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    talk, tale = conversations(tmp_path, "talk", 400, 1), conversations(tmp_path, "tale", 400, 1)
+    lines = talk.read_text().splitlines()
+    talk.write_text("".join(line + "\n" if n % 2 else "not json\n" for n, line in enumerate(lines)))
+    sources = {
+        name: {"source": {"path": str(path), "format": "chat"}, "weight": 1}
+        for name, path in (("talk", talk), ("tale", tale))
+    }
+    path = job_file(tmp_path, sample, talk, mixture={"sources": sources}, max_quarantine=0.6)
+    data = yaml.safe_load(path.read_text())
+    del data["source"]
+    path.write_text(yaml.safe_dump(data))
+    job = load_job(path)
+    entry = raysvc.tokenize(job)
+    plan = plan_of(job, entry)
+    ids = [
+        row
+        for step in range(plan.schedule.steps_per_epoch)
+        for mini in plan.step(step, 1).mini_batches
+        for row in mini.row_ids.tolist()
+    ]
+    names = numbered(job, entry).sources_of(ids)
+    assert names.count("talk") == 200
+    assert names.count("tale") == 200
 
 
 @pytest.mark.ray

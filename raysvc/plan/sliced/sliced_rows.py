@@ -3,7 +3,9 @@
 Axes: K sources, S slices of a source, P groups or rows asked for.
 Always true:
 - a slice is looked at when a row of it is asked for; at most `keep` of a source are remembered, the newest ones;
-- a group lies in one slice: a row, a pair, or the rows that `train_on: each_assistant_turn` made of one conversation;
+- a group is what was made of one row of the source: a row, a pair, the rows of `train_on: each_assistant_turn`, or nothing,
+  where the row was dropped or quarantined;
+- which groups a step has follows from how the source was cut, so it is known before any row is tokenized;
 - rows have the numbers of `raysvc.plan.sliced.row_ids`, those of a source in full shuffle too.
 """
 
@@ -14,14 +16,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.errors import PlanError
+from raysvc.cache.manifest import REBUILD
+from raysvc.errors import EntryError, PlanError
 from raysvc.job.config import PAIRED, PlanConfig
 from raysvc.plan.plan_rows import Int32s
 from raysvc.plan.sliced import row_ids
@@ -62,6 +64,10 @@ class SlicedEntry(Protocol):
     def slice_starts(self) -> Int64s:
         """int64 [S + 1], the first row of each slice, and the number of rows."""
 
+    @property
+    def source_rows(self) -> Int64s:
+        """int64 [S], rows of the source in each slice, whatever became of them."""
+
     def slice_lengths(self, index: int) -> Int32s:
         """Tokens of each row of a slice."""
 
@@ -95,70 +101,54 @@ class PlanSource(Protocol):
 
 
 class _Slice(NamedTuple):
-    """Lengths int32 [n] of the rows, and the first row of each group, and n; None: every row is its own group."""
+    """Lengths int32 [n] of the rows, and the first row of each group, and n; None: every group has as many rows."""
 
     lengths: Int32s
-    bounds: Int64s | None
+    bounds: Int32s | None
 
 
 class WindowedSource:
     """An entry whose slices are opened when they are reached.
 
     Args:
-        entry: finished.
+        entry: finished, or being built.
         keep: slices that stay open.
 
     Raises:
         PlanError: there are too many slices to number.
+        EntryError: the entry does not tell the rows of its slices.
     """
 
     def __init__(self, entry: SlicedEntry, keep: int) -> None:
         self.entry = entry
         self._keep = keep
-        self._rows = np.diff(entry.slice_starts)
-        self._pairs = entry.recipe.get("format") in PAIRED
-        self._turns = not self._pairs and entry.recipe.get("train_on") == "each_assistant_turn"
+        self.groups = entry.source_rows
+        pairs = entry.recipe.get("format") in PAIRED
+        self._turns = not pairs and entry.recipe.get("train_on") == "each_assistant_turn"
+        self._each = 2 if pairs else 1  # rows of a group, where they are all alike
         self._lock = threading.Lock()  # guards _open
         self._open: OrderedDict[int, _Slice] = OrderedDict()
-        if len(self._rows) > row_ids.MOST_SLICES:
-            what = f"{len(self._rows)} slices are more than {row_ids.MOST_SLICES}"
+        if len(self.groups) > row_ids.MOST_SLICES:
+            what = f"{len(self.groups)} slices are more than {row_ids.MOST_SLICES}"
             raise PlanError("plan.shuffle", what, "raise workers.slice_mb")
 
     @property
-    def num_slices(self) -> int:
-        """S."""
-        return len(self._rows)
-
-    @cached_property
     def num_groups(self) -> int:
-        """Groups of all slices; for conversations from the report, so that no row is read."""
-        if not self._turns:
-            return self.entry.num_rows // (2 if self._pairs else 1)
-        written = self.entry.report.get("row_counts", {}).get("rows_written")
-        if written is not None:
-            return int(written)
-        return int(self.groups_of(np.arange(self.num_slices)).sum())
-
-    @property
-    def are_counted(self) -> bool:
-        """Whether the groups of a slice follow from its rows."""
-        return not self._turns
-
-    def groups_of(self, slices: Int64s) -> Int64s:
-        """Groups of each of `slices` [P]."""
-        if not self._turns:
-            return self._rows[slices] // (2 if self._pairs else 1)
-        counts = [0 if one.bounds is None else len(one.bounds) - 1 for one in self._opened(slices).values()]
-        return np.array(counts, np.int64)
+        """Groups of all slices."""
+        return int(self.groups.sum())
 
     def spans(self, groups: Int64s) -> tuple[Int64s, Int64s]:
-        """First row of each group, and how many rows it has."""
-        if self._turns:
-            return self._spans_of_turns(groups)
-        if self._pairs:
-            place = row_ids.split(groups)
-            return row_ids.join(place.slice, 2 * place.row), np.full(len(groups), 2, np.int64)
-        return groups, np.ones(len(groups), np.int64)
+        """First row of each group, and how many rows it has; 0 where its row of the source was left out."""
+        place = row_ids.split(groups)
+        first, size = self._each * place.row, np.full(len(groups), self._each, np.int64)
+        opened = self._opened(np.unique(place.slice))
+        if any(one.bounds is not None for one in opened.values()):
+            for number, here in _runs(place.slice):
+                bounds = opened[number].bounds
+                if bounds is not None:
+                    first[here] = bounds[place.row[here]]
+                    size[here] = bounds[place.row[here] + 1] - first[here]
+        return row_ids.join(place.slice, first), size
 
     def lengths_of(self, ids: Int64s) -> Int32s:
         """Tokens of rows."""
@@ -171,17 +161,6 @@ class WindowedSource:
             found[start:stop] = one.lengths[rows[start:stop]]
         out[order] = found
         return out
-
-    def _spans_of_turns(self, groups: Int64s) -> tuple[Int64s, Int64s]:
-        place = row_ids.split(groups)
-        opened = self._opened(np.unique(place.slice))
-        first, size = np.empty_like(groups), np.empty_like(groups)
-        for number, here in _runs(place.slice):
-            bounds = opened[number].bounds
-            assert bounds is not None
-            first[here] = bounds[place.row[here]]
-            size[here] = bounds[place.row[here] + 1] - first[here]
-        return row_ids.join(place.slice, first), size
 
     def _opened(self, slices: Int64s) -> dict[int, _Slice]:
         """The slices by number, in the order asked for; those that are not open are read at the same time."""
@@ -203,12 +182,18 @@ class WindowedSource:
         return {number: found[number] for number in wanted}
 
     def _read(self, number: int) -> _Slice:
-        lengths = self.entry.slice_lengths(number)
-        if not self._turns:
+        lengths, groups = self.entry.slice_lengths(number), int(self.groups[number])
+        if not self._turns and len(lengths) == self._each * groups:
             return _Slice(lengths, None)
-        source_rows = self.entry.slice_values("source_row", number)
-        firsts = np.flatnonzero(np.diff(source_rows, prepend=source_rows[:1] - 1))
-        return _Slice(lengths, np.append(firsts, len(source_rows)).astype(np.int64))
+        found = self.entry.slice_values("source_row", number)
+        begin = int(self.groups[:number].sum())
+        bounds = np.searchsorted(found, np.arange(begin, begin + groups + 1)).astype(np.int32)
+        if bounds[0] != 0 or bounds[-1] != len(lengths):
+            what = (
+                f"slice {number} has rows of other places of the source than {begin} to {begin + groups - 1}"
+            )
+            raise EntryError(self.entry.key, what, REBUILD)
+        return _Slice(lengths, bounds)
 
 
 class FullSource:
@@ -258,11 +243,15 @@ class SlicedRows:
         self._entries = [source.entry for source in sources]
         formats = [entry.recipe.get("format") for entry in self._entries]
         self.are_pairs = formats[0] in PAIRED
-        self.num_rows = sum(entry.num_rows for entry in self._entries)
         self.num_groups = sum(source.num_groups for source in sources)
         if len(sources) > row_ids.MOST_SOURCES:
             what = f"{len(sources)} sources are more than {row_ids.MOST_SOURCES}"
             raise PlanError("mixture.sources", what, "join some")
+
+    @property
+    def num_rows(self) -> int:
+        """Of the sources: what is made of each is known when it is tokenized."""
+        return self.num_groups
 
     @property
     def digest(self) -> str:
@@ -273,15 +262,15 @@ class SlicedRows:
         """The order of a single source."""
         [source] = self.sources
         assert isinstance(source, WindowedSource)
-        return WindowOrder(source, window_of(config.shuffle, source.entry), config.seed)
+        return WindowOrder(source.groups, window_of(config.shuffle, source.entry), config.seed)
 
     def rows_of(self, groups: Int64s) -> tuple[Int64s, Int32s]:
-        """Rows of groups, group after group, and the index of each row's group."""
+        """Rows of groups, group after group, and the number of each row's group, among those that have rows."""
         if len(self.sources) == 1:
             first, size = self.sources[0].spans(groups)
         else:
             first, size = self._spans(groups)
-        index = np.repeat(np.arange(len(groups), dtype=np.int32), size)
+        index = np.repeat(np.cumsum(size > 0, dtype=np.int32) - np.int32(1), size)
         return cells_of_runs(first, size), index
 
     def _spans(self, groups: Int64s) -> tuple[Int64s, Int64s]:
@@ -323,7 +312,7 @@ def window_of(shuffle: str, entry: SlicedEntry) -> int:
     """
     if shuffle != "window":
         return int(shuffle[len("window(") : -1])
-    num_bytes, num_slices = int(entry.report.get("source_bytes", 0)), len(entry.slice_starts) - 1
+    num_bytes, num_slices = int(entry.report.get("source_bytes", 0)), len(entry.source_rows)
     return max(FEWEST, min(MOST, WINDOW_BYTES * num_slices // max(num_bytes, 1)))
 
 
@@ -348,8 +337,8 @@ def positions(entries: Sequence[SlicedEntry], ids: Int64s) -> Int64s:
 
 
 def digest_of(entry: SlicedEntry) -> str:
-    """sha256 of where the slices begin: another cut of the same source is another order."""
-    return hashlib.sha256(entry.slice_starts.astype("<i8").tobytes()).hexdigest()
+    """sha256 of the rows of each slice of the source: another cut of it is another order."""
+    return hashlib.sha256(entry.source_rows.astype("<i8").tobytes()).hexdigest()
 
 
 def _runs(numbers: Int64s) -> Iterator[tuple[int, Int64s]]:

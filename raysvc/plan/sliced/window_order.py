@@ -10,7 +10,7 @@ Axes: S slices, W slices of a window, P positions asked for, U stages that they 
 
 Always true:
 - every group comes exactly once in an epoch;
-- stage t, and where it begins, follow from the slices pi(0) to pi(t) alone: no other slice is asked for its groups;
+- stage t, and where it begins, follow from the numbers of groups of the slices pi(0) to pi(t) alone;
 - a position needs the slices of one window; time and memory of `at` depend on P and W, and on S by the ends of the stages;
 - positions may be asked for in any order, from several threads: pure integers, the same on every machine.
 """
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import Protocol
 
 import numpy as np
 
@@ -35,37 +34,18 @@ def is_windowed(shuffle: str) -> bool:
     return shuffle.startswith("window")
 
 
-class SliceCounts(Protocol):
-    """What the order asks of its slices."""
-
-    @property
-    def num_slices(self) -> int:
-        """S."""
-
-    @property
-    def num_groups(self) -> int:
-        """Groups of all slices."""
-
-    @property
-    def are_counted(self) -> bool:
-        """Whether the groups of all slices are known; False: a slice has to be looked at."""
-
-    def groups_of(self, slices: Int64s) -> Int64s:
-        """Groups of each of `slices` [P]."""
-
-
 class WindowOrder:
     """Order of the groups of every epoch; a group is numbered by `raysvc.plan.sliced.row_ids`.
 
     Args:
-        counts: of the slices.
+        groups: int64 [S], of each slice.
         window: W.
         seed: of the run.
         salt: tells orders of the same seed apart (the key of a mixture's source).
     """
 
-    def __init__(self, counts: SliceCounts, window: int, seed: int, salt: str = "") -> None:
-        self.counts, self.window = counts, window
+    def __init__(self, groups: Int64s, window: int, seed: int, salt: str = "") -> None:
+        self.groups, self.window = groups, window
         self._key = f"window/{salt}/{seed}"
         self._lock = threading.Lock()  # guards _epochs
         self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
@@ -73,7 +53,7 @@ class WindowOrder:
     @property
     def num_groups(self) -> int:
         """Groups of one epoch."""
-        return self.counts.num_groups
+        return int(self.groups.sum())
 
     def at(self, epoch: int, positions: Int64s) -> Int64s:
         """Groups at `positions` (int64 [P], each in [0, num_groups)) of `epoch`."""
@@ -87,6 +67,12 @@ class WindowOrder:
         slices = known.slices[places]
         keys = round_keys_each(f"{known.key}/slice", slices)
         return row_ids.join(slices[of_place], permute_each(known.sizes[places], keys, of_place, number))  # 2
+
+    def slices_from(self, epoch: int, position: int) -> Int64s:
+        """All slices [S]: those first that the positions of the epoch from this one on need first."""
+        known = self._epoch(epoch)
+        stage = int(np.searchsorted(known.ends, position, side="right"))
+        return np.roll(known.slices, -max(0, stage - self.window + 1))
 
     def _dealt(self, known: _Epoch, stages: Int64s, which: Int64s, index: Int64s) -> tuple[Int64s, Int64s]:
         """Place of the slice, and dealt number of the group in it, of the groups at `index` in stage `stages[which]`."""
@@ -105,7 +91,7 @@ class WindowOrder:
     def _epoch(self, epoch: int) -> _Epoch:
         with self._lock:
             if epoch not in self._epochs:
-                self._epochs[epoch] = _Epoch(self.counts, self.window, f"{self._key}/{epoch}")
+                self._epochs[epoch] = _Epoch(self.groups, self.window, f"{self._key}/{epoch}")
             self._epochs.move_to_end(epoch)
             while len(self._epochs) > EPOCHS_KEPT:
                 self._epochs.popitem(last=False)
@@ -113,22 +99,24 @@ class WindowOrder:
 
 
 class _Epoch:
-    """Slices of an epoch by place, and where its stages end; both grow to what was asked for.
+    """Slices of an epoch by place, and where its stages end.
 
     Attributes:
         slices: int64 [S], pi.
-        sizes: int64 [S], groups of the slice at each place that was reached.
+        sizes: int64 [S], groups of the slice at each place.
+        ends: int64 [S + W - 1], groups of a stage and of all before it.
         key: of (salt, seed, epoch).
     """
 
-    def __init__(self, counts: SliceCounts, window: int, key: str) -> None:
-        self._counts, self._window, self.key = counts, window, key
-        num_slices = counts.num_slices
-        self.slices = Permutation.keyed(num_slices, f"{key}/order").at(np.arange(num_slices))  # 1
-        self.sizes = np.zeros(num_slices, np.int64)
-        self._lock = threading.Lock()  # guards the lines below while they grow
-        self._ends = np.zeros(num_slices + window - 1, np.int64)
-        self._known = 0  # stages whose ends are known
+    def __init__(self, groups: Int64s, window: int, key: str) -> None:
+        self.key = key
+        self.slices = Permutation.keyed(len(groups), f"{key}/order").at(np.arange(len(groups)))  # 1
+        self.sizes = groups[self.slices]
+        of_stage = np.zeros(len(groups) + window - 1, np.int64)
+        for cell in range(window):
+            of_cell = (cell + 1) * self.sizes // window - cell * self.sizes // window
+            of_stage[cell : cell + len(groups)] += of_cell
+        self.ends = np.cumsum(of_stage)
 
     @property
     def last_place(self) -> int:
@@ -137,29 +125,6 @@ class _Epoch:
 
     def stages_at(self, positions: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
         """The stages [U] of the positions, the number of each position's stage and its place in it [P], groups of each stage [U]."""
-        highest = int(positions.max())
-        with self._lock:
-            while self._known < len(self._ends) and (
-                not self._known or self._ends[self._known - 1] <= highest
-            ):
-                self._grow()
-            ends = self._ends[: self._known]
-        stages, which = np.unique(np.searchsorted(ends, positions, side="right"), return_inverse=True)
-        begins = np.where(stages > 0, ends[stages - 1], 0)
-        return stages, which, positions - begins[which], ends[stages] - begins
-
-    def _grow(self) -> None:
-        """Find the ends of the next stage; of all of them, where the slices are counted."""
-        start = self._known
-        stop = len(self._ends) if self._counts.are_counted else start + 1
-        places = slice(start, min(stop, len(self.slices)))
-        self.sizes[places] = self._counts.groups_of(self.slices[places])
-        stages = np.arange(start, stop)
-        sizes = np.zeros(stop - start, np.int64)
-        for cell in range(self._window):
-            place = stages - cell
-            there = (place >= 0) & (place <= self.last_place)
-            n = np.where(there, self.sizes[np.clip(place, 0, self.last_place)], 0)
-            sizes += (cell + 1) * n // self._window - cell * n // self._window
-        self._ends[start:stop] = np.cumsum(sizes) + (self._ends[start - 1] if start else 0)
-        self._known = stop
+        stages, which = np.unique(np.searchsorted(self.ends, positions, side="right"), return_inverse=True)
+        begins = np.where(stages > 0, self.ends[stages - 1], 0)
+        return stages, which, positions - begins[which], self.ends[stages] - begins

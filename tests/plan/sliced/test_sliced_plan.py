@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.errors import PlanError, StateMismatch
+from raysvc.errors import EntryError, PlanError, StateMismatch
 from raysvc.job.config import PlanConfig
 from raysvc.media.medium import PATCHES
 from raysvc.plan import Plan, PlanState
@@ -20,8 +20,8 @@ from raysvc.plan.sliced import row_ids
 from raysvc.plan.sliced.sliced_rows import window_of
 
 SLICES = st.lists(
-    st.lists(st.integers(1, 3), max_size=9), min_size=1, max_size=8
-)  # rows of each group of each slice
+    st.lists(st.integers(0, 3), max_size=9), min_size=1, max_size=8
+)  # rows of each group of each slice; 0 where the row of the source was left out
 KINDS = st.sampled_from(["rows", "pairs", "turns"])
 SHAPES = st.sampled_from(
     [
@@ -47,13 +47,16 @@ class FakeEntry:
     media: bool = False
 
     def __post_init__(self) -> None:
-        sizes = {"rows": lambda n: 1, "pairs": lambda n: 2, "turns": lambda n: n}[self.kind]
+        sizes = {"rows": lambda n: min(n, 1), "pairs": lambda n: 2 * min(n, 1), "turns": lambda n: n}[
+            self.kind
+        ]
         self.groups = [[sizes(n) for n in groups] for groups in self.slices]
         self.recipe = {
             "format": "preference" if self.kind == "pairs" else "chat",
             "train_on": "each_assistant_turn" if self.kind == "turns" else "all_assistant_messages",
             "max_length": self.max_length,
         }
+        self.source_rows = np.array([len(groups) for groups in self.groups], np.int64)
         self.slice_starts = np.cumsum([0] + [sum(groups) for groups in self.groups])
         source_rows, self.source_row = 0, []
         for groups in self.groups:
@@ -73,6 +76,9 @@ class FakeEntry:
     def columns(self) -> dict[str, str]:
         return {PATCHES: "int32"} if self.media else {}
 
+    def has_rows_of(self, source_row: int) -> bool:
+        return source_row in np.concatenate(self.source_row)
+
     def slice_lengths(self, index: int) -> np.ndarray:
         self.opened.append(index)
         return tokens(index, np.arange(sum(self.groups[index]))).astype(np.int32)
@@ -88,12 +94,13 @@ class FakeEntry:
         return np.concatenate([self.slice_values(name, index) for index in range(len(self.groups))])
 
     def ids_of_groups(self) -> list[tuple[int, ...]]:
-        """Numbers of the rows of every group."""
+        """Numbers of the rows of every group that has some."""
         found = []
         for number, groups in enumerate(self.groups):
             start = 0
             for size in groups:
-                found.append(tuple((number << 32) + start + row for row in range(size)))
+                if size:
+                    found.append(tuple((number << 32) + start + row for row in range(size)))
                 start += size
         return found
 
@@ -130,7 +137,7 @@ def config_of(draw: Any, **more: Any) -> PlanConfig:
 @given(SLICES, KINDS, st.data())
 def test_every_group_comes_whole_and_once_an_epoch_with_its_lengths(slices, kind, data):
     entry = FakeEntry(slices, kind)
-    if not entry.num_groups:
+    if not entry.num_rows:
         return
     plan = plan_of_entries(config_of(data.draw), [entry])
     assert plan.schedule.num_groups == entry.num_groups
@@ -149,7 +156,7 @@ def test_every_group_comes_whole_and_once_an_epoch_with_its_lengths(slices, kind
 @given(SLICES, KINDS, st.sampled_from([2, 3, 8]), SHAPES, st.data())
 def test_membership_does_not_depend_on_ranks_layout_or_packing(slices, kind, dp_size, shape, data):
     entry = FakeEntry(slices, kind)
-    if not entry.num_groups:
+    if not entry.num_rows:
         return
     config = config_of(data.draw)
     plain = plan_of_entries(config, [entry])
@@ -165,7 +172,7 @@ def test_membership_does_not_depend_on_ranks_layout_or_packing(slices, kind, dp_
 @given(SLICES, KINDS, st.data())
 def test_a_step_is_the_same_after_a_resume_on_other_ranks(slices, kind, data):
     entry = FakeEntry(slices, kind)
-    if not entry.num_groups:
+    if not entry.num_rows:
         return
     config = config_of(data.draw)
     plan = plan_of_entries(config, [entry])
@@ -181,7 +188,7 @@ def test_a_step_is_the_same_after_a_resume_on_other_ranks(slices, kind, data):
 @given(SLICES, st.data())
 def test_skipped_rows_leave_a_hole_and_nothing_else_moves(slices, data):
     entry = FakeEntry(slices, "rows")
-    if not entry.num_groups:
+    if not entry.num_rows:
         return
     config = config_of(data.draw)
     plan = plan_of_entries(config, [entry])
@@ -200,12 +207,15 @@ def test_skipped_rows_leave_a_hole_and_nothing_else_moves(slices, data):
 )
 def test_windowed_and_full_sources_mix_by_exact_counts(sources, data):
     entries = [FakeEntry(slices, kind, key=f"k{n}") for n, (slices, kind, _) in enumerate(sources)]
-    if not all(entry.num_groups for entry in entries):
+    if not all(entry.num_rows for entry in entries):
         return
     shuffles = tuple("window(3)" if windowed else "full" for _, _, windowed in sources)
     if not any(windowed for _, _, windowed in sources):
         return
-    counts = tuple(entry.num_groups for entry in entries)
+    counts = tuple(
+        entry.num_groups if windowed else len(entry.ids_of_groups())
+        for entry, (_, _, windowed) in zip(entries, sources, strict=True)
+    )
     config = config_of(data.draw, shuffle="full")
     plan = plan_of_entries(config, entries, ((0, counts),), shuffles)
     found: Counter[tuple[int, ...]] = Counter()
@@ -255,6 +265,39 @@ def test_the_first_step_of_conversations_opens_one_slice():
     assert not entry.opened
     plan.step(0, 1)
     assert len(set(entry.opened)) == 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(SLICES, KINDS, st.data())
+def test_a_row_of_the_source_that_is_left_out_leaves_a_hole_and_nothing_else_moves(slices, kind, data):
+    """The oracle is the same source with every row kept: which row of the source comes where does not change."""
+    entry, full = FakeEntry(slices, kind), FakeEntry([[max(n, 1) for n in groups] for groups in slices], kind)
+    if not entry.num_rows:
+        return
+    config = config_of(data.draw)
+    holed, plain = plan_of_entries(config, [entry]), plan_of_entries(config, [full])
+    assert holed.hash == plain.hash
+    assert holed.schedule == plain.schedule
+    for step in range(plain.schedule.num_steps):
+        for mine, whole in zip(
+            holed.step(step, 2).mini_batches, plain.step(step, 2).mini_batches, strict=True
+        ):
+            assert np.array_equal(np.unique(mine.group_index), np.arange(mine.num_groups))
+            kept = [row for row in source_rows_of(full, whole) if entry.has_rows_of(row)]
+            assert list(dict.fromkeys(source_rows_of(entry, mine))) == list(dict.fromkeys(kept))
+
+
+def source_rows_of(entry: FakeEntry, mini: Any) -> list[int]:
+    place = row_ids.split(mini.row_ids)
+    return [int(entry.source_row[n][row]) for n, row in zip(place.slice, place.row, strict=True)]
+
+
+def test_rows_that_do_not_lie_where_the_slices_say_are_refused():
+    entry = FakeEntry([[1, 1], [0, 2]], "turns")
+    entry.source_row[1] = entry.source_row[1] + 1
+    plan = plan_of_entries(PlanConfig(batch_size=4, shuffle="window(2)"), [entry])
+    with pytest.raises(EntryError, match="slice 1 has rows of other places of the source than 2 to 3"):
+        plan.step(0, 1)
 
 
 def test_rows_with_media_have_no_window():

@@ -2,7 +2,6 @@
 
 import time
 import tracemalloc
-from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
@@ -20,53 +19,34 @@ SEEDS = st.integers(0, 2**40)
 GOLDEN = [4, 5, 1, 6, 15, 2, 9, 13, 8, 7, 12, 0]
 
 
-@dataclass
-class Counts:
-    """Slices of these sizes; remembers which it was asked for, and refuses others than `known`."""
-
-    sizes: list[int]
-    are_counted: bool = True
-    known: frozenset[int] | None = None
-    asked: list[int] = field(default_factory=list)
-
-    @property
-    def num_slices(self) -> int:
-        return len(self.sizes)
-
-    @property
-    def num_groups(self) -> int:
-        return sum(self.sizes)
-
-    def groups_of(self, slices):
-        self.asked += slices.tolist()
-        assert self.known is None or self.known.issuperset(slices.tolist()), "a slice that was not reached"
-        return np.array(self.sizes, np.int64)[slices]
+def order_of(sizes: list[int], window: int, seed: int = 0, salt: str = "") -> WindowOrder:
+    return WindowOrder(np.array(sizes, np.int64), window, seed, salt)
 
 
-def whole(counts: Counts, window: int, seed: int = 0, epoch: int = 0) -> list[tuple[int, int]]:
+def whole(sizes: list[int], window: int, seed: int = 0, epoch: int = 0) -> list[tuple[int, int]]:
     """(slice, group in the slice) in the order of an epoch."""
-    place = row_ids.split(WindowOrder(counts, window, seed).at(epoch, np.arange(counts.num_groups)))
+    place = row_ids.split(order_of(sizes, window, seed).at(epoch, np.arange(sum(sizes))))
     assert not place.source.any()
     return list(zip(place.slice.tolist(), place.row.tolist(), strict=True))
 
 
 @settings(deadline=None, max_examples=200)
-@given(SIZES, WINDOWS, SEEDS, st.integers(0, 3), st.booleans())
-def test_every_group_comes_exactly_once_in_an_epoch(sizes, window, seed, epoch, counted):
-    found = whole(Counts(sizes, counted), window, seed, epoch)
+@given(SIZES, WINDOWS, SEEDS, st.integers(0, 3))
+def test_every_group_comes_exactly_once_in_an_epoch(sizes, window, seed, epoch):
+    found = whole(sizes, window, seed, epoch)
     assert sorted(found) == [(number, group) for number, size in enumerate(sizes) for group in range(size)]
 
 
 @settings(deadline=None, max_examples=100)
-@given(SIZES, WINDOWS, SEEDS, st.booleans(), st.data())
-def test_positions_can_be_asked_for_in_any_order_and_in_batches(sizes, window, seed, counted, data):
+@given(SIZES, WINDOWS, SEEDS, st.data())
+def test_positions_can_be_asked_for_in_any_order_and_in_batches(sizes, window, seed, data):
     total = sum(sizes)
     if not total:
         return
-    order = WindowOrder(Counts(sizes, counted), window, seed)
+    order = order_of(sizes, window, seed)
     places = st.lists(st.integers(0, total - 1), min_size=1, max_size=9)
     asked = data.draw(st.lists(places, min_size=1, max_size=4))
-    known = WindowOrder(Counts(sizes), window, seed).at(1, np.arange(total))
+    known = order_of(sizes, window, seed).at(1, np.arange(total))
     for positions in asked:
         assert np.array_equal(order.at(1, np.array(positions)), known[positions])
 
@@ -78,22 +58,18 @@ def test_a_position_follows_from_the_slices_that_were_reached_alone(sizes, windo
     if not total:
         return
     position = data.draw(st.integers(0, total - 1))
-    counts = Counts(sizes, are_counted=False)
-    order = WindowOrder(counts, window, seed)
-    group = order.at(0, np.array([position]))
-    reached = frozenset(counts.asked)
-    assert len(counts.asked) == len(reached), "a slice was asked for twice"
-    # the first places of the epoch, in its order; no later one, whatever its size may be
-    everything = Counts(sizes, are_counted=False)
-    WindowOrder(everything, window, seed).at(0, np.arange(total))
-    assert counts.asked == everything.asked[: len(counts.asked)]
-    pi = [*everything.asked, *(n for n in range(len(sizes)) if n not in everything.asked)]
+    group = order_of(sizes, window, seed).at(0, np.array([position]))
+    pi = slices_by_place(len(sizes), seed)
     stages = (sum(cells(sizes, pi, window, stage).values()) for stage in range(len(sizes) + window - 1))
     stage = next(number for number, end in enumerate(accumulate(stages)) if end > position)
-    assert len(counts.asked) == min(stage + 1, len(sizes))
+    reached = set(pi[: stage + 1])
     others = [size if n in reached else size + data.draw(st.integers(1, 9)) for n, size in enumerate(sizes)]
-    changed = WindowOrder(Counts(others, are_counted=False, known=reached), window, seed)
-    assert np.array_equal(changed.at(0, np.array([position])), group)
+    assert np.array_equal(order_of(others, window, seed).at(0, np.array([position])), group)
+
+
+def slices_by_place(count: int, seed: int) -> list[int]:
+    """pi: the order of an epoch of slices of one group, one open at a time."""
+    return [number for number, _ in whole([1] * count, 1, seed)]
 
 
 def cells(sizes: list[int], pi: list[int], window: int, stage: int) -> dict[int, int]:
@@ -105,11 +81,8 @@ def cells(sizes: list[int], pi: list[int], window: int, stage: int) -> dict[int,
 @settings(deadline=None, max_examples=60)
 @given(SIZES, WINDOWS, SEEDS)
 def test_a_group_of_the_slice_at_place_p_comes_in_the_stages_p_to_p_plus_w_minus_1(sizes, window, seed):
-    counts = Counts(sizes, are_counted=False)
-    found = whole(counts, window, seed)
-    pi = counts.asked + [
-        n for n in range(len(sizes)) if n not in counts.asked
-    ]  # what was not asked for is empty
+    found = whole(sizes, window, seed)
+    pi = slices_by_place(len(sizes), seed)
     at = 0
     seen: dict[int, set[int]] = {}
     for stage in range(len(sizes) + window - 1):
@@ -124,21 +97,37 @@ def test_a_group_of_the_slice_at_place_p_comes_in_the_stages_p_to_p_plus_w_minus
     assert at == len(found)
 
 
+@settings(deadline=None, max_examples=60)
+@given(SIZES, WINDOWS, SEEDS, st.integers(0, 2), st.data())
+def test_slices_are_named_in_the_order_in_which_the_rest_of_an_epoch_needs_them(
+    sizes, window, seed, epoch, data
+):
+    if not sum(sizes):
+        return
+    position = data.draw(st.integers(0, sum(sizes) - 1))
+    named = order_of(sizes, window, seed).slices_from(epoch, position).tolist()
+    assert sorted(named) == list(range(len(sizes)))
+    needed = list(dict.fromkeys(number for number, _ in whole(sizes, window, seed, epoch)[position:]))
+    # a stage shuffles its slices, so a slice may come up to W - 1 places late, and the ones of the open window come first
+    for place, number in enumerate(needed):
+        assert named.index(number) < place + window + sizes.count(0)
+
+
 def test_the_order_is_the_same_on_every_machine_and_in_every_version():
     # written down once: a change here moves the data order of every run that resumes
-    found = whole(Counts([4, 0, 3, 8, 1, 5]), window=3, seed=7, epoch=1)
+    found = whole([4, 0, 3, 8, 1, 5], window=3, seed=7, epoch=1)
     numbers = [sum([4, 0, 3, 8, 1, 5][:where]) + group for where, group in found]
     assert numbers[:12] == GOLDEN
 
 
 def test_seed_epoch_salt_and_window_each_give_another_order():
-    counts = Counts([500] * 20)
-    base = WindowOrder(counts, 4, 0).at(0, np.arange(10_000))
+    sizes = [500] * 20
+    base = order_of(sizes, 4, 0).at(0, np.arange(10_000))
     for other in (
-        WindowOrder(counts, 4, 1).at(0, np.arange(10_000)),
-        WindowOrder(counts, 4, 0).at(1, np.arange(10_000)),
-        WindowOrder(counts, 4, 0, salt="x").at(0, np.arange(10_000)),
-        WindowOrder(counts, 5, 0).at(0, np.arange(10_000)),
+        order_of(sizes, 4, 1).at(0, np.arange(10_000)),
+        order_of(sizes, 4, 0).at(1, np.arange(10_000)),
+        order_of(sizes, 4, 0, salt="x").at(0, np.arange(10_000)),
+        order_of(sizes, 5, 0).at(0, np.arange(10_000)),
     ):
         assert (base == other).mean() < 0.01
 
@@ -160,10 +149,9 @@ def test_each_permutation_is_one_and_lands_uniformly(size):
 
 
 def test_ten_thousand_million_rows_in_twenty_thousand_slices_need_little_time_and_memory():
-    counts = Counts([])
-    counts.sizes = [500_000] * 20_000
+    sizes = np.full(20_000, 500_000)
     tracemalloc.start()
-    order = WindowOrder(counts, 64, 0)
+    order = WindowOrder(sizes, 64, 0)
     order.at(0, np.array([9_999_999_999]))
     took = []
     for start in range(10**9, 10**9 + 10 * 1024, 1024):
