@@ -14,7 +14,8 @@ Axes: T targets, D hidden, V vocabulary, P targets of a tile, W entries of the v
 4. The label's own share of either gradient is one row of the other factor, added at the end.
 
 Always true:
-- values and gradients are those of `log_softmax(rows @ weight.T)` in float32, up to the order of sums.
+- values and gradients are those of `log_softmax(rows @ weight.T)` in float32, up to the order of sums, also under
+  autocast: a tile in bfloat16 would be slower on a CPU and say less.
 
 This file imports torch; import it inside the function that builds a model.
 """
@@ -40,6 +41,7 @@ def head_logprobs(
 
 class _HeadLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to the type checker
     @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)  # type: ignore[untyped-decorator]
     def forward(
         ctx: Any, rows_TD: torch.Tensor, weight_VD: torch.Tensor, labels_T: torch.Tensor, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,6 +58,7 @@ class _HeadLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is 
         return (rows_TD * weight_VD[labels_T]).sum(1) - lse_T, entropy_T
 
     @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_logprobs_T: torch.Tensor, grad_entropy_T: torch.Tensor) -> tuple[Any, ...]:
         rows_TD, weight_VD, labels_T, lse_T, entropy_T = ctx.saved_tensors
         grad_rows_TD, grad_weight_VD = torch.zeros_like(rows_TD), torch.zeros_like(weight_VD)
@@ -85,6 +88,7 @@ class _HeadTopK(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
     """Logits of the entries, gathered, and the log-sum-exp of all, tile by tile."""
 
     @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)  # type: ignore[untyped-decorator]
     def forward(
         ctx: Any, rows_TD: torch.Tensor, weight_VD: torch.Tensor, ids_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,6 +103,7 @@ class _HeadTopK(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
         return picked_TK, lse_T
 
     @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_picked_TK: torch.Tensor, grad_lse_T: torch.Tensor) -> tuple[Any, ...]:
         rows_TD, weight_VD, ids_TK, lse_T = ctx.saved_tensors
         grad_rows_TD, grad_weight_VD = torch.zeros_like(rows_TD), torch.zeros_like(weight_VD)

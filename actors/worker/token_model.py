@@ -252,7 +252,8 @@ def _is_large(head: torch.nn.Module, rows_TD: torch.Tensor) -> bool:
     """Whether the vocabulary is so large that only few targets would be a piece, and the head be read for each."""
     if type(head) is not torch.nn.Linear or head.bias is not None or rows_TD.device.type != "cpu":
         return False
-    plain = rows_TD.dtype == head.weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    cast = torch.is_autocast_enabled("cpu") and rows_TD.dtype == torch.bfloat16
+    plain = head.weight.dtype == torch.float32 and (cast or rows_TD.dtype == torch.float32)
     return plain and LOGIT_BYTES["cpu"] // (4 * len(head.weight)) < FEW_TARGETS
 
 
