@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from raysvc.chat.render.renderer import Renderer
+from raysvc.chat.render.template import ChatTemplate
+from raysvc.chat.row_errors import RowFault
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
 from raysvc.job.config import TextSpec, TokenizerConfig
@@ -204,3 +207,43 @@ def test_a_trained_message_outside_of_every_loop_is_refused(pairs: Any) -> None:
     for result in (run(fast, [usual, row]), run(slow, [usual, row]), fast.run_json_lines(lines, 0)):
         assert list(result.row_counts.quarantined) == ["the template does not show a trained message"]
         assert result.table["source_row"].to_pylist() == [0]
+
+
+PART = st.fixed_dictionaries(
+    {}, optional={"type": st.sampled_from(["text", "image", None, 1]), "a.b": st.just("text")}
+)
+CHOOSES = [
+    "selectattr('type', 'equalto', 'text')",
+    "selectattr('type', '==', 'image')",
+    "selectattr('type', 'eq', none)",
+    "selectattr('type', 'ne', 'text')",
+    "selectattr('a.b', 'eq', 'text')",
+    "selectattr('type', 'defined')",
+    "selectattr('items', 'equalto', 'text')",
+]
+
+
+@pytest.mark.parametrize("chooses", CHOOSES)
+@given(
+    rows=st.lists(
+        st.lists(st.lists(PART, max_size=3) | st.none() | content, min_size=1, max_size=3), min_size=3
+    )
+)
+@settings(deadline=None, max_examples=30)
+def test_filters_of_parts_and_texts_give_what_jinja_gives(chooses: str, rows: list[Any]) -> None:
+    text = (
+        "{% for message in messages %}{{ message.role | capitalize }}{{ message.content | capitalize }}"
+        f"{{% for part in message.content | {chooses} %}}{{{{ part | tojson }}}}{{% endfor %}}{{% endfor %}}"
+    )
+    template = ChatTemplate(text, {})
+    assert template.fast is not None
+    for contents in [*rows, *rows]:
+        messages = [{"role": "uSER", "content": made} for made in contents]
+        try:
+            real = template.render_really(messages, None, False)
+        except RowFault as fault:
+            with pytest.raises(RowFault, match="^" + re.escape(str(fault))):
+                template.render(messages, None)
+            continue
+        assert template.render(messages, None) == real
+    assert not template.fast.reasons

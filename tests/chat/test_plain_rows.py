@@ -34,6 +34,15 @@ def row(*texts: str, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)], **fields}
 
 
+def in_parts(given_row: dict[str, Any]) -> dict[str, Any]:
+    """The same row, every text in a list of one part."""
+    messages = [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        for message in given_row["messages"]
+    ]
+    return {**given_row, "messages": messages}
+
+
 def form(mode: str = MODES[0]) -> Format:
     return Format("chat", {}, mode)
 
@@ -49,7 +58,9 @@ def renderers(tokenizer_folder: Any) -> Any:
             fast, own = Renderer(tokenizer), form(mode)
             for size in (2, 4):
                 for word in ("first", "second"):
-                    outcome(fast, row(*(f"{word} words of {n}" for n in range(size))), own)
+                    texts = row(*(f"{word} words of {n}" for n in range(size)))
+                    outcome(fast, texts, own)
+                    outcome(fast, in_parts(texts), own)
             made[name, mode] = fast, Renderer(tokenizer, fast=False), own
         return made[name, mode]
 
@@ -71,26 +82,57 @@ def known(renderer: Renderer, given_row: dict[str, Any], own: Format) -> Sequenc
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", TEMPLATES)
-@given(texts=st.tuples(said, said) | st.tuples(said, said, said, said))
+@pytest.mark.parametrize("name", [*TEMPLATES, "takes_parts"])
+@given(texts=st.tuples(said, said) | st.tuples(said, said, said, said), parts=st.booleans())
 @settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
 def test_a_row_joined_from_a_shape_is_the_rendered_and_verified_one(
-    name: str, mode: str, renderers: Any, texts: tuple[str, ...]
+    name: str, mode: str, renderers: Any, texts: tuple[str, ...], parts: bool
 ) -> None:
     fast, real, own = renderers(name, mode)
-    joined = known(fast, row(*texts), own)
+    whole = in_parts(row(*texts)) if parts else row(*texts)
+    joined = known(fast, whole, own)
     if joined is not None:
-        assert (joined.text, joined.spans) == outcome(real, row(*texts), own)
+        assert (joined.text, joined.spans) == outcome(real, whole, own)
 
 
-@pytest.mark.parametrize("name", SHAPED)
-def test_plain_rows_are_joined_from_a_shape(name: str, renderers: Any) -> None:
-    fast, real, own = renderers(name, MODES[0])
+@pytest.mark.parametrize("made", [lambda texts: texts, in_parts])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", [*SHAPED, "takes_parts"])
+def test_plain_rows_are_joined_from_a_shape(name: str, mode: str, made: Any, renderers: Any) -> None:
+    fast, real, own = renderers(name, mode)
     for texts in (("a < b", "é > 2\n\nso"), ("one", "two", "three", "four")):
-        joined = known(fast, row(*texts), own)
+        joined = known(fast, whole := made(row(*texts)), own)
         assert joined is not None
-        assert (joined.text, joined.spans) == outcome(real, row(*texts), own)
-        assert joined.example == real.sequences(row(*texts), own)[0].example
+        assert (joined.text, joined.spans) == outcome(real, whole, own)
+        assert joined.example == real.sequences(whole, own)[0].example
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        ["b"],
+        [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}],
+        [{"text": "b", "type": "text"}],
+        [{"type": "text", "value": "b"}],
+        [{"type": "text", "text": 1}],
+        [{"type": "text", "text": "b", "cache": 1}],
+        [{"type": "reasoning", "text": "b"}],
+        {"type": "text", "text": "b"},
+        [[]],
+    ],
+)
+def test_other_parts_than_one_text_go_the_whole_way(content: Any, renderers: Any) -> None:
+    for name in ("takes_parts", SHAPED[0]):
+        fast, real, own = renderers(name, MODES[0])
+        odd = in_parts(row("a", "b"))
+        odd["messages"][1]["content"] = content
+        for _ in range(3):
+            assert fast.known(odd, own) is None
+            assert outcome(fast, odd, own) == outcome(real, odd, own)
+        mixed = in_parts(row("a", "b"))
+        mixed["messages"][1]["content"] = "b"
+        assert fast.known(mixed, own) is None
 
 
 def test_roles_without_a_shape_are_soon_given_up(renderers: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Rows of plain texts that are built like an earlier one: the template's literals around what the messages say.
 
-1. A row is plain when its messages have a role and a text and nothing else, and no other column has a part in it.
+1. A row is plain when its messages have a role and a text and nothing else, and no other column has a part in it. All the
+   texts may be lists of one text part.
 2. The first plain row with some roles goes the whole way: rendered, its turns found and verified. What stands around its
    texts is kept as the shape of these roles.
 3. A later one walks through the automaton too. When it writes the shape's literals around its own texts, for the same
@@ -27,6 +28,7 @@ from raysvc.chat.render.rendered import NOBODY, Render, Written, render_of
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.render.turn_spans import TurnFinder, common_prefix, extents_of
 from raysvc.chat.sequence import CLOSED_TURN, FREE, Sequence, Span
+from raysvc.chat.source.content_parts import text_of_part
 from raysvc.chat.source.formats import USED, ChatExample, Format
 from raysvc.chat.source.messages import Message
 from raysvc.chat.text_batch import Batch, Bytes, Ints64
@@ -34,7 +36,26 @@ from raysvc.chat.text_batch import Batch, Bytes, Ints64
 MAX_SHAPES = 1024
 MAX_TRIES = 8  # rows of the same roles that leave no shape; some fail for what they say
 _ROLE, _CONTENT = itemgetter("role"), itemgetter("content")
-Roles = tuple[str, ...]
+
+
+class _Plain(NamedTuple):
+    """Messages of a plain row: those of the source, the role and text of each, and whether the texts are parts."""
+
+    messages: list[Message]
+    roles: tuple[str, ...]
+    said: list[str]
+    in_parts: bool
+
+    @property
+    def kind(self) -> tuple[bool, tuple[str, ...]]:
+        """What rows of one shape have in common before they are rendered."""
+        return self.in_parts, self.roles
+
+    def given(self, has_parts: bool) -> list[Message]:
+        """Messages for a template that takes parts, or texts."""
+        if has_parts == self.in_parts:
+            return self.messages
+        return [{**message, "content": text} for message, text in zip(self.messages, self.said, strict=True)]
 
 
 class _Turn(NamedTuple):
@@ -93,20 +114,27 @@ class PlainRows:
         self._column = form.column("messages")
         self._others = {*map(form.column, USED), *form.refused} - {self._column}
         self._asked: dict[tuple[str, ...], tuple[str, ...]] = {}
-        self._shapes: dict[Roles, _Shape] = {}
-        self._tries: Counter[Roles] = Counter()
+        self._shapes: dict[tuple[bool, tuple[str, ...]], _Shape] = {}
+        self._tries: Counter[tuple[bool, tuple[str, ...]]] = Counter()
 
     def sequence(self, row: Mapping[str, Any]) -> Sequence | None:
         """The sequence of a plain row whose shape is known, None for any other."""
-        messages = self._messages(row)
-        if messages is None or self._fast is None:
+        plain = self._plain(row)
+        shape = self._shapes.get(plain.kind) if plain else None
+        if plain is None or shape is None or self._fast is None:
             return None
-        shape = self._shapes.get(tuple(map(_ROLE, messages)))
-        written = self._fast.stretches(messages) if shape else None
-        if shape is None or written is None:
+        known, said = shape.example, plain.said
+        messages = plain.given(known.has_parts)
+        written = self._fast.stretches(messages)
+        if written is None:
             return None
         marks, owners, texts = zip(*written, strict=True)
-        said, text = [*map(_CONTENT, messages)], "".join(texts)
+        text = "".join(texts)
+        example = ChatExample(
+            messages, None, known.trained, known.all_tokens, known.has_parts, changes=known.changes
+        )
+        if known.all_tokens:
+            return Sequence(text, [(0, len(text), FREE)], example=example)
         parts = shape.parts.copy()
         parts[1::2] = said
         if text != "".join(parts) or marks != shape.marks:  # type: ignore[arg-type]
@@ -116,9 +144,7 @@ class PlainRows:
             return None
         if not shape.alone and any(text.count(words) > 1 for words in map(str.strip, said)):
             return None
-        known = shape.example
-        example = ChatExample(messages, None, known.trained, known.all_tokens)
-        return Sequence(text, _spans(shape, said, text), example=example, openings=shape.openings)
+        return Sequence(text, _spans(shape, said), example=example, openings=shape.openings)
 
     def doubtful(self, sequences: list[Sequence], batch: Batch) -> list[int]:
         """Sequences of known shapes in which more tokens or tags may stand than the shape has."""
@@ -132,22 +158,21 @@ class PlainRows:
 
     def learn(self, row: Mapping[str, Any], sequence: Sequence) -> None:
         """Keep the shape of a row that went the whole way, when its spans depend on the literals alone."""
-        messages, example = self._messages(row), sequence.example
-        if messages is None or self._fast is None or not isinstance(example, ChatExample):
+        plain, example = self._plain(row), sequence.example
+        if plain is None or self._fast is None or not isinstance(example, ChatExample):
             return
-        roles = tuple(map(_ROLE, messages))
-        if roles in self._shapes or len(self._shapes) >= MAX_SHAPES or example.messages is not messages:
+        if plain.kind in self._shapes or len(self._shapes) >= MAX_SHAPES:
             return
-        if self._tries[roles] >= MAX_TRIES:
+        if example.messages != plain.given(example.has_parts) or self._tries[plain.kind] >= MAX_TRIES:
             return
-        self._tries[roles] += 1
-        written = self._fast.stretches(messages)
+        self._tries[plain.kind] += 1
+        written = self._fast.stretches(example.messages)
         if written and "".join(text for _, _, text in written) == sequence.text:
-            shape = self._shape(sequence, example, written)
+            shape = self._shape(sequence, example, plain.said, written)
             if shape is not None:
-                self._shapes[roles] = shape
+                self._shapes[plain.kind] = shape
 
-    def _messages(self, row: Mapping[str, Any]) -> list[Message] | None:
+    def _plain(self, row: Mapping[str, Any]) -> _Plain | None:
         """Messages of a plain row, all of which say something."""
         names = tuple(row)
         if names not in self._asked:
@@ -159,16 +184,23 @@ class PlainRows:
         if type(messages) is not list:
             return None
         try:
-            said = [*map(_CONTENT, messages)]
-            plain = {*map(type, said), *map(type, map(_ROLE, messages))} == {str}
+            roles, said = tuple(map(_ROLE, messages)), [*map(_CONTENT, messages)]
         except (KeyError, TypeError):
             return None
-        if not plain or sum(map(len, messages)) != 2 * len(messages):
+        in_parts = list in map(type, said)
+        if in_parts:
+            said = [*map(text_of_part, said)]
+        if {*map(type, said), *map(type, roles)} != {str} or sum(map(len, messages)) != 2 * len(messages):
             return None
-        return messages if all(said) and not any(map(str.isspace, said)) else None
+        if not all(said) or any(map(str.isspace, said)):
+            return None
+        return _Plain(messages, roles, said, in_parts)
 
-    def _shape(self, sequence: Sequence, example: ChatExample, written: list[Written]) -> _Shape | None:
-        said = [message["content"] for message in example.messages]
+    def _shape(
+        self, sequence: Sequence, example: ChatExample, said: list[str], written: list[Written]
+    ) -> _Shape | None:
+        if example.all_tokens:
+            return _Shape([], (), (), [], 0, (), True, example)
         literals = _literals(sequence.text, said)
         if literals is None or any(message["role"] == "tool" for message in example.messages):
             return None
@@ -176,7 +208,7 @@ class PlainRows:
         if openings != sum(map(self._count, literals)):
             return None
         render = render_of(written, example.messages)
-        turns = () if example.all_tokens else self._turns(sequence, example, render, literals)
+        turns = self._turns(sequence, example, render, said, literals)
         if turns is None:
             return None
         places = {id(message): place for place, message in enumerate(example.messages)}
@@ -201,12 +233,17 @@ class PlainRows:
         return len(self._begins(np.frombuffer(text.encode(), np.uint8)))
 
     def _turns(
-        self, sequence: Sequence, example: ChatExample, render: Render, literals: list[str]
+        self,
+        sequence: Sequence,
+        example: ChatExample,
+        render: Render,
+        said: list[str],
+        literals: list[str],
     ) -> tuple[_Turn, ...] | None:
         if len(sequence.spans) != len(example.trained):
             return None
         before = list(accumulate(map(len, literals)))
-        texts = list(accumulate((len(message["content"]) for message in example.messages), initial=0))
+        texts = list(accumulate(map(len, said), initial=0))
         turns = []
         for (start, end, kind), place in zip(sequence.spans, example.trained, strict=True):
             extents, at = extents_of(render, place), before[place] + texts[place]
@@ -241,9 +278,7 @@ def _same_sizes(shape: _Shape, said: list[str], texts: Iterable[str]) -> bool:
     return all(len(text) == size + sum(len(said[n]) for n in places) for (size, places), text in sizes)
 
 
-def _spans(shape: _Shape, said: list[str], text: str) -> list[Span]:
-    if shape.example.all_tokens:
-        return [(0, len(text), FREE)]
+def _spans(shape: _Shape, said: list[str]) -> list[Span]:
     sizes = [0, *accumulate(map(len, said))]
     return [
         (start + sizes[place], end + sizes[place + 1], CLOSED_TURN) for start, end, place, _ in shape.turns

@@ -15,6 +15,7 @@ from raysvc.chat.source.media_parts import is_media_part, media_part
 from raysvc.chat.source.tool_calls import calls_of_text, wrapped
 
 PARTS_READ = "contents that were lists of parts"
+_TEXT_PART = ("type", "text")  # keys, in the order in which they are written
 
 
 def read_parts(content: Any, place: str, media: bool = False) -> dict[str, Any]:
@@ -50,6 +51,16 @@ def read_parts(content: Any, place: str, media: bool = False) -> dict[str, Any]:
     if calls:
         found["tool_calls"] = calls
     return found
+
+
+def text_of_part(content: Any) -> str | None:
+    """The text of a list of one text part that `read_parts` would leave as it is, None of anything else."""
+    if type(content) is not list or len(content) != 1:
+        return None
+    (part,) = content
+    if type(part) is not dict or tuple(part) != _TEXT_PART or part["type"] != "text":
+        return None
+    return part["text"] if type(part["text"]) is str else None
 
 
 def flatten_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

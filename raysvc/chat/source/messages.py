@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any
 
 from raysvc.chat.row_errors import RowFault
-from raysvc.chat.source.content_parts import PARTS_READ, read_parts
+from raysvc.chat.source.content_parts import PARTS_READ, read_parts, text_of_part
 from raysvc.chat.source.json_rows import load_json
 from raysvc.chat.source.tool_calls import CALLS_WRAPPED, calls_of_text, read_calls, wrapped
 
@@ -143,7 +143,8 @@ class MessageReader:
         content = message.get("content")
         if content is not None and type(content) is not str:
             changes.add(PARTS_READ)
-            message = {**message, **read_parts(content, place, self.media)}
+            if text_of_part(content) is None:
+                message = {**message, **read_parts(content, place, self.media)}
         return message if _REASONING.isdisjoint(message) else _with_aliases(message)
 
     def _renamed(self, item: Message, changes: Changes) -> Message:

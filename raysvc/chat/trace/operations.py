@@ -30,6 +30,7 @@ _FORMS = {
     "test string": "isinstance({0}, str)",
     "test defined": "not isinstance({0}, Undefined)",
     "test none": "{0} is None",
+    "filter capitalize": "{0}.capitalize() if {0}.__class__ is str else filter_capitalize({0})",
     "filter trim": "{0}.strip() if {0}.__class__ is str else filter_trim({0})",
 }
 _ARGUMENTS = {"at": 2, "slice": 4, "last": 2}

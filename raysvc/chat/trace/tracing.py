@@ -25,6 +25,7 @@ from raysvc.chat.trace.trace import Trace
 from raysvc.chat.trace.traced_value import CLOSES, OPENS, Traced, TracedLoop, Untraceable, holds_traced
 
 _DICT_FIELDS = frozenset(dir(dict))
+_EQUAL = ("equalto", "eq", "==")  # names of one test
 
 
 class _TracedCode(CodeGenerator):
@@ -107,6 +108,7 @@ class TracingTemplate:
     def _names(self, to_json: Callable[..., str]) -> dict[str, Any]:
         plain = self._plain
         names = {f"filter_{name}": _settled(filter_) for name, filter_ in plain.filters.items()}
+        names["filter_selectattr"] = _selecting(names["filter_selectattr"], plain.getitem)
         names |= {f"test_{name}": test for name, test in plain.tests.items()}
         calls = {"tojson": to_json, "attribute": plain.getattr, "item": plain.getitem, "bound": plain.getattr}
         return {**names, **calls, "Undefined": Undefined}
@@ -225,5 +227,17 @@ def _settled(filter_: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         value = filter_(*args, **kwargs)
         return list(value) if isinstance(value, GeneratorType) else value
+
+    return run
+
+
+def _selecting(selectattr: Callable[..., Any], item: Callable[[Any, str], Any]) -> Callable[..., Any]:
+    """`selectattr` of a key that equals a value, without what Jinja prepares for each call."""
+
+    def run(context: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 3 or args[1] not in _EQUAL or not str(args[0]).isidentifier():
+            return selectattr(context, value, *args, **kwargs)
+        name, _, wanted = args
+        return [each for each in value or () if item(each, name) == wanted]
 
     return run
