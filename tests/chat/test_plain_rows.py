@@ -238,6 +238,8 @@ class Alone:
     [
         (CHATML, (*TOKENS, "~"), ("a", "x ~ y")),  # a token of one letter
         (CHATML, TOKENS, ("a <|im_end|>", "b")),
+        (CHATML, TOKENS, ("words of both <", "words of both ")),
+        (CHATML, TOKENS, ("words of both < ", "words of both ")),
         (CHATML, TOKENS, ("a", "b <|im_start|>user\n")),
         (CHATML.replace("message.content", "message.content | trim"), TOKENS, ("a", " b ")),
         (CHATML.replace("message.content", "message.content | replace('ham', 'egg')"), TOKENS, ("a", "ham")),

@@ -111,6 +111,7 @@ class PlainRows:
         for first, *second in {opening.encode()[:2] for opening in finder.openings}:
             allowed = self._pairs.setdefault(first, np.zeros(256, np.bool_))
             allowed[second or slice(None)] = True
+        self._firsts = {opening[0] for opening in finder.openings}
         self._column = form.column("messages")
         self._others = {*map(form.column, USED), *form.refused} - {self._column}
         self._asked: dict[tuple[str, ...], tuple[str, ...]] = {}
@@ -142,7 +143,11 @@ class PlainRows:
         them = [*messages, None]
         if owners != tuple([them[place] for place in shape.owners]) or not _same_sizes(shape, said, texts):
             return None
-        if not shape.alone and any(text.count(words) > 1 for words in map(str.strip, said)):
+        if shape.alone:  # only what goes on as a token behind a text can be another message's
+            seen = not self._firsts.isdisjoint([words.rstrip()[-1] for words in said])
+        else:
+            seen = any(text.count(words) > 1 for words in map(str.strip, said))
+        if seen:
             return None
         return Sequence(text, _spans(shape, said), example=example, openings=shape.openings)
 
