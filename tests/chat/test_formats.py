@@ -233,6 +233,46 @@ def test_a_bad_field_sets_aside_its_row_alone(
     assert result.examples[0].source_row == 1
 
 
+BAD_FIELDS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"prompt": "a", "completion": "b"}, {"history": [["q", "a"]]}, "column 'history' beside a prompt"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c"}, {"history": "x"}, "column 'history' beside a prompt"),
+    (
+        {"prompt": "a", "completion": "b", "label": True},
+        {"label": "maybe"},
+        "'label' is neither true nor false",
+    ),
+    ({"instruction": "a", "output": "b"}, {"output": 5}, "'output' is not text"),
+    (
+        {"instruction": "a", "output": "b"},
+        {"history": ["a", "b"]},
+        "'history' is not a list of pairs of texts",
+    ),
+    ({"text": "a"}, {"text": ""}, "the text is empty"),
+    ({"input_ids": [1], "loss_mask": [1]}, {"input_ids": [], "loss_mask": []}, "input_ids is empty"),
+]
+
+
+@pytest.mark.parametrize(("good", "change", "reason"), BAD_FIELDS)
+def test_a_bad_field_of_any_format_sets_aside_its_row_alone(
+    good: dict[str, Any], change: dict[str, Any], reason: str, slice_tokenizer: Any, tokenize: Any
+) -> None:
+    _, result = tokenize(slice_tokenizer(CHATML), good, good | change, good)
+    assert sorted(set(result.table["source_row"].to_pylist())) == [0, 2]
+    assert list(result.row_counts.quarantined) == [reason]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), {1}, b"a"])
+def test_a_value_that_json_does_not_have_is_a_fault_wherever_it_stands(value: Any) -> None:
+    for tools in (value, [{"x": [1, value]}]):
+        with pytest.raises(RowFault, match="JSON does not have"):
+            Format("chat", {}, "all_assistant_messages").check_values(
+                {"messages": [USER, ANSWER], "tools": tools}
+            )
+    Format("chat", {}, "all_assistant_messages").check_values(
+        {"messages": [USER], "tools": [{"x": [1, None, 2.5, "a", True]}]}
+    )
+
+
 def pretokenized(row: dict[str, Any], train_on: str = "all_assistant_messages") -> TokensExample:
     (made,) = Format("pretokenized", {}, train_on).normalize(row)
     assert isinstance(made, TokensExample)

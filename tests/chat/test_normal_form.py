@@ -48,6 +48,15 @@ SPELLINGS: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"flat tool calls wrapped", "arguments that were JSON text made objects"},
     ),
     "calls as JSON text": (talk(json.dumps([CALL])), {"tool_calls that were JSON text"}),
+    "one call and no list": (talk(CALL), {"flat tool calls wrapped"}),
+    "a call whose content is an object": (
+        {"messages": [USER, {"role": "function_call", "content": CALL["function"]}, RESULT, ANSWER]},
+        {"messages that are calls made tool_calls", "roles mapped"},
+    ),
+    "parts that are bare texts": (
+        {"messages": [*NORMAL[:-1], {"role": "assistant", "content": ["hi ", "there"]}]},
+        {"contents that were lists of parts"},
+    ),
     "ShareGPT": (
         {
             "messages": [
@@ -222,13 +231,28 @@ def test_keys_of_a_message_can_be_declared(slice_tokenizer: Any, tokenize: Any) 
     [
         ({"type": "image_url", "value": "x"}, "a content part is not text", "of type 'image_url'"),
         ({"type": "text"}, "a text part has no text", "with the keys ['type']"),
+        (5, "a content part is not text", "a part that is a int"),
+        ({"type": "tool_call", "text": "[5]"}, "a tool call is not an object", "it is a int"),
+        ({"type": "tool_call", "text": '{"arguments": {}}'}, "a tool call has no name", "['arguments']"),
     ],
 )
-def test_a_part_that_cannot_be_read_is_named(part: dict[str, Any], reason: str, detail: str) -> None:
+def test_a_part_that_cannot_be_read_is_named(part: Any, reason: str, detail: str) -> None:
     with pytest.raises(RowFault) as caught:
         MessageReader().read([USER, {"role": "assistant", "content": [part]}], "messages", set())
     assert caught.value.reason == reason
     assert detail in caught.value.detail
+
+
+def test_a_part_that_is_reasoning_is_the_reasoning_of_its_message(
+    slice_tokenizer: Any, tokenize: Any
+) -> None:
+    thought = [{"type": "reasoning", "text": "so "}, {"type": "reasoning", "text": "it is"}]
+    parts = {"role": "assistant", "content": [*thought, {"type": "text", "text": "hi there"}]}
+    tokenizer = slice_tokenizer("strips_think")
+    made, _ = tokenize(tokenizer, {"messages": [USER, parts]})
+    normal = [USER, {**ANSWER, "reasoning_content": "so it is"}]
+    assert made[0].ids == tokenizer.tokenizer.hf.apply_chat_template(normal, return_dict=False)
+    assert "so it is" in made[0].trained[0]
 
 
 def test_the_sample_compares_with_the_row_and_not_with_our_reading(

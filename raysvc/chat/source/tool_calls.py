@@ -34,6 +34,7 @@ def read_calls(message: dict[str, Any], changes: set[str]) -> dict[str, Any]:
         changes.add(CALLS_PARSED if calls else PLACEHOLDERS)
     if isinstance(calls, dict):
         calls = [calls]
+        changes.add(CALLS_WRAPPED)
     if not isinstance(calls, list):
         raise RowFault("'tool_calls' is not a list", f"it is a {type(calls).__name__}")
     if not calls:
