@@ -13,11 +13,12 @@ from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.messages import Message
 from raysvc.chat.source.template_fit import TemplateFit
 
+from .zoo import ONLY_PARTS
+
 trl = pytest.importorskip("trl")
 FOLDER = Path(trl.__file__).parent / "chat_templates"
 ZOO = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.jinja"))}
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-ONLY_PARTS = ("idefics3", "llava_next", "smolvlm")  # take contents apart by letters, or refuse texts
 TEXTS = [
     *(
         "",

@@ -14,7 +14,7 @@ from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
 from raysvc.job.config import TextSpec, TokenizerConfig
 
-from .zoo import ROWS, Row, Template, tokenizer_folder, trl_folder, zoo
+from .zoo import ONLY_PARTS, ROWS, Row, Template, in_parts, tokenizer_folder, trl_folder, zoo
 from .zoo_judge import faults, refusal_is_right, truth
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "templates.md"
@@ -55,7 +55,8 @@ def judged(template: Template, tokenizer: Any, mode: str, row: Row) -> tuple[str
     """(`=` equal to the marks, `+` right, `-` refused by the template; what is wrong) of one row."""
     hf = hugging_face(tokenizer.spec.tokenizer.name)
     oracle = template.text if "endgeneration" in template.text else template.marked
-    found = truth(hf, row, oracle if mode == MODES[0] else "")
+    given = in_parts(row) if template.name.startswith(ONLY_PARTS) else row
+    found = truth(hf, given, oracle if mode == MODES[0] else "")
     result = tokenizer.run([SourceRow(0, copy.deepcopy(row))])
     if not result.table.num_rows:
         why = refusal_is_right(row, found)
@@ -76,3 +77,18 @@ def test_a_template_of_the_zoo_is_exact_or_refuses(name: str, tmp_path: Path) ->
     line, wrong = row_of_table(TEMPLATES[name], tokenizers_of(TEMPLATES[name], tmp_path))
     assert wrong == []
     assert line in DOCS.read_text(), f"docs/templates.md is old: run docs/make_templates.py\n{line}"
+
+
+@pytest.mark.skipif(trl_folder() is None, reason="TRL is not installed")
+@pytest.mark.parametrize("name", ["idefics3", "smolvlm_training", "llava_next"])
+def test_a_template_that_takes_nothing_but_parts_gets_each_text_as_one(name: str, tmp_path: Path) -> None:
+    template = TEMPLATES[name]
+    tokenizer = tokenizers_of(template, tmp_path)[MODES[0]]
+    [plain] = ROWS["plain"][:1]
+    whole, (user, answer) = in_parts(plain), plain["messages"]
+    mixed = {"messages": [user, whole["messages"][1]]}, {"messages": [whole["messages"][0], answer]}
+    result = tokenizer.run([SourceRow(n, copy.deepcopy(row)) for n, row in enumerate((plain, whole, *mixed))])
+    ids = hugging_face(tokenizer.spec.tokenizer.name).apply_chat_template(
+        whole["messages"], return_dict=False
+    )
+    assert result.table["input_ids"].to_pylist() == [ids] * 4, result.examples

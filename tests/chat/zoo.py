@@ -38,6 +38,9 @@ _ROLES = {
 }
 
 
+ONLY_PARTS = ("idefics3", "llava_next", "smolvlm")  # take contents apart by letters, or refuse texts
+
+
 @dataclass(frozen=True)
 class Template:
     """One template of the zoo; `marked` is the same family with `{% generation %}`, where there is one."""
@@ -117,6 +120,14 @@ TOOL = {
 def say(role: str, content: str, **fields: Any) -> Row:
     """One message."""
     return {"role": role, "content": content, **fields}
+
+
+def in_parts(row: Row) -> Row:
+    """The same row, each text a content part."""
+    messages = [
+        {**message, "content": [{"type": "text", "text": message["content"]}]} for message in row["messages"]
+    ]
+    return {**row, "messages": messages}
 
 
 def _call(number: int, arguments: Any, name: str = "get_weather") -> Row:

@@ -128,6 +128,8 @@ def _bounds(hf: Any, ids: list[int]) -> list[int]:
 def _prompts(hf: Any, row: Row, marked: str, text: str) -> list[str]:
     """What the generation prompt writes before each answer."""
     made = [""]
+    if "add_generation_prompt" not in marked:
+        return made
     given = {"tools": row.get("tools"), "chat_template": marked, "tokenize": False}
     for place, message in enumerate(row["messages"]):
         if message["role"] != "assistant":

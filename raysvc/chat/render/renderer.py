@@ -227,7 +227,7 @@ class Renderer:
                 self._tokenizer.template_variables,
                 self.fast,
                 self._tokenizer.now,
-                self._desk is not None and self._tokenizer.fit(has_tools).only_parts,
+                self._tokenizer.fit(has_tools).only_parts,
             )
             added = [token.content for token in hf.added_tokens_decoder.values()]
             finder = TurnFinder(
