@@ -62,7 +62,7 @@ from raysvc.media.medium import COLUMN
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 ROWS_PER_CHUNK = 2048
 
 
