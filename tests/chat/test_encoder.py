@@ -160,7 +160,10 @@ def test_a_fast_encoder_is_not_needed(tokenizer_folder: Any, monkeypatch: Any) -
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     tokenizer = SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=tokenizer_folder(CHATML))))
     assert tokenizer.encoder_name == "tokenizers"
-    assert tokenizer.run([SourceRow(0, rows(["a"])[0])]).switched == "gigatoken is not installed"
+    assert (
+        tokenizer.run([SourceRow(0, rows(["a"])[0])]).switched
+        == "gigatoken is not installed (pip install gigatoken)"
+    )
 
 
 @pytest.mark.parametrize("template", [CHATML, "llama3_trimming", "strips_think", "generation_marks"])

@@ -70,7 +70,7 @@ def _gigatoken(
     try:
         fast = encoder.GigatokenEncoder(tokenizer)
     except ImportError:
-        return None, "gigatoken is not installed"
+        return None, "gigatoken is not installed (pip install gigatoken)"
     except Exception as error:  # noqa: BLE001  a native package may refuse a tokenizer in any way
         return None, f"gigatoken refused the tokenizer: {error}"
     different = first_difference(fast, reference, texts)
