@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
+from raysvc.chat.text_batch import Batch, Spans
 from raysvc.chat.tokens.added_blanks import Rule
-from raysvc.chat.tokens.encoder import ReferenceEncoder
+from raysvc.chat.tokens.align import differing_rows
+from raysvc.chat.tokens.encoder import Encoded, ReferenceEncoder
+from raysvc.chat.tokens.normal_text import NormalText
 from raysvc.chat.tokens.token_rows import RowEncoder
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.chat.tokens.word_encoder import WordEncoder, word_encoder
@@ -54,7 +58,7 @@ BITS = [
         "\ufeff",
         "\x85",
     ),
-    *("<0x41>", "<0xE2>", "<s", "/s>", "[INST]", "[/INST]", "ABC", "2 + 2"),
+    *("<0x41>", "<0xE2>", "<s", "/s>", "[INST]", "[/INST]", "ABC", "aBc\u00c5Z", "2 + 2"),
 ]
 text = (
     st.lists(st.sampled_from(BITS), min_size=1, max_size=6)
@@ -110,6 +114,43 @@ def test_ids_and_masks_are_those_of_transformers(marked: SliceTokenizer, chats: 
         )
         assert result.table["input_ids"][number].as_py() == truth["input_ids"]
         assert result.table["loss_mask"][number].as_py() == truth["assistant_masks"]
+
+
+def test_rows_that_differ_only_in_the_case_of_ascii_letters_are_not_normalized_again(
+    tmp_path: Any, monkeypatch: Any
+) -> None:
+    folder = save(tmp_path, KINDS["lowercase"](small_model()), MARKED)
+    tokenizer = SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=folder)))
+    normalized: list[int] = []
+    real = NormalText.batch
+    monkeypatch.setattr(
+        NormalText, "batch", lambda self, batch, rows: normalized.extend(rows) or real(self, batch, rows)
+    )
+    chats = [[("The ABC", "Hello A\n B")], [("Is it", "\u0130 A")], [("a", "b")], [("\u00dc", "\u00c5 A")]]
+    result = tokenizer.run([SourceRow(n, {"messages": messages(chat)}) for n, chat in enumerate(chats)])
+    assert normalized == [1, 3]
+    assert result.row_counts.rows_written == 4
+
+
+@given(rows=st.lists(st.tuples(st.binary(max_size=3), st.binary(max_size=3) | st.none()), max_size=6))
+@SLOW
+def test_rows_differ_where_their_bytes_do(rows: list[tuple[bytes, bytes | None]]) -> None:
+    texts, found = [text for text, _ in rows], [text if said is None else said for text, said in rows]
+    folded = np.frombuffer(bytes(range(256)).lower(), np.uint8)
+    ends, offsets = (np.cumsum([0, *map(len, each)], dtype=np.int64) for each in (found, texts))
+    nothing = np.zeros(0, np.int64)
+    batch = Batch(
+        np.frombuffer(b"".join(texts), np.uint8), offsets, Spans(nothing, nothing, nothing, nothing)
+    )
+    encoded = Encoded(np.zeros(len(rows), np.int32), np.arange(len(rows) + 1))
+    decoded = np.frombuffer(b"".join(found), np.uint8)
+    for fold, may_be in ((None, lambda byte: {byte}), (folded, lambda byte: {byte, int(folded[byte])})):
+        same = [
+            len(text) == len(said) and all(b in may_be(a) for a, b in zip(text, said, strict=True))
+            for text, said in zip(texts, found, strict=True)
+        ]
+        expected = [row for row, equal in enumerate(same) if not equal]
+        assert differing_rows(encoded, ends, decoded, batch, fold).tolist() == expected
 
 
 def test_both_ways_of_alignment_give_the_same_mask(tmp_path: Any, monkeypatch: Any) -> None:

@@ -2,7 +2,8 @@
 
 Axes: N rows, T tokens of all rows, V ids, S spans.
 Always true:
-- a row is aligned by bytes only when the bytes of its tokens, joined, are the text itself;
+- a row is aligned by bytes only when the bytes of its tokens, joined, are the text itself, or differ from it only in ASCII
+  characters that the normalizer changes one by one (lower case), blanks staying blanks;
 - a token over the beginning of a span is context, and what it holds of the span is blank;
 - a token over the end of a span is trained, and what it holds beyond the span is blank;
 - a span with an end of turn ends with that token, and has no other control token.
@@ -87,6 +88,16 @@ class TokenTable:
         """For rows that do not decode to their text as it is; most data has none."""
         return NormalText(self._hf)
 
+    @cached_property
+    def folded(self) -> Bytes | None:
+        """uint8 [256], what the normalizer makes of each ASCII character alone; None when it leaves all as they are."""
+        made = np.arange(256, dtype=np.uint8)
+        for byte in range(128) if self._hf.backend_tokenizer.normalizer is not None else ():
+            normal = self.normal_text.of(chr(byte)).encode()
+            if len(normal) == 1 and _BLANK[normal[0]] == _BLANK[byte]:
+                made[byte] = normal[0]
+        return made if (made != np.arange(256)).any() else None
+
     def decode_texts(self, encoded: Encoded, batch: Batch) -> tuple[Ints64, Bytes]:
         """(int64 [T + 1] byte offsets of the tokens in their texts, these texts joined), as far as the ids say."""
         token_ends, decoded = self.decode(encoded.ids)
@@ -102,20 +113,29 @@ class TokenTable:
         return ends, np.frombuffer(data, np.uint8)[: ends[-1]] if data is not None else np.zeros(0, np.uint8)
 
 
-def differing_rows(encoded: Encoded, token_ends: Ints64, decoded: Bytes, batch: Batch) -> Ints64:
-    """Rows whose tokens do not decode to their text, int64, ascending."""
-    text, text_offsets = batch.data, batch.offsets
-    bounds = token_ends[encoded.offsets]
-    if np.array_equal(bounds, text_offsets) and np.array_equal(decoded, text):
-        return np.zeros(0, np.int64)
-    different = np.flatnonzero(np.diff(bounds) != np.diff(text_offsets)).tolist()
-    known = set(different)
-    for row in range(len(text_offsets) - 1):
-        if row not in known and not np.array_equal(
-            decoded[bounds[row] : bounds[row + 1]], text[text_offsets[row] : text_offsets[row + 1]]
-        ):
-            different.append(row)
-    return np.array(sorted(different), np.int64)
+def differing_rows(
+    encoded: Encoded, token_ends: Ints64, decoded: Bytes, batch: Batch, folded: Bytes | None
+) -> Ints64:
+    """Rows whose tokens do not decode to their text, int64, ascending.
+
+    Args:
+        encoded: N rows.
+        token_ends: int64 [T + 1].
+        decoded: bytes of all tokens.
+        batch: the same N rows.
+        folded: uint8 [256], what a byte of a text may decode to as well.
+    """
+    text, bounds = batch.data, token_ends[encoded.offsets]
+    sizes, own = np.diff(batch.offsets), np.diff(bounds)
+    there = sizes == own
+    if not there.all():
+        text, decoded = text[np.repeat(there, sizes)], decoded[np.repeat(there, own)]
+    wrong = decoded != text
+    if folded is not None and wrong.any():
+        wrong &= decoded != folded[text]
+    at = np.searchsorted(np.cumsum(sizes[there]), np.flatnonzero(wrong), "right")
+    there[np.flatnonzero(there)[at]] = False
+    return np.flatnonzero(~there)
 
 
 def align(
