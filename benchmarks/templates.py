@@ -104,9 +104,9 @@ def measure(name: str, text: str, data: Path, given: argparse.Namespace) -> dict
 
     rates = {
         "text": rate(ours, len(kept), 4),
-        "apply_text": rate(lambda: theirs(False), len(few), 2),
+        "apply_text": rate(lambda: theirs(False), len(few), 4),
         "whole": rate(lambda: tokenizer.run_json_lines(whole, 0), len(kept), 4),
-        "apply_whole": rate(lambda: theirs(True), len(few), 2),
+        "apply_whole": rate(lambda: theirs(True), len(few), 4),
     }
     assert template.fast is not None
     rendered = template.fast.counts["rendered"] / (4 * len(kept))
@@ -162,10 +162,10 @@ def of_kind(kind: str, folder: str, data: bytes, rows: list[Any]) -> dict[str, A
     rates = {
         "tokens": rate(lambda: [encoder.encode(batch) for batch in held], len(rows), 5),
         "library": rate(
-            lambda: [backend.encode(text, add_special_tokens=False) for text in texts], len(few), 3
+            lambda: [backend.encode(text, add_special_tokens=False) for text in texts], len(few), 5
         ),
         "whole": rate(lambda: tokenizer.run_json_lines(data, 0), len(rows), 5),
-        "apply": rate(lambda: [hf.apply_chat_template(row) for row in few], len(few), 3),
+        "apply": rate(lambda: [hf.apply_chat_template(row) for row in few], len(few), 5),
     }
     return {
         "tokenizer": kind,

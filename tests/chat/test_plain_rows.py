@@ -22,6 +22,8 @@ from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.chat.trace.fast_render import SAMPLE_EVERY
 from raysvc.job.config import TextSpec, TokenizerConfig
 
+from .conftest import CHATML as SPECIALS
+from .conftest import byte_level, save
 from .test_turn_memory import TEMPLATES, said
 
 MODES = ("all_assistant_messages", "last_assistant_message", "all_tokens")
@@ -172,6 +174,9 @@ def test_a_row_that_is_not_plain_goes_the_whole_way(odd: dict[str, Any], rendere
 CHATML = """\
 {%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+ONLY_PARTS = CHATML.replace(
+    "+ message.content +", "}}{% for part in message.content %}{{ part['text'] }}{% endfor %}{{"
+)
 OWN_END = CHATML.replace("'<|im_end|>", "(' END' if message.role == 'assistant' else '') + '<|im_end|>")
 LAST_END = OWN_END.replace("message.role == 'assistant'", "loop.last")
 TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -276,6 +281,23 @@ def test_one_turn_with_words_of_the_template_in_it_is_enough_to_look_closely() -
     alone = Alone(LAST_END).learn("one", "two", "three", "four")
     assert alone.known("who", "me", "why", "so") is not None
     assert alone.known("words of both", "words of both", "why", "so") is None
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("made", [lambda texts: texts, in_parts])
+def test_rows_of_a_template_that_takes_nothing_but_parts_are_joined(
+    mode: str, made: Any, tmp_path: Any
+) -> None:
+    added, special = SPECIALS
+    folder = save(tmp_path, byte_level(added), ONLY_PARTS, **special)
+    tokenizer = LoadedTokenizer(TokenizerConfig(name=folder))
+    fast, real, own = Renderer(tokenizer), Renderer(tokenizer, fast=False), form(mode)
+    for texts in (("what is it", "it is so"), ("why not", "so it is")):
+        outcome(fast, made(row(*texts)), own)
+    joined = known(fast, whole := made(row("a < b", "\u00e9 > 2")), own)
+    assert joined is not None
+    assert (joined.text, joined.spans) == outcome(real, whole, own)
+    assert joined.example == real.sequences(whole, own)[0].example
 
 
 def test_only_doubtful_rows_of_known_shapes_are_made_again() -> None:

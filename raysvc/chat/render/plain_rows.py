@@ -104,7 +104,7 @@ class PlainRows:
     """
 
     def __init__(self, template: ChatTemplate, finder: TurnFinder, form: Format) -> None:
-        self._fast, self._finder = template.fast, finder
+        self._fast, self._shown, self._finder = template.fast, template.shown, finder
         self._pairs: dict[
             int, npt.NDArray[np.bool_]
         ] = {}  # first byte of tokens -> which bytes may be their second
@@ -126,7 +126,8 @@ class PlainRows:
             return None
         known, said = shape.example, plain.said
         messages = plain.given(known.has_parts)
-        written = self._fast.stretches(messages)
+        shown = self._shown(messages)
+        written = self._fast.stretches(shown)
         if written is None:
             return None
         marks, owners, texts = zip(*written, strict=True)
@@ -140,7 +141,7 @@ class PlainRows:
         parts[1::2] = said
         if text != "".join(parts) or marks != shape.marks:  # type: ignore[arg-type]
             return None
-        them = [*messages, None]
+        them = [*shown, None]
         if owners != tuple([them[place] for place in shape.owners]) or not _same_sizes(shape, said, texts):
             return None
         if shape.alone:  # only what goes on as a token behind a text can be another message's
@@ -171,9 +172,10 @@ class PlainRows:
         if example.messages != plain.given(example.has_parts) or self._tries[plain.kind] >= MAX_TRIES:
             return
         self._tries[plain.kind] += 1
-        written = self._fast.stretches(example.messages)
+        shown = self._shown(example.messages)
+        written = self._fast.stretches(shown)
         if written and "".join(text for _, _, text in written) == sequence.text:
-            shape = self._shape(sequence, example, plain.said, written)
+            shape = self._shape(sequence, example, plain.said, shown, written)
             if shape is not None:
                 self._shapes[plain.kind] = shape
 
@@ -202,7 +204,12 @@ class PlainRows:
         return _Plain(messages, roles, said, in_parts)
 
     def _shape(
-        self, sequence: Sequence, example: ChatExample, said: list[str], written: list[Written]
+        self,
+        sequence: Sequence,
+        example: ChatExample,
+        said: list[str],
+        shown: list[Message],
+        written: list[Written],
     ) -> _Shape | None:
         if example.all_tokens:
             return _Shape([], (), (), [], 0, (), True, example)
@@ -212,11 +219,11 @@ class PlainRows:
         openings = self._count(sequence.text)
         if openings != sum(map(self._count, literals)):
             return None
-        render = render_of(written, example.messages)
+        render = render_of(written, shown)
         turns = self._turns(sequence, example, render, said, literals)
         if turns is None:
             return None
-        places = {id(message): place for place, message in enumerate(example.messages)}
+        places = {id(message): place for place, message in enumerate(shown)}
         owners = tuple(places.get(id(owner), NOBODY) for _, owner, _ in written)
         parts: list[str | None] = [None] * (2 * len(literals) - 1)
         parts[::2] = literals

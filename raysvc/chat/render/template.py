@@ -58,7 +58,7 @@ class ChatTemplate:
         now = now or datetime.now()
         self.render_really = RealRender(text, variables, now).render
         self._in_parts = in_parts
-        fast = fast and not in_parts and tracing_works()
+        fast = fast and tracing_works()
         self.fast = FastRender(text, variables, self.render_really, now) if fast else None
 
     def render(self, messages: list[Message], tools: list[Any] | None, prompt: bool = False) -> Render:
@@ -72,14 +72,17 @@ class ChatTemplate:
         Raises:
             RowFault: the template raised.
         """
-        if self._in_parts:
-            messages = in_parts(messages)
+        messages = self.shown(messages)
         if len({*map(id, messages)}) != len(messages):
             messages = [dict(message) for message in messages]  # blocks find their message by identity
         render = self._render_once(messages, tools, prompt)
         if prompt or render.owners not in ([], [NOBODY]):
             return render
         return self._by_prefixes(render, messages, tools)
+
+    def shown(self, messages: list[Message]) -> list[Message]:
+        """Messages as the template sees them."""
+        return in_parts(messages) if self._in_parts else messages
 
     def _render_once(self, messages: list[Message], tools: list[Any] | None, prompt: bool) -> Render:
         if self.fast is not None:
