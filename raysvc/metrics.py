@@ -65,6 +65,7 @@ TABLE = (
     Metric("stall_collate_seconds", "counter", "Stall time while the server wrote arrays."),
     Metric("stall_copy_seconds", "counter", "Stall time while a worker copied its shard."),
     Metric("stall_groups_seconds", "counter", "Stall time with too few groups of rollouts."),
+    Metric("stall_build_seconds", "counter", "Stall time while rows were tokenized."),
     Metric(
         "stall_other_seconds",
         "counter",

@@ -41,7 +41,7 @@ class Served:
 
 def served_line(step: int, dp_size: int | None, spec: ServeSpec) -> dict[str, Any]:
     """A line of the file."""
-    kept = spec.model_dump(mode="json", exclude={"storage_options", "evals"})
+    kept = spec.model_dump(mode="json", exclude={"storage_options", "evals", "growing"})
     return {"step": step, "dp_size": dp_size, "spec": kept}
 
 

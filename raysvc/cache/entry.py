@@ -57,9 +57,12 @@ class Entry:
         self.folder = folder
         self.manifest = manifest
         self.base = base
-        self.parts = PartReader(store, folder, manifest.parts, manifest.columns, copies)
+        self.parts = self._part_reader(copies)
         self._lock = threading.Lock()  # guards _held
         self._held: Future[Hold] | None = None  # begins with the first part that is read
+
+    def _part_reader(self, copies: PartCopies | None) -> PartReader:
+        return PartReader(self.store, self.folder, self.manifest.parts, self.manifest.columns, copies)
 
     @classmethod
     def open(cls, store: Store, key: str, listing: Sequence[Found] | None = None) -> Entry:
@@ -210,7 +213,7 @@ class Entry:
         if self.base is not None:
             return self.base.source_rows
         rows = self.report.get("source_rows")
-        if not isinstance(rows, list) or len(rows) != len(self.manifest.parts):
+        if not isinstance(rows, list) or len(rows) != len(self.slice_starts) - 1:
             raise EntryError(self.uri, "it does not tell how many rows of the source each slice has", REBUILD)
         return np.array(rows, np.int64)
 

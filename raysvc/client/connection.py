@@ -162,15 +162,15 @@ class Connection:
         self.check()
         return self._bound(method, "control").remote(*args)
 
-    def sizes(self, first: int, stop: int, *args: Any) -> Callable[[], list[int]]:
+    def sizes(self, first: int, stop: int, *args: Any) -> Callable[[], list[int | None]]:
         """Ask for the bytes of steps from the sending thread; gives a function that waits for them."""
         self.check()
 
-        def ask() -> tuple[Any, Future[list[int]]]:
+        def ask() -> tuple[Any, Future[list[int | None]]]:
             ref = self.control("sizes", first, stop, *args)
             return ref, ref.future()
 
-        def wait() -> list[int]:
+        def wait() -> list[int | None]:
             ref, answer = asked.result()
             # an answer that is there costs nothing; `get` says what it waits for
             return answer.result() if answer.done() and answer.exception() is None else list(self.get(ref))

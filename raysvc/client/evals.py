@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from raysvc.actors.server.spec import StepInfo
     from raysvc.client.connection import Connection
 
-AskSizes = Callable[[int, int], Callable[[], list[int]]]
+AskSizes = Callable[[int, int], Callable[[], list[int | None]]]
 
 
 class _Eval:
@@ -67,7 +67,7 @@ class EvalStream(_Eval):
         info, *shards = self._connection.fetch_step(index, (Role(self.dp_size),), 1, self.name)
         return _Fetch(index, info, tuple(shards))
 
-    def _ask_sizes(self, first: int, stop: int) -> Callable[[], list[int]]:
+    def _ask_sizes(self, first: int, stop: int) -> Callable[[], list[int | None]]:
         return self._connection.sizes(first, stop, (Role(self.dp_size),), self.name)
 
 

@@ -335,7 +335,7 @@ class LeaseClient(ABC, Generic[F, S]):
         self.meter.moved()
         self._end_iteration()
 
-    def _ask_sizes(self, first: int, stop: int) -> Callable[[], list[int]]:
+    def _ask_sizes(self, first: int, stop: int) -> Callable[[], list[int | None]]:
         return self._connection.sizes(first, stop, self._roles)
 
     def _form(self, step: int) -> int | None:

@@ -124,10 +124,10 @@ class PlannedSizes:
         stop: there is no step from here on.
     """
 
-    def __init__(self, ask: Callable[[int, int], Callable[[], list[int]]], stop: int) -> None:
+    def __init__(self, ask: Callable[[int, int], Callable[[], list[int | None]]], stop: int) -> None:
         self._ask, self._stop = ask, stop
         self._known: dict[int, int] = {}  # of the newest answer
-        self._coming: tuple[int, Callable[[], list[int]]] | None = None  # (stop, wait) of asked sizes
+        self._coming: tuple[int, Callable[[], list[int | None]]] | None = None  # (stop, wait) of asked sizes
 
     def prepare(self, step: int) -> None:
         """Start to ask for the sizes of this step and the next ones."""
@@ -136,8 +136,8 @@ class PlannedSizes:
         stop = min(step + SIZES_AT_ONCE, self._stop)
         self._coming = (stop, self._ask(step, stop))
 
-    def size(self, step: int) -> int:
-        """Bytes of a step; waits when they were not asked for in time."""
+    def size(self, step: int) -> int | None:
+        """Bytes of a step; waits when they were not asked for in time. None: its rows are not there yet."""
         if step not in self._known:
             if self._coming is None or step >= self._coming[0]:
                 self._coming = None
@@ -145,11 +145,12 @@ class PlannedSizes:
             assert self._coming is not None
             stop, wait = self._coming
             sizes = wait()
-            self._known = dict(zip(range(stop - len(sizes), stop), sizes, strict=True))
+            told = zip(range(stop - len(sizes), stop), sizes, strict=True)
+            self._known = {place: size for place, size in told if size is not None}
             self._coming = None
-            if stop < self._stop:
+            if stop < self._stop and None not in sizes:
                 self.prepare(stop)
-        return self._known[step]
+        return self._known.get(step)
 
 
 class FormedSizes:

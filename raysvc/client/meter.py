@@ -39,6 +39,7 @@ class Given(NamedTuple):
         read_s, collate_s: the server's time.
         copy_s: this process copied the arrays.
         groups_s: the server waited for producers of rollouts.
+        build_s: the server waited for rows to be tokenized.
     """
 
     step: int
@@ -47,6 +48,7 @@ class Given(NamedTuple):
     collate_s: float
     copy_s: float = 0.0
     groups_s: float = 0.0
+    build_s: float = 0.0
 
 
 class _Shape(NamedTuple):
@@ -145,7 +147,8 @@ class Meter:
                 self._keep(waited_s, given)
                 if counted:
                     times = (given.read_s, given.collate_s, given.copy_s)
-                    self._blame(StepTimes(given.step, waited_s, *times, groups_s=given.groups_s))
+                    waits = (given.groups_s, given.build_s)
+                    self._blame(StepTimes(given.step, waited_s, *times, "file", *waits))
 
     def was_there(self, waited_s: float, given: Given) -> None:
         """The caller has a step that it did not wait for; counted by `settle`."""
@@ -252,6 +255,7 @@ class Meter:
             self.metrics.record("stall_collate_seconds", charged.get("collate", 0.0), server=self._server)
             self.metrics.record("stall_copy_seconds", charged.get("copy", 0.0), server=self._server)
             self.metrics.record("stall_groups_seconds", charged.get("groups", 0.0), server=self._server)
+            self.metrics.record("stall_build_seconds", charged.get("build", 0.0), server=self._server)
             self.metrics.record("stall_other_seconds", charged.get("other", 0.0), server=self._server)
 
     def _keep(self, waited_s: float, given: Given) -> None:

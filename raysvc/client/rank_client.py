@@ -130,9 +130,10 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
         return self._reader.arrive(fetch)
 
     def _given(self, step: RankStep) -> Given:
-        return Given(step.index, step.infos, step.read_s, step.collate_s, step.copy_s, step.groups_s)
+        waits = step.groups_s, step.build_s
+        return Given(step.index, step.infos, step.read_s, step.collate_s, step.copy_s, *waits)
 
-    def _ask_sizes(self, first: int, stop: int) -> Callable[[], list[int]]:
+    def _ask_sizes(self, first: int, stop: int) -> Callable[[], list[int | None]]:
         return self._reader.ask_sizes(first, stop)
 
     def _form(self, step: int) -> int | None:

@@ -70,13 +70,13 @@ class RankReader:
             raise StepOutOfOrder(self._connection.lease.name, info.index, f"step {fetch.index}")
         begin = time.perf_counter()
         own = tuple(private(read_shard(shard)) for shard in shards)
-        times = (info.read_s, info.collate_s, time.perf_counter() - begin, info.groups_s)
+        times = (info.read_s, info.collate_s, time.perf_counter() - begin, info.groups_s, info.build_s)
         return RankStep(info.index, info.epoch, own, info.mini_batches, *times)
 
-    def ask_sizes(self, first: int, stop: int) -> Callable[[], list[int]]:
+    def ask_sizes(self, first: int, stop: int) -> Callable[[], list[int | None]]:
         """Ask for the bytes of this rank's shards; gives a function that waits for them."""
         wait = self._connection.sizes(first, stop, (Role(self._num_ranks),), self._stream)
-        return lambda: [size // self._num_ranks for size in wait()]
+        return lambda: [None if size is None else size // self._num_ranks for size in wait()]
 
     def _opened(self, refs: list[Any]) -> list[Any]:
         import ray

@@ -73,6 +73,7 @@ class Step:
         read_s: the server read its rows.
         collate_s: the server wrote its arrays.
         groups_s: the server waited for producers of rollouts.
+        build_s: the server waited for its rows to be tokenized.
     """
 
     index: int
@@ -83,6 +84,7 @@ class Step:
     read_s: float = 0.0
     collate_s: float = 0.0
     groups_s: float = 0.0
+    build_s: float = 0.0
 
     def __repr__(self) -> str:
         return facts_text("step", self._facts())
@@ -121,6 +123,7 @@ class RankStep:
         collate_s: the server wrote its arrays.
         copy_s: this process copied the shards.
         groups_s: the server waited for producers of rollouts.
+        build_s: the server waited for its rows to be tokenized.
     """
 
     index: int
@@ -131,6 +134,7 @@ class RankStep:
     collate_s: float = 0.0
     copy_s: float = 0.0
     groups_s: float = 0.0
+    build_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

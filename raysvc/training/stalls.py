@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 KEEP = 20
-Part = Literal["read", "collate", "copy", "groups", "other"]
-PARTS: tuple[Part, ...] = ("read", "collate", "copy", "groups", "other")
+Part = Literal["read", "collate", "copy", "groups", "build", "other"]
+PARTS: tuple[Part, ...] = ("read", "collate", "copy", "groups", "build", "other")
 WORTH_MS = 1.0  # a wait below this is the round trip of a call
 _SHARE = 0.1  # a cause below this share of the wait is not named
 
@@ -34,6 +34,7 @@ class StepTimes:
         copy_s: the slowest rank copied its shard to where it computes.
         read_from: scheme of the entry's address, for display: s3, file.
         groups_s: the server waited for producers of rollouts.
+        build_s: the server waited for rows to be tokenized.
     """
 
     step: int
@@ -43,6 +44,7 @@ class StepTimes:
     copy_s: float = 0.0
     read_from: str = "file"
     groups_s: float = 0.0
+    build_s: float = 0.0
 
     def parts(self) -> dict[Part, float]:
         """Part -> seconds, largest first; what is left of the wait is `other` (a full server, the network)."""
@@ -51,6 +53,7 @@ class StepTimes:
             "collate": self.collate_s,
             "copy": self.copy_s,
             "groups": self.groups_s,
+            "build": self.build_s,
         }
         found = {part: seconds for part, seconds in named.items() if seconds >= _SHARE * self.waited_s}
         rest = self.waited_s - sum(found.values())
@@ -75,6 +78,7 @@ class StepTimes:
             "collate": "collation on the server",
             "copy": "copy to the worker",
             "groups": "too few groups of rollouts",
+            "build": "rows not tokenized yet",
             "other": "unexplained (queue or network)",
         }[part]
 

@@ -43,6 +43,6 @@ def observe_step(
     # seconds of the server, where the step says them
     read_s, collate_s = step.read_s, step.collate_s
     scheme = entry_uri.partition("://")[0] if "://" in entry_uri else "file"
-    times = StepTimes(step.index, stall_s, read_s, collate_s, copy_s, scheme)
+    times = StepTimes(step.index, stall_s, read_s, collate_s, copy_s, scheme, build_s=step.build_s)
     client.meter.stalled(times)
     return times

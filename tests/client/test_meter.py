@@ -229,6 +229,7 @@ def test_metrics_and_what_a_commit_tells_are_of_the_step_by_hand() -> None:
         "stall_collate_seconds": [2.0],
         "stall_copy_seconds": [1.5],
         "stall_groups_seconds": [1.2],
+        "stall_build_seconds": [0.0],
         "stall_other_seconds": [pytest.approx(1.3)],
         "steps": [1],
         "step_seconds": [15.0],
@@ -277,6 +278,7 @@ def test_causes_that_took_no_part_are_recorded_as_nothing() -> None:
         "stall_collate_seconds": [2.0, 0.0, 4.0],
         "stall_copy_seconds": [0.0, 0.0, 0.0],
         "stall_groups_seconds": [0.0, 0.0, 0.0],
+        "stall_build_seconds": [0.0, 0.0, 0.0],
         "stall_other_seconds": [0.0, 0.0, 0.0],
     }
     assert meter.report()["causes"] == {"collate": 6.0, "read": 3.0}

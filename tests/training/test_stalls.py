@@ -27,6 +27,7 @@ def test_the_line_names_the_largest_cause_first() -> None:
         (StepTimes(3, 0.5, copy_s=0.48), "step 3 waited 500 ms: copy to the worker 480 ms"),
         (StepTimes(3, 0.5), "step 3 waited 500 ms: unexplained (queue or network) 500 ms"),
         (StepTimes(3, 5.0, groups_s=4.9), "step 3 waited 5000 ms: too few groups of rollouts 4900 ms"),
+        (StepTimes(3, 5.0, build_s=4.9), "step 3 waited 5000 ms: rows not tokenized yet 4900 ms"),
         (StepTimes(3, 1.0, read_s=0.4, collate_s=0.01),
          "step 3 waited 1000 ms: unexplained (queue or network) 600 ms, part read from file 400 ms"),
     ],

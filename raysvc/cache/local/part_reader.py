@@ -46,6 +46,7 @@ class PartReader:
         parts: Sequence[PartInfo],
         columns: Mapping[str, str],
         copies: PartCopies | None = None,
+        starts: npt.NDArray[np.int64] | None = None,
     ) -> None:
         """Nothing is read.
 
@@ -54,16 +55,20 @@ class PartReader:
             parts: in row order.
             columns: column name -> type, of every part.
             copies: where copies of remote parts lie; None: what `node_copies` says.
+            starts: int64 [parts + 1], where the numbers of the rows of each part begin; None: they follow each other. Given
+                them, no part is asked for before a row of it is.
         """
         self.store, self.folder = store, folder
-        self.parts, self.columns = tuple(parts), columns
+        self.parts, self.columns = parts, columns
+        self._reads_ahead = starts is None  # what follows a part may not be there
         self._source = _source_of(store, folder, copies)
         self._lock = threading.Lock()  # guards _views, _mapped_bytes and _last_part
         self._views: OrderedDict[int, PartView] = OrderedDict()  # mapped parts, least recently used first
         self._mapped_bytes = 0  # of _views
         self._last_part = -1  # where the newest read ended
-        counts = [part.num_rows for part in parts]
-        self._starts: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        if starts is None:
+            starts = np.cumsum([0, *(part.num_rows for part in parts)], dtype=np.int64)
+        self._starts: npt.NDArray[np.int64] = starts
 
     @property
     def uri(self) -> str:
@@ -160,7 +165,7 @@ class PartReader:
 
     def _goes_on(self, used: list[int]) -> bool:
         """Whether the reads go from front to back."""
-        if not used:
+        if not used or not self._reads_ahead:
             return False
         with self._lock:
             last, self._last_part = self._last_part, used[-1]

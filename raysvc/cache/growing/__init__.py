@@ -1,0 +1,1 @@
+"""An entry that is read while it is built."""

@@ -1,0 +1,131 @@
+"""An entry that is read while it is built: as `Entry`, with rows that are waited for.
+
+Axes: S slices.
+Always true:
+- a row has the number that `raysvc.plan.sliced.row_ids` gives it, since how many rows other slices have may not be known;
+- a slice that nobody asks for is not waited for, and what is served of it is what the finished entry will have;
+- when the build has ended, all is read from the parts that its manifest names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
+
+from raysvc.cache import names
+from raysvc.cache.entry import Entry
+from raysvc.cache.growing.slice_receipts import SliceReceipts
+from raysvc.cache.local.part_cache import PartCopies
+from raysvc.cache.local.part_reader import PartReader
+from raysvc.cache.manifest import Manifest, PartInfo
+from raysvc.cache.store.store import Store
+
+BITS = 32  # of the number of a row in its slice, as in row_ids
+
+
+class GrowingSpec(BaseModel):
+    """What is known of an entry before it is built.
+
+    Attributes:
+        key: of the recipe.
+        recipe: without the files of the source.
+        report: as far as the builder knows it before it begins, `source_rows` with it.
+        contents: digest of what each slice holds.
+    """
+
+    model_config = ConfigDict(frozen=True)
+    key: str
+    recipe: dict[str, Any]
+    report: dict[str, Any]
+    contents: tuple[str, ...]
+
+
+class GrowingEntry(Entry):
+    """One generation of a key that somebody builds, or has just built."""
+
+    def __init__(
+        self, store: Store, folder: str, spec: GrowingSpec, copies: PartCopies | None = None
+    ) -> None:
+        """Nothing is read.
+
+        Args:
+            store, folder: where it is built.
+            spec: what is known of it.
+            copies: as in `Entry`.
+        """
+        self.spec = spec
+        self.receipts = SliceReceipts(store, folder, spec.report["source_rows"], spec.contents)
+        super().__init__(
+            store, folder, Manifest(spec.key, (), self.receipts.columns, spec.recipe, spec.report), copies
+        )
+
+    def _part_reader(self, copies: PartCopies | None) -> PartReader:
+        starts = np.arange(len(self.spec.contents) + 1, dtype=np.int64) << BITS
+        return PartReader(
+            self.store,
+            self.folder,
+            _Parts(self.receipts, len(starts) - 1),
+            self.receipts.columns,
+            copies,
+            starts,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the source: an entry that is not finished does not know its own."""
+        return int(self.source_rows.sum())
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens of all slices; waits for them."""
+        return sum(part.num_tokens for part in self.parts.parts)
+
+    def has(self, slices: npt.NDArray[np.int64]) -> bool:
+        """Whether all of these slices are finished."""
+        return self.receipts.has(slices.tolist())
+
+    def wait_for(self, slices: npt.NDArray[np.int64]) -> float:
+        """Wait until these slices are finished; seconds.
+
+        Raises:
+            EntryError: the build has failed.
+        """
+        return self.receipts.wait_for(slices.tolist())
+
+    def is_finished(self) -> bool:
+        """Whether there is a manifest by now."""
+        return names.MANIFEST in self.store.list(self.folder)
+
+    def first_row(self) -> int:
+        """The number of a row that is there; waits for the first slice that has one."""
+        return self.receipts.any_part()[0] << BITS
+
+    def fail(self, why: str) -> None:
+        """Nobody builds any more; whoever waits for a slice is told why."""
+        self.receipts.fail(why)
+
+
+class _Parts(Sequence[PartInfo]):
+    """Parts by slice; one that is not there yet is waited for."""
+
+    def __init__(self, receipts: SliceReceipts, count: int) -> None:
+        self._receipts, self._count = receipts, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> PartInfo: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[PartInfo]: ...
+    def __getitem__(self, index: int | slice) -> PartInfo | Sequence[PartInfo]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(self._count))]
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        return self._receipts.part(index)

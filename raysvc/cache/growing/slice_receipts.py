@@ -1,0 +1,170 @@
+"""The parts of an entry that is being built, as their receipts appear in its folder.
+
+Always true:
+- a slice has a part when a receipt of just these rows of the source names one; of several the first that is intact;
+- nobody is asked but the store: builders may die, change places or come twice;
+- who waits for slices looks into the folder every second or more often, and says so every few seconds;
+- once the entry is finished its manifest names the parts, and nothing is looked for any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+
+from raysvc.cache import names
+from raysvc.cache.local.checksum import checksum_of
+from raysvc.cache.manifest import REQUIRED, Manifest, PartInfo, Receipt
+from raysvc.cache.store.store import Store
+from raysvc.errors import EntryError
+
+log = logging.getLogger(__name__)
+FIRST_LOOK_S, MOST_LOOK_S = 0.05, 1.0
+REPORT_EVERY_S = 5.0
+
+
+class SliceReceipts:
+    """Parts by slice.
+
+    Args:
+        store, folder: of the entry.
+        source_rows: of the source, in each slice.
+        contents: digest of what each slice holds, as its identity has it.
+
+    Attributes:
+        columns: name -> type; those of every entry until a slice is finished.
+    """
+
+    def __init__(
+        self, store: Store, folder: str, source_rows: Sequence[int], contents: Sequence[str]
+    ) -> None:
+        self._store, self._folder = store, folder
+        firsts = accumulate(source_rows, initial=0)
+        self._wanted = [
+            {"index": index, "first_row": first, "num_rows": rows, "bytes": content}
+            for index, (first, rows, content) in enumerate(zip(firsts, source_rows, contents, strict=False))
+        ]
+        self.columns = dict(REQUIRED)
+        self._lock = threading.Lock()  # guards the lines below; held while the folder is looked at
+        self._parts: dict[int, PartInfo] = {}
+        self._is_finished = False
+        self._failure = ""
+
+    def part(self, index: int) -> PartInfo:
+        """The part of a slice, once there is one.
+
+        Raises:
+            EntryError: its build has failed.
+        """
+        self.wait_for([index])
+        return self._parts[index]
+
+    def has(self, slices: Iterable[int]) -> bool:
+        """Whether slices are finished now."""
+        missing = [index for index in slices if index not in self._parts]
+        if missing:
+            self._look(missing)
+        return all(index in self._parts for index in missing)
+
+    def any_part(self) -> tuple[int, PartInfo]:
+        """A slice that has rows, and its part; waits for the first one."""
+        self._wait_until(lambda: self._some_part() is not None, "a first slice")
+        found = self._some_part()
+        assert found is not None
+        return found
+
+    def wait_for(self, slices: Sequence[int]) -> float:
+        """Wait until slices are finished; seconds.
+
+        Raises:
+            EntryError: their build has failed, or the entry was finished from another cut of the source.
+        """
+        begin = time.monotonic()
+        self._wait_until(lambda: self.has(slices), f"slices {', '.join(map(str, slices[:8]))}")
+        return time.monotonic() - begin
+
+    def fail(self, why: str) -> None:
+        """Nobody builds any more: who waits is told why."""
+        with self._lock:
+            self._failure = why
+
+    def _wait_until(self, there: Callable[[], bool], what: str) -> None:
+        begin = said = time.monotonic()
+        pause_s = FIRST_LOOK_S
+        while not there():
+            if self._failure:
+                where = f"{self._store.url}/{self._folder}"
+                raise EntryError(where, f"its build has failed: {self._failure}", "run the job again")
+            now = time.monotonic()
+            if now - said > REPORT_EVERY_S:
+                said = now
+                counts = len(self._parts), len(self._wanted)
+                log.warning(
+                    "waiting for=%s of=%s since=%.0fs finished=%d/%d",
+                    what,
+                    self._folder,
+                    now - begin,
+                    *counts,
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, MOST_LOOK_S)
+
+    def _some_part(self) -> tuple[int, PartInfo] | None:
+        if not any(part.num_rows for part in self._parts.values()):
+            self._look(range(len(self._wanted)))
+        return next((item for item in sorted(self._parts.items()) if item[1].num_rows), None)
+
+    def _look(self, slices: Iterable[int]) -> None:
+        """Take in what the folder has of these slices."""
+        with self._lock:
+            if self._is_finished:
+                return
+            there = self._store.list(self._folder)
+            if names.MANIFEST in there:
+                self._take_manifest()
+                return
+            receipts: dict[int, list[str]] = {}
+            for name in sorted(there):
+                if match := names.RECEIPT.fullmatch(name):
+                    receipts.setdefault(int(match[1]), []).append(name)
+            for index in slices:
+                if index not in self._parts and index in receipts:
+                    self._take(index, receipts[index])
+
+    def _take(self, index: int, found: Sequence[str]) -> None:
+        """Called under the lock."""
+        fitting = [receipt for name in found if (receipt := self._receipt(name, index)) is not None]
+        if len(fitting) > 1:  # an earlier builder may have left a damaged part, which was made again
+            fitting = [receipt for receipt in fitting if self._is_intact(receipt.part)]
+        if fitting:
+            self.columns.update(fitting[0].columns)
+            self._parts[index] = fitting[0].part
+
+    def _receipt(self, name: str, index: int) -> Receipt | None:
+        try:
+            data = self._store.read(f"{self._folder}/{name}")
+            receipt = Receipt.from_json(data, f"{self._store.url}/{self._folder}/{name}")
+        except (EntryError, FileNotFoundError):
+            return None  # it is damaged; its builder makes another one
+        return receipt if receipt.meta.get("slice") == self._wanted[index] else None
+
+    def _is_intact(self, part: PartInfo) -> bool:
+        try:
+            return checksum_of(self._store.read(f"{self._folder}/{part.name}")) == part.checksum
+        except FileNotFoundError:
+            return False
+
+    def _take_manifest(self) -> None:
+        """Called under the lock."""
+        where = f"{self._store.url}/{self._folder}/{names.MANIFEST}"
+        manifest = Manifest.from_json(self._store.read(f"{self._folder}/{names.MANIFEST}"), where)
+        if manifest.report.get("source_rows") != [slice_["num_rows"] for slice_ in self._wanted]:
+            what = "was finished by a builder that cut the source into other slices"
+            raise EntryError(where, what, "give both jobs the same workers.slice_mb, and run this one again")
+        self.columns.update(manifest.columns)
+        for index, part in enumerate(manifest.parts):
+            self._parts.setdefault(index, part)
+        self._is_finished = True

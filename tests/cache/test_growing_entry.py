@@ -1,0 +1,220 @@
+"""Entries that are read while they are built: the lists in `raysvc.cache.growing`, with builders that come, die and come again."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raysvc.actors.server.entry_stream import EntryStream
+from raysvc.actors.server.make_step import Recipe
+from raysvc.actors.server.spec import Role, ServeSpec
+from raysvc.actors.server.step_maker import StepMaker
+from raysvc.cache.growing import slice_receipts
+from raysvc.cache.growing.growing_entry import GrowingSpec
+from raysvc.cache.key import cache_key
+from raysvc.cache.store.open import open_store
+from raysvc.cache.writer import EntryWriter
+from raysvc.errors import EntryError, ServerError, StepFailed
+from raysvc.job.config import PlanConfig
+
+numbers = itertools.count()
+SLICES = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=7), min_size=1, max_size=6)
+
+
+class Source:
+    """Slices of groups of so many rows, and how they are built."""
+
+    def __init__(self, root: Path, slices: list[list[int]], kind: str = "turns") -> None:
+        self.slices = [[n if kind == "turns" else min(n, 1) for n in groups] for groups in slices]
+        train_on = "each_assistant_turn" if kind == "turns" else "all_tokens"
+        self.recipe = {"format": "chat", "train_on": train_on, "number": next(numbers)}
+        self.report = {
+            "source_rows": [len(groups) for groups in slices],
+            "pad_token_id": 0,
+            "source_bytes": 1,
+        }
+        self.spec = GrowingSpec(
+            key=cache_key(self.recipe),
+            recipe=self.recipe,
+            report=self.report,
+            contents=tuple(f"content {index}" for index in range(len(slices))),
+        )
+        self.root = root
+        self.uri = self.writer().uri
+
+    def writer(self) -> EntryWriter:
+        return EntryWriter(open_store(str(self.root)), self.spec.key, 0)
+
+    def table(self, index: int) -> pa.Table:
+        first = sum(len(groups) for groups in self.slices[:index])
+        rows = [first + place for place, size in enumerate(self.slices[index]) for _ in range(size)]
+        ids = [[1000 * index + place, *range(3 + (7 * row) % 5)] for place, row in enumerate(rows)]
+        return pa.table(
+            {
+                "input_ids": pa.array(ids, pa.list_(pa.int32())),
+                "loss_mask": pa.array([[1] * len(one) for one in ids], pa.list_(pa.uint8())),
+                "source_row": pa.array(rows, pa.int64()),
+            }
+        )
+
+    def build(self, index: int, cut_otherwise: bool = False) -> Path:
+        first = sum(len(groups) for groups in self.slices[:index])
+        identity = {"index": index, "first_row": first, "num_rows": len(self.slices[index])}
+        meta = {"slice": {**identity, "bytes": "another" if cut_otherwise else self.spec.contents[index]}}
+        table = self.table(index - 1 if cut_otherwise and index else index)
+        return self.root / self.writer().folder / self.writer().write_part(index, table, meta).part.name
+
+    def finish(self) -> None:
+        writer = self.writer()
+        receipts = writer.receipts(lambda receipt: receipt.meta["slice"]["bytes"] != "another")
+        writer.commit([receipts[index] for index in range(len(self.slices))], self.recipe, self.report)
+
+    def stream(self, config: PlanConfig, growing: bool) -> EntryStream:
+        return EntryStream(self.uri, {}, Recipe(config, 0), growing=self.spec if growing else None)
+
+
+def digests(stream: EntryStream, step: int, dp_size: int = 2) -> list[Any]:
+    info, shards = stream.make(step, (dp_size,))
+    return [
+        info.index,
+        info.epoch,
+        *(mini.row_ids.tolist() for mini in info.mini_batches),
+        *(s.digest() for s in shards),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slice_receipts, "FIRST_LOOK_S", 0.001)
+    monkeypatch.setattr(slice_receipts, "MOST_LOOK_S", 0.004)
+
+
+@settings(deadline=None, max_examples=15)
+@given(SLICES, st.sampled_from(["rows", "turns"]), st.data())
+def test_steps_of_a_growing_entry_are_those_of_the_finished_one(
+    tmp_path_factory: Any, slices, kind, data
+) -> None:
+    """Builders work in any order, die, repeat slices, and leave parts of another cut; servers die and come back."""
+    if not any(min(n, 1) for groups in slices for n in groups):
+        return
+    source = Source(tmp_path_factory.mktemp("growing"), slices, kind)
+    batch = data.draw(st.integers(1, 6))
+    config = PlanConfig(
+        batch_size=batch,
+        mini_batch_size=data.draw(st.integers(1, batch)),
+        epochs=2,
+        seed=data.draw(st.integers(0, 9)),
+        shuffle=f"window({data.draw(st.integers(1, 4))})",
+    )
+    order = data.draw(st.permutations(range(len(slices))))
+    again = data.draw(st.lists(st.sampled_from(order), max_size=2))
+    pauses = data.draw(
+        st.lists(st.sampled_from([0.0, 0.0, 0.003]), min_size=len(order) + 2, max_size=len(order) + 2)
+    )
+    ends = data.draw(st.booleans())  # while the steps are made
+
+    def work() -> None:
+        for index, pause in zip([*order, *again], pauses, strict=False):
+            time.sleep(pause)
+            if pause:
+                source.build(index, cut_otherwise=True)
+            source.build(index)
+        if ends:
+            source.finish()
+
+    builder = threading.Thread(target=work)
+    builder.start()
+    stream, found = source.stream(config, growing=True), []
+    for step in range(stream.schedule.num_steps):
+        if data.draw(st.integers(0, 9)) == 0:
+            stream = source.stream(config, growing=True)  # the server died
+        found.append(digests(stream, step))
+    builder.join()
+    if not ends:
+        source.finish()
+    finished = source.stream(config, growing=False)
+    assert finished.plan_hash == stream.plan_hash
+    assert finished.identity == stream.identity
+    assert finished.schedule == stream.schedule
+    assert [digests(finished, step) for step in range(finished.schedule.num_steps)] == found
+
+
+def test_a_step_waits_for_its_own_slices_and_says_how_long(tmp_path: Path) -> None:
+    source = Source(tmp_path, [[1] * 8] * 6)
+    config = PlanConfig(batch_size=4, shuffle="window(1)")
+    source.build(5)
+    stream = source.stream(config, growing=True)
+    finished_order = stream._opened().plan.order.slices_from(0, 0).tolist()  # type: ignore[union-attr]
+    first = finished_order[0]
+    assert stream.is_there(0) == (first == 5)
+    threading.Timer(0.3, source.build, (first,)).start()
+    info, _ = stream.make(0, (1,))
+    assert (0.1 < info.build_s < 5) == (first != 5)
+    assert stream.is_there(0)
+    assert stream.make(1, (1,))[0].build_s < 0.1
+    last = stream.schedule.num_steps - 1
+    assert stream.is_there(last) == (finished_order[-1] == 5)
+
+
+def test_who_waits_is_told_that_the_build_failed_and_what_is_there_is_served(tmp_path: Path) -> None:
+    source = Source(tmp_path, [[1] * 4] * 3)
+    stream = source.stream(PlanConfig(batch_size=4, shuffle="window(1)"), growing=True)
+    threading.Timer(0.2, stream.end_build, ("too many rows were quarantined",)).start()
+    with pytest.raises(EntryError, match="its build has failed: too many rows were quarantined"):
+        _ = stream.schedule
+    for index in range(3):
+        source.build(index)
+    assert stream.make(0, (1,))[0].index == 0
+
+
+def test_sizes_and_peeks_never_wait_and_a_step_that_will_not_come_is_refused(tmp_path: Path) -> None:
+    source = Source(tmp_path, [[1] * 4] * 3)
+    spec = ServeSpec(
+        name="s", entry_uri=source.uri, plan=PlanConfig(batch_size=4, shuffle="window(1)"), pad_token_id=0, journal=None,
+        growing=source.spec,
+    )  # fmt: skip
+    stream = source.stream(spec.plan, growing=True)
+    maker = StepMaker(spec, {"": stream})
+    source.build(0)
+    there = [index == 0 for index in stream._opened().plan.order.slices_from(0, 0)]  # type: ignore[union-attr]
+    sizes = maker.sizes(0, 3, (Role(1),), "")
+    assert [size is not None for size in sizes] == there
+    missing = there.index(False)
+    with pytest.raises(ServerError, match=f"has not all rows of step {missing} yet: .*; ask again later"):
+        maker.outline(missing, 1, "")
+    assert maker.outline(there.index(True), 1, "").nbytes == sizes[there.index(True)]
+    stream.end_build("gone")
+    with pytest.raises(StepFailed, match="its build has failed: gone"):
+        maker.admit(missing, "")
+    assert maker.admit(there.index(True), "") == there.index(True)
+
+
+def test_a_damaged_part_that_was_made_again_is_passed_over(tmp_path: Path) -> None:
+    source = Source(tmp_path, [[1] * 4])
+    for _ in range(3):  # the first name may come first or not
+        path = source.build(0)
+        path.chmod(0o600)
+        path.write_bytes(bytes(path.stat().st_size))
+    source.build(0)
+    assert digests(source.stream(PlanConfig(batch_size=4, shuffle="window(1)"), growing=True), 0)
+
+
+def test_an_entry_that_was_finished_from_another_cut_is_refused(tmp_path: Path) -> None:
+    source, other = Source(tmp_path, [[1, 1, 1, 1]]), Source(tmp_path, [[1, 1], [1, 1]])
+    stream = source.stream(PlanConfig(batch_size=2, shuffle="window(1)"), growing=True)
+    other.spec, other.recipe = source.spec.model_copy(update={"contents": ("a", "b")}), source.recipe
+    thread = threading.Timer(0.1, lambda: [other.build(0), other.build(1), other.finish()])
+    thread.start()
+    with pytest.raises(
+        EntryError, match=r"cut the source into other slices; give both jobs the same workers\.slice_mb"
+    ):
+        stream.make(0, (1,))
+    thread.join()
