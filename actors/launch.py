@@ -31,6 +31,7 @@ from raysvc.team import TEAM, own_name, ray_namespace, team_of
 log = logging.getLogger(__name__)
 REPORT_EVERY_S = 5.0
 STOP_TIMEOUT_S = 30.0
+TELL_TIMEOUT_S = 60.0
 SETTLE_S = 5.0  # how long Ray may take to count what ended as free
 FETCH_THREADS = 16
 LEASE_THREADS = 16
@@ -165,6 +166,21 @@ def find_server(name: str) -> ActorHandle:
         raise ServerError(
             f"server.name {name!r}", f"is not served on this cluster (served: {names})", remedy
         ) from None
+
+
+def tell_server(name: str, method: str, *args: Any) -> None:
+    """Call a server from a thread, without waiting for the answer; one that is just being started is waited for."""
+    until = time.monotonic() + TELL_TIMEOUT_S
+    while True:
+        try:
+            handle = ray.get_actor(name, namespace=ray_namespace())
+            getattr(handle, method).options(concurrency_group="control").remote(*args)
+            return
+        except ValueError:
+            if time.monotonic() > until:
+                log.warning("not told name=%s method=%s: it is not served", name, method)
+                return
+            time.sleep(0.2)
 
 
 def stop_server(name: str) -> None:

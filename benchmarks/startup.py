@@ -57,7 +57,7 @@ def child(job: str) -> None:
 
     note("python and imports", 0.0)
     timed(cluster, "_connect", "Ray starts")
-    timed(train_loop, "enrich", "the entry is looked up")
+    timed(train_loop, "entry_or_build", "the entry is looked up")
     timed(train_loop, "serve_entry", "the server opens")
     timed(train_loop, "_attach_when_free", "the driver attaches")
     timed(WorkerGroup, "wait_for_setup", "waiting for the workers")

@@ -74,8 +74,12 @@ class SliceWorker:
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         return answers(
             batch["slice"],
-            lambda piece: build_slice(self._task, self._tokenizer, Slice.from_json(piece)),
+            lambda piece: self.build(Slice.from_json(piece)),
         )
+
+    def build(self, piece: Slice) -> Receipt:
+        """Read, tokenize and write a slice."""
+        return build_slice(self._task, self._tokenizer, piece)
 
 
 def build_slice(task: BuildTask, tokenizer: SliceTokenizer, piece: Slice) -> Receipt:
@@ -185,6 +189,15 @@ def receipts_of(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> I
     if not left:
         return
     yield from receipts_from(build_graph(task, left, pool))
+
+
+def receipts_here(task: BuildTask, slices: Sequence[Slice]) -> Iterator[Receipt]:
+    """The same without workers: in this process and on one core, one slice after the other."""
+    done, left = split_done(task.writer, slices)
+    yield from done.values()
+    worker = SliceWorker(task)
+    for piece in left:
+        yield worker.build(piece)
 
 
 def build_graph(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> ray.data.Dataset:

@@ -8,20 +8,25 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysvc.build.cache_entry import CacheEntry
 from raysvc.build.job_plan import plan_config
+from raysvc.cache.growing.growing_entry import GrowingEntry
 from raysvc.cache.store.open import absolute, default_root
 from raysvc.client.arguments import flag, optional_text
+from raysvc.errors import RaysvcError
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
 from raysvc.progress import Progress, silent
 
 if TYPE_CHECKING:
+    from raysvc.build.build_beside import BuildBeside
+    from raysvc.job.config import PoolConfig
     from raysvc.plan.schedule import Schedule
 
 
@@ -35,6 +40,7 @@ class ServerHandle:
         num_rows: rows that it serves.
         schedule: steps, epochs and mini-batches.
         actor: Ray handle; a server that is not detached ends when the last handle is gone.
+        build: of the entry that is served, where it goes on in this process; None: the entry is finished.
     """
 
     name: str
@@ -42,6 +48,7 @@ class ServerHandle:
     num_rows: int
     schedule: Schedule
     actor: Any
+    build: BuildBeside | None = None
 
 
 def tokenize(
@@ -114,6 +121,9 @@ def serve(
 ) -> ServerHandle:
     """Start the job's server, tokenizing and enriching first when needed.
 
+    With `plan.shuffle: window` the server does not wait for the build, which goes on in a thread of this process
+    (`ServerHandle.build`): steps wait for their own rows. If the process ends first, the next call goes on with it.
+
     Args:
         detached: the server outlives this process; False: it ends with it.
 
@@ -123,8 +133,74 @@ def serve(
     flag("serve(detached)", detached)
     optional_text("serve(address)", address)
     job = load_job(config, **overrides)
-    entry = enrich(job, address=address, progress=progress)
-    return serve_entry(job, entry, address=address, detached=detached)
+    entry, build = entry_or_build(job, address, progress)
+    if build is None:
+        return serve_entry(job, entry, address=address, detached=detached)
+    start_build(job, build, 0, address, progress)
+    with building(build):
+        handle = serve_entry(job, entry, address=address, detached=detached)
+    return replace(handle, build=build)
+
+
+def entry_or_build(
+    job: JobConfig, address: str | None, progress: Progress
+) -> tuple[CacheEntry, BuildBeside | None]:
+    """A job's entry; where it is to grow while it is read, also its build, which nobody has started.
+
+    Raises:
+        UserMistake: as `enrich`.
+    """
+    from raysvc.build.build_beside import BuildBeside, has_all_it_needs, may_grow
+    from raysvc.build.find_or_build import build, look
+    from raysvc.scoring.job_columns import wanted_of
+
+    if not may_grow(job) or any(wanted for _, wanted in wanted_of(job).values()):
+        return enrich(job, address=address, progress=progress), None
+    found = look(job, cache_root(job))
+    if found.entry is None and has_all_it_needs(found):
+        growing = BuildBeside(found)
+        return growing.entry, growing
+    entry = found.entry or build(found, address, progress)
+    return CacheEntry(entry, found.entry is not None, found.reason), None
+
+
+def start_build(
+    job: JobConfig, build: BuildBeside, step: int, address: str | None, progress: Progress
+) -> None:
+    """Start the build of a job that is served meanwhile, for its steps from `step` on.
+
+    It gets the processors that the job leaves; where these are less than one, it shares one with the job.
+    """
+    import ray
+
+    from raysvc.actors.launch import tell_server
+    from raysvc.cluster import connect
+
+    connect(address, need_cpus=cpus_held(job))
+    workers: PoolConfig | None = job.workers
+    if not job.trainer.wait_for_nodes:
+        total, free = (
+            resources.get("CPU", 0.0) for resources in (ray.cluster_resources(), ray.available_resources())
+        )
+        spare = int(min(total - cpus_held(job), free))
+        most = min(spare, job.workers.max or spare)
+        workers = (
+            job.workers.model_copy(update={"max": most, "min": min(job.workers.min, most)})
+            if most > 0
+            else None
+        )
+    build.start(job, step, workers, progress, lambda why: tell_server(job.server.name, "end_build", why))
+
+
+@contextmanager
+def building(build: BuildBeside | None) -> Iterator[None]:
+    """What goes wrong in it because the build failed is raised as what the build raised."""
+    try:
+        yield
+    except RaysvcError:
+        if build is not None:
+            build.check()
+        raise
 
 
 def serve_entry(
@@ -172,10 +248,12 @@ def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
         for name, each in job.evals.items()
     }
     mixture = mixture_spec(job, entry.entry)
+    growing = entry.entry.spec if isinstance(entry.entry, GrowingEntry) else None
     return ServeSpec(
         name=job.server.name,
         entry_uri=entry.uri if mixture is None else mixture.entry_uris[0],
         mixture=mixture,
+        growing=growing,
         plan=plan_config(job, entry),
         pad_token_id=int(entry.report["pad_token_id"]),
         journal=f"{absolute(job.run_dir)}/server",

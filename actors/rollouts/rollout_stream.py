@@ -156,6 +156,14 @@ class RolloutStream:
         config = self._recipe.carrying(role.columns).plan
         return outline(self._plan(step, rows, role.dp_size), config, ColumnBytes.of(rows.batch, config))
 
+    def is_there(self, step: int) -> bool:
+        """Whether a step has been formed is told elsewhere: nobody waits here."""
+        return True
+
+    def wait_for(self, step: int) -> float:
+        """As `is_there`."""
+        return 0.0
+
     def repair(self, step: int, roles: Sequence[Role | int]) -> bool:
         """Quarantine the groups of a step that cannot be collated by themselves; whether there were any."""
         with self.store.changed:

@@ -58,7 +58,8 @@ class BatchServer:
         speak_for_server_of(spec.team)
         keep_freed_memory()
         self._began_s = time.monotonic()
-        streams = dict[str, Stream](streams_of(spec))
+        self._entries = streams_of(spec)
+        streams = dict[str, Stream](self._entries)
         self._maker = StepMaker(spec, {**streams, TRAIN: train} if train else streams)
         journal = Journal(spec.journal, spec.storage_options) if spec.journal else None
         nobody = Leases(spec.name, shared=spec.share != "none")
@@ -224,17 +225,17 @@ class BatchServer:
         self._leases.flush()
 
     def peek(self, step: int, dp_size: int = 1, stream: str = TRAIN) -> StepOutline:
-        """Row ids, lengths and counts of a step, from the plan alone.
+        """Row ids, lengths and counts of a step, from the plan alone; never waits.
 
         Raises:
             StepOutOfOrder: there is no such step.
+            ServerError: its rows are not tokenized yet.
         """
         return self._maker.outline(step, dp_size, stream)
 
-    def sizes(self, first: int, stop: int, roles: tuple[Role, ...], stream: str = TRAIN) -> list[int]:
-        """Bytes of the shards of the steps `first` to `stop - 1`, all roles together."""
-        source = self._maker.stream(stream)
-        return [sum(source.outline(step, role).nbytes for role in roles) for step in range(first, stop)]
+    def sizes(self, first: int, stop: int, roles: tuple[Role, ...], stream: str = TRAIN) -> list[int | None]:
+        """As `StepMaker.sizes`; never waits."""
+        return self._maker.sizes(first, stop, roles, stream)
 
     def check_columns(self, columns: tuple[str, ...]) -> None:
         """Refuse columns that a role cannot have.
@@ -298,10 +299,15 @@ class BatchServer:
         Raises:
             FencedError: the caller was replaced.
             StepOutOfOrder: there is no such step.
+            StepFailed: its rows will not be there.
         """
         self._leases.check(fence)
-        self._maker.check(step, stream)
-        return step
+        return self._maker.admit(step, stream)
+
+    def end_build(self, why: str) -> None:
+        """The build of the entry that is served has failed; steps that need more of it fail with `why`."""
+        for stream in self._entries.values():
+            stream.end_build(why)
 
     def stats(self) -> dict[str, Any]:
         """Plain facts about this server."""

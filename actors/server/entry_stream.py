@@ -2,7 +2,8 @@
 
 Always true:
 - `make(step, roles)` is pure in (entry, plan, step, roles);
-- after `free` the next call opens the entry again and gives the same bytes.
+- after `free` the next call opens the entry again and gives the same bytes;
+- of an entry that is being built, a step waits for its own slices, and has the bytes that the finished entry gives it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from raysvc.actors.server.spec import (
 )
 from raysvc.cache.entry import Entry
 from raysvc.cache.find import open_entry
+from raysvc.cache.growing.growing_entry import GrowingEntry, GrowingSpec
 from raysvc.cache.joined_entry import JoinedEntry
+from raysvc.cache.store.open import open_store
 from raysvc.collate.shard import Shard
 from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.collate.text_columns import of_fixed_width, text_widths
@@ -36,7 +39,9 @@ from raysvc.media.row_pixels import ProcessorSpec
 from raysvc.plan.entry_plan import eval_plan, plan_of_entries
 from raysvc.plan.plan import MiniBatchPlan, Plan
 from raysvc.plan.schedule import Schedule
+from raysvc.plan.sliced import row_ids
 from raysvc.plan.state import PlanState
+from raysvc.ragged import Int64s
 from raysvc.row_batch import RowBatch
 
 
@@ -59,6 +64,10 @@ class _Open:
     text_widths: Mapping[str, int]
     media: EntryMedia | None
 
+    def slices_of(self, step: int) -> Int64s:
+        """Slices that a step has rows of."""
+        return np.unique(row_ids.split(self.plan.groups_of(step)).slice)
+
     def read(self, mini: MiniBatchPlan) -> RowBatch:
         rows = self.entry.read(self.plan.rows.positions(mini.row_ids))
         return of_fixed_width(replace(rows, row_ids=mini.row_ids), self.text_widths)
@@ -73,6 +82,7 @@ class EntryStream:
         recipe: plan and padding.
         mixture: the entries of a mixture, of which `uri` is the first; None: one entry.
         processor: of the media of rows; None: they have none.
+        growing: of an entry that may not be finished; None: it is.
     """
 
     def __init__(
@@ -82,9 +92,14 @@ class EntryStream:
         recipe: Recipe,
         mixture: MixtureSpec | None = None,
         processor: ProcessorSpec | None = None,
+        growing: GrowingSpec | None = None,
     ) -> None:
         self._uri, self._storage_options, self._recipe = uri, dict(storage_options), recipe
-        self._mixture, self._processor = mixture, processor
+        self._mixture, self._processor, self._growing = mixture, processor, growing
+        self._failure = ""  # why nobody builds any more
+        self._being_built: GrowingEntry | None = (
+            None  # that failure is told to; also while the first slice is waited for
+        )
         self._lock = threading.Lock()
         self._open: _Open | None = None  # guarded by self._lock
         self._known: _Facts | None = None  # written once, under self._lock
@@ -125,9 +140,33 @@ class EntryStream:
     ) -> tuple[StepInfo, tuple[Shard, ...]]:
         """Info and shards of a step, as `make_step`."""
         opened, known = self._opened(), [as_role(role) for role in roles]
+        build_s = self.wait_for(step)
         plans = [opened.plan.step(step, role.dp_size) for role in known]
         recipes = [self._recipe.carrying(role.columns) for role in known]
-        return make_step(plans, opened.read, recipes, part, opened.media)
+        info, shards = make_step(plans, opened.read, recipes, part, opened.media)
+        return replace(info, build_s=build_s), shards
+
+    def is_there(self, step: int) -> bool:
+        """Whether the rows of a step are tokenized."""
+        opened = self._opened()
+        return not isinstance(opened.entry, GrowingEntry) or opened.entry.has(opened.slices_of(step))
+
+    def wait_for(self, step: int) -> float:
+        """Wait until the rows of a step are tokenized; seconds.
+
+        Raises:
+            EntryError: their build has failed.
+        """
+        opened = self._opened()
+        if not isinstance(opened.entry, GrowingEntry):
+            return 0.0
+        return opened.entry.wait_for(opened.slices_of(step))
+
+    def end_build(self, why: str) -> None:
+        """The build has failed: whoever waits for its rows is told why."""
+        self._failure = why
+        if self._being_built is not None:
+            self._being_built.fail(why)
 
     def outline(self, step: int, role: Role | int) -> StepOutline:
         """What the plan says of a step."""
@@ -156,7 +195,8 @@ class EntryStream:
             if self._open is None:
                 entry, plan = self._entry_and_plan()
                 widths = text_widths(entry, self._recipe.plan.columns)
-                some_rows = of_fixed_width(entry.read(np.arange(1)), widths)
+                first = entry.first_row() if isinstance(entry, GrowingEntry) else 0
+                some_rows = of_fixed_width(entry.read(np.array([first])), widths)
                 ColumnBytes.of(some_rows, self._recipe.plan)  # refuses columns that are not there
                 media = EntryMedia.of(entry, plan, self._processor)
                 self._open = _Open(entry, plan, some_rows, widths, media)
@@ -165,11 +205,24 @@ class EntryStream:
 
     def _entry_and_plan(self) -> tuple[Entry | JoinedEntry, Plan]:
         if self._mixture is None:
-            entry = open_entry(self._uri, self._storage_options)
+            entry = self._entry()
             return entry, plan_of_entries(self._recipe.plan, [entry])
         joined = JoinedEntry([open_entry(uri, self._storage_options) for uri in self._mixture.entry_uris])
         mixture = self._mixture
         return joined, plan_of_entries(self._recipe.plan, joined.entries, mixture.stages, mixture.shuffles)
+
+    def _entry(self) -> Entry:
+        """The entry: a finished one where it is finished by now."""
+        if self._growing is None:
+            return open_entry(self._uri, self._storage_options)
+        root, _, folder = self._uri.rpartition("/")
+        entry = GrowingEntry(open_store(root, self._storage_options), folder, self._growing)
+        if entry.is_finished():
+            return open_entry(self._uri, self._storage_options)
+        self._being_built = entry
+        if self._failure:  # it was told before there was an entry to tell
+            entry.fail(self._failure)
+        return entry
 
     def _facts(self) -> _Facts:
         if self._known is None:
@@ -184,7 +237,7 @@ def streams_of(spec: ServeSpec) -> dict[str, EntryStream]:
     if spec.entry_uri is not None:
         recipe = Recipe(spec.plan, spec.pad_token_id)
         streams[TRAIN] = EntryStream(
-            spec.entry_uri, spec.storage_options, recipe, spec.mixture, spec.processor
+            spec.entry_uri, spec.storage_options, recipe, spec.mixture, spec.processor, spec.growing
         )
     for name, evaluation in spec.evals.items():
         recipe = Recipe(eval_plan(spec.plan, evaluation.batch_size, evaluation.without), spec.pad_token_id)

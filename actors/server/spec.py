@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
+from raysvc.cache.growing.growing_entry import GrowingSpec
 from raysvc.collate.info import MiniBatchInfo
 from raysvc.job.config import PlanConfig
 from raysvc.media.row_pixels import ProcessorSpec
@@ -104,6 +105,9 @@ class ServeSpec(BaseModel):
     pad_token_id: int
     journal: str | None = Field(description="fsspec URL of the leases' folder; None: kept in memory only")
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
+    growing: GrowingSpec | None = Field(
+        default=None, description="Of an entry that was not finished when the server was started."
+    )
     evals: dict[str, EvalSpec] = Field(default_factory=dict)
     processor: ProcessorSpec | None = Field(default=None, description="Of the media of rows.")
     rollouts: RolloutSpec | None = None
@@ -130,7 +134,7 @@ class ServeSpec(BaseModel):
         return ", ".join(found) or None
 
     def _flat(self) -> dict[str, Any]:
-        return {**self.model_dump(exclude={"plan", "owner", "team"}), **self.plan.model_dump()}
+        return {**self.model_dump(exclude={"plan", "owner", "team", "growing"}), **self.plan.model_dump()}
 
 
 @dataclass(frozen=True)
@@ -179,6 +183,7 @@ class StepInfo:
         collate_s: writing arrays.
         weight_versions: oldest and newest weight version of the rows (rollouts), else None.
         groups_s: waiting for producers of rollouts.
+        build_s: waiting for rows to be tokenized.
     """
 
     index: int
@@ -189,6 +194,7 @@ class StepInfo:
     collate_s: float
     weight_versions: tuple[int, int] | None = None
     groups_s: float = 0.0
+    build_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from raysvc.actors.server.spec import TRAIN, Role, ServeSpec, StepInfo, StepOutl
 from raysvc.actors.server.step_cache import SharedSteps
 from raysvc.collate.reused_memory import MEMORY, give_back_freed_memory
 from raysvc.collate.shard import Shard
-from raysvc.errors import LeaseError, RaysvcError, ServerError, StepFailed, StepOutOfOrder
+from raysvc.errors import EntryError, LeaseError, RaysvcError, ServerError, StepFailed, StepOutOfOrder
 from raysvc.metrics import record
 from raysvc.plan.schedule import Schedule
 
@@ -61,6 +61,8 @@ class Stream(Protocol):
     def is_open(self) -> bool: ...
     def make(self, step: int, roles: Sequence[Role | int]) -> Made: ...
     def outline(self, step: int, role: Role | int) -> StepOutline: ...
+    def is_there(self, step: int) -> bool: ...
+    def wait_for(self, step: int) -> float: ...
     def check(self, state: dict[str, Any]) -> None: ...
     def free(self) -> bool: ...
 
@@ -103,8 +105,35 @@ class StepMaker:
 
         Raises:
             StepOutOfOrder: there is no such step.
+            ServerError: its rows are not tokenized yet.
         """
-        return self._with(step, stream).outline(step, dp_size)
+        source = self._with(step, stream)
+        if not source.is_there(step):
+            what = f"has not all rows of step {step} yet: they are being tokenized"
+            raise ServerError(f"server.name {self._spec.name!r}", what, "ask again later")
+        return source.outline(step, dp_size)
+
+    def sizes(self, first: int, stop: int, roles: Sequence[Role], stream: str) -> list[int | None]:
+        """Bytes of the shards of the steps `first` to `stop - 1`, all roles together; None where rows are not tokenized yet."""
+        source = self.stream(stream)
+        return [
+            sum(source.outline(step, role).nbytes for role in roles) if source.is_there(step) else None
+            for step in range(first, stop)
+        ]
+
+    def admit(self, step: int, stream: str) -> int:
+        """The step, once its rows are there.
+
+        Raises:
+            StepOutOfOrder: there is no such step.
+            StepFailed: nobody tokenizes its rows any more.
+        """
+        source = self._with(step, stream)
+        try:
+            source.wait_for(step)
+        except EntryError as error:
+            raise StepFailed(self._spec.name, step, str(error)) from error
+        return step
 
     def make(self, step: int, roles: tuple[Role, ...], stream: str) -> Made:
         """Info and shards of a step.
@@ -127,15 +156,6 @@ class StepMaker:
 
         key = (stream, step, roles)
         return self.shared.get(key, readers, lambda: self.make(step, roles, stream), size, pinned)
-
-    def check(self, step: int, stream: str) -> None:
-        """Refuse a step that is not there.
-
-        Raises:
-            ServerError: there is no such stream.
-            StepOutOfOrder: there is no such step.
-        """
-        self._with(step, stream)
 
     def let_go_below(self, step: int) -> None:
         """Let go of shared training steps before this one."""

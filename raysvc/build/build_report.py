@@ -50,10 +50,7 @@ def make_report(
             "source", f"no row is left to train on ({reasons})", "check train_on, max_length and truncation"
         )
     return {
-        "tokenizer": job.tokenizer.model_dump(mode="json"),
-        "format": plan.seen,
-        "pad_token_id": _pad_token_id(plan.tokenizer.hf),
-        "vocab_size": len(plan.tokenizer.hf),
+        **known_before(job, plan),
         "row_counts": row_counts.to_json(),
         "examples": examples[:EXAMPLES_KEPT],
         "verification": {
@@ -65,6 +62,16 @@ def make_report(
         "encoders": dict(Counter(str(one.meta["encoder"]) for one in receipts)),
         "seconds": round(seconds, 3),
         "length_percentiles": percentiles(_entry(writer, receipts).lengths_by_slice()),
+    }
+
+
+def known_before(job: JobConfig, plan: BuildPlan) -> dict[str, Any]:
+    """The part of a report that is known before a row is tokenized."""
+    return {
+        "tokenizer": job.tokenizer.model_dump(mode="json"),
+        "format": plan.seen,
+        "pad_token_id": _pad_token_id(plan.tokenizer.hf),
+        "vocab_size": len(plan.tokenizer.hf),
         "source_bytes": plan.source.num_bytes,
         "source_rows": [piece.num_rows for piece in plan.source.slices],
         "paths": [redacted(path) for path in job.source.path or (str(job.source.dataset),)],

@@ -35,7 +35,7 @@ from raysvc.cache.writer import EntryWriter
 from raysvc.chat.row_counts import reasoning_note
 from raysvc.chat.tokens.tokenizer import anchored
 from raysvc.errors import EntryError, StoreError
-from raysvc.job.config import JobConfig
+from raysvc.job.config import JobConfig, PoolConfig
 from raysvc.media.media_gc import wait_for_removal
 from raysvc.media.media_index import write_digests
 from raysvc.metrics import record
@@ -52,49 +52,78 @@ def find_or_build(
     job: JobConfig, root: str, address: str | None, progress: Progress
 ) -> tuple[Entry, bool, str]:
     """The job's entry, whether it was there, and why it was used or built."""
+    found = look(job, root)
+    if found.entry is not None:
+        return found.entry, True, found.reason
+    return build(found, address, progress), False, found.reason
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What a look at source and cache found.
+
+    Attributes:
+        entry: the finished one; None: it has to be built.
+        reason: why it is used or has to be built.
+        generation_of: where to build.
+    """
+
+    job: JobConfig
+    store: Store
+    plan: BuildPlan
+    entry: Entry | None
+    reason: str
+    generation_of: Callable[[Store, str], int] = build_generation
+
+
+def look(job: JobConfig, root: str) -> Looked:
+    """Look at the source, name the entry, and find it."""
     store = open_store(root, job.cache.storage_options, job.cache.unsafe_store)
     job = job.model_copy(update={"tokenizer": anchored(job.tokenizer)})
     plan = plan_build(job, store)
     if not job.cache.enabled:
         recipe = {**plan.recipe, "private": uuid.uuid4().hex}
         plan = replace(plan, recipe=recipe, key=cache_key(recipe))
-        private = _build(job, plan, store, build_generation, address, progress)
-        return private, False, "cache.enabled is false"
+        return Looked(job, store, plan, None, "cache.enabled is false")
     entry = None if job.cache.force else find_entry(store, plan.key)
     if entry is not None:
         check_share(job, Report(entry.report, entry.uri))  # a stricter job than the one that built it
         record("cache_hits", 1, source=source_tag(job))
-        return entry, True, HIT
+        return Looked(job, store, plan, entry, HIT)
     record("cache_misses", 1, source=source_tag(job))
-    reason = "cache.force is true" if job.cache.force else why_missed(store, plan)[0]
-    chosen = next_generation if job.cache.force else build_generation
-    return _build(job, plan, store, chosen, address, progress), False, reason
+    if job.cache.force:
+        return Looked(job, store, plan, None, "cache.force is true", next_generation)
+    return Looked(job, store, plan, None, why_missed(store, plan)[0])
 
 
-def _build(
-    job: JobConfig,
-    plan: BuildPlan,
-    store: Store,
-    generation_of: Callable[[Store, str], int],
-    address: str | None,
-    progress: Progress,
-) -> Entry:
-    store.probe()
-    if store.url.startswith("memory://"):
-        what = "it lives in one process, and the workers of a build are others"
-        raise StoreError(store.url, what, "use a folder or a bucket as cache.root")
-    generation, hold = held_generation(store, plan.key, generation_of)
+def build(found: Looked, address: str | None, progress: Progress) -> Entry:
+    """Make the entry that was not found."""
+    writer, hold = begin(found)
     with hold:
-        if plan.processor is not None:
-            wait_for_removal(store)
-        writer = EntryWriter(store, plan.key, generation)
-        making = _Making(job, plan, writer, progress)
+        making = Making(found.job, found.plan, writer, progress)
         if making.small:
             from raysvc.pipelines.local_build import only_builder_here
 
             with only_builder_here(writer.uri, making.say_another_builds):
                 return making.entry(address)
         return making.entry(address)
+
+
+def begin(found: Looked) -> tuple[EntryWriter, Hold]:
+    """Where an entry that was not found is built, held.
+
+    Raises:
+        StoreError: it cannot be built there.
+    """
+    store, plan = found.store, found.plan
+    store.probe()
+    if store.url.startswith("memory://"):
+        what = "it lives in one process, and the workers of a build are others"
+        raise StoreError(store.url, what, "use a folder or a bucket as cache.root")
+    generation, hold = held_generation(store, plan.key, found.generation_of)
+    if plan.processor is not None:
+        wait_for_removal(store)
+    return EntryWriter(store, plan.key, generation), hold
 
 
 def held_generation(store: Store, key: str, generation_of: Callable[[Store, str], int]) -> tuple[int, Hold]:
@@ -110,14 +139,29 @@ def held_generation(store: Store, key: str, generation_of: Callable[[Store, str]
     raise EntryError(f"{store.url}/{key}", "gc deletes it again and again", "find out which process runs gc")
 
 
+@dataclass(frozen=True)
+class PoolBeside:
+    """Workers of a build that goes on beside a run; None: the builder does it alone, in a process of its own."""
+
+    workers: PoolConfig | None
+
+
 @dataclass
-class _Making:
-    """One process's share of a build: from what is finished to the manifest."""
+class Making:
+    """One process's share of a build: from what is finished to the manifest.
+
+    Attributes:
+        order: of the slices; those of the source where it is empty.
+        pool: of a build while others hold processors of the cluster, which the caller has joined. None: nobody else needs
+            them now.
+    """
 
     job: JobConfig
     plan: BuildPlan
     writer: EntryWriter
     progress: Progress
+    order: Sequence[int] = ()
+    pool: PoolBeside | None = None
 
     @cached_property
     def small(self) -> bool:
@@ -139,7 +183,8 @@ class _Making:
 
         begin = time.perf_counter()
         job, source = self.job, self.plan.source
-        done, left = split_done(self.writer, source.slices)
+        wanted = [source.slices[index] for index in self.order] or source.slices
+        done, left = split_done(self.writer, wanted)
         meter = BuildMeter(self.progress, source.slices, done.values(), job, source.num_bytes)
         for receipt in self._receipts(left, address, meter) if left else ():
             if receipt.slice_index not in done:
@@ -163,6 +208,17 @@ class _Making:
         task = BuildTask(
             self.plan.spec, self.writer, self.job.source.storage_options, self.job.max_quarantine
         )
+        if self.pool is not None:
+            from raysvc.pipelines.shared_build import Work, shared_receipts
+            from raysvc.pipelines.tokenize import receipts_here, receipts_of
+
+            workers = None if self.small else self.pool.workers
+            work = (
+                partial(receipts_here, task, left)
+                if workers is None
+                else partial(receipts_of, task, left, workers)
+            )
+            return shared_receipts(Work(task.writer.uri, len(left), work))
         if self.small:
             from raysvc.pipelines.local_build import local_receipts
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
 from raysvc.cli.view import View, print_table
+
+if TYPE_CHECKING:
+    from raysvc.api import ServerHandle
 
 
 @edge
@@ -17,7 +21,8 @@ def serve(
 ) -> None:
     """Start the batch server of a job on a running cluster.
 
-    Tokenizes first where the cache has no entry. Trainers attach by the name of the server.
+    Tokenizes first where the cache has no entry; with plan.shuffle=window the server starts at once, and this command
+    goes on tokenizing until the entry is finished. Trainers attach by the name of the server.
 
     Example: raysvc serve -c job.yaml server.name=sft-2
     """
@@ -29,6 +34,12 @@ def serve(
     join_cluster(address)
     with View() as view:
         handle = api.serve(job, progress=view)
+        _show(handle, as_json)
+        if handle.build is not None:
+            handle.build.wait()
+
+
+def _show(handle: ServerHandle, as_json: bool) -> None:
     facts = {
         "name": handle.name,
         "namespace": handle.namespace,
@@ -40,4 +51,9 @@ def serve(
         emit(facts)
         return
     print_table("Serving", facts)
+    if handle.build is not None:
+        print(
+            "serving while the rows are tokenized; the number of steps is known, steps wait for their rows",
+            file=sys.stderr,
+        )
     print(f'attach with raysvc.attach("{handle.name}", dp_size=...)', file=sys.stderr)

@@ -15,7 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysvc.api import ServerHandle, cpus_held, enrich, held_beside, serve_entry, serve_spec
+from raysvc.api import (
+    ServerHandle,
+    building,
+    cpus_held,
+    entry_or_build,
+    held_beside,
+    serve_entry,
+    serve_spec,
+    start_build,
+)
 from raysvc.build.cache_entry import CacheEntry
 from raysvc.build.job_plan import numbered
 from raysvc.build.serve_log import read_served, served_line
@@ -47,6 +56,7 @@ if TYPE_CHECKING:
     from raysvc.actors.worker.lr_schedule import LearningRate
     from raysvc.actors.worker.torch_worker import ModelSpec
     from raysvc.actors.worker.worker import MiniResult
+    from raysvc.build.build_beside import BuildBeside
     from raysvc.plan.schedule import Schedule
 
 log = logging.getLogger(__name__)
@@ -86,10 +96,8 @@ def train(
     complete = checkpoint is not None and checkpoint.state.get("done_for") == _goal(job)
     if not complete:
         check_model(job.trainer.model)
-    entry = (
-        enrich(job, address=address, progress=progress)
-        if complete
-        else _entry_beside_ray(job, address, progress)
+    entry, build = (
+        entry_or_build(job, address, progress) if complete else _entry_beside_ray(job, address, progress)
     )
     claim(
         folder.path,
@@ -98,6 +106,8 @@ def train(
         changed=job.trainer.resume == "changed",
     )
     if checkpoint is not None and complete:
+        if build is not None:
+            build.stop()
         progress(
             Tick("train", checkpoint.step, checkpoint.step, "steps", {"already": "complete"}, final=True)
         )
@@ -107,21 +117,24 @@ def train(
         if known is None:
             return write_summary(folder, entry, checkpoint.step, checkpoint.step, 0.0)
         return {**known, "cache": cache_facts(entry), "resumed_from": checkpoint.step}
-    run = _Run(job, folder, entry, checkpoint, progress, begin, should_stop)
-    return run.run(address)
+    run = _Run(job, folder, entry, build, checkpoint, progress, begin, should_stop)
+    with building(build):
+        return run.run(address)
 
 
-def _entry_beside_ray(job: JobConfig, address: str | None, progress: Progress) -> CacheEntry:
-    """The job's entry; Ray starts while it is looked up."""
+def _entry_beside_ray(
+    job: JobConfig, address: str | None, progress: Progress
+) -> tuple[CacheEntry, BuildBeside | None]:
+    """As `entry_or_build`; Ray starts while the entry is looked up."""
     ray_there = starting(address, need_cpus=cpus_held(job))
     try:
-        entry = enrich(job, address=address, progress=progress)
+        found = entry_or_build(job, address, progress)
     finally:
         if not ray_there.done():
             progress(Tick("start", 0, None, "", waiting="starting Ray"))
         wait([ray_there])
     ray_there.result()
-    return entry
+    return found
 
 
 def _goal(job: JobConfig) -> dict[str, Any]:
@@ -146,6 +159,7 @@ class _Run:
     job: JobConfig
     folder: RunFolder
     entry: CacheEntry
+    build: BuildBeside | None  # of the entry, where it grows
     checkpoint: Checkpoint | None
     progress: Progress
     begin: float
@@ -185,6 +199,9 @@ class _Run:
         )  # fmt: skip
         setup = group.start_setup()  # the workers import and build while the server opens the entry
         try:
+            if self.build is not None:
+                step = 0 if self.checkpoint is None else self.checkpoint.step
+                start_build(job, self.build, step, address, self.progress)
             # a server that is not detached lives as long as its handle
             server = serve_entry(
                 job, self.entry, address=address, detached=job.server.detached, trainer_node=group.node_id
@@ -194,6 +211,8 @@ class _Run:
                     client.collate_on(group.node_ids())
                 return self._train(client, group, setup)
         finally:
+            if self.build is not None:
+                self.build.stop()
             group.stop()
             if not was_there and not job.server.detached and job.server.name in server_names():
                 stop_server(job.server.name)
@@ -224,6 +243,8 @@ class _Run:
         loop_s = time.perf_counter() - loop_begin
         resumed = start if self.checkpoint is not None else None
         finished = client.frontier == stop
+        if self.build is not None and client.frontier >= per_epoch:
+            self.build.wait()  # all slices are there; what is left is the manifest
         return write_summary(
             self.folder,
             self.entry,
@@ -291,6 +312,8 @@ class _Run:
 
     def _finish(self, client: BatchClient, group: WorkerGroup, started: _Started, books: RunLog) -> None:
         results = group.finish_step(started.running)
+        if self.build is not None:
+            self.build.check()
         step_s = time.perf_counter() - max(started.begin, self.last_end)
         self.last_end = time.perf_counter()
         stall_s = max(_stall_s(rank, started.waited_s) for rank in results)

@@ -1,0 +1,104 @@
+"""How long a run waits for its first step: trained while the entry is built, and after it was built.
+
+    python benchmarks/first_step.py ../shared/data/sgd_train.jsonl --tokenizer DIR [--mb 1000] [--steps 20]
+
+A file of `--mb` MB is made by repeating the rows with other numbers in their texts. Each line of the table is a fresh process with an empty cache
+that trains a tiny model for so many steps, once with `plan.shuffle: window` and once with `full`; times are from the start of the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import show
+
+
+def repeated(source: Path, target: Path, num_bytes: int) -> None:
+    """Write the rows of a file again and again, each time with other numbers."""
+    lines, written, round_ = source.read_text().splitlines(), 0, 0
+    with target.open("w") as file:
+        while written < num_bytes:
+            for line in lines:
+                changed = re.sub(
+                    r'("content": "[^"]{0,40})', rf"\g<1> {round_ * 7919 % 100_003} ", line, count=1
+                )
+                written += file.write(changed + "\n")
+                if written >= num_bytes:
+                    return
+            round_ += 1
+
+
+def child(job: str) -> None:
+    """One run; prints when steps were trained."""
+    begin, at = float(os.environ["FIRST_STEP_BEGIN"]), []
+    from raysvc.training.train_loop import train
+
+    def stop() -> bool:
+        at.append(time.time() - begin)
+        return False
+
+    summary = train(job, should_stop=stop)
+    print(json.dumps({"at": at, "stalls": summary["stalls"]["by_cause"], "end": time.time() - begin}))
+
+
+def measured(folder: Path, rows: Path, tokenizer: str, shuffle: str, steps: int) -> dict[str, Any]:
+    """One line of the table."""
+    job = {
+        "source": {"path": str(rows), "format": "chat"},
+        "tokenizer": tokenizer,
+        "max_length": 512,
+        "truncation": "keep_start",
+        "cache": {"root": str(folder / f"cache-{shuffle}")},
+        "plan": {"batch_size": 32, "shuffle": shuffle},
+        "server": {"name": f"first-{shuffle}"},
+        "trainer": {"dp_size": 1, "model": "tiny", "run_dir": str(folder / shuffle), "max_steps": steps},
+    }
+    path = folder / f"{shuffle}.json"
+    path.write_text(json.dumps(job))
+    environment = {**os.environ, "FIRST_STEP_BEGIN": str(time.time()), "RAY_ADDRESS": "local"}
+    command = [sys.executable, __file__, "--child", str(path)]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    found = json.loads(said.splitlines()[-1])
+    return {
+        "shuffle": shuffle,
+        "first step asked for s": round(found["at"][0], 1),
+        f"step {steps} s": round(found["at"][-1], 1),
+        "end s": round(found["end"], 1),
+        "waited for rows s": round(found["stalls"].get("rows not tokenized yet", 0.0), 1),
+    }
+
+
+def main() -> None:
+    """Make the rows, measure, print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("rows", type=Path, nargs="?")
+    parser.add_argument("--tokenizer")
+    parser.add_argument("--mb", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--child")
+    arguments = parser.parse_args()
+    if arguments.child:
+        child(arguments.child)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows.jsonl"
+        repeated(arguments.rows, rows, arguments.mb * 10**6)
+        table = [
+            measured(Path(folder), rows, arguments.tokenizer, shuffle, arguments.steps)
+            for shuffle in ("window", "full")
+        ]
+    show(f"The first step of {arguments.mb} MB", table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Training and serving while the entry is built: the list in `raysvc.build.build_beside`, with real builds."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raysvc
+from raysvc.actors.launch import stop_server
+from raysvc.build.job_plan import plan_of
+from raysvc.cache.find import find_entry
+from raysvc.cache.store.open import open_store
+from raysvc.job.job_file import load_job
+
+from .test_windowed_job import conversations, job_file
+
+PLAN = {"batch_size": 8, "mini_batch_size": 4, "shuffle": "window(3)", "epochs": 2, "layout": "packed"}
+PLAN["micro_batch_tokens"] = 512
+
+
+def windowed(folder: Path, sample: dict[str, str], name: str, cache: str, **sections: Any) -> Path:
+    rows = folder / "talk.jsonl"
+    if not rows.exists():
+        conversations(folder, "talk", 60, 3)
+    trainer = {"dp_size": 2, "model": "tiny", "run_dir": str(folder / name), "checkpoint_every_steps": 3}
+    place = folder / name
+    place.mkdir(exist_ok=True)
+    more = {
+        "plan": PLAN,
+        "server": {"name": name},
+        "trainer": trainer,
+        "cache": {"root": str(folder / cache)},
+    }
+    path = job_file(folder, sample, rows, **{**more, **sections})
+    return path.rename(place / "job.yaml")
+
+
+def logged(folder: Path, name: str) -> tuple[list[str], list[tuple[float, int]]]:
+    """Row log, and loss and tokens of every step."""
+    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return (folder / name / "rows.jsonl").read_text().splitlines(), [
+        (one["loss"], one["tokens"]) for one in lines
+    ]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_run_trains_while_its_entry_is_built_and_both_are_what_they_would_be(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    ahead = windowed(tmp_path, sample, "ahead", "ahead-cache")
+    built = raysvc.tokenize(load_job(ahead))
+    whole = raysvc.train(ahead)
+    assert whole["cache"]["hit"]
+    beside = raysvc.train(windowed(tmp_path, sample, "beside", "beside-cache"))
+    assert not beside["cache"]["hit"]
+    assert logged(tmp_path, "ahead") == logged(tmp_path, "beside")
+    entry = find_entry(open_store(str(tmp_path / "beside-cache")), built.key)
+    assert entry is not None
+    assert entry.table().equals(built.table())
+    sums = [[part.checksum for part in one.manifest.parts] for one in (entry, built.entry)]  # type: ignore[union-attr]
+    assert sums[0] == sums[1]
+    hit = raysvc.train(windowed(tmp_path, sample, "hit", "beside-cache"))
+    assert hit["cache"]["hit"]
+    assert logged(tmp_path, "hit") == logged(tmp_path, "ahead")
+
+
+SLOW = """
+import sys, threading, time
+def patch():
+    while not hasattr(sys.modules.get("raysvc.pipelines.tokenize"), "build_graph"):
+        time.sleep(0.01)
+    module = sys.modules["raysvc.pipelines.tokenize"]
+    build = module.build_slice
+    module.build_slice = lambda *arguments: (time.sleep(0.7), build(*arguments))[1]
+threading.Thread(target=patch, daemon=True).start()
+"""
+
+KILLED = """
+import os, signal, sys
+import ray, raysvc
+from raysvc.actors.launch import find_server
+from raysvc.pipelines.shared_build import NAMESPACE
+steps = []
+def stop():
+    steps.append(1)
+    if sys.argv[2] == "trainer":
+        if len(steps) == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return False
+    if len(steps) == 4:
+        ray.kill(find_server("killed"), no_restart=False)
+    if len(steps) == 6:
+        for one in ray.util.list_named_actors(all_namespaces=True):
+            if one["namespace"] == NAMESPACE:
+                ray.kill(ray.get_actor(one["name"], namespace=NAMESPACE))
+                print("killed the builder")
+    return False
+print(raysvc.train(sys.argv[1], should_stop=stop)["stalls"]["by_cause"])
+"""
+
+
+@pytest.mark.slow
+def test_kills_of_trainer_server_and_builder_change_no_step(tmp_path: Path, sample: dict[str, str]) -> None:
+    """A slice takes its builder 0.7 s more here, so that 100 of them are in the making while 24 steps are trained."""
+    rows = conversations(tmp_path, "talk", 4000, 1)
+    plan = {"batch_size": 40, "shuffle": "window(2)", "epochs": 1}
+    trainer = {
+        "dp_size": 1,
+        "model": "tiny",
+        "checkpoint_every_steps": 4,
+        "max_steps": 40,
+        "lr_schedule": "cosine",
+    }
+    slices = {"slice_mb": rows.stat().st_size / 100 / 1e6}
+
+    def job(name: str) -> Path:
+        own = {**trainer, "run_dir": str(tmp_path / name)}
+        return windowed(tmp_path, sample, name, "killed-cache", plan=plan, workers=slices, trainer=own)
+
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(SLOW)
+    environment = {
+        **os.environ,
+        "RAY_ADDRESS": "local",
+        "PYTHONPATH": f"{site}:{os.environ.get('PYTHONPATH', '')}",
+    }
+
+    def run(what: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", KILLED, str(job("killed")), what]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+
+    died = run("trainer")
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert list((tmp_path / "killed-cache").glob("*/receipt-*")), "steps were trained without rows"
+    assert not list((tmp_path / "killed-cache").glob("*/manifest.json")), "the build should be in its middle"
+    went_on = run("others")
+    assert went_on.returncode == 0, went_on.stderr
+    entry = raysvc.tokenize(load_job(job("ahead")))  # goes on with what the runs have built
+    assert len(entry.entry.manifest.parts) > 90  # type: ignore[union-attr]
+    plan = plan_of(load_job(job("ahead")), entry)
+    lines = [json.loads(line) for line in logged(tmp_path, "killed")[0]]
+    assert [(line["step"], line["mini"]) for line in lines] == [(step, 0) for step in range(24)]
+    for line in lines:
+        assert line["row_ids"] == plan.step(line["step"], 1).mini_batches[0].row_ids.tolist()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_build_that_fails_ends_the_run_with_its_own_error(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    conversations(tmp_path, "talk", 60, 3)
+    rows = tmp_path / "talk.jsonl"
+    lines = rows.read_text().splitlines()
+    rows.write_text("".join(line + "\n" if n % 2 else "not json\n" for n, line in enumerate(lines)))
+    with pytest.raises(raysvc.errors.QuarantineExceeded):
+        raysvc.train(windowed(tmp_path, sample, "bad", "bad-cache"))
+
+
+@pytest.mark.ray
+def test_a_server_answers_while_its_entry_is_built_and_says_what_a_finished_one_says(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    job = windowed(tmp_path, sample, "served", "served-cache")
+    handle = raysvc.serve(job)
+    try:
+        assert handle.build is not None
+        with raysvc.attach("served", dp_size=2) as client:
+            rows = [
+                [mini.info.row_ids.tolist() for mini in step.mini_batches if mini.info] for step in client
+            ]
+        handle.build.wait()
+    finally:
+        stop_server("served")
+    again = raysvc.serve(job)
+    try:
+        assert again.build is None
+        assert again.schedule == handle.schedule
+        with raysvc.attach("served", dp_size=1) as client:
+            client.rewind(0)
+            assert rows == [
+                [mini.info.row_ids.tolist() for mini in step.mini_batches if mini.info] for step in client
+            ]
+    finally:
+        stop_server("served")
