@@ -109,9 +109,8 @@ def _sheets(
         block[stop - size : stop - size + count].view(dtype).reshape(shape)
         for shape, dtype, count, size, stop in zip(shapes, dtypes, counts, sizes, accumulate(sizes), strict=True)
     ]  # fmt: skip
-    starts = np.append(source.firsts, len(source.trained))[geometry.rows]
     fill = fill_lines if geometry.layout in SEVERAL_ROWS else fill_rows
-    fill(columns, flat[: len(columns)], starts, geometry)
+    fill(columns, flat[: len(columns)], source.offsets, geometry)
     for one, sheet in zip(wide, flat[len(columns) :], strict=True):
         fill_wide(one, sheet, geometry)
     return {column.name: geometry.by_rank(cells) for column, cells in zip(every, flat, strict=True)}

@@ -37,28 +37,31 @@ class Column:
         pad: in every cell without a token, and in the cells of dummies.
         values: [T], one value per token; None: it follows from where the tokens lie (`attention_mask`,
             `position_ids`, `segment_ids`; a dummy has them like a row).
-        where: uint8 [T], 0 where the pad stands instead of an integer value; None: nowhere.
     """
 
     name: str
     dtype: np.dtype[np.generic]
     pad: float | int
     values: Array | None = None
-    where: npt.NDArray[np.uint8] | None = None
 
-    def with_slack(self, before: int, after: int) -> Array:
-        """[before + T + after], the values between pads."""
+    def with_pads(self, count: int) -> Array:
+        """[T + count], the values and pads after them."""
         assert self.values is not None
-        out = np.empty(before + len(self.values) + after, self.dtype)
-        body = out[before : before + len(self.values)]
-        out[:before] = self.pad
-        body[...] = self.values
-        if self.where is not None:  # without a branch per token
-            body -= self.pad
-            body *= self.where
-            body += self.pad
-        out[before + len(self.values) :] = self.pad
+        out = np.empty(len(self.values) + count, self.dtype)
+        out[: len(self.values)] = self.values
+        out[len(self.values) :] = self.pad
         return out
+
+    @property
+    def pad_bits(self) -> np.unsignedinteger[Any]:
+        """[], the bits of the pad."""
+        bits: np.unsignedinteger[Any] = np.full(1, self.pad, self.dtype).view(bits_of(self.dtype))[0]
+        return bits
+
+
+def bits_of(dtype: np.dtype[Any]) -> np.dtype[np.unsignedinteger[Any]]:
+    """The unsigned integers as long as numbers of `dtype`."""
+    return np.dtype(f"u{dtype.itemsize}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +128,7 @@ def _column(source: FlatRows, name: str, pad: float | int) -> Column:
     if name == "input_ids":
         return Column(name, int32, pad, source.tokens(name))
     if name == "labels":
-        return Column(name, int32, IGNORED, source.tokens("input_ids"), where=source.trained)
+        return Column(name, int32, IGNORED, _labels(source))
     if name == "loss_mask":
         return Column(name, uint8, 0, source.trained)
     if name == "attention_mask":
@@ -134,3 +137,12 @@ def _column(source: FlatRows, name: str, pad: float | int) -> Column:
         return Column(name, int32, 0)
     values = source.tokens(name)
     return Column(name, values.dtype, scalar_of(pad, BF16) if values.dtype == BF16 else pad, values)
+
+
+def _labels(source: FlatRows) -> npt.NDArray[np.int32]:
+    """int32 [T], ids of targets, and IGNORED; bits in place of a branch per token."""
+    targets = np.negative(source.trained.view(np.int8)).astype(np.int32)  # all bits 1, or 0
+    labels = source.tokens("input_ids").astype(np.int32) ^ np.int32(IGNORED)
+    labels &= targets
+    labels ^= np.int32(IGNORED)
+    return labels

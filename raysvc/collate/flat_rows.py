@@ -42,9 +42,14 @@ class FlatRows:
         return self.mini.lengths.astype(np.int64)
 
     @cached_property
+    def offsets(self) -> Int64s:
+        """int64 [N + 1], index among the used tokens of each row's first one, and T."""
+        return offsets_of(self.lengths)
+
+    @property
     def firsts(self) -> Int64s:
         """int64 [N], index among the used tokens of each row's first one."""
-        return offsets_of(self.lengths)[:-1]
+        return self.offsets[:-1]
 
     @cached_property
     def _picked(self) -> Int64s | None:

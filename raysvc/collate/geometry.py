@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -113,7 +113,10 @@ def geometry_of(
 
     # 3
     micro_starts = np.concatenate(
-        [line_bounds[rank] + [start for start, _ in plan.micro_batches] for rank, plan in enumerate(ranks)]
+        [
+            first + [start for start, _ in plan.micro_batches]
+            for first, plan in zip(line_bounds, ranks, strict=False)
+        ]
     )
     micro_widths = _up(np.maximum(np.maximum.reduceat(used, micro_starts), 1), pad_to_multiple)
     line_tokens = np.add.reduceat(lengths, line_starts[:-1])
@@ -147,8 +150,11 @@ def geometry_of(
 def _micro_batches(
     ranks: Sequence[RankPlan], bounds: Int64s, widths: Int64s, tokens: Int64s
 ) -> tuple[tuple[MicroBatch, ...], ...]:
-    starts, stops = zip(*(micro for plan in ranks for micro in plan.micro_batches), strict=True)
-    every = tuple(map(MicroBatch, starts, stops, widths.tolist(), tokens.tolist()))
+    starts, stops = zip(*chain.from_iterable(plan.micro_batches for plan in ranks), strict=True)
+    of_lines = zip(starts, stops, widths.tolist(), tokens.tolist(), strict=True)
+    every = tuple(
+        map(tuple.__new__, repeat(MicroBatch), of_lines)
+    )  # a third of the time of calling MicroBatch
     return tuple(every[start:stop] for start, stop in pairwise(bounds.tolist()))
 
 

@@ -31,6 +31,8 @@ PLANS: list[dict[str, Any]] = [
     {"layout": "stream", "window": 7},
 ]
 
+LAYOUTS = ("padded_right", "padded_left", "packed")
+
 
 def numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
     raw = rng.integers(0, 2 if dtype == "bool" else 100, shape)
@@ -122,6 +124,38 @@ def check_shard(
         micro = shard.micro(index)
         assert micro["wide"].shape == (*micro["input_ids"].shape, *shape)
         assert micro["vector"].shape == (len(micro["seq_lengths"]), 3)
+
+
+@settings(deadline=None, max_examples=120)
+@given(st.data())
+def test_a_column_of_any_type_keeps_its_bits_and_its_pads_are_the_bits_of_the_pad(data: Any) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=9))
+    dtype, layout = data.draw(st.sampled_from([*DTYPES, "float64"])), data.draw(st.sampled_from(LAYOUTS))
+    kind, rng = numpy_dtype(dtype), np.random.default_rng(len(lengths))
+    total = sum(lengths)
+    raw = rng.integers(0, 256, total * kind.itemsize, np.uint8).view(
+        kind
+    )  # NaNs and negative zeros among them
+    values = numbers(rng, (total,), dtype) if dtype == "bool" else raw
+    pads = [0, 1] if dtype in ("bool", "uint8", "int16", "int64") else [0, -1.5, float("nan")]
+    pad = data.draw(st.sampled_from(pads))
+    batch = RowBatch(
+        np.arange(len(lengths)), np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        {"input_ids": np.zeros(total, np.int32), "loss_mask": np.ones(total, np.uint8), "own": values}, {},
+    )  # fmt: skip
+    config = PlanConfig(batch_size=len(lengths), shuffle="none", micro_batch_tokens=40, layout=layout)
+    [mini] = Plan(config, batch.lengths).step(0, data.draw(st.integers(1, 4))).mini_batches
+    shards = collate_mini_batch(
+        batch, mini, step=0, mini_index=0, layout=layout, pad_token_id=1, columns=("input_ids", "own"),
+        pad_values={"own": pad}, align=data.draw(st.sampled_from([1, 4])), pad_to_multiple=data.draw(st.sampled_from([1, 16])),
+    )  # fmt: skip
+    for shard in shards:
+        own = shard.arrays["own"]
+        expected = np.full(own.size, bf16_of([pad])[0] if dtype == "bfloat16" else pad, own.dtype)
+        for row, cell in zip(shard.row_ids.tolist(), cells_of(shard).tolist(), strict=True):
+            if row >= 0:
+                expected[cell : cell + lengths[row]] = values[batch.offsets[row] : batch.offsets[row + 1]]
+        assert own.tobytes() == expected.tobytes()
 
 
 def test_windows_of_a_stream_cut_all_columns_alike() -> None:
