@@ -18,75 +18,47 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from itertools import accumulate
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from raysvc.collate.columns import IGNORED
+from raysvc.collate.fill_padded import RowMask
 from raysvc.collate.loss_weights import loss_scale, row_weights, token_weights
 from raysvc.collate.reused_memory import ReusedMemory
 from raysvc.collate.shard import Array, Shard, Wire, read_shard
-from raysvc.errors import ConfigError
-from raysvc.job.carried import BF16, dtype_name, scalar_of
-from raysvc.job.config import Reduction as OurReduction
+from raysvc.integrations.skyrl_rules import (
+    REDUCTIONS,
+    THEIR_NAMES,
+    WHOLE_ROW,
+    BatchRules,
+    Common,
+    Reduction,
+    common_shape,
+    others_of,
+    starts_of,
+    targets_of,
+)
+from raysvc.job.carried import BF16, scalar_of
 from raysvc.plan.rank_plan import DUMMY_LENGTH
-from raysvc.ragged import offsets_of
 
 if TYPE_CHECKING:
     import torch
 
-Reduction = Literal["token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"]
-REDUCTIONS: dict[str, OurReduction] = {
-    "token_mean": "token_mean",
-    "sequence_mean": "sequence_mean",
-    "seq_mean_token_sum_norm": "constant",
-    "prompt_mean": "prompt_mean",
-}
-THEIR_NAMES = {
-    "old_logprobs": "action_log_probs",
-    "ref_logprobs": "base_action_log_probs",
-    "old_values": "values",
-}
-WHOLE_ROW = ("rollout_expert_indices", "router_padding_mask")  # [B, L, ...] in SkyRL too
-OURS = {"input_ids", "attention_mask", "position_ids", "labels", "loss_mask", "segment_ids"}
-OURS |= {"seq_lengths", "row_tokens", "row_group", "row_group_rows", "row_group_tokens"}
-OURS |= {"cu_seqlens", "cu_seqlens_offsets"}
+__all__ = [
+    "BatchRules",
+    "Common",
+    "TrainingInput",
+    "batch_refs",
+    "common_shape",
+    "training_batch",
+    "training_input",
+]
 MEMORY = ReusedMemory(small_bytes=1 << 20)
 _LINE = 64  # bytes; every column begins at a multiple of it
-
-
-@dataclass(frozen=True)
-class BatchRules:
-    """How a batch is made of a shard.
-
-    Attributes:
-        reduction: SkyRL's `loss_reduction`; None leaves the loss mask and the advantages as they are.
-        prompt_tokens: the per-row column that says where a row's response begins.
-        max_seq_len: c tokens of `seq_mean_token_sum_norm`, SkyRL's `algorithm.max_seq_len`.
-    """
-
-    reduction: Reduction | None = "token_mean"
-    prompt_tokens: str = "prompt_tokens"
-    max_seq_len: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.reduction is not None and self.reduction not in REDUCTIONS:
-            what = f"{self.reduction!r} is not one of {', '.join(REDUCTIONS)}"
-            raise ConfigError(
-                "reduction", what, "use one of them; token_mean_legacy depends on micro-batches"
-            )
-        if self.reduction == "seq_mean_token_sum_norm" and not (self.max_seq_len and self.max_seq_len > 0):
-            raise ConfigError("max_seq_len", f"is {self.max_seq_len!r}", "give SkyRL's algorithm.max_seq_len")
-
-
-class Common(NamedTuple):
-    """What the batches of all ranks of a mini-batch have in common: B, L and A."""
-
-    rows: int
-    width: int
-    response: int
 
 
 def batch_refs(
@@ -195,115 +167,40 @@ def training_input(
     return (_packed if shard.layout == "packed" else _padded)(shard, common, rules)
 
 
-def common_shape(shards: Sequence[Shard], rules: BatchRules | None = None) -> Common:
-    """Of the mini-batch whose shards these are.
-
-    Raises:
-        ConfigError: as `training_input`.
-    """
-    rules = rules or BatchRules()
-    for shard in shards:
-        _check(shard, rules)
-    lines = [shard.arrays["input_ids"].shape for shard in shards]
-    rows, width = max(shape[0] for shape in lines), max(shape[1] for shape in lines)
-    if shards[0].layout == "packed":
-        return Common(rows, width, width - 1)
-    responses = [shard.arrays["seq_lengths"] - _starts(shard, rules) for shard in shards]
-    return Common(rows, width, max(1, *(int(each.max()) for each in responses)))
-
-
-def _check(shard: Shard, rules: BatchRules) -> None:
-    if shard.layout not in ("padded_left", "packed"):
-        what = f"is {shard.layout}, and SkyRL pads on the left or packs"
-        raise ConfigError("plan.layout", what, "use plan.layout=padded_left, or packed")
-    names = _others(shard, rules)
-    for name in names:
-        values = shard.arrays[name]
-        if name in shard.row_vectors or values.dtype.kind == "U":
-            what = f"{name!r} is {dtype_name(values.dtype)} {list(values.shape)}: no number per row or token"
-            raise ConfigError("plan.columns", what, "leave it out; SkyRL's batch has no place for it")
-    if shard.layout == "packed":
-        if names:
-            what = f"{', '.join(names)} with layout: packed, and SkyRL packs tokens and loss masks only"
-            raise ConfigError("plan.columns", what, "leave them out, or use plan.layout=padded_left")
-        return
-    starts, real = _starts(shard, rules), shard.row_ids >= 0
-    if rules.prompt_tokens not in shard.arrays:
-        if inside := [name for name in names if name not in WHOLE_ROW]:
-            what = f"{', '.join(inside)} belong to responses, and no column says where those begin"
-            remedy = f"add a per-row column {rules.prompt_tokens!r}, the tokens before the response"
-            raise ConfigError("plan.columns", what, remedy)
-    elif bool(((starts < 1) | (starts > shard.arrays["seq_lengths"]))[real].any()):
-        row = int(np.flatnonzero(real & ((starts < 1) | (starts > shard.arrays["seq_lengths"])))[0])
-        what = f"is {int(starts[row])} for a row of {int(shard.arrays['seq_lengths'][row])} tokens"
-        raise ConfigError(rules.prompt_tokens, what, "a response begins after at least one token")
-    elif bool((_first_targets(shard) < starts)[real].any()):
-        row = int(shard.row_ids[np.flatnonzero(real & (_first_targets(shard) < starts))[0]])
-        what = f"row {row} has a target before its response"
-        raise ConfigError(rules.prompt_tokens, what, "mask the prompt, or begin the response earlier")
-
-
-def _others(shard: Shard, rules: BatchRules) -> list[str]:
-    return [name for name in shard.arrays if name not in OURS and name != rules.prompt_tokens]
-
-
-def _targets(shard: Shard) -> Array:
-    """bool [B, L]."""
-    if "loss_mask" in shard.arrays:
-        return shard.arrays["loss_mask"].view(np.bool_)
-    return np.asarray(shard.arrays["labels"] != IGNORED)
-
-
-def _first_targets(shard: Shard) -> Array:
-    """int [S], tokens of each row before its first target; all of them where it has none."""
-    targets = _targets(shard)
-    first = targets.argmax(axis=1) - (targets.shape[1] - shard.arrays["seq_lengths"])
-    return np.where(shard.arrays["row_tokens"] > 0, first, shard.arrays["seq_lengths"])
-
-
-def _starts(shard: Shard, rules: BatchRules) -> Array:
-    """int [S], tokens of each row before its response; all of a dummy's."""
-    starts = shard.arrays.get(rules.prompt_tokens)
-    if starts is None:
-        return _first_targets(shard)
-    return np.where(shard.row_ids >= 0, starts, shard.arrays["seq_lengths"])
-
-
 def _padded(shard: Shard, common: Common, rules: BatchRules) -> TrainingInput:
     rows, width, response = common
-    arrays = shard.arrays
-    lengths = _filled(arrays["seq_lengths"][:, None], (rows, 1), pad=DUMMY_LENGTH)
-    weights = None if rules.reduction is None else _filled(_row_weights(shard, rules)[:, None], (rows, 1))
+    arrays, names = shard.arrays, others_of(shard, rules)
+    weights = None if rules.reduction is None else _each(_row_weights(shard, rules), rows, 0)[:, None]
     in_loss_mask = weights is not None and "advantages" not in arrays
-    ids, attention, mask, in_response = _room(
-        (rows, width, np.int64),
-        (rows, width, np.int64),
-        (rows, response, np.float32),
-        (rows, response, np.int64),
+    lengths = _each(arrays["seq_lengths"], rows, DUMMY_LENGTH)
+    columns = _room(
+        sequences=((rows, width), np.int64),
+        attention_mask=((rows, width), np.int64),
+        loss_mask=((rows, response), np.float32),
+        **({"response_mask": ((rows, response), np.int64)} if rules.prompt_tokens in arrays else {}),
+        **{THEIR_NAMES.get(name, name): _shape_of(name, arrays[name], common) for name in names},
     )
-    factor = weights if in_loss_mask else None
-    columns = {
-        "sequences": _filled(arrays["input_ids"], (rows, width), pad=shard.pad_token_id, out=ids),
-        "attention_mask": _last_ones(lengths, attention),
-        "loss_mask": _filled(_targets(shard), (rows, response), factor=factor, out=mask),
-    }
+    _fill(arrays["input_ids"], columns["sequences"], pad=shard.pad_token_id)
+    _last_ones(lengths, columns["attention_mask"])
+    _fill(targets_of(shard), columns["loss_mask"], factor=weights if in_loss_mask else None)
     if rules.prompt_tokens in arrays:
-        starts = _filled(_starts(shard, rules)[:, None], (rows, 1), pad=DUMMY_LENGTH)
-        columns["response_mask"] = _last_ones(lengths - starts, in_response)
-        outside = in_response == 0
-    for name in _others(shard, rules):
-        values, theirs = arrays[name], THEIR_NAMES.get(name, name)
-        if name in WHOLE_ROW:
-            columns[name] = _filled(values, (rows, width))
-            continue
-        if values.ndim > 1:
-            cells = _filled(values, (rows, response))
+        counts = lengths - _each(starts_of(shard, rules), rows, DUMMY_LENGTH)
+        _last_ones(counts, columns["response_mask"])
+        inside = RowMask(counts.astype(np.int64), response, left=True)
+    for name in names:
+        values, cells = arrays[name], columns[THEIR_NAMES.get(name, name)]
+        if name in WHOLE_ROW or values.ndim > 2:
+            _fill(values, cells)
+            if name not in WHOLE_ROW:
+                cells[inside.bits(np.dtype(np.uint8)) == 0] = np.zeros((), cells.dtype)
+        elif values.ndim == 2:
+            _fill(values, cells, inside=inside)
         else:
-            cells = np.repeat(_filled(values[:, None], (rows, 1)), response, axis=1)
+            cells[...] = inside.spread(_each(values.astype(cells.dtype, copy=False), rows, 0))
             if name == "rewards":
                 cells[:, :-1] = 0
-        cells[outside] = np.zeros((), cells.dtype)
-        columns[theirs] = cells if name != "advantages" or weights is None else cells * weights
+        if name == "advantages" and weights is not None:
+            columns[name] = cells * weights
     return TrainingInput(_tensors(columns), response, _ids(shard.row_ids, rows))
 
 
@@ -313,22 +210,34 @@ def _packed(shard: Shard, common: Common, rules: BatchRules) -> TrainingInput:
     rows, width, response = common
     arrays = shard.arrays
     lines = len(arrays["input_ids"])
-    next_is_target = _targets(shard)[:, 1:]
-    ids, attention, mask = _room(
-        (rows, width, np.int64), (rows, width, np.int64), (rows, response, np.float32)
+    columns = _room(
+        sequences=((rows, width), np.int64),
+        attention_mask=((rows, width), np.int64),
+        loss_mask=((rows, response), np.float32),
     )
-    pad, factor = shard.pad_token_id, _line_weights(shard, rules)
-    columns = {
-        "sequences": _filled(arrays["input_ids"], (rows, width), pad=pad, left=False, out=ids),
-        "attention_mask": _filled(arrays["segment_ids"] > 0, (rows, width), left=False, out=attention),
-        "loss_mask": _filled(next_is_target, (rows, response), left=False, factor=factor, out=mask),
-    }
+    _fill(arrays["input_ids"], columns["sequences"], pad=shard.pad_token_id, left=False)
+    _fill(np.minimum(arrays["segment_ids"], 1), columns["attention_mask"], left=False)
+    _fill(targets_of(shard)[:, 1:], columns["loss_mask"], left=False, factor=_line_weights(shard, rules))
     columns["attention_mask"][lines:, :DUMMY_LENGTH] = 1
     of_line = np.diff(arrays["cu_seqlens_offsets"].astype(np.int64)) - 1  # rows
     by_line = np.split(arrays["seq_lengths"].astype(np.int64), np.cumsum(of_line)[:-1])
     by_line += [np.array([DUMMY_LENGTH])] * (rows - lines)
     row_ids = _ids(shard.row_ids, len(shard.row_ids) + rows - lines)
     return TrainingInput(_tensors(columns), response, row_ids, tuple(map(torch.from_numpy, by_line)))
+
+
+def _shape_of(name: str, values: Array, common: Common) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Of the batch's column of an array per row or token."""
+    width = common.width if name in WHOLE_ROW else common.response
+    dtype = np.dtype(np.float32) if values.dtype in (np.float64, np.float16) else values.dtype
+    return (common.rows, width, *values.shape[2:]), dtype
+
+
+def _each(values: Array, rows: int, pad: int) -> Array:
+    """[rows], `values` and as many pads as are missing."""
+    return (
+        values if len(values) == rows else np.append(values, np.full(rows - len(values), pad, values.dtype))
+    )
 
 
 def _row_weights(shard: Shard, rules: BatchRules) -> Array:
@@ -346,55 +255,66 @@ def _line_weights(shard: Shard, rules: BatchRules) -> Array | None:
     ours = REDUCTIONS[rules.reduction]
     if ours in ("token_mean", "constant"):
         return np.array(loss_scale(shard.denominators, 1, ours, constant=rules.max_seq_len), np.float32)
-    as_labels = {**shard.arrays, "labels": np.where(_targets(shard), 0, IGNORED)}
+    as_labels = {**shard.arrays, "labels": np.where(targets_of(shard), 0, IGNORED)}
     return token_weights(as_labels, shard.denominators, ours, constant=rules.max_seq_len)[:, 1:]
 
 
-def _room(*columns: tuple[int, int, npt.DTypeLike]) -> list[Array]:
+def _room(**columns: tuple[tuple[int, ...], npt.DTypeLike]) -> dict[str, Array]:
     """Arrays of these shapes and types, in one block that is used again when the batch in it is gone."""
-    sizes = [-(-rows * width * np.dtype(dtype).itemsize // _LINE) * _LINE for rows, width, dtype in columns]
-    block, starts = MEMORY.take(sum(sizes)), offsets_of(sizes).tolist()
-    return [
-        block[start : start + rows * width * np.dtype(dtype).itemsize].view(dtype).reshape(rows, width)
-        for start, (rows, width, dtype) in zip(starts, columns, strict=False)
-    ]
+    dtypes = [np.dtype(dtype) for _, dtype in columns.values()]
+    sizes = [prod(shape) * dtype.itemsize for (shape, _), dtype in zip(columns.values(), dtypes, strict=True)]
+    ends = list(accumulate(-(-size // _LINE) * _LINE for size in sizes))
+    block = MEMORY.take(ends[-1])
+    return {
+        name: block[start : start + size].view(dtype).reshape(shape)
+        for (name, (shape, _)), dtype, size, start in zip(
+            columns.items(), dtypes, sizes, [0, *ends], strict=False
+        )
+    }
 
 
-def _last_ones(counts: Array, out: Array) -> Array:
-    """`out` [B, w], with 1 in the last `counts` [B, 1] columns of each row, 0 elsewhere."""
+def _last_ones(counts: Array, out: Array) -> None:
+    """1 in the last `counts` [B] columns of each row of `out` [B, w], 0 elsewhere."""
     import torch
 
     left = torch.arange(out.shape[1], 0, -1)
-    torch.le(left, torch.from_numpy(counts.astype(np.int64)), out=torch.from_numpy(out))
-    return out
+    torch.le(left, torch.from_numpy(counts.astype(np.int64)[:, None]), out=torch.from_numpy(out))
 
 
-def _filled(
+def _fill(
     values: Array,
-    shape: tuple[int, int],
+    out: Array,
     *,
     pad: int = 0,
     left: bool = True,
     factor: Array | None = None,
-    out: Array | None = None,
-) -> Array:
-    """[*shape, ...] with the last (`left`: else the first) columns of `values` [b, w, ...] in its first rows, `pad` elsewhere.
+    inside: RowMask | None = None,
+) -> None:
+    """The last (`left`: else the first) columns of `values` [b, w, ...] into the first rows of `out` [B, W, ...], `pad` elsewhere.
 
-    `factor` multiplies the values, [] or [b, w], or [shape[0], 1].
+    `factor` multiplies the values, [] or [b, w], or [B, 1]; zeros are outside of `inside` [B, W].
     """
-    if out is None:
-        dtype = np.float32 if values.dtype in (np.float64, np.float16) else values.dtype
-        out = np.empty((*shape, *values.shape[2:]), dtype)
-    rows, width = len(values), min(values.shape[1], shape[1])
-    of_out = slice(shape[1] - width, None) if left else slice(0, width)
-    of_values = slice(values.shape[1] - width, None) if left else slice(0, width)
-    beside = slice(0, shape[1] - width) if left else slice(width, None)
-    if factor is None:
-        out[:rows, of_out] = values[:, of_values]
+    rows, width = len(values), min(values.shape[1], out.shape[1])
+    edge, beside = slice(0, width), slice(width, None)
+    if left:
+        edge, beside = slice(out.shape[1] - width, None), slice(0, out.shape[1] - width)
+        values = values[:, values.shape[1] - width :]
     else:
-        np.multiply(values[:, of_values], factor[:rows] if factor.ndim else factor, out=out[:rows, of_out])
-    out[:rows, beside] = out[rows:] = scalar_of(pad, out.dtype)
-    return out
+        values = values[:, :width]
+    cells = out[:rows, edge]
+    if inside is None:
+        cells[...] = values
+    else:
+        bits = inside.bits(out.dtype)[:rows, edge]
+        np.bitwise_and(
+            values.astype(out.dtype, copy=False).view(bits.dtype), bits, out=cells.view(bits.dtype)
+        )
+    if factor is not None:
+        import torch  # an inner loop per row costs numpy more than the row
+
+        torch.from_numpy(cells).mul_(torch.from_numpy(factor[:rows] if factor.ndim else factor))
+    if cells.shape != out.shape:
+        out[:rows, beside] = out[rows:] = scalar_of(pad, out.dtype)
 
 
 def _tensors(columns: Mapping[str, Array]) -> dict[str, torch.Tensor]:

@@ -130,15 +130,84 @@ def test_columns_of_several_numbers_a_token_are_cut_as_the_others_are() -> None:
     assert columns["experts"].any(), "it is the batch's own memory"
 
 
+def by_hand(given: Shard, common: Any, name: str, dtype: Any) -> np.ndarray:
+    """[B, A, ...], a column of responses, row by row."""
+    values = given.arrays[name]
+    out = np.zeros((common.rows, common.response, *values.shape[2:]), dtype)
+    for row, (row_id, length, start) in enumerate(
+        zip(given.row_ids, given.arrays["seq_lengths"], given.arrays["prompt_tokens"], strict=True)
+    ):
+        count = int(length - start) if row_id >= 0 else 0
+        if not count:
+            continue
+        if values.ndim > 1:
+            out[row, -count:] = values[row, -count:]
+        elif name == "rewards":
+            out[row, -1] = values[row]
+        else:
+            out[row, -count:] = values[row]
+    return out
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_responses_are_cut_as_by_hand(seed: int) -> None:
+    """Of any type, also where a response is empty, a rank has one row, and the others are wider and have more."""
+    from raysvc.integrations.skyrl import BatchRules, Common, training_input
+    from raysvc.job.carried import BF16, bf16_of
+
+    rng = np.random.default_rng(seed)
+    rows, width = int(rng.integers(1, 6)), int(rng.integers(3, 12))
+    lengths = rng.integers(2, width + 1, rows).astype(np.int32)
+    starts = np.array([rng.integers(1, length + 1) for length in lengths], np.int32)
+    row_ids = np.where(rng.random(rows) < 0.2, -1, np.arange(rows))
+    types = {"a": np.float32, "b": np.float64, "c": np.int32, "d": np.int64, "e": np.uint8, "f": np.float16}
+    of_tokens = {name: rng.integers(0, 99, (rows, width)).astype(dtype) for name, dtype in types.items()}
+    of_rows = {name + "_row": rng.integers(0, 99, rows).astype(dtype) for name, dtype in types.items()}
+    of_tokens["a"][rng.random((rows, width)) < 0.3] = np.nan
+    more = {
+        **of_tokens,
+        **of_rows,
+        "h": bf16_of(rng.normal(size=(rows, width))),
+        "rewards": of_rows["b_row"] + 1,
+    }
+    zeros = np.zeros(rows, np.int32)
+    made = shard(
+        input_ids=np.ones((rows, width), np.int32), loss_mask=np.zeros((rows, width), np.uint8), seq_lengths=lengths,
+        prompt_tokens=starts, row_tokens=zeros, row_group=zeros, row_group_rows=zeros, row_group_tokens=zeros,
+        returns=None, old_logprobs=None, advantages=None, **more,
+    )  # fmt: skip
+    made = replace(made, row_ids=row_ids)
+    for values in made.arrays.values():
+        values.flags.writeable = False  # as from the object store
+    common = Common(
+        rows + int(rng.integers(3)), width + int(rng.integers(3)), int(rng.integers(width, width + 3))
+    )
+    columns = training_input(made, common, BatchRules(reduction=None)).columns
+    for name, values in more.items():
+        found, wanted = columns[name], values.dtype
+        if wanted in (np.float64, np.float16):
+            wanted = np.dtype(np.float32)
+        bits = found.view(torch.uint16).numpy().view(BF16) if values.dtype == BF16 else found.numpy()
+        assert bits.dtype == wanted
+        assert bits.tobytes() == by_hand(made, common, name, wanted).tobytes(), name
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [
         ({"state": np.zeros((4, 6), np.float32)}, r"'state' is .*: no number per row or token; leave it out"),
         ({"domain": np.array(["math", "code", "", ""])}, r"'domain' is .*: no number per row or token"),
         ({"prompt_tokens": None}, "rewards, .*no column says where those begin; add a per-row column 'prompt_tokens'"),
-        ({"prompt_tokens": np.array([0, 3, 1, 0])}, "is 0 for a row of 5 tokens; a response begins after at least one"),
-        ({"prompt_tokens": np.array([9, 3, 1, 0])}, "is 9 for a row of 5 tokens"),
+        ({"prompt_tokens": np.array([0, 3, 1, 0])}, "is 0 for row 7, which has 5 tokens; a response begins after at least one"),
+        ({"prompt_tokens": np.array([9, 3, 1, 0])}, "is 9 for row 7, which has 5 tokens"),
         ({"prompt_tokens": np.array([3, 3, 1, 0])}, "row 7 has a target before its response"),
+        ({"prompt_tokens": np.array([2, 3, 9, 0])}, "is 9 for row 9, which has 4 tokens"),
+        ({"prompt_tokens": np.array([2.0, 3.0, np.nan, 0.0])}, r"is float64 \[4\]; .* one integer per row"),
+        ({"prompt_tokens": np.ones((4, 6), np.int32)}, r"is int32 \[4, 6\]; .* one integer per row"),
+        ({"values": np.ones(4), "old_values": np.ones(4)}, "'values' and 'old_values' are both SkyRL's 'values'; leave one out"),
+        ({"response_mask": np.ones((4, 6), np.uint8)}, "'response_mask' is what SkyRL's batch has of its own; rename it"),
+        ({"pixel_values": np.ones((9, 6)), "pixel_values_bounds": np.arange(5)}, "'pixel_values' belongs to media"),
+        ({"sequences": np.ones((4, 6), np.int32)}, "'sequences' is what SkyRL's batch has of its own"),
     ],
 )  # fmt: skip
 def test_what_a_training_batch_has_no_place_for_is_named(change: dict[str, Any], what: str) -> None:
