@@ -32,6 +32,16 @@ def digest(shard: Any) -> str:
     return out.hexdigest()
 
 
+def made_of(spec: Any) -> dict[str, list[list[str]]]:
+    """Step -> [mini][rank], what a server of `spec` must deliver to one rank, made here without one."""
+    from raysvc.actors.server.entry_stream import EntryStream
+    from raysvc.actors.server.make_step import Recipe
+
+    source = EntryStream(spec.entry_uri, {}, Recipe(spec.plan, spec.pad_token_id))
+    steps = range(source.schedule.num_steps)
+    return {str(step): [[digest(shard)] for shard in source.make(step, (1,))[1]] for step in steps}
+
+
 def opened(step: Any) -> list[list[str]]:
     """[mini][rank], a hash of every shard of a step."""
     import ray

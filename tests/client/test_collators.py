@@ -216,7 +216,7 @@ cluster.shutdown()
 
 @pytest.mark.slow
 def test_a_lost_node_with_all_collators_and_their_shards_changes_no_byte(
-    entry: Callable[..., str], tmp_path: Path
+    entry: Callable[..., str], tmp_path: Path, streams: Any
 ) -> None:
     from raysvc.actors.server.spec import ServeSpec
     from raysvc.job.config import PlanConfig
@@ -233,21 +233,4 @@ def test_a_lost_node_with_all_collators_and_their_shards_changes_no_byte(
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     assert report["were_there"], "the shards of the step lay on the node that was lost"
-    assert report["got"] == made_here(spec)
-
-
-def made_here(spec: Any) -> dict[str, Any]:
-    """What must be delivered to one rank, made in this process without collators."""
-    import importlib.util
-
-    from raysvc.actors.server.entry_stream import EntryStream
-    from raysvc.actors.server.make_step import Recipe
-
-    loaded = importlib.util.spec_from_file_location("streams", HERE / "streams.py")
-    assert loaded is not None
-    assert loaded.loader is not None
-    streams = importlib.util.module_from_spec(loaded)
-    loaded.loader.exec_module(streams)
-    source = EntryStream(spec.entry_uri, {}, Recipe(spec.plan, spec.pad_token_id))
-    steps = range(source.schedule.num_steps)
-    return {str(step): [[streams.digest(shard)] for shard in source.make(step, (1,))[1]] for step in steps}
+    assert report["got"] == streams.made_of(spec)

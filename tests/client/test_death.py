@@ -201,7 +201,7 @@ cluster.shutdown()
 
 @pytest.mark.slow
 def test_a_lost_node_takes_nothing_with_it_and_the_server_moves_to_one_that_stays(
-    entry: Callable[..., str], tmp_path: Path
+    entry: Callable[..., str], tmp_path: Path, streams: Any
 ) -> None:
     from raysvc.actors.server.spec import ServeSpec
     from raysvc.job.config import PlanConfig
@@ -216,22 +216,5 @@ def test_a_lost_node_takes_nothing_with_it_and_the_server_moves_to_one_that_stay
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-    assert report["got"] == expected_of(spec)
+    assert report["got"] == streams.made_of(spec)
     assert report["markets"] == ["spot", "on-demand"], "it takes what there is, and then what stays"
-
-
-def expected_of(spec: Any) -> dict[str, Any]:
-    """What a server must deliver to one rank, made here without one."""
-    import importlib.util
-
-    from raysvc.actors.server.entry_stream import EntryStream
-    from raysvc.actors.server.make_step import Recipe
-
-    loaded = importlib.util.spec_from_file_location("streams", HERE / "streams.py")
-    assert loaded is not None
-    assert loaded.loader is not None
-    streams = importlib.util.module_from_spec(loaded)
-    loaded.loader.exec_module(streams)
-    source = EntryStream(spec.entry_uri, {}, Recipe(spec.plan, spec.pad_token_id))
-    steps = range(source.schedule.num_steps)
-    return {str(step): [[streams.digest(shard)] for shard in source.make(step, (1,))[1]] for step in steps}

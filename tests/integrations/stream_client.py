@@ -15,6 +15,7 @@ from raysvc.client.data_state import frontier_of, state_of
 from raysvc.client.steps import RankMicro, RankStep, micros_of
 from raysvc.client.torch_dataset import RankDataset
 from raysvc.job.config import JobConfig
+from raysvc.job.job_file import load_job
 
 
 class StreamClient:
@@ -58,6 +59,20 @@ class StreamClient:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._stream.check(state["plan"])
         self.frontier = frontier_of(state)
+
+
+def client_of(
+    folder: Path, sample: dict[str, str], rank: int = 0, dp_size: int = 1, **plan: Any
+) -> StreamClient:
+    """Of a job over the sample's rows, all assistant messages trained, with this `plan`."""
+    job = {
+        "source": {"path": sample["rows"], "format": "chat"},
+        "tokenizer": sample["tokenizer"],
+        "train_on": "all_assistant_messages",
+        "cache": {"root": str(folder / "cache")},
+        "plan": plan,
+    }
+    return StreamClient(load_job(job), rank, dp_size)
 
 
 def tiny_lm(critic: bool = False, vocab_size: int = 512) -> Any:

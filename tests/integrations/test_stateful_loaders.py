@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raysvc.errors import ConfigError, StateMismatch
-from raysvc.job.job_file import load_job
 
 from .stream_client import StreamClient, tiny_lm
+from .stream_client import client_of as sample_client
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 calls it
 Item = dict[str, Any]
 
 
-def client_of(
-    folder: Path, sample: dict[str, str], rank: int = 0, dp_size: int = 1, **plan: Any
-) -> StreamClient:
-    """Three steps of two mini-batches of some micro-batches each."""
-    sizes = {"batch_size": 80, "mini_batch_size": 40, "micro_batch_tokens": 2048}
-    return StreamClient(
-        load_job(
-            {
-                "source": {"path": sample["rows"], "format": "chat"},
-                "tokenizer": sample["tokenizer"],
-                "train_on": "all_assistant_messages",
-                "cache": {"root": str(folder / "cache")},
-                "plan": {**sizes, **plan},
-            }
-        ),
-        rank,
-        dp_size,
-    )
+client_of = partial(  # three steps of two mini-batches of some micro-batches each
+    sample_client, batch_size=80, mini_batch_size=40, micro_batch_tokens=2048
+)
 
 
 def loader_of(client: StreamClient, **options: Any) -> Any:

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raysvc.errors import ConfigError
-from raysvc.job.job_file import load_job
 
 from .stream_client import StreamClient, arguments, tiny_lm
+from .stream_client import client_of as sample_client
 
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other libraries
 
 
-def client_of(folder: Path, sample: dict[str, str], **plan: Any) -> StreamClient:
-    """Four steps of two mini-batches, 32 of the sample's rows."""
-    return StreamClient(
-        load_job(
-            {
-                "source": {"path": sample["rows"], "format": "chat"},
-                "tokenizer": sample["tokenizer"],
-                "train_on": "all_assistant_messages",
-                "cache": {"root": str(folder / "cache")},
-                "plan": {"batch_size": 60, "mini_batch_size": 30, "micro_batch_size": 30, **plan},
-            }
-        )
-    )
+client_of = partial(  # four steps of two mini-batches, 32 of the sample's rows
+    sample_client, batch_size=60, mini_batch_size=30, micro_batch_size=30
+)
 
 
 def trainer_of(folder: Path, client: StreamClient, **options: Any) -> Any:
