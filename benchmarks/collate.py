@@ -103,6 +103,33 @@ def load(shared: Path, num_rows: int) -> tuple[dict[str, Rows], str]:
     }, "data sets"
 
 
+def parser_of(doc: str | None, repeats: int) -> argparse.ArgumentParser:
+    """What the benchmarks of collation can be told."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shared = Path(os.environ.get("RAYSVC_SHARED", ROOT.parent / "shared"))
+    parser.add_argument("--shared", type=Path, default=shared)
+    parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--repeats", type=int, default=repeats)
+    return parser
+
+
+def saved(options: argparse.Namespace) -> tuple[dict[str, Rows], str, Path]:
+    """Rows of both data sets, where they come from, and the folder where other processes find them."""
+    data, origin = load(options.shared, options.rows)
+    folder = ROOT / ".bench" / "collate"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in data.items():
+        np.savez(folder / f"{name}.npz", **rows)
+    return data, origin, folder
+
+
+def in_peers(python: str, script: str, *arguments: str, repeats: int) -> subprocess.CompletedProcess[str]:
+    """A script in an environment of peers, in one thread."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [python, script, *arguments, "--repeats", str(repeats)]
+    return subprocess.run(command, capture_output=True, text=True, env=env)
+
+
 def split(values: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
     """One list of ints per row."""
     return [part.tolist() for part in np.split(values, np.cumsum(lengths)[:-1])]
@@ -186,17 +213,8 @@ def peers(folder: Path, repeats: int) -> dict[str, list[tuple[str, str, float]]]
     for name in CAPACITY:
         found[name] = []
         for peer in PEER_CALLS:
-            command = [
-                python,
-                __file__,
-                "--peer",
-                peer,
-                str(folder / f"{name}.npz"),
-                "--repeats",
-                str(repeats),
-            ]
-            env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-            done = subprocess.run(command, capture_output=True, text=True, env=env)
+            path = str(folder / f"{name}.npz")
+            done = in_peers(python, __file__, "--peer", peer, path, repeats=repeats)
             if done.returncode:
                 print(f"{peer} failed: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
                 continue
@@ -330,14 +348,7 @@ def packing(rows: Rows, name: str) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--shared", type=Path, default=Path(os.environ.get("RAYSVC_SHARED", ROOT.parent / "shared"))
-    )
-    parser.add_argument("--rows", type=int, default=1024)
-    parser.add_argument("--repeats", type=int, default=21)
+    parser = parser_of(__doc__, repeats=21)
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--peer", nargs=2, metavar=("NAME", "ROWS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -349,11 +360,7 @@ def main() -> None:
 
     from common import show
 
-    data, origin = load(options.shared, options.rows)
-    folder = ROOT / ".bench" / "collate"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in data.items():
-        np.savez(folder / f"{name}.npz", **rows)
+    data, origin, folder = saved(options)
     theirs = {} if options.no_peers else peers(folder, options.repeats)
     table, packed = [], []
     for name, rows in data.items():

@@ -4,7 +4,8 @@
 
 SkyRL is 0.3.0 from PyPI, or what is built of a checkout. It gets lists of ints, as its tokenization makes them, and gives a
 `TrainingInputBatch`; ours gets flat arrays, as an entry has them, and gives the shards of 8 ranks (`shards`), or 8 `TrainingInputBatch`es
-(`batches`, what the server, the task and the workers do together). Times are CPU times of a call, in million tokens per second:
+(`batches`, what the server, the task and the workers do together). The process keeps freed memory as a server's does (`keep_freed_memory`). Times are CPU times of
+a call, in million tokens per second:
 - `best`: each result is dropped before the next call, and its memory is used again; the best call;
 - `first touch`: results are kept, so each call writes memory that no process had before; the median call;
 - `server`: two threads make steps that are copied out and let go, as in a server; the median step, and its page faults.
@@ -25,7 +26,6 @@ import os  # noqa: E402
 import pickle  # noqa: E402
 import resource  # noqa: E402
 import statistics  # noqa: E402
-import subprocess  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from concurrent.futures import ThreadPoolExecutor  # noqa: E402
@@ -36,7 +36,7 @@ import numpy as np  # noqa: E402
 
 sys.path.append(str(HERE))
 
-from collate import CAPACITY, DP_SIZE, PAD, ROOT, Rows, load, split  # noqa: E402
+from collate import CAPACITY, DP_SIZE, PAD, Rows, in_peers, parser_of, saved, split  # noqa: E402
 
 RESPONSES = ("rewards", "rollout_logprobs")
 SHAPES = {
@@ -165,8 +165,11 @@ def in_one_process(folder: Path, repeats: int) -> list[dict[str, Any]]:
     import torch
     from loguru import logger
 
+    from raysvc.collate.reused_memory import keep_freed_memory
+
     logger.remove()
     torch.set_num_threads(1)
+    keep_freed_memory()  # as a server does
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     found = []
     for name in CAPACITY:
@@ -225,14 +228,8 @@ def served(collate: Callable[[], Any], steps: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    shared = Path(os.environ.get("RAYSVC_SHARED", ROOT.parent / "shared"))
+    parser = parser_of(__doc__, repeats=15)
     parser.add_argument("--skyrl", type=Path, help="a checkout of SkyRL, in place of 0.3.0")
-    parser.add_argument("--shared", type=Path, default=shared)
-    parser.add_argument("--rows", type=int, default=1024)
-    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
@@ -242,19 +239,14 @@ def main() -> None:
     from common import show
     from peers import peers_python
 
-    data, origin = load(options.shared, options.rows)
-    folder = ROOT / ".bench" / "collate"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in data.items():
-        np.savez(folder / f"{name}.npz", **rows)
-    command = [peers_python(skyrl=options.skyrl), __file__, "--inside", str(folder)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--repeats", str(options.repeats)], stdout=subprocess.PIPE, text=True, env=env, check=True
-    )
+    _, origin, folder = saved(options)
+    python = peers_python(skyrl=options.skyrl)
+    done = in_peers(python, __file__, "--inside", str(folder), repeats=options.repeats)
+    if done.returncode:
+        sys.exit(done.stderr)
     table = json.loads(done.stdout.splitlines()[-1])
-    title = f"Collating {options.rows} rows for {DP_SIZE} ranks beside SkyRL {options.skyrl or '0.3.0'} ({origin}), Mtok/s"
-    show(title, table)
+    skyrl = "main" if options.skyrl else "0.3.0"
+    show(f"Collating {options.rows} rows for {DP_SIZE} ranks beside SkyRL {skyrl} ({origin}), Mtok/s", table)
 
 
 if __name__ == "__main__":
