@@ -309,3 +309,30 @@ def test_gigatoken_gives_the_ids_of_the_reference_for_every_code_point_of_new_sc
     assert found.ids.tolist() == wanted.ids.tolist()
     if raw.ids.tolist() == wanted.ids.tolist():
         pytest.skip("this gigatoken and this tokenizers have the same tables")
+
+
+def test_an_encoder_that_raises_is_one_that_differs(tokenizer_folder: Any, monkeypatch: Any) -> None:
+    from raysvc.chat.tokens import encoder
+
+    def broken(self: Any, texts: Any) -> Encoded:
+        raise RuntimeError("a native library")
+
+    monkeypatch.setattr(encoder.GigatokenEncoder, "encode", broken)
+    tokenizer = LoadedTokenizer(TokenizerConfig(name=tokenizer_folder(CHATML)))
+    chosen, why = choose_encoder(tokenizer, ReferenceEncoder(tokenizer))
+    assert (chosen.name, why) == ("tokenizers", "gigatoken differs on a probe text")
+
+
+def test_a_tokenizer_that_splits_its_special_tokens_has_the_reference(tokenizer_folder: Any) -> None:
+    tokenizer = LoadedTokenizer(TokenizerConfig(name=tokenizer_folder(CHATML)))
+    tokenizer.hf.split_special_tokens = True
+    chosen, why = choose_encoder(tokenizer, ReferenceEncoder(tokenizer))
+    assert (chosen.name, why) == ("tokenizers", "the tokenizer splits special tokens")
+
+
+def test_no_text_has_no_ids(tokenizer_folder: Any) -> None:
+    tokenizer = LoadedTokenizer(TokenizerConfig(name=tokenizer_folder(CHATML)))
+    nothing = np.zeros(0, np.uint8), np.zeros(1, np.int64)
+    for each in (GigatokenEncoder(tokenizer), ReferenceEncoder(tokenizer)):
+        for made in (each.encode([]), each.encode_bytes(*nothing)):
+            assert (len(made.ids), made.offsets.tolist()) == (0, [0])

@@ -187,6 +187,63 @@ def test_what_is_not_understood_is_left_to_transformers(
     assert read_folder(folder) is None
 
 
+def edit(path: Path, *keys: str, **changes: Any) -> None:
+    """Change fields of a JSON file, or of an object inside it."""
+    whole = json.loads(path.read_text())
+    inner = whole
+    for key in keys:
+        inner = inner[key]
+    inner.update(changes)
+    path.write_text(json.dumps(whole))
+
+
+CONFIG, STATE = "tokenizer_config.json", "tokenizer.json"
+QWEN = {"tokenizer_class": "Qwen2Tokenizer", "unk_token": None}
+PLAIN_BPE = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
+FOLDERS: dict[str, Callable[[Path], None]] = {
+    "no tokenizer.json": lambda folder: (folder / STATE).unlink(),
+    "a broken one": lambda folder: (folder / STATE).write_text("{}"),
+    "no config": lambda folder: (folder / CONFIG).unlink(),
+    "truncation": lambda folder: edit(
+        folder / STATE,
+        truncation={"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0},
+    ),
+    "a file of added tokens": lambda folder: (folder / "added_tokens.json").write_text("{}"),
+    "a broken config.json": lambda folder: (folder / "config.json").write_text("["),
+    "a model of words": lambda folder: edit(
+        folder / STATE, model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    ),
+    "Qwen2's class, a blank before": lambda folder: edit(folder / CONFIG, **QWEN, add_prefix_space=True),
+    "Qwen2's class, an unknown token": lambda folder: (
+        edit(folder / CONFIG, **QWEN),
+        edit(folder / STATE, "model", **PLAIN_BPE, unk_token="a"),
+    )[0],
+    "Qwen2's class, affixes": lambda folder: (
+        edit(folder / CONFIG, **QWEN),
+        edit(folder / STATE, "model", **PLAIN_BPE | {"end_of_word_suffix": "</w>"}),
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_that_is_not_understood_is_left_to_transformers(
+    name: str, tmp_path: Path, sample: dict[str, str]
+) -> None:
+    folder = Path(shutil.copytree(sample["tokenizer"], tmp_path / "tokenizer"))
+    FOLDERS[name](folder)
+    assert read_folder(folder) is None
+
+
+def test_a_folder_that_is_left_to_transformers_is_loaded_by_it(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    folder = Path(shutil.copytree(sample["tokenizer"], tmp_path / "tokenizer"))
+    edit(folder / CONFIG, extra_special_tokens={"image_token": "<|im_end|>"})
+    loaded = LoadedTokenizer(TokenizerConfig(name=str(folder)))
+    assert not isinstance(loaded.hf, FileTokenizer)
+    assert loaded.hf.image_token == "<|im_end|>"
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "gpt2"])
 @pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer"])
 def test_a_model_config_beside_it_changes_what_it_changes_for_transformers(

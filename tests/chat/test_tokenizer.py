@@ -134,3 +134,29 @@ def test_importing_the_room_is_quick_and_starts_nothing() -> None:
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("ids", [0, [0, 2], None])
+def test_the_model_stops_where_its_generation_config_says(
+    ids: Any, tokenizer_folder: Any, tmp_path: Path
+) -> None:
+    from transformers import GenerationConfig
+
+    folder = shutil.copytree(tokenizer_folder(CHATML), tmp_path / "model")
+    assert loaded(str(folder)).stop_tokens == ()
+    GenerationConfig(eos_token_id=ids).save_pretrained(folder)
+    tokenizer = loaded(str(folder))
+    wanted = [ids] if isinstance(ids, int) else ids or []
+    assert list(tokenizer.stop_tokens) == [tokenizer.hf.decode([token]) for token in wanted]
+
+
+def test_a_template_of_the_tokenizer_is_chosen_by_its_name(tokenizer_folder: Any, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    hf = AutoTokenizer.from_pretrained(tokenizer_folder(CHATML))
+    hf.chat_template = {"default": hf.chat_template, "short": "{{ messages[0].content }}"}
+    hf.save_pretrained(tmp_path / "two")
+    chosen = loaded(str(tmp_path / "two"), chat_template="short")
+    assert chosen.reference_text(ROW["messages"], None) == hf.apply_chat_template(
+        ROW["messages"], chat_template="short", tokenize=False
+    )

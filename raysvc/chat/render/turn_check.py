@@ -117,12 +117,9 @@ def _says(stretch: str, text: str, tags: tuple[str, ...]) -> bool:
     return len(cut) > 1 and bool(kept) and kept[-1] in stretch
 
 
-def _missing_of_call(stretch: str, call: Any) -> str:
+def _missing_of_call(stretch: str, call: dict[str, Any]) -> str:
     """What of a call does not parse back, empty when all of it does."""
-    function = call.get("function", call) if isinstance(call, dict) else call
-    if not isinstance(function, dict):
-        return ""
-    name, arguments = str(function.get("name") or ""), function.get("arguments")
+    name, arguments = str(call["function"].get("name") or ""), call["function"].get("arguments")
     if isinstance(arguments, str):
         arguments = _parsed(arguments)
     if name and name not in stretch:

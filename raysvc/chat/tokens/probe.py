@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -89,8 +90,5 @@ def first_difference(fast: Encoder, reference: Encoder, texts: Sequence[str]) ->
         return 0
     if np.array_equal(ours.offsets, theirs.offsets) and np.array_equal(ours.ids, theirs.ids):
         return None
-    for index in range(len(texts)):
-        mine = ours.ids[ours.offsets[index] : ours.offsets[index + 1]]
-        if not np.array_equal(mine, theirs.ids[theirs.offsets[index] : theirs.offsets[index + 1]]):
-            return index
-    return 0
+    rows = ([found.ids[a:b] for a, b in pairwise(found.offsets)] for found in (ours, theirs))
+    return next(index for index, pair in enumerate(zip(*rows, strict=True)) if not np.array_equal(*pair))

@@ -1,0 +1,161 @@
+"""Whatever a template does, a row is the real render's: traced, given up, or dropped when it differs."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from raysvc.chat.render.real_render import RealRender
+from raysvc.chat.trace import automaton, fast_render, kept_tools, self_test
+from raysvc.chat.trace.fast_render import FastRender
+
+NOW = datetime(2026, 1, 1)
+CHATML = "{% for m in messages %}{{ '<' ~ m.role ~ '>' ~ m.content }}{% endfor %}"
+
+
+def row(*texts: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+
+
+def pair(template: str, variables: Any = None) -> tuple[FastRender, RealRender]:
+    real = RealRender(template, variables or {}, NOW)
+    return FastRender(template, variables or {}, real.render, NOW), real
+
+
+ROWS = [
+    row("a", "b"),
+    row("c", "d", "e", "f"),
+    row("a", "b"),
+    row("g", "h"),
+    row("", "x" * 30, " i "),
+    row("j", "k"),
+]
+LOOP = "{% for m in messages %}"
+TRACED: dict[str, str] = {
+    "undefined between steps": "{% set last = nothing %}" + LOOP + "{{ m.role ~ last }}{% endfor %}",
+    "a macro of the row": "{% macro f(m) %}{{ m.content }}{% endmacro %}" + LOOP + "{{ f(m) }}{% endfor %}",
+    "a call block": "{% macro f() %}[{{ caller() }}]{% endmacro %}"
+    + LOOP
+    + "{% call f() %}{{ m.content }}{% endcall %}{% endfor %}",
+    "marks in a macro": "{% macro f(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
+    + LOOP
+    + "{{ f(m) }}{% endfor %}",
+    "an item of the loop": LOOP + "{{ loop['index'] ~ m['content'] }}{% endfor %}",
+    "a list of the row": "{% set seen = [messages[0]] %}"
+    + LOOP
+    + "{{ seen[0].content ~ m.role }}{% endfor %}",
+    "a value of a step before": "{% set ns = namespace(last='') %}"
+    + LOOP
+    + "{{ ns.last }}{% set ns.last = m.content %}{% endfor %}{{ ns.last }}",
+}
+GIVEN_UP: dict[str, str] = {
+    "a recursive loop": "{% for m in messages recursive %}{{ m.content }}{% endfor %}",
+    "loop.cycle": LOOP + "{{ loop.cycle('a', 'b') ~ m.content }}{% endfor %}",
+    "loop.changed": LOOP + "{{ loop.changed(m.role) }}{% endfor %}",
+    "a call of a value": LOOP + "{{ m.content.format(1) }}{% endfor %}",
+    "a value changed": LOOP + "{% set _ = m.update(role='x') %}{{ m.role }}{% endfor %}",
+    "joiner": "{% set comma = joiner(',') %}" + LOOP + "{{ comma() ~ m.content }}{% endfor %}",
+    "cycler": "{% set c = cycler('a', 'b') %}" + LOOP + "{{ c.next() ~ m.content }}{% endfor %}",
+    "a value of a step before, from a block": LOOP
+    + "{% set kept = m.content %}{% for n in messages %}{{ kept }}{% endfor %}{% endfor %}",
+}
+
+
+def same(template: str) -> FastRender:
+    fast, real = pair(template)
+    for each in ROWS:
+        try:
+            expected = real.render([dict(one) for one in each], None, False)
+        except Exception as error:  # noqa: BLE001  both raise
+            with pytest.raises(type(error)):
+                fast.render([dict(one) for one in each], None, False)
+            continue
+        assert fast.render([dict(one) for one in each], None, False) == expected
+    assert not fast.counts["different"]
+    return fast
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_a_template_is_walked_and_says_what_the_real_render_says(name: str) -> None:
+    fast = same(TRACED[name])
+    assert fast.counts["walked"], fast.reasons
+
+
+@pytest.mark.parametrize("name", GIVEN_UP)
+def test_a_template_that_cannot_be_followed_is_rendered(name: str) -> None:
+    same(GIVEN_UP[name])
+
+
+def test_what_gives_another_text_than_the_real_render_is_dropped_for_good() -> None:
+    """The judge changes its mind: as if the template did what a trace cannot see."""
+    real, changed = RealRender(CHATML, {}, NOW), RealRender(CHATML.replace("~ '>'", "~ '|'"), {}, NOW)
+    judge = [real]
+    fast = FastRender(CHATML, {}, lambda *row_: judge[0].render(*row_), NOW)
+    while fast.counts["walked"] < fast_render.SAMPLE_EVERY - 1:
+        fast.render(row(f"a{fast.counts['walked']}", "b"), None, False)
+    judge[0], rendered = changed, fast.counts["rendered"]
+    for number in range(5):
+        each = row(f"c{number}", "d")
+        assert fast.render(each, None, False) == changed.render(each, None, False)
+        assert fast.stretches(each) is None
+    assert fast.counts["different"] == 1
+    assert fast.counts["rendered"] == rendered + 4
+    assert any(reason.startswith("different: ") for reason in fast.reasons)
+
+
+@pytest.mark.parametrize("limit", ["MAX_LEAVES", "MAX_STATES"])
+def test_a_full_automaton_learns_nothing_and_rows_are_rendered(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(automaton, limit, 1)
+    fast, real = pair(
+        "{% for m in messages %}{% if m.content == 'c' %}!{% endif %}{{ m.content }}{% endfor %}"
+    )
+    for each in ROWS * 2:
+        assert fast.render(each, None, False) == real.render(each, None, False)
+    assert fast.counts["learned"] < 3
+    assert fast.counts["rendered"] >= 2
+
+
+def test_a_way_that_is_too_long_is_not_kept() -> None:
+    count = automaton.MAX_NOTES + 1
+    fast, real = pair(
+        f"{{% macro f(m) %}}{{% for n in range({count}) %}}{{{{ m[n ~ 'x'] }}}}{{% endfor %}}{{% endmacro %}}"
+        "{% for m in messages %}{{ f(m) ~ m.content }}{% endfor %}"
+    )
+    for _ in range(2):
+        assert fast.render(row("a"), None, False) == real.render(row("a"), None, False)
+    assert fast.counts["refused"] == 2
+    assert "too much happens" in str(fast.reasons)
+
+
+def test_templates_that_are_refused_again_and_again_are_given_up() -> None:
+    fast, real = pair(GIVEN_UP["a recursive loop"])
+    for number in range(fast_render.MAX_REFUSED + 5):
+        assert fast.render(row(f"{number}"), None, False) == real.render(row(f"{number}"), None, False)
+    assert fast.counts["refused"] == fast_render.MAX_REFUSED
+    assert fast.counts["rendered"] == fast_render.MAX_REFUSED + 5
+
+
+def test_sets_of_tools_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_tools, "MAX_TOOLS", 2)
+    fast, real = pair("{{ tools | tojson }}" + CHATML)
+    for number in (1, 2, 1.0, True, 3, 1, 2):
+        tools = [{"name": "f", "value": number}]
+        assert fast.render(row("a"), tools, False) == real.render(row("a"), tools, False)
+
+
+def test_a_jinja_that_is_read_wrongly_is_noticed_once_and_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(self_test.FastRender, "render", lambda self, *_: None)
+    self_test.tracing_works.cache_clear()
+    try:
+        assert not self_test.tracing_works()
+        assert "each row is rendered" in caplog.text
+    finally:
+        monkeypatch.undo()
+        self_test.tracing_works.cache_clear()
+    assert self_test.tracing_works()
