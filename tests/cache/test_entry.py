@@ -96,6 +96,19 @@ def test_a_row_that_is_not_there_is_an_index_error(store, ids):
         find_entry(store, KEY).read(np.array(ids))
 
 
+@pytest.mark.parametrize("name", ["nothing", "input_ids", "uid"])
+def test_a_column_that_is_not_one_number_a_row_is_refused_by_name(store, name):
+    build(store, make_slices(SIZES))
+    with pytest.raises(EntryError, match=f"no per-row column {name}"):
+        find_entry(store, KEY).row_values(name)
+
+
+def test_an_entry_is_opened_by_its_name_alone_in_its_folder(tmp_path, monkeypatch):
+    build(open_store(str(tmp_path)), make_slices(SIZES))
+    monkeypatch.chdir(tmp_path)
+    assert open_entry(KEY).num_rows == 13
+
+
 def test_an_entry_without_any_row_can_be_read(store):
     build(store, make_slices((0, 0)))
     entry = find_entry(store, KEY)
@@ -247,6 +260,41 @@ class TestDamage:
         assert [(p.name, p.kind) for p in verify_folder(store, KEY)] == [("manifest.json", "content")]
         with pytest.raises(EntryError, match=r"manifest\.json: its checksum"):
             open_entry(str(folder))
+
+    def test_files_that_follow_from_the_manifest_are_written_again(self, built):
+        from raysvc.cache.verify import repair, verify_folder
+
+        store, folder = built
+        sound = {path.name: path.read_bytes() for path in folder.glob("*.json")}
+        (folder / "state.json").write_text("{}")
+        (folder / "dataset_info.json").unlink()
+        problems = verify_folder(store, KEY)
+        assert sorted((p.name, p.kind) for p in problems) == [
+            ("dataset_info.json", "missing"),
+            ("state.json", "content"),
+        ]
+        repair(store, KEY, problems)
+        assert {path.name: path.read_bytes() for path in folder.glob("*.json")} == sound
+        assert verify_folder(store, KEY) == []
+        repair(store, KEY, [])
+
+    def test_a_part_that_changes_while_it_is_checked_is_a_problem(self, built, monkeypatch):
+        from raysvc.cache.store.posix import PosixStore
+        from raysvc.cache.verify import verify_folder
+
+        store, folder = built
+        name, read = self.part(folder).name, PosixStore.read
+        shorter = lambda self, path: read(self, path)[: -1 if path.endswith(name) else None]  # noqa: E731
+        monkeypatch.setattr(PosixStore, "read", shorter)
+        assert [(p.name, p.kind) for p in verify_folder(store, KEY)] == [(name, "size")]
+
+    def test_a_folder_without_a_manifest_is_no_entry(self, built):
+        from raysvc.cache.verify import verify_folder
+
+        store, folder = built
+        (folder / "manifest.json").unlink()
+        with pytest.raises(EntryError, match="no complete entry"):
+            verify_folder(store, KEY)
 
     def test_a_marked_entry_is_out_of_service_and_built_anew_beside_it(self, built):
         from raysvc.cache.verify import mark_damaged

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import pickle
+import stat
 import threading
 import uuid
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -14,6 +18,7 @@ from raysvc.cache.store import fsspec_store, posix, retry
 from raysvc.cache.store.fsspec_store import FsspecStore
 from raysvc.cache.store.open import open_store
 from raysvc.cache.store.posix import PosixStore
+from raysvc.cache.store.retry import first_answer, retried
 from raysvc.cache.store.store import Store, probe_create
 from raysvc.errors import StoreError
 
@@ -280,6 +285,123 @@ class TestPosixDetails:
     def test_a_relative_root_is_made_absolute(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         assert open_store("cache").url == str(tmp_path / "cache")
+
+
+def failing(number: int) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+class TestFailingDisk:
+    """What the operating system refuses is one line with a remedy, or comes as it is."""
+
+    @pytest.mark.parametrize(
+        ("call", "number", "error", "words"),
+        [
+            ("link", errno.EIO, OSError, "Input/output"),
+            ("link", errno.ENOSPC, StoreError, r"No space.*make room"),
+            ("link", errno.EACCES, StoreError, r"cannot be written.*choose another"),
+            ("link", errno.ENOENT, StoreError, "is deleted again and again"),
+            ("mkdir", errno.EROFS, StoreError, "Read-only"),
+        ],
+    )
+    def test_a_write_that_fails_leaves_nothing(self, tmp_path, monkeypatch, call, number, error, words):
+        store = open_store(str(tmp_path))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, failing(number))
+            with pytest.raises(error, match=words):
+                store.create("a/b" if call == "mkdir" else "a", b"1")
+        assert list(tmp_path.iterdir()) == []
+        assert store.create("a", b"1")
+
+    def test_a_folder_that_vanishes_again_and_again_is_named(self, tmp_path, monkeypatch):
+        store = open_store(str(tmp_path / "cache"))
+        monkeypatch.setattr(PosixStore, "_stage", failing(errno.ENOENT))
+        with pytest.raises(StoreError, match="is deleted again and again"):
+            store.create("a", b"1")
+
+    @pytest.mark.parametrize(("name", "call"), [("a", "unlink"), ("folder", "rmdir")])
+    @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.EIO])
+    def test_what_cannot_be_removed_is_named(self, tmp_path, monkeypatch, name, call, number):
+        store = open_store(str(tmp_path))
+        store.create("a", b"1")
+        (tmp_path / "folder").mkdir()
+        monkeypatch.setattr(os, call, failing(number))
+        with pytest.raises(OSError if number == errno.EIO else StoreError, match=os.strerror(number)):
+            store.delete(name)
+
+    @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+    def test_a_file_system_that_cannot_sync_folders_is_taken_and_a_failing_one_is_not(
+        self, tmp_path, monkeypatch, number
+    ):
+        sync, store = os.fsync, open_store(str(tmp_path))
+        monkeypatch.setattr(
+            os,
+            "fsync",
+            lambda handle: failing(number)() if stat.S_ISDIR(os.fstat(handle).st_mode) else sync(handle),
+        )
+        if number == errno.EIO:
+            with pytest.raises(OSError, match="Input/output"):
+                store.create("a", b"1")
+        else:
+            assert store.create("a", b"1")
+
+    def test_a_read_that_fails_comes_as_it_is(self, tmp_path, monkeypatch):
+        store = open_store(str(tmp_path))
+        store.create("a", b"1")
+        monkeypatch.setattr(PosixStore, "_open", failing(errno.EIO))
+        with pytest.raises(OSError, match="Input/output"):
+            store.read("a")
+
+
+class Answered(Exception):
+    """As botocore's and aiohttp's errors carry what a server said."""
+
+    def __init__(self, response: object, status: object = None) -> None:
+        super().__init__("answered")
+        self.response, self.status = response, status
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (TimeoutError(), True),
+        (ConnectionResetError(), True),
+        (OSError(errno.ESTALE, "stale"), True),
+        (OSError(errno.EISDIR, "a folder"), False),
+        (ValueError(), False),
+        (Answered({"ResponseMetadata": {"HTTPStatusCode": 503}}), True),
+        (Answered({"ResponseMetadata": {}}, "429"), True),
+        (Answered({}, 501), False),
+        (Answered(None, 403), False),
+    ],
+    ids=repr,
+)
+def test_what_passes_by_itself_is_tried_again_and_nothing_else(error, passes):
+    tried = []
+
+    def action() -> str:
+        tried.append(1)
+        if len(tried) == 1:
+            raise error
+        return "made"
+
+    if passes:
+        assert retried("s3://b", "read", action, sleep=lambda _: None) == "made"
+    else:
+        with pytest.raises(type(error)):
+            retried("s3://b", "read", action, sleep=lambda _: None)
+    assert len(tried) == 1 + passes
+
+
+def test_the_first_answer_may_be_a_refusal():
+    def refuse() -> None:
+        raise StoreError("s3://b", "no such bucket", "create it")
+
+    with pytest.raises(StoreError, match="no such bucket"):
+        first_answer("s3://b", refuse)
 
 
 class RefusingGcs:

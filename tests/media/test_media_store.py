@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import urllib.parse
 import uuid
 from pathlib import Path
 
@@ -10,9 +12,15 @@ import pytest
 
 from raysvc.cache.store.open import open_store
 from raysvc.cache.store.store import Store
+from raysvc.chat.row_errors import RowFault
 from raysvc.errors import EntryError
+from raysvc.media import media_desk
+from raysvc.media.media_desk import MediaDesk
+from raysvc.media.media_index import read_digests, write_digests
 from raysvc.media.media_store import FOLDER, medium_path, read_medium, write_medium
 from raysvc.media.medium import Medium, digests_of, media_of, text_of
+
+from .rows import data_url, jpeg
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -44,6 +52,79 @@ def test_bytes_of_another_digest_are_never_handed_out(store: Store) -> None:
 def test_what_is_no_digest_never_becomes_a_path(store: Store, name: str) -> None:
     with pytest.raises(EntryError, match="not the digest of a medium"):
         read_medium(store, name)
+
+
+def test_the_list_of_an_entry_is_read_or_refused_with_the_reason(store: Store) -> None:
+    digests = [hashlib.sha256(data).hexdigest() for data in (b"one", b"two")]
+    told = write_digests(store, "entry", [*digests, digests[0]])
+    assert read_digests(store, "entry", {"media": told}) == sorted(digests)
+    assert read_digests(store, "entry", {}) == []
+    with pytest.raises(EntryError, match="names no list"):
+        read_digests(store, "entry", {"media": {"digests": "../etc/passwd"}})
+    with pytest.raises(EntryError, match="is missing"):
+        read_digests(store, "another", {"media": told})
+    store.write(f"damaged/{told['digests']}", bytes(32))
+    with pytest.raises(EntryError, match="is damaged"):
+        read_digests(store, "damaged", {"media": told})
+
+
+def taken(fetched: bytes | Exception = b"", **options: object) -> tuple[MediaDesk, list[str]]:
+    """A desk whose files all hold the same, and the names that it fetched."""
+    asked: list[str] = []
+
+    def fetch(source: str, folder: str, most: int) -> bytes:
+        asked.append(f"{folder}{source}")
+        if isinstance(fetched, Exception):
+            raise fetched
+        return fetched
+
+    return MediaDesk(None, None, fetch, **options), asked  # type: ignore[arg-type]
+
+
+def test_an_image_is_the_same_however_a_row_names_it() -> None:
+    photo = jpeg(60, 44)
+    encoded = base64.b64encode(photo).decode()
+    desk, asked = taken(FileNotFoundError())
+    quoted = "data:image/jpeg," + urllib.parse.quote_from_bytes(photo)
+    found = {desk.take(each) for each in (photo, {"bytes": photo}, {"url": data_url(photo)}, quoted, encoded)}
+    found.add(taken(OSError("File name too long"))[0].take(encoded))
+    [one] = found
+    assert (one.width, one.height, one.num_bytes) == (60, 44, len(photo))
+    assert desk.bytes_of(one.sha256) == photo
+    assert asked == [encoded]
+
+
+def test_a_file_is_fetched_once_in_each_folder_and_the_last_ones_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(media_desk, "PATHS_KEPT", 2)
+    desk, asked = taken(jpeg(60, 44))
+    desk.folder_of = lambda row: f"{row}/"
+    for row, name in [(1, "a"), (1, "a"), (2, "a"), (1, "a"), (1, "b"), (1, "a"), (2, "a")]:
+        desk.go_to(row)
+        desk.take(name)
+    assert asked == ["1/a", "2/a", "1/b", "2/a"]
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("data:image/png;base64", "a data URL is broken"),
+        ("data:image/png;base64,", "a data URL is broken"),
+        ("x" * 65, "an image is missing"),
+        ("", "an image is missing"),
+    ],
+)
+def test_an_image_that_no_row_can_mean_is_refused(source: str, reason: str) -> None:
+    with pytest.raises(RowFault) as caught:
+        taken(FileNotFoundError())[0].take(source)
+    assert caught.value.reason == reason
+
+
+def test_a_file_that_is_larger_than_any_image_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_desk, "MAX_BYTES", 10)
+    with pytest.raises(RowFault, match="more than 10 bytes"):
+        taken(jpeg(60, 44))[0].take("a.jpg")
 
 
 def medium(**changes: object) -> Medium:
