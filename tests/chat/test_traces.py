@@ -56,6 +56,7 @@ GIVEN_UP: dict[str, str] = {
     "loop.changed": LOOP + "{{ loop.changed(m.role) }}{% endfor %}",
     "a call of a value": LOOP + "{{ m.content.format(1) }}{% endfor %}",
     "a value changed": LOOP + "{% set _ = m.update(role='x') %}{{ m.role }}{% endfor %}",
+    "loop.revindex": LOOP + "{{ loop.revindex ~ m.content }}{% endfor %}",
     "joiner": "{% set comma = joiner(',') %}" + LOOP + "{{ comma() ~ m.content }}{% endfor %}",
     "cycler": "{% set c = cycler('a', 'b') %}" + LOOP + "{{ c.next() ~ m.content }}{% endfor %}",
     "a value of a step before, from a block": LOOP
@@ -129,6 +130,19 @@ def test_a_way_that_is_too_long_is_not_kept() -> None:
         assert fast.render(row("a"), None, False) == real.render(row("a"), None, False)
     assert fast.counts["refused"] == 2
     assert "too much happens" in str(fast.reasons)
+
+
+def test_a_stretch_that_python_cannot_hold_is_rendered() -> None:
+    count = automaton.MAX_NOTES // 2 - 20
+    fast, real = pair(
+        f"{{% macro f(m) %}}{{% for n in range({count}) %}}{{{{ '!' if m[n ~ 'x'] }}}}{{% endfor %}}{{% endmacro %}}"
+        "{% for m in messages %}{{ f(m) ~ m.content }}{% endfor %}"
+    )
+    for number in range(3):
+        each = row(f"{number}")
+        assert fast.render(each, None, False) == real.render(each, None, False)
+    assert "too branched" in str(fast.reasons)
+    assert fast.counts["walked"] == 0
 
 
 def test_templates_that_are_refused_again_and_again_are_given_up() -> None:

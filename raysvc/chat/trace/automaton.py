@@ -28,10 +28,6 @@ class Miss(Exception):
     """A question whose answer was not met before."""
 
 
-class Dropped(Exception):
-    """A state that gave another text than the real render, or is too large to run."""
-
-
 class Let(NamedTuple):
     """A variable and what it is; `needed` even when nobody reads it, as it may raise."""
 
@@ -93,7 +89,6 @@ class State:
         self._automaton, self._registers = automaton, registers
         self._tree: Tree | None = None
         self.run: Run = self._first_run
-        self.dropped = False
 
     def insert(self, notes: list[Let | Ask], leaf: Leaf) -> None:
         """Add a way through this state.
@@ -102,8 +97,6 @@ class State:
             Untraceable: it is at odds with what is known.
         """
         ways: dict[Any, Tree] = {None: self._tree} if self._tree else {}
-        if self.dropped:
-            return
         if len(notes) > MAX_NOTES:
             raise Untraceable("too much happens between two steps of a loop")
         top, at, lets = ways, None, []
@@ -123,14 +116,8 @@ class State:
             raise Untraceable("the template does not depend on the answers alone")
         self._tree = top[None]
 
-    def drop(self) -> None:
-        """Forget this state for good: rows that come here are rendered."""
-        self._tree, self.run, self.dropped = None, self._first_run, True
-
     def _first_run(self, *args: Any) -> tuple[State | None, tuple[Any, ...]]:
         """Write the function and run it."""
-        if self.dropped:
-            raise Dropped
         if self._tree is None:
             raise Miss
         names = self._automaton.names
@@ -139,11 +126,13 @@ class State:
             lines.append(f" {''.join(f'r{n}, ' for n in range(self._registers))} = registers")
         try:
             exec("\n".join([*lines, *self._lines(self._tree, 1)[0]]), names)
-        except (SyntaxError, RecursionError, MemoryError):  # a stretch too long or too branched for Python
-            self.drop()
-            raise Dropped from None
-        self.run = names["run"]
+            self.run = names["run"]
+        except (SyntaxError, RecursionError, MemoryError):
+            self.run = self._refuse
         return self.run(*args)
+
+    def _refuse(self, *_: Any) -> tuple[State | None, tuple[Any, ...]]:
+        raise Untraceable("a stretch is too long or too branched for Python")
 
     def _lines(self, tree: Tree, depth: int) -> tuple[list[str], set[str]]:
         """(lines of a tree, variables that they read)."""
@@ -232,11 +221,3 @@ class Automaton:
         while state is not None:
             state, registers = state.run(messages, tools, add, registers)
         return out
-
-    def states_on_way(self, state: State | None, messages: list[Any], tools: Any) -> list[State]:
-        """States that a row walks through."""
-        states, registers = [], ()
-        while state is not None:
-            states.append(state)
-            state, registers = state.run(messages, tools, [].append, registers)
-        return states

@@ -3,7 +3,7 @@
 1. A row walks through the automaton of its template.
 2. Where it meets something new it is rendered for real, and traced. What the trace found is kept when the trace, and
    then the walk, give the real blocks, owners and marks.
-3. One row in `SAMPLE_EVERY` is rendered for real too. On a difference every state on its way is dropped for good.
+3. One row in `SAMPLE_EVERY` is rendered for real too. After a difference all rows are.
 
 Always true:
 - whatever goes wrong ends in the real render;
@@ -18,7 +18,7 @@ from datetime import datetime
 from typing import Any
 
 from raysvc.chat.render.rendered import Render, Written, render_of
-from raysvc.chat.trace.automaton import Miss, State
+from raysvc.chat.trace.automaton import Miss
 from raysvc.chat.trace.kept_tools import KeptTools
 from raysvc.chat.trace.traced_value import Untraceable
 from raysvc.chat.trace.tracing import TracingTemplate
@@ -49,6 +49,7 @@ class FastRender:
         self._tools = KeptTools()
         self._template = TracingTemplate(text, variables, self._tools.to_json, now)
         self._automaton = self._template.automaton
+        self._is_trusted = True  # no walk differed from the real render
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
 
@@ -60,22 +61,23 @@ class FastRender:
         """
         if tools:
             tools = self._tools.one_of(tools)
-        start = self._automaton.state(prompt)
         try:
-            made = self._walk(start, messages, tools)
+            made = self._walk(messages, tools, prompt) if self._is_trusted else None
         except Miss:
-            return self._learn(start, messages, tools, prompt)
+            return self._learn(messages, tools, prompt)
         except Exception:  # noqa: BLE001  the template raises too, or the real render knows better
+            made = None
+        if made is None:
             self.counts["rendered"] += 1
             return self._real(messages, tools, prompt)
         self.counts["walked"] += 1
         if self.counts["walked"] % SAMPLE_EVERY == 0:
-            return self._judge(made, start, messages, tools, prompt)
+            return self._judge(made, messages, tools, prompt)
         return made
 
     def stretches(self, messages: list[Any]) -> list[Written] | None:
         """What a row without tools writes, None when it has to go to `render`: it is new, or due for the real render."""
-        if (self.counts["walked"] + 1) % SAMPLE_EVERY == 0:
+        if not self._is_trusted or (self.counts["walked"] + 1) % SAMPLE_EVERY == 0:
             return None
         self._template.begin_walk()
         try:
@@ -85,11 +87,11 @@ class FastRender:
         self.counts["walked"] += 1
         return written
 
-    def _walk(self, start: State, messages: list[Any], tools: Any) -> Render:
+    def _walk(self, messages: list[Any], tools: Any, prompt: bool) -> Render:
         self._template.begin_walk()
-        return render_of(self._automaton.walk(start, messages, tools), messages)
+        return render_of(self._automaton.walk(self._automaton.state(prompt), messages, tools), messages)
 
-    def _learn(self, start: State, messages: list[Any], tools: Any, prompt: bool) -> Render:
+    def _learn(self, messages: list[Any], tools: Any, prompt: bool) -> Render:
         """Render for real, and keep what a trace finds when it says the same."""
         self.counts["rendered"] += 1
         real = self._real(messages, tools, prompt)
@@ -102,18 +104,17 @@ class FastRender:
             for way in trace.ways:
                 way.state.insert(way.notes, way.leaf)
             self.counts["learned"] += 1
-            return self._judge(self._walk(start, messages, tools), start, messages, tools, prompt)
+            return self._judge(self._walk(messages, tools, prompt), messages, tools, prompt)
         except Exception as error:  # noqa: BLE001  what cannot be traced is rendered
             self._note("refused", f"{type(error).__name__}: {error}")
         return real
 
-    def _judge(self, made: Render, start: State, messages: list[Any], tools: Any, prompt: bool) -> Render:
-        """The real render, after which what led to another one is dropped."""
+    def _judge(self, made: Render, messages: list[Any], tools: Any, prompt: bool) -> Render:
+        """The real render; when it is another one, nothing is walked any more."""
         real = self._real(messages, tools, prompt)
         if made != real:
             self._note("different", f"{made.text[:40]!r} for {real.text[:40]!r}")
-            for state in self._automaton.states_on_way(start, messages, tools):
-                state.drop()
+            self._is_trusted = False
         return real
 
     def _note(self, fate: str, reason: str) -> None:

@@ -147,8 +147,6 @@ class TracedLoop:
             "first": lambda: at == 0,
             "last": lambda: let("last", self.items, at),
             "length": lambda: let("len", self.items),
-            "revindex0": lambda: let("len", self.items) - at - 1,
-            "revindex": lambda: let("len", self.items) - at,
         }
         if name not in fields:
             raise Untraceable(f"loop.{name}")
