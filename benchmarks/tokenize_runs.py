@@ -104,7 +104,9 @@ def ours(job: dict[str, Any]) -> Run:
 
 def rendered(job: dict[str, Any], data: bytes) -> list[str]:
     """Texts of all rows, as `apply_chat_template` gives them."""
-    hf = slice_tokenizer(job).tokenizer.hf
+    from transformers import AutoTokenizer
+
+    hf = AutoTokenizer.from_pretrained(job["tokenizer"])
     return [
         hf.apply_chat_template(row["messages"], tools=row.get("tools"), tokenize=False)
         for row in parsed(data)
