@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from datetime import datetime
+from functools import lru_cache
 from types import CodeType
 from typing import Any
 
@@ -44,8 +45,7 @@ class CompiledTemplate:
 
         try:
             self.environment: Any = chat_environment(now)
-            self.environment.code_generator_class = generator or self.environment.code_generator_class
-            source = self.environment.compile(text, raw=True)
+            source = _source_of(text, generator)  # type: ignore[arg-type]  # mypy: a class has no hash
         except TemplateError as error:
             raise TokenizerError(
                 "tokenizer.chat_template",
@@ -99,6 +99,16 @@ class CompiledTemplate:
                     found += [number] if above.lstrip().startswith("for ") else []
             self._around[line] = tuple(reversed(found))
         return self._around[line]
+
+
+@lru_cache(maxsize=64)
+def _source_of(text: str, generator: type[Any] | None) -> str:
+    """The Python that Jinja writes for a template: each process needs it of the same few templates again and again."""
+    from raysvc.chat.render.chat_environment import chat_environment
+
+    environment: Any = chat_environment(None)
+    environment.code_generator_class = generator or environment.code_generator_class
+    return str(environment.compile(text, raw=True))
 
 
 def _indent(line: str) -> int:
