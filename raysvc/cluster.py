@@ -7,6 +7,7 @@ Always true:
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
@@ -58,6 +59,7 @@ def _connect(address: str | None, need_cpus: float) -> str:
         log_to_driver=False,
     )
     _started.append(ray.get_runtime_context().gcs_address)
+    atexit.register(leave)  # before the one of Ray, which is registered already
     return "local"
 
 
