@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysvc.errors import ConfigError
+from raysvc.garbage import no_collection
 
 if TYPE_CHECKING:
     import torch
@@ -44,11 +45,12 @@ def load_lm(
     if folder.is_absolute() and not folder.is_dir():
         what = f"there is no folder {name} on {platform.node()}"
         raise ConfigError(where, what, "give one that every node sees, a hub name, or tiny")
-    from transformers import AutoConfig, AutoModelForTokenClassification
+    with no_collection():
+        from transformers import AutoConfig, AutoModelForTokenClassification
 
-    kind = AutoModelForTokenClassification
-    if not critic:
-        kind = auto_class(AutoConfig.from_pretrained(str(folder), revision=revision))
+        kind = AutoModelForTokenClassification
+        if not critic:
+            kind = auto_class(AutoConfig.from_pretrained(str(folder), revision=revision))
     more = {"num_labels": 1} if critic else {}
     model: torch.nn.Module = kind.from_pretrained(str(folder), dtype=dtype, revision=revision, **more)
     return model
@@ -81,7 +83,8 @@ def tiny_sizes(vocab_size: int) -> dict[str, int]:
 
 def tiny_model(vocab_size: int, critic: bool = False) -> torch.nn.Module:
     """A randomly initialised Llama of two layers: big enough for its loss to fall, small enough to try on a CPU."""
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
+    with no_collection():
+        from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
 
     config = LlamaConfig(**tiny_sizes(vocab_size), tie_word_embeddings=not critic, num_labels=1)
     model: torch.nn.Module = LlamaForTokenClassification(config) if critic else LlamaForCausalLM(config)

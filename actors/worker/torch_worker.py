@@ -44,6 +44,7 @@ from raysvc.actors.worker.worker import Worker
 from raysvc.collate.row_values import RowValues
 from raysvc.collate.shard import BOUNDS, Shard
 from raysvc.errors import ConfigError
+from raysvc.garbage import no_collection
 from raysvc.job.config import Reduction
 
 if TYPE_CHECKING:
@@ -104,9 +105,11 @@ class CausalLMWorker(Worker):
         self._shared: dict[str, torch.Tensor] = {}  # numbers of the mini-batch that is trained
 
     def build(self) -> None:
-        import torch
+        with no_collection():
+            import torch
+            import torch._dynamo  # DDP and optimizers import it at their first use
 
-        from raysvc.actors.worker.token_model import TokenModel
+            from raysvc.actors.worker.token_model import TokenModel
 
         torch.manual_seed(self.spec.seed)
         critic, of_steps = self.spec.role == "critic", isinstance(self.spec.own_loss, StepLoss)

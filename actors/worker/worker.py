@@ -37,6 +37,7 @@ from raysvc.collate.loss_weights import token_weights
 from raysvc.collate.row_values import RowValues, with_columns
 from raysvc.collate.shard import Shard, Wire, read_shard
 from raysvc.errors import ConfigError
+from raysvc.garbage import no_collection
 from raysvc.job.config import Reduction
 
 if TYPE_CHECKING:
@@ -132,7 +133,8 @@ class Worker:
 
     def setup(self, init_method: str) -> None:
         """Join the process group and build the model."""
-        join(self.device, init_method, self.rank, self.dp_size)
+        with no_collection():  # it imports torch
+            join(self.device, init_method, self.rank, self.dp_size)
         self.build()
 
     def stage(

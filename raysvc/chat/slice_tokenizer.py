@@ -11,11 +11,9 @@ Always true:
 from __future__ import annotations
 
 import codecs
-import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -55,6 +53,7 @@ from raysvc.chat.tokens.reference_check import RenderDiffers, compare, sample_pl
 from raysvc.chat.tokens.token_rows import EncoderDiffers, RowEncoder, TokenRows, rows_of_tokens
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.chat.truncate import fewer_turns
+from raysvc.garbage import no_collection
 from raysvc.job.carried import CarriedColumn
 from raysvc.job.config import TextSpec
 from raysvc.media.media_desk import MediaDesk
@@ -432,18 +431,6 @@ def _note_reasoning(
     if removed:
         written = set(kept.source_rows.tolist())
         counter.remove_reasoning(sum(count for number, count in removed.items() if number in written))
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Pause the cycle collector: rows hold no cycles, and looking for some takes a third of the time."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _flat(

@@ -23,6 +23,7 @@ from pathlib import Path
 from raysvc.cache.store.open import absolute
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.errors import ConfigError, TokenizerError
+from raysvc.garbage import no_collection
 from raysvc.job.config import JobConfig, TokenizerConfig
 from raysvc.media.media_processor import config_files
 from raysvc.training.run_folder import Checkpoint, RunFolder
@@ -103,7 +104,8 @@ def tokenizer_beside(config: TokenizerConfig) -> Callable[[Path], None]:
 
 def tokenizer_of(config: TokenizerConfig) -> Callable[[Path], None]:
     """Load a job's tokenizer; gives what saves its files. One that is gone (all rows came from the cache) costs no model."""
-    from transformers import AutoTokenizer
+    with no_collection():
+        from transformers import AutoTokenizer
 
     try:
         templates = LoadedTokenizer(config).templates

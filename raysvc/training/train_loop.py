@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,10 +126,11 @@ def train(
 def _entry_beside_ray(
     job: JobConfig, address: str | None, progress: Progress
 ) -> tuple[CacheEntry, BuildBeside | None]:
-    """As `entry_or_build`; Ray starts while the entry is looked up."""
+    """As `entry_or_build`; Ray starts while the entry is looked up and what the run needs is imported."""
     ray_there = starting(address, need_cpus=cpus_held(job))
     try:
         found = entry_or_build(job, address, progress)
+        import_module("raysvc.actors.dispatch.dispatch")
     finally:
         if not ray_there.done():
             progress(Tick("start", 0, None, "", waiting="starting Ray"))
