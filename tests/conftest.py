@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import sys
@@ -27,8 +28,20 @@ os.environ["RAY_DATA_DISABLE_PROGRESS_BARS"] = "1"
 os.environ.pop("RAY_ADDRESS", None)
 os.environ.pop("RAYSVC_CACHE_DIR", None)
 
+# beside other test processes, two threads of a tiny model wait for each other
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# thousands of test functions and their imports stay to the end: the collector need not look through them again and again
+gc.disable()
+
 ROOT = Path(__file__).parents[1]
 Served = Callable[..., Any]
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage among what tests make from here on."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raysvc.chat.garbage import no_collection
 from raysvc.errors import ConfigError
-from raysvc.garbage import no_collection
 
 if TYPE_CHECKING:
     import torch

@@ -41,10 +41,10 @@ from raysvc.actors.worker.row_losses import (
     RowLoss,
 )
 from raysvc.actors.worker.worker import Worker
+from raysvc.chat.garbage import no_collection
 from raysvc.collate.row_values import RowValues
 from raysvc.collate.shard import BOUNDS, Shard
 from raysvc.errors import ConfigError
-from raysvc.garbage import no_collection
 from raysvc.job.config import Reduction
 
 if TYPE_CHECKING:

@@ -33,11 +33,11 @@ from raysvc.actors.worker.process_group import join, own_address
 from raysvc.actors.worker.results import Metrics, MiniResult
 from raysvc.actors.worker.row_losses import RowLoss
 from raysvc.actors.worker.timer import Timer
+from raysvc.chat.garbage import no_collection
 from raysvc.collate.loss_weights import token_weights
 from raysvc.collate.row_values import RowValues, with_columns
 from raysvc.collate.shard import Shard, Wire, read_shard
 from raysvc.errors import ConfigError
-from raysvc.garbage import no_collection
 from raysvc.job.config import Reduction
 
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ import pyarrow as pa
 from raysvc.chat.arrow import PAIR_COLUMN, table_of
 from raysvc.chat.carry import Carrier, resolved, text_widths
 from raysvc.chat.first_rows import FirstRows
+from raysvc.chat.garbage import no_collection
 from raysvc.chat.image_rows import (
     FIELDS,
     Media,
@@ -53,7 +54,6 @@ from raysvc.chat.tokens.reference_check import RenderDiffers, compare, sample_pl
 from raysvc.chat.tokens.token_rows import EncoderDiffers, RowEncoder, TokenRows, rows_of_tokens
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.chat.truncate import fewer_turns
-from raysvc.garbage import no_collection
 from raysvc.job.carried import CarriedColumn
 from raysvc.job.config import TextSpec
 from raysvc.media.media_desk import MediaDesk

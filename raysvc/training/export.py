@@ -21,9 +21,9 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from raysvc.cache.store.open import absolute
+from raysvc.chat.garbage import no_collection
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.errors import ConfigError, TokenizerError
-from raysvc.garbage import no_collection
 from raysvc.job.config import JobConfig, TokenizerConfig
 from raysvc.media.media_processor import config_files
 from raysvc.training.run_folder import Checkpoint, RunFolder

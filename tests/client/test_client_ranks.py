@@ -210,7 +210,7 @@ class Boom(Exception):
     """What a training loop raises."""
 
 
-@pytest.mark.parametrize("collation_fails_too", [False, True])
+@pytest.mark.parametrize("collation_fails_too", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_rank_whose_loop_fails_raises_its_own_error_and_leaves_nothing_but_its_commits(
     serve: Served, entry: Callable[..., str], streams: Any, collation_fails_too: bool
 ) -> None:

@@ -54,7 +54,7 @@ def have_ended(pids: set[int], within_s: float = 20.0) -> bool:
     return not pids & collator_pids()
 
 
-@pytest.mark.parametrize("plan", sorted(PLANS))
+@pytest.mark.parametrize("plan", ["packed", pytest.param("padded", marks=pytest.mark.slow)])
 def test_collators_give_the_bytes_of_the_server_to_roles_ranks_and_evals(
     plan: str, serve: Served, entry: Callable[..., str], streams: Any
 ) -> None:

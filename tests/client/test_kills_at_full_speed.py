@@ -102,7 +102,9 @@ def train_under_kills(
     return expected
 
 
-@pytest.mark.parametrize(("look_ahead", "step_ms"), [(12, 0.5), (40, 0.0)])
+@pytest.mark.parametrize(
+    ("look_ahead", "step_ms"), [(12, 0.5), pytest.param(40, 0.0, marks=pytest.mark.slow)]
+)
 def test_kills_of_the_server_at_full_speed_do_not_reach_the_trainer(
     look_ahead: int, step_ms: float, serve: Served, entry: Callable[..., str]
 ) -> None:

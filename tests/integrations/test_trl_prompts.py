@@ -163,7 +163,15 @@ def facts(trainer: Any) -> list[list[float]]:
     return [[line.get(name, 0.0) for name in FACTS] for line in trainer.state.log_history if "loss" in line]
 
 
-@pytest.mark.parametrize(("host", "split"), [*(("grpo", split) for split in SPLITS), ("rloo", "reused")])
+@pytest.mark.parametrize(
+    ("host", "split"),
+    [
+        pytest.param("grpo", "plain", marks=pytest.mark.slow),
+        pytest.param("grpo", "reused", marks=pytest.mark.slow),
+        ("grpo", "across"),
+        ("rloo", "reused"),
+    ],
+)
 def test_trl_generates_for_the_prompts_that_it_would_have_taken_itself_and_trains_the_same(
     host: str, split: str, tmp_path: Path, sample: dict[str, str]
 ) -> None:
@@ -185,8 +193,17 @@ def test_trl_generates_for_the_prompts_that_it_would_have_taken_itself_and_train
     assert client.frontier == client.schedule.num_steps, "every generation batch is committed"
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("stop", [2, 4])
+@pytest.mark.parametrize(
+    ("split", "stop"),
+    [
+        pytest.param("plain", 2, marks=pytest.mark.slow),
+        pytest.param("plain", 4, marks=pytest.mark.slow),
+        ("reused", 2),
+        pytest.param("reused", 4, marks=pytest.mark.slow),
+        pytest.param("across", 2, marks=pytest.mark.slow),
+        ("across", 4),
+    ],
+)
 def test_a_run_that_was_stopped_anywhere_goes_on_with_its_prompts_and_losses(
     split: str, stop: int, tmp_path: Path, sample: dict[str, str]
 ) -> None:

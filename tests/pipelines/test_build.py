@@ -58,6 +58,7 @@ def test_a_job_without_parallelism_and_one_with_many_slices_give_the_same_rows(
     assert rows_of(many) == rows_of(one)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_and_a_template_are_found_from_the_folder_of_who_asks(
     tmp_path: Path, sample: dict[str, str], ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

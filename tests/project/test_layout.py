@@ -18,7 +18,7 @@ import raysvc
 
 ROOT = Path(__file__).parents[2]
 CORE = ("raysvc/chat/", "raysvc/cache/", "raysvc/plan/", "raysvc/collate/", "raysvc/media/")
-CORE_FILES = ("raysvc/job/config.py", "raysvc/errors.py", "raysvc/garbage.py", "raysvc/row_batch.py")
+CORE_FILES = ("raysvc/job/config.py", "raysvc/errors.py", "raysvc/row_batch.py")
 ROOMS = ("actors", "pipelines")
 UPLOT = ("LICENSE", "uPlot.iife.min.js", "uPlot.min.css")
 

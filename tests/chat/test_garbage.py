@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raysvc.garbage import no_collection
+from raysvc.chat.garbage import no_collection
 
 
 @pytest.fixture(autouse=True)
