@@ -77,6 +77,13 @@ def run_json(*arguments: str) -> dict[str, Any]:
     return dict(json.loads(run(*arguments, "--json").splitlines()[-1]))
 
 
+def wait_for_no_use(root: Root) -> None:
+    """A thread ends the mark of a command that has read the entry."""
+    until = time.monotonic() + 20.0
+    while any(name.startswith("use-") for name in root.store.list(root.key)) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("way", ["job", "options"])
 def test_every_command_reaches_a_root_that_needs_options(root: Root, way: str) -> None:
     (listed,) = run_json(*root.command(way, "ls"))["entries"]
@@ -86,6 +93,7 @@ def test_every_command_reaches_a_root_that_needs_options(root: Root, way: str) -
     assert run_json(*root.command(way, "gc", "--dry-run"))["removals"] == []
     files = run_json(*root.command(way, "export", "KEY", "--to", str(root.folder / "rows")))["files"]
     assert [row for file in files for row in pq.read_table(file)["source_row"].to_pylist()] == ROW_IDS
+    wait_for_no_use(root)
     removed = run_json(*root.command(way, "gc", "--days", "0", "--grace-hours", "0"))["removals"]
     assert {one["action"] for one in removed if one["folder"] == root.key} == {"removed", "marked"}
     assert run_json(*root.command(way, "ls"))["entries"] == []

@@ -169,7 +169,7 @@ def test_the_loops_own_error_is_the_one_to_see_and_nothing_is_left(
         loop()
     caught.value.__traceback__ = None  # its frames hold the step
     del caught
-    assert streams.threads() == threads
+    assert streams.threads() <= threads
     assert streams.falls_to(refs, streams.num_refs)
     stats = wait_for(server.stats.options(concurrency_group="control").remote(), "stats")
     assert stats["holder"] is None

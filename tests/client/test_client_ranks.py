@@ -237,7 +237,7 @@ def test_a_rank_whose_loop_fails_raises_its_own_error_and_leaves_nothing_but_its
         loop()
     caught.value.__traceback__ = None  # its frames hold the step
     del caught
-    assert streams.threads() == threads
+    assert streams.threads() <= threads
     assert streams.falls_to(refs, streams.num_refs)
     facts = stats(server)
     assert (facts["holder"], facts["frontier"]) == (None, 2), "what was committed is"

@@ -67,7 +67,7 @@ def test_a_killed_server_comes_back_and_the_stream_goes_on(
     assert (facts["frontier"], facts["holder"], facts["fence"]) == (8, None, 1), (
         "the lease outlived the process"
     )
-    assert streams.threads() == threads
+    assert streams.threads() <= threads
     assert streams.falls_to(refs, streams.num_refs)
 
 
