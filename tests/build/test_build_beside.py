@@ -116,7 +116,7 @@ def test_kills_of_trainer_server_and_builder_change_no_step(tmp_path: Path, samp
         "dp_size": 1,
         "model": "tiny",
         "checkpoint_every_steps": 4,
-        "max_steps": 40,
+        "max_steps": 24,
         "lr_schedule": "cosine",
     }
     slices = {"slice_mb": rows.stat().st_size / 100 / 1e6}
