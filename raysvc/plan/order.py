@@ -20,9 +20,11 @@ from __future__ import annotations
 import hashlib
 import importlib
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -165,13 +167,14 @@ class CustomOrder:
 
     Raises:
         ConfigError: there is no such function.
-        PlanError: its first epoch is no order of the groups.
+        PlanError: its first epoch is no order of the groups, or another one when it is asked again.
     """
 
     def __init__(self, name: str, rows: OrderRows) -> None:
         self.num_groups = rows.num_groups
         self._name, self._rows, self._function = name, rows, _function_of(name)
         self._epoch = lru_cache(maxsize=2)(self._made)
+        self._digests: dict[int, str] = {}  # of every epoch that was made
 
     def at(self, epoch: int, positions: Int64s) -> Int64s:
         """Groups at `positions` (int64 [P], each in [0, G)) of `epoch`."""
@@ -179,14 +182,35 @@ class CustomOrder:
 
     def identity(self) -> dict[str, str]:
         """What tells it from other orders."""
-        digest = hashlib.sha256(self._epoch(0).astype("<i8").tobytes()).hexdigest()
-        return {"name": self._name, "first_epoch": digest}
+        self._epoch(0)
+        return {"name": self._name, "first_epoch": self._digests[0]}
 
     def _made(self, epoch: int) -> Int64s:
-        order = np.asarray(self._function(epoch, self._rows))
+        order = self._called(epoch)
+        if not self._digests and not np.array_equal(order, self._called(epoch)):
+            raise self._unsteady(epoch)
+        digest = hashlib.sha256(order.astype("<i8").tobytes()).hexdigest()
+        if self._digests.setdefault(epoch, digest) != digest:
+            raise self._unsteady(epoch)
+        return order
+
+    def _unsteady(self, epoch: int) -> PlanError:
+        what = f"{self._name} returned two orders for epoch {epoch}"
+        return PlanError(_WHERE, what, "draw from rows.seed and epoch alone, as docs/concepts.md does")
+
+    def _called(self, epoch: int) -> Int64s:
+        try:
+            returned = self._function(epoch, self._rows)
+            order = np.asarray(returned)
+        except Exception as error:  # of the user's function: whatever it is, it is named
+            what = (
+                f"{self._name} raised {type(error).__name__} for epoch {epoch}: {error}{_line_of(error, 0)}"
+            )
+            raise PlanError(_WHERE, what, "correct the function") from error
         count = self.num_groups
         if order.shape != (count,) or order.dtype.kind not in "iu":
-            what = f"{self._name} returned {order.dtype.name} {list(order.shape)} for epoch {epoch}"
+            kind = f"{order.dtype.name} {list(order.shape)}" if order.shape else type(returned).__name__
+            what = f"{self._name} returned {kind} for epoch {epoch}"
             raise PlanError(_WHERE, what, f"return the integers 0 to {count - 1}, each once")
         known = order[(order >= 0) & (order < count)]
         if missing := count - int((np.bincount(known, minlength=count) > 0).sum()):
@@ -200,12 +224,23 @@ def _function_of(name: str) -> Callable[[int, OrderRows], Any]:
     try:
         found: Any = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        remedy = "make it importable where the server runs: install it, or put it into the job's working_dir"
+        remedy = "make it importable where the server runs: install it, put its folder on PYTHONPATH, or into the job's working_dir"
         raise ConfigError(_WHERE, f"{name} cannot be imported: {error}", remedy) from error
+    except Exception as error:  # of the user's module: whatever it is, it is named
+        what = f"{name} cannot be imported: {type(error).__name__}: {error}{_line_of(error, -1)}"
+        raise ConfigError(_WHERE, what, "correct the module") from error
     if not callable(found):
         raise ConfigError(_WHERE, f"{name} cannot be called", "name a function of (epoch, rows)")
     function: Callable[[int, OrderRows], Any] = found
     return function
+
+
+def _line_of(error: Exception, frame: int) -> str:
+    """Where the user's code raised, by the frame below ours; nothing where it was not reached."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    if not frames or isinstance(error, SyntaxError):
+        return ""
+    return f" ({Path(frames[frame].filename).name}, line {frames[frame].lineno})"
 
 
 def permute_each(sizes: Int64s, keys: Sequence[UInt64s], which: Int64s, positions: Int64s) -> Int64s:

@@ -129,12 +129,49 @@ def test_a_function_that_changed_under_its_name_is_another_plan(module: Module, 
         ("[0.0] * 60", r"returned float64 \[60\]"),
         ("[-1, *range(59)]", "left 1 of 60 groups out"),
         ("list(range(60)) if not epoch else [0] * 60", "left 59 of 60 groups out of epoch 1"),
+        ("iter(range(60))", "returned range_iterator for epoch 0"),
+        ("[[1], [2, 3]]", "raised ValueError for epoch 0: .*inhomogeneous"),
+        (
+            "1 // (1 - epoch) * list(range(60))",
+            r"raised ZeroDivisionError for epoch 1: .* \(orders_of.*, line 2\)",
+        ),
+        ("rows.column('nope')", r"raised KeyError for epoch 0: 'nope' \(orders_of.*, line 2\)"),
     ],
 )
 def test_what_is_no_order_is_refused_with_its_epoch(module: Module, body: str, what: str) -> None:
     name = module(f"def order(epoch, rows):\n    return {body}")
     with pytest.raises(PlanError, match=what):
         plan_of(f"{name}:order").step(10, 2)
+
+
+def test_an_order_that_changes_when_it_is_asked_again_is_refused(module: Module) -> None:
+    unseeded = module("import random\ndef order(epoch, rows):\n    return random.sample(range(60), 60)")
+    with pytest.raises(PlanError, match=r"returned two orders for epoch 0; draw from rows.seed and epoch"):
+        plan_of(f"{unseeded}:order")
+    later = "import random\ndef order(epoch, rows):\n    return random.sample(range(60), 60) if epoch == 1 else list(range(60))"
+    plan = plan_of(f"{module(later)}:order")
+    plan.order.at(1, np.arange(3))
+    plan.order.at(2, np.arange(3))
+    plan.order.at(3, np.arange(3))
+    with pytest.raises(PlanError, match="returned two orders for epoch 1"):
+        plan.order.at(1, np.arange(3))
+
+
+@pytest.mark.parametrize(
+    ("code", "what"),
+    [
+        ("def order(:", "SyntaxError: invalid syntax"),
+        ("\nundefined", r"NameError: name 'undefined' is not defined \(orders_of.*, line 2\)"),
+    ],
+)
+def test_a_module_that_does_not_load_is_refused_with_its_line(module: Module, code: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=f"cannot be imported: {what}"):
+        plan_of(f"{module(code)}:order")
+
+
+def test_a_function_of_other_arguments_is_refused(module: Module) -> None:
+    with pytest.raises(PlanError, match=r"raised TypeError for epoch 0: .*2 were given; correct"):
+        plan_of(f"{module('def order(epoch): pass')}:order")
 
 
 def test_a_name_that_is_no_function_is_refused(module: Module) -> None:
