@@ -18,7 +18,7 @@ import numpy as np
 
 from raysvc.build.entry_report import Report
 from raysvc.cache.joined_entry import JoinedEntry
-from raysvc.errors import ConfigError
+from raysvc.errors import ConfigError, PlanError
 from raysvc.plan.entry_plan import group_bounds, numbers_by_slice
 from raysvc.plan.fact_table import facts_html, facts_text
 from raysvc.plan.sliced.sliced_rows import positions
@@ -108,7 +108,11 @@ class CacheEntry:
         return [_turn(self._bounds[part], place) for part, place in zip(parts, places, strict=True)]
 
     def _positions(self, row_ids: Sequence[int] | Int64s) -> Int64s:
-        ids = np.array(row_ids, np.int64)
+        try:
+            ids = np.array(row_ids, np.int64)
+        except OverflowError as error:
+            what = f"{max(row_ids)} is too large for the id of a row"
+            raise PlanError("row", what, "take one from a row log, or from raysvc plan --step") from error
         return positions(self._entries, ids) if self.by_slice else ids
 
     @property

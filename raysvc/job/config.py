@@ -55,6 +55,7 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
 
 SHUFFLES = re.compile(r"none|full|block\([1-9]\d*\)|window(\([1-9]\d{0,3}\))?")
+RowId = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class Model(BaseModel):
@@ -228,7 +229,7 @@ class PlanConfig(Model):
         default_factory=dict,
         description="Column -> value of cells without a token. Default: what source.carry says, else 0.",
     )
-    skip_rows: tuple[int, ...] = Field(
+    skip_rows: tuple[RowId, ...] = Field(
         default=(),
         description="Row ids that are never trained: a list, or a file (one id per line, or a JSON list).",
     )

@@ -141,6 +141,14 @@ def test_plan_show_and_replay_speak_of_the_same_rows(tmp_path: Path, sample: dic
     assert "row 0 of slice 99, which is not there" in wrong.stderr
 
 
+def test_a_number_that_no_row_can_have_is_refused(tmp_path: Path, sample: dict[str, str]) -> None:
+    job = job_file(tmp_path, sample, conversations(tmp_path, "rows", 9, 2))
+    for row in (1 << 51, 1 << 70):
+        result = runner.invoke(app, ["show", str(job), "--row", str(row)])
+        assert result.exit_code == 2
+        assert f"error: row: {row} " in result.stderr
+
+
 def test_a_mixture_of_a_windowed_and_a_full_source_is_served_and_counted_by_source(
     tmp_path: Path, sample: dict[str, str]
 ) -> None:

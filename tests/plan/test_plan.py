@@ -222,6 +222,9 @@ def test_a_billion_rows_are_planned_in_a_millisecond_without_memory():
 def test_a_row_to_skip_that_is_not_there_is_refused():
     with pytest.raises(PlanError, match=r"9 must be in \[0, 9\)"):
         Plan(PlanConfig(batch_size=2, skip_rows=(3, 9)), np.full(9, 4, np.int32))
+    for no_id in (-1, 1 << 63):
+        with pytest.raises(ValueError, match="skip_rows"):
+            PlanConfig(batch_size=2, skip_rows=(3, no_id))
 
 
 @pytest.mark.parametrize(
