@@ -43,8 +43,10 @@ def find_files(config: SourceConfig) -> list[SourceFile]:
     for pattern in config.path:
         files = _expand(pattern, config.storage_options)
         if not files:
+            relative = resolve_path(pattern) not in (pattern, pattern.removeprefix("file://"))
+            here = f" (it is looked for as {resolve_path(pattern)})" if relative else ""
             raise SourceError(
-                "source.path", f"{pattern!r} matches no file", f"name files that end in {ENDINGS}"
+                "source.path", f"{pattern!r} matches no file{here}", f"name files that end in {ENDINGS}"
             )
         for file in files:
             found.setdefault(file.path, file)
