@@ -254,6 +254,14 @@ class PlanConfig(Model):
             raise ValueError("layout: stream cuts rows into windows, and order is one of groups")
         if self.layout == "stream" and self.window is None:
             raise ValueError("layout: stream needs window, the tokens of one row")
+        if self.shuffle.startswith("window") and self.layout == "stream":
+            raise ValueError(
+                f"layout: stream cuts rows without regard to slices, and shuffle: {self.shuffle} goes by them; use packed, or shuffle: full"
+            )
+        if self.shuffle.startswith("window") and self.order is not None:
+            raise ValueError(
+                f"order needs all rows, and shuffle: {self.shuffle} has some; leave one of them out"
+            )
         if self.mini_batch_size is not None and self.mini_batch_size > self.batch_size:
             raise ValueError(
                 f"mini_batch_size ({self.mini_batch_size}) is above batch_size ({self.batch_size})"
@@ -512,11 +520,23 @@ class JobConfig(Model):
     def _complete(self) -> JobConfig:
         if self.max_length is None and "truncation" in self.model_fields_set and self.truncation != "drop":
             raise ValueError(f"truncation: {self.truncation} needs max_length")
+        plan, windowed = self.plan, self._windowed
+        if plan.layout == "packed" and windowed and not plan.micro_batch_tokens and not self.max_length:
+            raise ValueError(
+                f"plan.layout: packed with shuffle: {windowed} has to know its capacity before the rows; give max_length, or plan.micro_batch_tokens"
+            )
         if self.trainer.eval_every_steps is not None and not self.evals:
             raise ValueError(
                 "trainer.eval_every_steps is given, but there are no evals; add a section evals or leave the key out"
             )
         return self
+
+    @property
+    def _windowed(self) -> str | None:
+        """The first shuffle of a source that goes by slices."""
+        sources = self.mixture.sources.values() if self.mixture else ()
+        found = [each.shuffle or self.plan.shuffle for each in sources] or [self.plan.shuffle]
+        return next((shuffle for shuffle in found if shuffle.startswith("window")), None)
 
     @property
     def text(self) -> TextSpec:

@@ -294,15 +294,9 @@ def _refuse_contradictions(config: PlanConfig, rows: PlanRows, mixture: Mixture 
         raise PlanError(
             "plan.order", "a mixture orders its sources by their weights", "leave one of them out"
         )
-    if config.order is not None and rows.are_sliced:
-        raise PlanError("plan.order", "it needs all rows, and a window has some", "leave one of them out")
     if config.layout == "stream" and (rows.num_groups < rows.num_rows or mixture is not None):
         raise PlanError(
             "plan.layout", "stream cuts rows without regard to groups", "use packed for groups or mixtures"
-        )
-    if config.layout == "stream" and rows.are_sliced:
-        raise PlanError(
-            "plan.layout", "stream cuts rows without regard to slices", "use packed, or shuffle: full"
         )
     if config.skip_rows:
         try:

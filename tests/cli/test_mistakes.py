@@ -79,6 +79,30 @@ def test_a_source_file_that_is_not_there(tmp_path: Path, sample: dict[str, str])
     assert "none.jsonl" in mistake("tokenize", "-c", str(job))
 
 
+def test_a_relative_path_is_named_with_the_folder_that_was_looked_in(
+    tmp_path: Path, sample: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    job = job_file(tmp_path, source={"path": "rows.jsonl"}, tokenizer=sample["tokenizer"])
+    assert f"looked for as {tmp_path}/elsewhere/rows.jsonl" in mistake("tokenize", "-c", str(job))
+
+
+def test_packed_lines_of_a_window_without_a_capacity_are_refused_before_a_row_is_read(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    for sections in (
+        {"plan": {"layout": "packed", "shuffle": "window"}, "source": {"path": "none.jsonl"}},
+        {
+            "plan": {"layout": "packed"},
+            "mixture": {"sources": {"a": {"source": {"path": "n.jsonl"}, "weight": 1, "shuffle": "window"}}},
+        },
+    ):
+        line = mistake("tokenize", "-c", str(job_file(tmp_path, tokenizer=sample["tokenizer"], **sections)))
+        assert "shuffle: window has to know its capacity before the rows; give max_length" in line
+
+
 def test_a_folder_without_rows(tmp_path: Path, sample: dict[str, str]) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "notes.md").write_text("no rows here")

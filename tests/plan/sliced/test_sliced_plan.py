@@ -333,8 +333,6 @@ def test_the_window_follows_from_the_source_where_no_number_is_given():
     ("config", "message"),
     [
         ({"layout": "packed"}, "plan.micro_batch_tokens: packed with a window .*; set it, or max_length"),
-        ({"order": "module:name"}, "plan.order: it needs all rows, and a window has some"),
-        ({"layout": "stream", "window": 8}, "plan.layout: stream cuts rows without regard to slices"),
         ({"skip_rows": (5,)}, "plan.skip_rows: 5 would be row 5 of slice 0, which is not there; remove it"),
         ({"skip_rows": (7 << 32,)}, "plan.skip_rows: .* row 0 of slice 7, which is not there"),
         ({"skip_rows": (1 << 52,)}, "plan.skip_rows: .* is not there"),
@@ -345,6 +343,18 @@ def test_what_a_window_cannot_do_is_refused_by_name(config, message):
         plan_of_entries(
             PlanConfig(batch_size=2, shuffle="window(2)", **config), [FakeEntry([[1] * 4, [], [1]])]
         )
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"order": "module:name"}, r"order needs all rows, and shuffle: window\(2\) has some"),
+        ({"layout": "stream", "window": 8}, "stream cuts rows without regard to slices"),
+    ],
+)
+def test_a_section_that_no_window_can_carry_out_is_refused_before_a_row_is_read(config, message):
+    with pytest.raises(ValueError, match=message):
+        PlanConfig(batch_size=2, shuffle="window(2)", **config)
 
 
 def test_a_window_over_bare_lengths_is_refused():
