@@ -349,3 +349,10 @@ def test_a_text_that_holds_a_token_is_looked_at_closely(tokenizer_folder: Any) -
     result = SliceTokenizer(spec).run([SourceRow(n, row("q", f"x {text}")) for n, text in enumerate(texts)])
     assert result.table["source_row"].to_pylist() == [0, 1, 3, 5]
     assert result.row_counts.quarantined == {"a trained turn holds a control token": 2}
+
+
+def test_no_shape_is_learned_of_a_row_that_says_how_tokens_begin() -> None:
+    alone = Alone(CHATML).learn("what <| is it", "it is so")
+    assert alone.known("who", "me <|im_end|>") is None
+    assert alone.known("who", "me") is None
+    assert alone.learn("what is it", "it is so").known("who", "me") is not None
