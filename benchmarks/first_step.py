@@ -59,7 +59,7 @@ def measured(folder: Path, rows: Path, tokenizer: str, shuffle: str, steps: int)
         "max_length": 512,
         "truncation": "keep_start",
         "cache": {"root": str(folder / f"cache-{shuffle}")},
-        "plan": {"batch_size": 32, "shuffle": shuffle},
+        "plan": {"batch_size": 2, "shuffle": shuffle},
         "server": {"name": f"first-{shuffle}"},
         "trainer": {"dp_size": 1, "model": "tiny", "run_dir": str(folder / shuffle), "max_steps": steps},
     }
@@ -67,12 +67,12 @@ def measured(folder: Path, rows: Path, tokenizer: str, shuffle: str, steps: int)
     path.write_text(json.dumps(job))
     environment = {**os.environ, "FIRST_STEP_BEGIN": str(time.time()), "RAY_ADDRESS": "local"}
     command = [sys.executable, __file__, "--child", str(path)]
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
     found = json.loads(said.splitlines()[-1])
     return {
         "shuffle": shuffle,
-        "first step asked for s": round(found["at"][0], 1),
-        f"step {steps} s": round(found["at"][-1], 1),
+        "first step begins s": round(found["at"][0], 1),
+        f"step {steps} begins s": round(found["at"][-1], 1),
         "end s": round(found["end"], 1),
         "waited for rows s": round(found["stalls"].get("rows not tokenized yet", 0.0), 1),
     }
