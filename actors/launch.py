@@ -94,12 +94,16 @@ def start_server(
 def start_collators(spec_json: str, count: int, node_id: str | None) -> list[ActorHandle]:
     """Processes that make shards of a server's steps: of the caller, with whom they end. Returns at once.
 
-    A call that a death interrupted is made again, and a shard that was lost with its node too: it is the same.
+    A call that a death interrupted is made again, and a shard that was lost with its node too: it is the same. Where the cluster
+    has too few CPUs for all, it is logged: those that are left wait for nodes, and so do the steps that they are to make.
 
     Args:
         node_id: where they are to be if there is room; None: spread over the nodes.
     """
     actor = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1)(Collator)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if missing := what_is_missing([{"CPU": 1.0}] * count, nodes):
+        log.warning("steps wait for more nodes for='server.collators': %s; lower it, or add nodes", missing)
     where = "SPREAD" if node_id is None else NodeAffinitySchedulingStrategy(node_id, soft=True)
     return [actor.options(scheduling_strategy=where).remote(spec_json) for _ in range(count)]
 

@@ -96,6 +96,20 @@ def test_collators_give_the_bytes_of_the_server_to_roles_ranks_and_evals(
     assert not streams.threads()
 
 
+def test_collators_that_the_cluster_has_no_cpus_for_are_told(
+    ray_session: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    import ray
+
+    from raysvc.actors.launch import start_collators
+
+    cpus = int(ray.cluster_resources()["CPU"])
+    assert len(start_collators("no spec", 1, None)) == 1
+    assert not caplog.records
+    start_collators("no spec", cpus + 3, None)
+    assert f"for='server.collators': needs {cpus + 3} CPU, the cluster has {cpus}; lower it" in caplog.text
+
+
 def test_a_fenced_trainer_gets_nothing_from_its_collators(serve: Served) -> None:
     import ray
 
