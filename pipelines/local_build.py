@@ -58,7 +58,7 @@ def local_receipts(
         task: what is built.
         slices: that are left.
         tokenizer: of the task, loaded.
-        processor: of its images, where rows may have some.
+        processor: of its media, where rows may have some.
 
     Raises:
         RaysvcError: what a slice raises, as it raises it.

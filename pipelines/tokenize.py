@@ -97,7 +97,7 @@ def desk_of(
     storage_options: dict[str, Any],
     processor: MediaProcessor | None = None,
 ) -> MediaDesk:
-    """What takes the images of a source.
+    """What takes the media of a source.
 
     Args:
         spec: names the processor.
@@ -106,7 +106,7 @@ def desk_of(
         processor: where it is loaded already.
 
     Raises:
-        TokenizerError: there is no processor of images.
+        TokenizerError: there is no processor of media.
     """
     name = spec.tokenizer
     loaded = processor or MediaProcessor.load(name.name, name.revision, name.trust_remote_code)

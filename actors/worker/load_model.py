@@ -57,13 +57,14 @@ def load_lm(
 
 
 def auto_class(config: Any) -> Any:
-    """The class of `transformers` that reads a model: of images and text where its config has an encoder of images."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    """The class of `transformers` that reads a model: of media and text where its config has an encoder of images or audio."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
-    of_images = (
-        hasattr(config, "vision_config") and type(config) in AutoModelForImageTextToText._model_mapping
-    )
-    return AutoModelForImageTextToText if of_images else AutoModelForCausalLM
+    kinds = {"vision_config": AutoModelForImageTextToText, "audio_config": AutoModelForMultimodalLM}
+    for name, kind in kinds.items():
+        if hasattr(config, name) and type(config) in kind._model_mapping:
+            return kind
+    return AutoModelForCausalLM
 
 
 def tiny_sizes(vocab_size: int) -> dict[str, int]:

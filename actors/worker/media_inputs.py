@@ -1,4 +1,4 @@
-"""What a vision model is given beside tokens: the arrays of media, and positions in three dimensions where it has them.
+"""What a model of images or audio is given beside tokens: the arrays of media, and positions in three dimensions where it has them.
 
 This file imports torch; import it inside the function that needs it.
 
@@ -19,6 +19,7 @@ from raysvc.collate.shard import BOUNDS
 
 BLANK = "blank_media"  # name of the arrays that count nothing
 GRID = "image_grid_thw"
+SOUND = "input_features"
 
 
 def media_inputs(lm: Any, tensors: Mapping[str, torch.Tensor], row_BL: torch.Tensor) -> dict[str, Any]:
@@ -41,6 +42,9 @@ def media_inputs(lm: Any, tensors: Mapping[str, torch.Tensor], row_BL: torch.Ten
 
 def encoder_zero(lm: Any, blank: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """0, with a gradient of 0 for each weight of the encoder."""
+    if SOUND in blank:
+        found = lm.base_model.audio_tower(blank[SOUND]).last_hidden_state
+        return lm.base_model.multi_modal_projector(found).sum() * 0.0
     found = lm.base_model.get_image_features(**blank, return_dict=True).pooler_output
     features = [found] if isinstance(found, torch.Tensor) else found
     return sum((one.sum() for one in features), torch.zeros((), device=features[0].device)) * 0.0

@@ -258,7 +258,7 @@ class CausalLMWorker(Worker):
             if self.spec.role == "reference":
                 return module  # DDP refuses a module without gradients
             # an encoder may have layers that the language model does not look at, as in LLaVA
-            unused = hasattr(module.lm.config, "vision_config")
+            unused = any(hasattr(module.lm.config, name) for name in ("vision_config", "audio_config"))
             return torch.nn.parallel.DistributedDataParallel(module, find_unused_parameters=unused)
         return _sharded(module, self.device, self.dp_size, self.spec.precision == "bf16")
 
@@ -316,8 +316,13 @@ def _sharded(module: Any, device: str, dp_size: int, bf16: bool) -> torch.nn.Mod
 
 
 def _layers(lm: Any) -> list[Any]:
-    names = set(lm._no_split_modules or ())
-    return [module for module in lm.modules() if type(module).__name__ in names]
+    """The modules that a model says to keep whole; of those inside of another one, the outer."""
+    names, inner, found = set(lm._no_split_modules or ()), set(), []
+    for module in lm.modules():  # outer ones first
+        if type(module).__name__ in names and module not in inner:
+            found.append(module)
+            inner.update(module.modules())
+    return found
 
 
 def row_index(tensors: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Reads the file of an image that a row names: a path beside the row's own file, or a URL.
+"""Reads the file of a medium that a row names: a path beside the row's own file, or a URL.
 
 Always true:
 - only regular files are read, and no more than was asked for;

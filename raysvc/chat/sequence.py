@@ -18,20 +18,19 @@ CLOSED_TURN = 2  # a turn that ends with its end-of-turn token
 Span = tuple[int, int, int]
 
 
-class ImagePlace(NamedTuple):
-    """An image that a text stands for; its tokens are those of the image token, in the order of the images.
+class MediumPlace(NamedTuple):
+    """A medium that a text stands for; its tokens are those of the processor's token, in the order of the media.
 
     Attributes:
         sha256: of its bytes.
-        width, height: upright.
-        tokens: image tokens of it in the text.
+        size: as its kind has it.
+        tokens: of it in the text.
         patches: encoder work.
         num_bytes: encoded.
     """
 
     sha256: str
-    width: int
-    height: int
+    size: tuple[int, int]
     tokens: int
     patches: int
     num_bytes: int
@@ -50,7 +49,7 @@ class Sequence:
         tokens: ids and mask that came as tokens, instead of a text.
         openings: beginnings of added tokens and tags that the text holds when its spans are right; None when they are
             right whatever it holds.
-        images: that the text stands for.
+        media: that the text stands for.
     """
 
     text: str
@@ -60,4 +59,4 @@ class Sequence:
     example: Example | None = None
     tokens: TokensExample | None = None
     openings: int | None = None
-    images: tuple[ImagePlace, ...] = ()
+    media: tuple[MediumPlace, ...] = ()

@@ -26,14 +26,7 @@ from raysvc.chat.arrow import PAIR_COLUMN, table_of
 from raysvc.chat.carry import Carrier, resolved, text_widths
 from raysvc.chat.first_rows import FirstRows
 from raysvc.chat.garbage import no_collection
-from raysvc.chat.image_rows import (
-    FIELDS,
-    Media,
-    media_arrays,
-    place_images,
-    sampled_places,
-    true_ids,
-)
+from raysvc.chat.media_places import FIELDS, Media, media_arrays, place_media, sampled_places, true_ids
 from raysvc.chat.render.renderer import Renderer
 from raysvc.chat.render.turn_check import reasoning_of, removed_reasoning
 from raysvc.chat.row_counter import RowCounter
@@ -99,7 +92,7 @@ class SliceTokenizer:
         spec: what decides tokens and mask.
         dataset_label: names the source in messages about rows.
         tokenizer: that of the spec, where it is loaded already.
-        desk: takes the images of rows, where the spec says that there may be some.
+        desk: takes the media of rows, where the spec says that there may be some.
 
     Raises:
         TokenizerError: no tokenizer, no template, or a broken one.
@@ -112,7 +105,7 @@ class SliceTokenizer:
         tokenizer: LoadedTokenizer | None = None,
         desk: MediaDesk | None = None,
     ) -> None:
-        assert spec.media == (desk is not None)
+        assert spec.media == (desk.kind if desk else None)
         self.spec = spec
         self.tokenizer = tokenizer or LoadedTokenizer(spec.tokenizer)
         self.desk = desk
@@ -254,13 +247,13 @@ class SliceTokenizer:
                 sample_places(batch, int(numbers[0])),
                 tokens,
                 lambda place: (
-                    None if flat[place].images else raw_example(origins[place], form, flat[place].example)
+                    None if flat[place].media else raw_example(origins[place], form, flat[place].example)
                 ),
                 lambda place: (flat[place].prefix, flat[place].text, flat[place].suffix),
                 self.tokenizer,
                 self._reference,
             )
-            compared += self._compare_images(flat, tokens, int(numbers[0]))
+            compared += self._compare_media(flat, tokens, int(numbers[0]))
         lengths = np.diff(tokens.offsets)
         if self.spec.truncation == "keep_end_turns" and lengths.max() > (
             self.spec.max_length or lengths.max()
@@ -286,17 +279,17 @@ class SliceTokenizer:
         if self.desk is None:
             return None
         cut_at = self.spec.max_length if self.spec.truncation == "keep_start" else None
-        return place_images(flat, tokens, self.desk.processor.image_token_id, cut_at)
+        return place_media(flat, tokens, self.desk.processor, cut_at)
 
-    def _compare_images(self, flat: list[Sequence], tokens: TokenRows, seed: int) -> int:
-        """Hold some rows with images against the processor itself; how many."""
+    def _compare_media(self, flat: list[Sequence], tokens: TokenRows, seed: int) -> int:
+        """Hold some rows with media against the processor itself; how many."""
         if self.desk is None:
             return 0
         places = sampled_places(flat, seed)
         for place in places:
             ids = tokens.ids[tokens.offsets[place] : tokens.offsets[place + 1]].tolist()
             if ids != true_ids(flat[place], self.tokenizer, self.desk):
-                raise RenderDiffers(f"{flat[place].text[:80]!r}, a row with images")
+                raise RenderDiffers(f"{flat[place].text[:80]!r}, a row with media")
         return len(places)
 
     def _shortened(self, sequence: Sequence, length: int) -> Sequence:

@@ -66,7 +66,7 @@ def replay(
     print_rows(f"Step {step} of {again.spec.name} on {again.dp_size} ranks", rows)
     for shard, some in zip(shards, media, strict=True):
         print(
-            *(f"mini {shard.mini} rank {shard.rank}: image {digest}" for digest in some),
+            *(f"mini {shard.mini} rank {shard.rank}: medium {digest}" for digest in some),
             sep="\n",
             end="\n" if some else "",
         )

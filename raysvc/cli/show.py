@@ -54,7 +54,7 @@ def show(
 ) -> None:
     """Print rows or steps, with trained tokens marked.
 
-    Trained tokens are green and stand between » and «; special tokens are blue. Below a row stand its images; an HTML page shows them.
+    Trained tokens are green and stand between » and «; special tokens are blue. Below a row stand its media; an HTML page shows them.
 
     Example: raysvc show -c job.yaml --row 17
 

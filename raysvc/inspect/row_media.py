@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from raysvc.build.mixed_job import entries_of
 from raysvc.chat.row_errors import RowFault
 from raysvc.errors import EntryError, StoreError
+from raysvc.media.kinds import decoded, size_text
 from raysvc.media.media_store import medium_path, read_medium
-from raysvc.media.medium import COLUMN, Medium, media_of
+from raysvc.media.medium import COLUMN, Medium, json_of, media_of
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from raysvc.actors.server.spec import ServeSpec
     from raysvc.build.cache_entry import CacheEntry
     from raysvc.cache.store.store import Store
@@ -46,26 +50,37 @@ class ShownMedium:
     def __str__(self) -> str:
         one = self.medium
         return (
-            f"{one.kind} {one.width} x {one.height}, {one.tokens} tokens from {one.at}, "
+            f"{one.kind} {size_text(one.kind, one.size)}, {one.tokens} tokens from {one.at}, "
             f"{one.num_bytes} bytes, sha256 {one.sha256}, {self.path}"
         )
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {**asdict(self.medium), "path": self.path}
+        return {**json_of(self.medium), "path": self.path}
 
     def picture(self) -> bytes | None:
-        """A small JPEG; None when the medium cannot be decoded here."""
+        """A small JPEG, of audio of its waveform; None when the medium cannot be decoded here."""
         try:
-            from raysvc.media.pixels import rgb
-
-            image = rgb(read_medium(self.store, self.medium.sha256))
+            found = decoded(self.medium.kind, read_medium(self.store, self.medium.sha256))
+            image = found if self.medium.kind == "image" else _drawn(found)
         except (EntryError, StoreError, RowFault, ImportError):
             return None
         image.thumbnail((PICTURE_PIXELS, PICTURE_PIXELS))
         out = io.BytesIO()
         image.save(out, "JPEG", quality=80)
         return out.getvalue()
+
+
+def _drawn(waveform: npt.NDArray[np.float32]) -> Image:
+    """The loudest sample of each of some stretches, as a bar."""
+    from PIL.Image import fromarray
+
+    stretches = np.array_split(np.abs(waveform), PICTURE_PIXELS)
+    loud = np.array([part.max(initial=0.0) for part in stretches])
+    height = PICTURE_PIXELS // 4
+    far = np.abs(np.arange(height) - height / 2 + 0.5)[:, None] / (height / 2)
+    gray = np.where(far <= loud / max(float(loud.max()), 1e-9), 40, 245)
+    return fromarray(gray.astype(np.uint8)).convert("RGB")
 
 
 def media_of_rows(entry: CacheEntry, row_ids: Sequence[int]) -> dict[int, tuple[ShownMedium, ...]]:

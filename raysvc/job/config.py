@@ -91,7 +91,7 @@ class SourceConfig(Model):
         description="Columns that travel with their row to the worker: [domain, id], or name -> what it holds.",
     )
     media: bool | None = Field(
-        default=None, description="Whether rows may have images; None: as the first row shows."
+        default=None, description="Whether rows may have images or audio; None: as the first row shows."
     )
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False, description="Passed to fsspec.")
 
@@ -547,7 +547,6 @@ class JobConfig(Model):
             roles=self.source.roles,
             ignore=self.source.ignore,
             carry=self.source.carry,
-            media=bool(self.source.media),
             tokenizer=self.tokenizer,
             train_on=self.train_on,
             max_length=self.max_length,
@@ -589,7 +588,7 @@ class TextSpec(Model):
     roles: dict[str, str] = Field(default_factory=dict)
     ignore: tuple[str, ...] = ()
     carry: dict[str, CarriedColumn] = Field(default_factory=dict)
-    media: bool = False
+    media: Literal["image", "audio"] | None = None
     tokenizer: TokenizerConfig
     train_on: TrainOn = "all_assistant_messages"
     max_length: PositiveInt | None = None

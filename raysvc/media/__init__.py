@@ -1,1 +1,1 @@
-"""Images that belong to rows: found in a source, kept once by their digest, counted in tokens, and decoded where they are needed."""
+"""Images and audio that belong to rows: found in a source, kept once by their digest, counted in tokens, and decoded where they are needed."""

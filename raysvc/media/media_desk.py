@@ -1,4 +1,4 @@
-"""Takes an image as a row names it: reads its bytes, measures them, and keeps them by their digest.
+"""Takes a medium as a row names it: reads its bytes, measures them, and keeps them by their digest.
 
 | a row says | bytes |
 |---|---|
@@ -24,13 +24,12 @@ from urllib.parse import unquote_to_bytes
 
 from raysvc.cache.store.store import Store
 from raysvc.chat.row_errors import RowFault
+from raysvc.media.kinds import WORDS, size_of
 from raysvc.media.media_processor import MediaProcessor
 from raysvc.media.media_store import digest_of, read_medium, write_medium
-from raysvc.media.pixels import MAX_PIXELS, image_size
+from raysvc.media.pixels import MAX_PIXELS
 
-MISSING = "an image is missing"
-UNREADABLE = "an image cannot be read"
-NOT_NAMED = "an image is named in no way that is read"
+UNREADABLE = "cannot be read"
 MAX_BYTES = 1 << 28
 PATHS_KEPT = 4096
 Fetch = Callable[[str, str, int], bytes]  # (path or URL, folder of the row's file, most bytes) -> bytes
@@ -38,22 +37,21 @@ Fetch = Callable[[str, str, int], bytes]  # (path or URL, folder of the row's fi
 
 @dataclass(frozen=True)
 class Taken:
-    """An image that was read.
+    """A medium that was read.
 
     Attributes:
         sha256: of its bytes.
-        width, height: upright.
+        size: as its kind has it.
         num_bytes: encoded.
     """
 
     sha256: str
-    width: int
-    height: int
+    size: tuple[int, int]
     num_bytes: int
 
 
 class MediaDesk:
-    """Takes the images of one build.
+    """Takes the media of one build.
 
     Args:
         processor: that counts tokens.
@@ -65,7 +63,7 @@ class MediaDesk:
     def __init__(
         self, processor: MediaProcessor, store: Store | None, fetch: Fetch, max_pixels: int = MAX_PIXELS
     ) -> None:
-        self.processor = processor
+        self.processor, self.kind = processor, processor.kind
         self.folder_of: Callable[[int], str] = lambda source_row: ""  # folder of the file of a row
         self._folder = ""  # of the row that is read now
         self._store, self._fetch, self._max_pixels = store, fetch, max_pixels
@@ -77,7 +75,7 @@ class MediaDesk:
         self._folder = self.folder_of(source_row)
 
     def take(self, source: Any) -> Taken:
-        """Read, measure and keep an image.
+        """Read, measure and keep a medium.
 
         Raises:
             RowFault: it is missing, broken, too large, or of a kind that is not read.
@@ -87,7 +85,8 @@ class MediaDesk:
         if isinstance(source, bytes | bytearray | memoryview):
             return self._keep(bytes(source))
         if not isinstance(source, str) or not source:
-            raise RowFault(MISSING if not source else NOT_NAMED, f"it is a {type(source).__name__}")
+            why = "is missing" if not source else "is named in no way that is read"
+            raise self._fault(why, f"it is a {type(source).__name__}")
         if source.startswith("data:"):
             return self._keep(_of_data_url(source))
         where = (self._folder, source)
@@ -100,7 +99,7 @@ class MediaDesk:
         return taken
 
     def bytes_of(self, sha256: str) -> bytes:
-        """Of an image that was taken."""
+        """Of a medium that was taken."""
         return self._memory[sha256] if self._store is None else read_medium(self._store, sha256)
 
     def _read(self, source: str) -> bytes:
@@ -109,23 +108,26 @@ class MediaDesk:
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             if len(source) >= 64 and (found := _base64(source)):
                 return found
-            raise RowFault(MISSING, _short(source)) from None
+            raise self._fault("is missing", _short(source)) from None
         except (OSError, ValueError, ImportError) as error:
             if len(source) >= 64 and (found := _base64(source)):
                 return found
-            raise RowFault(UNREADABLE, f"{_short(source)}: {_short(str(error))}") from None
+            raise self._fault(UNREADABLE, f"{_short(source)}: {_short(str(error))}") from None
         if len(data) > MAX_BYTES:
-            raise RowFault(UNREADABLE, f"{_short(source)} has more than {MAX_BYTES} bytes")
+            raise self._fault(UNREADABLE, f"{_short(source)} has more than {MAX_BYTES} bytes")
         return data
 
+    def _fault(self, why: str, detail: str) -> RowFault:
+        return RowFault(f"{WORDS[self.kind].one} {why}", detail)
+
     def _keep(self, data: bytes) -> Taken:
-        size = image_size(data, self._max_pixels)
+        size = size_of(self.kind, data, self._max_pixels)
         if self._store is None:
             digest = digest_of(data)
             self._memory[digest] = data
         else:
             digest = write_medium(self._store, data)
-        return Taken(digest, size.width, size.height, len(data))
+        return Taken(digest, size, len(data))
 
 
 def _of_data_url(text: str) -> bytes:

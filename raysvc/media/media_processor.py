@@ -1,13 +1,15 @@
-"""A `transformers` processor: how many tokens an image takes, and the arrays that a model gets of it.
+"""A `transformers` processor: how many tokens a medium takes, and the arrays that a model gets of it.
 
 1. The processor is loaded from the files beside the tokenizer, with its image processor on numpy and Pillow (`pil`): every
    node makes the same pixels, whether torchvision is there or not. Video processors are left out.
 2. The text that replaces the placeholder of an image follows from its size. Where some probes show that it is the image
    token, as often as `_get_num_multimodal_tokens` says, only that is asked. Any other processor is given a blank image of
    the size, once for each size.
+3. The text that replaces the placeholder of an audio clip is asked for silence of its length, once for each length: up to the
+   next whole hop of the features, where some probes show that only hops count.
 
 Always true:
-- a text with its placeholders replaced has the ids that the processor itself gives for the same images;
+- a text with its placeholders replaced has the ids that the processor itself gives for the same media;
 - the identity says what decides texts and pixels: classes and their settings, never a path;
 - nothing is decoded to count tokens.
 """
@@ -19,15 +21,13 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from raysvc.errors import TokenizerError
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from raysvc.media.kinds import Kind
 
 CONFIGS = ("processor_config.json", "preprocessor_config.json")
 TEXT_KEYS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
@@ -37,11 +37,11 @@ _WHERE = "tokenizer"
 
 
 class Replacement(NamedTuple):
-    """What stands for one image.
+    """What stands for one medium.
 
     Attributes:
         text: instead of its placeholder.
-        tokens: image tokens in it.
+        tokens: of its kind in it.
         patches: encoder work, in the processor's own unit.
     """
 
@@ -60,15 +60,18 @@ class MediaProcessor:
 
     Attributes:
         hf: the `transformers` processor.
-        image_token: placeholder of an image in a rendered text.
-        image_token_id: its id.
+        kind: of the media that it takes: `image`, or `audio` where it has no image processor.
+        token: placeholder of a medium in a rendered text.
+        token_id: its id.
     """
 
     def __init__(self, hf: Any) -> None:
         """Use `MediaProcessor.load`."""
         self.hf = hf
-        self.image_token = str(hf.image_token)
-        self.image_token_id = int(hf.tokenizer.convert_tokens_to_ids(self.image_token))
+        self.kind: Kind = "image" if getattr(hf, "image_processor", None) is not None else "audio"
+        self.token = str(getattr(hf, f"{self.kind}_token"))
+        self.token_id = int(hf.tokenizer.convert_tokens_to_ids(self.token))
+        self._silent: dict[int, Replacement] = {}  # by samples: no more than the hops of the longest clip
         self.replacement = lru_cache(SIZES_KEPT)(self._replacement)
 
     @classmethod
@@ -76,7 +79,7 @@ class MediaProcessor:
         """The processor of a folder or hub name.
 
         Raises:
-            TokenizerError: there is none, it cannot be loaded, or it replaces no placeholder of images.
+            TokenizerError: there is none, it cannot be loaded, or it replaces no placeholder of images or audio.
         """
         from raysvc import hub
 
@@ -90,11 +93,13 @@ class MediaProcessor:
                 f"the processor of {name!r} could not be loaded ({type(error).__name__}: {first})",
                 "save it beside the tokenizer with processor.save_pretrained",
             ) from error
-        if getattr(hf, "image_processor", None) is None or not getattr(hf, "image_token", None):
+        of_images = getattr(hf, "image_processor", None) is not None and getattr(hf, "image_token", None)
+        of_audio = getattr(hf, "feature_extractor", None) is not None and getattr(hf, "audio_token", None)
+        if not of_images and (not of_audio or getattr(hf, "image_processor", None) is not None):
             raise TokenizerError(
                 _WHERE,
-                f"the processor of {name!r} ({type(hf).__name__}) has no token for images",
-                "use a model that takes images, or leave the images out with source.ignore",
+                f"the processor of {name!r} ({type(hf).__name__}) has no token for images or audio",
+                "use a model that takes media, or leave them out with source.ignore",
             )
         return cls(hf)
 
@@ -106,37 +111,47 @@ class MediaProcessor:
     def identity(self) -> dict[str, Any]:
         """What decides texts and pixels, as JSON."""
         own = {key: value for key, value in self.hf.to_dict().items() if key not in _ELSEWHERE}
-        images = {key: value for key, value in self.hf.image_processor.to_dict().items() if key not in _PATHS}
-        found = {"processor": type(self.hf).__name__, "own": own, "images": images}
+        part = self.hf.image_processor if self.kind == "image" else self.hf.feature_extractor
+        settings = {key: value for key, value in part.to_dict().items() if key not in _PATHS}
+        name = "images" if self.kind == "image" else "audio"
+        found = {"processor": type(self.hf).__name__, "own": own, name: settings}
         return dict(json.loads(json.dumps(found, sort_keys=True, default=str)))
 
-    def pixel_arrays(self, images: Sequence[Image]) -> dict[str, npt.NDArray[Any]]:
-        """What the processor gives for images beside the ids of a text: `pixel_values`, `image_grid_thw`, ...
+    def arrays(self, media: Sequence[Any]) -> dict[str, npt.NDArray[Any]]:
+        """What the processor gives for media beside the ids of a text: `pixel_values`, `image_grid_thw`, `input_features`, ...
 
         Args:
-            images: at least one, RGB; of one row, in the order of its placeholders.
+            media: at least one, decoded; of one row, in the order of its placeholders.
         """
-        made = self.hf(text=[self.image_token * len(images)], images=list(images), return_tensors="np")
+        made = self.hf(text=[self.token * len(media)], **self._argument(media), return_tensors="np")
         return {name: np.asarray(value) for name, value in made.items() if name not in TEXT_KEYS}
 
-    def expanded(self, text: str, images: Sequence[Image]) -> list[int]:
-        """Ids of a rendered text with its images, by the processor alone: what everything else is compared with."""
+    def expanded(self, text: str, media: Sequence[Any]) -> list[int]:
+        """Ids of a rendered text with its decoded media, by the processor alone: what everything else is compared with."""
         bos = self.hf.tokenizer.bos_token
         has_bos = bos is not None and text.startswith(bos)  # as `apply_chat_template` of a processor does it
-        made = self.hf(text=[text], images=list(images) or None, add_special_tokens=not has_bos)
+        made = self.hf(text=[text], **self._argument(media), add_special_tokens=not has_bos)
         return [int(token) for token in made["input_ids"][0]]
 
-    def _replacement(self, width: int, height: int) -> Replacement:
+    def _argument(self, media: Sequence[Any]) -> dict[str, Any]:
+        if self.kind == "image":
+            return {"images": list(media) or None}
+        return {"audio": list(media) or None, "sampling_rate": self._rate}
+
+    def _replacement(self, *size: int) -> Replacement:
+        return self._of_image(*size) if self.kind == "image" else self._of_audio(*size)
+
+    def _of_image(self, width: int, height: int) -> Replacement:
         tokens, patches = self._counted(width, height)
         if self._is_plain:
-            return Replacement(self.image_token * tokens, tokens, patches)
+            return Replacement(self.token * tokens, tokens, patches)
         text = self._by_blank(width, height)
-        return Replacement(text, text.count(self.image_token), patches)
+        return Replacement(text, text.count(self.token), patches)
 
     @cached_property
     def _is_plain(self) -> bool:
         """Rule 2: the replacement is the image token, as often as the processor counts."""
-        return all(self._by_blank(*size) == self.image_token * self._counted(*size)[0] for size in PROBES)
+        return all(self._by_blank(*size) == self.token * self._counted(*size)[0] for size in PROBES)
 
     def _counted(self, width: int, height: int) -> tuple[int, int]:
         found = self.hf._get_num_multimodal_tokens(image_sizes=[(height, width)])
@@ -149,16 +164,58 @@ class MediaProcessor:
         blank = Image.new("RGB", (width, height))
         return str(self.hf._process_images([blank], **options)[1][0])
 
+    @property
+    def _rate(self) -> int:
+        return int(self.hf.feature_extractor.sampling_rate)
+
+    def _of_audio(self, samples: int, rate: int) -> Replacement:
+        if rate != self._rate:
+            raise ValueError(f"the processor takes {self._rate} Hz: ffmpeg -i IN -ar {self._rate} OUT.wav")
+        most = getattr(self.hf.feature_extractor, "n_samples", None)
+        if most is not None and samples > most:
+            raise ValueError(f"the processor hears the first {most / rate:g} s alone: cut it")
+        found = self._by_silence(-(-samples // self._hop) * self._hop)
+        if found.tokens < 2:  # models tell by two neighbours that placeholders are expanded
+            raise ValueError(f"it is too short: it takes {found.tokens} tokens")
+        return found
+
+    @cached_property
+    def _hop(self) -> int:
+        """Rule 3: samples of which only the number of begun ones counts; 1 where every sample may count."""
+        hop = int(getattr(self.hf.feature_extractor, "hop_length", 1))
+        whole = [
+            (hop * hops - less, hop * hops)
+            for hops in (20, 21, 22, 23, 300)
+            for less in (1, hop // 2, hop - 1)
+        ]
+        return hop if all(self._by_silence(a) == self._by_silence(b) for a, b in whole) else 1
+
+    def _by_silence(self, samples: int) -> Replacement:
+        if samples not in self._silent:
+            options = {**self.hf._merge_kwargs()["audio_kwargs"], "sampling_rate": self._rate}
+            made, (text,) = self.hf._process_audio([np.zeros(samples, np.float32)], **options)
+            patches = len(made["input_features"])
+            self._silent[samples] = Replacement(str(text), str(text).count(self.token), patches)
+        return self._silent[samples]
+
 
 _ELSEWHERE = (
     "image_processor",
+    "feature_extractor",
     "tokenizer",
     "video_processor",
     "processor_class",
     "chat_template",
     "auto_map",
 )
-_PATHS = ("_name_or_path", "processor_class", "auto_map", "_processor_class", "image_processor_type")
+_PATHS = (
+    "_name_or_path",
+    "feature_extractor_type",
+    "processor_class",
+    "auto_map",
+    "_processor_class",
+    "image_processor_type",
+)
 
 
 def _load(name: str, revision: str | None, trust_remote_code: bool) -> Any:

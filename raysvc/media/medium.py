@@ -14,15 +14,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
+from typing import Any
 
 from raysvc.errors import EntryError
+from raysvc.media.kinds import Kind
 
 COLUMN = "media"
 TOKENS = "media_tokens"
 PATCHES = "media_patches"
 COLUMNS = (COLUMN, TOKENS, PATCHES)
-KINDS = ("image",)
+SIZES: dict[Kind, tuple[str, str]] = {
+    "image": ("width", "height"),
+    "audio": ("samples", "rate"),
+}  # kind -> names
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -32,32 +37,36 @@ class Medium:
 
     Attributes:
         sha256: of its encoded bytes, 64 hex digits.
-        kind: `image`.
-        width, height: pixels, upright: after the rotation that its EXIF data asks for.
-        tokens: of the row that stand for it: those whose id is the processor's image token.
+        kind: `image` or `audio`.
+        size: of an image width and height, pixels, upright: after the rotation that its EXIF data asks for; of audio samples
+            of one channel, and samples a second.
+        tokens: of the row that stand for it: those whose id is the processor's token of its kind.
         at: place in the row of the first of them.
-        patches: what the processor counts as encoder work: patches of Qwen-VL, tiles of LLaVA or Idefics3.
+        patches: what the processor counts as encoder work: patches of Qwen-VL, tiles of LLaVA or Idefics3, clips of Qwen2-Audio.
         num_bytes: of the encoded medium.
     """
 
     sha256: str
-    kind: str
-    width: int
-    height: int
+    kind: Kind
+    size: tuple[int, int]
     tokens: int
     at: int
     patches: int
     num_bytes: int
 
 
-_NAMES = tuple(one.name for one in fields(Medium))
-
-
 def text_of(media: Sequence[Medium]) -> str | None:
     """The value of column `media`; None where there are none."""
     if not media:
         return None
-    return json.dumps([dict(zip(_NAMES, astuple(one), strict=True)) for one in media], separators=(",", ":"))
+    return json.dumps([json_of(one) for one in media], separators=(",", ":"))
+
+
+def json_of(medium: Medium) -> dict[str, Any]:
+    """Plain data; the two numbers of the size under the names that they have in its kind."""
+    size = dict(zip(SIZES[medium.kind], medium.size, strict=True))
+    counts = {name: getattr(medium, name) for name in _COUNTS}
+    return {"sha256": medium.sha256, "kind": medium.kind, **size, **counts}
 
 
 def media_of(text: str | None) -> tuple[Medium, ...]:
@@ -69,8 +78,8 @@ def media_of(text: str | None) -> tuple[Medium, ...]:
     if not text:
         return ()
     try:
-        return tuple(_checked(Medium(**one)) for one in json.loads(text))
-    except (ValueError, TypeError) as error:
+        return tuple(_checked(one) for one in json.loads(text))
+    except (ValueError, TypeError, KeyError) as error:
         raise EntryError(
             f"column {COLUMN}", f"it is damaged ({error})", "build it again with cache.force: true"
         ) from None
@@ -81,10 +90,17 @@ def digests_of(texts: Iterable[str | None]) -> list[str]:
     return sorted({medium.sha256 for text in texts for medium in media_of(text)})
 
 
-def _checked(medium: Medium) -> Medium:
-    numbers = astuple(medium)[2:]
-    if not (isinstance(medium.sha256, str) and DIGEST.fullmatch(medium.sha256)) or medium.kind not in KINDS:
-        raise ValueError(f"{medium.kind!r} {medium.sha256!r}")
+_COUNTS = ("tokens", "at", "patches", "num_bytes")
+
+
+def _checked(told: dict[str, Any]) -> Medium:
+    names = (*SIZES[told["kind"]], *_COUNTS)
+    numbers = [told[name] for name in names]
+    if told.keys() != {"sha256", "kind", *names}:
+        raise ValueError(f"keys {sorted(told)}")
+    if not (isinstance(told["sha256"], str) and DIGEST.fullmatch(told["sha256"])):
+        raise ValueError(f"sha256 {told['sha256']!r}")
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"numbers {numbers}")
-    return medium
+    width, height, *counts = numbers
+    return Medium(told["sha256"], told["kind"], (width, height), *counts)

@@ -53,7 +53,7 @@ def check_pillow() -> None:
         import PIL.Image  # noqa: F401
     except ImportError:
         raise ConfigError(
-            "source", "its rows have images, and Pillow is not installed", "pip install 'raysvc[media]'"
+            "source", "its rows have media, and Pillow is not installed", "pip install 'raysvc[media]'"
         ) from None
 
 

@@ -1,7 +1,7 @@
 """The arrays that a model gets of a row's media: bytes by digest, decoded, and given to the processor.
 
 Always true:
-- the arrays of a row are what the processor itself gives for its images, and depend on nothing but the row and the processor;
+- the arrays of a row are what the processor itself gives for its media, and depend on nothing but the row and the processor;
 - a processor other than that of the build is refused before it makes a pixel.
 """
 
@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict
 
 from raysvc.chat.row_errors import RowFault
 from raysvc.errors import EntryError, TokenizerError
+from raysvc.media.kinds import decoded
 from raysvc.media.media_processor import MediaProcessor
 from raysvc.media.medium import media_of
-from raysvc.media.pixels import rgb
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -50,20 +50,20 @@ class RowPixels:
             what = f"the processor of {spec.name!r} is not the one that the entry was built with"
             raise TokenizerError("tokenizer", what, "run raysvc tokenize again, on the files that are served")
 
-    def of(self, media: str | None) -> Arrays:
-        """The arrays of a row's images together, {} where it has none.
+    def of(self, text: str | None) -> Arrays:
+        """The arrays of a row's media together, {} where it has none.
 
         Args:
-            media: value of column `media`.
+            text: value of column `media`.
 
         Raises:
             EntryError: bytes are missing or damaged.
         """
-        found = media_of(media)
+        found = media_of(text)
         if not found:
             return {}
         try:
-            images = [rgb(self._read(one.sha256)) for one in found]
+            media = [decoded(self._processor.kind, self._read(one.sha256)) for one in found]
         except RowFault as error:  # it was whole when it was built
             raise EntryError(f"medium {found[0].sha256}", str(error), "run raysvc cache verify") from error
-        return self._processor.pixel_arrays(images)
+        return self._processor.arrays(media)

@@ -85,4 +85,18 @@ def idefics(folder: Path) -> Path:
     return folder
 
 
+def qwen_audio(folder: Path) -> Path:
+    """Qwen2-Audio that hears two seconds in 16 mel bands."""
+    from transformers import Qwen2AudioProcessor, WhisperFeatureExtractor
+
+    special = ["<|im_start|>", "<|im_end|>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]
+    template = CHATML.replace("'image'", "'audio'")
+    Qwen2AudioProcessor(
+        feature_extractor=WhisperFeatureExtractor(feature_size=16, chunk_length=2),
+        tokenizer=tokenizer(special, eos_token="<|im_end|>", pad_token="<|im_end|>"),
+        chat_template=template.replace("IMAGE", "<|audio_bos|><|AUDIO|><|audio_eos|>"),
+    ).save_pretrained(folder)
+    return folder
+
+
 FAMILIES = {"qwen2_vl": qwen, "llava": llava, "idefics3": idefics}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import wave
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,25 @@ def jpeg(width: int, height: int, seed: int = 0, kind: str = "JPEG") -> bytes:
     out = io.BytesIO()
     small.resize((width, height)).save(out, kind)
     return out.getvalue()
+
+
+def wav(samples: int, hertz: float = 440.0, rate: int = 16000, channels: int = 1) -> bytes:
+    """A made-up sound of 16 bits, written by the standard library."""
+    tone = 0.5 * np.sin(2 * np.pi * hertz * np.arange(samples) / rate)
+    out = io.BytesIO()
+    with wave.open(out, "wb") as file:
+        file.setnchannels(channels)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(np.repeat((tone * 32767).astype("<i2"), channels).tobytes())
+    return out.getvalue()
+
+
+def heard(data: bytes) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The samples of such a sound, read by the standard library."""
+    with wave.open(io.BytesIO(data)) as file:
+        raw = np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(-1, file.getnchannels())
+    return np.asarray((raw / 32768).mean(axis=1), np.float32)
 
 
 def data_url(data: bytes) -> str:

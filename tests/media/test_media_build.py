@@ -130,9 +130,7 @@ def check_media(values: dict[str, Any], hf: Any, images: list[bytes], uri: str) 
     assert [one.tokens for one in media] == counts
     assert sum(counts) == len(places) == values["media_tokens"]
     assert [one.at for one in media] == [places[sum(counts[:n])] for n in range(len(counts))]
-    assert [(one.width, one.height) for one in media] == [
-        Image.open(io.BytesIO(data)).size for data in images
-    ]
+    assert [one.size for one in media] == [Image.open(io.BytesIO(data)).size for data in images]
     assert values["media_patches"] == sum(one.patches for one in media)
     store = open_store(uri.rpartition("/")[0])
     assert [read_medium(store, one.sha256) for one in media] == images
@@ -217,7 +215,7 @@ def test_a_datasets_folder_with_image_features_is_read(tmp_path: Path, family: P
         cache={"root": str(tmp_path / "cache")},
     )
     (medium,) = media_of(entry.row(0)["media"])
-    assert (medium.width, medium.height) == Image.open(io.BytesIO(PHOTO)).size
+    assert medium.size == Image.open(io.BytesIO(PHOTO)).size
 
 
 def test_both_answers_of_a_pair_see_the_image(tmp_path: Path, family: Path) -> None:
@@ -279,7 +277,7 @@ def test_an_upright_image_and_its_colours_decide_tokens(tmp_path: Path, family: 
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "It."}]
     for row, data in enumerate(images):
         assert entry.row(row)["input_ids"] == truth(hf, messages, [data]), row
-    upright = [(one.width, one.height) for row in range(4) for one in media_of(entry.row(row)["media"])]
+    upright = [one.size for row in range(4) for one in media_of(entry.row(row)["media"])]
     assert upright == [(200, 60), (200, 60), (60, 200), (60, 200)]
 
 

@@ -36,18 +36,18 @@ def test_a_text_with_replacements_has_the_ids_of_the_processor(
     processor: MediaProcessor, width: int, height: int
 ) -> None:
     text, tokens, patches = processor.replacement(width, height)
-    truth = processor.hf(text=["a" + processor.image_token + "b"], images=[picture(width, height)])
+    truth = processor.hf(text=["a" + processor.token + "b"], images=[picture(width, height)])
     ids = processor.hf.tokenizer("a" + text + "b")["input_ids"]
     assert ids == truth["input_ids"][0]
-    assert tokens == ids.count(processor.image_token_id) > 0
+    assert tokens == ids.count(processor.token_id) > 0
     assert patches > 0
 
 
 def test_the_arrays_of_images_are_those_of_the_processor(processor: MediaProcessor) -> None:
     images = [picture(60, 44), picture(90, 200, 1)]
-    text = f"x{processor.image_token}y{processor.image_token}"
+    text = f"x{processor.token}y{processor.token}"
     truth = processor.hf(text=[text], images=images, return_tensors="np")
-    found = processor.pixel_arrays(images)
+    found = processor.arrays(images)
     assert found.keys() == truth.keys() - TEXT_KEYS
     assert "pixel_values" in found
     for name, values in found.items():

@@ -20,20 +20,25 @@ from raysvc.errors import ConfigError, EntryError, TokenizerError
 from raysvc.job.config import PlanConfig
 from raysvc.media.media_processor import MediaProcessor
 from raysvc.media.media_store import medium_path
-from raysvc.media.pixels import rgb
 from raysvc.media.row_pixels import ProcessorSpec
 
-from .vision_models import FAMILIES, LAYOUTS, build_rows, conversations
+from .families import FAMILIES, qwen_audio
+from .vision_models import LAYOUTS, build_rows, conversations, given
 
+ARRAYS = ("pixel_values", "image_grid_thw", "input_features", "feature_attention_mask")
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "llava"])
+@pytest.fixture(scope="module", params=["qwen2_vl", "llava", "qwen2_audio"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(processor folder, rows, uri of their entry)."""
-    folder = FAMILIES[request.param](tmp_path_factory.mktemp(request.param))
+    made = {**FAMILIES, "qwen2_audio": qwen_audio}[request.param]
+    folder = made(tmp_path_factory.mktemp(request.param))
     rows = conversations(request.param, MediaProcessor.load(str(folder)).hf)
     return folder, rows, build_rows(tmp_path_factory.mktemp("cache"), folder, rows)
+
+
+CHANGED = {"image_mean": [0.1, 0.2, 0.3], "padding_value": 0.5}
 
 
 def stream(served: Any, layout: str = "rows", **plan: Any) -> EntryStream:
@@ -56,8 +61,8 @@ def arrays_of(folder: Path, row: dict[str, Any]) -> dict[str, np.ndarray]:
     """What the processor gives for a row, by itself."""
     hf = MediaProcessor.load(str(folder)).hf
     text = hf.apply_chat_template(row["told"], tokenize=False)
-    made = hf(text=[text], images=[rgb(each) for each in row["images"]], return_tensors="np")
-    return {name: made[name] for name in ("pixel_values", "image_grid_thw") if name in made}
+    made = hf(text=[text], **given(row["kind"], row["media"]), return_tensors="np")
+    return {name: made[name] for name in ARRAYS if name in made}
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
@@ -65,7 +70,7 @@ def test_each_row_has_the_arrays_of_the_processor_in_shards_and_micro_batches(
     served: Any, layout: str
 ) -> None:
     folder, rows, _ = served
-    expected = [arrays_of(folder, row) if row["images"] else {} for row in rows]
+    expected = [arrays_of(folder, row) if row["media"] else {} for row in rows]
     seen = []
     for shard in stream(served, layout).make(0, (3,))[1]:
         names = [name.removesuffix("_bounds") for name in shard.arrays if name.endswith("_bounds")]
@@ -101,8 +106,8 @@ def test_parts_made_one_by_one_are_those_made_together(served: Any, layout: str)
     assert [one.rank_bytes for one in alone[0][0].mini_batches] == [
         one.rank_bytes for one in info.mini_batches
     ]
-    assert "pixel_values" in together[2].arrays
-    assert "pixel_values" not in together[5].arrays, "a role without media"
+    assert {*ARRAYS} & {*together[2].arrays}
+    assert not {*ARRAYS} & {*together[5].arrays}, "a role without media"
 
 
 def test_bytes_are_planned_from_patches(served: Any) -> None:
@@ -115,7 +120,9 @@ def test_bytes_are_planned_from_patches(served: Any) -> None:
 
 def test_a_medium_that_went_missing_or_changed_fails_its_step_by_digest(served: Any, tmp_path: Path) -> None:
     folder, rows, uri = served
-    root = shutil.copytree(Path(uri).parent, tmp_path / "cache", ignore=shutil.ignore_patterns("used-*"))
+    root = shutil.copytree(
+        Path(uri).parent, tmp_path / "cache", ignore=shutil.ignore_patterns("use-*", "used-*")
+    )
     here = (folder, rows, str(root / Path(uri).name))
     medium = next(path for path in (root / ".media").rglob("*") if path.is_file())
     assert medium_path(medium.name) == str(medium.relative_to(root))
@@ -135,11 +142,16 @@ def test_a_processor_other_than_that_of_the_build_is_refused(served: Any, tmp_pa
 
     folder, rows, uri = served
     other = shutil.copytree(folder, tmp_path / "other")
-    named = [path for path in other.glob("*processor_config.json") if "image_mean" in path.read_text()]
+    named = [
+        path
+        for path in other.glob("*processor_config.json")
+        if any(key in path.read_text() for key in CHANGED)
+    ]
     for path in named:
         text = path.read_text()
         found = json.loads(text)
-        (found.get("image_processor") or found)["image_mean"] = [0.1, 0.2, 0.3]
+        part = found.get("image_processor") or found.get("feature_extractor") or found
+        part |= {key: value for key, value in CHANGED.items() if key in part}
         path.write_text(json.dumps(found))
     assert named
     with pytest.raises(TokenizerError, match="not the one that the entry was built with"):

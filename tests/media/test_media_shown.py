@@ -152,7 +152,7 @@ def test_replay_names_the_digests_of_each_shard(job: Path) -> None:
     wanted = [digest(FIRST), digest(SECOND), digest(SECOND)]
     assert sorted(one for shard in told["shards"] for one in shard["media"]) == sorted(wanted)
     text = run("replay", "-c", str(job), "--step", "0")
-    assert sorted(re.findall(r"image ([0-9a-f]{64})", text)) == sorted(wanted)
+    assert sorted(re.findall(r"medium ([0-9a-f]{64})", text)) == sorted(wanted)
 
 
 def test_a_mixture_of_text_and_images_keeps_the_media_of_its_rows(tmp_path: Path, folder: Path) -> None:

@@ -18,18 +18,18 @@ from raysvc.actors.worker.load_model import load_lm
 from raysvc.actors.worker.losses import SftLoss
 from raysvc.job.config import PlanConfig
 from raysvc.media.media_processor import MediaProcessor
-from raysvc.media.pixels import rgb
 from raysvc.media.row_pixels import ProcessorSpec
 from tests.actors.ranks import DoubleWorker, Ranks, gradients_of, tiny_spec
 from tests.actors.reference import distance
 
-from .vision_models import LAYOUTS, build_rows, conversations, model_folder
+from .vision_models import LAYOUTS, build_rows, conversations, given, model_folder
 
 pytestmark = pytest.mark.ray
+ENCODERS = ("visual", "vision_tower", "audio_tower")
 EXACT = 3e-7  # loss weights and pixels travel as float32
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "llava"])
+@pytest.fixture(scope="module", params=["qwen2_vl", "llava", "qwen2_audio"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(model folder, rows, uri of their entry)."""
     folder = model_folder(request.param, tmp_path_factory.mktemp(request.param))
@@ -44,8 +44,8 @@ def expected(folder: Path, rows: list[dict[str, Any]]) -> tuple[dict[str, np.nda
     total = torch.zeros((), dtype=torch.float64)
     for row in rows:
         text = hf.apply_chat_template(row["told"], tokenize=False)
-        pixels = [rgb(each) for each in row["images"]] or None
-        made = hf(text=[text], images=pixels, add_special_tokens=False, return_tensors="pt")
+        media = given(row["kind"], row["media"])
+        made = hf(text=[text], **media, add_special_tokens=False, return_tensors="pt")
         logits = lm(**made, use_cache=False).logits[0]
         where = torch.arange(row["prompt"], row["end"])
         total = total + torch.nn.functional.cross_entropy(
@@ -78,8 +78,8 @@ def test_one_rank_has_the_gradient_of_the_raw_images(family: Any, layout: str) -
     ((found, metrics),) = gradients_of(worker, [shard], [SftLoss()])
     assert metrics["loss"] == pytest.approx(loss, rel=1e-6)
     assert distance(found, grads) < EXACT
-    encoder = [name for name in grads if "visual" in name or "vision_tower" in name]
-    assert sum(float(np.abs(found[name]).sum()) for name in encoder) > 0, "the images have a part in it"
+    encoder = [name for name in grads if any(part in name for part in ENCODERS)]
+    assert sum(float(np.abs(found[name]).sum()) for name in encoder) > 0, "the media have a part in it"
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,11 @@ def test_ranks_have_the_gradient_of_the_raw_images_also_where_one_has_no_image(
     for layout, dp_size in (("rows", 2), ("packed", 2), ("left", 3)):
         shards = shards_of(family, layout, dp_size)
         micros = [[shard.micro(index) for index in range(len(shard.micro_batches))] for shard in shards]
-        without += sum(len(micro["pixel_values"]) == 0 for own in micros for micro in own)
+        without += sum(
+            len(micro.get("pixel_values", micro.get("input_features"))) == 0
+            for own in micros
+            for micro in own
+        )
         results = ranks.run(
             spec_of(folder, strategy=strategy), gradients_of, [([shard], [SftLoss()]) for shard in shards]
         )

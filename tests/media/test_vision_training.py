@@ -1,4 +1,4 @@
-"""A vision model through the whole service: JPEGs in, a trained model out."""
+"""Models of images and of audio through the whole service: JPEGs or WAVs in, a trained model out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from .rows import data_url, write_jsonl
+from .rows import data_url, wav, write_jsonl
 from .vision_models import model_folder
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -24,6 +24,25 @@ def colored(number: int, color: tuple[int, int, int]) -> bytes:
     width, height = rng.integers(60, 140, 2).tolist()
     Image.new("RGB", (width, height), tuple(int(part) for part in color)).save(file, "JPEG")
     return file.getvalue()
+
+
+TONES = {"low": 200.0, "mid": 900.0, "high": 3000.0, "hiss": 6500.0}
+
+
+def tones(count: int) -> list[dict[str, Any]]:
+    """Questions that only the sound answers, and every eighth row without one."""
+    made = []
+    for number in range(count):
+        name = list(TONES)[number % len(TONES)]
+        asked: list[dict[str, Any]] = [{"type": "text", "text": "tone?"}]
+        if number % 8 != 7:
+            clip = wav(4000 + 331 * number, TONES[name])
+            asked.insert(0, {"type": "audio_url", "audio_url": {"url": data_url(clip)}})
+        else:
+            name = "none"
+        answer = {"role": "assistant", "content": [{"type": "text", "text": name}]}
+        made.append({"messages": [{"role": "user", "content": asked}, answer]})
+    return made
 
 
 def rows(count: int) -> list[dict[str, Any]]:
@@ -42,8 +61,8 @@ def rows(count: int) -> list[dict[str, Any]]:
     return made
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "llava"])
-def test_a_vision_model_learns_colors_from_jpegs_through_collators_and_is_exported_with_its_processor(
+@pytest.mark.parametrize("family", ["qwen2_vl", "llava", "qwen2_audio"])
+def test_a_model_learns_colors_from_jpegs_or_tones_from_wavs_through_collators_and_is_exported_with_its_processor(
     family: str, tmp_path: Path, ray_session: None
 ) -> None:
     import raysvc
@@ -51,8 +70,9 @@ def test_a_vision_model_learns_colors_from_jpegs_through_collators_and_is_export
     from raysvc.media.media_processor import MediaProcessor
 
     folder = model_folder(family, tmp_path / "model")
+    made = tones(64) if family == "qwen2_audio" else rows(64)
     job = {
-        "source": {"path": str(write_jsonl(tmp_path / "rows.jsonl", rows(64)))},
+        "source": {"path": str(write_jsonl(tmp_path / "rows.jsonl", made))},
         "tokenizer": str(folder),
         "cache": {"root": str(tmp_path / "cache")},
         "plan": {"batch_size": 16, "epochs": 8, "layout": "packed", "micro_batch_tokens": 512},

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from .families import FAMILIES
-from .rows import data_url, write_jsonl
+from raysvc.media.kinds import Kind
+
+from .families import FAMILIES, qwen_audio
+from .rows import data_url, heard, wav, write_jsonl
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "rows": {"layout": "padded_right", "micro_batch_size": 2},
@@ -37,9 +39,9 @@ def model_folder(family: str, folder: Path) -> Path:
     """Tokenizer, processor and weights of a model."""
     import torch
 
-    FAMILIES[family](folder)
+    {**FAMILIES, "qwen2_audio": qwen_audio}[family](folder)
     torch.manual_seed(0)
-    lm = {"qwen2_vl": _qwen, "llava": _llava}[family](folder)
+    lm = {"qwen2_vl": _qwen, "llava": _llava, "qwen2_audio": _qwen_audio}[family](folder)
     with torch.no_grad():  # as initialised, an image changes next to nothing
         for weight in lm.parameters():
             if weight.dim() > 1:
@@ -109,29 +111,60 @@ def _llava(folder: Path) -> Any:
     return LlavaForConditionalGeneration(config)
 
 
-def conversations(family: str, processor: Any, seed: int = 0) -> list[dict[str, Any]]:
-    """Seven rows of text, images, and what the processor itself makes of them: `ids`, and where the answer begins and ends."""
-    from raysvc.media.pixels import rgb
+def _qwen_audio(folder: Path) -> Any:
+    from transformers import AutoTokenizer, Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
 
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    heard = {
+        "model_type": "qwen2_audio_encoder", "num_mel_bins": 16, "encoder_layers": 2, "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 32, "d_model": 16, "max_source_positions": 100,
+    }  # fmt: skip
+    text = {"model_type": "qwen2", **_text(len(tokenizer)), "bos_token_id": None, "eos_token_id": None}
+    token = tokenizer.convert_tokens_to_ids("<|AUDIO|>")
+    return Qwen2AudioForConditionalGeneration(
+        Qwen2AudioConfig(audio_config=heard, text_config=text, audio_token_index=token)
+    )
+
+
+def sounds(count: int, seed: int = 0) -> list[bytes]:
+    """WAVs of one tone each, of many lengths up to two seconds."""
+    rng = np.random.default_rng(seed)
+    return [wav(int(rng.integers(1600, 32000)), float(rng.integers(100, 4000))) for _ in range(count)]
+
+
+def conversations(family: str, processor: Any, seed: int = 0) -> list[dict[str, Any]]:
+    """Seven rows of text, media, and what the processor itself makes of them: `ids`, and where the answer begins and ends."""
+    kind: Kind = "audio" if family == "qwen2_audio" else "image"
     rng, rows = np.random.default_rng(seed), []
     for number, count in enumerate([1, 0, 2, 1, 3, 0, 1]):
-        encoded = images(count, seed=100 * seed + number)
+        encoded = {"image": images, "audio": sounds}[kind](count, seed=100 * seed + number)
         words = " ".join(rng.choice(["red", "blue", "sky", "two", "cats"], int(rng.integers(1, 9))))
-        parts = [*({"type": "image"} for _ in encoded), {"type": "text", "text": f"{number}? {words}"}]
+        parts = [*({"type": kind} for _ in encoded), {"type": "text", "text": f"{number}? {words}"}]
         answer = [{"type": "text", "text": words[::-1]}]
         asked = [{"role": "user", "content": parts}]
         told = [*asked, {"role": "assistant", "content": answer}]
-        pixels = [rgb(each) for each in encoded]
+        media = given(kind, encoded)
 
-        def ids(messages: Any, more: bool, pixels: Any = pixels) -> list[int]:
+        def ids(messages: Any, more: bool, media: Any = media) -> list[int]:
             text = processor.apply_chat_template(messages, add_generation_prompt=more, tokenize=False)
-            made = processor(text=[text], images=pixels or None, add_special_tokens=False)
+            made = processor(text=[text], **media, add_special_tokens=False)
             return [int(one) for one in made["input_ids"][0]]
 
         whole, prompt = ids(told, False), len(ids(asked, True))
         end = whole.index(processor.tokenizer.eos_token_id, prompt) + 1
-        rows.append({"images": encoded, "ids": whole, "prompt": prompt, "end": end, "told": told})
+        rows.append(
+            {"kind": kind, "media": encoded, "ids": whole, "prompt": prompt, "end": end, "told": told}
+        )
     return rows
+
+
+def given(kind: Kind, encoded: list[bytes]) -> dict[str, Any]:
+    """The arguments of a processor for media."""
+    from raysvc.media.pixels import rgb
+
+    if kind == "image":
+        return {"images": [rgb(each) for each in encoded] or None}
+    return {"audio": [heard(each) for each in encoded] or None, "sampling_rate": 16000}
 
 
 def build_rows(root: Path, folder: Path, rows: list[dict[str, Any]]) -> str:
@@ -140,11 +173,11 @@ def build_rows(root: Path, folder: Path, rows: list[dict[str, Any]]) -> str:
 
     told = []
     for row in rows:
-        left = iter(row["images"])
+        left = iter(row["media"])
         (asked, answer) = row["told"]
         parts = [
-            {"type": "image_url", "image_url": {"url": data_url(next(left))}}
-            if part["type"] == "image"
+            {"type": f"{row['kind']}_url", f"{row['kind']}_url": {"url": data_url(next(left))}}
+            if part["type"] == row["kind"]
             else part
             for part in asked["content"]
         ]

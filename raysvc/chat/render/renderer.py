@@ -10,7 +10,7 @@ the end: appended, unless the text or the tokenizer put it there. What the token
 A solution in steps is its prompt (text, or messages with the generation prompt) and each step with a line end behind it; what is
 trained is the last token of each step.
 
-Where rows may have images, a conversation is what the processor makes of it: with the tokens that the tokenizer puts before a
+Where rows may have media, a conversation is what the processor makes of it: with the tokens that the tokenizer puts before a
 text, unless the template wrote them.
 """
 
@@ -21,13 +21,13 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+from raysvc.chat.render.media_text import check_media, filled_with_media, plain_example
 from raysvc.chat.render.plain_rows import PlainRows
 from raysvc.chat.render.rendered import Render
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.render.turn_check import is_empty
 from raysvc.chat.render.turn_memory import TurnMemory
 from raysvc.chat.render.turn_spans import ALL_EMPTY, TurnFinder
-from raysvc.chat.render.with_images import check_images, plain_example, with_images
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.sequence import CLOSED_TURN, FREE, OPEN_TURN, Sequence
 from raysvc.chat.source.formats import (
@@ -38,7 +38,7 @@ from raysvc.chat.source.formats import (
     TextExample,
     TokensExample,
 )
-from raysvc.chat.source.media_parts import PLACEHOLDER
+from raysvc.chat.source.media_parts import NAMES
 from raysvc.chat.source.stepwise import STEP_END
 from raysvc.chat.text_batch import Batch
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
@@ -52,7 +52,7 @@ class Renderer:
     Args:
         tokenizer: loaded.
         fast: render by what earlier rows showed; false runs the template for every row.
-        desk: takes the images of rows; None where rows have none.
+        desk: takes the media of rows; None where rows have none.
 
     Raises:
         TokenizerError: the template does not compile.
@@ -62,7 +62,7 @@ class Renderer:
         self._tokenizer = tokenizer
         self.fast = fast
         self._desk = desk
-        self._real: Renderer | None = None  # renders the rows with images
+        self._real: Renderer | None = None  # renders the rows with media
         self._templates: dict[str, tuple[ChatTemplate, TurnFinder, TurnMemory]] = {}
         self._plain: tuple[Format, PlainRows | None] | None = None
         self._around, self._eos = _added_around(tokenizer.hf)
@@ -86,7 +86,8 @@ class Renderer:
         if self._desk is None:
             return plain.sequence(row) if plain else None
         made = plain.sequence(row) if plain and not form.media_of(row) else None
-        if made is None or PLACEHOLDER in made.text or self._desk.processor.image_token in made.text:
+        marks = (NAMES[self._desk.kind].placeholder, self._desk.processor.token)
+        if made is None or any(mark in made.text for mark in marks):
             return None
         return replace(made, prefix=self._before(made.text))
 
@@ -140,21 +141,21 @@ class Renderer:
     def _chat(self, example: ChatExample) -> Sequence:
         if self._desk is None:
             return self._text_chat(example)
-        check_images(example, self._desk.processor.image_token)
+        check_media(example, self._desk.processor)
         if example.media:
-            return self._with_images(example, self._desk)
+            return self._with_media(example, self._desk)
         made = self._text_chat(example)
         made.prefix = self._before(made.text)
         return made
 
-    def _with_images(self, example: ChatExample, desk: MediaDesk) -> Sequence:
+    def _with_media(self, example: ChatExample, desk: MediaDesk) -> Sequence:
         if self._real is None:
             self._real = Renderer(self._tokenizer, False, desk)
         if not self._tokenizer.fit(example.tools is not None).parts:
-            raise RowFault("the chat template shows no content parts", "so it shows no images")
+            raise RowFault("the chat template shows no content parts", "so it shows no media")
         plain = plain_example(example)
         made, render = self._real._rendered(plain)
-        made = with_images(made, render, example, desk)
+        made = filled_with_media(made, render, example, desk)
         made.prefix = self._before(made.text)
         return made
 
@@ -167,7 +168,7 @@ class Renderer:
         return self._rendered(example)[0]
 
     def _rendered(self, example: ChatExample) -> tuple[Sequence, Render]:
-        """The sequence of a conversation whose images have no place yet, and its render."""
+        """The sequence of a conversation whose media have no place yet, and its render."""
         has_tools = example.tools is not None
         template, finder, memory = self._template(has_tools)
         if example.has_parts or example.has_calls:

@@ -1,7 +1,7 @@
 """Content parts of one message -> text parts, and what else they say.
 
 Always true:
-- a part is text, reasoning or a tool call, and an image where rows have images; any other is refused by its type;
+- a part is text, reasoning or a tool call, and a medium where rows have media; any other is refused by its type;
 - text parts keep their order, and what stands beside their text;
 - a template that does not take parts gets their texts joined, with nothing between them.
 """
@@ -11,23 +11,24 @@ from __future__ import annotations
 from typing import Any
 
 from raysvc.chat.row_errors import RowFault
-from raysvc.chat.source.media_parts import is_media_part, media_part
+from raysvc.chat.source.media_parts import NAMES, is_media_part, media_part
 from raysvc.chat.source.tool_calls import calls_of_text, wrapped
+from raysvc.media.kinds import Kind
 
 PARTS_READ = "contents that were lists of parts"
 _TEXT_PART = ("type", "text")  # keys, in the order in which they are written
 
 
-def read_parts(content: Any, place: str, media: bool = False) -> dict[str, Any]:
+def read_parts(content: Any, place: str, media: Kind | None = None) -> dict[str, Any]:
     """The fields of a message that its parts say: `content`, and `reasoning_content` and `tool_calls` where there are any.
 
     Args:
         content: a list of parts.
         place: of the message, for errors.
-        media: take images.
+        media: the kind to take.
 
     Raises:
-        RowFault: a part that is not text, nor an image that is taken.
+        RowFault: a part that is not text, nor a medium that is taken.
     """
     if not isinstance(content, list):
         raise RowFault("a content is neither text nor parts", f"{place} is a {type(content).__name__}")
@@ -35,8 +36,8 @@ def read_parts(content: Any, place: str, media: bool = False) -> dict[str, Any]:
     thoughts: list[str] = []
     calls: list[Any] = []
     for part in content:
-        if media and is_media_part(part):
-            texts.append(media_part(part))
+        if media and is_media_part(part, media):
+            texts.append(media_part(part, media))
             continue
         kind, text = _kind_and_text(part, place)
         if kind == "reasoning":
@@ -80,11 +81,8 @@ def _kind_and_text(part: Any, place: str) -> tuple[str, str]:
         raise RowFault("a content part is not text", f"{place} has a part that is a {type(part).__name__}")
     kind = part.get("type", "text")
     if kind not in ("text", "reasoning", "tool_call"):
-        why = (
-            ": give the tokenizer's folder its processor, and source.media: true"
-            if is_media_part(part)
-            else ""
-        )
+        known = any(is_media_part(part, each) for each in NAMES)
+        why = ": give the tokenizer's folder its processor, and source.media: true" if known else ""
         raise RowFault("a content part is not text", f"{place} has a part of type {kind!r}{why}")
     text = next((part[key] for key in ("text", "value", kind) if isinstance(part.get(key), str)), None)
     if text is None:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from raysvc.chat.source.formats import NEEDS, OPTIONAL, Format, refused_why
+from raysvc.chat.source.media_parts import NAMES
 from raysvc.errors import ConfigError, SourceError
 from raysvc.job.config import Format as FormatName
 from raysvc.job.config import TextSpec
@@ -107,7 +108,12 @@ def _refuse_payload(form: Format, row: Mapping[str, Any]) -> None:
 
 def _known_column(ours: str, theirs: str, columns: list[str]) -> None:
     known = sorted(
-        {*OPTIONAL, "images", *MESSAGE_KEYS, *(name for needs in NEEDS.values() for name in needs)}
+        {
+            *OPTIONAL,
+            *(each.columns[0] for each in NAMES.values()),
+            *MESSAGE_KEYS,
+            *(name for needs in NEEDS.values() for name in needs),
+        }
     )
     if ours not in known:
         raise ConfigError(

@@ -32,6 +32,7 @@ from raysvc.chat.source.messages import (
 from raysvc.chat.source.stepwise import read_steps
 from raysvc.chat.text_numbers import TRUTHS
 from raysvc.job.config import Format as FormatName
+from raysvc.media.kinds import WORDS, Kind
 
 NEEDS: dict[str, tuple[str, ...]] = {
     "preference": ("chosen", "rejected"),
@@ -77,7 +78,7 @@ class ChatExample:
         has_calls: some message has `tool_calls`.
         changes: what the normal form changed.
         prompt: nothing is trained, and the generation prompt is rendered too.
-        media: images as the row names them; parts of messages say which is where.
+        media: as the row names them; parts of messages say which is where.
     """
 
     messages: list[Message]
@@ -134,7 +135,7 @@ class Format:
         roles: their role -> ours, as declared.
         ignored: columns that are declared to be without meaning here.
         carried: columns that go along as they are.
-        media: its rows may have images.
+        media: what its rows may have beside text.
     """
 
     name: FormatName
@@ -143,7 +144,7 @@ class Format:
     roles: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
-    media: bool = False
+    media: Kind | None = None
 
     def __post_init__(self) -> None:
         reader = MessageReader(self.roles, self.columns.get("role"), self.columns.get("content"), self.media)
@@ -165,12 +166,15 @@ class Format:
     def known_columns(self) -> frozenset[str]:
         """The source's columns that are used, carried, or declared to be without meaning."""
         used = (self.column(ours) for ours in (*NEEDS[self.name], *BESIDE.get(self.name, ())))
-        media = media_parts.COLUMNS if self.media else ()
+        media = media_parts.NAMES[self.media].columns if self.media else ()
         return frozenset((*used, *self.columns.values(), *self.carried, *self.ignored, *media))
 
     def media_of(self, row: Mapping[str, Any]) -> list[Any]:
-        """Images in a column of the row."""
-        names = (self.column("images"), *media_parts.COLUMNS)
+        """Media in a column of the row."""
+        if self.media is None:
+            return []
+        columns = media_parts.NAMES[self.media].columns
+        names = (self.column(columns[0]), *columns)
         values = (row.get(name) for name in names if name not in self.ignored)
         return next((found for value in values if (found := media_parts.in_column(value))), [])
 
@@ -204,15 +208,18 @@ class Format:
             examples = tuple(self._side(row, side) for side in ("chosen", "rejected"))
         else:
             examples = (getattr(self, f"_{self.name}")(row),)
-        return self._with_media(row, examples) if self.media else examples
+        return examples if self.media is None else self._with_media(row, examples, self.media)
 
-    def _with_media(self, row: Mapping[str, Any], examples: tuple[Example, ...]) -> tuple[Example, ...]:
+    def _with_media(
+        self, row: Mapping[str, Any], examples: tuple[Example, ...], kind: Kind
+    ) -> tuple[Example, ...]:
         found = self.media_of(row)
         if found and not all(isinstance(one, ChatExample) for one in examples):
             raise RowFault(
-                "images beside text without a chat template", "give messages, or ignore the column"
+                f"{WORDS[kind].many} beside text without a chat template",
+                "give messages, or ignore the column",
             )
-        return tuple(_placed(one, found) if isinstance(one, ChatExample) else one for one in examples)
+        return tuple(_placed(one, found, kind) if isinstance(one, ChatExample) else one for one in examples)
 
     def check_values(self, row: Mapping[str, Any]) -> None:
         """Raise RowFault when a column that is used holds a value that JSON does not have."""
@@ -396,11 +403,11 @@ class Format:
         return ChatExample(messages, tools, trained, False, parts, calls, noted)
 
 
-IMAGES_WHY = (
-    "images need a processor (preprocessor_config.json) beside the tokenizer, and rows of messages; "
+MEDIA_WHY = (
+    "{} need a processor of theirs (preprocessor_config.json) beside the tokenizer, and rows of messages; "
     "source.media: true says that rows have some where the first one does not show it"
 )
-OTHERS_WHY = "only images are carried to a model; audio, video and pixels are not"
+OTHERS_WHY = "only images and audio are carried to a model; video and pixels are not"
 OPTIONAL = tuple(sorted({name for beside in BESIDE.values() for name in beside}))
 USED = tuple(sorted({*OPTIONAL, *(name for needs in NEEDS.values() for name in needs)} - {"input_ids"}))
 
@@ -455,7 +462,8 @@ def refused_why(name: str) -> str:
     if name in PAIR:
         return f"a pair is of format preference; {nothing}"
     if name in MEDIA:
-        return f"{IMAGES_WHY if name in media_parts.COLUMNS else OTHERS_WHY}; {nothing}"
+        kind = next((kind for kind, names in media_parts.NAMES.items() if name in names.columns), None)
+        return f"{MEDIA_WHY.format(WORDS[kind].many) if kind else OTHERS_WHY}; {nothing}"
     return f"it changes what a row means; source.carry: [{name}] takes it along, {nothing}"
 
 
@@ -472,8 +480,8 @@ def check_json(value: Any, column: str) -> None:
         raise RowFault(f"a value is a {type(value).__name__}, which JSON does not have", f"in {column!r}")
 
 
-def _placed(example: ChatExample, column: list[Any]) -> ChatExample:
-    messages, media = media_parts.with_media(example.messages, column)
+def _placed(example: ChatExample, column: list[Any], kind: Kind) -> ChatExample:
+    messages, media = media_parts.placed_media(example.messages, column, kind)
     return replace(example, messages=messages, media=media, has_parts=True) if media else example
 
 

@@ -1,69 +1,105 @@
-"""Where a row has images: content parts, a column of images, and `<image>` in its texts.
+"""Where a row has media: content parts, a column, and placeholders in its texts. A source has media of one kind.
 
-| in the row | image |
+| in the row | medium |
 |---|---|
 | `{"type": "image_url", "image_url": {"url": ...}}`, `{"type": "input_image", "image_url": ...}` | its URL |
-| `{"type": "image", "image" or "url" or "path" or "base64" or "bytes": ...}` | what it names |
+| `{"type": "input_audio", "input_audio": {"data": base64, "format": "wav"}}` | these bytes |
+| `{"type": "image" or "audio", "image", "audio", "audio_url", "url", "path", "base64" or "bytes": ...}` | what it names |
 | `{"type": "image"}`, `<image>` in a text | the next one of column `images` (or `image`) |
+| `{"type": "audio"}`, `<audio>` in a text | the next one of column `audios` (or `audio`) |
 
 Always true:
-- every placeholder meets one image, and every image one placeholder, in order; any other row is quarantined;
-- a part that is video, audio or a file is refused by its kind;
-- messages come out with `{"type": "image", "medium": k}`, the place in `ChatExample.media`.
+- every placeholder meets one medium, and every medium one placeholder, in order; any other row is quarantined;
+- a part that is a medium of another kind is refused by its type;
+- messages come out with `{"type": kind, "medium": k}`, the place in `ChatExample.media`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from raysvc.chat.row_errors import RowFault
+from raysvc.media.kinds import WORDS, Kind
 
 Message = dict[str, Any]
-PLACEHOLDER = "<image>"
-COLUMNS = ("images", "image")
-KINDS = ("image", "image_url", "input_image")
-SOURCES = ("image", "image_url", "url", "path", "base64", "bytes")
-WRONG_COUNT = "placeholders and images do not match"
 
 
-def is_media_part(part: Any) -> bool:
-    """Whether a content part is an image, with what type it may call itself."""
+class MediaNames(NamedTuple):
+    """How rows name media of a kind: types of parts, keys of a part that say where the medium is, columns, and its placeholder."""
+
+    types: tuple[str, ...]
+    keys: tuple[str, ...]
+    columns: tuple[str, ...]
+    placeholder: str
+
+
+_ANYWHERE = ("url", "path", "base64", "bytes")
+NAMES: dict[Kind, MediaNames] = {
+    "image": MediaNames(
+        ("image", "image_url", "input_image"),
+        ("image", "image_url", *_ANYWHERE),
+        ("images", "image"),
+        "<image>",
+    ),
+    "audio": MediaNames(
+        ("audio", "audio_url", "input_audio"),
+        ("audio", "audio_url", "input_audio", *_ANYWHERE),
+        ("audios", "audio"),
+        "<audio>",
+    ),
+}
+
+
+def wrong_count(kind: Kind) -> str:
+    """The reason of a row whose placeholders are not as many as its media."""
+    return f"placeholders and {WORDS[kind].many} do not match"
+
+
+def is_media_part(part: Any, kind: Kind) -> bool:
+    """Whether a content part is a medium of a kind, with what type it may call itself."""
     return isinstance(part, Mapping) and (
-        part.get("type") in KINDS or (part.get("type") is None and part.get("image") is not None)
+        part.get("type") in NAMES[kind].types or (part.get("type") is None and part.get(kind) is not None)
     )
 
 
-def media_part(part: Mapping[str, Any]) -> dict[str, Any]:
-    """The part with what it says of its image, None when the image is in a column."""
-    given = next((part[name] for name in SOURCES if part.get(name) is not None), None)
+def media_part(part: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+    """The part with what it says of its medium, None when the medium is in a column."""
+    given = next((part[name] for name in NAMES[kind].keys if part.get(name) is not None), None)
     if isinstance(given, Mapping) and given.get("url") is not None:
         given = given["url"]
-    return {"type": "image", "source": given}
+    elif isinstance(given, Mapping) and isinstance(given.get("data"), str):
+        given = f"data:;base64,{given['data']}"
+    return {"type": kind, "source": given}
 
 
 def in_column(value: Any) -> list[Any]:
-    """The images of a column: one, or a list."""
+    """The media of a column: one, or a list."""
     if value is None or value == "" or value == []:
         return []
     return list(value) if isinstance(value, list) else [value]
 
 
-def with_media(messages: list[Message], column: Sequence[Any]) -> tuple[list[Message], tuple[Any, ...]]:
-    """(messages with the places of their images, these images): those of parts, and those of a column at its placeholders.
+def placed_media(
+    messages: list[Message], column: Sequence[Any], kind: Kind
+) -> tuple[list[Message], tuple[Any, ...]]:
+    """(messages with the places of their media, these media): those of parts, and those of a column at its placeholders.
 
     Raises:
-        RowFault: placeholders and images do not match.
+        RowFault: placeholders and media do not match.
     """
-    walk = _Walk(list(column))
+    walk = _Walk(list(column), kind)
     found = [walk.message(message) for message in messages]
     if walk.wanted != len(column):
-        raise RowFault(WRONG_COUNT, f"{walk.wanted} placeholders for {len(column)} images of the column")
+        many = WORDS[kind].many
+        raise RowFault(
+            wrong_count(kind), f"{walk.wanted} placeholders for {len(column)} {many} of the column"
+        )
     return (found, tuple(walk.media)) if walk.media else (messages, ())
 
 
 def media_places(messages: Sequence[Message]) -> list[tuple[int, int]]:
-    """(place of the message, place of the image in `ChatExample.media`) of each image, in order."""
+    """(place of the message, place of the medium in `ChatExample.media`) of each, in order."""
     return [
         (place, part["medium"])
         for place, message in enumerate(messages)
@@ -73,12 +109,12 @@ def media_places(messages: Sequence[Message]) -> list[tuple[int, int]]:
     ]
 
 
-def plain_images(messages: Sequence[Message]) -> list[Message]:
-    """The messages as templates get them: an image is `{"type": "image"}` and nothing else."""
+def plain_media(messages: Sequence[Message]) -> list[Message]:
+    """The messages as templates get them: a medium is `{"type": kind}` and nothing else."""
     return [
         {
             **message,
-            "content": [{"type": "image"} if "medium" in part else part for part in message["content"]],
+            "content": [{"type": part["type"]} if "medium" in part else part for part in message["content"]],
         }
         if type(message.get("content")) is list
         else message
@@ -97,39 +133,40 @@ def in_parts(messages: Sequence[Message]) -> list[Message]:
 
 
 class _Walk:
-    """Goes through the messages of a row and takes an image at each placeholder."""
+    """Goes through the messages of a row and takes a medium at each placeholder."""
 
-    def __init__(self, column: list[Any]) -> None:
-        self._column = column
+    def __init__(self, column: list[Any], kind: Kind) -> None:
+        self._column, self._kind = column, kind
+        self._mark = NAMES[kind].placeholder
         self.media: list[Any] = []
         self.wanted = 0  # placeholders that the column has to fill
 
     def message(self, message: Message) -> Message:
         content = message.get("content")
         if type(content) is str:
-            return {**message, "content": list(self._of_text(content))} if PLACEHOLDER in content else message
+            return {**message, "content": list(self._of_text(content))} if self._mark in content else message
         if type(content) is list:
             return {**message, "content": [found for part in content for found in self._of_part(part)]}
         return message
 
     def _of_part(self, part: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        if part.get("type") == "image":
-            yield self._image(part["source"])
-        elif PLACEHOLDER in part.get("text", ""):
+        if "source" in part and part.get("type") == self._kind:
+            yield self._medium(part["source"])
+        elif self._mark in part.get("text", ""):
             yield from self._of_text(part["text"])
         else:
             yield part
 
     def _of_text(self, text: str) -> Iterator[dict[str, Any]]:
-        for number, piece in enumerate(text.split(PLACEHOLDER)):
+        for number, piece in enumerate(text.split(self._mark)):
             if number:
-                yield self._image(None)
+                yield self._medium(None)
             if piece:
                 yield {"type": "text", "text": piece}
 
-    def _image(self, source: Any) -> dict[str, Any]:
+    def _medium(self, source: Any) -> dict[str, Any]:
         if source is None:
             source = self._column[self.wanted] if self.wanted < len(self._column) else None
             self.wanted += 1
         self.media.append(source)
-        return {"type": "image", "medium": len(self.media) - 1}
+        return {"type": self._kind, "medium": len(self.media) - 1}

@@ -28,6 +28,7 @@ from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.content_parts import PARTS_READ, read_parts, text_of_part
 from raysvc.chat.source.json_rows import load_json
 from raysvc.chat.source.tool_calls import CALLS_WRAPPED, calls_of_text, read_calls, wrapped
+from raysvc.media.kinds import Kind
 
 NORMAL_FORM = 1  # of messages; another number gives other keys
 Message = dict[str, Any]
@@ -80,13 +81,13 @@ class MessageReader:
     Attributes:
         roles: their role -> ours, before those that are known.
         role_key, content_key: the keys of a message, where they are declared.
-        media: take images among content parts.
+        media: what to take among content parts.
     """
 
     roles: Mapping[str, str] = field(default_factory=dict)
     role_key: str | None = None
     content_key: str | None = None
-    media: bool = False
+    media: Kind | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "roles", {**ROLES, **self.roles})
