@@ -34,6 +34,7 @@ from raysvc.pipelines.reading.pinned_file import (
     reading,
 )
 from raysvc.pipelines.reading.pins import changed
+from raysvc.pipelines.reading.tar_rows import rows_of_stream, tar_rows
 from raysvc.pipelines.sources.cuts import MAX_LINE_BYTES
 from raysvc.pipelines.sources.files import CSV_KINDS, Kind
 from raysvc.pipelines.sources.slices import Piece, Slice
@@ -124,6 +125,10 @@ def _first_rows(path: str, kind: Kind, storage_options: dict[str, Any]) -> Itera
     if kind == "text":
         texts = (line for line in first_lines(path, storage_options) if line.strip())
         yield from ({"text": ""} for _ in texts)
+        return
+    if kind == "tar":
+        with ContentStream(path, storage_options) as stream:
+            yield from (row.data for row in rows_of_stream(stream.read, 0, whole=True))
         return
     with _unverified(path, storage_options) as stream:
         if kind == "parquet":
@@ -240,6 +245,11 @@ def _rows_of(piece: Piece, first_row: int, storage_options: dict[str, Any]) -> I
         return
     if piece.kind in CSV_KINDS:
         yield from _csv_rows(piece, first_row, storage_options)
+        return
+    if piece.kind == "tar":
+        assert piece.pins is not None
+        data = read_content(piece.path, storage_options, piece.start, piece.end, piece.pins)
+        yield from tar_rows(data, first_row)
         return
     with _verified(piece, storage_options) as stream:
         if piece.kind == "json":

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from raysvc.errors import SourceError
 
-Kind = Literal["lines", "text", "json", "csv", "tsv", "parquet", "arrow", "dataset"]
+Kind = Literal["lines", "text", "json", "csv", "tsv", "parquet", "arrow", "tar", "dataset"]
 LINE_KINDS: tuple[Kind, ...] = ("lines", "text")  # cut at line ends
 CSV_KINDS: tuple[Kind, ...] = ("csv", "tsv")
-BYTE_KINDS: tuple[Kind, ...] = (*LINE_KINDS, *CSV_KINDS, "arrow")  # a slice is a range of bytes
+BYTE_KINDS: tuple[Kind, ...] = (*LINE_KINDS, *CSV_KINDS, "arrow", "tar")  # a slice is a range of bytes
 KINDS: dict[str, Kind] = {
     ".jsonl": "lines",
     ".ndjson": "lines",
@@ -21,6 +21,7 @@ KINDS: dict[str, Kind] = {
     ".tsv": "tsv",
     ".parquet": "parquet",
     ".arrow": "arrow",
+    ".tar": "tar",
 }
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 ENDINGS = ", ".join(KINDS)

@@ -1,9 +1,9 @@
-"""Where the rows of CSV and Arrow files lie, so that a slice is read without what stands before it.
+"""Where the rows of CSV and Arrow files and of tars lie, so that a slice is read without what stands before it.
 
 Always true:
 - cuts are byte ranges in the order of the rows; the first begins at 0, the last ends with the file, and they touch;
-- a range that begins later is read behind the file's head: the line of names, or the schema;
-- a range is whole rows of a CSV file, or whole batches of an Arrow file; a batch larger than a slice is the range of several
+- a range that begins later is read behind the file's head: the line of names, or the schema; a tar has none;
+- a range is whole rows of a CSV file, whole samples of a tar, or whole batches of an Arrow file; a batch larger than a slice is the range of several
   cuts, each with its share of the rows;
 - an Arrow file with dictionaries is one range: a batch may need what stands before it.
 """
@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from raysvc.pipelines.reading.arrow_file import MAGIC, skip_magic
 from raysvc.pipelines.reading.csv_rows import Counted, csv_rows
+from raysvc.pipelines.reading.tar_rows import sample_ends
 from raysvc.pipelines.sources.cuts import MAX_LINE_BYTES, Cut, even_cuts
 
 Range = tuple[int, int]  # end, rows
@@ -55,6 +56,16 @@ def csv_places(path: str, stream: io.RawIOBase, kind: str, slice_bytes: int) -> 
             rows.append(0)
     pairs = [(end, count) for end, count in zip(ends, rows, strict=True) if count]
     return Places(_cuts(pairs, counted.num_bytes), counted.header)
+
+
+def tar_places(stream: io.RawIOBase, slice_bytes: int) -> Places:
+    """Look through a tar of samples to its end.
+
+    Raises:
+        TarError: it is cut off or damaged.
+    """
+    ranges = _ranges([(end, 1) for end in sample_ends(stream.read)], slice_bytes)
+    return Places(_cuts(ranges, stream.tell()))
 
 
 def arrow_places(stream: io.RawIOBase, slice_bytes: int) -> Places:

@@ -17,7 +17,7 @@ from raysvc.pipelines.reading.readers import count_rows
 from raysvc.pipelines.sources.cuts import Cut, LineCutter, even_cuts
 from raysvc.pipelines.sources.file_stamp import store_tag
 from raysvc.pipelines.sources.files import BYTE_KINDS, CSV_KINDS, LINE_KINDS, Kind, kind_of
-from raysvc.pipelines.sources.row_places import Places, arrow_places, csv_places
+from raysvc.pipelines.sources.row_places import Places, arrow_places, csv_places, tar_places
 from raysvc.pipelines.sources.slices import Piece
 
 READ_BYTES = 8 << 20
@@ -118,6 +118,8 @@ def scan_file(
             places = csv_places(path, watched, kind, slice_bytes)
         elif kind == "arrow":
             places = arrow_places(watched, slice_bytes)
+        elif kind == "tar":
+            places = tar_places(watched, slice_bytes)
         else:
             kind, cuts = _line_cuts(watched, kind, slice_bytes)
             places = Places(cuts)

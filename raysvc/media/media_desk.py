@@ -81,7 +81,8 @@ class MediaDesk:
             RowFault: it is missing, broken, too large, or of a kind that is not read.
         """
         if isinstance(source, Mapping):
-            source = source.get("bytes") or source.get("url") or source.get("path")
+            named = (source.get(name) for name in ("bytes", "url", "path"))
+            source = next((one for one in named if one is not None), None)
         if isinstance(source, bytes | bytearray | memoryview):
             return self._keep(bytes(source))
         if not isinstance(source, str) or not source:
