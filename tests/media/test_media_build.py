@@ -365,3 +365,35 @@ def test_another_processor_gives_another_key(tmp_path: Path, family: Path) -> No
 def test_columns_of_media_cannot_be_carried(tmp_path: Path, family: Path) -> None:
     with pytest.raises(ConfigError, match="'media_tokens' is a name that raysvc uses"):
         build(tmp_path, family, [openai([data_url(PHOTO)])], source={"carry": ["media_tokens"]})
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_tokenizer_that_begins_texts_with_a_token_does_so_once(written: bool, tmp_path: Path) -> None:
+    from tokenizers import processors
+    from transformers import LlavaProcessor
+
+    from .families import USER_PARTS, llava, tokenizer
+
+    folder = llava(tmp_path / "llava")
+    given = LlavaProcessor.from_pretrained(folder)
+    made = tokenizer(["<image>", "</s>", "<s>"], eos_token="</s>", pad_token="</s>", bos_token="<s>")
+    bos = made.convert_tokens_to_ids("<s>")
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", bos)]
+    )
+    made.chat_template = given.chat_template = ("<s>" if written else "") + USER_PARTS
+    given.tokenizer = made
+    given.save_pretrained(folder)
+    hf = MediaProcessor.load(str(folder)).hf
+    assert hf.tokenizer("a")["input_ids"][0] == bos
+    text = {"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Ho."}]}
+    entry = build(tmp_path, folder, [openai([data_url(PHOTO)], "What?", "It."), text], source={"media": True})
+    for row, (said, seen) in enumerate(
+        [("What?", [{"type": "image", "image": Image.open(io.BytesIO(PHOTO))}]), ("Hi.", [])]
+    ):
+        asked = {"role": "user", "content": [*seen, {"type": "text", "text": said}]}
+        answer = {"role": "assistant", "content": [{"type": "text", "text": "It." if seen else "Ho."}]}
+        theirs = hf.apply_chat_template([asked, answer], tokenize=True, return_dict=True)["input_ids"]
+        ids = entry.row(row)["input_ids"]
+        assert ids == list(theirs[0] if isinstance(theirs[0], list) else theirs)
+        assert ids.count(bos) == 1
