@@ -15,10 +15,12 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raysvc.errors import EntryError
-from raysvc.media.kinds import Kind
+
+if TYPE_CHECKING:
+    from raysvc.media.kinds import Kind  # imports numpy, which a listing does not need
 
 COLUMN = "media"
 TOKENS = "media_tokens"
