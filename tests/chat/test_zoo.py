@@ -14,7 +14,7 @@ from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
 from raysvc.job.config import TextSpec, TokenizerConfig
 
-from .zoo import ONLY_PARTS, ROWS, Row, Template, in_parts, tokenizer_folder, trl_folder, zoo
+from .zoo import ROWS, Row, Template, as_taken, in_parts, tokenizer_folder, trl_folder, zoo
 from .zoo_judge import faults, refusal_is_right, truth
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "templates.md"
@@ -55,8 +55,7 @@ def judged(template: Template, tokenizer: Any, mode: str, row: Row) -> tuple[str
     """(`=` equal to the marks, `+` right, `-` refused by the template; what is wrong) of one row."""
     hf = hugging_face(tokenizer.spec.tokenizer.name)
     oracle = template.text if "endgeneration" in template.text else template.marked
-    given = in_parts(row) if template.name.startswith(ONLY_PARTS) else row
-    found = truth(hf, given, oracle if mode == MODES[0] else "")
+    found = truth(hf, as_taken(template, row), oracle if mode == MODES[0] else "")
     result = tokenizer.run([SourceRow(0, copy.deepcopy(row))])
     if not result.table.num_rows:
         why = refusal_is_right(row, found)

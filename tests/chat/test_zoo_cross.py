@@ -15,7 +15,7 @@ from raysvc.errors import SourceError
 from raysvc.job.config import TextSpec, TokenizerConfig
 
 from .test_zoo import MODES, NAMES, TEMPLATES, hugging_face
-from .zoo import ROWS, Row, Template, tokenizer_folder
+from .zoo import ROWS, Row, Template, as_taken, tokenizer_folder
 from .zoo_judge import Truth, faults, own_words, refusal_is_right, truth
 
 ALL = "all_assistant_messages"
@@ -62,7 +62,7 @@ def rows_of(made: SliceTokenizer, row: Row) -> tuple[list[tuple[list[int], list[
 
 def oracle_of(template: Template, hf: Any, row: Row) -> Truth:
     marked = template.text if "endgeneration" in template.text else template.marked
-    return truth(hf, row, marked)
+    return truth(hf, as_taken(template, row), marked)
 
 
 def places(row: Row) -> list[int]:
@@ -103,7 +103,7 @@ def test_one_row_a_turn_is_exact_or_refused_by_the_template(name: str, folder_of
             written, why = rows_of(made, row)
             wanted = prefixes(row)
             if not written:
-                right = any(refusal_is_right(each, truth(hf, each)) for each in wanted)
+                right = any(refusal_is_right(each, truth(hf, as_taken(template, each))) for each in wanted)
                 wrong += [] if right else [f"{kind}: refused, {why}"]
                 continue
             assert len(written) == len(wanted), kind
@@ -140,12 +140,12 @@ def test_rows_that_are_too_long_are_cut_as_they_are_declared(name: str, mode: st
 def wrong_end(hf: Any, template: Template, row: Row, made: SliceTokenizer, limit: int) -> list[str]:
     """What is wrong with what `keep_end_turns` leaves of a row."""
     written, why = rows_of(made, row)
-    truths = [(each, truth(hf, each)) for each in shorter(row)]
+    truths = [(each, truth(hf, as_taken(template, each))) for each in shorter(row)]
     fit = [each for each, found in truths if not found.refusal and len(found.ids) <= limit]
     if not fit:
         return [] if not written else ["written, and nothing fits"]
     if not written:
-        right = refusal_is_right(fit[0], truth(hf, fit[0]))
+        right = refusal_is_right(fit[0], truth(hf, as_taken(template, fit[0])))
         return [] if right else [f"left out, and {len(fit[0]['messages'])} messages fit: {why}"]
     ids, mask = written[0]
     trained = places(fit[0]) if made.spec.train_on == ALL else places(fit[0])[-1:]

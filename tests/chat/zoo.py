@@ -122,6 +122,11 @@ def say(role: str, content: str, **fields: Any) -> Row:
     return {"role": role, "content": content, **fields}
 
 
+def as_taken(template: Template, row: Row) -> Row:
+    """The row as Hugging Face must be given it: each text a content part, for a template that takes nothing else."""
+    return in_parts(row) if template.name.startswith(ONLY_PARTS) else row
+
+
 def in_parts(row: Row) -> Row:
     """The same row, each text a content part."""
     messages = [
