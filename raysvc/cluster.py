@@ -39,15 +39,12 @@ def connect(address: str | None = None, *, need_cpus: float = 0) -> str:
 
 
 def _connect(address: str | None, need_cpus: float) -> str:
-    local = not address or address == "local"
-    if local:  # under `uv run` Ray would copy the folder and have uv make an environment for each worker
-        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    _import_ray(address)
     import ray
 
     if ray.is_initialized():
         return address or "local"
-    if not local:
-        assert address
+    if address and address != "local":
         _join(address)
         return address
     cores = max(os.cpu_count() or 1, math.ceil(need_cpus))
@@ -61,6 +58,13 @@ def _connect(address: str | None, need_cpus: float) -> str:
     _started.append(ray.get_runtime_context().gcs_address)
     atexit.register(leave)  # before the one of Ray, which is registered already
     return "local"
+
+
+def _import_ray(address: str | None) -> None:
+    if not address or address == "local":
+        # under `uv run` Ray would copy the folder, and have uv make an environment for each worker
+        os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    import ray  # noqa: F401
 
 
 def leave() -> None:
@@ -84,8 +88,12 @@ def leave() -> None:
 def starting(address: str | None = None, *, need_cpus: float = 0) -> Future[str]:
     """`connect` in a thread of its own, beside what does not need Ray.
 
+    Ray's package is imported first, here: its modules import each other in circles, and a second thread that imports one
+    of them meanwhile finds it half made.
+
     The thread stays: Linux ends the processes of a local Ray with the thread that started them.
     """
+    _import_ray(address or os.environ.get("RAY_ADDRESS"))
     done: Future[str] = Future()
 
     def run() -> None:

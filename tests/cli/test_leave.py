@@ -20,6 +20,20 @@ node = ray._private.worker._global_node
 processes = [info.process for infos in node.all_processes.values() for info in infos]
 (monitor,) = (info.process for info in node.all_processes["monitor"])
 """
+BESIDE = """
+import sys
+from raysvc import cluster
+cluster.connect = lambda address, need_cpus: str("ray" in sys.modules)
+assert "ray" not in sys.modules
+begun = cluster.starting()
+assert "ray.util.placement_group" in sys.modules  # whole, so that another thread may import from it at once
+assert begun.result() == "True"
+"""
+
+
+def test_ray_is_imported_before_a_thread_starts_it() -> None:
+    done = subprocess.run([sys.executable, "-c", BESIDE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_local_ray_that_was_started_here_ends_with_all_its_processes() -> None:
