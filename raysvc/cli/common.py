@@ -95,6 +95,12 @@ def edge(function: Callable[P, R]) -> Callable[..., R]:
             said = str(error) or "the same command goes on from what is finished"
             print(f"interrupted: {said}", file=sys.stderr)
             raise typer.Exit(130) from None
+        finally:
+            # before the frames of a failed command go: Ray prints the errors of calls whose answers nobody asked for
+            if "ray" in sys.modules:
+                from raysvc.cluster import leave
+
+                leave()
 
     signature = inspect.signature(function, eval_str=True)
     default = signature.parameters["config"].default if "config" in signature.parameters else None

@@ -72,11 +72,11 @@ def test_a_killed_server_comes_back_and_the_stream_goes_on(
 
 
 def kill_while_collating(server: Any, step: Any, pids: set[int], point: str) -> None:
-    if point != "collating" or step.index not in (2, 5):
+    if point != "collating" or step.index < 2 or len(pids) == 2:
         return
     begin = time.monotonic()
     while not (facts := stats(server))["collating"]:
-        if time.monotonic() - begin > 5:  # it was faster than we: the next one is caught, or the assert tells
+        if time.monotonic() - begin > 3:  # it was faster than we: the next one is caught, or the assert tells
             return
     os.kill(facts["pid"], signal.SIGKILL)
     pids.add(facts["pid"])
