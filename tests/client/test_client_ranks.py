@@ -35,7 +35,7 @@ def test_ranks_get_the_bytes_of_the_controller_and_a_step_is_collated_once(
 ) -> None:
     import raysvc
 
-    server = serve("ranks")
+    server, threads = serve("ranks"), streams.threads()
     with raysvc.attach("ranks", dp_size=3) as client:
         expected = streams.take(client)
         client.rewind(0)
@@ -57,7 +57,7 @@ def test_ranks_get_the_bytes_of_the_controller_and_a_step_is_collated_once(
     for rank in ranks:
         rank.detach()
     assert stats(server)["holder"] is None
-    assert not streams.threads(), "a detached rank leaves no thread"
+    assert streams.threads() <= threads, "a detached rank leaves no thread"
 
 
 def test_a_holder_of_several_ranks_is_shown_with_the_process_of_its_first_rank(serve: Served) -> None:
@@ -294,7 +294,7 @@ def test_ranks_evaluate_every_row_once_in_the_middle_of_an_epoch_and_training_do
     from raysvc.errors import ServerError
 
     evals = {"valid": EvalSpec(entry_uri=entry(13, seed=5), batch_size=4)}
-    server = serve("rank-eval", evals=evals, plan={"micro_batch_size": 2})
+    server, threads = serve("rank-eval", evals=evals, plan={"micro_batch_size": 2}), streams.threads()
 
     def train(rank: Any, evaluated: list[list[list[int]]] | None) -> list[str]:
         hashes = []
@@ -325,7 +325,7 @@ def test_ranks_evaluate_every_row_once_in_the_middle_of_an_epoch_and_training_do
         for rank in ranks:
             rank.detach()
     assert stats(server)["holder"] is None
-    assert not streams.threads()
+    assert streams.threads() <= threads
 
 
 def test_a_commit_reaches_the_server_while_its_loop_computes_or_holds_the_next_step(serve: Served) -> None:

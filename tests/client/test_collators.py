@@ -88,12 +88,12 @@ def test_collators_give_the_bytes_of_the_server_to_roles_ranks_and_evals(
     serve(f"alone-{plan}", entry_uri=uri, plan=PLANS[plan], evals=evals)
     expected = everything(f"alone-{plan}")
     server = serve(f"beside-{plan}", entry_uri=uri, plan=PLANS[plan], evals=evals, collators=2)
-    refs, before = streams.num_refs(), collator_pids()
+    refs, before, threads = streams.num_refs(), collator_pids(), streams.threads()
     assert everything(f"beside-{plan}") == expected
     assert stats(server)["made"] == 0, "the server made nothing itself"
     assert have_ended(collator_pids() - before), "collators end with their trainer's lease"
     assert streams.falls_to(refs, streams.num_refs)
-    assert not streams.threads()
+    assert streams.threads() <= threads
 
 
 def test_collators_that_the_cluster_has_no_cpus_for_are_told(
