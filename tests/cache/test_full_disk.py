@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,5 +93,8 @@ def test_looking_reading_and_gc_work_on_a_full_disk(
     assert any(one["folder"] == entry.key for one in run(*unused, "--dry-run")["removals"])
     uri = entry.uri
     del entry
+    until = time.monotonic() + 20.0
+    while any(Path(uri).glob("use-*")) and time.monotonic() < until:  # a thread ends the mark of the reader
+        time.sleep(0.01)
     assert any(one["action"] == "removed" for one in run(*unused)["removals"])
     assert not Path(uri).exists()
