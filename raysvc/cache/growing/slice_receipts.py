@@ -103,7 +103,7 @@ class SliceReceipts:
                 said = now
                 counts = len(self._parts), len(self._wanted)
                 log.warning(
-                    "waiting for=%s of=%s since=%.0fs finished=%d/%d",
+                    "waiting for=%s of=%s since=%.0fs finished=%d/%d; if none get finished, nobody builds: run raysvc tokenize",
                     what,
                     self._folder,
                     now - begin,
