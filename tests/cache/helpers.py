@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import time
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 
@@ -52,3 +56,12 @@ def build(store: Store, slices: list[pa.Table] | None = None, recipe: dict = REC
         for index, table in enumerate(slices)
     ]
     return writer.commit(receipts, recipe, {"rows": sum(table.num_rows for table in slices)})
+
+
+def wait_until_unused(root: str | Path, within_s: float = 20.0) -> None:
+    """Return once no entry under `root` is marked as used; a thread ends the marks of readers that are let go of."""
+    until = time.monotonic() + within_s
+    while marks := [str(mark) for mark in Path(root).glob("*/use-*")]:
+        assert time.monotonic() < until, f"still used: {marks}"
+        gc.collect()
+        time.sleep(0.01)

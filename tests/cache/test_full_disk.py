@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from typer.testing import CliRunner
 
 import raysvc
 from raysvc.cli.main import app
+
+from .helpers import wait_until_unused
 
 SIZE = 1 << 20
 
@@ -93,8 +94,6 @@ def test_looking_reading_and_gc_work_on_a_full_disk(
     assert any(one["folder"] == entry.key for one in run(*unused, "--dry-run")["removals"])
     uri = entry.uri
     del entry
-    until = time.monotonic() + 20.0
-    while any(Path(uri).glob("use-*")) and time.monotonic() < until:  # a thread ends the mark of the reader
-        time.sleep(0.01)
+    wait_until_unused(Path(uri).parent)
     assert any(one["action"] == "removed" for one in run(*unused)["removals"])
     assert not Path(uri).exists()

@@ -23,6 +23,7 @@ from raysvc.errors import ConfigError
 from raysvc.job.job_file import load_job
 from raysvc.pipelines import row_slices
 from raysvc.scoring.job_columns import explain_columns, with_found_columns
+from tests.cache.helpers import wait_until_unused
 
 
 def pairs(num_rows: int) -> str:
@@ -372,6 +373,7 @@ def test_gc_between_computing_and_training_takes_neither(job: dict[str, Any]) ->
     assert np.array_equal(reader.read(np.arange(24)).tokens["ref_logprobs"], values)
     for one in (entry.entry, reader):
         one._held.result().release()
+    wait_until_unused(job["cache"]["root"])  # marks of the build
     collect_garbage(store, older_than_s=0, grace_s=0)
     collect_garbage(store, older_than_s=0, grace_s=0)
     assert folders(job) == {}
