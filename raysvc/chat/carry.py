@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.select import Kept
-from raysvc.chat.source.formats import TokensExample
+from raysvc.chat.source.examples import TokensExample
 from raysvc.chat.text_numbers import value_of_text
 from raysvc.errors import ConfigError
 from raysvc.job.carried import BF16, MARK, CarriedColumn, bf16_of, numpy_dtype, pad_of

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.sequence import Sequence
-from raysvc.chat.source.formats import ChatExample
+from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.media_parts import plain_media
 from raysvc.chat.tokens.token_rows import TokenRows
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer

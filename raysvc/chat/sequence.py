@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from raysvc.chat.source.formats import Example, TokensExample
+from raysvc.chat.source.examples import Example, TokensExample
 
 FREE = 0  # text under loss that is no turn: any token may be in it
 OPEN_TURN = 1  # a turn that the template does not end with a token

@@ -35,7 +35,8 @@ from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.select import Kept, keep
 from raysvc.chat.sequence import Sequence
 from raysvc.chat.source.detect import format_of, resolve_format
-from raysvc.chat.source.formats import ChatExample, Format
+from raysvc.chat.source.examples import ChatExample
+from raysvc.chat.source.formats import Format
 from raysvc.chat.source.json_rows import SourceRow, json_blocks, json_rows
 from raysvc.chat.source.raw_rows import raw_example
 from raysvc.chat.source.stepwise import STEP_LABELS

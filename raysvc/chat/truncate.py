@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raysvc.chat.row_errors import RowDropped
-from raysvc.chat.source.formats import ChatExample
+from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.messages import SYSTEM_ROLES
 from raysvc.chat.tokens.token_rows import TokenRows
 from raysvc.errors import SourceError

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from raysvc.chat.carry import Carrier, arrow_values, resolved
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.select import Kept
-from raysvc.chat.source.formats import TokensExample
+from raysvc.chat.source.examples import TokensExample
 from raysvc.errors import ConfigError
 from raysvc.job.carried import BF16, CarriedColumn, bf16_of
 from raysvc.job.config import SourceConfig, TextSpec, TokenizerConfig

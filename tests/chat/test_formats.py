@@ -9,7 +9,8 @@ import pytest
 
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.detect import resolve_format
-from raysvc.chat.source.formats import Format, TokensExample
+from raysvc.chat.source.examples import TokensExample
+from raysvc.chat.source.formats import Format
 from raysvc.errors import ConfigError, SourceError
 from raysvc.job.config import TextSpec, TokenizerConfig
 

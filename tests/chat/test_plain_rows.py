@@ -15,7 +15,8 @@ from raysvc.chat.render.turn_spans import TurnFinder
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.sequence import CLOSED_TURN, FREE, Sequence
 from raysvc.chat.slice_tokenizer import SliceTokenizer
-from raysvc.chat.source.formats import ChatExample, Format
+from raysvc.chat.source.examples import ChatExample
+from raysvc.chat.source.formats import Format
 from raysvc.chat.source.json_rows import SourceRow
 from raysvc.chat.text_batch import batch_of
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from raysvc.chat.render.renderer import Renderer
 from raysvc.chat.row_errors import RowDropped, RowFault
-from raysvc.chat.source.formats import ChatExample
+from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.job.config import TokenizerConfig
 

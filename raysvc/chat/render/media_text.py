@@ -25,7 +25,7 @@ from typing import NamedTuple
 from raysvc.chat.render.rendered import NOBODY, Render
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.sequence import FREE, MediumPlace, Sequence, Span
-from raysvc.chat.source.formats import ChatExample
+from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.media_parts import media_places, plain_media, wrong_count
 from raysvc.media.kinds import WORDS, Kind, size_text
 from raysvc.media.media_desk import MediaDesk, Taken

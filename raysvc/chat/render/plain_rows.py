@@ -29,7 +29,8 @@ from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.render.turn_spans import TurnFinder, common_prefix, extents_of
 from raysvc.chat.sequence import CLOSED_TURN, FREE, Sequence, Span
 from raysvc.chat.source.content_parts import text_of_part
-from raysvc.chat.source.formats import USED, ChatExample, Format
+from raysvc.chat.source.examples import ChatExample
+from raysvc.chat.source.formats import USED, Format
 from raysvc.chat.source.messages import Message
 from raysvc.chat.text_batch import Batch, Bytes, Ints64
 

@@ -30,14 +30,8 @@ from raysvc.chat.render.turn_memory import TurnMemory
 from raysvc.chat.render.turn_spans import ALL_EMPTY, TurnFinder
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.sequence import CLOSED_TURN, FREE, OPEN_TURN, Sequence
-from raysvc.chat.source.formats import (
-    ChatExample,
-    Example,
-    Format,
-    StepsExample,
-    TextExample,
-    TokensExample,
-)
+from raysvc.chat.source.examples import ChatExample, Example, StepsExample, TextExample, TokensExample
+from raysvc.chat.source.formats import Format
 from raysvc.chat.source.media_parts import NAMES
 from raysvc.chat.source.stepwise import STEP_END
 from raysvc.chat.text_batch import Batch

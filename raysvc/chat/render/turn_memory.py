@@ -22,7 +22,7 @@ from raysvc.chat.render.rendered import Render
 from raysvc.chat.render.turn_check import is_empty
 from raysvc.chat.render.turn_spans import ALL_EMPTY, TurnFinder, TurnSpan
 from raysvc.chat.row_errors import RowDropped
-from raysvc.chat.source.formats import ChatExample
+from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.messages import Message
 
 MAX_KINDS = 1024

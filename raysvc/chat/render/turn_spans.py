@@ -30,7 +30,7 @@ from raysvc.chat.render.rendered import Render
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.render.turn_check import is_empty, tags_of, texts_of, verify_turn
 from raysvc.chat.row_errors import RowDropped, RowFault
-from raysvc.chat.source.formats import ChatExample
+from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.messages import Message
 
 ALL_EMPTY = "every trained message is empty"

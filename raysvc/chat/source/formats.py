@@ -17,8 +17,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raysvc.chat.row_errors import RowDropped, RowFault
+from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source import media_parts
+from raysvc.chat.source.examples import (
+    ChatExample,
+    Example,
+    StepsExample,
+    TextExample,
+    TokensExample,
+)
+from raysvc.chat.source.given_tokens import read_tokens
 from raysvc.chat.source.messages import (
     Changes,
     Conversation,
@@ -27,9 +35,9 @@ from raysvc.chat.source.messages import (
     kind_of,
     parse_json,
     read_tools,
-    unknown_roles,
 )
 from raysvc.chat.source.stepwise import read_steps
+from raysvc.chat.source.trained_messages import trained_messages
 from raysvc.chat.text_numbers import TRUTHS
 from raysvc.job.config import Format as FormatName
 from raysvc.media.kinds import WORDS, Kind
@@ -62,66 +70,6 @@ KTO = ("label", "kto_tag")
 MEDIA = ("images", "image", "videos", "video", "audios", "audio", "pixel_values")
 PAIR = ("chosen", "rejected", "chosen_messages", "rejected_messages")
 WEIGHT = ("weight", "margin")
-NO_LABEL = -100
-
-
-@dataclass(slots=True)
-class ChatExample:
-    """A conversation to render.
-
-    Attributes:
-        messages: in normal form.
-        tools: or None.
-        trained: places of the messages with loss, in order.
-        all_tokens: the whole render is under loss.
-        has_parts: some content is a list of text parts.
-        has_calls: some message has `tool_calls`.
-        changes: what the normal form changed.
-        prompt: nothing is trained, and the generation prompt is rendered too.
-        media: as the row names them; parts of messages say which is where.
-    """
-
-    messages: list[Message]
-    tools: list[Any] | None
-    trained: tuple[int, ...]
-    all_tokens: bool = False
-    has_parts: bool = False
-    has_calls: bool = False
-    changes: frozenset[str] = frozenset()
-    prompt: bool = False
-    media: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class TextExample:
-    """Plain text; `context` is without loss, `trained` with."""
-
-    context: str
-    trained: str
-
-
-@dataclass(frozen=True, slots=True)
-class TokensExample:
-    """Tokens that came as tokens; `mask` is 0 or 1 for each."""
-
-    ids: list[int]
-    mask: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class StepsExample:
-    """A solution in steps.
-
-    Attributes:
-        prompt: text, or messages to render.
-        steps: their texts.
-    """
-
-    prompt: str | ChatExample
-    steps: list[str]
-
-
-Example = ChatExample | TextExample | TokensExample | StepsExample
 
 
 @dataclass(frozen=True)
@@ -326,31 +274,9 @@ class Format:
         ]
 
     def _pretokenized(self, row: Mapping[str, Any]) -> TokensExample:
-        ids = _ints(self.get(row, "input_ids"), "input_ids")
-        attention = self.get(row, "attention_mask")
-        if attention is not None and not all(_ints(attention, "attention_mask")):
-            raise RowFault("attention_mask holds zeros", "rows must not be padded")
-        return TokensExample(ids, self._given_mask(row, ids))
-
-    def _given_mask(self, row: Mapping[str, Any], ids: list[int]) -> list[int]:
-        mask, labels = self.get(row, "loss_mask"), self.get(row, "labels")
-        if self.train_on == "all_tokens" and mask is None and labels is None:
-            return [1] * len(ids)
-        if mask is not None:
-            mask = _ints(mask, "loss_mask")
-            if len(mask) != len(ids) or not {0, 1}.issuperset(mask):
-                raise RowFault(
-                    "loss_mask is not one 0 or 1 for each token", f"{len(mask)} for {len(ids)} tokens"
-                )
-            return mask
-        if labels is None:
-            raise RowFault("neither loss_mask nor labels", _columns(row))
-        labels = _ints(labels, "labels")
-        if len(labels) != len(ids) or any(b not in (a, NO_LABEL) for a, b in zip(ids, labels, strict=False)):
-            raise RowFault(
-                "labels are not the tokens themselves or -100", f"{len(labels)} for {len(ids)} tokens"
-            )
-        return [int(label != NO_LABEL) for label in labels]
+        names = ("input_ids", "attention_mask", "loss_mask", "labels")
+        ids, attention, mask, labels = (self.get(row, ours) for ours in names)
+        return read_tokens(ids, attention, mask, labels, all_tokens=self.train_on == "all_tokens")
 
     def _completed(
         self, row: Mapping[str, Any], prompt: Any, completion: Any, column: str, answer_only: bool = False
@@ -412,48 +338,6 @@ OPTIONAL = tuple(sorted({name for beside in BESIDE.values() for name in beside})
 USED = tuple(sorted({*OPTIONAL, *(name for needs in NEEDS.values() for name in needs)} - {"input_ids"}))
 
 
-def trained_messages(messages: list[Message], train_on: str, start: int) -> tuple[int, ...]:
-    """Places of the messages with loss; `start` is where the completion begins.
-
-    Raises:
-        RowDropped: there are none.
-        RowFault: a weight that is not 0 or 1, or one on a message of another role.
-    """
-    if train_on == "message_weight":
-        chosen = [place for place, message in enumerate(messages) if _weight(message)]
-        if not chosen:
-            raise RowDropped("every message has weight 0")
-        return tuple(chosen)
-    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    if train_on == "completion":
-        places = [place for place in places if place >= start]
-    if not places:
-        _refuse_unknown_roles(messages)
-        raise RowDropped("no assistant message")
-    return tuple(places[-1:] if train_on == "last_assistant_message" else places)
-
-
-def _refuse_unknown_roles(messages: list[Message]) -> None:
-    unknown = unknown_roles(messages)
-    if unknown:
-        what = f"no message of the assistant, and unknown roles: {', '.join(unknown)}"
-        raise RowFault(what, f"map them: source.roles: {{{unknown[0]}: assistant}}")
-
-
-def _weight(message: Message) -> bool:
-    """`weight`, `loss_weight` (0 or 1) or `train`; an assistant message without any counts as 1."""
-    assistant = message["role"] == "assistant"
-    names = ("weight", "loss_weight", "train")
-    weight = next((message[name] for name in names if name in message), assistant)
-    if weight not in (0, 1):
-        raise RowFault("a message weight is not 0 or 1", f"it is {weight!r}")
-    if weight and not assistant:
-        raise RowFault(
-            "a weight on a message that is not the assistant's", f"its role is {message['role']!r}"
-        )
-    return bool(weight)
-
-
 def refused_why(name: str) -> str:
     """Why a column is refused, and what to do."""
     nothing = f"source.ignore: [{name}] says that it has no meaning here"
@@ -499,13 +383,6 @@ def _has_value(value: Any) -> bool:
 
 def _is_pair(pair: Any) -> bool:
     return isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
-
-
-def _ints(value: Any, column: str) -> list[int]:
-    values = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(values, list) or not all(isinstance(item, int) for item in values):
-        raise RowFault(f"{column!r} is not a list of integers", f"it is {kind_of(value)}")
-    return [int(item) for item in values]
 
 
 def _columns(row: Mapping[str, Any]) -> str:

@@ -14,7 +14,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from raysvc.chat.source.formats import ChatExample, Example, Format
+from raysvc.chat.source.examples import ChatExample, Example
+from raysvc.chat.source.formats import Format
 from raysvc.chat.source.json_rows import SourceRow
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.content_parts import flatten_parts
-from raysvc.chat.source.formats import ChatExample
+from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.json_rows import load_json
 from raysvc.chat.source.messages import Message
 from raysvc.chat.source.tool_calls import arguments_of

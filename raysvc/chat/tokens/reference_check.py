@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import pyarrow as pa
 
-from raysvc.chat.source.formats import ChatExample, Example
+from raysvc.chat.source.examples import ChatExample, Example
 from raysvc.chat.text_batch import Batch
 from raysvc.chat.tokens.arrow_arrays import numpy_of
 from raysvc.chat.tokens.encoder import ReferenceEncoder

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.sequence import FREE
-from raysvc.chat.source.formats import TokensExample
+from raysvc.chat.source.examples import TokensExample
 from raysvc.chat.text_batch import Batch
 from raysvc.chat.tokens.align import (
     OVER_PROMPT,
