@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.chat.render.rendered import NOBODY, Render, Written, render_of
+from raysvc.chat.render.rendered import NOBODY, Render, Written, extents_of, render_of
 from raysvc.chat.render.template import ChatTemplate
-from raysvc.chat.render.turn_spans import TurnFinder, common_prefix, extents_of
+from raysvc.chat.render.turn_spans import TurnFinder, common_prefix
 from raysvc.chat.sequence import CLOSED_TURN, FREE, Sequence, Span
 from raysvc.chat.source.content_parts import text_of_part
 from raysvc.chat.source.examples import ChatExample

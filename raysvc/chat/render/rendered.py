@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 NOBODY = -1
+Extent = tuple[int, int]  # [start, end) of characters
 Written = tuple[bool, Any, str]  # inside `{% generation %}`, for which message or None, text
 
 
@@ -63,3 +64,25 @@ def render_of(written: Iterable[Written], messages: list[Any]) -> Render:
         blocks.append("".join(parts))
         owners.append(last)
     return Render(blocks, owners, marks)
+
+
+def extents_of(render: Render, place: int) -> list[Extent]:
+    """[start, end) of each stretch of a render that belongs to a message; neighbours are joined."""
+    made: list[Extent] = []
+    at = 0
+    for block, owner in zip(render.blocks, render.owners, strict=True):
+        if owner == place:
+            start = made.pop()[0] if made and made[-1][1] == at else at
+            made.append((start, at + len(block)))
+        at += len(block)
+    return made
+
+
+def marks_within(render: Render, extents: list[Extent]) -> list[Extent]:
+    """[start, end) of each stretch inside `{% generation %}` that lies in one of some extents."""
+    starts, at = [], 0
+    for block in render.blocks:
+        starts.append(at)
+        at += len(block)
+    marks = [(starts[block] + start, starts[block] + end) for block, start, end in render.marks]
+    return [(a, b) for a, b in marks if any(a >= first and b <= last for first, last in extents)]

@@ -26,17 +26,16 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from raysvc.chat.render.rendered import Render
+from raysvc.chat.render.rendered import Extent, Render, extents_of, marks_within
 from raysvc.chat.render.template import ChatTemplate
+from raysvc.chat.render.token_texts import TokenTexts
 from raysvc.chat.render.turn_check import is_empty, tags_of, texts_of, verify_turn
+from raysvc.chat.render.turn_probes import PROBES, QUIET, say
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.messages import Message
 
 ALL_EMPTY = "every trained message is empty"
-PROBE = "Seven quiet words that nobody ever writes"
-_PIECE = r"<[^<>\s]{1,40}>|\s|\w+|."
-Extent = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +78,8 @@ class TurnFinder:
         self._tags = tags_of(template.text, roles.values())
         self._bos, self._eos = roles.get("bos_token", ""), roles.get("eos_token", "")
         self._stops = frozenset(stop_tokens)
-        texts = sorted((t for t in added_tokens if t), key=len, reverse=True)
-        self.openings = frozenset(text[:2] for text in (*texts, *self._tags))
-        any_added = "|".join(map(re.escape, texts)) or r"(?!)"
-        self._added = re.compile(any_added)
-        self._run = re.compile(rf"\s*(?:(?:{any_added})\s*)+\Z")
-        self._lead = re.compile(rf"\s*(?:(?:{any_added})\s*)+")
-        self._piece = re.compile(f"{any_added}|{_PIECE}", re.DOTALL)
+        self._tokens = TokenTexts(added_tokens, self._bos, self._eos)
+        self.openings = frozenset(text[:2] for text in (*self._tokens.texts, *self._tags))
         self._prompts: dict[tuple[str, bool, bool], str | None] = {}
         self.inner_tokens: frozenset[str] = frozenset()
         self._middle, self._last = self._frames()
@@ -135,12 +129,6 @@ class TurnFinder:
         """
         verify_turn(stretch, message, self._tags, self.control_tokens, self.inner_tokens)
 
-    def closing(self, text: str, span: TurnSpan) -> int:
-        """Characters of the control token that ends a span, zero when none does."""
-        tail = text[max(span.start, span.end - 80) : span.end]
-        tokens = list(self._added.finditer(tail))
-        return len(tokens[-1].group()) if tokens and tokens[-1].end() == len(tail) else 0
-
     def header(self, render: Render, example: ChatExample, place: int) -> str:
         """What a message with one block is expected to begin with: the generation prompt, else a plain turn's header.
 
@@ -177,7 +165,9 @@ class TurnFinder:
         marked = self._template.marks_generation
         if not marked and not self._frames_known:
             raise RowFault("the template does not show where an assistant's turn begins and ends")
-        parts = _marks_of(render, extents) if marked else self._own(render, example, place, extents)
+        parts = marks_within(render, extents) if marked else self._own(render, example, place, extents)
+        if marked and not parts:
+            raise RowFault("a trained message has no generation mark")
         head = self._head(render, example, place, extents[0][0], marked)
         parts = [(max(start, head), end) for start, end in parts if end > head]
         if not parts:
@@ -185,14 +175,13 @@ class TurnFinder:
         start, stop = parts[-1]
         end = self._end(text, start, stop, extents[-1][1], example, place)
         parts = [*parts[:-1], (start, end)]
-        spans = [TurnSpan(a, b, True) for a, b in parts if text[a:b].strip()]
-        return [span if self.closing(text, span) else TurnSpan(span.start, span.end, False) for span in spans]
+        return [TurnSpan(a, b, self._tokens.closes(text[a:b])) for a, b in parts if text[a:b].strip()]
 
     def _head(self, render: Render, example: ChatExample, place: int, begin: int, marked: bool) -> int:
         """Rule 2: where the repeated part of the generation prompt ends."""
         text = render.text
         prompt = self._prompt(render, example, place, begin)
-        repeated = self._repeated(prompt or "", text, begin)
+        repeated = self._tokens.repeated(prompt or "", text, begin)
         if repeated:
             return begin + repeated
         heads = [frame.head for frame in (self._middle, self._last) if frame and frame.head]
@@ -200,28 +189,14 @@ class TurnFinder:
             if text.startswith(head, begin):
                 return begin + len(head)
         goes_on = prompt == "" and self._has_prompt  # the model speaks where the last block ended
-        first = self._lead.match(text, begin)
-        opened = self._added.search(first.group()) if first else None
+        first = self._tokens.lead.match(text, begin)
+        opened = self._tokens.one.search(first.group()) if first else None
         goes_on |= (
             opened is not None and opened.group() in self.inner_tokens - self._opening
         )  # no header at all
         if marked or goes_on or not (prompt or heads):
             return begin
         raise RowFault("a trained turn does not begin with a known header", repr(text[begin : begin + 60]))
-
-    def _repeated(self, prompt: str, text: str, begin: int) -> int:
-        """Characters of the prompt that stand at `begin`, in whole pieces; none when they are blank."""
-        if prompt and text.startswith(prompt, begin):
-            return len(prompt) if prompt.strip() else 0
-        at = 0
-        for piece in self._piece.finditer(prompt):
-            word = piece.group()
-            behind = text[begin + piece.end() : begin + piece.end() + 1]
-            split = word[-1:].isalnum() and behind.isalnum()
-            if not text.startswith(word, begin + at) or split:
-                break
-            at = piece.end()
-        return at if prompt[:at].strip() else 0
 
     def _end(self, text: str, start: int, stop: int, block_end: int, example: ChatExample, place: int) -> int:
         """Rules 3 to 5: behind the last token that the model must produce."""
@@ -242,19 +217,10 @@ class TurnFinder:
             return block_end - len(frame.trailer)
         if frame is not None and not frame.eot and not self._template.marks_generation:
             return None
-        run = self._run.search(text, start, block_end)
+        run = self._tokens.run.search(text, start, block_end)
         if run is None or run.start() > stop:
-            return self._last_token(text, start, stop)
-        return self._last_token(text, run.start(), block_end)
-
-    def _last_token(self, text: str, start: int, stop: int) -> int | None:
-        """Behind the last added token of [start, stop) when only blanks follow it; what begins a sequence ends no turn."""
-        last = None
-        for token in self._added.finditer(text, start, stop):
-            if token.group() == self._bos and token.group() != self._eos:
-                break
-            last = token.end()
-        return last if last is not None and not self._lead.sub("", text[last:stop]).strip() else None
+            return self._tokens.last_end(text, start, stop)
+        return self._tokens.last_end(text, run.start(), block_end)
 
     def _with_end_of_sequence(
         self, text: str, end: int, block_end: int, example: ChatExample, place: int
@@ -262,7 +228,7 @@ class TurnFinder:
         """Rule 5."""
         if place != len(example.messages) - 1 or not self._eos or end < block_end - 2:
             return end
-        run = self._run.fullmatch(text, end)
+        run = self._tokens.run.fullmatch(text, end)
         last = text.rfind(self._eos, end) if run else -1
         return last + len(self._eos) if last >= 0 else end
 
@@ -271,7 +237,7 @@ class TurnFinder:
         if text[end:block_end].strip():
             return end
         following = re.compile(r"\s*").match(text, block_end)
-        token = self._added.match(text, following.end() if following else block_end)
+        token = self._tokens.one.match(text, following.end() if following else block_end)
         if token is None:
             return end
         if self._stops:
@@ -340,8 +306,8 @@ class TurnFinder:
 
     def _frames(self) -> tuple[Frame | None, Frame | None]:
         """Frames of a turn in the middle and of the last one."""
-        first, second = PROBE, PROBE[::-1]
-        plain = [_say("user", "a"), _say("assistant", first), _say("user", "b"), _say("assistant", second)]
+        first, second = QUIET, QUIET[::-1]
+        plain = [say("user", "a"), say("assistant", first), say("user", "b"), say("assistant", second)]
         middle, last = self._frame_at(plain, 1, first), self._frame_at(plain, 3, second)
         last = last or self._frame_at(plain[2:], 1, second)
         try:
@@ -351,7 +317,9 @@ class TurnFinder:
             asked = bare = ""
         self._has_prompt = asked != bare
         heads = [asked[common_prefix(asked, bare) :], *(f.head for f in (middle, last) if f)]
-        self._opening = {token.group() for head in heads for token in [self._added.search(head)] if token}
+        self._opening = {
+            token.group() for head in heads for token in [self._tokens.one.search(head)] if token
+        }
         return middle, last
 
     def _frame_at(self, messages: list[Message], place: int, content: str) -> Frame | None:
@@ -366,9 +334,9 @@ class TurnFinder:
         if not found:
             return None
         head = head if head.strip() else ""  # a blank is no header: the model writes it
-        end = self._added.search(tail) and self._last_token(tail, 0, len(tail))
+        end = self._tokens.one.search(tail) and self._tokens.last_end(tail, 0, len(tail))
         if end is None:
-            token = self._added.search(tail)
+            token = self._tokens.one.search(tail)
             end = token.end() if token else 0
         return Frame(head, tail[:end], tail[end:]) if end else Frame(head, "", tail)
 
@@ -376,7 +344,7 @@ class TurnFinder:
         """(tokens that open a header or end a turn, those of them that also stand inside a turn)."""
         ends: list[str] = []
         inner: set[str] = set()
-        for messages, tools in _PROBES:
+        for messages, tools in PROBES:
             example = ChatExample(messages, tools, ())
             try:
                 render = self._template.render(messages, tools)
@@ -389,37 +357,17 @@ class TurnFinder:
                     spans = self._found(render, example, place)
                 except RowFault:
                     continue
-                tokens = self._added.findall("".join(render.text[s.start : s.end] for s in spans))
+                tokens = self._tokens.one.findall("".join(render.text[s.start : s.end] for s in spans))
                 ends += tokens[-1:]
                 inner |= set(tokens[:-1])
-        heads = [t for frame in (self._middle, self._last) if frame for t in self._added.findall(frame.head)]
-        eots = [t for frame in (self._middle, self._last) if frame for t in self._added.findall(frame.eot)]
+        heads = [
+            t for frame in (self._middle, self._last) if frame for t in self._tokens.one.findall(frame.head)
+        ]
+        eots = [
+            t for frame in (self._middle, self._last) if frame for t in self._tokens.one.findall(frame.eot)
+        ]
         controls = tuple(t for t in dict.fromkeys([*heads, *eots, *ends]) if t not in self._tags)
         return controls, frozenset(inner)
-
-
-def extents_of(render: Render, place: int) -> list[Extent]:
-    """[start, end) of each stretch of a render that belongs to a message; neighbours are joined."""
-    made: list[Extent] = []
-    at = 0
-    for block, owner in zip(render.blocks, render.owners, strict=True):
-        if owner == place:
-            start = made.pop()[0] if made and made[-1][1] == at else at
-            made.append((start, at + len(block)))
-        at += len(block)
-    return made
-
-
-def _marks_of(render: Render, extents: list[Extent]) -> list[Extent]:
-    starts, at = [], 0
-    for block in render.blocks:
-        starts.append(at)
-        at += len(block)
-    marks = [(starts[block] + start, starts[block] + end) for block, start, end in render.marks]
-    inside = [(a, b) for a, b in marks if any(a >= first and b <= last for first, last in extents)]
-    if not inside:
-        raise RowFault("a trained message has no generation mark")
-    return inside
 
 
 def common_prefix(left: str, right: str) -> int:
@@ -435,29 +383,3 @@ def _all_words(message: Message) -> list[str]:
         str(message.get("reasoning_content") or ""),
         str(message.get("tool_calls") or ""),
     ]
-
-
-def _say(role: str, content: str, **fields: object) -> Message:
-    return {"role": role, "content": content, **fields}
-
-
-_CALL = {"type": "function", "id": "callid001", "function": {"name": "f", "arguments": {"a": "b"}}}
-_TEXT_CALL = {"type": "function", "id": "callid001", "function": {"name": "f", "arguments": '{"a": "b"}'}}
-_TOOL = {
-    "type": "function",
-    "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
-}
-_RESULT = _say("tool", "c", name="f", tool_call_id="callid001")
-_THOUGHT = {"reasoning_content": "c d", "thinking": "c d", "reasoning": "c d"}
-_PROBES: list[tuple[list[Message], list[object] | None]] = [
-    ([_say("user", "a"), _say("assistant", "b"), _say("user", "c"), _say("assistant", "d")], None),
-    ([_say("user", "a"), _say("assistant", "b", **_THOUGHT)], None),
-    ([_say("user", "a"), _say("assistant", "", tool_calls=[_CALL]), _RESULT], [_TOOL]),
-    ([_say("user", "a"), _say("assistant", "", tool_calls=[_CALL], **_THOUGHT), _RESULT], [_TOOL]),
-    (
-        [_say("user", "a"), _say("assistant", "", tool_calls=[_CALL]), _RESULT, _say("assistant", "d")],
-        [_TOOL],
-    ),
-    ([_say("user", "a"), _say("assistant", "", tool_calls=[_TEXT_CALL]), _RESULT], [_TOOL]),
-    ([_say("user", "a"), _say("assistant", "", tool_calls=[_CALL])], [_TOOL]),
-]

@@ -1,0 +1,65 @@
+"""The texts of a tokenizer's added tokens, as they are looked for in a render.
+
+Always true:
+- the longest token that fits is found.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+_PIECE = r"<[^<>\s]{1,40}>|\s|\w+|."
+
+
+class TokenTexts:
+    """Added tokens of one tokenizer.
+
+    Args:
+        added: their texts.
+        begin, end: of a sequence, empty where there is none.
+
+    Attributes:
+        texts: longest first.
+        one: finds a token.
+        lead: matches tokens and blanks, of which one is a token.
+        run: as `lead`, up to the end.
+    """
+
+    def __init__(self, added: Iterable[str], begin: str, end: str) -> None:
+        self._bos, self._eos = begin, end
+        self.texts = sorted((text for text in added if text), key=len, reverse=True)
+        any_added = "|".join(map(re.escape, self.texts)) or r"(?!)"
+        self.one = re.compile(any_added)
+        self.lead = re.compile(rf"\s*(?:(?:{any_added})\s*)+")
+        self.run = re.compile(rf"{self.lead.pattern}\Z")
+        self._piece = re.compile(f"{any_added}|{_PIECE}", re.DOTALL)
+
+    def closes(self, text: str) -> bool:
+        """Whether a text ends with a token."""
+        tail = text[-80:]
+        tokens = list(self.one.finditer(tail))
+        return bool(tokens) and tokens[-1].end() == len(tail)
+
+    def last_end(self, text: str, start: int, stop: int) -> int | None:
+        """Behind the last added token of [start, stop) when only blanks follow it; what begins a sequence ends no turn."""
+        last = None
+        for token in self.one.finditer(text, start, stop):
+            if token.group() == self._bos and token.group() != self._eos:
+                break
+            last = token.end()
+        return last if last is not None and not self.lead.sub("", text[last:stop]).strip() else None
+
+    def repeated(self, prompt: str, text: str, begin: int) -> int:
+        """Characters of the prompt that stand at `begin`, in whole pieces; none when they are blank."""
+        if prompt and text.startswith(prompt, begin):
+            return len(prompt) if prompt.strip() else 0
+        at = 0
+        for piece in self._piece.finditer(prompt):
+            word = piece.group()
+            behind = text[begin + piece.end() : begin + piece.end() + 1]
+            split = word[-1:].isalnum() and behind.isalnum()
+            if not text.startswith(word, begin + at) or split:
+                break
+            at = piece.end()
+        return at if prompt[:at].strip() else 0

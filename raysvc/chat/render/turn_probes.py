@@ -1,0 +1,34 @@
+"""Conversations that show what a template writes around and inside of an assistant's turns."""
+
+from __future__ import annotations
+
+from raysvc.chat.source.messages import Message
+
+QUIET = "Seven quiet words that nobody ever writes"
+
+
+def say(role: str, content: str, **fields: object) -> Message:
+    """One message."""
+    return {"role": role, "content": content, **fields}
+
+
+_CALL = {"type": "function", "id": "callid001", "function": {"name": "f", "arguments": {"a": "b"}}}
+_TEXT_CALL = {"type": "function", "id": "callid001", "function": {"name": "f", "arguments": '{"a": "b"}'}}
+_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
+}
+_RESULT = say("tool", "c", name="f", tool_call_id="callid001")
+_THOUGHT = {"reasoning_content": "c d", "thinking": "c d", "reasoning": "c d"}
+PROBES: list[tuple[list[Message], list[object] | None]] = [
+    ([say("user", "a"), say("assistant", "b"), say("user", "c"), say("assistant", "d")], None),
+    ([say("user", "a"), say("assistant", "b", **_THOUGHT)], None),
+    ([say("user", "a"), say("assistant", "", tool_calls=[_CALL]), _RESULT], [_TOOL]),
+    ([say("user", "a"), say("assistant", "", tool_calls=[_CALL], **_THOUGHT), _RESULT], [_TOOL]),
+    (
+        [say("user", "a"), say("assistant", "", tool_calls=[_CALL]), _RESULT, say("assistant", "d")],
+        [_TOOL],
+    ),
+    ([say("user", "a"), say("assistant", "", tool_calls=[_TEXT_CALL]), _RESULT], [_TOOL]),
+    ([say("user", "a"), say("assistant", "", tool_calls=[_CALL])], [_TOOL]),
+]
