@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -17,8 +19,11 @@ from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.spec import Role, ServeSpec
 from raysvc.actors.server.step_maker import StepMaker
+from raysvc.cache import names
+from raysvc.cache.find import open_entry
 from raysvc.cache.growing import slice_receipts
-from raysvc.cache.growing.growing_entry import GrowingSpec
+from raysvc.cache.growing.growing_entry import BITS, GrowingEntry, GrowingSpec
+from raysvc.cache.growing.slice_receipts import SliceReceipts
 from raysvc.cache.key import cache_key
 from raysvc.cache.store.open import open_store
 from raysvc.cache.writer import EntryWriter
@@ -218,3 +223,103 @@ def test_an_entry_that_was_finished_from_another_cut_is_refused(tmp_path: Path) 
     ):
         stream.make(0, (1,))
     thread.join()
+
+
+def receipts_of(source: Source) -> SliceReceipts:
+    return SliceReceipts(
+        open_store(str(source.root)),
+        source.writer().folder,
+        source.report["source_rows"],
+        source.spec.contents,
+    )
+
+
+def test_who_waits_long_says_for_what_and_how_far_the_build_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(slice_receipts, "REPORT_EVERY_S", 0.02)
+    source = Source(tmp_path, [[1] * 4] * 3)
+    source.build(1)
+    receipts, seen = receipts_of(source), threading.Event()
+    assert receipts.has([1])
+
+    def build() -> None:
+        seen.wait(30)
+        source.build(2)
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.set()
+
+    handler, builder = Told(), threading.Thread(target=build)
+    slice_receipts.log.addHandler(handler)
+    builder.start()
+    try:
+        assert receipts.wait_for([1, 2]) > 0.02
+    finally:
+        slice_receipts.log.removeHandler(handler)
+        builder.join()
+    told = caplog.messages[0]
+    assert told.startswith(
+        f"waiting for=slices 1, 2 of={source.writer().folder} since=0s finished=1/3; if none"
+    )
+
+
+def test_receipts_and_parts_that_are_damaged_or_gone_are_passed_over(tmp_path: Path) -> None:
+    source = Source(tmp_path, [[1] * 4] * 2)
+    folder = source.root / source.writer().folder
+    first = source.build(0)
+    (receipt,) = (path for path in folder.iterdir() if names.RECEIPT.fullmatch(path.name))
+    receipt.chmod(0o600)
+    whole = receipt.read_bytes()
+    receipt.write_bytes(whole[: len(whole) // 2])
+    receipts = receipts_of(source)
+    assert not receipts.has([0])
+    receipt.write_bytes(whole)
+    again = source.build(0)
+    first.unlink()  # of two that fit, one has lost its part
+    assert receipts.has([0])
+    assert receipts.part(0).name == again.name
+    receipts = receipts_of(source)
+    again.unlink()
+    assert not receipts.has([0])
+
+
+def test_a_first_row_is_that_of_the_first_slice_that_has_rows(tmp_path: Path) -> None:
+    source = Source(tmp_path, [[0, 0], [1, 1], [1]])
+    entry = GrowingEntry(open_store(str(tmp_path)), source.writer().folder, source.spec)
+    assert entry.num_rows == 5
+    assert not entry.is_finished()
+    assert not entry.has(np.array([0, 1]))
+    source.build(0)
+    builder = threading.Timer(0.05, source.build, (2,))
+    builder.start()
+    assert entry.first_row() == 2 << BITS
+    builder.join()
+    source.build(1)
+    assert entry.first_row() == 2 << BITS  # what was found is not looked for again
+    assert entry.has(np.array([0, 1, 2]))
+    assert entry.num_tokens == sum(len(ids) for n in range(3) for ids in source.table(n)["input_ids"])
+    assert len(entry.parts.parts) == 3
+    with pytest.raises(IndexError):
+        entry.parts.parts[3]
+
+
+def test_once_an_entry_is_finished_its_manifest_names_the_parts_and_the_folder_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Source(tmp_path, [[1] * 2] * 3)
+    entry = GrowingEntry(open_store(str(tmp_path)), source.writer().folder, source.spec)
+    early = source.build(1)
+    assert entry.has(np.array([1]))
+    for index in (0, 2):
+        source.build(index)
+    source.finish()
+    assert entry.is_finished()
+    assert entry.wait_for(np.array([0])) >= 0
+    manifest = open_entry(source.uri).manifest
+    assert entry.columns == manifest.columns
+    assert list(entry.parts.parts[:]) == list(manifest.parts)
+    assert entry.parts.parts[1].name == early.name
+    monkeypatch.setattr(type(entry.store), "list", lambda *_: pytest.fail("the folder was looked at"))
+    entry.receipts._look([0, 1, 2])
