@@ -71,15 +71,10 @@ def batch_of(sequences: Many[Sequence]) -> Batch:
     Raises:
         UnicodeEncodeError: a text holds a lone surrogate.
     """
-    joined = "".join([s.text for s in sequences])
-    if joined.isascii():
-        sizes = [len(s.text) for s in sequences]
-        places = [s.spans for s in sequences]
-    else:
-        sizes = [len(s.text.encode()) for s in sequences]
-        places = [_byte_places(s) for s in sequences]
+    texts = [s.text.encode() for s in sequences]
+    places = [_byte_places(s) for s in sequences]
     offsets = np.zeros(len(sequences) + 1, np.int64)
-    np.cumsum(sizes, out=offsets[1:])
+    np.cumsum([*map(len, texts)], out=offsets[1:])
     counts = [len(spans) for spans in places]
     numbers = chain.from_iterable(chain.from_iterable(places))
     flat = np.fromiter(numbers, np.int64, 3 * sum(counts)).reshape(-1, 3)
@@ -87,7 +82,7 @@ def batch_of(sequences: Many[Sequence]) -> Batch:
     base = offsets[:-1]
     suffixes = [s.suffix for s in sequences] if any(s.suffix for s in sequences) else []
     return Batch(
-        np.frombuffer(joined.encode(), np.uint8),
+        np.frombuffer(b"".join(texts), np.uint8),
         offsets,
         Spans(rows, flat[:, 0] + base[rows], flat[:, 1] + base[rows], flat[:, 2].astype(np.int8)),
         sequences[0].prefix if sequences else (),
