@@ -3,7 +3,7 @@
     <folder>/*.distcp, .metadata   model and optimizer, by torch.distributed.checkpoint: every rank writes its share
     <folder>/rng-<rank>.pt         random states of a rank
     <folder>/worker.json           optimizer steps done, by rank 0
-    <folder>/config.json           of the model, by rank 0; see `raysvc.actors.worker.hf_model`
+    <folder>/config.json           of the model, by rank 0; see `raysvc.actors.model.hf_model`
 
 The folder is made, published and pruned by `raysvc.training.run_folder`, which adds the data frontier: only its `state.json`,
 written last, makes all of it count.

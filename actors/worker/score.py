@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from raysvc.actors.worker.load_model import load_lm
+from raysvc.actors.model.load_model import load_lm
 from raysvc.errors import ConfigError
 from raysvc.ragged import Int64s
 from raysvc.row_batch import AddedColumns, Array, RowBatch
@@ -29,7 +29,7 @@ from raysvc.row_batch import AddedColumns, Array, RowBatch
 if TYPE_CHECKING:
     import torch
 
-    from raysvc.actors.worker.token_model import TokenModel
+    from raysvc.actors.model.token_model import TokenModel
 
 LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # float32 logits held at once
 
@@ -120,7 +120,7 @@ class RowScorer:
     def _on_device(self, name: str) -> TokenModel:
         import torch
 
-        from raysvc.actors.worker.token_model import TokenModel
+        from raysvc.actors.model.token_model import TokenModel
 
         for other, model in self._models.items():
             if other != name:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from raysvc.actors.model.load_model import load_lm
 from raysvc.actors.staging.staging import StagingOptions
-from raysvc.actors.worker.load_model import load_lm
 from raysvc.actors.worker.losses import (
     ROW_INDEX,
     ROW_LOSS,
@@ -109,7 +109,7 @@ class CausalLMWorker(Worker):
             import torch
             import torch._dynamo  # DDP and optimizers import it at their first use
 
-            from raysvc.actors.worker.token_model import TokenModel
+            from raysvc.actors.model.token_model import TokenModel
 
         torch.manual_seed(self.spec.seed)
         critic, of_steps = self.spec.role == "critic", isinstance(self.spec.own_loss, StepLoss)
@@ -185,7 +185,8 @@ class CausalLMWorker(Worker):
 
     def save_checkpoint(self, folder: str) -> None:
         """Write this rank's part of a checkpoint into an existing folder."""
-        from raysvc.actors.worker import checkpoint, hf_model
+        from raysvc.actors.model import hf_model
+        from raysvc.actors.worker import checkpoint
 
         if self.rank == 0:
             hf_model.save_config(self.model, Path(folder))
@@ -199,7 +200,8 @@ class CausalLMWorker(Worker):
 
     def save_hf_model(self, folder: str) -> None:
         """Write the model as `transformers` reads it; rank 0 writes, all ranks call it."""
-        from raysvc.actors.worker import checkpoint, hf_model
+        from raysvc.actors.model import hf_model
+        from raysvc.actors.worker import checkpoint
 
         weights = checkpoint.full_weights(self.model)
         if self.rank == 0:
@@ -269,7 +271,7 @@ class CausalLMWorker(Worker):
         inputs = {name: tensors[name].long() for name in names}
         if not any(name.endswith(BOUNDS) for name in tensors):
             return inputs
-        from raysvc.actors.worker.media_inputs import media_inputs
+        from raysvc.actors.model.media_inputs import media_inputs
 
         lm = getattr(self.model, "module", self.model).lm
         return {**inputs, **media_inputs(lm, tensors, row_index(tensors))}

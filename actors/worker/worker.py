@@ -300,7 +300,7 @@ class Worker:
 
     def _accumulate(self, shard: Shard, loss: Loss | RowLoss | None) -> tuple[Metrics, RowValues | None]:
         """Backward over all micro-batches, reduced over ranks in the last one; this rank's shares, and sums by row."""
-        from raysvc.actors.worker.token_model import merge_metrics
+        from raysvc.actors.model.token_model import merge_metrics
 
         self._targets = (self._targets or 0) + shard.denominators.tokens
         total: dict[str, torch.Tensor] = {}

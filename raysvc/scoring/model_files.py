@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from raysvc import hub
-from raysvc.actors.worker.load_model import tiny_sizes
+from raysvc.actors.model.load_model import tiny_sizes
 from raysvc.cache.key import canonical_json
 from raysvc.cache.local.checksum import checksum_of
 from raysvc.cache.local.mmap import map_file

@@ -69,7 +69,7 @@ def write_model(
 
 
 def _from_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
-    from raysvc.actors.worker.hf_model import export_checkpoint
+    from raysvc.actors.model.hf_model import export_checkpoint
 
     export_checkpoint(checkpoint.folder, folder)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysvc.actors.worker.head_logprobs import head_top_k
+from raysvc.actors.model.head_logprobs import head_top_k
 from raysvc.actors.worker.losses import DistillLoss
 from raysvc.actors.worker.torch_worker import CausalLMWorker
 from raysvc.collate import collate_mini_batch

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raysvc.actors.worker import head_logprobs as under_test
-from raysvc.actors.worker import token_model
-from raysvc.actors.worker.head_logprobs import head_logprobs
-from raysvc.actors.worker.load_model import tiny_model
+from raysvc.actors.model import head_logprobs as under_test
+from raysvc.actors.model import token_model
+from raysvc.actors.model.head_logprobs import head_logprobs
+from raysvc.actors.model.load_model import tiny_model
+from raysvc.actors.model.token_model import TokenModel
 from raysvc.actors.worker.losses import PolicyLoss, SftLoss
-from raysvc.actors.worker.token_model import TokenModel
 
 
 @pytest.mark.parametrize("entropy", [False, True])

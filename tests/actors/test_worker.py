@@ -229,7 +229,7 @@ def save_shares(worker: Any, shards: list[Shard], folder: str) -> dict[str, np.n
 def test_a_checkpoint_of_several_ranks_is_exported_without_any(ranks: Ranks, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from raysvc.actors.worker.hf_model import export_checkpoint
+    from raysvc.actors.model.hf_model import export_checkpoint
 
     shards = shards_of(random_rows(12, seed=27), 2, layout="packed", micro_batch_tokens=30)
     (tmp_path / "saved").mkdir()

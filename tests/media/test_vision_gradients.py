@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from raysvc.actors.model.load_model import load_lm
 from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
-from raysvc.actors.worker.load_model import load_lm
 from raysvc.actors.worker.losses import SftLoss
 from raysvc.job.config import PlanConfig
 from raysvc.media.media_processor import MediaProcessor

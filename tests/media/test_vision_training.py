@@ -66,7 +66,7 @@ def test_a_model_learns_colors_from_jpegs_or_tones_from_wavs_through_collators_a
     family: str, tmp_path: Path, ray_session: None
 ) -> None:
     import raysvc
-    from raysvc.actors.worker.load_model import load_lm
+    from raysvc.actors.model.load_model import load_lm
     from raysvc.media.media_processor import MediaProcessor
 
     folder = model_folder(family, tmp_path / "model")

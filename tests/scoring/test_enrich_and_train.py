@@ -46,7 +46,7 @@ def losses_of(tmp_path: Path) -> list[float]:
 
 
 def tiny(job: JobConfig, entry: raysvc.CacheEntry) -> Any:
-    from raysvc.actors.worker.load_model import tiny_model
+    from raysvc.actors.model.load_model import tiny_model
 
     torch.manual_seed(job.trainer.seed)
     return tiny_model(int(entry.report["vocab_size"]))

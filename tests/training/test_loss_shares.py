@@ -54,7 +54,7 @@ def test_in_a_run_on_two_ranks_they_are_those_of_one_forward_a_row(
     import torch
 
     import raysvc
-    from raysvc.actors.worker.load_model import tiny_model
+    from raysvc.actors.model.load_model import tiny_model
     from raysvc.build.sample_data import write_rows
 
     other = write_rows(tmp_path / "other.jsonl", 48)

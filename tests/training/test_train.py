@@ -123,7 +123,7 @@ def plain_loss_and_bits(uri: str, seed: int) -> tuple[float, float]:
     import torch
 
     import raysvc
-    from raysvc.actors.worker.load_model import tiny_model
+    from raysvc.actors.model.load_model import tiny_model
 
     entry = raysvc.open_cache(uri)
     torch.manual_seed(seed)

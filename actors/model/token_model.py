@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from raysvc.actors.worker.head_logprobs import head_logprobs, head_top_k
+from raysvc.actors.model.head_logprobs import head_logprobs, head_top_k
+from raysvc.actors.model.media_inputs import BLANK, encoder_zero
 from raysvc.actors.worker.losses import DistillLoss, Loss, LossSum, StepLoss, Targets
-from raysvc.actors.worker.media_inputs import BLANK, encoder_zero
 from raysvc.actors.worker.row_losses import LossRows, RowLoss
 from raysvc.collate.columns import IGNORED
 

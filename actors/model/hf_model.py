@@ -47,7 +47,7 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
     import torch
     from transformers import AutoConfig, GenerationConfig
 
-    from raysvc.actors.worker.load_model import auto_class
+    from raysvc.actors.model.load_model import auto_class
 
     if not (checkpoint / CONFIG).exists():
         remedy = "export a checkpoint that raysvc train wrote"
