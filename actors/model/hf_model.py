@@ -25,7 +25,12 @@ INSIDE = "lm."  # where TokenModel keeps it
 
 def save_config(model: torch.nn.Module, folder: Path) -> None:
     """Write the configuration of the model inside of a (spread) `TokenModel`."""
+    from raysvc.actors.model.tiny_lm import TinyLM
+
     lm: Any = getattr(model, "module", model).lm
+    if isinstance(lm, TinyLM):
+        lm.save_config(folder)
+        return
     lm.config.save_pretrained(folder)
     if lm.can_generate():
         lm.generation_config.save_pretrained(folder)
@@ -33,7 +38,12 @@ def save_config(model: torch.nn.Module, folder: Path) -> None:
 
 def save_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor], folder: Path) -> None:
     """Write a whole model; `weights` as `checkpoint.full_weights` gives them."""
+    from raysvc.actors.model.tiny_lm import TinyLM
+
     lm: Any = getattr(model, "module", model).lm
+    if isinstance(lm, TinyLM):
+        lm.save_pretrained(folder, _own_names(weights))
+        return
     with _no_bars():
         lm.save_pretrained(folder, state_dict=_own_names(weights))
 

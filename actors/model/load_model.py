@@ -84,9 +84,13 @@ def tiny_sizes(vocab_size: int) -> dict[str, int]:
 
 def tiny_model(vocab_size: int, critic: bool = False) -> torch.nn.Module:
     """A randomly initialised Llama of two layers: big enough for its loss to fall, small enough to try on a CPU."""
-    with no_collection():
-        from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
+    sizes = tiny_sizes(vocab_size)
+    if not critic:
+        from raysvc.actors.model.tiny_lm import TinyConfig, TinyLM
 
-    config = LlamaConfig(**tiny_sizes(vocab_size), tie_word_embeddings=not critic, num_labels=1)
-    model: torch.nn.Module = LlamaForTokenClassification(config) if critic else LlamaForCausalLM(config)
+        return TinyLM(TinyConfig(**sizes))
+    with no_collection():
+        from transformers import LlamaConfig, LlamaForTokenClassification
+
+    model: torch.nn.Module = LlamaForTokenClassification(LlamaConfig(**sizes, num_labels=1))
     return model
