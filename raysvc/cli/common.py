@@ -17,6 +17,7 @@ import functools
 import inspect
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ParamSpec, TypeVar
@@ -121,6 +122,9 @@ def emit(result: Mapping[str, Any]) -> None:
 def _with_job_named(arguments: dict[str, Any], default: str | None) -> dict[str, Any]:
     """`raysvc train job.yaml` means `raysvc train -c job.yaml`."""
     words = arguments.get("overrides")
+    if words and "=" not in words[0] and os.path.isdir(words[0]):
+        what = "is a folder, and a job is a file; a run's folder does not hold its job"
+        raise ConfigError(words[0], what, "write -c job.yaml, the job whose trainer.run_dir it is")
     if not words or "=" in words[0] or not words[0].endswith((".yaml", ".yml")):
         return arguments
     if arguments["config"] != default:

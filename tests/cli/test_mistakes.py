@@ -42,6 +42,13 @@ def test_a_job_file_that_is_not_there(tmp_path: Path) -> None:
     assert "nowhere.yaml" in mistake("train", "-c", str(tmp_path / "nowhere.yaml"))
 
 
+@pytest.mark.parametrize("command", ["show", "report", "train"])
+def test_a_folder_in_the_place_of_a_job(tmp_path: Path, command: str) -> None:
+    line = mistake(command, str(tmp_path))
+    assert f"{tmp_path}: is a folder" in line
+    assert "write -c job.yaml" in line.split("; ")[-1]
+
+
 @pytest.mark.parametrize("text", [b"tokenizer: {date: 2024-13-45}", b"\xff\xfe: 1"], ids=["day", "bytes"])
 def test_a_job_file_with_a_value_that_yaml_cannot_read(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "job.yaml"
