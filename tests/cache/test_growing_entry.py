@@ -169,6 +169,21 @@ def test_a_step_waits_for_its_own_slices_and_says_how_long(tmp_path: Path) -> No
     assert stream.is_there(last) == (finished_order[-1] == 5)
 
 
+def test_a_step_whose_rows_were_all_left_out_waits_for_no_other_slice(tmp_path: Path) -> None:
+    source = Source(tmp_path, [[1] * 4, [0] * 4, [1] * 4])
+    stream = source.stream(PlanConfig(batch_size=4, shuffle="window(1)"), growing=True)
+    for index in (1, 2):
+        source.build(index)
+    order = stream._opened().plan.order.slices_from(0, 0).tolist()  # type: ignore[union-attr]
+    made: list[Any] = []
+    thread = threading.Thread(target=lambda: made.append(stream.make(order.index(1), (1,))), daemon=True)
+    thread.start()
+    thread.join(10.0)
+    [(info, _)] = made
+    assert [mini.row_ids.tolist() for mini in info.mini_batches] == [[]]
+    source.build(0)
+
+
 def test_who_waits_is_told_that_the_build_failed_and_what_is_there_is_served(tmp_path: Path) -> None:
     source = Source(tmp_path, [[1] * 4] * 3)
     stream = source.stream(PlanConfig(batch_size=4, shuffle="window(1)"), growing=True)

@@ -125,7 +125,7 @@ class PartReader:
         goes_on = self._goes_on(used)
         ahead = range(used[-1] + 1, min(used[-1] + 1 + READ_AHEAD, len(self.parts))) if goes_on else ()
         self._fetch_ahead([*used, *ahead])
-        batch = gather(ids, self._starts, {index: self._view(index) for index in used or [0]})
+        batch = gather(ids, self._starts, {index: self._view(index) for index in used or [self._any()]})
         if goes_on:
             self._let_go_before(used[0])
         return batch
@@ -162,6 +162,11 @@ class PartReader:
         used, firsts = np.unique(parts_of(ids, self._starts), return_index=True)
         ordered: list[int] = used[np.argsort(firsts)].tolist()
         return ordered
+
+    def _any(self) -> int:
+        """A part to take the columns of no row from: one that is open, since others may not be there yet."""
+        with self._lock:
+            return next(iter(self._views), 0)
 
     def _goes_on(self, used: list[int]) -> bool:
         """Whether the reads go from front to back."""
