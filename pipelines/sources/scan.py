@@ -6,6 +6,7 @@ import base64
 import hashlib
 import io
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -65,12 +66,15 @@ class FileScan:
 
 
 class _Watched(io.RawIOBase):
-    """A stream that takes the digests of what is read from it."""
+    """A stream that takes the digests of what is read from it; the SHA-256 in a thread, while the next block is read."""
 
     def __init__(self, stream: ContentStream, block_bytes: int) -> None:
         super().__init__()
-        self.digest, self.hasher = hashlib.sha256(), PinHasher(block_bytes)
+        self.hasher = PinHasher(block_bytes)
+        self._digest = hashlib.sha256()
         self._stream, self._pos = stream, 0
+        self._thread = ThreadPoolExecutor(1)
+        self._before: Future[None] | None = None  # the block before this one
 
     def readable(self) -> bool:
         return True
@@ -81,10 +85,17 @@ class _Watched(io.RawIOBase):
     def next_block(self, num_bytes: int) -> bytes:
         """So many bytes; fewer only at the end."""
         block = self._stream.read(num_bytes)
-        self.digest.update(block)
+        if self._before is not None:
+            self._before.result()
+        self._before = self._thread.submit(self._digest.update, block)
         self.hasher.feed(block)
         self._pos += len(block)
         return block
+
+    def sha256(self) -> str:
+        """Of all that was read."""
+        self._thread.shutdown()
+        return self._digest.hexdigest()
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
@@ -129,7 +140,7 @@ def scan_file(
         places = Places(even_cuts(rows, max(1, min(rows, -(-pins.size // slice_bytes))) if rows else 0))
     head = base64.b64encode(places.head).decode()
     found = FileScan(
-        kind, pins.size, watched.digest.hexdigest(), tuple(places.cuts), block_bytes, pins.digests
+        kind, pins.size, watched.sha256(), tuple(places.cuts), block_bytes, pins.digests
     )
     return replace(found, head=head)
 
