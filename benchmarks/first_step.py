@@ -4,6 +4,8 @@
 
 A file of `--mb` MB is made by repeating the rows with other numbers in their texts. Each line of the table is a fresh process with an empty cache
 that trains a tiny model for so many steps, once with `plan.shuffle: window` and once with `full`; times are from the start of the process.
+A step begins when the one before it was given to the workers. MB are of the largest process of a kind: its own pages, without mapped files,
+after half of its life and at the end. `--only window` leaves the other line out.
 """
 
 from __future__ import annotations
@@ -22,6 +24,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from common import show
 
+SHUFFLES = ("window", "full")
+KINDS = {
+    "driver": "--child",
+    "server": "ray::BatchServer",
+    "builder": "ray::Builder",
+    "pool": "SliceWorker",
+    "worker": "ray::TorchWorker",
+}
+
 
 def repeated(source: Path, target: Path, num_bytes: int) -> None:
     """Write the rows of a file again and again, each time with other numbers."""
@@ -38,6 +49,29 @@ def repeated(source: Path, target: Path, num_bytes: int) -> None:
             round_ += 1
 
 
+def own_mb(root: int) -> dict[str, float]:
+    """Kind of process -> MB of the largest one, of a process and all that descend from it."""
+    parents, facts = {}, {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(") ")[2].split()[1])
+            found = re.search(r"RssAnon:\s+(\d+)", (folder / "status").read_text())
+            facts[int(folder.name)] = (folder / "cmdline").read_text(), int(found[1]) / 1e3 if found else 0.0
+        except OSError:
+            continue  # it has ended
+    largest: dict[str, float] = {}
+    for pid, (command, megabytes) in facts.items():
+        above = pid
+        while above not in (root, 0):
+            above = parents.get(above, 0)
+        kind = next((kind for kind, name in KINDS.items() if name in command), "")
+        if above == root and kind:
+            largest[kind] = max(largest.get(kind, 0.0), megabytes)
+    return largest
+
+
 def child(job: str) -> None:
     """One run; prints when steps were trained."""
     begin, at = float(os.environ["FIRST_STEP_BEGIN"]), []
@@ -49,6 +83,12 @@ def child(job: str) -> None:
 
     summary = train(job, should_stop=stop)
     print(json.dumps({"at": at, "stalls": summary["stalls"]["by_cause"], "end": time.time() - begin}))
+
+
+def half_and_end(samples: list[dict[str, float]], kind: str) -> str:
+    """MB of a kind of process, after half of its life and at the end."""
+    lives = [sample[kind] for sample in samples if kind in sample]
+    return f"{lives[len(lives) // 2]:.0f}, {lives[-1]:.0f}" if lives else "-"
 
 
 def measured(folder: Path, rows: Path, tokenizer: str, shuffle: str, steps: int) -> dict[str, Any]:
@@ -67,14 +107,23 @@ def measured(folder: Path, rows: Path, tokenizer: str, shuffle: str, steps: int)
     path.write_text(json.dumps(job))
     environment = {**os.environ, "FIRST_STEP_BEGIN": str(time.time()), "RAY_ADDRESS": "local"}
     command = [sys.executable, __file__, "--child", str(path)]
-    said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    samples: list[dict[str, float]] = []
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as running:
+        while running.poll() is None:
+            samples.append(own_mb(running.pid))
+            time.sleep(1.0)
+        assert running.stdout is not None
+        said = running.stdout.read()
     found = json.loads(said.splitlines()[-1])
+    made = len(list((folder / f"cache-{shuffle}").rglob("part-*.arrow")))
     return {
         "shuffle": shuffle,
         "first step begins s": round(found["at"][0], 1),
         f"step {steps} begins s": round(found["at"][-1], 1),
         "end s": round(found["end"], 1),
         "waited for rows s": round(found["stalls"].get("rows not tokenized yet", 0.0), 1),
+        "slices made": made,
+        **{f"{kind} MB": half_and_end(samples, kind) for kind in KINDS},
     }
 
 
@@ -85,6 +134,7 @@ def main() -> None:
     parser.add_argument("--tokenizer")
     parser.add_argument("--mb", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--only", choices=SHUFFLES, nargs="*", default=SHUFFLES)
     parser.add_argument("--child")
     arguments = parser.parse_args()
     if arguments.child:
@@ -95,7 +145,7 @@ def main() -> None:
         repeated(arguments.rows, rows, arguments.mb * 10**6)
         table = [
             measured(Path(folder), rows, arguments.tokenizer, shuffle, arguments.steps)
-            for shuffle in ("window", "full")
+            for shuffle in arguments.only
         ]
     show(f"The first step of {arguments.mb} MB", table)
 

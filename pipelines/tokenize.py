@@ -48,12 +48,14 @@ class BuildTask:
         writer: of the entry that is built.
         storage_options: to read the source with.
         max_quarantine: share of rows; a build whose first rows are nearly all quarantined ends there.
+        niceness: of its workers; a run that trains beside the build goes first where both want a core.
     """
 
     spec: TextSpec
     writer: EntryWriter
     storage_options: dict[str, Any]
     max_quarantine: float
+    niceness: int = 0
 
 
 class SliceWorker:
@@ -63,6 +65,7 @@ class SliceWorker:
         # one actor has one CPU: threads of the encoder would only fight the other actors
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         os.environ["RAYON_NUM_THREADS"] = "1"
+        os.nice(task.niceness)  # Linux: of this thread and of those that it starts
         self._task = task
 
     @cached_property

@@ -136,6 +136,7 @@ def serve(
     entry, build = entry_or_build(job, address, progress)
     if build is None:
         return serve_entry(job, entry, address=address, detached=detached)
+    build.make_first(job, 0)
     start_build(job, build, 0, address, progress)
     with building(build):
         handle = serve_entry(job, entry, address=address, detached=detached)

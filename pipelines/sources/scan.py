@@ -139,9 +139,7 @@ def scan_file(
         rows = count_rows(Piece(path, kind, 0, 0, 0, pins.size, pins), storage_options)
         places = Places(even_cuts(rows, max(1, min(rows, -(-pins.size // slice_bytes))) if rows else 0))
     head = base64.b64encode(places.head).decode()
-    found = FileScan(
-        kind, pins.size, watched.sha256(), tuple(places.cuts), block_bytes, pins.digests
-    )
+    found = FileScan(kind, pins.size, watched.sha256(), tuple(places.cuts), block_bytes, pins.digests)
     return replace(found, head=head)
 
 

@@ -9,6 +9,7 @@ Always true:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from raysvc.build.find_or_build import Looked, Making, PoolBeside, begin
 from raysvc.build.job_plan import plan_of
 from raysvc.cache import names
 from raysvc.cache.growing.growing_entry import GrowingEntry, GrowingSpec
+from raysvc.errors import RaysvcError
 from raysvc.job.config import JobConfig
 from raysvc.plan.sliced.window_order import WindowOrder, is_windowed
 from raysvc.progress import Progress, Tick, silent
@@ -69,6 +71,19 @@ class BuildBeside:
         self._stopping = threading.Event()
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
+
+    def make_first(self, job: JobConfig, step: int) -> None:
+        """Begin with the first slice that the steps from `step` on need, in a thread of this process: a cluster may only start yet.
+
+        What is wrong with the slice is said by the build, which meets it again.
+        """
+        making = Making(self._job, self._plan, self._writer, silent)
+
+        def make() -> None:
+            with contextlib.suppress(RaysvcError):
+                making.make_here(self._order(job, step)[0])
+
+        threading.Thread(target=make, name="raysvc-first-slice", daemon=True).start()
 
     def start(
         self,

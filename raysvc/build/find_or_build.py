@@ -44,8 +44,10 @@ from raysvc.progress import Progress, Tick
 if TYPE_CHECKING:
     from raysvc.cache.manifest import Receipt
     from raysvc.pipelines.sources.slices import Slice
+    from raysvc.pipelines.tokenize import BuildTask
 
 log = logging.getLogger(__name__)
+NICENESS_BESIDE = 10  # of workers beside a run: a tenth of a core that both want
 
 
 def find_or_build(
@@ -202,12 +204,31 @@ class Making:
             log.warning("%s", note)
         return open_entry(self.writer.uri, job.cache.storage_options)
 
-    def _receipts(self, left: Sequence[Slice], address: str | None, meter: BuildMeter) -> Iterator[Receipt]:
+    def make_here(self, number: int) -> None:
+        """Make a slice in this process, if nobody has.
+
+        Raises:
+            RaysvcError: what a slice raises.
+        """
+        from raysvc.pipelines.local_build import local_receipts
+        from raysvc.pipelines.tokenize import split_done
+
+        _, left = split_done(self.writer, [self.plan.source.slices[number]])
+        list(local_receipts(self._task(), left, self.plan.tokenizer, self.plan.processor))
+
+    def _task(self) -> BuildTask:
         from raysvc.pipelines.tokenize import BuildTask
 
-        task = BuildTask(
-            self.plan.spec, self.writer, self.job.source.storage_options, self.job.max_quarantine
+        return BuildTask(
+            self.plan.spec,
+            self.writer,
+            self.job.source.storage_options,
+            self.job.max_quarantine,
+            niceness=0 if self.pool is None else NICENESS_BESIDE,
         )
+
+    def _receipts(self, left: Sequence[Slice], address: str | None, meter: BuildMeter) -> Iterator[Receipt]:
+        task = self._task()
         if self.pool is not None:
             from raysvc.pipelines.shared_build import Work, shared_receipts
             from raysvc.pipelines.tokenize import receipts_here, receipts_of

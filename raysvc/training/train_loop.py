@@ -97,8 +97,11 @@ def train(
     complete = checkpoint is not None and checkpoint.state.get("done_for") == _goal(job)
     if not complete:
         check_model(job.trainer.model)
+    step = 0 if checkpoint is None else checkpoint.step
     entry, build = (
-        entry_or_build(job, address, progress) if complete else _entry_beside_ray(job, address, progress)
+        entry_or_build(job, address, progress)
+        if complete
+        else _entry_beside_ray(job, address, progress, step)
     )
     claim(
         folder.path,
@@ -124,12 +127,14 @@ def train(
 
 
 def _entry_beside_ray(
-    job: JobConfig, address: str | None, progress: Progress
+    job: JobConfig, address: str | None, progress: Progress, step: int
 ) -> tuple[CacheEntry, BuildBeside | None]:
-    """As `entry_or_build`; Ray starts while the entry is looked up and what the run needs is imported."""
+    """As `entry_or_build`; Ray starts while the entry is looked up, its first slice is made, and what the run needs is imported."""
     ray_there = starting(address, need_cpus=cpus_held(job))
     try:
         found = entry_or_build(job, address, progress)
+        if found[1] is not None:
+            found[1].make_first(job, step)
         import_module("raysvc.actors.dispatch.dispatch")
     finally:
         if not ray_there.done():

@@ -10,14 +10,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import raysvc
 from raysvc.actors.launch import stop_server
+from raysvc.api import entry_or_build
 from raysvc.build.job_plan import plan_of
 from raysvc.cache.find import find_entry
 from raysvc.cache.store.open import open_store
 from raysvc.job.job_file import load_job
+from raysvc.progress import silent
 
 from .test_windowed_job import conversations, job_file
 
@@ -70,6 +73,26 @@ def test_a_run_trains_while_its_entry_is_built_and_both_are_what_they_would_be(
     hit = raysvc.train(windowed(tmp_path, sample, "hit", "beside-cache"))
     assert hit["cache"]["hit"]
     assert logged(tmp_path, "hit") == logged(tmp_path, "ahead")
+
+
+@pytest.mark.parametrize("position", [0.0, 0.7])
+def test_the_first_slice_is_made_before_there_is_a_cluster_and_kept_by_the_build(
+    tmp_path: Path, sample: dict[str, str], position: float
+) -> None:
+    slices = {"slice_mb": conversations(tmp_path, "talk", 60, 3).stat().st_size / 6 / 1e6}
+    job = load_job(windowed(tmp_path, sample, "first", "first-cache", workers=slices))
+    entry, build = entry_or_build(job, None, silent)
+    assert build is not None
+    plan = plan_of(job, entry)
+    step = int(position * plan.schedule.num_steps)
+    [first, *others] = plan.order.slices_from(plan.schedule.epoch_of(step), plan.schedule.position_of(step))
+    assert others
+    build.make_first(job, step)
+    entry.entry.wait_for(np.array([first]))  # type: ignore[union-attr]
+    assert not any(entry.entry.has(np.array([one])) for one in others)  # type: ignore[union-attr]
+    made = entry.entry.parts.parts[first].name  # type: ignore[union-attr]
+    build.stop()
+    assert raysvc.tokenize(job).entry.manifest.parts[first].name == made  # type: ignore[union-attr]
 
 
 SLOW = """
