@@ -5,7 +5,8 @@
 A file of `--mb` MB is made by repeating the rows with other numbers in their texts. Each line of the table is a fresh process with an empty cache
 that trains a tiny model for so many steps, once with `plan.shuffle: window` and once with `full`; times are from the start of the process.
 A step begins when the one before it was given to the workers. MB are of the largest process of a kind: its own pages, without mapped files,
-after half of its life and at the end. `--only window` leaves the other line out.
+after half of its life and at the end. `--only window` leaves the other line out. With `--s3 25` rows and cache lie in an S3 server (moto) whose
+connections carry 25 MB/s each; the rows are cut into `--files` objects.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import show
+from slow_s3 import slow_s3, upload
 
 SHUFFLES = ("window", "full")
 KINDS = {
@@ -30,7 +33,7 @@ KINDS = {
     "server": "ray::BatchServer",
     "builder": "ray::Builder",
     "pool": "SliceWorker",
-    "worker": "ray::TorchWorker",
+    "worker": "ray::CausalLMWorker",
 }
 
 
@@ -91,14 +94,17 @@ def half_and_end(samples: list[dict[str, float]], kind: str) -> str:
     return f"{lives[len(lives) // 2]:.0f}, {lives[-1]:.0f}" if lives else "-"
 
 
-def measured(folder: Path, rows: Path, tokenizer: str, shuffle: str, steps: int) -> dict[str, Any]:
+def measured(
+    folder: Path, rows: str, tokenizer: str, shuffle: str, steps: int, options: dict[str, str] | None = None
+) -> dict[str, Any]:
     """One line of the table."""
+    root = f"s3://rows/cache-{shuffle}" if options else str(folder / f"cache-{shuffle}")
     job = {
-        "source": {"path": str(rows), "format": "chat"},
+        "source": {"path": rows, "format": "chat", "storage_options": options or {}},
         "tokenizer": tokenizer,
         "max_length": 512,
         "truncation": "keep_start",
-        "cache": {"root": str(folder / f"cache-{shuffle}")},
+        "cache": {"root": root, "storage_options": options or {}},
         "plan": {"batch_size": 2, "shuffle": shuffle},
         "server": {"name": f"first-{shuffle}"},
         "trainer": {"dp_size": 1, "model": "tiny", "run_dir": str(folder / shuffle), "max_steps": steps},
@@ -115,7 +121,7 @@ def measured(folder: Path, rows: Path, tokenizer: str, shuffle: str, steps: int)
         assert running.stdout is not None
         said = running.stdout.read()
     found = json.loads(said.splitlines()[-1])
-    made = len(list((folder / f"cache-{shuffle}").rglob("part-*.arrow")))
+    made = 0 if options else len(list((folder / f"cache-{shuffle}").rglob("part-*.arrow")))
     return {
         "shuffle": shuffle,
         "first step begins s": round(found["at"][0], 1),
@@ -135,6 +141,8 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--only", choices=SHUFFLES, nargs="*", default=SHUFFLES)
+    parser.add_argument("--s3", type=float, help="MB/s of a connection")
+    parser.add_argument("--files", type=int, default=16)
     parser.add_argument("--child")
     arguments = parser.parse_args()
     if arguments.child:
@@ -143,10 +151,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.jsonl"
         repeated(arguments.rows, rows, arguments.mb * 10**6)
-        table = [
-            measured(Path(folder), rows, arguments.tokenizer, shuffle, arguments.steps)
-            for shuffle in arguments.only
-        ]
+        with ExitStack() as stack:
+            options, source = None, str(rows)
+            if arguments.s3:
+                options = stack.enter_context(slow_s3(arguments.s3 * 1e6))
+                source = upload(rows, arguments.files, options)
+            table = [
+                measured(Path(folder), source, arguments.tokenizer, shuffle, arguments.steps, options)
+                for shuffle in arguments.only
+            ]
     show(f"The first step of {arguments.mb} MB", table)
 
 
