@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 from raysvc.actors.server.spec import TRAIN, Role, ServeSpec, StepInfo, StepOutline
@@ -143,8 +144,14 @@ class StepMaker:
             StepFailed: it could not be made; carries the cause.
         """
         source = self._with(step, stream)
-        with self._counted():
-            return make_and_tell(self._spec.name, step, lambda: source.make(step, roles))
+
+        def made() -> Made:
+            waited_s = source.wait_for(step)  # for rows: others may be made meanwhile
+            with self._counted():
+                info, shards = source.make(step, roles)
+            return replace(info, build_s=info.build_s + waited_s), shards
+
+        return make_and_tell(self._spec.name, step, made)
 
     def make_shared(
         self, step: int, roles: tuple[Role, ...], stream: str, readers: int | None, pinned: bool = False
