@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysvc.build.cache_entry import CacheEntry
 from raysvc.build.job_plan import plan_config
+from raysvc.cache.growing.followed_entry import FollowedEntry
 from raysvc.cache.growing.growing_entry import GrowingEntry
 from raysvc.cache.store.open import absolute, default_root
 from raysvc.client.arguments import flag, optional_text
@@ -69,10 +70,16 @@ def tokenize(
     Raises:
         UserMistake: files, columns, tokenizer, template or cache root that cannot be used.
     """
-    from raysvc.build.find_or_build import find_or_build
+    from raysvc.build.find_or_build import find_or_build, look
     from raysvc.build.mixed_job import jobs_of, join
 
     job = load_job(config, **overrides)
+    if job.source.follow:
+        from raysvc.build.follow import catch_up
+
+        return CacheEntry(
+            catch_up(look(job, cache_root(job)), address, progress), False, "its source is followed"
+        )
     if job.mixture is not None:
         found = [find_or_build(each, cache_root(each), address, progress) for each in jobs_of(job).values()]
         names = tuple(job.mixture.sources)
@@ -155,9 +162,14 @@ def entry_or_build(
     from raysvc.build.find_or_build import build, look
     from raysvc.scoring.job_columns import wanted_of
 
-    if not may_grow(job) or any(wanted for _, wanted in wanted_of(job).values()):
+    if not job.source.follow and (not may_grow(job) or any(wanted for _, wanted in wanted_of(job).values())):
         return enrich(job, address=address, progress=progress), None
     found = look(job, cache_root(job))
+    if job.source.follow:
+        from raysvc.build.follow import FollowBeside
+
+        following = FollowBeside(found)
+        return following.entry, following
     if found.entry is None and has_all_it_needs(found):
         growing = BuildBeside(found)
         return growing.entry, growing
@@ -249,12 +261,14 @@ def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
         for name, each in job.evals.items()
     }
     mixture = mixture_spec(job, entry.entry)
-    growing = entry.entry.spec if isinstance(entry.entry, GrowingEntry) else None
+    followed = entry.entry.followed if isinstance(entry.entry, FollowedEntry) else None
+    growing = entry.entry.spec if isinstance(entry.entry, GrowingEntry) and followed is None else None
     return ServeSpec(
         name=job.server.name,
         entry_uri=entry.uri if mixture is None else mixture.entry_uris[0],
         mixture=mixture,
         growing=growing,
+        followed=followed,
         plan=plan_config(job, entry),
         pad_token_id=int(entry.report["pad_token_id"]),
         journal=f"{absolute(job.run_dir)}/server",

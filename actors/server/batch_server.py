@@ -141,7 +141,7 @@ class BatchServer:
             record("leases_refused", 1, server=self.spec.name)
             raise
         record("leases_granted", 1, server=self.spec.name)
-        self._planned_steps = self.num_steps
+        self._planned_steps = None if train.schedule.is_endless else self.num_steps
         self._orphans.seen()
         log.info("attached name=%s holder=%s fence=%d", self.spec.name, holder, lease.fence)
         return Lease(
@@ -327,7 +327,7 @@ class BatchServer:
             "version": HERE.version,
             "up_s": time.monotonic() - self._began_s,
             "entry_key": self._train.entry_key,
-            "num_steps": self.num_steps,
+            "num_steps": None if self._train.schedule.is_endless else self.num_steps,
             "lease_ttl_s": self.spec.lease_ttl_s,
             **own,
             "readers": readers,

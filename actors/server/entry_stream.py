@@ -29,6 +29,7 @@ from raysvc.actors.server.spec import (
 )
 from raysvc.cache.entry import Entry
 from raysvc.cache.find import open_entry
+from raysvc.cache.growing.followed_entry import FollowedEntry, FollowedSpec
 from raysvc.cache.growing.growing_entry import GrowingEntry, GrowingSpec
 from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.cache.store.open import open_store
@@ -68,6 +69,10 @@ class _Open:
         """Slices that a step has rows of."""
         return np.unique(row_ids.split(self.plan.groups_of(step)).slice)
 
+    def end_of(self, step: int) -> int:
+        """Rows of the source in all steps up to this one, of a source that is followed."""
+        return self.plan.schedule.groups_before(step) + self.plan.schedule.groups_at(step)
+
     def read(self, mini: MiniBatchPlan) -> RowBatch:
         rows = self.entry.read(self.plan.rows.positions(mini.row_ids))
         return of_fixed_width(replace(rows, row_ids=mini.row_ids), self.text_widths)
@@ -83,6 +88,7 @@ class EntryStream:
         mixture: the entries of a mixture, of which `uri` is the first; None: one entry.
         processor: of the media of rows; None: they have none.
         growing: of an entry that may not be finished; None: it is.
+        followed: of an entry whose source is followed.
     """
 
     def __init__(
@@ -93,7 +99,9 @@ class EntryStream:
         mixture: MixtureSpec | None = None,
         processor: ProcessorSpec | None = None,
         growing: GrowingSpec | None = None,
+        followed: FollowedSpec | None = None,
     ) -> None:
+        self._followed = followed
         self._uri, self._storage_options, self._recipe = uri, dict(storage_options), recipe
         self._mixture, self._processor, self._growing = mixture, processor, growing
         self._failure = ""  # why nobody builds any more
@@ -149,6 +157,8 @@ class EntryStream:
     def is_there(self, step: int) -> bool:
         """Whether the rows of a step are tokenized."""
         opened = self._opened()
+        if isinstance(opened.entry, FollowedEntry) and not opened.entry.knows(opened.end_of(step)):
+            return False
         return not isinstance(opened.entry, GrowingEntry) or opened.entry.has(opened.slices_of(step))
 
     def wait_for(self, step: int) -> float:
@@ -160,7 +170,10 @@ class EntryStream:
         opened = self._opened()
         if not isinstance(opened.entry, GrowingEntry):
             return 0.0
-        return opened.entry.wait_for(opened.slices_of(step))
+        waited_s = 0.0
+        if isinstance(opened.entry, FollowedEntry):
+            waited_s = opened.entry.wait_until_known(opened.end_of(step))
+        return waited_s + opened.entry.wait_for(opened.slices_of(step))
 
     def end_build(self, why: str) -> None:
         """The build has failed: whoever waits for its rows is told why."""
@@ -213,12 +226,16 @@ class EntryStream:
 
     def _entry(self) -> Entry:
         """The entry: a finished one where it is finished by now."""
-        if self._growing is None:
-            return open_entry(self._uri, self._storage_options)
         root, _, folder = self._uri.rpartition("/")
-        entry = GrowingEntry(open_store(root, self._storage_options), folder, self._growing)
-        if entry.is_finished():
+        entry: GrowingEntry
+        if self._followed is not None:
+            entry = FollowedEntry(open_store(root, self._storage_options), folder, self._followed)
+        elif self._growing is None:
             return open_entry(self._uri, self._storage_options)
+        else:
+            entry = GrowingEntry(open_store(root, self._storage_options), folder, self._growing)
+            if entry.is_finished():
+                return open_entry(self._uri, self._storage_options)
         self._being_built = entry
         if self._failure:  # it was told before there was an entry to tell
             entry.fail(self._failure)
@@ -237,7 +254,13 @@ def streams_of(spec: ServeSpec) -> dict[str, EntryStream]:
     if spec.entry_uri is not None:
         recipe = Recipe(spec.plan, spec.pad_token_id)
         streams[TRAIN] = EntryStream(
-            spec.entry_uri, spec.storage_options, recipe, spec.mixture, spec.processor, spec.growing
+            spec.entry_uri,
+            spec.storage_options,
+            recipe,
+            spec.mixture,
+            spec.processor,
+            spec.growing,
+            spec.followed,
         )
     for name, evaluation in spec.evals.items():
         recipe = Recipe(eval_plan(spec.plan, evaluation.batch_size, evaluation.without), spec.pad_token_id)

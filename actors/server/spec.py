@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
+from raysvc.cache.growing.followed_entry import FollowedSpec
 from raysvc.cache.growing.growing_entry import GrowingSpec
 from raysvc.collate.info import MiniBatchInfo
 from raysvc.job.config import PlanConfig
@@ -108,6 +109,7 @@ class ServeSpec(BaseModel):
     growing: GrowingSpec | None = Field(
         default=None, description="Of an entry that was not finished when the server was started."
     )
+    followed: FollowedSpec | None = Field(default=None, description="Of an entry whose source is followed.")
     evals: dict[str, EvalSpec] = Field(default_factory=dict)
     processor: ProcessorSpec | None = Field(default=None, description="Of the media of rows.")
     rollouts: RolloutSpec | None = None

@@ -33,8 +33,11 @@ HIDDEN = (".", "_")
 SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` of `datasets` writes into its folders
 
 
-def find_files(config: SourceConfig) -> list[SourceFile]:
+def find_files(config: SourceConfig, may_be_none: bool = False) -> list[SourceFile]:
     """The files of `source.path`, sorted within each pattern.
+
+    Args:
+        may_be_none: a pattern may match nothing.
 
     Raises:
         SourceError: a pattern matches nothing, or a folder holds no file of a known kind, or several kinds.
@@ -42,7 +45,7 @@ def find_files(config: SourceConfig) -> list[SourceFile]:
     found: dict[str, SourceFile] = {}
     for pattern in config.path:
         files = _expand(pattern, config.storage_options)
-        if not files:
+        if not files and not may_be_none:
             relative = resolve_path(pattern) not in (pattern, pattern.removeprefix("file://"))
             here = f" (it is looked for as {resolve_path(pattern)})" if relative else ""
             raise SourceError(

@@ -6,6 +6,7 @@ from raysvc.errors import SourceError
 from raysvc.job.config import SourceConfig
 from raysvc.pipelines.sources.dataset import DatasetSource, saved_folder
 from raysvc.pipelines.sources.file_source import FileSource
+from raysvc.pipelines.sources.followed import FollowedSource
 from raysvc.pipelines.sources.scan_memo import Memo
 from raysvc.pipelines.sources.source import Source
 from raysvc.redact import redacted
@@ -22,6 +23,10 @@ def look_at(config: SourceConfig, slice_bytes: int | None = None, memo: Memo | N
     Raises:
         SourceError: no files, or one that cannot be read; a part of a dataset is asked of files.
     """
+    if config.follow:
+        if memo is None:
+            raise SourceError("source.follow", "needs a cache, where its listings lie", "name cache.root")
+        return FollowedSource(config, slice_bytes, memo)
     if config.dataset is not None:
         return DatasetSource(config, slice_bytes, memo)
     folder = saved_folder(config)

@@ -25,11 +25,14 @@ class Source(Protocol):
 
     Attributes:
         identity: what the cache key holds of it, in the order of its files.
-        num_bytes: of all files.
     """
 
     identity: list[dict[str, Any]]
-    num_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files."""
+        ...
 
     @property
     def slices(self) -> tuple[Slice, ...]:

@@ -60,17 +60,21 @@ class BuildBeside:
         store.create(
             f"{folder}/{names.TOKENIZER}", found.plan.tokenizer.content()
         )  # for evals, before the end
+        self.entry = self._entry_of(found)
+        self._progress: Progress = silent
+        self._stopping = threading.Event()
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def _entry_of(self, found: Looked) -> CacheEntry:
         spec = GrowingSpec(
             key=found.plan.key,
             recipe={name: value for name, value in found.plan.recipe.items() if name != "source"},
             report=known_before(found.job, found.plan),
             contents=tuple(piece.identity()["bytes"] for piece in found.plan.source.slices),
         )
-        self.entry = CacheEntry(GrowingEntry(store, folder, spec), hit=False, reason=found.reason)
-        self._progress: Progress = silent
-        self._stopping = threading.Event()
-        self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
+        entry = GrowingEntry(self._writer.store, self._writer.folder, spec)
+        return CacheEntry(entry, hit=False, reason=found.reason)
 
     def make_first(self, job: JobConfig, step: int) -> None:
         """Begin with the first slice that the steps from `step` on need, in a thread of this process: a cluster may only start yet.
@@ -140,8 +144,8 @@ class BuildBeside:
     def _run(self, making: Making, on_error: Callable[[str], None]) -> None:
         try:
             with self._hold:
-                making.entry(None)
-        except _Stopped:
+                self._make(making)
+        except Stopped:
             return
         except Exception as error:  # noqa: BLE001 - told to the server, and raised by `check`
             if self._stopping.is_set():
@@ -150,11 +154,14 @@ class BuildBeside:
             log.error("build failed entry=%s error=%s", self._writer.uri, error)
             on_error(str(error))
 
+    def _make(self, making: Making) -> None:
+        making.entry(None)
+
     def _tick(self, tick: Tick) -> None:
         if self._stopping.is_set():
-            raise _Stopped
+            raise Stopped
         self._progress(tick)
 
 
-class _Stopped(Exception):
+class Stopped(Exception):
     """The build was stopped between two slices."""

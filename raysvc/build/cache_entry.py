@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raysvc.build.entry_report import Report
+from raysvc.cache.growing.followed_entry import FollowedEntry
 from raysvc.cache.joined_entry import JoinedEntry
+from raysvc.cache.store.open import open_store
 from raysvc.errors import ConfigError, PlanError
 from raysvc.plan.entry_plan import group_bounds, numbers_by_slice
 from raysvc.plan.fact_table import facts_html, facts_text
@@ -202,6 +204,10 @@ def open_served(spec: ServeSpec) -> CacheEntry:
 
     assert spec.entry_uri is not None, "a server of rollouts has no entry"
     by_slice = numbers_by_slice(spec.plan, spec.mixture.shuffles if spec.mixture else ())
+    if spec.followed is not None:
+        root, _, folder = spec.entry_uri.rpartition("/")
+        followed = FollowedEntry(open_store(root, spec.storage_options), folder, spec.followed)
+        return CacheEntry(followed, by_slice=by_slice)
     if spec.mixture is None:
         return replace(open_cache(spec.entry_uri, spec.storage_options), by_slice=by_slice)
     entries = [open_entry(uri, spec.storage_options) for uri in spec.mixture.entry_uris]

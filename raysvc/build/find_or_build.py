@@ -156,6 +156,7 @@ class Making:
         order: of the slices; those of the source where it is empty.
         pool: of a build while others hold processors of the cluster, which the caller has joined. None: nobody else needs
             them now.
+        work: tells the builds of one entry apart, where it has several.
     """
 
     job: JobConfig
@@ -164,6 +165,7 @@ class Making:
     progress: Progress
     order: Sequence[int] = ()
     pool: PoolBeside | None = None
+    work: str = ""
 
     @cached_property
     def small(self) -> bool:
@@ -188,7 +190,7 @@ class Making:
         wanted = [source.slices[index] for index in self.order] or source.slices
         done, left = split_done(self.writer, wanted)
         meter = BuildMeter(self.progress, source.slices, done.values(), job, source.num_bytes)
-        for receipt in self._receipts(left, address, meter) if left else ():
+        for receipt in self.receipts(left, address, meter) if left else ():
             if receipt.slice_index not in done:
                 done[receipt.slice_index] = receipt
                 meter.add(receipt)
@@ -214,9 +216,10 @@ class Making:
         from raysvc.pipelines.tokenize import split_done
 
         _, left = split_done(self.writer, [self.plan.source.slices[number]])
-        list(local_receipts(self._task(), left, self.plan.tokenizer, self.plan.processor))
+        list(local_receipts(self.task(), left, self.plan.tokenizer, self.plan.processor))
 
-    def _task(self) -> BuildTask:
+    def task(self) -> BuildTask:
+        """What its workers are told."""
         from raysvc.pipelines.tokenize import BuildTask
 
         return BuildTask(
@@ -227,8 +230,9 @@ class Making:
             niceness=0 if self.pool is None else NICENESS_BESIDE,
         )
 
-    def _receipts(self, left: Sequence[Slice], address: str | None, meter: BuildMeter) -> Iterator[Receipt]:
-        task = self._task()
+    def receipts(self, left: Sequence[Slice], address: str | None, meter: BuildMeter) -> Iterator[Receipt]:
+        """Make slices that nobody has made; in any order, maybe some twice."""
+        task = self.task()
         if self.pool is not None:
             from raysvc.pipelines.shared_build import Work, shared_receipts
             from raysvc.pipelines.tokenize import receipts_here, receipts_of
@@ -239,7 +243,7 @@ class Making:
                 if workers is None
                 else partial(receipts_of, task, left, workers)
             )
-            return shared_receipts(Work(task.writer.uri, len(left), work))
+            return shared_receipts(Work(task.writer.uri + self.work, len(left), work))
         if self.small:
             from raysvc.pipelines.local_build import local_receipts
 

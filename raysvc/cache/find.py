@@ -138,6 +138,7 @@ def _listed(store: Store, folder: str) -> Listed:
         return Listed(folder, key, generation, "unreadable", 0, 0, 0.0)
     there = {item.name for item in found}
     state = "finished" if names.MANIFEST in there else "building"
+    state = "followed" if names.FOLLOWED in there else state
     state = "damaged" if names.DAMAGED in there else state
     state = "deleting" if names.DELETING in there else state
     newest = max((item.modified_s for item in found), default=0.0)

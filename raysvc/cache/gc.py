@@ -80,6 +80,11 @@ class _Folder:
         return names.MANIFEST in self.there and names.DELETING not in self.there
 
     @property
+    def is_followed(self) -> bool:
+        """Whether its source has no end, so that it never has a manifest."""
+        return names.FOLLOWED in self.there and names.DELETING not in self.there
+
+    @property
     def is_held(self) -> bool:
         return any(names.USE.fullmatch(i.name) and self.now_s - i.modified_s < USE_TTL_S for i in self.found)
 
@@ -98,7 +103,7 @@ class _Folder:
     @property
     def idle_s(self) -> float:
         """Seconds since it was finished or last used."""
-        times = [i.modified_s for i in self.found if i.name == names.MANIFEST]
+        times = [i.modified_s for i in self.found if i.name == names.MANIFEST or self.is_followed]
         times += [item.modified_s for item in self.signs]
         return self.now_s - max(times, default=self.now_s)
 
@@ -165,7 +170,7 @@ class _Visit:
         """Marked long enough ago, or a build that stopped long ago."""
         if names.DELETING in folder.there:
             return folder.age_s(names.DELETING) >= self.grace_s
-        return not folder.is_finished and folder.age_s() >= self.grace_s
+        return not (folder.is_finished or folder.is_followed) and folder.age_s() >= self.grace_s
 
     def is_shared(self, folder: _Folder) -> bool:
         """Whether an entry that adds columns to its rows, or a build of one, is there now."""
@@ -180,13 +185,13 @@ class _Visit:
         self, free: Sequence[_Folder], older_than_s: float | None, max_bytes: int | None
     ) -> list[Removal]:
         """Take out of service what nobody needs; with no grace period remove it too."""
-        total = sum(folder.num_bytes for folder in self.folders if folder.is_finished)
+        total = sum(one.num_bytes for one in self.folders if one.is_finished or one.is_followed)
         removals = []
         for folder in sorted(free, key=lambda one: one.idle_s, reverse=True):
             reason = _reason(folder, self.folders, older_than_s)
             if reason is None and max_bytes is not None and total > max_bytes:
                 reason = f"the entries have {total} bytes, above {max_bytes}; it was used least recently"
-            if reason is None or not folder.is_finished:
+            if reason is None or not (folder.is_finished or folder.is_followed):
                 continue
             total -= folder.num_bytes
             mark = Removal(folder.name, "marked", reason, folder.num_bytes)
@@ -243,7 +248,8 @@ class _Visit:
             media_gc.end_removal(self.store)
 
     def _media_of(self, folders: Sequence[_Folder], remove: bool) -> list[Removal]:
-        builds = [one.name for one in folders if one.is_held and names.MANIFEST not in one.there]
+        without = {names.MANIFEST, names.FOLLOWED}  # a source that is followed has no media
+        builds = [one.name for one in folders if one.is_held and not without & one.there]
         if builds:
             reason = f"{builds[0]} is being built, and may refer to any"
             return [Removal(media_store.FOLDER, "skipped", reason, 0)]

@@ -7,9 +7,11 @@
         tokenizer.json  use-<uid>.json  used-<uid>.json  deleting.json  damaged.json
         media-<uid>.bin                digests of its media, see `raysvc.media.media_index`
         shared-<folder>.json           the entry in that folder adds columns to this one's rows
+        followed.json                  its source has no end, so it never has a manifest
     <root>/.media/<2 digits>/<sha256>      encoded media of rows, see `raysvc.media.media_store`
     <root>/.index/          one empty file per finished entry, see `raysvc.cache.index`
     <root>/.scans/          what was found out about source files, see `raysvc.pipelines.sources.scan_memo`
+    <root>/.follow/<name>/  listings of a source that is followed, see `raysvc.cache.growing.listings`
 
 Always true:
 - a name that matches holds no separator and no dot at its start, so it cannot leave its folder.
@@ -28,6 +30,8 @@ DATASET_INFO = "dataset_info.json"
 DELETING = "deleting.json"
 DAMAGED = "damaged.json"
 TOKENIZER = "tokenizer.json"
+FOLLOWED = "followed.json"
+FOLLOW = ".follow"
 SCANS = ".scans"
 INDEX = ".index"
 KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")

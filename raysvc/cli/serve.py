@@ -44,14 +44,17 @@ def _show(handle: ServerHandle, as_json: bool) -> None:
         "name": handle.name,
         "namespace": handle.namespace,
         "num_rows": handle.num_rows,
-        "num_steps": handle.schedule.num_steps,
-        "steps_per_epoch": handle.schedule.steps_per_epoch,
+        "num_steps": None if handle.schedule.is_endless else handle.schedule.num_steps,
+        "steps_per_epoch": None if handle.schedule.is_endless else handle.schedule.steps_per_epoch,
     }
     if as_json:
         emit(facts)
         return
     print_table("Serving", facts)
-    if handle.build is not None:
+    if handle.schedule.is_endless:
+        text = "following the source; the number of steps is not known, and this command goes on until Ctrl-C"
+        print(text, file=sys.stderr)
+    elif handle.build is not None:
         print(
             "serving while the rows are tokenized; the number of steps is known, steps wait for their rows",
             file=sys.stderr,

@@ -145,6 +145,9 @@ def _spec_of(job: JobConfig) -> ServeSpec:
     from raysvc.build.mixed_job import jobs_of
     from raysvc.scoring.job_columns import with_found_columns
 
+    if job.source.follow:
+        followed: ServeSpec = serve_spec(job.model_copy(update={"evals": {}}), tokenize(job))
+        return followed
     jobs = jobs_of(job).values() if job.mixture else [job]
     if not all(explain_job(one, cache_root(one))["hit"] for one in jobs):
         raise EntryError("the job's entry", "is not built", "run raysvc tokenize first")
@@ -175,10 +178,12 @@ def _rows(spec: ServeSpec, step: int) -> EntryStream:
     from raysvc.actors.server.make_step import Recipe
 
     assert spec.entry_uri is not None, "a spec has an entry or rollouts"
-    stream = EntryStream(
-        spec.entry_uri, spec.storage_options, Recipe(spec.plan, spec.pad_token_id), spec.mixture
-    )
+    recipe = Recipe(spec.plan, spec.pad_token_id)
+    stream = EntryStream(spec.entry_uri, spec.storage_options, recipe, spec.mixture, followed=spec.followed)
     num_steps = stream.schedule.num_steps
+    if spec.followed is not None and not stream.is_there(step):
+        what = f"has no step {step} yet: its rows are not there, or not tokenized"
+        raise EntryError(f"the source of {spec.name!r}", what, "run raysvc tokenize, or wait for new files")
     if not 0 <= step < num_steps:
         raise StepOutOfOrder(spec.name, step, f"a step from 0 to {num_steps - 1}")
     return stream

@@ -70,6 +70,10 @@ class SourceConfig(Model):
     path: tuple[str, ...] = Field(default=(), description="Files, globs or folders; any fsspec URL.")
     dataset: str | None = Field(default=None, description="A `datasets` hub name or a `save_to_disk` folder.")
     subset: str | None = Field(default=None, description="Configuration name of the dataset.")
+    follow: bool = Field(
+        default=False,
+        description="The files grow: what appears later is trained after what was there; see docs/howto/follow.md.",
+    )
     revision: str | None = Field(default=None, description="Commit, tag or branch of the dataset.")
     split: str | None = Field(default=None, description='Split with an optional slice, like "train[:10%]".')
     format: Format = Field(
@@ -118,6 +122,8 @@ class SourceConfig(Model):
     def _exactly_one(self) -> SourceConfig:
         if bool(self.path) == (self.dataset is not None):
             raise ValueError("give exactly one of `path` and `dataset`")
+        if self.follow and self.dataset is not None:
+            raise ValueError("follow is for files that appear; name their folder in `path`, not a dataset")
         return self
 
 
@@ -341,6 +347,7 @@ class MixtureConfig(Model):
         """The fields as JSON; a shuffle only where a source has its own."""
         known = self.model_dump(mode="json")
         for each in known["sources"].values():
+            del each["source"]["follow"]  # refused
             if each["shuffle"] is None:
                 del each["shuffle"]
         return known
@@ -525,11 +532,33 @@ class JobConfig(Model):
             raise ValueError(
                 f"plan.layout: packed with shuffle: {windowed} has to know its capacity before the rows; give max_length, or plan.micro_batch_tokens"
             )
+        self._refuse_followed()
         if self.trainer.eval_every_steps is not None and not self.evals:
             raise ValueError(
                 "trainer.eval_every_steps is given, but there are no evals; add a section evals or leave the key out"
             )
         return self
+
+    def _refuse_followed(self) -> None:
+        """Refuse what a source without an end cannot have."""
+        others = {f"evals.{name}.source": each.source for name, each in self.evals.items()}
+        if self.mixture is not None:
+            others |= {
+                f"mixture.sources.{name}.source": each.source for name, each in self.mixture.sources.items()
+            }
+        if followed := [name for name, source in others.items() if source.follow]:
+            raise ValueError(f"{followed[0]}.follow: only the section source of a job can be followed")
+        if not self.source.follow:
+            return
+        problem = (
+            f"needs plan.shuffle: window, and it is {self.plan.shuffle}" if not self._windowed
+            else f"has no second epoch, and plan.epochs is {self.plan.epochs}" if self.plan.epochs > 1
+            else "keeps its rows in the cache, and cache.enabled is false" if not self.cache.enabled
+            else "keeps the listing of an earlier run, and cache.force is true" if self.cache.force
+            else ""
+        )  # fmt: skip
+        if problem:
+            raise ValueError(f"source.follow {problem}")
 
     @property
     def _windowed(self) -> str | None:
@@ -564,8 +593,9 @@ class JobConfig(Model):
         """Eight hex digits of what decides rows, order and weights, however long, on however many ranks."""
         plan = ("batch_size", "mini_batch_size", "order", "seed", "shuffle", "tail")
         trainer = ("model", "learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "loss", "seed")
+        not_deciding = {"storage_options", "media", *(() if self.source.follow else ("follow",))}
         decides = {
-            "source": self.source.model_dump(mode="json", exclude={"storage_options", "media"}),
+            "source": self.source.model_dump(mode="json", exclude=not_deciding),
             "mixture": self.mixture.decides() if self.mixture else None,
             "text": self.text.model_dump(mode="json", exclude={"media"}),
             "plan": self.plan.model_dump(mode="json", include=set(plan)),

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from raysvc.cache.growing.followed_entry import FollowedEntry
 from raysvc.errors import PlanError
 from raysvc.job.config import PAIRED, PlanConfig
 from raysvc.large_array import concatenated
@@ -25,6 +26,7 @@ from raysvc.plan.mixture import Mixture, MixtureSource, Stage
 from raysvc.plan.order import Order, parse_shuffle
 from raysvc.plan.plan import Plan
 from raysvc.plan.sliced.sliced_rows import (
+    MOST,
     OPEN_BEYOND,
     FullSource,
     PlanSource,
@@ -73,7 +75,7 @@ def plan_of_entries(
             what = "the media of all rows are weighed to deal them evenly, and a window has some"
             raise PlanError("plan.shuffle", what, "use full or block(n) for rows with media")
         rows = SlicedRows([_source(*each) for each in zip(entries, wanted, strict=True)])
-        if not stages:
+        if not stages and not isinstance(entries[0], FollowedEntry):
             window = window_of(config.shuffle, entries[0])
             config = config.model_copy(update={"shuffle": f"window({window})"})
         mixture = _mixture(config, rows.sources, wanted, stages) if stages else None
@@ -109,7 +111,10 @@ def numbers_by_slice(config: PlanConfig, shuffles: Sequence[str | None] = ()) ->
 
 def _source(entry: Rows, shuffle: str) -> PlanSource:
     if is_windowed(shuffle):
-        return WindowedSource(entry, window_of(shuffle, entry) + OPEN_BEYOND)
+        window = (
+            MOST if isinstance(entry, FollowedEntry) and shuffle == "window" else window_of(shuffle, entry)
+        )
+        return WindowedSource(entry, window + OPEN_BEYOND)
     return FullSource(entry, group_bounds(entry))
 
 

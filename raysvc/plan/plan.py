@@ -35,6 +35,7 @@ from raysvc.plan.plan_rows import HeldRows, PlanRows
 from raysvc.plan.rank_plan import RankPlan, Rules, deal, deal_pairs, deal_windows, pair_cells
 from raysvc.plan.row_pieces import Pieces
 from raysvc.plan.schedule import Schedule
+from raysvc.plan.sliced.followed_order import FollowedOrder
 from raysvc.plan.sliced.sliced_rows import SlicedRows
 from raysvc.plan.sliced.window_order import WindowOrder, is_windowed
 from raysvc.plan.windows import Windows
@@ -128,7 +129,9 @@ class Plan:
             raise PlanError(
                 "plan.mixture", f"{known} groups for {num_groups}", "name the groups of every entry"
             )
-        self.order: Mixture | Order | WindowOrder | CustomOrder = mixture or _order(config, rows, num_groups)
+        self.order: Mixture | Order | WindowOrder | FollowedOrder | CustomOrder = mixture or _order(
+            config, rows, num_groups
+        )
         if config.order is not None:
             assert isinstance(rows, HeldRows), "refused above"
             all_rows = OrderRows.of(rows.groups, rows.lengths, config.seed, row_values or _no_columns)
@@ -279,7 +282,7 @@ def _groups(num_rows: int, uids: Sequence[str] | None, groups: Groups | None) ->
     return Groups.singles(num_rows) if uids is None else Groups.of_uids(uids)
 
 
-def _order(config: PlanConfig, rows: PlanRows, num_groups: int) -> Order | WindowOrder:
+def _order(config: PlanConfig, rows: PlanRows, num_groups: int) -> Order | WindowOrder | FollowedOrder:
     if isinstance(rows, SlicedRows):
         return rows.order(config)
     if is_windowed(config.shuffle):

@@ -17,6 +17,8 @@ from typing import Any
 from raysvc.errors import PlanError
 from raysvc.job.config import Tail
 
+ENDLESS = 1 << 50  # groups: more than ever come
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -50,6 +52,11 @@ class Schedule:
                 f"tail: drop leaves no step, batch_size {self.batch_size} is above the {self.num_groups} groups",
                 "lower batch_size, or use tail: pad",
             )
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether nobody knows where it ends: of a source that is followed."""
+        return self.num_groups >= ENDLESS
 
     @property
     def steps_per_epoch(self) -> int:

@@ -33,7 +33,7 @@ from raysvc.cache.store.open import absolute
 from raysvc.chat.tokens.token_bytes import count_bytes
 from raysvc.client.batch_client import BatchClient, Step, attach
 from raysvc.cluster import starting
-from raysvc.errors import LeaseHeld, TokenizerError
+from raysvc.errors import ConfigError, LeaseHeld, TokenizerError
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
 from raysvc.progress import Progress, Tick, silent
@@ -88,6 +88,9 @@ def train(
     begin = time.perf_counter()
     job = load_job(config, **overrides)
     check_installed(job.trainer.report_to)
+    if job.source.follow and job.trainer.max_steps is None:
+        what = "a source that is followed has no end, so the run would have none"
+        raise ConfigError("trainer.max_steps", what, "say how many steps to train")
     folder = RunFolder(absolute(job.run_dir))
     if not job.trainer.resume:
         moved = folder.set_aside()
@@ -291,7 +294,7 @@ class _Run:
             before, done, asked = started, step.index + 1, self.should_stop()
             evaluating = evals.due(done)
             saving = asked or done == stop or bool(every and done % every == 0)
-            if evaluating or saving:
+            if evaluating or saving or client.schedule.is_endless:  # the next step may be long in coming
                 self._finish(client, group, started, books)
                 before = None
             if evaluating:

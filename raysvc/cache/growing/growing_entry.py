@@ -69,7 +69,7 @@ class GrowingEntry(Entry):
         return PartReader(
             self.store,
             self.folder,
-            _Parts(self.receipts, len(starts) - 1),
+            Parts(self.receipts, len(starts) - 1),
             self.receipts.columns,
             copies,
             starts,
@@ -110,7 +110,7 @@ class GrowingEntry(Entry):
         self.receipts.fail(why)
 
 
-class _Parts(Sequence[PartInfo]):
+class Parts(Sequence[PartInfo]):
     """Parts by slice; one that is not there yet is waited for."""
 
     def __init__(self, receipts: SliceReceipts, count: int) -> None:

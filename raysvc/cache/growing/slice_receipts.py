@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
+from typing import Any
 
 from raysvc.cache import names
 from raysvc.cache.local.checksum import checksum_of
@@ -24,6 +25,7 @@ from raysvc.errors import EntryError
 log = logging.getLogger(__name__)
 FIRST_LOOK_S, MOST_LOOK_S = 0.05, 1.0
 REPORT_EVERY_S = 5.0
+NOBODY = "; if none get finished, nobody builds: run raysvc tokenize"
 
 
 class SliceReceipts:
@@ -42,16 +44,34 @@ class SliceReceipts:
         self, store: Store, folder: str, source_rows: Sequence[int], contents: Sequence[str]
     ) -> None:
         self._store, self._folder = store, folder
-        firsts = accumulate(source_rows, initial=0)
-        self._wanted = [
-            {"index": index, "first_row": first, "num_rows": rows, "bytes": content}
-            for index, (first, rows, content) in enumerate(zip(firsts, source_rows, contents, strict=False))
-        ]
+        self._wanted: list[dict[str, Any]] = []
+        self.extend(source_rows, contents)
         self.columns = dict(REQUIRED)
         self._lock = threading.Lock()  # guards the lines below; held while the folder is looked at
         self._parts: dict[int, PartInfo] = {}
         self._is_finished = False
         self._failure = ""
+
+    def extend(self, source_rows: Sequence[int], contents: Sequence[str]) -> None:
+        """More slices, behind those that are known."""
+        begin = self._wanted[-1]["first_row"] + self._wanted[-1]["num_rows"] if self._wanted else 0
+        firsts = accumulate(source_rows, initial=begin)
+        self._wanted += [
+            {"index": index, "first_row": first, "num_rows": rows, "bytes": content}
+            for index, (first, rows, content) in enumerate(
+                zip(firsts, source_rows, contents, strict=False), start=len(self._wanted)
+            )
+        ]
+
+    @property
+    def where(self) -> str:
+        """The entry's address."""
+        return f"{self._store.url}/{self._folder}"
+
+    def missing(self, slices: Sequence[int]) -> list[int]:
+        """Those of these slices that have no part now."""
+        self.has(slices)
+        return [index for index in slices if index not in self._parts]
 
     def part(self, index: int) -> PartInfo:
         """The part of a slice, once there is one.
@@ -71,7 +91,7 @@ class SliceReceipts:
 
     def any_part(self) -> tuple[int, PartInfo]:
         """A slice that has rows, and its part; waits for the first one."""
-        self._wait_until(lambda: self._some_part() is not None, "a first slice")
+        self.wait_until(lambda: self._some_part() is not None, "a first slice")
         found = self._some_part()
         assert found is not None
         return found
@@ -83,7 +103,7 @@ class SliceReceipts:
             EntryError: their build has failed, or the entry was finished from another cut of the source.
         """
         begin = time.monotonic()
-        self._wait_until(lambda: self.has(slices), f"slices {', '.join(map(str, slices[:8]))}")
+        self.wait_until(lambda: self.has(slices), f"slices {', '.join(map(str, slices[:8]))}")
         return time.monotonic() - begin
 
     def fail(self, why: str) -> None:
@@ -91,23 +111,31 @@ class SliceReceipts:
         with self._lock:
             self._failure = why
 
-    def _wait_until(self, there: Callable[[], bool], what: str) -> None:
+    def wait_until(self, there: Callable[[], bool], what: str, hint: str = NOBODY) -> None:
+        """Wait until something is there, of slices or of what they are cut from.
+
+        Args:
+            hint: to whom `what` may never come.
+
+        Raises:
+            EntryError: their build has failed.
+        """
         begin = said = time.monotonic()
         pause_s = FIRST_LOOK_S
         while not there():
             if self._failure:
-                where = f"{self._store.url}/{self._folder}"
-                raise EntryError(where, f"its build has failed: {self._failure}", "run the job again")
+                raise EntryError(self.where, f"its build has failed: {self._failure}", "run the job again")
             now = time.monotonic()
             if now - said > REPORT_EVERY_S:
                 said = now
                 counts = len(self._parts), len(self._wanted)
                 log.warning(
-                    "waiting for=%s of=%s since=%.0fs finished=%d/%d; if none get finished, nobody builds: run raysvc tokenize",
+                    "waiting for=%s of=%s since=%.0fs finished=%d/%d%s",
                     what,
                     self._folder,
                     now - begin,
                     *counts,
+                    hint,
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, MOST_LOOK_S)

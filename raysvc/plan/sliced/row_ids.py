@@ -33,6 +33,11 @@ def join(slices: Int64s, rows: Int64s) -> Int64s:
     return (slices << _SLICE) | rows
 
 
+def slice_base(first: int) -> int:
+    """What is added to numbers whose slices are counted from `first` on."""
+    return first << int(_SLICE)
+
+
 def source_base(source: int) -> int:
     """What is added to the numbers of a mixture's source."""
     return source << int(_SOURCE)

@@ -22,11 +22,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from raysvc.cache.growing.followed_entry import FollowedEntry
+from raysvc.cache.growing.listings import Listing
 from raysvc.cache.manifest import REBUILD
 from raysvc.errors import EntryError, PlanError
 from raysvc.job.config import PAIRED, PlanConfig
 from raysvc.plan.plan_rows import Int32s
+from raysvc.plan.schedule import ENDLESS
 from raysvc.plan.sliced import row_ids
+from raysvc.plan.sliced.followed_order import FollowedOrder
 from raysvc.plan.sliced.window_order import WindowOrder
 from raysvc.ragged import Int64s, cells_of_runs
 
@@ -122,7 +126,6 @@ class WindowedSource:
     def __init__(self, entry: SlicedEntry, keep: int) -> None:
         self.entry = entry
         self._keep = keep
-        self.groups = entry.source_rows
         pairs = entry.recipe.get("format") in PAIRED
         self._turns = not pairs and entry.recipe.get("train_on") == "each_assistant_turn"
         self._each = 2 if pairs else 1  # rows of a group, where they are all alike
@@ -133,9 +136,14 @@ class WindowedSource:
             raise PlanError("plan.shuffle", what, "raise workers.slice_mb")
 
     @property
+    def groups(self) -> Int64s:
+        """int64 [S], of each slice."""
+        return self.entry.source_rows
+
+    @property
     def num_groups(self) -> int:
         """Groups of all slices."""
-        return int(self.groups.sum())
+        return ENDLESS if isinstance(self.entry, FollowedEntry) else int(self.groups.sum())
 
     def spans(self, groups: Int64s) -> tuple[Int64s, Int64s]:
         """First row of each group, and how many rows it has; 0 where its row of the source was left out."""
@@ -258,10 +266,16 @@ class SlicedRows:
         """Of the cuts of the first source."""
         return digest_of(self._entries[0])
 
-    def order(self, config: PlanConfig) -> WindowOrder:
+    def order(self, config: PlanConfig) -> WindowOrder | FollowedOrder:
         """The order of a single source."""
         [source] = self.sources
         assert isinstance(source, WindowedSource)
+        if isinstance(source.entry, FollowedEntry):
+
+            def window(listing: Listing) -> int:
+                return _window(config.shuffle, listing.num_bytes, len(listing.slices))
+
+            return FollowedOrder(source.entry.listings, window, config.seed)
         return WindowOrder(source.groups, window_of(config.shuffle, source.entry), config.seed)
 
     def rows_of(self, groups: Int64s) -> tuple[Int64s, Int32s]:
@@ -310,9 +324,12 @@ def window_of(shuffle: str, entry: SlicedEntry) -> int:
     Without a number: as many slices as have `WINDOW_BYTES` of source text, within `FEWEST` and `MOST`. It follows from the
     source alone, so that a run goes on with its order on a machine of another size.
     """
+    return _window(shuffle, int(entry.report.get("source_bytes", 0)), len(entry.source_rows))
+
+
+def _window(shuffle: str, num_bytes: int, num_slices: int) -> int:
     if shuffle != "window":
         return int(shuffle[len("window(") : -1])
-    num_bytes, num_slices = int(entry.report.get("source_bytes", 0)), len(entry.source_rows)
     return max(FEWEST, min(MOST, WINDOW_BYTES * num_slices // max(num_bytes, 1)))
 
 
@@ -337,7 +354,9 @@ def positions(entries: Sequence[SlicedEntry], ids: Int64s) -> Int64s:
 
 
 def digest_of(entry: SlicedEntry) -> str:
-    """sha256 of the rows of each slice of the source: another cut of it is another order."""
+    """sha256 of the rows of each slice of the source: another cut of it is another order. The key of one that is followed tells its cuts."""
+    if isinstance(entry, FollowedEntry):
+        return entry.key
     return hashlib.sha256(entry.source_rows.astype("<i8").tobytes()).hexdigest()
 
 

@@ -1,0 +1,232 @@
+"""A source that is followed: files that appear, and lines that are appended, become slices behind those that are there.
+
+1. Look: list the files.
+2. Leave out what is not complete. A file of an object store is complete when it is listed. A file in a folder is when nobody wrote
+   to it for `RACY_S`. Lines of a file that is not compressed count one by one, once their newline is there.
+3. Refuse a file that is counted and has changed, by name.
+4. Cut what is new into slices, and write the next listing. Where somebody else wrote one meanwhile, begin again.
+
+Always true:
+- rows are those of the listings, and what is not listed does not exist;
+- the source's identity is the name of its first listing, so it never changes;
+- a file that is gone is needed only where its slices are still to be built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from raysvc.cache.growing.followed_entry import MOST_SLICES
+from raysvc.cache.growing.listings import Listing, Listings
+from raysvc.cache.key import canonical_json
+from raysvc.errors import SourceError
+from raysvc.job.config import SourceConfig
+from raysvc.pipelines.reading.pins import changed
+from raysvc.pipelines.reading.readers import first_row
+from raysvc.pipelines.sources.appended import CountedLines, appended, may_grow, shorter
+from raysvc.pipelines.sources.file_stamp import RACY_S, is_settled
+from raysvc.pipelines.sources.files import SourceFile, resolve_path
+from raysvc.pipelines.sources.fingerprint import Identifier, stamp_of
+from raysvc.pipelines.sources.listing import find_files
+from raysvc.pipelines.sources.scan_memo import Memo
+from raysvc.pipelines.sources.slices import Piece, Slice, packed
+from raysvc.pipelines.sources.source import share_of
+
+log = logging.getLogger(__name__)
+LISTING_BYTES = 1 << 30  # of one listing: what is there at the beginning becomes several
+LISTING_FILES = 4096
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _New:
+    """What a look found of one file: its new pieces, and what of it is counted then."""
+
+    path: str
+    pieces: list[Piece]
+    counted: Json
+
+
+class FollowedSource:
+    """See the module, and `raysvc.pipelines.sources.source.Source`.
+
+    Args:
+        config: names files, globs or folders.
+        slice_bytes: size of a slice; None follows from the size of a listing.
+        memo: tells the cache root, where the listings lie.
+
+    Raises:
+        SourceError: nothing is there yet, or a file cannot be followed.
+    """
+
+    def __init__(self, config: SourceConfig, slice_bytes: int | None, memo: Memo) -> None:
+        self._config, self._slice_bytes, self._memo = config, slice_bytes, memo
+        self._counted: dict[str, Json] = {}
+        self._taken = 0  # listings whose files are in _counted
+        self._unended: dict[str, int] = {}  # files whose last line was said to lack its newline
+        self.listings = Listings(memo.store, _name_of(config))
+        self.listings.refresh()
+        if not self.listings.known:
+            self._first_look()
+        self.identity = [{"kind": "followed", "listing": self.listings.uid}]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all listings."""
+        return sum(listing.num_bytes for listing in self.listings.known)
+
+    @property
+    def slices(self) -> tuple[Slice, ...]:
+        """Those of all listings."""
+        return tuple(Slice.from_json(dict(one)) for listing in self.listings.known for one in listing.slices)
+
+    def slice(self, index: int) -> Slice:
+        """One of them.
+
+        Raises:
+            IndexError: it is not listed.
+        """
+        for listing in reversed(self.listings.known):
+            if listing.first_slice <= index:
+                return Slice.from_json(dict(listing.slices[index - listing.first_slice]))
+        raise IndexError(index)
+
+    def first_row(self) -> dict[str, Any] | None:
+        """The first one, as it is kept in the first listing; of a kind that JSON cannot hold, as the file has it."""
+        listing = self.listings.known[0]
+        if listing.first_row is not None:
+            return dict(listing.first_row)
+        piece = Slice.from_json(dict(listing.slices[0])).pieces[0]
+        return first_row(piece.path, piece.kind, self._config.storage_options)
+
+    def check_unchanged(self) -> None:
+        """What is counted is looked at by every `look`."""
+
+    def look(self) -> bool:
+        """List what is new; whether there is a new listing, by whoever.
+
+        Raises:
+            SourceError: a file that is counted has changed, or one cannot be read.
+        """
+        self.listings.refresh()
+        before = len(self.listings.known)
+        self._take_known()
+        new = list(self._new())
+        pieces = [piece for one in new for piece in one.pieces]
+        if not pieces:
+            return len(self.listings.known) > before
+        first = self.listings.num_slices
+        row = self.listings.num_groups
+        size = self._slice_bytes or share_of(sum(piece.num_bytes for piece in pieces))
+        slices = [
+            replace(one, index=one.index + first, first_row=one.first_row + row)
+            for one in packed(pieces, size)
+        ]
+        if first + len(slices) > MOST_SLICES:
+            what = f"has more than {MOST_SLICES} slices"
+            raise SourceError("source.follow", what, "begin a run of its own, in another cache root")
+        contents = [str(one.identity()["bytes"]) for one in slices]
+        files = {one.path: one.counted for one in new}
+        head = None if first else _plain(self._first_row_of(slices[0]))
+        self.listings.append(Listing(first, [one.to_json() for one in slices], contents, files, head))
+        return len(self.listings.known) > before
+
+    def _first_look(self) -> None:
+        """Make the first listing, of what is there or will be complete in a moment."""
+        files = find_files(self._config)  # says what is wrong where nothing matches
+        if self.look() or self.listings.known:
+            return
+        if not all(map(may_grow, files)):
+            time.sleep(RACY_S + 1)  # somebody wrote to them just now
+            self.look()
+        if not self.listings.known:
+            where = ", ".join(self._config.path)
+            what = f"{where} holds no complete row yet"
+            raise SourceError("source.path", what, "start again when a first file is complete")
+
+    def _first_row_of(self, first: Slice) -> dict[str, Any] | None:
+        piece = first.pieces[0]
+        return first_row(piece.path, piece.kind, self._config.storage_options)
+
+    def _take_known(self) -> None:
+        for listing in self.listings.known[self._taken :]:
+            self._counted.update({path: dict(one) for path, one in listing.files.items()})
+            self._taken += 1
+
+    def _new(self) -> Iterator[_New]:
+        """What is new and complete, up to the size of a listing."""
+        num_bytes, whole = 0, list[SourceFile]()
+        for number, file in enumerate(self._changed_files()):
+            if num_bytes >= LISTING_BYTES or number >= LISTING_FILES:
+                break
+            if not may_grow(file):
+                whole.append(file)
+                num_bytes += file.num_bytes
+                continue
+            found = self._lines_of(file, LISTING_BYTES - num_bytes)
+            num_bytes += sum(piece.num_bytes for piece in found.pieces)
+            if found.pieces:
+                yield found
+        yield from self._whole(whole)
+
+    def _changed_files(self) -> Iterator[SourceFile]:
+        """Files that have something that is not counted, in the order of the listing."""
+        for file in find_files(self._config, may_be_none=bool(self.listings.known)):
+            counted = self._counted.get(file.path)
+            if may_grow(file):
+                if counted is None or file.num_bytes != counted["end"]:
+                    if counted is not None and file.num_bytes < counted["end"]:
+                        raise shorter(file.path, counted["end"], file.num_bytes)
+                    yield file
+                continue
+            if "://" in file.path and file.tag is None:
+                what = f"{file.path!r} lies where a listing does not tell when a file is complete"
+                raise SourceError("source.follow", what, "follow a folder, or a bucket of an object store")
+            stamp = stamp_of(file)
+            if counted is not None and counted["stamp"] != stamp:
+                raise changed(file.path)
+            if counted is None and (file.tag is not None or (stamp is not None and is_settled(stamp))):
+                yield file
+
+    def _lines_of(self, file: SourceFile, most_bytes: int) -> _New:
+        counted = CountedLines.from_json(self._counted.get(file.path, CountedLines().to_json()))
+        size = self._slice_bytes or share_of(file.num_bytes - counted.end)
+        now, pieces = appended(file.path, counted, size, most_bytes)
+        stamp = stamp_of(file)
+        if now.end == counted.end < file.num_bytes and stamp is not None and is_settled(stamp):
+            if self._unended.get(file.path) != file.num_bytes:
+                left = file.num_bytes - counted.end
+                log.warning("the last %d bytes of %s lack a newline and are not counted", left, file.path)
+            self._unended[file.path] = file.num_bytes
+        return _New(file.path, pieces, now.to_json())
+
+    def _whole(self, files: list[SourceFile]) -> Iterator[_New]:
+        """Files that are counted as a whole; one that was written over while it was read is left for the next look."""
+        stamps = [stamp_of(file) for file in files]
+        size = self._slice_bytes or share_of(sum(file.num_bytes for file in files))
+        scans = Identifier(size, self._config.storage_options, self._memo).scans(files)
+        now = {one.path: one for one in find_files(self._config, may_be_none=True)} if files else {}
+        for file, stamp, scan in zip(files, stamps, scans, strict=True):
+            if file.tag is None or (file.path in now and now[file.path].tag == file.tag):
+                yield _New(file.path, scan.pieces(file.path), {"stamp": stamp})
+
+
+def _name_of(config: SourceConfig) -> str:
+    """The folder of the listings of a source."""
+    paths = [resolve_path(path) for path in config.path]
+    return hashlib.sha256(canonical_json({"path": paths})).hexdigest()[:32]
+
+
+def _plain(row: Mapping[str, Any] | None) -> Json | None:
+    """The row where JSON can hold it."""
+    import json
+
+    try:
+        return dict(json.loads(json.dumps(row))) if row is not None else None
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,144 @@
+"""The entry of a source that is followed: as an entry that grows, and its source grows too.
+
+Axes: S slices that are known by now.
+Always true:
+- slices are those of the listings, and a listing is read before a row of it is asked for;
+- it never has a manifest: parts are named by receipts of just the rows that the listing names;
+- a row keeps its number for ever, as `raysvc.plan.sliced.row_ids` gives it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from raysvc.cache.entry import Entry
+from raysvc.cache.growing.growing_entry import BITS, GrowingEntry, Parts
+from raysvc.cache.growing.listings import REMEDY, Listings
+from raysvc.cache.growing.slice_receipts import MOST_LOOK_S, SliceReceipts
+from raysvc.cache.local.part_cache import PartCopies
+from raysvc.cache.local.part_reader import PartReader
+from raysvc.cache.manifest import Manifest
+from raysvc.cache.store.store import Store
+from raysvc.errors import EntryError
+from raysvc.ragged import Int64s
+
+MOST_SLICES = 1 << 20  # that have a number
+
+
+class FollowedSpec(BaseModel):
+    """What is known of it before its source is looked at again.
+
+    Attributes:
+        key: of the recipe, which names the first listing.
+        recipe: as an entry has it.
+        report: what a builder knows before it begins.
+        listings: name of the folder of listings.
+        uid: of the first listing.
+    """
+
+    model_config = ConfigDict(frozen=True)
+    key: str
+    recipe: dict[str, Any]
+    report: dict[str, Any]
+    listings: str
+    uid: str
+
+
+class FollowedEntry(GrowingEntry):
+    """One generation of a key whose source is followed."""
+
+    def __init__(
+        self,
+        store: Store,
+        folder: str,
+        spec: FollowedSpec,
+        report: Mapping[str, Any] | None = None,
+        copies: PartCopies | None = None,
+    ) -> None:
+        """The listings are read.
+
+        Args:
+            store, folder: where it is built.
+            spec: what is known of it.
+            report: of all slices, by who has built them.
+            copies: as in `Entry`.
+
+        Raises:
+            EntryError: there are no listings, or other ones.
+        """
+        self.followed = spec
+        self.receipts = SliceReceipts(store, folder, (), ())
+        self.listings = Listings(store, spec.listings)
+        self._growing = threading.Lock()  # guards what is appended to the slices
+        self._source_rows = np.zeros(0, np.int64)
+        self._num_listings = 0  # whose slices are known here
+        self._looked_s = 0.0
+        self.look()
+        Entry.__init__(
+            self,
+            store,
+            folder,
+            Manifest(spec.key, (), self.receipts.columns, spec.recipe, report or spec.report),
+            copies,
+        )
+
+    def _part_reader(self, copies: PartCopies | None) -> PartReader:
+        starts = np.arange(MOST_SLICES + 1, dtype=np.int64) << BITS
+        return PartReader(
+            self.store, self.folder, Parts(self.receipts, MOST_SLICES), self.receipts.columns, copies, starts
+        )
+
+    @property
+    def source_rows(self) -> Int64s:
+        """int64 [S], rows of the source in each slice that is known by now."""
+        return self._source_rows
+
+    @property
+    def num_known(self) -> int:
+        """Rows of the source that have a slice by now."""
+        return int(self.listings.ends[self._num_listings - 1]) if self._num_listings else 0
+
+    def knows(self, num_groups: int) -> bool:
+        """Whether the listings have so many rows of the source; looks for new ones, twice a second at most."""
+        if self.num_known < num_groups and time.monotonic() - self._looked_s > MOST_LOOK_S / 2:
+            self.look()
+        return self.num_known >= num_groups
+
+    def wait_until_known(self, num_groups: int) -> float:
+        """Wait until the listings have so many rows of the source; seconds.
+
+        Raises:
+            EntryError: nobody follows any more.
+        """
+        begin = time.monotonic()
+        self.receipts.wait_until(
+            lambda: self.knows(num_groups), f"row {num_groups} of its source", "; it comes with new files"
+        )
+        return time.monotonic() - begin
+
+    def is_finished(self) -> bool:
+        """Never."""
+        return False
+
+    def look(self) -> None:
+        """Read the listings that were added.
+
+        Raises:
+            EntryError: they are not those that the entry was made of.
+        """
+        with self._growing:
+            self.listings.refresh()
+            if self.listings.uid != self.followed.uid:
+                what = f"the listings {self.followed.listings} of its source are gone, or others"
+                raise EntryError(f"{self.receipts.where}", what, REMEDY)
+            self._looked_s = time.monotonic()
+            for listing in self.listings.known[self._num_listings :]:
+                self.receipts.extend(listing.groups.tolist(), listing.contents)
+                self._source_rows = np.append(self._source_rows, listing.groups)
+                self._num_listings += 1

@@ -1,0 +1,79 @@
+"""The order of a source that is followed: its listings one after the other, each in the order of a window.
+
+Axes: K listings that are known by now, P positions asked for.
+Always true:
+- where a listing begins, and the order in it, follow from the listings before it and from the seed: what comes later moves nothing;
+- every row of the source that is listed comes once, and there is one epoch;
+- positions may be asked for in any order, from several threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+import numpy as np
+
+from raysvc.cache.growing.listings import Listing, Listings
+from raysvc.plan.schedule import ENDLESS
+from raysvc.plan.sliced import row_ids
+from raysvc.plan.sliced.window_order import WindowOrder
+from raysvc.ragged import Int64s
+
+ORDERS_KEPT = 256
+
+
+class FollowedOrder:
+    """Order of the rows of a source without an end.
+
+    Args:
+        listings: of the source.
+        window_of: W of a listing.
+        seed: of the run.
+
+    Attributes:
+        num_groups: nobody knows; `ENDLESS`.
+    """
+
+    num_groups = ENDLESS
+
+    def __init__(self, listings: Listings, window_of: Callable[[Listing], int], seed: int) -> None:
+        self._listings, self._window_of, self._seed = listings, window_of, seed
+        self._lock = threading.Lock()  # guards _orders
+        self._orders: OrderedDict[int, WindowOrder] = OrderedDict()
+
+    def at(self, epoch: int, positions: Int64s) -> Int64s:
+        """Rows of the source at `positions` (int64 [P]); the listings have to have them."""
+        assert epoch == 0, "a source that is followed has one epoch"
+        ends = self._listings.ends
+        which = np.searchsorted(ends, positions, side="right")
+        out = np.empty_like(positions)
+        for number in np.unique(which).tolist():
+            here = np.flatnonzero(which == number)
+            listing, begin = self._listings.known[number], int(ends[number - 1]) if number else 0
+            found = self._order(number).at(0, positions[here] - begin)
+            out[here] = found + row_ids.slice_base(listing.first_slice)
+        return out
+
+    def slices_from(self, position: int) -> list[int]:
+        """Slices of the listings from the one that has this position on, in the order in which they are needed."""
+        ends = self._listings.ends
+        first = int(np.searchsorted(ends, position, side="right"))
+        found: list[int] = []
+        for number in range(first, len(ends)):
+            begin = int(ends[number - 1]) if number else 0
+            order = self._order(number).slices_from(0, max(position - begin, 0))
+            found += (order + self._listings.known[number].first_slice).tolist()
+        return found
+
+    def _order(self, number: int) -> WindowOrder:
+        with self._lock:
+            if number not in self._orders:
+                listing = self._listings.known[number]
+                salt = f"followed/{number}"
+                self._orders[number] = WindowOrder(listing.groups, self._window_of(listing), self._seed, salt)
+            self._orders.move_to_end(number)
+            while len(self._orders) > ORDERS_KEPT:
+                self._orders.popitem(last=False)
+            return self._orders[number]
