@@ -350,3 +350,45 @@ def test_two_ranks_take_the_rows_that_trl_and_accelerate_would_deal_to_them(
         for step, expected in zip(client.steps(), theirs, strict=True):
             monkeypatch.setattr("accelerate.utils.gather_object", lambda own, step=step: both[step.index])
             assert [row["wanted"] for row in trainer._rows_of(step)] == [order[place] for place in expected]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_processes_of_accelerate_generate_for_the_prompts_that_trl_would_take_and_train_the_same(
+    ray_session: None, tmp_path: Path, sample: dict[str, str]
+) -> None:
+    """Both runs in the same two processes; a prompt of each generation batch lies on both ranks."""
+    import os
+    import subprocess
+
+    import ray
+
+    import raysvc
+
+    from .test_accelerate import TWO
+
+    raw = raw_prompts()
+    job = job_of(tmp_path, raw, sample["tokenizer"], batch_size=3)
+    (tmp_path / "in_order.json").write_text(json.dumps([raw[row] for row in order_of(StreamClient(job))]))
+    server = raysvc.serve(job, name="grpo-ranks", detached=False)
+    arguments = [
+        server.name,
+        ray.get_runtime_context().gcs_address,
+        "one",
+        str(tmp_path),
+        sample["tokenizer"],
+    ]
+    done = subprocess.run(
+        [*TWO, "--module", "tests.integrations.grpo_ranks", *arguments],
+        cwd=Path(__file__).parents[2], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert not done.returncode, done.stderr[-3000:]
+    made = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
+    for rank in made:
+        (ours, seen), (theirs, their_seen) = rank["ours"], rank["theirs"]
+        assert seen == their_seen
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+        assert rank["left"] == 0
+    assert len(made[0]["ours"][0]) == 6
+    assert made[0]["ours"][1] != made[1]["ours"][1]
