@@ -108,7 +108,10 @@ def make_step(
         tuple(tuple(rank.rows for rank in plan.mini_batches[index].ranks) for plan in plans)
         for index in range(len(first.mini_batches))
     )
-    return StepInfo(first.index, first.epoch, tuple(infos), positions, read_s, collate_s), tuple(shards)
+    info_of_step = StepInfo(
+        first.index, first.epoch, tuple(infos), positions, read_s, collate_s, order=first.order
+    )
+    return info_of_step, tuple(shards)
 
 
 def collate(rows: RowBatch, mini: MiniBatchPlan, step: int, index: int, recipe: Recipe) -> tuple[Shard, ...]:

@@ -186,6 +186,7 @@ class StepInfo:
         weight_versions: oldest and newest weight version of the rows (rollouts), else None.
         groups_s: waiting for producers of rollouts.
         build_s: waiting for rows to be tokenized.
+        order: as `raysvc.plan.Plan.order_of` of the epoch.
     """
 
     index: int
@@ -197,6 +198,7 @@ class StepInfo:
     weight_versions: tuple[int, int] | None = None
     groups_s: float = 0.0
     build_s: float = 0.0
+    order: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -172,6 +172,7 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         info: StepInfo = self._connection.get(fetch.info)
         if info.index != fetch.index:
             raise StepOutOfOrder(self.lease.name, info.index, f"step {fetch.index}")
+        self._connection.note_order(info)
         minis = tuple(
             Mini(mini.shards, made, mini.by_role, rows)
             for mini, made, rows in zip(fetch.step.mini_batches, info.mini_batches, info.rows, strict=True)

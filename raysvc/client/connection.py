@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, Any
 
 from raysvc.actors.server.spec import Part, Role
 from raysvc.client.commits import Commit, Commits
-from raysvc.errors import LeaseError, RankLost, ServerError
+from raysvc.errors import LeaseError, PlanError, RankLost, ServerError
 from raysvc.versions import HERE
 
 if TYPE_CHECKING:
     from raysvc.actors.server.collator_pool import CollatorPool
     from raysvc.actors.server.reader_lease import Peers
-    from raysvc.actors.server.spec import Lease
+    from raysvc.actors.server.spec import Lease, StepInfo
 
 log = logging.getLogger(__name__)
 POLL_S = 0.5
@@ -75,6 +75,7 @@ class Connection:
 
     Attributes:
         report: what heartbeats carry beside the sign of life.
+        orders: `Plan.order_of` of each epoch of which a step, or a state, was seen.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Connection:
         self.server, self.lease, self.rank = server, lease, rank
         self._window, self._pid = window, os.getpid()
         self.report: Callable[[], dict[str, Any]] = dict
+        self.orders: dict[int, str] = {}
         self._told: set[int] = set()  # ranks that were logged as behind or silent; only the heart touches it
         self._moves = 0  # rewinds and restored states, counted by `move`
         self._unsent = Commits()
@@ -122,6 +124,17 @@ class Connection:
             raise self._lost
         if self.closed:
             raise ServerError(where, "is used after detach", "attach again")
+
+    def note_order(self, info: StepInfo) -> None:
+        """Keep the order of the step's epoch.
+
+        Raises:
+            PlanError: another process, or the server before it was started again, had another order of that epoch.
+        """
+        if info.order is not None and self.orders.setdefault(info.epoch, info.order) != info.order:
+            function = self.lease.identity["order"]["name"]
+            what = f"{function} returned another order of epoch {info.epoch} in another process"
+            raise PlanError("plan.order", what, "draw from rows.seed and epoch alone, and keep the function")
 
     def fetch(self, method: str, num_returns: int, *args: Any) -> list[Any]:
         """Start a fetch; returns its refs."""

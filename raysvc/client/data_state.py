@@ -20,8 +20,13 @@ STATE_VERSION = 2
 _GIVE = "give what state_dict returned"
 
 
-def state_of(lease: Lease, schedule: Schedule, frontier: int) -> dict[str, Any]:
-    """The state after all steps below `frontier` are committed; `plan` is a `raysvc.plan.state.PlanState`."""
+def state_of(
+    lease: Lease, schedule: Schedule, frontier: int, orders: Mapping[int, str] | None = None
+) -> dict[str, Any]:
+    """The state after all steps below `frontier` are committed; `plan` is a `raysvc.plan.state.PlanState`.
+
+    `orders`: `Connection.orders`.
+    """
     from raysvc.plan.state import PlanState
 
     return {
@@ -29,7 +34,7 @@ def state_of(lease: Lease, schedule: Schedule, frontier: int) -> dict[str, Any]:
         "frontier": frontier,
         "epoch": schedule.epoch_of(min(frontier, schedule.num_steps - 1)),
         "entry_key": lease.entry_key,
-        "plan": PlanState.before(frontier, schedule, lease.plan_hash, lease.identity).to_json(),
+        "plan": PlanState.before(frontier, schedule, lease.plan_hash, lease.identity, orders or {}).to_json(),
     }
 
 

@@ -95,6 +95,11 @@ class LeaseClient(ABC, Generic[F, S]):
         """The next step to train; all before it are committed."""
         return self._frontier
 
+    @property
+    def orders(self) -> Mapping[int, str]:
+        """`Connection.orders`."""
+        return self._connection.orders
+
     def commit(self, step: int, *, skipped: bool = False, metrics: Mapping[str, float] | None = None) -> None:
         """Say that all steps up to `step` are trained, or that `step` was skipped. Returns immediately; a refusal is raised by
         one of the next calls.
@@ -128,7 +133,7 @@ class LeaseClient(ABC, Generic[F, S]):
 
     def state_dict(self) -> dict[str, Any]:
         """The committed frontier, as small JSON; safe with fetches in flight, equal on all ranks after a step."""
-        return {**state_of(self.lease, self.schedule, self._frontier), "dp_size": self.dp_size}
+        return {**state_of(self.lease, self.schedule, self._frontier, self.orders), "dp_size": self.dp_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state: the trainer's checkpoint overrides what the server remembers. dp_size may differ.
@@ -332,6 +337,8 @@ class LeaseClient(ABC, Generic[F, S]):
 
     def _move(self, frontier: int, plan_state: dict[str, Any] | None) -> None:
         self._frontier = self._taken = self._connection.move(frontier, plan_state)
+        if order := (plan_state or {}).get("order"):
+            self._connection.orders = {order["epoch"]: order["digest"]}
         self.meter.moved()
         self._end_iteration()
 

@@ -68,6 +68,7 @@ class RankReader:
         info, *shards = self._opened(fetch.refs)
         if info.index != fetch.index:
             raise StepOutOfOrder(self._connection.lease.name, info.index, f"step {fetch.index}")
+        self._connection.note_order(info)
         begin = time.perf_counter()
         own = tuple(private(read_shard(shard)) for shard in shards)
         times = (info.read_s, info.collate_s, time.perf_counter() - begin, info.groups_s, info.build_s)

@@ -10,7 +10,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -42,6 +42,10 @@ class RankSteps(Protocol):
     @property
     def dp_size(self) -> int:
         """Ranks."""
+
+    @property
+    def orders(self) -> Mapping[int, str]:
+        """`Connection.orders`."""
 
     def micro_batches(self, device: str) -> Iterator[RankMicro]:
         """From the frontier on."""
@@ -108,7 +112,7 @@ class RankDataset(IterableDataset[dict[str, torch.Tensor]]):  # type: ignore[mis
         client = self._client
         if not self._ends_step:
             return {"client": client.state_dict(), "given": list(self._given)}
-        next_step = state_of(client.lease, client.schedule, client.frontier + 1)
+        next_step = state_of(client.lease, client.schedule, client.frontier + 1, client.orders)
         return {"client": {**next_step, "dp_size": client.dp_size}, "given": []}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

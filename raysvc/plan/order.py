@@ -159,7 +159,8 @@ class CustomOrder:
     """Order of all epochs by a function of the user: `plan.order: module:name`.
 
     The function is imported where the plan is made: by the server, by `raysvc plan`, and by collators. The identity has its name and
-    the digest of its first epoch, so a changed function is another plan. At most two epochs are held.
+    the digest of its first epoch, so a changed function is another plan; a state has the digest of the epoch that it is in. At most
+    two epochs are held.
 
     Args:
         name: "module:name".
@@ -182,8 +183,12 @@ class CustomOrder:
 
     def identity(self) -> dict[str, str]:
         """What tells it from other orders."""
-        self._epoch(0)
-        return {"name": self._name, "first_epoch": self._digests[0]}
+        return {"name": self._name, "first_epoch": self.digest(0)}
+
+    def digest(self, epoch: int) -> str:
+        """sha256 of the order of `epoch`, 64 hex digits."""
+        self._epoch(epoch)
+        return self._digests[epoch]
 
     def _made(self, epoch: int) -> Int64s:
         order = self._called(epoch)

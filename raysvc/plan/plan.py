@@ -62,11 +62,12 @@ class MiniBatchPlan(Pieces):
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """One step: `index` counted from 0 over the run, its `epoch`, its `mini_batches`."""
+    """One step: `index` counted from 0 over the run, its `epoch`, its `mini_batches`; `order` as `Plan.order_of`."""
 
     index: int
     epoch: int
     mini_batches: tuple[MiniBatchPlan, ...]
+    order: str | None = None
 
 
 class Plan:
@@ -177,9 +178,13 @@ class Plan:
         groups = self.groups_of(step)
         size = self.schedule.mini_batch_size
         parts = [groups[start : start + size] for start in range(0, len(groups), size)]
-        return StepPlan(
-            step, self.schedule.epoch_of(step), tuple(self._mini_batch(part, dp_size) for part in parts)
-        )
+        epoch = self.schedule.epoch_of(step)
+        minis = tuple(self._mini_batch(part, dp_size) for part in parts)
+        return StepPlan(step, epoch, minis, self.order_of(epoch))
+
+    def order_of(self, epoch: int) -> str | None:
+        """sha256 of the order of `epoch` by the function of `plan.order`; None: the order follows from the identity."""
+        return self.order.digest(epoch) if isinstance(self.order, CustomOrder) else None
 
     def groups_of(self, step: int) -> npt.NDArray[np.int64]:
         """int64 [B], groups of `step`, in the order of the epoch.

@@ -31,6 +31,7 @@ class PlanState:
         committed_step: the last committed step; None at the start.
         epoch: of the next step.
         groups: groups of all committed steps, epochs counted through.
+        order: of a plan with `plan.order`, in an epoch that it has begun: that `epoch`, and the `digest` of its order.
         version: of this format.
     """
 
@@ -39,23 +40,39 @@ class PlanState:
     committed_step: int | None = None
     epoch: int = 0
     groups: int = 0
+    order: Mapping[str, Any] = field(default_factory=dict)
     version: int = STATE_VERSION
 
     @classmethod
     def of(cls, plan: Plan, committed_step: int | None) -> PlanState:
         """The state of `plan` after `committed_step`; None: nothing is committed."""
         following = 0 if committed_step is None else committed_step + 1
-        return cls.before(following, plan.schedule, plan.hash, plan.identity)
+        epoch = plan.schedule.epoch_of(following)
+        order = plan.order_of(epoch) if following < plan.schedule.num_steps else None
+        orders = {} if order is None else {epoch: order}
+        return cls.before(following, plan.schedule, plan.hash, plan.identity, orders)
 
     @classmethod
-    def before(cls, step: int, schedule: Schedule, plan_hash: str, identity: Mapping[str, Any]) -> PlanState:
-        """The state after all steps below `step` are committed, of a plan that is known by its hash and identity."""
+    def before(
+        cls,
+        step: int,
+        schedule: Schedule,
+        plan_hash: str,
+        identity: Mapping[str, Any],
+        orders: Mapping[int, str],
+    ) -> PlanState:
+        """The state after all steps below `step` are committed, of a plan that is known by its hash and identity.
+
+        `orders`: `Plan.order_of` of the epochs whose steps were seen.
+        """
+        epoch = schedule.epoch_of(step)
         return cls(
             plan_hash=plan_hash,
             identity=identity,
             committed_step=step - 1 if step else None,
-            epoch=schedule.epoch_of(step),
+            epoch=epoch,
             groups=schedule.groups_before(step),
+            order={"epoch": epoch, "digest": orders[epoch]} if epoch in orders else {},
         )
 
     @property
@@ -98,6 +115,10 @@ class PlanState:
         )
         if not found and not grown and self.plan_hash != plan.hash:
             found = (f"plan hash was {self.plan_hash} and is {plan.hash}",)
+        if not found and self.order:
+            epoch, was = self.order["epoch"], self.order["digest"]
+            if (order := plan.order_of(epoch)) != was:
+                found = (f"the order of epoch {epoch} by {plan.config.order} was {was} and is {order}",)
         if found and strict:
             raise StateMismatch(
                 "state",

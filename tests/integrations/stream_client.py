@@ -26,6 +26,7 @@ class StreamClient:
         self._stream = EntryStream(self.entry.uri, {}, Recipe(plan_config(job, self.entry), 0))
         self.schedule = plan_of(job, self.entry).schedule
         self.rank, self.dp_size, self.frontier = rank, dp_size, 0
+        self.orders: dict[int, str] = {}
         stream = self._stream
         self.lease: Any = SimpleNamespace(
             entry_key=stream.entry_key, plan_hash=stream.plan_hash, identity=stream.identity
@@ -42,6 +43,8 @@ class StreamClient:
         for index in range(self.frontier, self.schedule.num_steps):
             info, shards = self._stream.make(index, (self.dp_size,))
             own = shards[self.rank :: self.dp_size]
+            if info.order is not None:
+                self.orders[info.epoch] = info.order
             yield RankStep(index, info.epoch, tuple(own), info.mini_batches)
 
     def micro_batches(self, device: str = "cpu") -> Iterator[RankMicro]:
@@ -54,7 +57,7 @@ class StreamClient:
         self.frontier = step
 
     def state_dict(self) -> dict[str, Any]:
-        return {**state_of(self.lease, self.schedule, self.frontier), "dp_size": self.dp_size}
+        return {**state_of(self.lease, self.schedule, self.frontier, self.orders), "dp_size": self.dp_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._stream.check(state["plan"])

@@ -71,6 +71,30 @@ def test_a_used_loader_of_torchdata_goes_back_to_an_earlier_state(
         assert bytes_of(list(loader)) == bytes_of(rest)
 
 
+def test_a_state_inside_an_epoch_that_a_changed_function_orders_in_another_way_is_refused(
+    tmp_path: Path, sample: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+    from types import SimpleNamespace
+
+    import numpy as np
+
+    def client(shift: int) -> StreamClient:
+        module = SimpleNamespace(order=lambda epoch, rows: np.roll(np.arange(rows.num_groups), shift * epoch))
+        monkeypatch.setitem(sys.modules, "order_of_this_test", module)
+        return client_of(tmp_path, sample, epochs=2, order="order_of_this_test:order")
+
+    dataset = client(1).as_torch_dataset()
+    states = [dataset.state_dict() for _ in dataset]
+    of_epoch = [[state for state in states if state["client"]["epoch"] == epoch] for epoch in (0, 1)]
+    for state in (of_epoch[0][0], of_epoch[1][1], of_epoch[1][-2]):
+        client(1).as_torch_dataset().load_state_dict(state)
+    client(2).as_torch_dataset().load_state_dict(of_epoch[0][0])
+    for state in (of_epoch[1][1], of_epoch[1][-2]):
+        with pytest.raises(StateMismatch, match="the order of epoch 1 by order_of_this_test:order was"):
+            client(2).as_torch_dataset().load_state_dict(state)
+
+
 def test_a_state_of_other_rows_or_of_another_split_inside_a_step_is_refused_through_torchdatas_loader(
     tmp_path: Path, sample: dict[str, str]
 ) -> None:

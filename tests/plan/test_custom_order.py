@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -119,6 +120,50 @@ def test_a_function_that_changed_under_its_name_is_another_plan(module: Module, 
     importlib.invalidate_caches()
     with pytest.raises(StateMismatch, match="order was"):
         state.check(plan_of(f"{name}:order"))
+
+
+LATER_EPOCHS_ROLL = (
+    "import numpy as np\ndef order(epoch, rows):\n    return np.roll(np.arange(rows.num_groups), {} * epoch)"
+)
+
+
+def test_a_function_that_changed_for_the_epoch_of_the_state_is_refused_with_that_epoch(
+    module: Module, tmp_path: Path
+) -> None:
+    import importlib
+    import sys
+
+    name = module(LATER_EPOCHS_ROLL.format(1))
+    plan = plan_of(f"{name}:order")
+    saved = [json.loads(json.dumps(PlanState.of(plan, step).to_json())) for step in (4, 9, 14, 19)]
+    (tmp_path / f"{name}.py").write_text(LATER_EPOCHS_ROLL.format(22))
+    del sys.modules[name]
+    importlib.invalidate_caches()
+    changed = plan_of(f"{name}:order")
+    assert changed.hash == plan.hash, "epoch 0 is the same"
+    assert rows_of(changed, 15) != rows_of(plan, 15)
+    first, before_epoch_1, in_epoch_1, done = map(PlanState.from_json, saved)
+    assert first.check(changed) == (), "what is left of epoch 0 is the same"
+    assert done.check(changed) == ()
+    for state in (before_epoch_1, in_epoch_1):
+        assert state.check(plan) == ()
+        with pytest.raises(StateMismatch, match=f"the order of epoch 1 by {name}:order was .* and is"):
+            state.check(changed)
+
+
+def test_a_client_refuses_two_orders_of_an_epoch_that_processes_made() -> None:
+    from types import SimpleNamespace
+
+    from raysvc.client.connection import Connection
+
+    connection: Any = SimpleNamespace(
+        orders={}, lease=SimpleNamespace(identity={"order": {"name": "mine:order"}})
+    )
+    for epoch, digest in ((0, "a"), (1, "b"), (1, "b"), (2, None)):
+        Connection.note_order(connection, SimpleNamespace(epoch=epoch, order=digest))  # type: ignore[arg-type]
+    assert connection.orders == {0: "a", 1: "b"}
+    with pytest.raises(PlanError, match="mine:order returned another order of epoch 1 in another process"):
+        Connection.note_order(connection, SimpleNamespace(epoch=1, order="c"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
