@@ -9,6 +9,7 @@ a call, in million tokens per second:
 - `best`: each result is dropped before the next call, and its memory is used again; the best call;
 - `first touch`: results are kept, so each call writes memory that no process had before; the median call;
 - `server`: two threads make steps that are copied out and let go, as in a server; the median step, and its page faults.
+The floor is one value written into all bytes of the batches, a rank's after another's into one block.
 """
 
 from __future__ import annotations
@@ -155,6 +156,19 @@ def theirs(rows: Rows, name: str, what: str) -> Callable[[], object]:
     return lambda: collator(examples, len(examples))
 
 
+def floor(batch: Any) -> Callable[[], object]:
+    """Writes the bytes of a `TrainingInputBatch` of all ranks."""
+    size = sum(getattr(value, "nbytes", 0) for value in batch.values()) // DP_SIZE
+    kept = np.empty(size, np.uint8)
+
+    def call() -> object:
+        for _ in range(DP_SIZE):
+            kept.fill(1)
+        return None
+
+    return call
+
+
 def in_one_process(folder: Path, repeats: int) -> list[dict[str, Any]]:
     """All cases; to be run where SkyRL is."""
     import typing
@@ -176,7 +190,8 @@ def in_one_process(folder: Path, repeats: int) -> list[dict[str, Any]]:
         rows: Rows = dict(np.load(folder / f"{name}.npz"))
         tokens = int(rows["lengths"].sum())
         for what in SHAPES:
-            calls = {"SkyRL": theirs(rows, name, what), **ours(rows, name, what)}
+            skyrl = theirs(rows, name, what)
+            calls = {"SkyRL": skyrl, **ours(rows, name, what), "floor": floor(skyrl())}
             best = {tool: min(times) for tool, times in in_turn(calls, repeats, keep=False).items()}
             fresh = {
                 tool: statistics.median(times)
