@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from raysvc.errors import SourceError
 from raysvc.job.config import SourceConfig
+from raysvc.pipelines.reading import pinned_file
 from raysvc.pipelines.reading.pins import BLOCK_BYTES, PinHasher
 from raysvc.pipelines.reading.readers import read_rows
 from raysvc.pipelines.sources.cuts import MAX_LINE_BYTES, LineCutter
@@ -360,3 +361,61 @@ def test_every_line_over_the_limit_is_a_cut_of_its_own_and_no_other_is(
     assert [rows for _, _, rows in cuts] == [len(text[start:end].splitlines()) for start, end, _ in cuts]
     long = [line for line in whole if len(line) > limit]
     assert [text[a:b] for a, b, _ in cuts if len(text[a:b].splitlines(True)[0]) > limit] == long
+
+
+class Bucket(fsspec.AbstractFileSystem):
+    """A store with one object, which remembers how many requests were under way together."""
+
+    protocol = "bucket-of-tests"
+    cachable = False
+    content = b""
+    asked, now, most = 0, 0, 0
+    lock = threading.Lock()
+
+    def _open(self, path: str, mode: str = "rb", block_size: int = 5, **options: Any) -> Any:
+        return BucketFile(self, path, mode, block_size, size=len(self.content), **options)
+
+    def info(self, path: str, **options: Any) -> dict[str, Any]:
+        return {"name": path, "size": len(self.content), "type": "file"}
+
+
+class BucketFile(fsspec.spec.AbstractBufferedFile):
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        with Bucket.lock:
+            Bucket.asked += 1
+            Bucket.now += 1
+            Bucket.most = max(Bucket.most, Bucket.now)
+        threading.Event().wait(0.002)
+        with Bucket.lock:
+            Bucket.now -= 1
+        return Bucket.content[start:end]
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> type[Bucket]:
+    fsspec.register_implementation("bucket-of-tests", Bucket, clobber=True)
+    monkeypatch.setattr(pinned_file, "RANGE_BYTES", 10)
+    monkeypatch.setattr(Bucket, "content", bytes(range(256)))
+    for name in ("asked", "most"):
+        monkeypatch.setattr(Bucket, name, 0)
+    return Bucket
+
+
+@pytest.mark.parametrize("size", [0, 1, 9, 10, 11, 199, 200])
+def test_a_file_of_a_store_is_read_whole_whatever_is_asked_for_at_once(
+    bucket: type[Bucket], monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(bucket, "content", random.Random(size).randbytes(size))
+    for step in (1, 3, 10, 25, 400):
+        with pinned_file.ContentStream("bucket-of-tests://rows.jsonl", {}) as stream:
+            assert b"".join(iter(lambda: stream.read(step), b"")) == bucket.content  # noqa: B023
+
+
+def test_many_ranges_are_under_way_together_and_a_look_at_the_head_asks_for_one(bucket: type[Bucket]) -> None:
+    with pinned_file.ContentStream("bucket-of-tests://rows.jsonl", {}) as stream:
+        assert stream.read(4) == bucket.content[:4]
+    assert bucket.asked == 1
+    with pinned_file.ContentStream("bucket-of-tests://rows.jsonl", {}) as stream:
+        assert stream.read_all() == bucket.content
+    assert bucket.asked == 1 + 26
+    assert 4 < bucket.most <= pinned_file.RANGES_AT_ONCE
