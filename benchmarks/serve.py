@@ -1,13 +1,15 @@
 """How long a trainer waits for data, against the compute time of a step.
 
-    python benchmarks/serve.py [--quick] [--two-nodes] [--no-peers] [--no-gain]
+    python benchmarks/serve.py [--quick] [--compute 50 200] [--two-nodes] [--no-peers] [--no-gain]
 
 One trainer on one rank: wait for a batch of padded arrays in this process, then "compute" (sleep) so many ms.
+- `in memory`: tensors that this process made before, the floor: nothing is brought, nothing committed;
 - `serial`: collated here, in the loop, by raysvc's own collator;
 - `raysvc k`: from a batch server by rank mode, k steps ahead;
 - `torchdata`, `ray data`: as `serve_peers.py` says.
-Stall is the share of the loop in which the trainer waited, its reading of the arrays included; overhead is a step's time less its
-compute. `ready_step_ms_at_K` is what a step that is there costs the trainer's thread after K ms of compute, without reading it.
+Stall is the share of the loop in which the trainer waited for a batch, without its reading of the arrays, which has a column;
+overhead is a step's time less its compute. `ready_step_ms_at_K` is what a step that is there costs the trainer's thread after K ms
+of compute: its commit, and taking the next one.
 torchdata is installed by this script below `.bench/serve`, and uses the torch of this environment.
 With --two-nodes the server runs on another node of a `ray.cluster_utils.Cluster`. What look-ahead gains, and where it cannot, is
 measured by `serve_gain.py`, which runs behind it in the same Ray.
@@ -16,6 +18,7 @@ measured by `serve_gain.py`, which runs behind it in the same Ray.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import signal
 import statistics
@@ -29,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import make_entry, quiet_ray, show
-from serve_gain import gain, loop, served, touched
+from serve_gain import gain, loop, served
 from serve_peers import ray_data, torchdata
 
 COMPUTE_MS = (5, 20, 50, 200)
@@ -40,6 +43,7 @@ QUICK_S = 1.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--compute", type=int, nargs="+", default=COMPUTE_MS, help="ms of a step")
     parser.add_argument("--two-nodes", action="store_true")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--no-gain", action="store_true")
@@ -82,19 +86,35 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
         name="bench", entry_uri=uri, plan=plan, pad_token_id=0, journal=str(folder / "journal"), num_cpus=0.5
     )
     server = start_server(spec, detached=True)
-    systems: dict[str, Callable[[], Iterator[Any]]] = {"serial": lambda: serial(spec)}
+    systems: dict[str, Callable[[], Iterator[Any]]] = {
+        "in memory": lambda: in_memory(spec),
+        "serial": lambda: serial(spec),
+    }
     for depth in (0, 1, 2, 4):
         systems[f"raysvc {depth}"] = lambda depth=depth: served("bench", depth)
     if not options.no_peers and not options.two_nodes:
-        systems["torchdata"] = lambda: touching(torchdata(uri, ROWS))
-        systems["ray data"] = lambda: touching(ray_data(uri, ROWS))
+        systems["torchdata"] = lambda: torchdata(uri, ROWS)
+        systems["ray data"] = lambda: ray_data(uri, ROWS)
     rows, seconds = [], QUICK_S if options.quick else 4 * QUICK_S
-    for compute_ms in COMPUTE_MS:
+    for compute_ms in options.compute:
         for name, make in systems.items():
             rows.append({"compute ms": compute_ms, "system": name, **loop(make(), compute_ms / 1e3, seconds)})
             print(rows[-1], file=sys.stderr, flush=True)
-    ready_ms = {f"ready_step_ms_at_{ms}": ready_step_ms("bench", ms / 1e3) for ms in COMPUTE_MS[1:]}
+    ready_ms = {
+        f"ready_step_ms_at_{ms}": ready_step_ms("bench", ms / 1e3) for ms in options.compute if ms > 5
+    }
     show("Stall against compute", rows, **ready_ms, **times(server), batch=[ROWS, TOKENS])
+
+
+def in_memory(spec: Any) -> Iterator[Any]:
+    """Tensors of a few steps, again and again."""
+    import torch
+
+    some = [
+        {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+        for arrays in itertools.islice(serial(spec), 8)
+    ]
+    yield from itertools.cycle(some)
 
 
 def serial(spec: Any) -> Iterator[Any]:
@@ -103,17 +123,12 @@ def serial(spec: Any) -> Iterator[Any]:
 
     stream = EntryStream(spec.entry_uri, {}, Recipe(spec.plan, 0))
     for step in range(stream.schedule.num_steps):
-        yield touched(stream.make(step, (1,))[1][0].arrays)
+        yield stream.make(step, (1,))[1][0].arrays
 
 
-def touching(batches: Iterator[Any]) -> Iterator[Any]:
-    """Batches of tensors, read as ours are."""
-    for batch in batches:
-        yield touched({name: tensor.numpy() for name, tensor in batch.items()})
-
-
-def ready_step_ms(name: str, compute_s: float) -> float:
-    """What committing a step and taking the next one, which is there, cost the trainer's thread; median, two steps ahead."""
+def ready_step_ms(name: str, compute_s: float) -> dict[str, float]:
+    """What a step that is there costs the trainer's thread, two steps ahead: medians of its commit, of taking the next one, and
+    of their sum."""
     from raysvc.client.batch_client import attach
 
     took = []
@@ -125,10 +140,12 @@ def ready_step_ms(name: str, compute_s: float) -> float:
             time.sleep(compute_s)
             begin = time.perf_counter()
             client.commit(index)
-            step = next(steps)
-            took.append(time.perf_counter() - begin)
-            index = step.index
-    return round(1e3 * statistics.median(took[5:]), 3)
+            committed = time.perf_counter()
+            index = next(steps).index
+            came = time.perf_counter()
+            took.append((committed - begin, came - committed, came - begin))
+    parts = zip(("commit", "take", "both"), zip(*took[5:], strict=True), strict=True)
+    return {name: round(1e3 * statistics.median(seconds), 3) for name, seconds in parts}
 
 
 def times(server: Any) -> dict[str, float]:
