@@ -63,9 +63,11 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=50)
     parser.add_argument("--stress", type=int, default=os.cpu_count() or 1, help="busy processes beside it")
     parser.add_argument("--no-delays", action="store_true", help="without delays in Ray's core")
+    parser.add_argument("--late", action="store_true", help="threads of ours are late: tests/late_threads.py")
     options = parser.parse_args()
     env = {**os.environ, **({} if options.no_delays else delays())}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options.test]
+    command += ["-p", "tests.late_threads"] if options.late else []
     failures = 0
     with stress(options.stress):
         for number in range(options.times):
