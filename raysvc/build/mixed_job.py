@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.chat.row_counts import RowCounts
 from raysvc.errors import PlanError
-from raysvc.plan.entry_plan import count_groups
-from raysvc.plan.mixture import counts_by_epochs, counts_by_weight
+from raysvc.plan.entry_plan import count_groups, weighted_counts
+from raysvc.plan.mixture import counts_by_epochs
 from raysvc.plan.plan import schedule_of
-from raysvc.plan.sliced.window_order import is_windowed
 
 if TYPE_CHECKING:
     from raysvc.actors.server.spec import MixtureSpec
@@ -62,6 +61,7 @@ def mixture_spec(job: JobConfig, entry: Entry | JoinedEntry) -> MixtureSpec | No
         entry_uris=tuple(one.uri for one in entries),
         stages=stages_of(job, entries),
         shuffles=shuffles_of(job),
+        by=job.mixture.by,
     )
 
 
@@ -97,16 +97,11 @@ def _counts(job: JobConfig, mixture: MixtureConfig, step: int, entries: Sequence
     known = [entry for entry, here in zip(entries, joined, strict=True) if here]
     shares = [each for each, here in zip(mixture.sources.values(), joined, strict=True) if here]
     shuffles = [each.shuffle or job.plan.shuffle for each in shares]
-    groups = [count_groups(entry, shuffle) for entry, shuffle in zip(known, shuffles, strict=True)]
     if shares[0].epochs is not None:
+        groups = [count_groups(*each) for each in zip(known, shuffles, strict=True)]
         counts = counts_by_epochs([each.epochs or 0 for each in shares], groups)
     else:
-        there = None
-        if mixture.by == "tokens":
-            there = [entry.num_tokens for entry in known]
-        elif any(is_windowed(shuffle) for shuffle in shuffles):  # whose groups have some that were left out
-            there = [int(entry.report["row_counts"]["rows_written"]) for entry in known]
-        counts = counts_by_weight([each.weight or 0 for each in shares], groups, there)
+        counts = weighted_counts(known, [each.weight or 0 for each in shares], mixture.by, shuffles)
     if not sum(counts):
         raise PlanError("mixture", f"no row comes from step {step} on", "give more epochs or weights above 0")
     each_count = iter(counts)

@@ -10,7 +10,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +22,7 @@ from raysvc.job.config import PAIRED, PlanConfig
 from raysvc.large_array import concatenated
 from raysvc.media.medium import PATCHES
 from raysvc.plan.groups import Groups
-from raysvc.plan.mixture import Mixture, MixtureSource, Stage
+from raysvc.plan.mixture import Mixture, MixtureSource, Stage, counts_by_weight
 from raysvc.plan.order import Order, parse_shuffle
 from raysvc.plan.plan import Plan
 from raysvc.plan.sliced.sliced_rows import (
@@ -48,6 +48,18 @@ class Rows(SlicedEntry, Protocol):
 
     def row_values(self, name: str) -> npt.NDArray[Any]:
         """A per-row column of all rows, [N]."""
+
+
+class CountedRows(Rows, Protocol):
+    """What the weights of a mixture ask of an entry."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all rows."""
+
+    @property
+    def report(self) -> Mapping[str, Any]:
+        """Of its build."""
 
 
 def plan_of_entries(
@@ -176,6 +188,27 @@ def count_groups(entry: Rows, shuffle: str) -> int:
         return int(entry.source_rows.sum())
     bounds = group_bounds(entry)
     return entry.num_rows if bounds is None else len(bounds) - 1
+
+
+def weighted_counts(
+    entries: Sequence[CountedRows], weights: Sequence[float], by: str, shuffles: Sequence[str]
+) -> tuple[int, ...]:
+    """Groups of each entry in a period in which they come by `weights`.
+
+    Args:
+        by: what weights count, "rows" or "tokens".
+        shuffles: of each entry.
+
+    Raises:
+        PlanError: a weight is negative, or none is above 0.
+    """
+    groups = [count_groups(*each) for each in zip(entries, shuffles, strict=True)]
+    there = None
+    if by == "tokens":
+        there = [entry.num_tokens for entry in entries]
+    elif any(is_windowed(shuffle) for shuffle in shuffles):  # whose groups have some that were left out
+        there = [int(entry.report["row_counts"]["rows_written"]) for entry in entries]
+    return counts_by_weight(weights, groups, there)
 
 
 def _joined(entries: Sequence[Rows], bounds: Sequence[Int64s | None], pairs: bool) -> Groups | None:

@@ -8,6 +8,7 @@ Always true:
 - over the first q positions of a stage a source with share w comes q * w times, but for at most K / 2;
 - each group of a source comes once before any of that source comes again, through stages and epochs;
 - positions before a stage do not depend on it: a source or a weight can be added at a later step;
+- what was decided while the stream was read (`decided`) changes neither its identity nor the length of an epoch;
 - time and memory depend on the positions asked for, K and the stages, never on the size of a source.
 """
 
@@ -16,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -77,6 +80,7 @@ class Mixture:
         stages: by ascending `first`, the first one at 0; its period is the length of an epoch.
         seed: of the run.
         block: see `Order`.
+        decided: stages that came later, by ascending `first`; one takes the place of a stage that begins where it does.
 
     Raises:
         PlanError: an empty source, two with one key, or stages that do not fit together.
@@ -86,10 +90,12 @@ class Mixture:
     stages: tuple[Stage, ...]
     seed: int = 0
     block: int | None = 0
+    decided: tuple[Stage, ...] = ()
 
     def __post_init__(self) -> None:
         keys = [source.key for source in self.sources]
         firsts = [stage.first for stage in self.stages]
+        every = (*self.stages, *self.decided)
         problem = ""
         if empty := [source.key for source in self.sources if source.num_groups < 1]:
             problem = f"source {empty[0]!r} has no groups"
@@ -97,9 +103,9 @@ class Mixture:
             problem = f"source {max(keys, key=keys.count)!r} comes twice"
         elif not firsts or firsts[0] != 0 or sorted(set(firsts)) != firsts:
             problem = f"stages begin at {firsts}, not at 0 and ascending"
-        elif not all(0 < stage.period < _LARGEST_PERIOD for stage in self.stages):
-            problem = f"a stage has a period of {[stage.period for stage in self.stages]} groups"
-        elif any(len(stage.counts) > len(keys) or min(stage.counts) < 0 for stage in self.stages):
+        elif not all(0 < stage.period < _LARGEST_PERIOD for stage in every):
+            problem = f"a stage has a period of {[stage.period for stage in every]} groups"
+        elif any(len(stage.counts) > len(keys) or min(stage.counts) < 0 for stage in every):
             problem = "a stage has more counts than there are sources, or a negative one"
         if problem:
             raise PlanError("plan.mixture", problem, "give each source groups, and stages with counts")
@@ -140,17 +146,27 @@ class Mixture:
             out[here] = order.at(number, places[here])
         return out
 
+    @cached_property
+    def _in_force(self) -> tuple[list[Stage], list[int], list[Int64s]]:
+        """All stages in order, where each begins, and how often each source came before it (int64 [K])."""
+        by_first = {stage.first: stage for stage in (*self.stages, *self.decided)}
+        firsts = sorted(by_first)
+        stages = [by_first[first] for first in firsts]
+        before = [np.zeros(len(self.sources), np.int64)]
+        for stage, following in pairwise(stages):
+            came = _counts_until(stage, following.first - stage.first, len(self.sources))
+            before.append(before[-1] + came)
+        return stages, firsts, before
+
     def _turns(self, stream: Int64s) -> tuple[Int64s, Int64s]:
         """Which source each stream position is of, and its index within that source."""
-        stage_of = np.searchsorted([stage.first for stage in self.stages], stream, side="right") - 1
+        stages, firsts, before = self._in_force
+        stage_of = np.searchsorted(firsts, stream, side="right") - 1
         source_of, turn = np.empty_like(stream), np.empty_like(stream)
-        before = np.zeros(len(self.sources), np.int64)
-        for number, stage in enumerate(self.stages):
+        for number in np.unique(stage_of).tolist():
             here = np.flatnonzero(stage_of == number)
-            source_of[here], within = _pattern(stage, stream[here] - stage.first)
-            turn[here] = within + before[source_of[here]]
-            if number + 1 < len(self.stages):
-                before += _counts_until(stage, self.stages[number + 1].first - stage.first, len(self.sources))
+            source_of[here], within = _pattern(stages[number], stream[here] - firsts[number])
+            turn[here] = within + before[number][source_of[here]]
         return source_of, turn
 
 

@@ -9,6 +9,7 @@ Always true:
 - the rows of a group are in one mini-batch;
 - over an epoch every row comes exactly once (`tail: drop` leaves some out, `tail: wrap` takes some again);
 - a row in `skip_rows`, or over the budget with `oversize: drop`, leaves a hole: no other row moves;
+- what is decided from step k on moves no row of a step before k;
 - time and memory of a step depend on its rows, and with `shuffle: window` on the slices of a window, never on N.
 """
 
@@ -17,7 +18,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,7 @@ from raysvc.job.config import PlanConfig
 from raysvc.plan.cost import CostModel
 from raysvc.plan.fact_table import facts_html, facts_text
 from raysvc.plan.groups import Groups, OrderRows
-from raysvc.plan.mixture import Mixture
+from raysvc.plan.mixture import Mixture, Stage
 from raysvc.plan.order import CustomOrder, Order, parse_shuffle
 from raysvc.plan.pack import aligned
 from raysvc.plan.plan_rows import HeldRows, PlanRows
@@ -143,7 +145,7 @@ class Plan:
         if isinstance(self.order, CustomOrder):
             self.identity["order"] = self.order.identity()
         self.hash = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
-        self._skip = np.unique(np.array(config.skip_rows, np.int64))
+        self._skips = [(0, np.unique(np.array(config.skip_rows, np.int64)))]  # (from step, all rows left out)
 
     def __repr__(self) -> str:
         return facts_text("plan", self._facts())
@@ -165,6 +167,26 @@ class Plan:
             "hash": self.hash[:16],
         }
 
+    def deciding(self, stages: Sequence[Stage], skips: Sequence[tuple[int, npt.NDArray[np.int64]]]) -> Plan:
+        """This plan with what was decided while it was followed; identity, hash and schedule stay.
+
+        Args:
+            stages: of the mixture, by ascending `first`; see `Mixture.decided`.
+            skips: (step, rows that are left out from it on), by ascending step.
+
+        Raises:
+            PlanError: stages for a plan that is no mixture.
+        """
+        decided = copy(self)
+        if isinstance(self.order, Mixture):
+            decided.order = replace(self.order, decided=tuple(stages))
+        elif stages:
+            raise PlanError("weights", "the plan is not a mixture", "name several sources in `mixture`")
+        decided._skips = self._skips[:1]
+        for step, rows in skips:
+            decided._skips = [*decided._skips, (step, np.union1d(decided._skips[-1][1], rows))]
+        return decided
+
     def step(self, step: int, dp_size: int) -> StepPlan:
         """The plan of `step` (0-based, over all epochs) for `dp_size` ranks.
 
@@ -179,7 +201,8 @@ class Plan:
         size = self.schedule.mini_batch_size
         parts = [groups[start : start + size] for start in range(0, len(groups), size)]
         epoch = self.schedule.epoch_of(step)
-        minis = tuple(self._mini_batch(part, dp_size) for part in parts)
+        skip = next(rows for first, rows in reversed(self._skips) if first <= step)
+        minis = tuple(self._mini_batch(part, dp_size, skip) for part in parts)
         return StepPlan(step, epoch, minis, self.order_of(epoch))
 
     def order_of(self, epoch: int) -> str | None:
@@ -201,8 +224,10 @@ class Plan:
         positions = np.arange(first, first + self.schedule.groups_at(step), dtype=np.int64)
         return self.order.at(self.schedule.epoch_of(step), positions % self.schedule.num_groups)
 
-    def _mini_batch(self, groups: npt.NDArray[np.int64], dp_size: int) -> MiniBatchPlan:
-        pieces = self._pieces(groups)
+    def _mini_batch(
+        self, groups: npt.NDArray[np.int64], dp_size: int, skip: npt.NDArray[np.int64]
+    ) -> MiniBatchPlan:
+        pieces = self._pieces(groups, skip)
         if self.windows is None:
             dealt = deal_pairs if self.rows.are_pairs else deal
             ranks = dealt(pieces.lengths, dp_size, self.rules, self.rows.patches_of(pieces.row_ids))
@@ -210,13 +235,13 @@ class Plan:
             ranks = deal_windows(pieces.group_index, dp_size, self._windows_per_micro_batch())
         return MiniBatchPlan(**vars(pieces), ranks=ranks)
 
-    def _pieces(self, groups: npt.NDArray[np.int64]) -> Pieces:
+    def _pieces(self, groups: npt.NDArray[np.int64], skip: npt.NDArray[np.int64]) -> Pieces:
         if self.windows is not None:
-            return self.windows.pieces_of(groups).without(self._skip)
+            return self.windows.pieces_of(groups).without(skip)
         row_ids, group_index = self.rows.rows_of(groups)
         lengths = self.rows.lengths_of(row_ids)
         pieces = Pieces(row_ids, np.zeros(len(row_ids), np.int32), lengths, group_index)
-        pieces = pieces.without(self._skip)
+        pieces = pieces.without(skip)
         if not self.rows.are_pairs:
             self._refuse_over(pieces, pieces.lengths)
             return pieces.within(self.rules.tokens, self.config.oversize)
