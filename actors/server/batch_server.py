@@ -1,8 +1,9 @@
 """The named actor that plans and collates the steps of one trainer (or, shared, of a sweep of them).
 
 Always true:
-- `fetch(step)` is pure in (plan, step, roles): the same call gives the same bytes, before and after a
-  restart of this process, so Ray may retry it and rebuild lost shards with it;
+- `fetch(step)` is pure in (plan, decisions, step, roles), and no decision changes a step that was handed out: the
+  same call gives the same bytes, before and after a restart of this process, so Ray may retry it and rebuild lost
+  shards with it;
 - shards are returned by value: the caller owns them, and they outlive this process;
 - every call that changes something may come twice: Ray repeats it when the server died before it answered;
 - no order of calls is assumed: Ray does not keep it when it repeats them;
@@ -25,16 +26,20 @@ from raysvc.actors.server.leases import Leases
 from raysvc.actors.server.orphan_watch import OrphanWatch
 from raysvc.actors.server.reader_lease import Peers, ReaderLease
 from raysvc.actors.server.spec import TRAIN as TRAIN
+from raysvc.actors.server.spec import AdmittedStep
 from raysvc.actors.server.spec import Lease as Lease
 from raysvc.actors.server.spec import Role as Role
 from raysvc.actors.server.spec import ServeSpec as ServeSpec
 from raysvc.actors.server.spec import StepInfo as StepInfo
 from raysvc.actors.server.spec import StepOutline as StepOutline
 from raysvc.actors.server.step_maker import StepMaker, Stream
+from raysvc.actors.server.trainer_feedback import TrainerFeedback
 from raysvc.actors.server.trainer_reports import TrainerReports
 from raysvc.collate.reused_memory import keep_freed_memory
 from raysvc.collate.shard import Wire
 from raysvc.errors import ConfigError, LeaseHeld, StepOutOfOrder
+from raysvc.feedback.decision import Request
+from raysvc.feedback.feedback_log import RowOutcomes
 from raysvc.media.medium import COLUMN
 from raysvc.metrics import record, speak_for_server_of
 from raysvc.versions import HERE, Side, check_versions_meet
@@ -62,6 +67,7 @@ class BatchServer:
         streams = dict[str, Stream](self._entries)
         self._maker = StepMaker(spec, {**streams, TRAIN: train} if train else streams)
         journal = Journal(spec.journal, spec.storage_options) if spec.journal else None
+        self._feedback = TrainerFeedback(spec, self._entries.get(TRAIN))
         nobody = Leases(spec.name, shared=spec.share != "none")
         self._leases = LeaseStore(nobody, spec.lease_ttl_s, incarnation_id, journal)
         self._planned_steps: int | None = None  # once somebody attached
@@ -116,6 +122,7 @@ class BatchServer:
         Raises:
             LeaseHeld: another trainer holds a living lease and `takeover` is False.
         """
+        self._feedback.read_again()
         return self.attach_rank(holder, holder, 0, 1, takeover, reader)
 
     def attach_rank(
@@ -154,6 +161,7 @@ class BatchServer:
             entry_key=train.entry_key,
             schedule=schedule,
             collators=self.spec.collators,
+            decided=tuple(one.mark for one in self._feedback.decisions),
         )
 
     def heartbeat(self, fence: int, rank: int = 0, report: dict[str, Any] | None = None) -> Peers:
@@ -293,8 +301,8 @@ class BatchServer:
         info, shards = self._maker.make_shared(step, (Role(num_ranks),), stream, readers, pinned)
         return (info, *(shard.to_wire() for shard in shards[rank::num_ranks]))
 
-    def admit(self, fence: int, step: int, stream: str = TRAIN) -> int:
-        """Let a trainer's collators make a step; returns the step, which they wait for.
+    def admit(self, fence: int, step: int, stream: str = TRAIN) -> AdmittedStep:
+        """Let a trainer's collators make a step; they wait for what it returns.
 
         Raises:
             FencedError: the caller was replaced.
@@ -302,7 +310,43 @@ class BatchServer:
             StepFailed: its rows will not be there.
         """
         self._leases.check(fence)
-        return self._maker.admit(step, stream)
+        return AdmittedStep(
+            self._maker.admit(step, stream), len(self._feedback.decisions) if stream == TRAIN else 0
+        )
+
+    def decide(self, fence: int, request: Request, asked: int) -> tuple[int, str]:
+        """As `TrainerFeedback.decide`; returns the step from which it holds, and a digest of what it changes.
+
+        Raises:
+            FencedError: the caller was replaced.
+        """
+        self._leases.check(fence)
+        made = self._feedback.decide(request, asked)
+        self._maker.let_go_from(made.from_step)
+        return made.mark
+
+    def decisions(self) -> list[dict[str, Any]]:
+        """`from_step`, `weights` and `skip_rows` of what was decided so far, in its order."""
+        names = ("from_step", "weights", "skip_rows")
+        return [{name: getattr(one, name) for name in names} for one in self._feedback.decisions]
+
+    def report_rows(self, fence: int, outcomes: RowOutcomes) -> None:
+        """As `TrainerFeedback.report`.
+
+        Raises:
+            FencedError: the caller was replaced.
+        """
+        self._leases.check(fence)
+        self._feedback.report(outcomes)
+
+    def row_outcomes(self, fence: int, first: int, stop: int) -> RowOutcomes:
+        """As `TrainerFeedback.outcomes`.
+
+        Raises:
+            FencedError: the caller was replaced.
+        """
+        self._leases.check(fence)
+        return self._feedback.outcomes(first, stop)
 
     def end_build(self, why: str) -> None:
         """The build of the entry that is served has failed; steps that need more of it fail with `why`."""

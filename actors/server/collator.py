@@ -9,8 +9,8 @@ Always true:
 from __future__ import annotations
 
 from raysvc.actors.server.entry_stream import streams_of
-from raysvc.actors.server.spec import Part, Role, ServeSpec, StepInfo
-from raysvc.actors.server.step_maker import make_and_tell
+from raysvc.actors.server.spec import AdmittedStep, Part, Role, ServeSpec, StepInfo
+from raysvc.actors.server.step_maker import Made, make_and_tell
 from raysvc.collate.reused_memory import keep_freed_memory
 from raysvc.collate.shard import Wire
 from raysvc.metrics import speak_for_server_of
@@ -30,12 +30,12 @@ class Collator:
         self._streams = streams_of(self._spec)
 
     def make(
-        self, step: int, roles: tuple[Role, ...], part: Part, stream: str
+        self, admitted: AdmittedStep, roles: tuple[Role, ...], part: Part, stream: str
     ) -> tuple[StepInfo | Wire, ...]:
         """An info of the step, then the shard of each mini-batch, as it travels (`Shard.to_wire`).
 
         Args:
-            step: as the server's `admit` answered; its refusal is raised in place of this call.
+            admitted: what the server's `admit` answered; its refusal is raised in place of this call.
             roles: that train on the step.
             part: whose shards.
             stream: of the step.
@@ -43,6 +43,11 @@ class Collator:
         Raises:
             StepFailed: the step could not be made; carries the cause.
         """
-        source = self._streams[stream]
-        info, shards = make_and_tell(self._spec.name, step, lambda: source.make(step, roles, part))
+        source, step = self._streams[stream], admitted.step
+
+        def make() -> Made:
+            source.catch_up(admitted.decisions)
+            return source.make(step, roles, part)
+
+        info, shards = make_and_tell(self._spec.name, step, make)
         return (info, *(shard.to_wire() for shard in shards))

@@ -40,7 +40,7 @@ class CollatorPool:
         """Refs of a step's info, then of its shards: mini-batch after mini-batch, role after role, rank after rank.
 
         Args:
-            step: ref of its number.
+            step: ref of an `AdmittedStep`.
             roles: each one's ranks and columns.
             num_mini_batches: M.
             stream: of the step.

@@ -1,9 +1,10 @@
 """The steps of one cache entry, or of a mixture of several: plan, read, collate. No Ray; what it holds can be freed and opened again.
 
 Always true:
-- `make(step, roles)` is pure in (entry, plan, step, roles);
+- `make(step, roles)` is pure in (entry, plan, decisions, step, roles);
 - after `free` the next call opens the entry again and gives the same bytes;
-- of an entry that is being built, a step waits for its own slices, and has the bytes that the finished entry gives it.
+- of an entry that is being built, a step waits for its own slices, and has the bytes that the finished entry gives it;
+- what was decided is on disk before a step follows it, and is read again whenever the entry is opened.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from raysvc.cache.store.open import open_store
 from raysvc.collate.shard import Shard
 from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.collate.text_columns import of_fixed_width, text_widths
+from raysvc.feedback.decision import Decision, Sources, check_decided, decided_plan
+from raysvc.feedback.feedback_log import FeedbackLog
 from raysvc.media.row_pixels import ProcessorSpec
 from raysvc.plan.entry_plan import eval_plan, plan_of_entries
 from raysvc.plan.plan import MiniBatchPlan, Plan
@@ -64,6 +67,7 @@ class _Open:
     some_rows: RowBatch
     text_widths: Mapping[str, int]
     media: EntryMedia | None
+    decisions: tuple[Decision, ...]
 
     def slices_of(self, step: int) -> Int64s:
         """Slices that a step has rows of."""
@@ -89,6 +93,7 @@ class EntryStream:
         processor: of the media of rows; None: they have none.
         growing: of an entry that may not be finished; None: it is.
         followed: of an entry whose source is followed.
+        feedback: where decisions are; None: none can be made.
     """
 
     def __init__(
@@ -100,10 +105,12 @@ class EntryStream:
         processor: ProcessorSpec | None = None,
         growing: GrowingSpec | None = None,
         followed: FollowedSpec | None = None,
+        feedback: FeedbackLog | None = None,
     ) -> None:
         self._followed = followed
         self._uri, self._storage_options, self._recipe = uri, dict(storage_options), recipe
         self._mixture, self._processor, self._growing = mixture, processor, growing
+        self._feedback = feedback
         self._failure = ""  # why nobody builds any more
         self._being_built: GrowingEntry | None = (
             None  # that failure is told to; also while the first slice is waited for
@@ -195,7 +202,37 @@ class EntryStream:
         Raises:
             StateMismatch: names every field that differs.
         """
-        PlanState.from_json(state).check(self._opened().plan)
+        opened = self._opened()
+        known = PlanState.from_json(state)
+        known.check(opened.plan)
+        check_decided(state, known.next_step, opened.decisions)
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """What was decided so far."""
+        return self._opened().decisions
+
+    def decides(self) -> tuple[Plan, Sources | None]:
+        """What a decision is made of: the plan, and the sources of a mixture."""
+        opened, mixture = self._opened(), self._mixture
+        if mixture is None or not isinstance(opened.entry, JoinedEntry):
+            return opened.plan, None
+        shuffles = [
+            one or self._recipe.plan.shuffle for one in mixture.shuffles or (None,) * len(mixture.names)
+        ]
+        return opened.plan, Sources(mixture.names, opened.entry.entries, mixture.by, shuffles)
+
+    def follow(self, decisions: Sequence[Decision]) -> None:
+        """Make the steps to come by these decisions, which are on disk."""
+        with self._lock:
+            if self._open is not None:
+                plan = decided_plan(self._open.plan, decisions)
+                self._open = replace(self._open, plan=plan, decisions=tuple(decisions))
+
+    def catch_up(self, number: int) -> None:
+        """Know at least so many decisions."""
+        if self._feedback is not None and len(self.decisions) < number:
+            self.follow(self._feedback.decisions())
 
     def free(self) -> bool:
         """Let go of mapped parts and plan; whether anything was held."""
@@ -212,7 +249,9 @@ class EntryStream:
                 some_rows = of_fixed_width(entry.read(np.array([first])), widths)
                 ColumnBytes.of(some_rows, self._recipe.plan)  # refuses columns that are not there
                 media = EntryMedia.of(entry, plan, self._processor)
-                self._open = _Open(entry, plan, some_rows, widths, media)
+                decisions = tuple(self._feedback.decisions()) if self._feedback else ()
+                plan = decided_plan(plan, decisions)
+                self._open = _Open(entry, plan, some_rows, widths, media, decisions)
                 self._known = _Facts(plan.schedule, plan.hash, plan.identity, entry.key, entry.num_rows)
             return self._open
 
@@ -248,6 +287,11 @@ class EntryStream:
         return self._known
 
 
+def feedback_log(journal: str, storage_options: Mapping[str, Any]) -> FeedbackLog:
+    """What was said back to a server with this journal."""
+    return FeedbackLog(f"{journal}/feedback", storage_options)
+
+
 def streams_of(spec: ServeSpec) -> dict[str, EntryStream]:
     """The streams of a server that read an entry: what is trained, if it is one, and the evals."""
     streams: dict[str, EntryStream] = {}
@@ -261,6 +305,7 @@ def streams_of(spec: ServeSpec) -> dict[str, EntryStream]:
             spec.processor,
             spec.growing,
             spec.followed,
+            feedback_log(spec.journal, spec.storage_options) if spec.journal else None,
         )
     for name, evaluation in spec.evals.items():
         recipe = Recipe(eval_plan(spec.plan, evaluation.batch_size, evaluation.without), spec.pad_token_id)

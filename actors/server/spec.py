@@ -49,6 +49,18 @@ class Part(NamedTuple):
     rank: int
 
 
+class AdmittedStep(NamedTuple):
+    """A step that collators may make.
+
+    Attributes:
+        step: 0-based.
+        decisions: how many were made by then; whoever makes the step knows as many.
+    """
+
+    step: int
+    decisions: int
+
+
 def as_role(ranks: Role | int) -> Role:
     """A role; a plain number of ranks gets all columns."""
     return Role(ranks) if isinstance(ranks, int) else ranks
@@ -75,6 +87,7 @@ class MixtureSpec(BaseModel):
     shuffles: tuple[str | None, ...] = Field(
         default=(), description="Of each source, where it is not that of the plan."
     )
+    by: Literal["rows", "tokens"] = Field(default="rows", description="What weights count.")
 
 
 class RolloutSpec(BaseModel):
@@ -153,6 +166,7 @@ class Lease:
         entry_key: of the entry that is served, "" for rollouts.
         schedule: JSON of `raysvc.plan.schedule.Schedule`.
         collators: processes of the trainer that make the shards; 0: the server makes them.
+        decided: (from step, digest) of the decisions that were made so far, see `raysvc.feedback.decision`.
     """
 
     name: str
@@ -164,6 +178,7 @@ class Lease:
     entry_key: str
     schedule: dict[str, Any]
     collators: int = 0
+    decided: tuple[tuple[int, str], ...] = ()
 
     @property
     def forms(self) -> bool:

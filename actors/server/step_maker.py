@@ -168,6 +168,10 @@ class StepMaker:
         """Let go of shared training steps before this one."""
         self.shared.clear(unless=lambda key: not isinstance(key, tuple) or key[0] != TRAIN or key[1] >= step)
 
+    def let_go_from(self, step: int) -> None:
+        """Let go of shared training steps from this one on: they are made otherwise from now on."""
+        self.shared.clear(unless=lambda key: not isinstance(key, tuple) or key[0] != TRAIN or key[1] < step)
+
     def holds_data(self) -> bool:
         """Whether an entry is open."""
         return any(stream.is_open for stream in self._streams.values())

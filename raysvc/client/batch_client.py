@@ -28,12 +28,14 @@ from raysvc.client.arguments import (
 from raysvc.client.connection import Connection, new_holder
 from raysvc.client.evals import EvalStream
 from raysvc.client.lease_client import LeaseClient
-from raysvc.client.look_ahead import Limit
+from raysvc.client.look_ahead import Limit, LookAhead
 from raysvc.client.meter import Given
 from raysvc.client.steps import ClientStats as ClientStats
 from raysvc.client.steps import Mini as Mini
 from raysvc.client.steps import Step as Step
 from raysvc.errors import ConfigError, ServerError, StepOutOfOrder
+from raysvc.feedback.driver_feedback import DriverFeedback, Numbers
+from raysvc.feedback.feedback_log import RowOutcomes
 
 if TYPE_CHECKING:
     from raysvc.actors.server.spec import Lease, StepInfo
@@ -60,6 +62,7 @@ class BatchClient(LeaseClient[_Fetch, Step]):
     def __init__(self, server: Any, lease: Lease, roles: Mapping[str, Role], limit: Limit) -> None:
         super().__init__(Connection(server, lease), tuple(roles.values()), limit)
         self.roles = dict(roles)
+        self._feedback = DriverFeedback(self._connection, lease.frontier, self._decided)
 
     def __iter__(self) -> Iterator[Step]:
         return self.steps()
@@ -120,6 +123,81 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         """
         return EvalStream(self._connection, name, self.dp_size, self._eval_limit(name, look_ahead_steps))
 
+    def set_mixture_weights(self, weights: Mapping[str, float], *, from_step: int | None = None) -> int:
+        """Change the weights of a mixture from a step on, for good; returns that step. They are on disk when this returns, and
+        every resume and replay follows them. Calling it again with the same weights and step changes nothing.
+
+        Args:
+            weights: every source -> its weight, relative to the others, 0 for none of it; they count what `mixture.by` says.
+            from_step: None: the first step that this client did not ask for, which is beyond its look-ahead.
+
+        Raises:
+            StepOutOfOrder: this client asked for that step already, or there is none.
+            PlanError: the plan is no mixture; a source has no weight or is not known; a source joins after that step.
+            ConfigError: a weight is negative or no number, or all are 0.
+            ServerError: several readers, or rollouts, are served.
+        """
+        self._refuse_rollouts("set_mixture_weights")
+        return self._from(self._feedback.set_weights(weights, from_step))
+
+    def skip_rows(self, row_ids: Numbers, *, from_step: int | None = None) -> int:
+        """Leave rows out from a step on, for good; returns that step. They leave holes: no other row moves.
+
+        Args:
+            row_ids: as in `MiniBatchInfo.row_ids`; at most 100,000 in one call.
+            from_step: as in `set_mixture_weights`.
+
+        Raises:
+            StepOutOfOrder: as `set_mixture_weights`.
+            PlanError: there is no such row.
+            ServerError: as `set_mixture_weights`.
+        """
+        self._refuse_rollouts("skip_rows")
+        return self._from(self._feedback.skip_rows(row_ids, from_step))
+
+    def decisions(self) -> list[dict[str, Any]]:
+        """`from_step`, `weights` (or None) and `skip_rows` of what was decided so far, in its order."""
+        return list(self._connection.get(self._connection.control("decisions")))
+
+    def report_rows(self, step: int, row_ids: Numbers, **columns: Numbers) -> None:
+        """Report outcomes of a step's rows: `loss=[...]`, `reward=[...]`, a filter's `verdict=[...]`.
+
+        They are on disk, together with those of other steps, when the next decision, `row_outcomes`, `state_dict` or `detach`
+        returns. The first report of a step counts, so that a step that is trained again decides nothing again.
+
+        Args:
+            row_ids: [N].
+            columns: name -> [N] numbers, kept as float32.
+
+        Raises:
+            ConfigError: no column, or one of another length; a step that was reported and is not sent yet.
+            ServerError: as `set_mixture_weights`.
+        """
+        self._refuse_rollouts("report_rows")
+        self._feedback.report(step, row_ids, columns)
+
+    def row_outcomes(self, first: int, stop: int) -> RowOutcomes:
+        """What was reported of the rows of the steps `first` to `stop - 1`; also before a restart.
+
+        Raises:
+            ServerError: as `set_mixture_weights`.
+        """
+        self._refuse_rollouts("row_outcomes")
+        return self._feedback.outcomes(first, stop)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The committed frontier, as small JSON, and which decisions the steps below it followed; safe with fetches in flight."""
+        self._feedback.flush()
+        return super().state_dict()
+
+    def detach(self) -> None:
+        """Give the lease back; safe to call twice, and with fetches in flight."""
+        try:
+            if not self._connection.closed:
+                self._feedback.flush()
+        finally:
+            super().detach()
+
     def put_groups(self, groups: Any) -> Any:
         """Put rollouts; as `Rollouts.put_groups`."""
         self._refuse_unless_rollouts("put_groups")
@@ -149,6 +227,22 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         self._refuse_unless_rollouts("forget_below")
         return int(self._connection.after_commits("forget_below", integer("forget_below(step)", step, 0)))
 
+    def _from(self, step: int) -> int:
+        """A decision holds from `step` on: what was known of the sizes of steps to come is out of date."""
+        if isinstance(self._window, LookAhead):
+            self._window.forget_sizes()
+        return step
+
+    def _move(self, frontier: int, plan_state: dict[str, Any] | None) -> None:
+        super()._move(frontier, plan_state)
+        self._feedback.moved(self._frontier)
+
+    def _refuse_rollouts(self, call: str) -> None:
+        self._connection.check()
+        if self.lease.forms:
+            where, what = f"server.name {self.lease.name!r}", f"serves rollouts, and {call} is for an entry"
+            raise ServerError(where, what, "change what is put")
+
     def _refuse_unless_rollouts(self, call: str) -> None:
         self._connection.check()
         if not self.lease.forms:
@@ -157,7 +251,9 @@ class BatchClient(LeaseClient[_Fetch, Step]):
 
     def _fetch(self, index: int) -> _Fetch:
         count, each = self.schedule.mini_batches_at(index), sum(role.dp_size for role in self._roles)
-        info, *shards = self._connection.fetch_step(index, self._roles, count)
+        info, *shards = self._feedback.ask(
+            index, lambda: self._connection.fetch_step(index, self._roles, count)
+        )
         minis = tuple(self._mini(shards[m * each : (m + 1) * each]) for m in range(count))
         step = Step(index, self.schedule.epoch_of(index), minis, self.schedule.update_epochs)
         return _Fetch(index, info, step)

@@ -2,12 +2,13 @@
 
 Always true:
 - it says which plan it belongs to field by field, so that a refusal can name what differs;
+- it says which decisions the steps below the frontier followed, where there were some;
 - it holds nothing of the look-ahead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raysvc.errors import StateMismatch
@@ -21,20 +22,29 @@ _GIVE = "give what state_dict returned"
 
 
 def state_of(
-    lease: Lease, schedule: Schedule, frontier: int, orders: Mapping[int, str] | None = None
+    lease: Lease,
+    schedule: Schedule,
+    frontier: int,
+    orders: Mapping[int, str] | None = None,
+    decided: Sequence[tuple[int, str]] | None = None,
 ) -> dict[str, Any]:
-    """The state after all steps below `frontier` are committed; `plan` is a `raysvc.plan.state.PlanState`.
+    """The state after all steps below `frontier` are committed.
 
-    `orders`: `Connection.orders`.
+    Its `plan` is a `raysvc.plan.state.PlanState`, with `decided` for the steps below, see `raysvc.feedback.decision`;
+    `orders`: `Connection.orders`; `decided`: None: nothing more than when the lease was given.
     """
     from raysvc.plan.state import PlanState
 
+    marks = [list(mark) for mark in (lease.decided if decided is None else decided) if mark[0] < frontier]
     return {
         "version": STATE_VERSION,
         "frontier": frontier,
         "epoch": schedule.epoch_of(min(frontier, schedule.num_steps - 1)),
         "entry_key": lease.entry_key,
-        "plan": PlanState.before(frontier, schedule, lease.plan_hash, lease.identity, orders or {}).to_json(),
+        "plan": {
+            **PlanState.before(frontier, schedule, lease.plan_hash, lease.identity, orders or {}).to_json(),
+            **({"decided": marks} if marks else {}),
+        },
     }
 
 

@@ -69,6 +69,7 @@ class LeaseClient(ABC, Generic[F, S]):
         self.schedule = Schedule.from_json(self.lease.schedule)
         self._connection, self._roles, self._limit = connection, roles, limit
         self._frontier = self.lease.frontier
+        self._decided = list(self.lease.decided)
         self._taken = self._frontier  # steps below were handed out, or are committed
         self._window: Window | None = None  # of the newest iteration; an older one is refused
         self._commit_lock = threading.Lock()  # guards what `commit` reads and writes
@@ -133,7 +134,8 @@ class LeaseClient(ABC, Generic[F, S]):
 
     def state_dict(self) -> dict[str, Any]:
         """The committed frontier, as small JSON; safe with fetches in flight, equal on all ranks after a step."""
-        return {**state_of(self.lease, self.schedule, self._frontier, self.orders), "dp_size": self.dp_size}
+        state = state_of(self.lease, self.schedule, self._frontier, self.orders, self._decided)
+        return {**state, "dp_size": self.dp_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state: the trainer's checkpoint overrides what the server remembers. dp_size may differ.

@@ -48,6 +48,9 @@ class Sizes(Protocol):
     def size(self, step: int) -> int | None:
         """Bytes of a step; None: nobody knows yet. Steps are asked for in order, one perhaps several times."""
 
+    def forget(self) -> None:
+        """Steps that were not asked for yet are made otherwise from now on."""
+
 
 class LookAhead(Generic[F]):
     """The outstanding fetches of one iteration.
@@ -102,6 +105,10 @@ class LookAhead(Generic[F]):
             self._pending.append(self._ask(self._upcoming))
             self._upcoming += 1
 
+    def forget_sizes(self) -> None:
+        """Sizes of steps that were not asked for yet are not known any more."""
+        self._sizes.forget()
+
     def _fits(self, step: int) -> bool:
         if self._limit.nbytes is None:
             return True
@@ -152,6 +159,10 @@ class PlannedSizes:
                 self.prepare(stop)
         return self._known.get(step)
 
+    def forget(self) -> None:
+        """They are asked for again."""
+        self._known, self._coming = {}, None
+
 
 class FormedSizes:
     """Sizes that are known once a step is formed, of what others deliver.
@@ -169,3 +180,6 @@ class FormedSizes:
     def size(self, step: int) -> int | None:
         """Bytes of a step, None while it cannot be formed."""
         return self._form(step)
+
+    def forget(self) -> None:
+        """Nothing is kept."""

@@ -2,7 +2,8 @@
 
 Always true:
 - the same code makes the step that the server runs, from what the run's `served.jsonl` says of that step, else from
-  the job file;
+  the job file, and from the decisions of its trainer;
+- rows that differ from those of the run's row log are an error;
 - nothing is written, no Ray is started;
 - for rollouts the groups come from the spool of the run folder; where that is gone, an error says so.
 """
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from raysvc.collate.shard import Shard
     from raysvc.job.config import JobConfig
     from raysvc.plan.schedule import Schedule
+
+ROWS = "rows.jsonl"
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,14 +82,16 @@ def replay_job(job: JobConfig, step: int, dp_size: int | None = None) -> Replaye
 
     Raises:
         StepOutOfOrder: there is no such step.
-        EntryError: the entry is not built, or gone.
+        EntryError: the entry is not built, or gone; the row log has other rows.
     """
     from raysvc.cache.store.open import absolute
 
-    served = read_served(absolute(job.run_dir), step, job.cache.storage_options)
+    folder = absolute(job.run_dir)
+    served = read_served(folder, step, job.cache.storage_options)
     if served is not None:
-        return _made(served.spec, step, dp_size or served.dp_size or job.trainer.dp_size, recorded=True)
-    return _made(_spec_of(job), step, dp_size or job.trainer.dp_size, recorded=False)
+        ranks = dp_size or served.dp_size or job.trainer.dp_size
+        return _made(served.spec, folder, step, ranks, recorded=True)
+    return _made(_spec_of(job), folder, step, dp_size or job.trainer.dp_size, recorded=False)
 
 
 def replay_run(
@@ -96,7 +101,7 @@ def replay_run(
 
     Raises:
         ConfigError: the folder does not say how its steps were made, or for how many ranks.
-        EntryError: the groups of the step are not in the spool.
+        EntryError: the groups of the step are not in the spool; the row log has other rows.
     """
     from raysvc.cache.store.open import absolute
 
@@ -107,7 +112,7 @@ def replay_run(
     if ranks is None:
         what = "its trainer is not ours, so the number of ranks is not known"
         raise ConfigError("--dp-size", what, "give the dp_size it attached with")
-    return _made(served.spec, step, ranks, recorded=True)
+    return _made(served.spec, absolute(run_dir), step, ranks, recorded=True)
 
 
 def save(shards: list[Shard], path: Path) -> None:
@@ -158,8 +163,8 @@ def _spec_of(job: JobConfig) -> ServeSpec:
     return spec
 
 
-def _made(spec: ServeSpec, step: int, dp_size: int, *, recorded: bool) -> ReplayedStep:
-    stream = _rollouts(spec, step) if spec.rollouts else _rows(spec, step)
+def _made(spec: ServeSpec, run_dir: str, step: int, dp_size: int, *, recorded: bool) -> ReplayedStep:
+    stream = _rollouts(spec, step) if spec.rollouts else _rows(spec, run_dir, step)
     try:
         info, shards = stream.make(step, (dp_size,))
     except KeyError as error:  # a file of the spool is gone
@@ -169,17 +174,41 @@ def _made(spec: ServeSpec, step: int, dp_size: int, *, recorded: bool) -> Replay
             what,
             "keep that folder: the groups of a rollout server are nowhere else",
         ) from None
+    _check_logged(run_dir, step, info, spec.storage_options)
     minis = tuple(shards[start : start + dp_size] for start in range(0, len(shards), dp_size))
     return ReplayedStep(info, minis, stream.schedule, spec, recorded)
 
 
-def _rows(spec: ServeSpec, step: int) -> EntryStream:
-    from raysvc.actors.server.entry_stream import EntryStream
+def _check_logged(run_dir: str, step: int, info: StepInfo, storage_options: Mapping[str, Any]) -> None:
+    """Compare the rows of a step that was made again with the row log, if there is one that has the step."""
+    import fsspec
+
+    logged: list[list[int]] = []
+    try:
+        with fsspec.open(f"{run_dir}/{ROWS}", "rb", **storage_options) as file:
+            logged = [json.loads(line)["row_ids"] for line in file if line.startswith(b'{"step":%d,' % step)]
+    except FileNotFoundError:
+        return
+    made = [mini.row_ids.tolist() for mini in info.mini_batches]
+    if logged and logged[: len(made)] != made:
+        what = f"step {step} had other rows than those that can be made again"
+        remedy = "restore server/feedback of the run folder, and the entry, as they were in the run"
+        raise EntryError(f"{run_dir}/{ROWS}", what, remedy)
+
+
+def _rows(spec: ServeSpec, run_dir: str, step: int) -> EntryStream:
+    from raysvc.actors.server.entry_stream import EntryStream, feedback_log
     from raysvc.actors.server.make_step import Recipe
 
     assert spec.entry_uri is not None, "a spec has an entry or rollouts"
-    recipe = Recipe(spec.plan, spec.pad_token_id)
-    stream = EntryStream(spec.entry_uri, spec.storage_options, recipe, spec.mixture, followed=spec.followed)
+    stream = EntryStream(
+        spec.entry_uri,
+        spec.storage_options,
+        Recipe(spec.plan, spec.pad_token_id),
+        spec.mixture,
+        followed=spec.followed,
+        feedback=feedback_log(f"{run_dir}/server", spec.storage_options),
+    )
     num_steps = stream.schedule.num_steps
     if spec.followed is not None and not stream.is_there(step):
         what = f"has no step {step} yet: its rows are not there, or not tokenized"

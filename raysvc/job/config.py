@@ -335,6 +335,18 @@ class MixtureSourceConfig(Model):
         return value if value is None else _known_shuffle(value)
 
 
+class AdaptConfig(Model):
+    """Starve the sources of a mixture whose loss stays high; see `raysvc.training.adapting`."""
+
+    every_steps: PositiveInt = Field(
+        description="Look at the losses of so many steps at a time; what follows holds as many steps later. At least server.look_ahead_steps + 2."
+    )
+    starve_above: float = Field(
+        gt=1,
+        description="A source gets no more rows when its mean loss is above this times the median of the others'.",
+    )
+
+
 class MixtureConfig(Model):
     """Several sources in one stream, by exact counts; each is tokenized into a cache entry of its own."""
 
@@ -342,10 +354,15 @@ class MixtureConfig(Model):
         min_length=1, description="Name -> source, with a weight or with epochs; append new ones at the end."
     )
     by: Literal["rows", "tokens"] = Field(default="rows", description="What the weights count.")
+    adapt: AdaptConfig | None = Field(
+        default=None, description="Starve sources whose loss stays high, while `raysvc train` trains."
+    )
 
     def decides(self) -> dict[str, Any]:
-        """The fields as JSON; a shuffle only where a source has its own."""
+        """The fields as JSON; a shuffle only where a source has its own, and `adapt` where it is given."""
         known = self.model_dump(mode="json")
+        if self.adapt is None:
+            del known["adapt"]
         for each in known["sources"].values():
             del each["source"]["follow"]  # refused
             if each["shuffle"] is None:
@@ -360,6 +377,8 @@ class MixtureConfig(Model):
             raise ValueError("give every source a weight, or every source epochs")
         if self.by == "tokens" and kinds == {(True, False)}:
             raise ValueError("by: tokens needs weights")
+        if self.adapt is not None and kinds == {(True, False)}:
+            raise ValueError("adapt changes weights; give every source a weight")
         if not any(each.from_step == 0 and each.weight != 0 for each in sources):
             raise ValueError("no source begins at step 0")
         return self
@@ -533,6 +552,13 @@ class JobConfig(Model):
                 f"plan.layout: packed with shuffle: {windowed} has to know its capacity before the rows; give max_length, or plan.micro_batch_tokens"
             )
         self._refuse_followed()
+        adapt, ahead = self.mixture.adapt if self.mixture else None, self.server.look_ahead_steps
+        if adapt is not None and adapt.every_steps < ahead + 2:
+            raise ValueError(
+                f"mixture.adapt.every_steps: {adapt.every_steps} is less than server.look_ahead_steps + 2 = {ahead + 2}, and the steps that a decision changes would be handed out before it"
+            )
+        if adapt is not None and self.server.share != "none":
+            raise ValueError("mixture.adapt is for one trainer, and server.share: stream has several")
         if self.trainer.eval_every_steps is not None and not self.evals:
             raise ValueError(
                 "trainer.eval_every_steps is given, but there are no evals; add a section evals or leave the key out"

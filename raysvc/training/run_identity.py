@@ -32,7 +32,9 @@ def identity_of(job: JobConfig, entry: CacheEntry) -> dict[str, Any]:
     """Dotted key -> value of all that decides rows, order and weights of a run, in JSON's types."""
     trainer = {f"trainer.{name}": getattr(job.trainer, name) for name in (*FIXED, *CHANGEABLE)}
     plan = {f"plan.{name}": value for name, value in plan_of(job, entry).identity.items()}
-    identity: dict[str, Any] = json.loads(json.dumps({**plan, EPOCHS: job.plan.epochs, **trainer}))
+    adapt = job.mixture.adapt if job.mixture else None
+    adapts = {} if adapt is None else {"mixture.adapt": adapt.model_dump()}
+    identity: dict[str, Any] = json.loads(json.dumps({**plan, EPOCHS: job.plan.epochs, **trainer, **adapts}))
     return identity
 
 

@@ -40,6 +40,7 @@ from raysvc.progress import Progress, Tick, silent
 from raysvc.trackers.known_trackers import check_installed
 from raysvc.trackers.reporter import NO_TRACKERS, Reporter, open_reporter
 from raysvc.trackers.tracker import tracked_run
+from raysvc.training.adapting import Adapting
 from raysvc.training.evaluation import Evals, HeldBack
 from raysvc.training.export import export, tokenizer_beside, write_model
 from raysvc.training.loss_shares import LossShares
@@ -177,6 +178,7 @@ class _Run:
     stalls: StallBook = field(default_factory=StallBook)
     last_end: float = 0.0
     reporter: Reporter = NO_TRACKERS
+    adapting: Adapting = field(init=False)  # known once the rows are
     save_tokenizer: Callable[[Path], None] | None = (
         None  # loaded since the first step, for the model at the end
     )
@@ -243,7 +245,8 @@ class _Run:
         )
         self._write_served(start)
         per_epoch = client.schedule.steps_per_epoch
-        shares = LossShares(numbered(self.job, self.entry))
+        entry = numbered(self.job, self.entry)
+        shares, self.adapting = LossShares(entry), Adapting(self.job.mixture, entry)
         books = RunLog(self.folder, start, stop, self.progress, self.reporter, per_epoch, shares)
         loop_begin = time.perf_counter()
         try:
@@ -332,7 +335,10 @@ class _Run:
         if verdict is not None:
             log.info("stalled server=%s %s", self.job.server.name, verdict)
         books.step(started.step, results, step_s, times)
-        client.commit(started.step.index)
+        step = started.step
+        self.adapting.report(client, step.index, len(step.mini_batches), results)
+        client.commit(step.index)
+        self.adapting.decide(client, step.index + 1)
         if self.save_tokenizer is None:
             self.save_tokenizer = tokenizer_beside(self.job.tokenizer)
 

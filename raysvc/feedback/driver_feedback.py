@@ -1,0 +1,127 @@
+"""A driver's end of `raysvc.actors.server.trainer_feedback`: what was handed out, what is not reported yet, what was decided.
+
+Always true:
+- no step is asked for while a decision is on its way, so that none is made by both plans;
+- outcomes that were handed in are on disk before a decision, a look at them, a state and the end of the client;
+- outcomes of steps that a rewind makes void before they were sent are not sent.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raysvc.client.arguments import integer, mapping, number, optional_integer
+from raysvc.client.connection import Connection
+from raysvc.errors import ConfigError
+from raysvc.feedback.decision import Request
+from raysvc.feedback.feedback_log import RowOutcomes
+from raysvc.ragged import Int64s
+
+SEND_AT_ROWS = 65_536  # a megabyte and a half with one column
+_OWN = ("step", "row_id")
+Numbers = Sequence[int] | Sequence[float] | npt.NDArray[Any]
+
+
+class DriverFeedback:
+    """See the module.
+
+    Args:
+        connection: of the driver.
+        frontier: its next step.
+        decided: (from step, digest) of what was decided so far; what is decided here is added.
+    """
+
+    def __init__(self, connection: Connection, frontier: int, decided: list[tuple[int, str]]) -> None:
+        self._connection = connection
+        self._asking = threading.Lock()
+        self._asked = frontier  # guarded by _asking; the steps below were asked for
+        self._decided = decided
+        self._unsent: dict[int, tuple[Int64s, dict[str, Any]]] = {}  # step -> rows and their columns
+
+    def ask(self, step: int, fetch: Callable[[], Any]) -> Any:
+        """Ask for a step."""
+        with self._asking:
+            self._asked = max(self._asked, step + 1)
+            return fetch()
+
+    def moved(self, frontier: int) -> None:
+        """Steps from `frontier` on are asked for again."""
+        with self._asking:
+            self._asked = frontier
+        self._unsent = {step: rows for step, rows in self._unsent.items() if step < frontier}
+
+    def set_weights(self, weights: Mapping[str, float], from_step: int | None) -> int:
+        """See `BatchClient.set_mixture_weights`, also for what it raises."""
+        where = "set_mixture_weights({})"
+        known = {
+            name: number(where.format(f"weights[{name!r}]"), weight)
+            for name, weight in mapping(where.format("weights"), weights).items()
+        }
+        if not any(known.values()):
+            raise ConfigError(
+                where.format("weights"), f"{known} has none above 0", "give one source some weight"
+            )
+        step = optional_integer(where.format("from_step"), from_step, 0)
+        return self._decide(Request(uuid.uuid4().hex, step, known))
+
+    def skip_rows(self, row_ids: Numbers, from_step: int | None) -> int:
+        """See `BatchClient.skip_rows`, also for what it raises."""
+        rows = tuple(integer("skip_rows(row_ids)", row, 0) for row in np.asarray(row_ids).reshape(-1))
+        if not rows:
+            raise ConfigError("skip_rows(row_ids)", "names no row", "give one at least")
+        step = optional_integer("skip_rows(from_step)", from_step, 0)
+        return self._decide(Request(uuid.uuid4().hex, step, None, rows))
+
+    def report(self, step: int, row_ids: Numbers, columns: Mapping[str, Numbers]) -> None:
+        """See `BatchClient.report_rows`, also for what it raises."""
+        self._connection.check()
+        rows = np.array(row_ids, np.int64)
+        integer("report_rows(step)", step, 0, max(self._asked, 1))
+        if step in self._unsent:
+            what = f"step {step} was reported already"
+            raise ConfigError("report_rows(step)", what, "report all columns of a step in one call")
+        if not columns or rows.ndim != 1 or not len(rows):
+            what = f"{len(columns)} columns for rows of shape {list(rows.shape)}"
+            raise ConfigError("report_rows", what, "give row ids [N], and a column such as loss=[...]")
+        known = {name: np.array(values, np.float32) for name, values in columns.items()}
+        for name, values in known.items():
+            if values.shape != rows.shape or name in _OWN:
+                what = f"has shape {list(values.shape)} for {len(rows)} rows, or the name of another column"
+                raise ConfigError(f"report_rows({name})", what, "give one number a row")
+        self._unsent[int(step)] = (rows, known)
+        if sum(len(rows) for rows, _ in self._unsent.values()) >= SEND_AT_ROWS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Have what was reported kept; on disk when this returns."""
+        unsent, self._unsent = self._unsent, {}
+        by_columns: dict[tuple[str, ...], list[int]] = {}
+        for step in sorted(unsent):
+            by_columns.setdefault(tuple(sorted(unsent[step][1])), []).append(step)
+        for names, steps in by_columns.items():
+            rows = [unsent[step][0] for step in steps]
+            columns = {name: np.concatenate([unsent[step][1][name] for step in steps]) for name in names}
+            of_rows = np.repeat(np.array(steps, np.int64), [len(each) for each in rows])
+            outcomes = RowOutcomes(of_rows, np.concatenate(rows), columns)
+            self._connection.after_commits("report_rows", outcomes)
+
+    def outcomes(self, first: int, stop: int) -> RowOutcomes:
+        """See `BatchClient.row_outcomes`."""
+        first = integer("row_outcomes(first)", first, 0)
+        self.flush()
+        found = self._connection.after_commits("row_outcomes", first, integer("row_outcomes(stop)", stop, 0))
+        return RowOutcomes(*found)
+
+    def _decide(self, request: Request) -> int:
+        self.flush()
+        with self._asking:
+            step, digest = self._connection.after_commits("decide", request, self._asked)
+            if (step, digest) not in self._decided:
+                self._decided.append((step, digest))
+        return int(step)

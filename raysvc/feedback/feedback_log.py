@@ -1,0 +1,156 @@
+"""What a trainer said back, on disk beside its leases.
+
+    decisions/000000000003.json                       one decision, see `raysvc.feedback.decision`
+    outcomes/000000000042.3.120-139.<uid>.arrow       outcomes of the rows of steps 120 to 139, when 3 decisions were known
+
+A table of outcomes has `step` (int64), `row_id` (int64), and a float32 for each column that was reported: 20 bytes for a row with
+one column.
+Always true:
+- a record is complete when it can be seen, and durable when the call that wrote it returns; none is ever changed;
+- decisions are numbered from 0 without a gap; one that is missing or damaged is an error that names it;
+- of several reports of a step the first one counts that was made since the last decision that changed the step: a step
+  that is trained again after a death changes no outcome;
+- outcomes take at most `MOST_BYTES` and `MOST_RECORDS`: the oldest records go first. Decisions stay.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from raysvc.cache.store.open import open_store
+from raysvc.errors import EntryError
+from raysvc.feedback.decision import Decision
+from raysvc.ragged import Int64s
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+MOST_BYTES = 1 << 30
+MOST_RECORDS = 4096
+
+
+class RowOutcomes(NamedTuple):
+    """What was reported of rows.
+
+    Attributes:
+        steps: int64 [N], ascending.
+        row_ids: int64 [N].
+        columns: name -> float32 [N], NaN where the report of a step had no such column.
+    """
+
+    steps: Int64s
+    row_ids: Int64s
+    columns: dict[str, npt.NDArray[np.float32]]
+
+
+class _Record(NamedTuple):
+    """Name of a table of outcomes, and what it says."""
+
+    name: str
+    known: int
+    first: int
+    last: int
+
+
+class FeedbackLog:
+    """A folder at any fsspec URL; one writer at a time."""
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        self._store = open_store(url, storage_options)
+        self._next: int | None = None  # number of the next report; None: not listed yet
+
+    def decisions(self) -> list[Decision]:
+        """All of them, in the order in which they were made.
+
+        Raises:
+            EntryError: one is missing or damaged.
+        """
+        numbers = sorted(_number(name) for name in self._store.list("decisions") if name.endswith(".json"))
+        return [self._decision(number) for number in range(numbers[-1] + 1)] if numbers else []
+
+    def add(self, number: int, decision: Decision) -> bool:
+        """Keep a decision as number so many; False: that number is taken."""
+        return self._store.create(f"decisions/{number:012d}.json", json.dumps(decision.to_json()).encode())
+
+    def report(self, outcomes: RowOutcomes, known: int) -> None:
+        """Keep outcomes of whole steps.
+
+        Args:
+            known: decisions that were made before.
+        """
+        import pyarrow as pa
+
+        table = pa.table({"step": outcomes.steps, "row_id": outcomes.row_ids, **outcomes.columns})
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+        if self._next is None:
+            self._next = max((_number(one.name) for one in self._records()), default=-1) + 1
+        number, self._next = self._next, self._next + 1
+        steps = f"{outcomes.steps.min()}-{outcomes.steps.max()}"
+        name = f"outcomes/{number:012d}.{known}.{steps}.{uuid.uuid4().hex[:8]}.arrow"
+        self._store.write(name, memoryview(sink.getvalue()))
+        self._remove_oldest()
+
+    def outcomes(self, first: int, stop: int, decisions: Sequence[Decision]) -> RowOutcomes:
+        """What counts of the steps `first` to `stop - 1`."""
+        import pyarrow as pa
+
+        taken: dict[int, pa.Table] = {}
+        for record in self._records():
+            if record.last < first or record.first >= stop:
+                continue
+            data = self._store.read(f"outcomes/{record.name}")
+            table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
+            steps = table["step"].to_numpy()
+            changed = min((one.from_step for one in decisions[record.known :]), default=stop)
+            for step in np.unique(steps).tolist():
+                if first <= step < min(stop, changed) and step not in taken:
+                    taken[step] = table.filter(pa.array(steps == step))
+        if not taken:
+            return RowOutcomes(np.zeros(0, np.int64), np.zeros(0, np.int64), {})
+        whole = pa.concat_tables([taken[step] for step in sorted(taken)], promote_options="default")
+        columns = {
+            name: whole[name].to_numpy().astype(np.float32)
+            for name in whole.column_names
+            if name not in ("step", "row_id")
+        }
+        return RowOutcomes(whole["step"].to_numpy(), whole["row_id"].to_numpy(), columns)
+
+    def _decision(self, number: int) -> Decision:
+        name = f"decisions/{number:012d}.json"
+        try:
+            return Decision.from_json(json.loads(self._store.read(name)))
+        except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+            what = f"decision {number} of this run is missing or damaged ({type(error).__name__})"
+            remedy = "restore the file: without it the steps after it cannot be made again"
+            raise EntryError(f"{self._store.url}/{name}", what, remedy) from error
+
+    def _records(self) -> list[_Record]:
+        """Reports in the order in which they were made."""
+        found = []
+        for name in sorted(self._store.list("outcomes")):
+            parts = name.split(".")
+            if len(parts) == 5 and parts[0].isdigit() and parts[4] == "arrow":
+                first, _, last = parts[2].partition("-")
+                found.append(_Record(name, int(parts[1]), int(first), int(last)))
+        return found
+
+    def _remove_oldest(self) -> None:
+        found = sorted((each for each in self._store.scan("outcomes")), key=lambda each: each.name)
+        nbytes = sum(each.size for each in found)
+        while found and (len(found) > MOST_RECORDS or nbytes > MOST_BYTES):
+            oldest, *found = found
+            nbytes -= oldest.size
+            self._store.delete(f"outcomes/{oldest.name}")
+
+
+def _number(name: str) -> int:
+    stem = name.split(".")[0]
+    return int(stem) if stem.isdigit() else -1

@@ -1,0 +1,100 @@
+"""A run that starves the sources of its mixture whose loss stays high (`mixture.adapt`).
+
+1. The losses of the rows of each step are reported with it.
+2. When the steps [k - n, k) are trained, n being `every_steps`, their losses are looked at, as they were first reported.
+3. What follows from them holds from step k + n on: the steps until then may have been handed out already.
+
+Always true:
+- a run that was killed, and goes on on as many ranks as it likes, decides as the one that was not: by what was reported first;
+- before all sources have joined nothing is decided.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from raysvc.errors import ConfigError
+from raysvc.feedback.starve import starved
+
+if TYPE_CHECKING:
+    from raysvc.actors.worker.results import MiniResult
+    from raysvc.build.cache_entry import CacheEntry
+    from raysvc.client.batch_client import BatchClient
+    from raysvc.job.config import MixtureConfig
+
+log = logging.getLogger(__name__)
+
+
+class Adapting:
+    """See the module; a run without `mixture.adapt` does nothing of it.
+
+    Args:
+        mixture: of the job.
+        entry: whose rows they are, with the numbers of the plan.
+    """
+
+    def __init__(self, mixture: MixtureConfig | None, entry: CacheEntry) -> None:
+        self._mixture, self._entry = mixture, entry
+        self._adapt = mixture.adapt if mixture is not None else None
+
+    def report(
+        self, client: BatchClient, step: int, num_minis: int, results: Sequence[Sequence[MiniResult]]
+    ) -> None:
+        """Report the losses of a trained step, of its first pass.
+
+        Args:
+            num_minis: of the step.
+            results: results[dp rank][optimizer step].
+
+        Raises:
+            ConfigError: the workers do not say the losses of rows.
+        """
+        if self._adapt is None:
+            return
+        rows = [mini.rows for rank in results for mini in rank[:num_minis] if mini.rows is not None]
+        if not rows:
+            what = "needs the loss of each row, and this objective has none"
+            raise ConfigError("mixture.adapt", what, "leave it out, or train another objective")
+        row_ids = np.concatenate([one.row_ids for one in rows])
+        order = np.argsort(row_ids, kind="stable")  # so that the report does not depend on ranks
+        columns = {
+            name: np.concatenate([one.rows[name] for one in rows])[order] for name in ("loss", "targets")
+        }
+        client.report_rows(step, row_ids[order], **columns)
+
+    def decide(self, client: BatchClient, done: int) -> None:
+        """Look at the last steps, where it is time to.
+
+        Args:
+            done: trained steps.
+        """
+        if self._adapt is None or self._mixture is None or done % self._adapt.every_steps:
+            return
+        every, sources = self._adapt.every_steps, self._mixture.sources
+        from_step = done + every
+        if from_step >= client.schedule.num_steps or from_step < max(
+            one.from_step for one in sources.values()
+        ):
+            return
+        weights = {name: one.weight or 0.0 for name, one in sources.items()}
+        for one in client.decisions():
+            if one["weights"] is not None and one["from_step"] < from_step:
+                weights = {**weights, **one["weights"]}
+        told = client.row_outcomes(done - every, done)
+        names = np.array(self._entry.sources_of(told.row_ids))
+        losses = {
+            name: (
+                float(told.columns["loss"][names == name].sum(dtype=np.float64)),
+                int(told.columns["targets"][names == name].sum()),
+            )
+            for name in sources
+        }
+        changed = starved(weights, losses, self._adapt.starve_above)
+        if changed is not None:
+            client.set_mixture_weights(changed, from_step=from_step)
+            gone = [name for name, weight in changed.items() if weight < weights[name]]
+            log.warning("starved sources=%s from_step=%d losses=%s", ",".join(gone), from_step, losses)
