@@ -81,14 +81,14 @@ def entry_of(root: Path, processor_at: Path, num_rows: int) -> tuple[str, dict[s
     known = []
     for data in jpegs(64):
         size = image_size(data)
-        count = processor.replacement(*size)
+        count = processor.replacement("image", *size)
         known.append(
             Medium(write_medium(store, data), "image", size, count.tokens, 0, count.patches, len(data))
         )
     rows = [
         [known[one] for one in rng.integers(0, len(known), int(rng.integers(1, 4)))] for _ in range(num_rows)
     ]
-    ids = [[processor.token_id] * sum(one.tokens for one in row) + [5] * 20 for row in rows]
+    ids = [[processor.token_ids["image"]] * sum(one.tokens for one in row) + [5] * 20 for row in rows]
     table = pa.table(
         {
             "input_ids": pa.array(ids, pa.list_(pa.int32())),

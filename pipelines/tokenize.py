@@ -112,7 +112,7 @@ def desk_of(
         TokenizerError: there is no processor of media.
     """
     name = spec.tokenizer
-    loaded = processor or MediaProcessor.load(name.name, name.revision, name.trust_remote_code)
+    loaded = processor or MediaProcessor.load(name.name, name.revision, name.trust_remote_code, spec.media)
     return MediaDesk(
         loaded, store, lambda path, folder, most: read_media_file(path, folder, most, storage_options)
     )

@@ -1,4 +1,4 @@
-"""What a model of images or audio is given beside tokens: the arrays of media, and positions in three dimensions where it has them.
+"""What a model of media is given beside tokens: the arrays of media, and positions in three dimensions where it has them.
 
 This file imports torch; import it inside the function that needs it.
 
@@ -19,6 +19,7 @@ from raysvc.collate.shard import BOUNDS
 
 BLANK = "blank_media"  # name of the arrays that count nothing
 GRID = "image_grid_thw"
+OF_VIDEOS = {"pixel_values_videos": "pixel_values", "video_grid_thw": GRID}  # name -> of images
 SOUND = "input_features"
 
 
@@ -33,11 +34,12 @@ def media_inputs(lm: Any, tensors: Mapping[str, torch.Tensor], row_BL: torch.Ten
     media = {name: _typed(tensors[name]) for name in tensors if name + BOUNDS in tensors}
     if not media:
         return {}
-    if not any(len(value) for value in media.values()):
+    there = {name: value for name, value in media.items() if len(value)}
+    if not there:
         return {BLANK: _blank(lm, media)}
     if hasattr(lm.base_model, "get_rope_index"):
-        media["position_ids"] = _positions(lm, tensors, row_BL)
-    return media
+        there["position_ids"] = _positions(lm, tensors, there, row_BL)
+    return there
 
 
 def encoder_zero(lm: Any, blank: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -55,7 +57,9 @@ def _typed(value: torch.Tensor) -> torch.Tensor:
 
 
 def _blank(lm: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The least that the encoder takes."""
+    """The least that the encoder takes; in place of a video an image, which has the same encoder."""
+    if OF_VIDEOS.keys() <= media.keys():
+        media = {OF_VIDEOS[name]: value for name, value in media.items() if name in OF_VIDEOS}
     if GRID not in media:
         return {name: value.new_zeros((1, *value.shape[1:])) for name, value in media.items()}
     side = lm.config.vision_config.spatial_merge_size
@@ -67,7 +71,9 @@ def _blank(lm: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     }
 
 
-def _positions(lm: Any, tensors: Mapping[str, torch.Tensor], row_BL: torch.Tensor) -> torch.Tensor:
+def _positions(
+    lm: Any, tensors: Mapping[str, torch.Tensor], media: Mapping[str, torch.Tensor], row_BL: torch.Tensor
+) -> torch.Tensor:
     """[3, B, L], or [4, B, L] with those of the text first where several rows share a line."""
     several = "segment_ids" in tensors
     there = tensors["segment_ids" if several else "attention_mask"] > 0
@@ -78,11 +84,10 @@ def _positions(lm: Any, tensors: Mapping[str, torch.Tensor], row_BL: torch.Tenso
     mask_SW = torch.zeros_like(ids_SW)
     ids_SW[row, place] = tensors["input_ids"].long()[there]
     mask_SW[row, place] = 1
+    kinds_SW = (ids_SW == lm.config.image_token_id).int() + 2 * (ids_SW == lm.config.video_token_id).int()
+    sizes = {name: media[name] for name in (GRID, "video_grid_thw", "second_per_grid_ts") if name in media}
     found, _ = lm.base_model.get_rope_index(
-        input_ids=ids_SW,
-        mm_token_type_ids=(ids_SW == lm.config.image_token_id).int(),
-        image_grid_thw=tensors[GRID].long(),
-        attention_mask=mask_SW,
+        input_ids=ids_SW, mm_token_type_ids=kinds_SW, attention_mask=mask_SW, **sizes
     )
     out = place_BL.expand(3, *place_BL.shape).clone()
     out[:, there] = found[:, row, place].to(out.dtype)

@@ -2,9 +2,9 @@
 
 Axes: R ranks, S sequences of a rank.
 Always true:
-- the processor is loaded, and some row with media decoded, when the first byte is asked for: a server whose collators make the
-  steps, and whose clients ask for no sizes, does neither;
-- bytes are planned from patches alone, in proportion to those of one row.
+- the processor is loaded when the first byte is asked for: a server whose collators make the steps, and whose clients ask for
+  no sizes, does not load it;
+- bytes are planned from patches alone, in proportion to those of a blank medium; of several kinds, to the largest.
 """
 
 from __future__ import annotations
@@ -67,18 +67,16 @@ class EntryMedia:
         return RowPixels(self._processor, [one.recipe for one in self._entries], self._read)
 
     @cached_property
-    def _some_row(self) -> int:
-        return int(np.flatnonzero(self._patches)[0])
+    def _blanks(self) -> Sequence[tuple[Mapping[str, npt.NDArray[Any]], int]]:
+        return list(self._pixels.blanks().values())
 
     @cached_property
     def _like(self) -> Mapping[str, npt.NDArray[Any]]:
-        row = self._entry.read(np.array([self._some_row]))
-        return self._pixels.of(row.rows[COLUMN].tolist()[0])
+        return {name: array for arrays, _ in self._blanks for name, array in arrays.items()}
 
     @cached_property
     def _bytes_per_patch(self) -> float:
-        nbytes = sum(array.nbytes for array in self._like.values())
-        return nbytes / int(self._patches[self._some_row])
+        return max(sum(one.nbytes for one in arrays.values()) / patches for arrays, patches in self._blanks)
 
     def _read(self, sha256: str) -> bytes:
         """From the store of any of the entries: most share one."""

@@ -3,7 +3,8 @@
 1. The key of a member is its name up to the first dot behind its last slash; the rest is its field, in lower case.
    Members without a key (`dir/`, `.hidden`, `__meta__`, names without a dot) are no part of a row.
 2. Row: the keys of an object in field `json`, or a field of its own for any other JSON; `text` for `txt`; text for other fields of
-   text (`cls`, `caption.txt`, ...); all images as column `images` and all sounds as `audios`, in the order of the tar.
+   text (`cls`, `caption.txt`, ...); all images as column `images`, sounds as `audios` and videos as `videos`, in the order of
+   the tar.
 
 Always true:
 - a tar that is cut off, damaged, or goes on behind its end is an error, never fewer rows;
@@ -25,6 +26,7 @@ BLOCK = 512
 READ_BYTES = 8 << 20
 END = bytes(BLOCK)
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp")
+VIDEOS = ("mp4", "mov", "webm", "mkv", "avi")
 SOUNDS = ("wav", "mp3", "flac", "ogg", "m4a", "opus")
 _FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 _NAMES = {tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE}
@@ -120,7 +122,8 @@ def _row(key: str, own: Iterator[Member]) -> dict[str, Any]:
             raise ValueError(f"it has {member.field!r} twice")
         seen.add(member.field)
         ending = member.field.rpartition(".")[2]
-        media = "images" if ending in IMAGES else "audios" if ending in SOUNDS else ""
+        endings = {"images": IMAGES, "audios": SOUNDS, "videos": VIDEOS}
+        media = next((column for column, known in endings.items() if ending in known), None)
         if media:
             row.setdefault(media, []).append({"bytes": member.data, "path": f"{key}.{member.field}"})
         elif ending == "json":

@@ -69,7 +69,7 @@ def plan_build(job: JobConfig, store: Store) -> BuildPlan:
     processor = processor_of(job, row)
     if processor is not None:
         job = with_template(job, processor)
-    text = job.text.model_copy(update={"media": processor.kind if processor else None})
+    text = job.text.model_copy(update={"media": processor.kinds if processor else ()})
     form = resolve_format(text, row)
     found = seen(form, row)
     kind = form.name
@@ -97,7 +97,7 @@ def plan_build(job: JobConfig, store: Store) -> BuildPlan:
     if processor is not None:
         recipe["media"] = {
             "version": MEDIA_VERSION,
-            **({"max_pixels": MAX_PIXELS} if processor.kind == "image" else {}),
+            **({"max_pixels": MAX_PIXELS} if "image" in processor.kinds else {}),
             "processor": processor.identity(),
         }
     return BuildPlan(source, spec, tokenizer, recipe, cache_key(recipe), found, processor)

@@ -2,7 +2,8 @@
 
 Always true:
 - a source whose first row shows no medium is read as before, unless `source.media` is true: no column, no processor, the same key;
-- a source that shows media and has no processor is refused by the rules of its format.
+- a source that shows media and has no processor is refused by the rules of its format;
+- which kinds of media rows may have follows from the job, the first row and the processor's files alone, never from what is installed.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from raysvc.chat.source.media_parts import NAMES, in_column, is_media_part
+from raysvc.chat.source.media_parts import NAMES, in_column, kind_of_part
 from raysvc.errors import TokenizerError
 from raysvc.job.config import JobConfig
+from raysvc.media.kinds import Kind
 from raysvc.media.media_processor import MediaProcessor, has_processor
 from raysvc.media.pixels import check_pillow
+from raysvc.media.video import check_av
 
 MEDIA_VERSION = 1  # of how media become tokens and columns; another number gives other keys
 
@@ -24,10 +27,10 @@ def processor_of(job: JobConfig, first_row: Mapping[str, Any]) -> MediaProcessor
 
     Raises:
         TokenizerError: `source.media` is true and there is no processor, or one that cannot be used.
-        ConfigError: Pillow is missing.
+        ConfigError: Pillow is missing, or PyAV where rows have videos.
     """
-    wanted = job.source.media
-    if wanted is False or (wanted is None and not _shows_media(job, first_row)):
+    wanted, shown = job.source.media, _shown(job, first_row)
+    if wanted is False or (wanted is None and not shown):
         return None
     config = job.tokenizer
     if not has_processor(config.name, config.revision):
@@ -35,11 +38,15 @@ def processor_of(job: JobConfig, first_row: Mapping[str, Any]) -> MediaProcessor
             return None
         raise TokenizerError(
             "tokenizer",
-            f"source.media is true, and {config.name!r} has no processor (preprocessor_config.json)",
+            f"source.media says that rows have media, and {config.name!r} has no processor (preprocessor_config.json)",
             "save one beside the tokenizer with processor.save_pretrained",
         )
     check_pillow()
-    return MediaProcessor.load(config.name, config.revision, config.trust_remote_code)
+    kinds = wanted if isinstance(wanted, tuple) else ()
+    found = MediaProcessor.load(config.name, config.revision, config.trust_remote_code, kinds, shown)
+    if "video" in found.kinds:
+        check_av()
+    return found
 
 
 def with_template(job: JobConfig, processor: MediaProcessor) -> JobConfig:
@@ -50,20 +57,26 @@ def with_template(job: JobConfig, processor: MediaProcessor) -> JobConfig:
     return job.model_copy(update={"tokenizer": tokenizer})
 
 
-def _shows_media(job: JobConfig, row: Mapping[str, Any]) -> bool:
-    ours = [name for each in NAMES.values() for name in each.columns]
-    names = {job.source.columns.get(name, name) for name in ours} | {*ours}
-    names -= {*job.source.ignore}
-    if any(name in row and in_column(row[name]) for name in names):
-        return True
-    return any(_holds_part(value) for value in row.values())
+def _shown(job: JobConfig, row: Mapping[str, Any]) -> set[Kind]:
+    """The kinds of media that a row shows."""
+    parts = {kind for value in row.values() for kind in _kinds_of_parts(value)}
+    return parts | {kind for kind in NAMES if any(in_column(row.get(name)) for name in _columns(job, kind))}
 
 
-def _holds_part(value: Any) -> bool:
+def _columns(job: JobConfig, kind: Kind) -> set[str]:
+    ours = NAMES[kind].columns
+    return {*ours, *(job.source.columns.get(name, name) for name in ours)} - {*job.source.ignore}
+
+
+def _kinds_of_parts(value: Any) -> set[Kind]:
     if isinstance(value, str):
-        types = [name for each in NAMES.values() for name in each.types]
-        return value.lstrip()[:1] == "[" and any(f'"{name}' in value for name in types)
+        is_list = value.lstrip()[:1] == "["
+        return {
+            kind
+            for kind, names in NAMES.items()
+            if is_list and any(f'"{name}' in value for name in names.types)
+        }
     messages = value if isinstance(value, list) else ()
     contents = (one.get("content") for one in messages if isinstance(one, Mapping))
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    return any(is_media_part(part, kind) for part in parts for kind in NAMES)
+    return {kind for part in parts if (kind := kind_of_part(part))}

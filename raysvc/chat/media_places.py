@@ -12,7 +12,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import accumulate
+from itertools import islice
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +23,7 @@ from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.media_parts import plain_media
 from raysvc.chat.tokens.token_rows import TokenRows
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
-from raysvc.media.kinds import WORDS, decoded
+from raysvc.media.kinds import WORDS, Kind, decoded
 from raysvc.media.media_desk import MediaDesk
 from raysvc.media.media_processor import MediaProcessor
 from raysvc.media.medium import COLUMN, PATCHES, TOKENS, Medium, text_of
@@ -44,44 +44,42 @@ def place_media(
         processor: that made their texts.
         cut_at: tokens of a row that are kept; None: all.
     """
-    where = np.flatnonzero(tokens.ids == processor.token_id)
-    bounds = np.searchsorted(where, tokens.offsets).tolist()
+    where = {kind: np.flatnonzero(tokens.ids == token) for kind, token in processor.token_ids.items()}
+    bounds = {kind: np.searchsorted(found, tokens.offsets).tolist() for kind, found in where.items()}
     media: Media = []
     for place, sequence in enumerate(flat):
-        own = (where[bounds[place] : bounds[place + 1]] - tokens.offsets[place]).tolist()
-        media.append(
-            _placed(sequence, own, place, tokens, cut_at, processor) if own or sequence.media else ()
-        )
+        own = {
+            kind: (found[bounds[kind][place] : bounds[kind][place + 1]] - tokens.offsets[place]).tolist()
+            for kind, found in where.items()
+        }
+        there = sequence.media or any(own.values())
+        media.append(_placed(sequence, own, place, tokens, cut_at) if there else ())
     return media
 
 
 def _placed(
     sequence: Sequence,
-    own: list[int],
+    own: dict[Kind, list[int]],
     place: int,
     tokens: TokenRows,
     cut_at: int | None,
-    processor: MediaProcessor,
 ) -> tuple[Medium, ...]:
-    counts, words = [one.tokens for one in sequence.media], WORDS[processor.kind]
-    if sum(counts) != len(own) or not all(counts):
-        tokens.faults.setdefault(
-            place,
-            RowFault(
-                f"the tokens of {words.many} are not as many as the processor says",
-                f"{len(own)} instead of {sum(counts)}",
-            ),
-        )
-        return ()
-    ends = list(accumulate(counts))
-    found = []
-    for medium, end in zip(sequence.media, ends, strict=True):
-        first, last = own[end - medium.tokens], own[end - 1]
+    for kind, there in own.items():
+        counts = [one.tokens for one in sequence.media if one.kind == kind]
+        if sum(counts) != len(there) or not all(counts):
+            why = f"the tokens of {WORDS[kind].many} are not as many as the processor says"
+            tokens.faults.setdefault(place, RowFault(why, f"{len(there)} instead of {sum(counts)}"))
+            return ()
+    left, found = {kind: iter(there) for kind, there in own.items()}, []
+    for medium in sequence.media:
+        places = list(islice(left[medium.kind], medium.tokens))
+        first, last = places[0], places[-1]
         if cut_at is not None and last >= cut_at:
             if first < cut_at:
-                tokens.faults.setdefault(place, RowDropped(f"max_length cuts through {words.one}"))
+                why = f"max_length cuts through {WORDS[medium.kind].one}"
+                tokens.faults.setdefault(place, RowDropped(why))
             continue
-        found.append(Medium(kind=processor.kind, at=first, **medium._asdict()))
+        found.append(Medium(at=first, **medium._asdict()))
     return tuple(found)
 
 
@@ -108,5 +106,5 @@ def true_ids(sequence: Sequence, tokenizer: LoadedTokenizer, desk: MediaDesk) ->
     assert isinstance(example, ChatExample)
     text = tokenizer.reference_text(plain_media(example.messages), example.tools, example.prompt)
     return desk.processor.expanded(
-        text, [decoded(desk.kind, desk.bytes_of(one.sha256)) for one in sequence.media]
+        text, [(one.kind, decoded(one.kind, desk.bytes_of(one.sha256), one.size)) for one in sequence.media]
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from raysvc.chat.source.examples import Example, TokensExample
+from raysvc.media.kinds import Kind
 
 FREE = 0  # text under loss that is no turn: any token may be in it
 OPEN_TURN = 1  # a turn that the template does not end with a token
@@ -22,6 +23,7 @@ class MediumPlace(NamedTuple):
     """A medium that a text stands for; its tokens are those of the processor's token, in the order of the media.
 
     Attributes:
+        kind: of it.
         sha256: of its bytes.
         size: as its kind has it.
         tokens: of it in the text.
@@ -29,8 +31,9 @@ class MediumPlace(NamedTuple):
         num_bytes: encoded.
     """
 
+    kind: Kind
     sha256: str
-    size: tuple[int, int]
+    size: tuple[int, ...]
     tokens: int
     patches: int
     num_bytes: int

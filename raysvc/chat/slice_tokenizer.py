@@ -106,7 +106,7 @@ class SliceTokenizer:
         tokenizer: LoadedTokenizer | None = None,
         desk: MediaDesk | None = None,
     ) -> None:
-        assert spec.media == (desk.kind if desk else None)
+        assert spec.media == (desk.processor.kinds if desk else ())
         self.spec = spec
         self.tokenizer = tokenizer or LoadedTokenizer(spec.tokenizer)
         self.desk = desk

@@ -29,7 +29,7 @@ def with_media(
         shard: of one rank.
         media: row id -> value of column `media`.
         pixels: makes the arrays of a row.
-        like: arrays of some row with media: their names, types and shapes.
+        like: arrays of a medium of each kind: their names, types and shapes.
 
     Raises:
         ConfigError: media of two rows do not lie in one array.
@@ -37,7 +37,7 @@ def with_media(
     rows = [pixels(media.get(row)) for row in shard.row_ids.tolist()]
     arrays = dict(shard.arrays)
     for name, sample in like.items():
-        pieces = [row[name] for row in rows if row]
+        pieces = [row[name] for row in rows if name in row]
         for piece in pieces:
             if piece.shape[1:] != sample.shape[1:]:
                 what = f"gives {name} of shapes {list(sample.shape)} and {list(piece.shape)}, which do not lie in one array"
@@ -46,6 +46,6 @@ def with_media(
                 )
         none = np.empty((0, *sample.shape[1:]), sample.dtype)
         arrays[name] = np.concatenate([none, *pieces])
-        counts = [len(row[name]) if row else 0 for row in rows]
+        counts = [len(row[name]) if name in row else 0 for row in rows]
         arrays[name + BOUNDS] = np.cumsum([0, *counts], dtype=np.int32)
     return replace(shard, arrays=arrays)

@@ -21,6 +21,7 @@ from raysvc.errors import EntryError, StoreError
 from raysvc.media.kinds import decoded, size_text
 from raysvc.media.media_store import medium_path, read_medium
 from raysvc.media.medium import COLUMN, Medium, json_of, media_of
+from raysvc.media.video import EncodedVideo
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -59,16 +60,24 @@ class ShownMedium:
         return {**json_of(self.medium), "path": self.path}
 
     def picture(self) -> bytes | None:
-        """A small JPEG, of audio of its waveform; None when the medium cannot be decoded here."""
+        """A small JPEG, of audio of its waveform, of a video of its middle frame; None when the medium cannot be decoded here."""
         try:
-            found = decoded(self.medium.kind, read_medium(self.store, self.medium.sha256))
-            image = found if self.medium.kind == "image" else _drawn(found)
+            image = _picture_of(self.medium, read_medium(self.store, self.medium.sha256))
         except (EntryError, StoreError, RowFault, ImportError):
             return None
         image.thumbnail((PICTURE_PIXELS, PICTURE_PIXELS))
         out = io.BytesIO()
         image.save(out, "JPEG", quality=80)
         return out.getvalue()
+
+
+def _picture_of(medium: Medium, data: bytes) -> Image:
+    from PIL.Image import fromarray
+
+    found = decoded(medium.kind, data, medium.size)
+    if isinstance(found, EncodedVideo):
+        return fromarray(next(found.frames([found.size.frames // 2])))
+    return _drawn(found) if medium.kind == "audio" else found
 
 
 def _drawn(waveform: npt.NDArray[np.float32]) -> Image:

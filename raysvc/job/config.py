@@ -21,6 +21,7 @@ from raysvc.job.carried import RESERVED, CarriedColumn
 from raysvc.job.enrich_config import EnrichConfig
 from raysvc.job.row_id_file import read_row_ids
 
+MediaKind = Literal["image", "audio", "video"]
 Format = Literal[
     "auto",
     "chat",
@@ -94,8 +95,9 @@ class SourceConfig(Model):
         default_factory=dict,
         description="Columns that travel with their row to the worker: [domain, id], or name -> what it holds.",
     )
-    media: bool | None = Field(
-        default=None, description="Whether rows may have images or audio; None: as the first row shows."
+    media: bool | tuple[MediaKind, ...] | None = Field(
+        default=None,
+        description="Whether rows may have media, or the kinds that they may have: [image, video]; None: as the first row shows.",
     )
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False, description="Passed to fsspec.")
 
@@ -644,7 +646,7 @@ class TextSpec(Model):
     roles: dict[str, str] = Field(default_factory=dict)
     ignore: tuple[str, ...] = ()
     carry: dict[str, CarriedColumn] = Field(default_factory=dict)
-    media: Literal["image", "audio"] | None = None
+    media: tuple[MediaKind, ...] = ()
     tokenizer: TokenizerConfig
     train_on: TrainOn = "all_assistant_messages"
     max_length: PositiveInt | None = None

@@ -24,7 +24,7 @@ from urllib.parse import unquote_to_bytes
 
 from raysvc.cache.store.store import Store
 from raysvc.chat.row_errors import RowFault
-from raysvc.media.kinds import WORDS, size_of
+from raysvc.media.kinds import WORDS, Kind, size_of
 from raysvc.media.media_processor import MediaProcessor
 from raysvc.media.media_store import digest_of, read_medium, write_medium
 from raysvc.media.pixels import MAX_PIXELS
@@ -46,7 +46,7 @@ class Taken:
     """
 
     sha256: str
-    size: tuple[int, int]
+    size: tuple[int, ...]
     num_bytes: int
 
 
@@ -63,19 +63,23 @@ class MediaDesk:
     def __init__(
         self, processor: MediaProcessor, store: Store | None, fetch: Fetch, max_pixels: int = MAX_PIXELS
     ) -> None:
-        self.processor, self.kind = processor, processor.kind
+        self.processor = processor
         self.folder_of: Callable[[int], str] = lambda source_row: ""  # folder of the file of a row
         self._folder = ""  # of the row that is read now
         self._store, self._fetch, self._max_pixels = store, fetch, max_pixels
         self._memory: dict[str, bytes] = {}
-        self._paths: OrderedDict[tuple[str, str], Taken] = OrderedDict()
+        self._paths: OrderedDict[tuple[Kind, str, str], Taken] = OrderedDict()
 
     def go_to(self, source_row: int) -> None:
         """Say which row is read now: its paths are relative to the folder of its file."""
         self._folder = self.folder_of(source_row)
 
-    def take(self, source: Any) -> Taken:
+    def take(self, kind: Kind, source: Any) -> Taken:
         """Read, measure and keep a medium.
+
+        Args:
+            kind: that it should be of.
+            source: as the row names it.
 
         Raises:
             RowFault: it is missing, broken, too large, or of a kind that is not read.
@@ -84,17 +88,17 @@ class MediaDesk:
             named = (source.get(name) for name in ("bytes", "url", "path"))
             source = next((one for one in named if one is not None), None)
         if isinstance(source, bytes | bytearray | memoryview):
-            return self._keep(bytes(source))
+            return self._keep(kind, bytes(source))
         if not isinstance(source, str) or not source:
             why = "is missing" if not source else "is named in no way that is read"
-            raise self._fault(why, f"it is a {type(source).__name__}")
+            raise _fault(kind, why, f"it is a {type(source).__name__}")
         if source.startswith("data:"):
-            return self._keep(_of_data_url(source))
-        where = (self._folder, source)
+            return self._keep(kind, _of_data_url(source))
+        where = (kind, self._folder, source)
         if where in self._paths:
             self._paths.move_to_end(where)
             return self._paths[where]
-        taken = self._paths[where] = self._keep(self._read(source))
+        taken = self._paths[where] = self._keep(kind, self._read(kind, source))
         if len(self._paths) > PATHS_KEPT:
             self._paths.popitem(last=False)
         return taken
@@ -103,32 +107,33 @@ class MediaDesk:
         """Of a medium that was taken."""
         return self._memory[sha256] if self._store is None else read_medium(self._store, sha256)
 
-    def _read(self, source: str) -> bytes:
+    def _read(self, kind: Kind, source: str) -> bytes:
         try:
             data = self._fetch(source, self._folder, MAX_BYTES)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             if len(source) >= 64 and (found := _base64(source)):
                 return found
-            raise self._fault("is missing", _short(source)) from None
+            raise _fault(kind, "is missing", _short(source)) from None
         except (OSError, ValueError, ImportError) as error:
             if len(source) >= 64 and (found := _base64(source)):
                 return found
-            raise self._fault(UNREADABLE, f"{_short(source)}: {_short(str(error))}") from None
+            raise _fault(kind, UNREADABLE, f"{_short(source)}: {_short(str(error))}") from None
         if len(data) > MAX_BYTES:
-            raise self._fault(UNREADABLE, f"{_short(source)} has more than {MAX_BYTES} bytes")
+            raise _fault(kind, UNREADABLE, f"{_short(source)} has more than {MAX_BYTES} bytes")
         return data
 
-    def _fault(self, why: str, detail: str) -> RowFault:
-        return RowFault(f"{WORDS[self.kind].one} {why}", detail)
-
-    def _keep(self, data: bytes) -> Taken:
-        size = size_of(self.kind, data, self._max_pixels)
+    def _keep(self, kind: Kind, data: bytes) -> Taken:
+        size = size_of(kind, data, self._max_pixels)
         if self._store is None:
             digest = digest_of(data)
             self._memory[digest] = data
         else:
             digest = write_medium(self._store, data)
         return Taken(digest, size, len(data))
+
+
+def _fault(kind: Kind, why: str, detail: str) -> RowFault:
+    return RowFault(f"{WORDS[kind].one} {why}", detail)
 
 
 def _of_data_url(text: str) -> bytes:

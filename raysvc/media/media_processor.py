@@ -1,12 +1,14 @@
 """A `transformers` processor: how many tokens a medium takes, and the arrays that a model gets of it.
 
 1. The processor is loaded from the files beside the tokenizer, with its image processor on numpy and Pillow (`pil`): every
-   node makes the same pixels, whether torchvision is there or not. Video processors are left out.
+   node makes the same pixels, whether torchvision is there or not. Videos go through `VideoPatches` in place of its video
+   processor.
 2. The text that replaces the placeholder of an image follows from its size. Where some probes show that it is the image
    token, as often as `_get_num_multimodal_tokens` says, only that is asked. Any other processor is given a blank image of
    the size, once for each size.
 3. The text that replaces the placeholder of an audio clip is asked for silence of its length, once for each length: up to the
    next whole hop of the features, where some probes show that only hops count.
+4. The placeholder of a video is repeated once for each merged patch of the frames that are taken.
 
 Always true:
 - a text with its placeholders replaced has the ids that the processor itself gives for the same media;
@@ -17,8 +19,9 @@ Always true:
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,9 +30,12 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.errors import TokenizerError
-from raysvc.media.kinds import Kind
+from raysvc.media.kinds import WORDS, Kind
+from raysvc.media.video import EncodedVideo, VideoSize
+from raysvc.media.video_patches import PROCESSORS, VideoPatches
 
 CONFIGS = ("processor_config.json", "preprocessor_config.json")
+VIDEO_CONFIG = "video_preprocessor_config.json"
 TEXT_KEYS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 PROBES = ((64, 64), (640, 480), (480, 640), (1000, 90), (31, 700))  # width, height
 SIZES_KEPT = 1 << 16
@@ -60,32 +66,50 @@ class MediaProcessor:
 
     Attributes:
         hf: the `transformers` processor.
-        kind: of the media that it takes: `image`, or `audio` where it has no image processor.
-        token: placeholder of a medium in a rendered text.
-        token_id: its id.
+        kinds: of the media that it is used for.
+        tokens: kind -> placeholder of such a medium in a rendered text.
+        token_ids: kind -> its id.
     """
 
-    def __init__(self, hf: Any) -> None:
+    def __init__(self, hf: Any, kinds: Sequence[Kind], video: VideoPatches | None = None) -> None:
         """Use `MediaProcessor.load`."""
-        self.hf = hf
-        self.kind: Kind = "image" if getattr(hf, "image_processor", None) is not None else "audio"
-        self.token = str(getattr(hf, f"{self.kind}_token"))
-        self.token_id = int(hf.tokenizer.convert_tokens_to_ids(self.token))
+        self.hf, self.kinds, self._video = hf, tuple(kinds), video
+        self.tokens: dict[Kind, str] = {kind: str(getattr(hf, f"{kind}_token")) for kind in self.kinds}
+        self.token_ids: dict[Kind, int] = {
+            kind: int(hf.tokenizer.convert_tokens_to_ids(token)) for kind, token in self.tokens.items()
+        }
         self._silent: dict[int, Replacement] = {}  # by samples: no more than the hops of the longest clip
         self.replacement = lru_cache(SIZES_KEPT)(self._replacement)
 
     @classmethod
-    def load(cls, name: str, revision: str | None = None, trust_remote_code: bool = False) -> MediaProcessor:
+    def load(
+        cls,
+        name: str,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        kinds: Collection[Kind] = (),
+        shown: Collection[Kind] = (),
+    ) -> MediaProcessor:
         """The processor of a folder or hub name.
 
+        Args:
+            name: folder or hub name.
+            revision: of the hub.
+            trust_remote_code: whether code beside the files may run.
+            kinds: to use it for; none: images, or audio where it takes no images, and what else is `shown`.
+            shown: what rows seem to have; where the processor does not take it, it is not used for it.
+
         Raises:
-            TokenizerError: there is none, it cannot be loaded, or it replaces no placeholder of images or audio.
+            TokenizerError: there is none, it cannot be loaded, or it does not take such media.
         """
         from raysvc import hub
 
         try:
             with hub.answering():
                 hf = _load(name, revision, trust_remote_code)
+                taken = _taken(hf)
+                used = [kind for kind in taken if kind in (kinds or {taken[0], *shown})]
+                video = VideoPatches(_video_config(name, revision)) if "video" in used else None
         except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
             first = str(error).strip().split("\n")[0]
             raise TokenizerError(
@@ -93,15 +117,14 @@ class MediaProcessor:
                 f"the processor of {name!r} could not be loaded ({type(error).__name__}: {first})",
                 "save it beside the tokenizer with processor.save_pretrained",
             ) from error
-        of_images = getattr(hf, "image_processor", None) is not None and getattr(hf, "image_token", None)
-        of_audio = getattr(hf, "feature_extractor", None) is not None and getattr(hf, "audio_token", None)
-        if not of_images and (not of_audio or getattr(hf, "image_processor", None) is not None):
+        missing = [WORDS[kind].many for kind in kinds if kind not in taken]
+        if missing or not taken:
             raise TokenizerError(
                 _WHERE,
-                f"the processor of {name!r} ({type(hf).__name__}) has no token for images or audio",
-                "use a model that takes media, or leave them out with source.ignore",
+                f"the processor of {name!r} ({type(hf).__name__}) takes no {' or '.join(missing) or 'images or audio'}",
+                "use a model that takes such media, or leave them out with source.ignore",
             )
-        return cls(hf)
+        return cls(hf, used, video)
 
     @property
     def chat_template(self) -> Any:
@@ -111,47 +134,108 @@ class MediaProcessor:
     def identity(self) -> dict[str, Any]:
         """What decides texts and pixels, as JSON."""
         own = {key: value for key, value in self.hf.to_dict().items() if key not in _ELSEWHERE}
-        part = self.hf.image_processor if self.kind == "image" else self.hf.feature_extractor
-        settings = {key: value for key, value in part.to_dict().items() if key not in _PATHS}
-        name = "images" if self.kind == "image" else "audio"
-        found = {"processor": type(self.hf).__name__, "own": own, name: settings}
+        parts = {_IN_IDENTITY[kind]: self._settings(kind) for kind in self.kinds}
+        found = {"processor": type(self.hf).__name__, "own": own, **parts}
         return dict(json.loads(json.dumps(found, sort_keys=True, default=str)))
 
-    def arrays(self, media: Sequence[Any]) -> dict[str, npt.NDArray[Any]]:
+    def _settings(self, kind: Kind) -> dict[str, Any]:
+        if kind == "video":
+            return self._videos.settings
+        part = self.hf.image_processor if kind == "image" else self.hf.feature_extractor
+        return {key: value for key, value in part.to_dict().items() if key not in _PATHS}
+
+    def arrays(self, media: Sequence[tuple[Kind, Any]]) -> dict[str, npt.NDArray[Any]]:
         """What the processor gives for media beside the ids of a text: `pixel_values`, `image_grid_thw`, `input_features`, ...
 
         Args:
-            media: at least one, decoded; of one row, in the order of its placeholders.
-        """
-        made = self.hf(text=[self.token * len(media)], **self._argument(media), return_tensors="np")
-        return {name: np.asarray(value) for name, value in made.items() if name not in TEXT_KEYS}
+            media: at least one with its kind, decoded; of one row, in the order of its placeholders.
 
-    def expanded(self, text: str, media: Sequence[Any]) -> list[int]:
-        """Ids of a rendered text with its decoded media, by the processor alone: what everything else is compared with."""
+        Raises:
+            RowFault: a video cannot be decoded.
+        """
+        found: dict[str, npt.NDArray[Any]] = {}
+        others = [(kind, one) for kind, one in media if kind != "video"]
+        if others:
+            text = "".join(self.tokens[kind] for kind, _ in others)
+            made = self.hf(text=[text], **self._arguments(others), return_tensors="np")
+            found = {name: np.asarray(value) for name, value in made.items() if name not in TEXT_KEYS}
+        if len(others) < len(media):
+            of_videos = self._videos.arrays([one for kind, one in media if kind == "video"])
+            if "second_per_grid_ts" not in self.hf.model_input_names:
+                del of_videos["second_per_grid_ts"]
+            found |= of_videos
+        return found
+
+    def blanks(self) -> dict[Kind, tuple[dict[str, npt.NDArray[Any]], int]]:
+        """Kind -> (arrays of a small blank medium, its patches)."""
+        from PIL import Image
+
+        side, rate = PROBES[0][0], 1 if "audio" not in self.kinds else self._rate
+        made: dict[Kind, tuple[Any, tuple[int, ...]]] = {
+            "image": (lambda: Image.new("RGB", PROBES[0]), PROBES[0]),
+            "audio": (lambda: np.zeros(rate, np.float32), (rate, rate)),
+            "video": (lambda: _BlankVideo(b"", VideoSize(8, side, side, 2, 1)), (8, side, side, 2, 1)),
+        }
+        return {
+            kind: (self.arrays([(kind, made[kind][0]())]), self.replacement(kind, *made[kind][1]).patches)
+            for kind in self.kinds
+        }
+
+    def expanded(self, text: str, media: Sequence[tuple[Kind, Any]]) -> list[int]:
+        """Ids of a rendered text with its decoded media, by the processor alone: what everything else is compared with.
+
+        Raises:
+            RowFault: a video cannot be decoded.
+        """
         bos = self.hf.tokenizer.bos_token
         has_bos = bos is not None and text.startswith(bos)  # as `apply_chat_template` of a processor does it
-        made = self.hf(text=[text], **self._argument(media), add_special_tokens=not has_bos)
-        return [int(token) for token in made["input_ids"][0]]
+        videos = [one for kind, one in media if kind == "video"]
+        if not videos:
+            made = self.hf(text=[text], **self._arguments(media), add_special_tokens=not has_bos)
+            return [int(token) for token in made["input_ids"][0]]
+        token, grids = self.tokens["video"], self._videos.arrays(videos)["video_grid_thw"].tolist()
+        of_videos = [token * self._videos.tokens(tuple(grid)) for grid in grids]
+        images = [one for kind, one in media if kind == "image"]
+        of_images = (
+            self.hf._process_images(images, **self.hf._merge_kwargs()["images_kwargs"])[1] if images else []
+        )
+        (whole,), _ = self.hf.get_text_with_replacements([text], of_images, of_videos)
+        return [int(token) for token in self.hf.tokenizer(whole, add_special_tokens=not has_bos)["input_ids"]]
 
-    def _argument(self, media: Sequence[Any]) -> dict[str, Any]:
-        if self.kind == "image":
-            return {"images": list(media) or None}
-        return {"audio": list(media) or None, "sampling_rate": self._rate}
+    def _arguments(self, media: Sequence[tuple[Kind, Any]]) -> dict[str, Any]:
+        by_kind = {kind: [one for other, one in media if other == kind] or None for kind in self.kinds}
+        found: dict[str, Any] = {"images": by_kind["image"]} if "image" in by_kind else {}
+        return (
+            {**found, "audio": by_kind["audio"], "sampling_rate": self._rate} if "audio" in by_kind else found
+        )
 
-    def _replacement(self, *size: int) -> Replacement:
-        return self._of_image(*size) if self.kind == "image" else self._of_audio(*size)
+    def _replacement(self, kind: Kind, *size: int) -> Replacement:
+        if kind == "video":
+            return self._of_video(VideoSize(*size))
+        return self._of_image(*size) if kind == "image" else self._of_audio(*size)
+
+    @property
+    def _videos(self) -> VideoPatches:
+        assert self._video is not None
+        return self._video
+
+    def _of_video(self, size: VideoSize) -> Replacement:
+        grid = self._videos.grid(len(self._videos.sampled(size)), size.width, size.height)
+        tokens = self._videos.tokens(grid)
+        return Replacement(self.tokens["video"] * tokens, tokens, math.prod(grid))
 
     def _of_image(self, width: int, height: int) -> Replacement:
         tokens, patches = self._counted(width, height)
         if self._is_plain:
-            return Replacement(self.token * tokens, tokens, patches)
+            return Replacement(self.tokens["image"] * tokens, tokens, patches)
         text = self._by_blank(width, height)
-        return Replacement(text, text.count(self.token), patches)
+        return Replacement(text, text.count(self.tokens["image"]), patches)
 
     @cached_property
     def _is_plain(self) -> bool:
         """Rule 2: the replacement is the image token, as often as the processor counts."""
-        return all(self._by_blank(*size) == self.token * self._counted(*size)[0] for size in PROBES)
+        token = self.tokens["image"]
+        return all(self._by_blank(*size) == token * self._counted(*size)[0] for size in PROBES)
 
     def _counted(self, width: int, height: int) -> tuple[int, int]:
         found = self.hf._get_num_multimodal_tokens(image_sizes=[(height, width)])
@@ -195,10 +279,21 @@ class MediaProcessor:
             options = {**self.hf._merge_kwargs()["audio_kwargs"], "sampling_rate": self._rate}
             made, (text,) = self.hf._process_audio([np.zeros(samples, np.float32)], **options)
             patches = len(made["input_features"])
-            self._silent[samples] = Replacement(str(text), str(text).count(self.token), patches)
+            self._silent[samples] = Replacement(str(text), str(text).count(self.tokens["audio"]), patches)
         return self._silent[samples]
 
 
+class _BlankVideo(EncodedVideo):
+    """A video of black frames, which nobody has to decode."""
+
+    __slots__ = ()
+
+    def frames(self, wanted: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
+        """See `EncodedVideo`."""
+        return (np.zeros((self.size.height, self.size.width, 3), np.uint8) for _ in wanted)
+
+
+_IN_IDENTITY: dict[Kind, str] = {"image": "images", "audio": "audio", "video": "videos"}
 _ELSEWHERE = (
     "image_processor",
     "feature_extractor",
@@ -216,6 +311,32 @@ _PATHS = (
     "_processor_class",
     "image_processor_type",
 )
+
+
+def kinds_in(identity: Mapping[str, Any]) -> tuple[Kind, ...]:
+    """What kinds of media a processor of such an identity is used for."""
+    return tuple(kind for kind, name in _IN_IDENTITY.items() if name in identity)
+
+
+def _taken(hf: Any) -> list[Kind]:
+    """The kinds of media that a processor takes, what it is used for first."""
+    images = getattr(hf, "image_processor", None) is not None
+    if images and not getattr(hf, "image_token", None):
+        return []
+    taken: list[Kind] = ["image"] if images else []
+    if getattr(hf, "feature_extractor", None) is not None and getattr(hf, "audio_token", None):
+        taken.append("audio")
+    if type(hf).__name__ in PROCESSORS and getattr(hf, "video_token", None):
+        taken.append("video")
+    return taken
+
+
+def _video_config(name: str, revision: str | None) -> Mapping[str, Any]:
+    """What the files say of videos, in the order in which transformers looks."""
+    own = _config(name, CONFIGS[0], revision) or {}
+    if isinstance(own.get("video_processor"), dict):
+        return dict(own["video_processor"])
+    return _config(name, VIDEO_CONFIG, revision) or _config(name, CONFIGS[1], revision) or {}
 
 
 def _load(name: str, revision: str | None, trust_remote_code: bool) -> Any:
@@ -255,7 +376,7 @@ def _without_video(kind: Any) -> Any:
 
 def config_files(name: str, revision: str | None = None) -> list[Path]:
     """The files that make the processor of a folder or hub name, beside those of its tokenizer; [] where it has none."""
-    found = (_path_of(name, file, revision) for file in (*CONFIGS, "video_preprocessor_config.json"))
+    found = (_path_of(name, file, revision) for file in (*CONFIGS, VIDEO_CONFIG))
     return [path for path in found if path is not None and path.is_file()]
 
 

@@ -26,9 +26,10 @@ COLUMN = "media"
 TOKENS = "media_tokens"
 PATCHES = "media_patches"
 COLUMNS = (COLUMN, TOKENS, PATCHES)
-SIZES: dict[Kind, tuple[str, str]] = {
+SIZES: dict[Kind, tuple[str, ...]] = {
     "image": ("width", "height"),
     "audio": ("samples", "rate"),
+    "video": ("frames", "width", "height", "rate", "rate_base"),
 }  # kind -> names
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -39,9 +40,10 @@ class Medium:
 
     Attributes:
         sha256: of its encoded bytes, 64 hex digits.
-        kind: `image` or `audio`.
+        kind: `image`, `audio` or `video`.
         size: of an image width and height, pixels, upright: after the rotation that its EXIF data asks for; of audio samples
-            of one channel, and samples a second.
+            of one channel, and samples a second; of a video its frames, their upright width and height, and frames a
+            second as a fraction.
         tokens: of the row that stand for it: those whose id is the processor's token of its kind.
         at: place in the row of the first of them.
         patches: what the processor counts as encoder work: patches of Qwen-VL, tiles of LLaVA or Idefics3, clips of Qwen2-Audio.
@@ -50,7 +52,7 @@ class Medium:
 
     sha256: str
     kind: Kind
-    size: tuple[int, int]
+    size: tuple[int, ...]
     tokens: int
     at: int
     patches: int
@@ -65,7 +67,7 @@ def text_of(media: Sequence[Medium]) -> str | None:
 
 
 def json_of(medium: Medium) -> dict[str, Any]:
-    """Plain data; the two numbers of the size under the names that they have in its kind."""
+    """Plain data; the numbers of the size under the names that they have in its kind."""
     size = dict(zip(SIZES[medium.kind], medium.size, strict=True))
     counts = {name: getattr(medium, name) for name in _COUNTS}
     return {"sha256": medium.sha256, "kind": medium.kind, **size, **counts}
@@ -104,5 +106,5 @@ def _checked(told: dict[str, Any]) -> Medium:
         raise ValueError(f"sha256 {told['sha256']!r}")
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"numbers {numbers}")
-    width, height, *counts = numbers
-    return Medium(told["sha256"], told["kind"], (width, height), *counts)
+    count = len(SIZES[told["kind"]])
+    return Medium(told["sha256"], told["kind"], tuple(numbers[:count]), *numbers[count:])

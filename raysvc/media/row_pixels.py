@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict
 
 from raysvc.chat.row_errors import RowFault
 from raysvc.errors import EntryError, TokenizerError
-from raysvc.media.kinds import decoded
-from raysvc.media.media_processor import MediaProcessor
+from raysvc.media.kinds import Kind, decoded
+from raysvc.media.media_processor import MediaProcessor, kinds_in
 from raysvc.media.medium import media_of
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -44,9 +44,11 @@ class RowPixels:
         self, spec: ProcessorSpec, recipes: Sequence[Mapping[str, Any]], read: Callable[[str], bytes]
     ) -> None:
         self._read = read
-        self._processor = MediaProcessor.load(spec.name, spec.revision, spec.trust_remote_code)
+        built = [recipe["media"]["processor"] for recipe in recipes if "media" in recipe]
+        kinds = {kind for one in built for kind in kinds_in(one)}
+        self._processor = MediaProcessor.load(spec.name, spec.revision, spec.trust_remote_code, kinds)
         own = self._processor.identity()
-        if any(recipe["media"]["processor"] != own for recipe in recipes if "media" in recipe):
+        if any(own.get(name) != value for one in built for name, value in one.items()):
             what = f"the processor of {spec.name!r} is not the one that the entry was built with"
             raise TokenizerError("tokenizer", what, "run raysvc tokenize again, on the files that are served")
 
@@ -63,7 +65,13 @@ class RowPixels:
         if not found:
             return {}
         try:
-            media = [decoded(self._processor.kind, self._read(one.sha256)) for one in found]
+            return self._processor.arrays(
+                [(one.kind, decoded(one.kind, self._read(one.sha256), one.size)) for one in found]
+            )
         except RowFault as error:  # it was whole when it was built
-            raise EntryError(f"medium {found[0].sha256}", str(error), "run raysvc cache verify") from error
-        return self._processor.arrays(media)
+            digests = ", ".join(one.sha256 for one in found)
+            raise EntryError(f"media {digests}", str(error), "run raysvc cache verify") from error
+
+    def blanks(self) -> dict[Kind, tuple[Arrays, int]]:
+        """Kind -> (arrays of a small blank medium, its patches)."""
+        return dict(self._processor.blanks())

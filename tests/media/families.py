@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerFast
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}IMAGE{% elif 'text' in part %}{{ part['text'] }}{% endif %}"
+    "{% if part['type'] == 'image' %}IMAGE{% elif part['type'] == 'video' %}VIDEO"
+    "{% elif 'text' in part %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -41,7 +42,8 @@ def qwen(folder: Path) -> Path:
 
     special = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
     made = tokenizer([*special, "<|video_pad|>"], eos_token="<|im_end|>", pad_token="<|im_end|>")
-    made.chat_template = CHATML.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
+    template = CHATML.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
+    made.chat_template = template.replace("VIDEO", "<|vision_start|><|video_pad|><|vision_end|>")
     made.save_pretrained(folder)
     images = Qwen2VLImageProcessorPil(min_pixels=28 * 28 * 4, max_pixels=28 * 28 * 30)
     images.save_pretrained(folder)

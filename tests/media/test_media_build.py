@@ -333,7 +333,9 @@ def test_without_a_processor_a_column_of_images_stays_refused(tmp_path: Path, sa
         SourceError, match=r"'images', which format chat does not use; images need a processor"
     ):
         build(tmp_path, sample["tokenizer"], rows)
-    with pytest.raises(TokenizerError, match=r"source\.media is true, and .* has no processor"):
+    with pytest.raises(
+        TokenizerError, match=r"source\.media says that rows have media, and .* has no processor"
+    ):
         build(tmp_path, sample["tokenizer"], rows, source={"media": True})
     ignored = build(tmp_path, sample["tokenizer"], rows, source={"ignore": ["images"]})
     assert not set(COLUMNS) & set(ignored.entry.columns)

@@ -35,19 +35,20 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
 def test_a_text_with_replacements_has_the_ids_of_the_processor(
     processor: MediaProcessor, width: int, height: int
 ) -> None:
-    text, tokens, patches = processor.replacement(width, height)
-    truth = processor.hf(text=["a" + processor.token + "b"], images=[picture(width, height)])
+    text, tokens, patches = processor.replacement("image", width, height)
+    truth = processor.hf(text=["a" + processor.tokens["image"] + "b"], images=[picture(width, height)])
     ids = processor.hf.tokenizer("a" + text + "b")["input_ids"]
     assert ids == truth["input_ids"][0]
-    assert tokens == ids.count(processor.token_id) > 0
+    assert tokens == ids.count(processor.token_ids["image"]) > 0
     assert patches > 0
 
 
 def test_the_arrays_of_images_are_those_of_the_processor(processor: MediaProcessor) -> None:
     images = [picture(60, 44), picture(90, 200, 1)]
-    text = f"x{processor.token}y{processor.token}"
+    token = processor.tokens["image"]
+    text = f"x{token}y{token}"
     truth = processor.hf(text=[text], images=images, return_tensors="np")
-    found = processor.arrays(images)
+    found = processor.arrays([("image", one) for one in images])
     assert found.keys() == truth.keys() - TEXT_KEYS
     assert "pixel_values" in found
     for name, values in found.items():
@@ -84,4 +85,4 @@ def test_an_exported_model_has_the_processor_of_its_tokenizer(family: Path, tmp_
     tokenizer_of(TokenizerConfig(name=str(family)))(tmp_path)
     exported, own = MediaProcessor.load(str(tmp_path)), MediaProcessor.load(str(family))
     assert exported.identity() == own.identity()
-    assert exported.replacement(200, 90) == own.replacement(200, 90)
+    assert exported.replacement("image", 200, 90) == own.replacement("image", 200, 90)

@@ -80,7 +80,7 @@ def test_a_size_that_the_processor_refuses_is_quarantined(
 def test_the_token_of_images_in_a_text_is_refused(tmp_path: Path, family: Path) -> None:
     from raysvc.media.media_processor import MediaProcessor
 
-    token = MediaProcessor.load(str(family)).token
+    token = MediaProcessor.load(str(family)).tokens["image"]
     reason = COUNT if token == "<image>" else "a text holds the token of images"
     spoken = openai([data_url(PHOTO)], f"What does {token} mean?")
     text = {"messages": [{"role": "user", "content": f"a {token}"}, {"role": "assistant", "content": "b"}]}

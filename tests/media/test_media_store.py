@@ -79,7 +79,7 @@ def taken(fetched: bytes | Exception = b"", **options: object) -> tuple[MediaDes
             raise fetched
         return fetched
 
-    return MediaDesk(SimpleNamespace(kind="image"), None, fetch, **options), asked  # type: ignore[arg-type]
+    return MediaDesk(SimpleNamespace(kinds=("image",)), None, fetch, **options), asked  # type: ignore[arg-type]
 
 
 def test_an_image_is_the_same_however_a_row_names_it() -> None:
@@ -87,8 +87,11 @@ def test_an_image_is_the_same_however_a_row_names_it() -> None:
     encoded = base64.b64encode(photo).decode()
     desk, asked = taken(FileNotFoundError())
     quoted = "data:image/jpeg," + urllib.parse.quote_from_bytes(photo)
-    found = {desk.take(each) for each in (photo, {"bytes": photo}, {"url": data_url(photo)}, quoted, encoded)}
-    found.add(taken(OSError("File name too long"))[0].take(encoded))
+    found = {
+        desk.take("image", each)
+        for each in (photo, {"bytes": photo}, {"url": data_url(photo)}, quoted, encoded)
+    }
+    found.add(taken(OSError("File name too long"))[0].take("image", encoded))
     [one] = found
     assert (*one.size, one.num_bytes) == (60, 44, len(photo))
     assert desk.bytes_of(one.sha256) == photo
@@ -103,7 +106,7 @@ def test_a_file_is_fetched_once_in_each_folder_and_the_last_ones_are_kept(
     desk.folder_of = lambda row: f"{row}/"
     for row, name in [(1, "a"), (1, "a"), (2, "a"), (1, "a"), (1, "b"), (1, "a"), (2, "a")]:
         desk.go_to(row)
-        desk.take(name)
+        desk.take("image", name)
     assert asked == ["1/a", "2/a", "1/b", "2/a"]
 
 
@@ -118,14 +121,14 @@ def test_a_file_is_fetched_once_in_each_folder_and_the_last_ones_are_kept(
 )
 def test_an_image_that_no_row_can_mean_is_refused(source: str, reason: str) -> None:
     with pytest.raises(RowFault) as caught:
-        taken(FileNotFoundError())[0].take(source)
+        taken(FileNotFoundError())[0].take("image", source)
     assert caught.value.reason == reason
 
 
 def test_a_file_that_is_larger_than_any_image_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(media_desk, "MAX_BYTES", 10)
     with pytest.raises(RowFault, match="more than 10 bytes"):
-        taken(jpeg(60, 44))[0].take("a.jpg")
+        taken(jpeg(60, 44))[0].take("image", "a.jpg")
 
 
 def medium(**changes: object) -> Medium:

@@ -17,34 +17,33 @@ from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.worker.losses import SftLoss
 from raysvc.job.config import PlanConfig
-from raysvc.media.media_processor import MediaProcessor
 from raysvc.media.row_pixels import ProcessorSpec
 from tests.actors.ranks import DoubleWorker, Ranks, gradients_of, tiny_spec
 from tests.actors.reference import distance
 
-from .vision_models import LAYOUTS, build_rows, conversations, given, model_folder
+from .vision_models import LAYOUTS, build_rows, conversations, given, hf_of, model_folder
 
 pytestmark = pytest.mark.ray
 ENCODERS = ("visual", "vision_tower", "audio_tower")
 EXACT = 3e-7  # loss weights and pixels travel as float32
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "llava", "qwen2_audio"])
+@pytest.fixture(scope="module", params=["qwen2_vl", "llava", "qwen2_audio", "qwen2_vl_videos"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(model folder, rows, uri of their entry)."""
     folder = model_folder(request.param, tmp_path_factory.mktemp(request.param))
-    rows = conversations(request.param, MediaProcessor.load(str(folder)).hf)
+    rows = conversations(request.param, hf_of(folder))
     return folder, rows, build_rows(tmp_path_factory.mktemp("cache"), folder, rows)
 
 
 def expected(folder: Path, rows: list[dict[str, Any]]) -> tuple[dict[str, np.ndarray], float]:
     """Gradient and loss of all rows as one mini-batch."""
-    lm, hf = load_lm(str(folder), 0).double(), MediaProcessor.load(str(folder)).hf
+    lm, hf = load_lm(str(folder), 0).double(), hf_of(folder)
     targets = sum(row["end"] - row["prompt"] for row in rows)
     total = torch.zeros((), dtype=torch.float64)
     for row in rows:
         text = hf.apply_chat_template(row["told"], tokenize=False)
-        media = given(row["kind"], row["media"])
+        media = given(row["media"])
         made = hf(text=[text], **media, add_special_tokens=False, return_tensors="pt")
         logits = lm(**made, use_cache=False).logits[0]
         where = torch.arange(row["prompt"], row["end"])

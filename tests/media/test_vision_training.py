@@ -1,4 +1,4 @@
-"""Models of images and of audio through the whole service: JPEGs or WAVs in, a trained model out."""
+"""Models of images, of audio and of videos through the whole service: JPEGs, WAVs or MP4s in, a trained model out."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from .rows import data_url, wav, write_jsonl
+from .videos import mp4_of
 from .vision_models import model_folder
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -45,6 +46,24 @@ def tones(count: int) -> list[dict[str, Any]]:
     return made
 
 
+def films(count: int) -> list[dict[str, Any]]:
+    """Questions about the color of a video; an image of another color stands beside every third."""
+    made = []
+    for number in range(count):
+        name = list(COLORS)[number % len(COLORS)]
+        film = mp4_of(COLORS[name], 4 + number % 7)
+        asked: list[dict[str, Any]] = [
+            {"type": "video", "video": data_url(film)},
+            {"type": "text", "text": "film?"},
+        ]
+        if number % 3 == 2:
+            other = colored(number, COLORS[list(COLORS)[(number + 1) % 4]])
+            asked.insert(0, {"type": "image", "image": data_url(other)})
+        answer = {"role": "assistant", "content": [{"type": "text", "text": name}]}
+        made.append({"messages": [{"role": "user", "content": asked}, answer]})
+    return made
+
+
 def rows(count: int) -> list[dict[str, Any]]:
     """Questions that only the image answers, and every eighth row without one."""
     made = []
@@ -61,8 +80,8 @@ def rows(count: int) -> list[dict[str, Any]]:
     return made
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "llava", "qwen2_audio"])
-def test_a_model_learns_colors_from_jpegs_or_tones_from_wavs_through_collators_and_is_exported_with_its_processor(
+@pytest.mark.parametrize("family", ["qwen2_vl", "llava", "qwen2_audio", "qwen2_vl_videos"])
+def test_a_model_learns_from_jpegs_wavs_or_mp4s_through_collators_and_is_exported_with_its_processor(
     family: str, tmp_path: Path, ray_session: None
 ) -> None:
     import raysvc
@@ -70,13 +89,13 @@ def test_a_model_learns_colors_from_jpegs_or_tones_from_wavs_through_collators_a
     from raysvc.media.media_processor import MediaProcessor
 
     folder = model_folder(family, tmp_path / "model")
-    made = tones(64) if family == "qwen2_audio" else rows(64)
+    made = {"qwen2_audio": tones, "qwen2_vl_videos": films}.get(family, rows)(64)
     job = {
         "source": {"path": str(write_jsonl(tmp_path / "rows.jsonl", made))},
         "tokenizer": str(folder),
         "cache": {"root": str(tmp_path / "cache")},
         "plan": {"batch_size": 16, "epochs": 8, "layout": "packed", "micro_batch_tokens": 512},
-        "server": {"name": f"colors-{family}", "num_cpus": 0, "collators": 1},
+        "server": {"name": f"colors-{family.replace('_', '-')}", "num_cpus": 0, "collators": 1},
         "trainer": {
             "dp_size": 2,
             "model": str(folder),

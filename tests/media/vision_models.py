@@ -8,16 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from raysvc.media.kinds import Kind
+from raysvc.media.media_processor import MediaProcessor
 
-from .families import FAMILIES, qwen_audio
+from .families import FAMILIES, qwen, qwen_audio
 from .rows import data_url, heard, wav, write_jsonl
+from .videos import mp4, oracle, seen
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "rows": {"layout": "padded_right", "micro_batch_size": 2},
     "left": {"layout": "padded_left", "micro_batch_size": 1},
     "packed": {"layout": "packed", "micro_batch_tokens": 400, "align": 4},
 }
+
+
+ALL_FAMILIES = {**FAMILIES, "qwen2_audio": qwen_audio, "qwen2_vl_videos": qwen}
 
 
 def images(count: int, seed: int = 0) -> list[bytes]:
@@ -39,9 +43,9 @@ def model_folder(family: str, folder: Path) -> Path:
     """Tokenizer, processor and weights of a model."""
     import torch
 
-    {**FAMILIES, "qwen2_audio": qwen_audio}[family](folder)
+    ALL_FAMILIES[family](folder)
     torch.manual_seed(0)
-    lm = {"qwen2_vl": _qwen, "llava": _llava, "qwen2_audio": _qwen_audio}[family](folder)
+    lm = {"llava": _llava, "qwen2_audio": _qwen_audio}.get(family, _qwen)(folder)
     with torch.no_grad():  # as initialised, an image changes next to nothing
         for weight in lm.parameters():
             if weight.dim() > 1:
@@ -132,18 +136,40 @@ def sounds(count: int, seed: int = 0) -> list[bytes]:
     return [wav(int(rng.integers(1600, 32000)), float(rng.integers(100, 4000))) for _ in range(count)]
 
 
+def films(count: int, seed: int = 0) -> list[bytes]:
+    """Videos of many lengths, and an image behind every other one of them."""
+    rng, found = np.random.default_rng(seed), []
+    for number in range(count):
+        width, height = (28 * rng.integers(2, 4, 2)).tolist()
+        found.append(mp4(int(rng.integers(4, 13)), width, height, seed=seed + number))
+        found += images(1, seed + number) if (number + seed) % 2 else []
+    return found
+
+
+def hf_of(folder: Path) -> Any:
+    """The processor of a family, by `transformers` alone; of Qwen2-VL with videos."""
+    hf = MediaProcessor.load(str(folder)).hf
+    return oracle(folder) if type(hf).__name__ == "Qwen2VLProcessor" else hf
+
+
+def kind_of(encoded: bytes) -> str:
+    """By its first bytes."""
+    return {b"\xff\xd8": "image", b"RI": "audio"}.get(encoded[:2], "video")
+
+
 def conversations(family: str, processor: Any, seed: int = 0) -> list[dict[str, Any]]:
     """Seven rows of text, media, and what the processor itself makes of them: `ids`, and where the answer begins and ends."""
-    kind: Kind = "audio" if family == "qwen2_audio" else "image"
+    make = {"qwen2_audio": sounds, "qwen2_vl_videos": films}.get(family, images)
     rng, rows = np.random.default_rng(seed), []
     for number, count in enumerate([1, 0, 2, 1, 3, 0, 1]):
-        encoded = {"image": images, "audio": sounds}[kind](count, seed=100 * seed + number)
+        encoded = make(count, seed=100 * seed + number)
         words = " ".join(rng.choice(["red", "blue", "sky", "two", "cats"], int(rng.integers(1, 9))))
-        parts = [*({"type": kind} for _ in encoded), {"type": "text", "text": f"{number}? {words}"}]
+        media_parts = [{"type": kind_of(one)} for one in encoded]
+        parts = [*media_parts, {"type": "text", "text": f"{number}? {words}"}]
         answer = [{"type": "text", "text": words[::-1]}]
         asked = [{"role": "user", "content": parts}]
         told = [*asked, {"role": "assistant", "content": answer}]
-        media = given(kind, encoded)
+        media = given(encoded)
 
         def ids(messages: Any, more: bool, media: Any = media) -> list[int]:
             text = processor.apply_chat_template(messages, add_generation_prompt=more, tokenize=False)
@@ -152,19 +178,23 @@ def conversations(family: str, processor: Any, seed: int = 0) -> list[dict[str, 
 
         whole, prompt = ids(told, False), len(ids(asked, True))
         end = whole.index(processor.tokenizer.eos_token_id, prompt) + 1
-        rows.append(
-            {"kind": kind, "media": encoded, "ids": whole, "prompt": prompt, "end": end, "told": told}
-        )
+        rows.append({"media": encoded, "ids": whole, "prompt": prompt, "end": end, "told": told})
     return rows
 
 
-def given(kind: Kind, encoded: list[bytes]) -> dict[str, Any]:
+def given(encoded: list[bytes]) -> dict[str, Any]:
     """The arguments of a processor for media."""
     from raysvc.media.pixels import rgb
 
-    if kind == "image":
-        return {"images": [rgb(each) for each in encoded] or None}
-    return {"audio": [heard(each) for each in encoded] or None, "sampling_rate": 16000}
+    found: dict[str, Any] = {}
+    for name, kind, decode in (
+        ("images", "image", rgb),
+        ("audio", "audio", heard),
+        ("videos", "video", seen),
+    ):
+        some = [decode(one) for one in encoded if kind_of(one) == kind]
+        found |= {name: some} if some else {}
+    return {**found, "sampling_rate": 16000} if "audio" in found else found
 
 
 def build_rows(root: Path, folder: Path, rows: list[dict[str, Any]]) -> str:
@@ -176,9 +206,9 @@ def build_rows(root: Path, folder: Path, rows: list[dict[str, Any]]) -> str:
         left = iter(row["media"])
         (asked, answer) = row["told"]
         parts = [
-            {"type": f"{row['kind']}_url", f"{row['kind']}_url": {"url": data_url(next(left))}}
-            if part["type"] == row["kind"]
-            else part
+            part
+            if (kind := part["type"]) == "text"
+            else {"type": f"{kind}_url", f"{kind}_url": {"url": data_url(next(left))}}
             for part in asked["content"]
         ]
         told.append({"messages": [{**asked, "content": parts}, answer]})

@@ -38,6 +38,7 @@ class _Hole(NamedTuple):
     start: int
     end: int
     text: str
+    kind: Kind
 
 
 def check_media(example: ChatExample, processor: MediaProcessor) -> None:
@@ -46,15 +47,15 @@ def check_media(example: ChatExample, processor: MediaProcessor) -> None:
     Raises:
         RowFault: a text holds the token, or a trained message a medium.
     """
-    if example.media and any(place in example.trained for place, _ in media_places(example.messages)):
-        raise _in_turn(processor.kind)
+    for place, _, kind in media_places(example.messages) if example.media else ():
+        if place in example.trained:
+            raise _in_turn(kind)
     said = json.dumps([example.messages, example.tools], ensure_ascii=False, default=str)
-    if processor.token in said:
-        words = WORDS[processor.kind]
-        raise RowFault(
-            f"a text holds the token of {words.many}",
-            f"{processor.token!r} stands in a message: it would be taken for {words.one}",
-        )
+    for kind, token in processor.tokens.items():
+        if token in said:
+            words = WORDS[kind]
+            what = f"{token!r} stands in a message: it would be taken for {words.one}"
+            raise RowFault(f"a text holds the token of {words.many}", what)
 
 
 def plain_example(example: ChatExample) -> ChatExample:
@@ -74,44 +75,56 @@ def filled_with_media(sequence: Sequence, render: Render, example: ChatExample, 
     Raises:
         RowFault: placeholders and media do not match, one cannot be taken, or a trained turn holds one.
     """
-    token, many = desk.processor.token, WORDS[desk.kind].many
-    found = [match.span() for match in re.finditer(re.escape(token), sequence.text)]
+    kinds = {token: kind for kind, token in desk.processor.tokens.items()}
+    marks = re.finditer("|".join(map(re.escape, kinds)), sequence.text)
+    found = [(match.start(), match.end(), kinds[match.group()]) for match in marks]
     wanted = media_places(example.messages)
-    if len(found) != len(wanted):
-        raise RowFault(wrong_count(desk.kind), f"the template shows {len(found)} of {len(wanted)} {many}")
-    _check_owners(render, found, [place for place, _ in wanted], desk.kind)
+    _check_kinds([kind for _, _, kind in found], [kind for _, _, kind in wanted])
+    _check_owners(render, found, [place for place, _, _ in wanted])
     holes, places = [], []
-    for (start, end), (_, medium) in zip(found, wanted, strict=True):
-        taken = desk.take(example.media[medium])
-        made = _replacement(desk, taken)
-        holes.append(_Hole(start, end, made.text))
-        places.append(MediumPlace(taken.sha256, taken.size, made.tokens, made.patches, taken.num_bytes))
-    text, spans = _filled(sequence, holes, desk.kind)
+    for (start, end, kind), (_, medium, _) in zip(found, wanted, strict=True):
+        taken = desk.take(kind, example.media[medium])
+        made = _replacement(desk, kind, taken)
+        holes.append(_Hole(start, end, made.text, kind))
+        places.append(MediumPlace(kind, taken.sha256, taken.size, made.tokens, made.patches, taken.num_bytes))
+    text, spans = _filled(sequence, holes)
     return replace(sequence, text=text, spans=spans, example=example, media=tuple(places))
 
 
-def _replacement(desk: MediaDesk, taken: Taken) -> Replacement:
+def _replacement(desk: MediaDesk, kind: Kind, taken: Taken) -> Replacement:
     try:
-        return desk.processor.replacement(*taken.size)
+        return desk.processor.replacement(kind, *taken.size)
     except (ValueError, ArithmeticError, IndexError) as error:
-        words = WORDS[desk.kind]
+        words = WORDS[kind]
         raise RowFault(
             f"the processor refuses the {words.size} of {words.one}",
-            f"{size_text(desk.kind, taken.size)}: {str(error)[:120]}",
+            f"{size_text(kind, taken.size)}: {str(error)[:120]}",
         ) from None
 
 
-def _check_owners(render: Render, found: Many[tuple[int, int]], places: Many[int], kind: Kind) -> None:
+def _check_kinds(found: list[Kind], wanted: list[Kind]) -> None:
+    """Whether a text has one placeholder of the kind of each medium, in order."""
+    for kind in dict.fromkeys([*wanted, *found]):
+        shown, there = found.count(kind), wanted.count(kind)
+        if shown != there:
+            what = f"the template shows {shown} of {there} {WORDS[kind].many}"
+            raise RowFault(wrong_count(kind), what)
+    if found != wanted:
+        what = f"the template shows {', '.join(found)} for {', '.join(wanted)}"
+        raise RowFault(wrong_count(wanted[0]), what)
+
+
+def _check_owners(render: Render, found: Many[tuple[int, int, Kind]], places: Many[int]) -> None:
     """Whether each placeholder was written for the message of its medium."""
     ends = list(accumulate(map(len, render.blocks)))
-    for (start, _), place in zip(found, places, strict=True):
+    for (start, _, kind), place in zip(found, places, strict=True):
         owner = render.owners[bisect_right(ends, start)]
         if owner not in (place, NOBODY):
             what = f"the template shows {WORDS[kind].one} of message {place} in message {owner}"
             raise RowFault(wrong_count(kind), what)
 
 
-def _filled(sequence: Sequence, holes: Many[_Hole], kind_of_media: Kind) -> tuple[str, list[Span]]:
+def _filled(sequence: Sequence, holes: Many[_Hole]) -> tuple[str, list[Span]]:
     """The text with its holes filled, and its spans there."""
     pieces, at = [], 0
     for hole in holes:
@@ -122,7 +135,7 @@ def _filled(sequence: Sequence, holes: Many[_Hole], kind_of_media: Kind) -> tupl
     for start, end, kind in sequence.spans:
         inside = [hole for hole in holes if hole.start < end and hole.end > start]
         if inside and kind != FREE:
-            raise _in_turn(kind_of_media)
+            raise _in_turn(inside[0].kind)
         edges = [start, *(edge for hole in inside for edge in (hole.start, hole.end)), end]
         for a, b in zip(edges[::2], edges[1::2], strict=True):
             if b > a:

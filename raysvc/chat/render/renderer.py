@@ -80,7 +80,8 @@ class Renderer:
         if self._desk is None:
             return plain.sequence(row) if plain else None
         made = plain.sequence(row) if plain and not form.media_of(row) else None
-        marks = (NAMES[self._desk.kind].placeholder, self._desk.processor.token)
+        tokens = self._desk.processor.tokens
+        marks = (*tokens.values(), *(NAMES[kind].placeholder for kind in tokens))
         if made is None or any(mark in made.text for mark in marks):
             return None
         return replace(made, prefix=self._before(made.text))

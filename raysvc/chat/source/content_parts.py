@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from raysvc.chat.row_errors import RowFault
-from raysvc.chat.source.media_parts import NAMES, is_media_part, media_part
+from raysvc.chat.source.media_parts import kind_of_part, media_part
 from raysvc.chat.source.tool_calls import calls_of_text, wrapped
 from raysvc.media.kinds import Kind
 
@@ -19,13 +19,13 @@ PARTS_READ = "contents that were lists of parts"
 _TEXT_PART = ("type", "text")  # keys, in the order in which they are written
 
 
-def read_parts(content: Any, place: str, media: Kind | None = None) -> dict[str, Any]:
+def read_parts(content: Any, place: str, media: tuple[Kind, ...] = ()) -> dict[str, Any]:
     """The fields of a message that its parts say: `content`, and `reasoning_content` and `tool_calls` where there are any.
 
     Args:
         content: a list of parts.
         place: of the message, for errors.
-        media: the kind to take.
+        media: the kinds to take.
 
     Raises:
         RowFault: a part that is not text, nor a medium that is taken.
@@ -36,8 +36,9 @@ def read_parts(content: Any, place: str, media: Kind | None = None) -> dict[str,
     thoughts: list[str] = []
     calls: list[Any] = []
     for part in content:
-        if media and is_media_part(part, media):
-            texts.append(media_part(part, media))
+        medium = kind_of_part(part, media) if media else None
+        if medium:
+            texts.append(media_part(part, medium))
             continue
         kind, text = _kind_and_text(part, place)
         if kind == "reasoning":
@@ -81,8 +82,8 @@ def _kind_and_text(part: Any, place: str) -> tuple[str, str]:
         raise RowFault("a content part is not text", f"{place} has a part that is a {type(part).__name__}")
     kind = part.get("type", "text")
     if kind not in ("text", "reasoning", "tool_call"):
-        known = any(is_media_part(part, each) for each in NAMES)
-        why = ": give the tokenizer's folder its processor, and source.media: true" if known else ""
+        known = kind_of_part(part)
+        why = f": a processor that takes it, and source.media: [{known}], would read it" if known else ""
         raise RowFault("a content part is not text", f"{place} has a part of type {kind!r}{why}")
     text = next((part[key] for key in ("text", "value", kind) if isinstance(part.get(key), str)), None)
     if text is None:

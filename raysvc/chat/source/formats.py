@@ -92,7 +92,7 @@ class Format:
     roles: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
-    media: Kind | None = None
+    media: tuple[Kind, ...] = ()
 
     def __post_init__(self) -> None:
         reader = MessageReader(self.roles, self.columns.get("role"), self.columns.get("content"), self.media)
@@ -114,17 +114,20 @@ class Format:
     def known_columns(self) -> frozenset[str]:
         """The source's columns that are used, carried, or declared to be without meaning."""
         used = (self.column(ours) for ours in (*NEEDS[self.name], *BESIDE.get(self.name, ())))
-        media = media_parts.NAMES[self.media].columns if self.media else ()
+        media = [name for kind in self.media for name in media_parts.NAMES[kind].columns]
         return frozenset((*used, *self.columns.values(), *self.carried, *self.ignored, *media))
 
-    def media_of(self, row: Mapping[str, Any]) -> list[Any]:
-        """Media in a column of the row."""
-        if self.media is None:
-            return []
-        columns = media_parts.NAMES[self.media].columns
-        names = (self.column(columns[0]), *columns)
-        values = (row.get(name) for name in names if name not in self.ignored)
-        return next((found for value in values if (found := media_parts.in_column(value))), [])
+    def media_of(self, row: Mapping[str, Any]) -> dict[Kind, list[Any]]:
+        """Kind -> media in a column of the row, where there are any."""
+        found: dict[Kind, list[Any]] = {}
+        for kind in self.media:
+            columns = media_parts.NAMES[kind].columns
+            names = (self.column(columns[0]), *columns)
+            values = (row.get(name) for name in names if name not in self.ignored)
+            there = next((some for value in values if (some := media_parts.in_column(value))), [])
+            if there:
+                found[kind] = there
+        return found
 
     def column(self, ours: str) -> str:
         """The source's name of one of our columns."""
@@ -156,18 +159,18 @@ class Format:
             examples = tuple(self._side(row, side) for side in ("chosen", "rejected"))
         else:
             examples = (getattr(self, f"_{self.name}")(row),)
-        return examples if self.media is None else self._with_media(row, examples, self.media)
+        return self._with_media(row, examples) if self.media else examples
 
-    def _with_media(
-        self, row: Mapping[str, Any], examples: tuple[Example, ...], kind: Kind
-    ) -> tuple[Example, ...]:
+    def _with_media(self, row: Mapping[str, Any], examples: tuple[Example, ...]) -> tuple[Example, ...]:
         found = self.media_of(row)
         if found and not all(isinstance(one, ChatExample) for one in examples):
             raise RowFault(
-                f"{WORDS[kind].many} beside text without a chat template",
+                f"{WORDS[next(iter(found))].many} beside text without a chat template",
                 "give messages, or ignore the column",
             )
-        return tuple(_placed(one, found, kind) if isinstance(one, ChatExample) else one for one in examples)
+        return tuple(
+            _placed(one, found, self.media) if isinstance(one, ChatExample) else one for one in examples
+        )
 
     def check_values(self, row: Mapping[str, Any]) -> None:
         """Raise RowFault when a column that is used holds a value that JSON does not have."""
@@ -331,9 +334,9 @@ class Format:
 
 MEDIA_WHY = (
     "{} need a processor of theirs (preprocessor_config.json) beside the tokenizer, and rows of messages; "
-    "source.media: true says that rows have some where the first one does not show it"
+    "source.media: [{}] says that rows have some where the first one does not show it"
 )
-OTHERS_WHY = "only images and audio are carried to a model; video and pixels are not"
+OTHERS_WHY = "images, audio and videos are carried to a model as files; pixels are not"
 OPTIONAL = tuple(sorted({name for beside in BESIDE.values() for name in beside}))
 USED = tuple(sorted({*OPTIONAL, *(name for needs in NEEDS.values() for name in needs)} - {"input_ids"}))
 
@@ -347,7 +350,7 @@ def refused_why(name: str) -> str:
         return f"a pair is of format preference; {nothing}"
     if name in MEDIA:
         kind = next((kind for kind, names in media_parts.NAMES.items() if name in names.columns), None)
-        return f"{MEDIA_WHY.format(WORDS[kind].many) if kind else OTHERS_WHY}; {nothing}"
+        return f"{MEDIA_WHY.format(WORDS[kind].many, kind) if kind else OTHERS_WHY}; {nothing}"
     return f"it changes what a row means; source.carry: [{name}] takes it along, {nothing}"
 
 
@@ -364,8 +367,8 @@ def check_json(value: Any, column: str) -> None:
         raise RowFault(f"a value is a {type(value).__name__}, which JSON does not have", f"in {column!r}")
 
 
-def _placed(example: ChatExample, column: list[Any], kind: Kind) -> ChatExample:
-    messages, media = media_parts.placed_media(example.messages, column, kind)
+def _placed(example: ChatExample, columns: Mapping[Kind, list[Any]], kinds: tuple[Kind, ...]) -> ChatExample:
+    messages, media = media_parts.placed_media(example.messages, columns, kinds)
     return replace(example, messages=messages, media=media, has_parts=True) if media else example
 
 

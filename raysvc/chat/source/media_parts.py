@@ -1,22 +1,25 @@
-"""Where a row has media: content parts, a column, and placeholders in its texts. A source has media of one kind.
+"""Where a row has media: content parts, columns, and placeholders in its texts.
 
 | in the row | medium |
 |---|---|
 | `{"type": "image_url", "image_url": {"url": ...}}`, `{"type": "input_image", "image_url": ...}` | its URL |
 | `{"type": "input_audio", "input_audio": {"data": base64, "format": "wav"}}` | these bytes |
-| `{"type": "image" or "audio", "image", "audio", "audio_url", "url", "path", "base64" or "bytes": ...}` | what it names |
+| `{"type": "video_url", "video_url": {"url": ...}}` | its URL |
+| `{"type": "image", "audio" or "video", "image", "audio", "video", "audio_url", "url", "path", "base64" or "bytes": ...}` | what it names |
 | `{"type": "image"}`, `<image>` in a text | the next one of column `images` (or `image`) |
 | `{"type": "audio"}`, `<audio>` in a text | the next one of column `audios` (or `audio`) |
+| `{"type": "video"}`, `<video>` in a text | the next one of column `videos` (or `video`) |
 
 Always true:
 - every placeholder meets one medium, and every medium one placeholder, in order; any other row is quarantined;
-- a part that is a medium of another kind is refused by its type;
+- a part that is a medium of a kind that the source has not is refused by its type;
 - messages come out with `{"type": kind, "medium": k}`, the place in `ChatExample.media`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from raysvc.chat.row_errors import RowFault
@@ -48,6 +51,12 @@ NAMES: dict[Kind, MediaNames] = {
         ("audios", "audio"),
         "<audio>",
     ),
+    "video": MediaNames(
+        ("video", "video_url", "input_video"),
+        ("video", "video_url", *_ANYWHERE),
+        ("videos", "video"),
+        "<video>",
+    ),
 }
 
 
@@ -56,10 +65,18 @@ def wrong_count(kind: Kind) -> str:
     return f"placeholders and {WORDS[kind].many} do not match"
 
 
-def is_media_part(part: Any, kind: Kind) -> bool:
-    """Whether a content part is a medium of a kind, with what type it may call itself."""
-    return isinstance(part, Mapping) and (
-        part.get("type") in NAMES[kind].types or (part.get("type") is None and part.get(kind) is not None)
+def kind_of_part(part: Any, kinds: Iterable[Kind] = tuple(NAMES)) -> Kind | None:
+    """The kind, of some, of which a content part is a medium, with what type it may call itself; None: of none."""
+    if not isinstance(part, Mapping):
+        return None
+    said = part.get("type")
+    return next(
+        (
+            kind
+            for kind in kinds
+            if (part.get(kind) is not None if said is None else said in NAMES[kind].types)
+        ),
+        None,
     )
 
 
@@ -81,27 +98,32 @@ def in_column(value: Any) -> list[Any]:
 
 
 def placed_media(
-    messages: list[Message], column: Sequence[Any], kind: Kind
+    messages: list[Message], columns: Mapping[Kind, Sequence[Any]], kinds: Sequence[Kind]
 ) -> tuple[list[Message], tuple[Any, ...]]:
-    """(messages with the places of their media, these media): those of parts, and those of a column at its placeholders.
+    """(messages with the places of their media, these media): those of parts, and those of columns at their placeholders.
+
+    Args:
+        messages: of a row.
+        columns: kind -> media of its column, where there are any.
+        kinds: that the source has.
 
     Raises:
         RowFault: placeholders and media do not match.
     """
-    walk = _Walk(list(column), kind)
+    walk = _Walk({kind: columns.get(kind, ()) for kind in kinds})
     found = [walk.message(message) for message in messages]
-    if walk.wanted != len(column):
-        many = WORDS[kind].many
-        raise RowFault(
-            wrong_count(kind), f"{walk.wanted} placeholders for {len(column)} {many} of the column"
-        )
+    for kind, wanted in walk.wanted.items():
+        there = len(columns.get(kind, ()))
+        if wanted != there:
+            what = f"{wanted} placeholders for {there} {WORDS[kind].many} of the column"
+            raise RowFault(wrong_count(kind), what)
     return (found, tuple(walk.media)) if walk.media else (messages, ())
 
 
-def media_places(messages: Sequence[Message]) -> list[tuple[int, int]]:
-    """(place of the message, place of the medium in `ChatExample.media`) of each, in order."""
+def media_places(messages: Sequence[Message]) -> list[tuple[int, int, Kind]]:
+    """(place of the message, place of the medium in `ChatExample.media`, its kind) of each, in order."""
     return [
-        (place, part["medium"])
+        (place, part["medium"], part["type"])
         for place, message in enumerate(messages)
         if type(message.get("content")) is list
         for part in message["content"]
@@ -135,38 +157,41 @@ def in_parts(messages: Sequence[Message]) -> list[Message]:
 class _Walk:
     """Goes through the messages of a row and takes a medium at each placeholder."""
 
-    def __init__(self, column: list[Any], kind: Kind) -> None:
-        self._column, self._kind = column, kind
-        self._mark = NAMES[kind].placeholder
+    def __init__(self, columns: Mapping[Kind, Sequence[Any]]) -> None:
+        self._columns = columns
+        self._kinds: dict[str, Kind] = {NAMES[kind].placeholder: kind for kind in columns}
+        self._marks = re.compile(f"({'|'.join(self._kinds)})")
         self.media: list[Any] = []
-        self.wanted = 0  # placeholders that the column has to fill
+        self.wanted: dict[Kind, int] = dict.fromkeys(columns, 0)  # placeholders that a column has to fill
 
     def message(self, message: Message) -> Message:
         content = message.get("content")
         if type(content) is str:
-            return {**message, "content": list(self._of_text(content))} if self._mark in content else message
+            marked = self._marks.search(content)
+            return {**message, "content": list(self._of_text(content))} if marked else message
         if type(content) is list:
             return {**message, "content": [found for part in content for found in self._of_part(part)]}
         return message
 
     def _of_part(self, part: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        if "source" in part and part.get("type") == self._kind:
-            yield self._medium(part["source"])
-        elif self._mark in part.get("text", ""):
+        if "source" in part and part.get("type") in self._columns:
+            yield self._medium(part["type"], part["source"])
+        elif self._marks.search(part.get("text", "")):
             yield from self._of_text(part["text"])
         else:
             yield part
 
     def _of_text(self, text: str) -> Iterator[dict[str, Any]]:
-        for number, piece in enumerate(text.split(self._mark)):
-            if number:
-                yield self._medium(None)
-            if piece:
+        for piece in self._marks.split(text):
+            if piece in self._kinds:
+                yield self._medium(self._kinds[piece], None)
+            elif piece:
                 yield {"type": "text", "text": piece}
 
-    def _medium(self, source: Any) -> dict[str, Any]:
+    def _medium(self, kind: Kind, source: Any) -> dict[str, Any]:
         if source is None:
-            source = self._column[self.wanted] if self.wanted < len(self._column) else None
-            self.wanted += 1
+            column, place = self._columns[kind], self.wanted[kind]
+            source = column[place] if place < len(column) else None
+            self.wanted[kind] += 1
         self.media.append(source)
-        return {"type": self._kind, "medium": len(self.media) - 1}
+        return {"type": kind, "medium": len(self.media) - 1}

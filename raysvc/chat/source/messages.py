@@ -87,7 +87,7 @@ class MessageReader:
     roles: Mapping[str, str] = field(default_factory=dict)
     role_key: str | None = None
     content_key: str | None = None
-    media: Kind | None = None
+    media: tuple[Kind, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "roles", {**ROLES, **self.roles})
