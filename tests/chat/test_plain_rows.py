@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from raysvc.chat.render import plain_rows
 from raysvc.chat.render.plain_rows import MAX_TRIES, PlainRows
 from raysvc.chat.render.renderer import Renderer
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.render.turn_spans import TurnFinder
 from raysvc.chat.row_errors import RowDropped, RowFault
-from raysvc.chat.sequence import CLOSED_TURN, FREE, Sequence
+from raysvc.chat.sequence import CLOSED_TURN, FREE, OPEN_TURN, Sequence
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.formats import Format
@@ -225,7 +228,8 @@ class Alone:
         render = self.really.render(example.messages, None)
         if example.all_tokens:
             return Sequence(render.text, [(0, len(render.text), FREE)], example=example)
-        spans = [(found.start, found.end, CLOSED_TURN) for found in self.finder.spans(render, example)]
+        found = self.finder.spans(render, example)
+        spans = [(one.start, one.end, CLOSED_TURN if one.closed else OPEN_TURN) for one in found]
         return Sequence(render.text, spans, example=example)
 
     def learn(self, *texts: str) -> Alone:
@@ -350,6 +354,128 @@ def test_a_text_that_holds_a_token_is_looked_at_closely(tokenizer_folder: Any) -
     result = SliceTokenizer(spec).run([SourceRow(n, row("q", f"x {text}")) for n, text in enumerate(texts)])
     assert result.table["source_row"].to_pylist() == [0, 1, 3, 5]
     assert result.row_counts.quarantined == {"a trained turn holds a control token": 2}
+
+
+HEADS = ("<|im_start|>assistant\n", "### Answer:\n", "\n", "", "A: <think>\n")
+ADDS = ("", "Sure", "<think>\n", " ", "<|")  # to the head: the generation prompt
+ENDS = ("<|im_end|>", "<|im_end|>\n", " END<|im_end|>\n", "\n", "<|eot|><|im_end|>")
+MARKS = ("{head}{says}{end}", "{head}[[{says}{end}]]", "[[{head}{says}]]{end}", "[[{head}]][[{says}{end}]]")
+BEHIND = (
+    "",
+    "{% for message in messages %}{% if message.role != 'user' %}{{ 'done\n' }}{% endif %}{% endfor %}",
+)
+WORDS = (
+    "it is so",
+    "Sure it is",
+    "x",
+    "END",
+    "Answer",
+    " padded\n",
+    "a ~ b",
+    "words of both",
+    "a <",
+    "so\n",
+    "é 你",
+)
+words = st.sampled_from(WORDS)
+
+
+@lru_cache(maxsize=64)
+def composed(head: str, add: str, end: str, mark: str, behind: str, user: str) -> Alone:
+    """`PlainRows` of a template put together from what templates write around an answer."""
+    pieces = {"head": f"{{{{ {head!r} }}}}", "end": f"{{{{ {end!r} }}}}", "says": "{{ message.content }}"}
+    answer = mark.format(**pieces).replace("[[", MARK).replace("]]", UNMARK)
+    prompt = f"{{% if add_generation_prompt %}}{{{{ {head + add!r} }}}}{{% endif %}}"
+    asked = f"{{{{ {user!r} + message.content + '<|im_end|>\\n' }}}}"
+    loop = (
+        "{% for message in messages %}{% if message.role == 'user' %}"
+        f"{asked}{{% else %}}{answer}{{% endif %}}{{% endfor %}}"
+    )
+    return Alone(loop + behind + prompt, added=(*TOKENS, "<|eot|>", "~"))
+
+
+@given(
+    built=st.tuples(*map(st.sampled_from, (HEADS, ADDS, ENDS, MARKS, BEHIND, ("<|im_start|>user\n", "")))),
+    taught=st.lists(st.tuples(words, words) | st.tuples(words, words, words, words), min_size=1, max_size=3),
+    asked=st.lists(st.tuples(words, words) | st.tuples(words, words, words, words), min_size=4, max_size=4),
+)
+@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+def test_whatever_a_template_writes_around_turns_a_joined_row_has_the_spans_that_are_found(
+    built: tuple[str, ...], taught: list[tuple[str, ...]], asked: list[tuple[str, ...]]
+) -> None:
+    alone = composed(*built)
+    for texts in taught:
+        with suppress(RowFault):
+            alone.learn(*texts)
+    for texts in [*asked, ("who", "me"), ("who", "Sure me"), ("me", "me")]:
+        joined = alone.known(*texts)
+        if joined is not None:
+            whole = alone.whole(row(*texts))
+            assert (joined.text, joined.spans) == (whole.text, whole.spans)
+
+
+@pytest.mark.parametrize("head", HEADS[:2])
+@pytest.mark.parametrize("end", [each for each in ENDS if "|" in each])
+@pytest.mark.parametrize("mark", MARKS[:2])
+def test_turns_between_a_header_and_a_token_are_joined(head: str, end: str, mark: str) -> None:
+    alone = composed(head, "", end, mark, "", "<|im_start|>user\n").learn("what is it", "it is so")
+    assert alone.known("who", "me") is not None
+    assert alone.known(*WORDS[:2]) is not None
+
+
+def test_texts_that_stand_twice_and_results_of_tools_leave_no_shape() -> None:
+    for texts in (("same", "same"), ("am", "I am")):
+        assert Alone(CHATML).learn(*texts).known("who", "me") is None
+    alone, roles = Alone(CHATML), ("user", "assistant", "tool", "assistant")
+    whole = {"messages": [{"role": role, "content": f"says {role} {n}"} for n, role in enumerate(roles)]}
+    alone.template.render(whole["messages"], None)
+    alone.plain.learn(whole, alone.whole(whole))
+    assert alone.plain.sequence(whole) is None
+
+
+def test_all_tokens_of_a_tokenizer_without_added_ones_are_joined() -> None:
+    alone = Alone(CHATML, "all_tokens", added=()).learn("what is it", "it is so")
+    assert alone.known("who", "me <|im_end|>") is not None
+    sequences = [alone.whole(row("who", "me"))]
+    sequences[0].openings = 0
+    assert alone.plain.doubtful(sequences, batch_of(sequences)) == []
+
+
+@lru_cache(maxsize=1)
+def tokens_of_odd_kinds() -> Alone:
+    return Alone(CHATML, added=("<|a|>", "</a", "~"))
+
+
+@given(st.lists(st.text("<|/~aé", max_size=6), min_size=1, max_size=4))
+def test_beginnings_of_tokens_and_tags_are_counted_in_each_row(texts: list[str]) -> None:
+    plain = tokens_of_odd_kinds().plain
+    sequences = [Sequence(text, [], openings=0) for text in texts]
+    joined, expected, begin = "".join(texts), set(), 0
+    for n, text in enumerate(texts):
+        for at in range(begin, begin + len(text)):  # what goes on in the next text is looked at closely too
+            if joined[at : at + 2] in ("<|", "</") or joined[at] == "~":
+                expected.add(n)
+        begin += len(text)
+    if any(texts):
+        assert plain.doubtful(sequences, batch_of(sequences)) == sorted(expected)
+
+
+@given(literals=st.lists(st.text("ab", max_size=3), min_size=2, max_size=4), data=st.data())
+def test_literals_are_what_stands_around_texts_that_stand_nowhere_else(
+    literals: list[str], data: Any
+) -> None:
+    said = [data.draw(st.text("abc", min_size=1, max_size=2)) for _ in literals[1:]]
+    text = "".join(one + other for one, other in zip(literals, [*said, ""], strict=True))
+    found, rest, ways = plain_rows._literals(text, said), text, []
+    for part in said:
+        places = [at for at in range(len(rest)) if rest.startswith(part, at)]
+        ways.append(rest.count(part))
+        rest = rest[places[0] + len(part) :] if places else rest
+    if set(ways) == {1}:
+        assert found is not None
+        assert "".join(one + other for one, other in zip(found, [*said, ""], strict=True)) == text
+    else:
+        assert found is None
 
 
 def test_no_shape_is_learned_of_a_row_that_says_how_tokens_begin() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import html
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from raysvc.chat.render.turn_check import verify_turn
+from raysvc.chat.render.turn_check import is_empty, reasoning_of, removed_reasoning, tags_of, verify_turn
 from raysvc.chat.row_errors import RowFault
 
 NESTED = {"cities": ["Oslo", "Bergen"], "days": 3, "deep": {"a": [None, True]}}
@@ -97,3 +101,163 @@ def test_the_text_of_a_message_stands_in_its_turn(content: Any, stretch: str, fi
     else:
         with pytest.raises(RowFault, match="does not hold its message"):
             verify_turn(stretch, message, tags, ())
+
+
+def test_tags_are_the_pairs_that_a_template_closes_the_longest_first() -> None:
+    template = "{{ '</think>' }} [/THINK] <b> [B] </s> </a.b:c-d> </not this>"
+    expected = {"<think>", "</think>", "[THINK]", "[/THINK]", "<a.b:c-d>", "</a.b:c-d>"}
+    found = tags_of(template, ["</s>", "<s>"])
+    assert set(found) == expected
+    assert len(found) == len(expected)
+    assert list(map(len, found)) == sorted(map(len, expected), reverse=True)
+
+
+THOUGHT = "<think>\nhm\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("message", "thought", "says_nothing"),
+    [
+        ({"content": "hello"}, "", False),
+        ({"content": ""}, "", True),
+        ({"content": " \n"}, "", True),
+        ({"content": None}, "", True),
+        ({}, "", True),
+        ({"content": [{"type": "text", "text": " "}, {"type": "image"}]}, "", True),
+        ({"content": [{"type": "text", "text": " "}, {"type": "text", "text": "a"}]}, "", False),
+        ({"content": "", "tool_calls": []}, "", True),
+        ({"content": "", "tool_calls": [{"function": {"name": "f"}}]}, "", False),
+        ({"content": "", "reasoning_content": " hm "}, "hm", False),
+        ({"content": " ", "reasoning": "hm"}, "hm", False),
+        ({"content": [], "thinking": "hm\n"}, "hm", False),
+        ({"content": "", "reasoning_content": " ", "thinking": "hm"}, "hm", False),
+        ({"content": "", "reasoning_content": None, "reasoning": 7}, "", True),
+        ({"content": "a", "thinking": "c", "reasoning": "b", "reasoning_content": "a"}, "a", False),
+        ({"content": THOUGHT + "so"}, "hm", False),
+        ({"content": "hm</think>so</think>no"}, "hm", False),
+        ({"content": "no<think>so<think>hm</think>"}, "hm", False),
+        ({"content": "<think>hm"}, "", False),
+        ({"content": THOUGHT, "reasoning": "of a field"}, "of a field", False),
+        ({"content": [{"type": "text", "text": THOUGHT}]}, "", False),
+    ],
+)
+def test_what_a_message_thinks_and_whether_it_says_anything(
+    message: dict[str, Any], thought: str, says_nothing: bool
+) -> None:
+    assert reasoning_of(message) == thought
+    assert is_empty(message) == says_nothing
+
+
+def test_reasoning_is_removed_when_the_trained_text_does_not_hold_it() -> None:
+    thinking = [{"content": "a", "reasoning": thought} for thought in ("one", "two", "three")]
+    assert removed_reasoning([*thinking, {"content": "b"}], "one a a three a b") == 1
+    assert removed_reasoning(thinking, "") == 3
+
+
+@pytest.mark.parametrize("control", ["<end>", "<start>"])
+def test_a_control_token_in_any_part_of_a_message_is_refused(control: str) -> None:
+    parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": f"you {control}"}]
+    stretch = f"hello you {control}"
+    with pytest.raises(RowFault, match="holds a control token") as fault:
+        verify_turn(stretch, {"content": parts}, (), [control], [control])
+    assert repr(control) in str(fault.value)
+    assert stretch in str(fault.value)
+    verify_turn(stretch, {"content": [parts[0]]}, (), [control], [control])
+
+
+@pytest.mark.parametrize(
+    ("content", "stretch", "tags", "fine"),
+    [
+        ("  hello  ", "hello", (), True),
+        ("<think>so</think>", "", ("<think>", "</think>"), False),
+        ("<think>so</think> ", "so", ("<think>", "</think>"), True),
+        ("a<b>c", "a", ("<b>",), False),
+        ("a<b> c ", "c", ("<b>",), True),
+        ("a<b>c", "c", (), False),
+        ("<b>  <c>", "anything", ("<b>", "<c>"), False),
+    ],
+)
+def test_a_text_may_be_trimmed_and_cut_at_tags_of_the_template(
+    content: str, stretch: str, tags: tuple[str, ...], fine: bool
+) -> None:
+    if fine:
+        verify_turn(stretch, {"content": content}, tags, ())
+    else:
+        with pytest.raises(RowFault, match="does not hold its message"):
+            verify_turn(stretch, {"content": content}, tags, ())
+
+
+def test_a_fault_shows_both_ends_of_a_long_text() -> None:
+    with pytest.raises(RowFault) as fault:
+        verify_turn("s" * 60, {"content": "a" * 40 + "b" * 40}, (), ())
+    assert f"'{'a' * 30}…{'b' * 30}' not in '{'s' * 60}'" in str(fault.value)
+    with pytest.raises(RowFault) as fault:
+        verify_turn("", calling({"a": "b"}), (), ())
+    assert "'f' is missing" in str(fault.value)
+    with pytest.raises(RowFault) as fault:
+        verify_turn("f", calling({"a": {"b"}}), (), ())
+    assert "the call of 'f' with {\"a\": \"{'b'}\"} is missing" in str(fault.value)
+
+
+SAID = st.text(st.sampled_from("ab é😀\"'<&\\\n"), max_size=5).map(lambda text: f"{text}b")
+SCALAR = SAID | st.integers(-99, 99) | st.booleans() | st.none() | st.floats(0, 1)
+GIVEN = st.dictionaries(SAID, SCALAR | st.lists(SCALAR, max_size=2), min_size=1, max_size=3)
+WRITERS: list[Callable[[Any], str]] = [
+    json.dumps,
+    lambda value: json.dumps(value, ensure_ascii=False, indent=2),
+    repr,
+    lambda value: html.escape(str(value)),
+    lambda value: str(value).strip(),
+    lambda value: json.dumps(value, ensure_ascii=False).replace("'", "\\'"),
+]
+
+
+def leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [leaf for pair in value.items() for one in pair for leaf in leaves(one)]
+    return [leaf for one in value for leaf in leaves(one)] if isinstance(value, list) else [value]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+@given(arguments=GIVEN, name=st.sampled_from(["f", "a", "get.b"]), around=st.sampled_from(["", " ", "[{("]))
+@settings(deadline=None, max_examples=25)
+def test_a_call_that_is_written_leaf_by_leaf_is_found_and_one_without_a_leaf_is_not(
+    write: Callable[[Any], str], arguments: Any, name: str, around: str
+) -> None:
+    call = {"function": {"name": name, "arguments": arguments}}
+    whole = [write(leaf) for leaf in leaves(arguments)]
+    verify_turn(f"{around}{name}" + ", ".join(["", *whole]), {"tool_calls": [call]}, (), ())
+    lost = {"function": {"name": name, "arguments": {**arguments, "zz": "nowhere"}}}
+    for missing in (lost, {"function": {"name": "nobody", "arguments": arguments}}):
+        with pytest.raises(RowFault, match="does not hold its tool call"):
+            verify_turn(f"{around}{name}" + ", ".join(["", *whole]), {"tool_calls": [missing]}, (), ())
+
+
+@pytest.mark.parametrize(
+    ("function", "stretch", "fine"),
+    [
+        ({"name": "f", "arguments": {}}, "f", True),
+        ({"name": "f"}, "f", True),
+        ({"name": "f", "arguments": {}}, "g", False),
+        ({"name": None, "arguments": {"a": 1}}, "a 1", True),
+        ({"name": None, "arguments": {"a": 1}}, "1 a", False),
+        ({"name": None, "arguments": {"a": {"b": 1, "c": 2}}}, '{"a": {"c": 2, "b": 1}}', True),
+        ({"name": "f", "arguments": {"a": 1}}, "f f {a} f a 1", True),
+        ({"name": "f", "arguments": {"a": 1}}, "f a 1 then f of nothing", True),
+        ({"name": "f", "arguments": {"a": 1}}, '[{"a": 1}, "f"]', True),
+        ({"name": "f", "arguments": [1, 2]}, "f {broken [1, 2]", True),
+        ({"name": "f", "arguments": [1, 2]}, "f [2, 1]", False),
+        ({"name": "f", "arguments": {"a": "b", "c": "b"}}, "f a b c", False),
+        ({"name": "f", "arguments": {"a": ""}}, "f a", True),
+        ({"name": "f", "arguments": {"a": " b "}}, "f a b", True),
+        ({"name": "f", "arguments": '{"a": 1}'}, "f a 1", True),
+        ({"name": "f", "arguments": '{"a": 1}'}, "f a 2", False),
+        ({"name": "f.g", "arguments": {"a": 1}}, "a 1 fxg", False),
+    ],
+)
+def test_names_and_arguments_stand_in_their_order(function: dict[str, Any], stretch: str, fine: bool) -> None:
+    if fine:
+        verify_turn(stretch, {"tool_calls": [{"function": function}]}, (), ())
+    else:
+        with pytest.raises(RowFault, match="does not hold its tool call"):
+            verify_turn(stretch, {"tool_calls": [{"function": function}]}, (), ())

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from raysvc.chat.render import turn_memory
 from raysvc.chat.render.renderer import Renderer
+from raysvc.chat.render.template import ChatTemplate
+from raysvc.chat.render.turn_memory import TurnMemory
+from raysvc.chat.render.turn_spans import TurnFinder
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
@@ -127,3 +132,97 @@ def test_a_result_that_echoes_its_call_is_looked_at_closely(preparers: Any) -> N
         example = calling(place, echo)
         render = template.render(example.messages, None)
         assert outcome(memory.spans, render, example) == outcome(finder.spans, render, example)
+
+
+OPEN, CLOSE = "<|im_start|>", "<|im_end|>"
+HEADS = (  # of an answer; the generation prompt is the same
+    f"'{OPEN}assistant\\n'",
+    f"'{OPEN}assistant' ~ (' with' if tools else '') ~ '\\n'",
+    f"'' if before == 'tool' else '{OPEN}assistant\\n'",
+    f"'{OPEN}' ~ before ~ ' to assistant\\n'",
+    "'### A: '",
+)
+CALLS = (
+    "'<tool_call>' ~ call.function.name ~ ' ' ~ (call.function.arguments | tojson) ~ '</tool_call>'",
+    "' ' ~ call.function.name ~ '(' ~ (call.function.arguments | tojson) ~ ')<'",
+    "call.function.arguments | tojson ~ call.function.name",
+)
+ENDS = (
+    f"'{CLOSE}\\n'",
+    f"'' if loop.last else '{CLOSE}\\n'",
+    f"'{CLOSE}\\n' ~ ('<|eot|>' if loop.last else '')",
+    f"' END{CLOSE}' ~ (' of all' if loop.last else '\\n')",
+    f"('' if message.content else ' so') ~ '{CLOSE}'",
+)
+QUOTES = (
+    "''",
+    "loop.previtem.content if not loop.first else ''",
+    "loop.nextitem.content if not loop.last else ''",
+    "'|' ~ messages[0].content",
+)
+TOKENS = (OPEN, CLOSE, "<|eot|>", "<tool_call>", "</tool_call>")
+
+
+@lru_cache(maxsize=64)
+def composed(head: str, call_: str, end: str, quote: str, quoted_first: bool) -> Any:
+    """A template put together from what templates write around an answer, its finder, and a memory."""
+    says = (
+        "{{ message.content }}"
+        + f"{{% for call in message.tool_calls or [] %}}{{{{ {call_} }}}}{{% endfor %}}"
+    )
+    quotes = f"{{{{ {quote} }}}}"
+    answer = f"{{{{ {head} }}}}" + (quotes + says if quoted_first else says + quotes) + f"{{{{ {end} }}}}"
+    other = f"{{{{ '{OPEN}' ~ message.role ~ '\\n' ~ message.content ~ '{CLOSE}\\n' }}}}"
+    text = (
+        "{% for message in messages %}{% set before = '' if loop.first else loop.previtem.role %}"
+        f"{{% if message.role == 'assistant' %}}{answer}{{% else %}}{other}{{% endif %}}{{% endfor %}}"
+        "{% if add_generation_prompt %}{% set before = messages[-1].role %}"
+        f"{{{{ {head} }}}}{{% endif %}}"
+    )
+    template = ChatTemplate(text, {})
+    finder = TurnFinder(template, TOKENS, {"eos_token": "<|eot|>"})
+    return template, finder, TurnMemory(finder)
+
+
+parts = st.tuples(*map(st.sampled_from, (HEADS, CALLS, ENDS, QUOTES)), st.booleans())
+
+
+@given(built=parts, rows=st.lists(conversation(), min_size=2, max_size=5))
+@settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
+def test_whatever_a_template_writes_around_turns_remembered_spans_are_those_that_are_found(
+    built: tuple[Any, ...], rows: list[Any]
+) -> None:
+    template, finder, memory = composed(*built)
+    for example, _ in [*rows, *rows]:
+        try:
+            render = template.render(example.messages, example.tools)
+        except RowFault:
+            continue
+        assert outcome(memory.spans, render, example) == outcome(finder.spans, render, example)
+
+
+@pytest.mark.parametrize("call_", CALLS[:2])
+@pytest.mark.parametrize("head", HEADS)
+def test_calls_that_are_built_alike_are_found_once(
+    head: str, call_: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template, finder, _ = composed(head, call_, ENDS[0], QUOTES[0], False)
+    memory, found = TurnMemory(finder), []
+    real = finder.turn
+    monkeypatch.setattr(finder, "turn", lambda *args: found.append(args[2]) or real(*args))
+    for number, place in enumerate(("Oslo", "Bergen", "Rome")):
+        example = calling(place, f"result {number}")
+        memory.spans(template.render(example.messages, example.tools), example)
+    assert found in (
+        [1, 3],
+        [1, 3, 3, 3],
+    )  # an answer that follows a result without a header has no beginning of its own
+
+
+def test_no_more_turns_are_remembered_than_the_limit(preparers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    template, finder, _ = preparers("chatml_default_system")._template(False)
+    monkeypatch.setattr(turn_memory, "MAX_KINDS", 0)
+    memory, example = TurnMemory(finder), chat("one", "two")
+    render = template.render(example.messages, None)
+    assert memory.spans(render, example) == memory.spans(render, example) == finder.spans(render, example)
+    assert not memory._known
