@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from raysvc.chat.render.real_render import RealRender
-from raysvc.chat.trace import automaton, fast_render, kept_tools, self_test
+from raysvc.chat.row_errors import RowFault
+from raysvc.chat.trace import automaton, fast_render, self_test
 from raysvc.chat.trace.fast_render import FastRender
 
 NOW = datetime(2026, 1, 1)
@@ -50,6 +51,37 @@ TRACED: dict[str, str] = {
     + LOOP
     + "{{ ns.last }}{% set ns.last = m.content %}{% endfor %}{{ ns.last }}",
 }
+METHODS: dict[str, str] = {
+    "said": "{{ m.content.title }}",
+    "asked": "{% if m.content.title %}!{% endif %}",
+    "compared": "{% if m.content.title == 'x' %}!{% endif %}",
+    "looked into": "{{ m.content.title.name ~ m.content.title['owner'] }}",
+    "tested": "{% if m.content.title is defined %}!{% endif %}",
+    "filtered": "{{ m.content.title | default('x') | string }}",
+    "kept": "{% set kept = m.content.title %}{% for n in messages[:1] %}{{ kept is string }}{% endfor %}",
+    "gone over": "{% for n in m.content.title %}!{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("way", METHODS)
+def test_a_name_that_is_a_method_in_one_row_and_a_field_in_another_is_never_taken_for_the_same(
+    way: str,
+) -> None:
+    fast, real = pair(LOOP + METHODS[way] + "{{ m.role }}{% endfor %}")
+    contents: list[Any] = ["a text", {"title": "x"}, {"title": ""}, None, "x", {}, {"title": {"name": "y"}}]
+    for content in [*contents, *contents]:
+        each: list[Any] = [{"role": "user", "content": content}, {"role": "user", "content": "b"}]
+        try:
+            expected = real.render(each, None, False)
+        except RowFault:
+            with pytest.raises(RowFault):
+                fast.render(each, None, False)
+        else:
+            found = fast.render(each, None, False)
+            assert "built-in method" in expected.text or found == expected
+    assert not fast.counts["different"]
+
+
 GIVEN_UP: dict[str, str] = {
     "a recursive loop": "{% for m in messages recursive %}{{ m.content }}{% endfor %}",
     "loop.cycle": LOOP + "{{ loop.cycle('a', 'b') ~ m.content }}{% endfor %}",
@@ -153,11 +185,10 @@ def test_templates_that_are_refused_again_and_again_are_given_up() -> None:
     assert fast.counts["rendered"] == fast_render.MAX_REFUSED + 5
 
 
-def test_sets_of_tools_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_tools, "MAX_TOOLS", 2)
-    fast, real = pair("{{ tools | tojson }}" + CHATML)
+def test_tools_that_are_equal_in_python_and_not_in_json_stay_apart() -> None:
+    fast, real = pair("{{ tools | tojson }}{{ tools | tojson(indent=2) }}" + CHATML)
     for number in (1, 2, 1.0, True, 3, 1, 2):
-        tools = [{"name": "f", "value": number}]
+        tools = [{"name": "é<", "value": number}]
         assert fast.render(row("a"), tools, False) == real.render(row("a"), tools, False)
 
 

@@ -261,3 +261,19 @@ def test_names_and_arguments_stand_in_their_order(function: dict[str, Any], stre
     else:
         with pytest.raises(RowFault, match="does not hold its tool call"):
             verify_turn(stretch, {"tool_calls": [{"function": function}]}, (), ())
+
+
+@pytest.mark.parametrize("value", ['ab"cd', "abécdé", "é'a\nb"])
+@pytest.mark.parametrize("write", WRITERS[:3])
+def test_a_text_that_lost_a_character_is_not_found(write: Callable[[Any], str], value: str) -> None:
+    written = write(value)[1:-1]
+    verify_turn(f"f k {written}", calling({"k": value}), (), ())
+    for broken in (f"Z{written[1:]}", f"{written[:-1]}Z"):
+        with pytest.raises(RowFault, match="does not hold its tool call"):
+            verify_turn(f"f k {broken}", calling({"k": value}), (), ())
+
+
+def test_the_end_of_turn_is_no_text_of_a_call_that_does_not_say_it() -> None:
+    verify_turn("f a b<end>", calling({"a": "b"}), (), ["<end>"])
+    with pytest.raises(RowFault, match="a trained turn holds a control token: "):
+        verify_turn("f a b<end>", calling({"a": ["b", {"c": "b<end>"}]}), (), ["<end>"])

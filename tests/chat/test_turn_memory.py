@@ -160,11 +160,16 @@ QUOTES = (
     "loop.nextitem.content if not loop.last else ''",
     "'|' ~ messages[0].content",
 )
+BEHIND = (
+    "",
+    "{% for message in messages %}{{ message.role }}{% endfor %}",  # a message owns two stretches
+    "{% for message in messages %}{{ '' if loop.last else message.content[:13] }}{% endfor %}",
+)
 TOKENS = (OPEN, CLOSE, "<|eot|>", "<tool_call>", "</tool_call>")
 
 
 @lru_cache(maxsize=64)
-def composed(head: str, call_: str, end: str, quote: str, quoted_first: bool) -> Any:
+def composed(head: str, call_: str, end: str, quote: str, behind: str, quoted_first: bool) -> Any:
     """A template put together from what templates write around an answer, its finder, and a memory."""
     says = (
         "{{ message.content }}"
@@ -176,6 +181,7 @@ def composed(head: str, call_: str, end: str, quote: str, quoted_first: bool) ->
     text = (
         "{% for message in messages %}{% set before = '' if loop.first else loop.previtem.role %}"
         f"{{% if message.role == 'assistant' %}}{answer}{{% else %}}{other}{{% endif %}}{{% endfor %}}"
+        f"{behind}"
         "{% if add_generation_prompt %}{% set before = messages[-1].role %}"
         f"{{{{ {head} }}}}{{% endif %}}"
     )
@@ -184,11 +190,11 @@ def composed(head: str, call_: str, end: str, quote: str, quoted_first: bool) ->
     return template, finder, TurnMemory(finder)
 
 
-parts = st.tuples(*map(st.sampled_from, (HEADS, CALLS, ENDS, QUOTES)), st.booleans())
+parts = st.tuples(*map(st.sampled_from, (HEADS, CALLS, ENDS, QUOTES, BEHIND)), st.booleans())
 
 
 @given(built=parts, rows=st.lists(conversation(), min_size=2, max_size=5))
-@settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
 def test_whatever_a_template_writes_around_turns_remembered_spans_are_those_that_are_found(
     built: tuple[Any, ...], rows: list[Any]
 ) -> None:
@@ -206,7 +212,7 @@ def test_whatever_a_template_writes_around_turns_remembered_spans_are_those_that
 def test_calls_that_are_built_alike_are_found_once(
     head: str, call_: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    template, finder, _ = composed(head, call_, ENDS[0], QUOTES[0], False)
+    template, finder, _ = composed(head, call_, ENDS[0], QUOTES[0], BEHIND[0], False)
     memory, found = TurnMemory(finder), []
     real = finder.turn
     monkeypatch.setattr(finder, "turn", lambda *args: found.append(args[2]) or real(*args))

@@ -82,11 +82,6 @@ class CompiledTemplate:
         found = _FOR.match(self._lines[line - 1])
         return tuple(match.group() for match in _TARGET.finditer(found.group(1))) if found else ()
 
-    def level(self, line: int) -> int | None:
-        """Scope that a `for` on a line opens: variables `l_<level>_` are bound in it."""
-        found = _TARGET.search(self.targets(line)[0]) if self.targets(line) else None
-        return int(found.group(1)) if found else None
-
     def loops_around(self, line: int) -> tuple[int, ...]:
         """Lines of the `for` statements that a line is inside of, outermost first."""
         if line not in self._around:

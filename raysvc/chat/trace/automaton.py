@@ -1,6 +1,6 @@
 """What is known of a template: states, and for each what to do and to ask until the next one.
 
-A state is a place in the template between two steps of a loop, with all that is alive there. From a state leads a tree
+A state is a place in the template between two steps of a loop, with all variables there. From a state leads a tree
 of questions; a leaf of it holds the texts to write, the next state and the values that this needs. Each state is
 one Python function, written again when its tree has grown.
 
@@ -15,7 +15,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from raysvc.chat.trace.operations import Code
 from raysvc.chat.trace.traced_value import Untraceable
 
 MAX_LEAVES = 2048
@@ -29,11 +28,10 @@ class Miss(Exception):
 
 
 class Let(NamedTuple):
-    """A variable and what it is; `needed` even when nobody reads it, as it may raise."""
+    """A variable, and Python of what it is."""
 
     var: str
-    code: Code
-    needed: bool
+    code: str
 
 
 class Ask(NamedTuple):
@@ -50,12 +48,12 @@ class Stretch:
     Attributes:
         owner: variable that holds the message, or None.
         generated: it is inside `{% generation %}`.
-        pieces: literals, and code of texts.
+        pieces: Python of texts.
     """
 
     owner: str | None
     generated: bool
-    pieces: tuple[str | Code, ...]
+    pieces: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,7 @@ class State:
         if self._registers:
             lines.append(f" {''.join(f'r{n}, ' for n in range(self._registers))} = registers")
         try:
-            exec("\n".join([*lines, *self._lines(self._tree, 1)[0]]), names)
+            exec("\n".join([*lines, *self._lines(self._tree, 1)]), names)
             self.run = names["run"]
         except (SyntaxError, RecursionError, MemoryError):
             self.run = self._refuse
@@ -134,44 +132,30 @@ class State:
     def _refuse(self, *_: Any) -> tuple[State | None, tuple[Any, ...]]:
         raise Untraceable("a stretch is too long or too branched for Python")
 
-    def _lines(self, tree: Tree, depth: int) -> tuple[list[str], set[str]]:
-        """(lines of a tree, variables that they read)."""
-        pad = " " * depth
-        if tree.leaf is not None:
-            lines, reads = self._leaf_lines(tree.leaf, pad)
-        else:
-            lines, reads = self._question_lines(tree, depth)
-        before = []
-        for let in reversed(tree.lets):
-            if let.needed or let.var in reads:
-                reads.update(let.code.reads)
-                before.append(f"{pad}{let.var} = {let.code.source}")
-        return [*reversed(before), *lines], reads
+    def _lines(self, tree: Tree, depth: int) -> list[str]:
+        lets = [f"{' ' * depth}{let.var} = {let.code}" for let in tree.lets]
+        return lets + (
+            self._question(tree, depth) if tree.leaf is None else self._leaf(tree.leaf, " " * depth)
+        )
 
-    def _question_lines(self, tree: Tree, depth: int) -> tuple[list[str], set[str]]:
+    def _question(self, tree: Tree, depth: int) -> list[str]:
         """The smaller answer goes inside the `if`, the other one behind it: so nothing is nested deeply."""
-        assert tree.asked is not None
         small, *others = sorted(tree.kids, key=lambda answer: tree.kids[answer].size)
-        if not others:
-            small, others = not small, [small]
-            inner, reads = [f"{' ' * depth} raise Miss"], {tree.asked}
+        if others:
+            inner = self._lines(tree.kids[small], depth + 1)
         else:
-            inner, reads = self._lines(tree.kids[small], depth + 1)
-            reads = {*reads, tree.asked}
-        behind, more = self._lines(tree.kids[others[0]], depth)
-        return [f"{' ' * depth}if {'' if small else 'not '}{tree.asked}:", *inner, *behind], reads | more
+            small, others, inner = not small, [small], [f"{' ' * depth} raise Miss"]
+        asks = f"{' ' * depth}if {'' if small else 'not '}{tree.asked}:"
+        return [asks, *inner, *self._lines(tree.kids[others[0]], depth)]
 
-    def _leaf_lines(self, leaf: Leaf, pad: str) -> tuple[list[str], set[str]]:
-        lines, reads = [], set(leaf.registers)
+    def _leaf(self, leaf: Leaf, pad: str) -> list[str]:
+        lines = []
         for stretch in leaf.stretches:
-            reads.update(v for piece in stretch.pieces if isinstance(piece, Code) for v in piece.reads)
-            reads.update([stretch.owner] if stretch.owner else [])
-            pieces = [piece.source if isinstance(piece, Code) else repr(piece) for piece in stretch.pieces]
-            text = pieces[0] if len(pieces) == 1 else f"join(({', '.join(pieces)}))"
+            text = stretch.pieces[0] if len(stretch.pieces) == 1 else f"join(({', '.join(stretch.pieces)}))"
             lines.append(f"{pad}out(({stretch.generated}, {stretch.owner}, {text}))")
         state = self._automaton.constant(leaf.state) if leaf.state else "None"
         registers = "".join(f"{var}, " for var in leaf.registers)
-        return [*lines, f"{pad}return {state}, ({registers})"], reads
+        return [*lines, f"{pad}return {state}, ({registers})"]
 
 
 class Automaton:

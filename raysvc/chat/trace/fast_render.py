@@ -19,7 +19,6 @@ from typing import Any
 
 from raysvc.chat.render.rendered import Render, Written, render_of
 from raysvc.chat.trace.automaton import Miss
-from raysvc.chat.trace.kept_tools import KeptTools
 from raysvc.chat.trace.traced_value import Untraceable
 from raysvc.chat.trace.tracing import TracingTemplate
 
@@ -46,8 +45,7 @@ class FastRender:
 
     def __init__(self, text: str, variables: Mapping[str, Any], real: Real, now: datetime) -> None:
         self._real = real
-        self._tools = KeptTools()
-        self._template = TracingTemplate(text, variables, self._tools.to_json, now)
+        self._template = TracingTemplate(text, variables, now)
         self._automaton = self._template.automaton
         self._is_trusted = True  # no walk differed from the real render
         self.counts: Counter[str] = Counter()
@@ -59,8 +57,6 @@ class FastRender:
         Raises:
             RowFault: the template raised.
         """
-        if tools:
-            tools = self._tools.one_of(tools)
         try:
             made = self._walk(messages, tools, prompt) if self._is_trusted else None
         except Miss:

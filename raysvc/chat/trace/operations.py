@@ -9,8 +9,6 @@ Always true:
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 BINARY = frozenset({"+", "-", "*", "/", "//", "%", "**", "==", "!=", "<", "<=", ">", ">=", "in"})
 PURE_METHODS = frozenset(
     name for kind in (str, dict, list, tuple) for name in dir(kind) if not name.startswith("_")
@@ -18,29 +16,14 @@ PURE_METHODS = frozenset(
     *("format", "format_map", "append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"),
     *("popitem", "setdefault", "update"),
 }
-_KINDS = ("defined", "undefined", "none", "string", "mapping", "number", "boolean", "true", "false")
-CANNOT_RAISE = frozenset({"==", "!=", "bound", "last", "str", *(f"test {k}" for k in _KINDS)})
 _FORMS = {
     "at": "{0}[{1}]",
     "slice": "{0}[{1}:{2}:{3}]",
     "len": "len({0})",
-    "last": "{1} == len({0}) - 1",
     "list": "{0} if {0}.__class__ is list else list({0})",
     "str": "{0} if {0}.__class__ is str else str({0})",
-    "test string": "isinstance({0}, str)",
-    "test defined": "not isinstance({0}, Undefined)",
-    "test none": "{0} is None",
-    "filter capitalize": "{0}.capitalize() if {0}.__class__ is str else filter_capitalize({0})",
-    "filter trim": "{0}.strip() if {0}.__class__ is str else filter_trim({0})",
 }
-_ARGUMENTS = {"at": 2, "slice": 4, "last": 2}
-
-
-class Code(NamedTuple):
-    """Python for a value, and the variables that it reads."""
-
-    source: str
-    reads: tuple[str, ...] = ()
+_ARGUMENTS = {"at": 2, "slice": 4}
 
 
 def expression(op: str, args: list[str], kwargs: dict[str, str]) -> str:

@@ -2,15 +2,14 @@
 
 Always true:
 - a value is made by evaluating the expression that later rows run;
-- at a cut, what is alive in the template's frame becomes the state, and traced values in it become registers;
-- a value of an earlier stretch that was not seen alive at the cut cannot be used.
+- at a cut, all variables in the template's frame become the state, and traced values in it become registers;
+- a value of an earlier stretch that was in no variable at the cut cannot be used.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import replace
+from itertools import groupby
 from operator import itemgetter
 from types import FrameType, FunctionType
 from typing import Any, NamedTuple
@@ -21,10 +20,10 @@ from jinja2.utils import Namespace, missing
 
 from raysvc.chat.render.compiled import CompiledTemplate
 from raysvc.chat.trace.automaton import Ask, Automaton, Leaf, Let, State, Stretch
-from raysvc.chat.trace.operations import CANNOT_RAISE, Code, expression
-from raysvc.chat.trace.traced_value import CLOSES, OPENS, Traced, TracedLoop, Untraceable
+from raysvc.chat.trace.operations import expression
+from raysvc.chat.trace.traced_value import CLOSES, OPENS, Method, Traced, TracedLoop, Untraceable
 
-_LOCAL = re.compile(r"([lt])_(\d+)")
+_LOCAL = ("l_", "t_")  # how Jinja begins the names of variables, and of filters and tests
 
 
 class Way(NamedTuple):
@@ -64,7 +63,7 @@ class Trace:
 
     def _begin(self, registers: dict[str, Any]) -> None:
         self._notes: list[Let | Ask] = []
-        self._stretches: list[Stretch] = []
+        self._written: list[tuple[bool, str | None, str]] = []
         self._known: dict[str, Traced] = {}
         self._asked: set[str] = set()
         self._values = {**self._row, **registers}
@@ -75,58 +74,51 @@ class Trace:
 
     def let(self, op: str, *args: Any, **kwargs: Any) -> Traced:
         """Do an operation on the row's values, and note it."""
-        codes, named = [self.code(a) for a in args], {k: self.code(v) for k, v in kwargs.items()}
-        source = expression(op, [c.source for c in codes], {k: c.source for k, c in named.items()})
+        source = expression(op, [*map(self.code, args)], {k: self.code(v) for k, v in kwargs.items()})
         if source not in self._known:
             var = f"v{len(self._known)}"
-            reads = tuple(dict.fromkeys(v for c in (*codes, *named.values()) for v in c.reads))
             self._values[var] = eval(source, self._automaton.names, self._values)
-            self._notes.append(Let(var, Code(source, reads), op not in CANNOT_RAISE))
+            self._notes.append(Let(var, source))
             self._known[source] = Traced(self, var, self._values[var], self._epoch)
         return self._known[source]
 
     def ask(self, value: Traced) -> bool:
         """Whether a value is true."""
-        var = self.code(value).source
+        var = self.code(value)
         answer = bool(value.value)
         if var not in self._asked:
             self._asked.add(var)
             self._notes.append(Ask(var, answer))
         return answer
 
-    def code(self, value: Any) -> Code:
+    def code(self, value: Any) -> str:
         """Python for a value.
 
         Raises:
-            Untraceable: the value is of an earlier stretch.
+            Untraceable: the value is of an earlier stretch, or a method that is not called.
         """
         kind = type(value)
         if kind is Traced:
             if value.epoch not in (None, self._epoch):
                 raise Untraceable("a value that was taken for dead")
-            return Code(value.var, (value.var,))
+            return str(value.var)
         if kind in (list, tuple, dict):
             return self._container(value)
-        if value is None or kind in (str, bool):
-            return Code(repr(value))
-        if kind is int:
-            return Code(repr(value) if value >= 0 else f"({value})")
+        if value is None or kind in (str, bool, int):
+            return f"({value!r})" if kind is int and value < 0 else repr(value)
+        if kind is Method:
+            raise Untraceable(f"a method that is not called: {value.name}")
         if isinstance(value, Context):
             value = self._compiled.blank  # filters read nothing of a context that a row can change
         elif isinstance(value, EvalContext):
             value = self._compiled.blank.eval_ctx
-        return Code(self._automaton.constant(value))
+        return self._automaton.constant(value)
 
-    def _container(self, value: Any) -> Code:
+    def _container(self, value: Any) -> str:
         if type(value) is dict:
-            codes = [(self.code(key).source + ": ", self.code(item)) for key, item in value.items()]
-        else:
-            codes = [("", self.code(item)) for item in value]
-        inner = "".join(f"{key}{code.source}, " for key, code in codes)
-        opening, closing = (
-            ("{", "}") if type(value) is dict else ("[", "]") if type(value) is list else ("(", ")")
-        )
-        return Code(f"{opening}{inner}{closing}", tuple(v for _, code in codes for v in code.reads))
+            return f"{{{''.join(f'{self.code(key)}: {self.code(item)}, ' for key, item in value.items())}}}"
+        inner = "".join(f"{self.code(item)}, " for item in value)
+        return f"[{inner}]" if type(value) is list else f"({inner})"
 
     def write(self, piece: Any, line: int) -> None:
         """Note what the root wrote on a line: text, or a mark of `{% generation %}`."""
@@ -138,20 +130,9 @@ class Trace:
             return
         generated = bool(self._generations)
         owner = self._generations[0] if generated else self._owner(line)
-        traced = type(piece) is Traced
-        text = piece.value if traced else piece
+        text = piece.value if type(piece) is Traced else piece
         self.out.append((generated, owner.value if owner else None, text))
-        parts = (piece.parts or (piece,)) if traced else (piece,)
-        pieces = tuple(self.code(part) if type(part) is Traced else part for part in parts)
-        self._append(Stretch(self.code(owner).source if owner else None, generated, pieces))
-
-    def _append(self, new: Stretch) -> None:
-        """Add a stretch, joined with the last one where both are the same message's."""
-        last = self._stretches[-1] if self._stretches else None
-        if last is None or (last.generated, last.owner) != (new.generated, new.owner):
-            self._stretches.append(replace(new, pieces=_merged(new.pieces)))
-        else:
-            self._stretches[-1] = replace(last, pieces=_merged(last.pieces + new.pieces))
+        self._written.append((generated, self.code(owner) if owner else None, self.code(piece)))
 
     def _owner(self, line: int) -> Traced | None:
         """The message for whom the root writes on a line: that of the innermost loop over messages around it."""
@@ -171,19 +152,22 @@ class Trace:
             self._cut(frame)
 
     def _cut(self, frame: FrameType) -> None:
-        level = self._compiled.level(frame.f_lineno)
-        if level is None:
-            raise Untraceable("a loop in an odd place")
         registers: list[Traced] = []
         reader = _FrameReader(self._epoch, registers, self._counter, self._automaton)
         # by name: `f_locals` keeps the order in which names were bound, which is another after the first step
-        local = sorted(frame.f_locals.items(), key=itemgetter(0))
-        alive = [(name, value) for name, value in local if _is_alive(name, value, level)]
+        local = sorted(
+            (
+                each
+                for each in frame.f_locals.items()
+                if each[0].startswith(_LOCAL) and each[1] is not missing
+            ),
+            key=itemgetter(0),
+        )
         variables = sorted(frame.f_locals["context"].vars.items(), key=itemgetter(0))
         key = (
             self._prompt,
             frame.f_lasti,
-            tuple((name, reader.key(value)) for name, value in (*alive, *variables)),
+            tuple((name, reader.key(value)) for name, value in (*local, *variables)),
             tuple(reader.key(each) for each in self.loops),
         )
         self.close(self._automaton.state(key, len(registers)), registers)
@@ -194,19 +178,22 @@ class Trace:
 
     def close(self, state: State | None, registers: list[Traced]) -> None:
         """End this stretch; what follows begins in `state`."""
-        leaf = Leaf(tuple(self._stretches), state, tuple(register.var for register in registers))
+        stretches = [
+            Stretch(owner, generated, tuple(piece for _, _, piece in pieces))
+            for (generated, owner), pieces in groupby(self._written, itemgetter(0, 1))
+        ]
+        leaf = Leaf(tuple(stretches), state, tuple(register.var for register in registers))
         self.ways.append(Way(self._state, self._notes, leaf))
         self._epoch += 1
         for index, register in enumerate(registers):
             register.var, register.epoch = f"r{index}", self._epoch
-            register.method, register.parts = None, ()
         self._begin({register.var: register.value for register in registers})
         if state is not None:
             self._state = state
 
 
 class _FrameReader:
-    """Turns what is alive in a frame into a key; traced values in it are collected as registers."""
+    """Turns the variables of a frame into a key; traced values in it are collected as registers."""
 
     def __init__(
         self, epoch: int, registers: list[Traced], counter: Callable[[int], Traced], automaton: Automaton
@@ -268,22 +255,3 @@ class _FrameReader:
             loop.at = self._counter(loop.at)
         owns = loop.items.of_messages
         return ("loop", loop.line, loop.with_loop, owns, self.key(loop.items), self.key(loop.at))
-
-
-def _is_alive(name: str, value: Any, level: int) -> bool:
-    """Whether a local may be read after a `for` that opens scope `level` takes its next step."""
-    found = _LOCAL.match(name)
-    if found is None or value is missing:
-        return False
-    return not (found.group(1) == "l" and int(found.group(2)) >= level)
-
-
-def _merged(pieces: tuple[str | Code, ...]) -> tuple[str | Code, ...]:
-    """Pieces, literals side by side joined."""
-    merged: list[str | Code] = []
-    for piece in pieces:
-        if isinstance(piece, str) and merged and isinstance(merged[-1], str):
-            merged[-1] += piece
-        else:
-            merged.append(piece)
-    return tuple(merged)

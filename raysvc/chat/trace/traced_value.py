@@ -44,18 +44,14 @@ class Traced:
         var: its variable in the trace.
         value: of the row that is traced.
         epoch: stretch of the trace that the variable belongs to; None for the whole row's.
-        method: (object, name) of a bound method.
-        parts: what it was joined of, for a text.
         of_messages: it is a list of the row's messages.
     """
 
-    __slots__ = ("epoch", "method", "of_messages", "parts", "trace", "value", "var")
+    __slots__ = ("epoch", "of_messages", "trace", "value", "var")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, trace: Recorder, var: str, value: Any, epoch: int | None = None) -> None:
         self.trace, self.var, self.value, self.epoch = trace, var, value, epoch
-        self.method: tuple[Any, str] | None = None
-        self.parts: tuple[Any, ...] = ()
         self.of_messages = False
 
     def __bool__(self) -> bool:
@@ -68,9 +64,6 @@ class Traced:
         made = self.trace.let("slice", self, key.start, key.stop, key.step)
         made.of_messages = self.of_messages
         return made
-
-    def __neg__(self) -> Any:
-        return self.trace.let("-", 0, self)
 
     def __iter__(self) -> Iterator[Any]:
         return TracedLoop(self.trace, self)
@@ -94,6 +87,16 @@ for _sign in BINARY - {"in"}:
     setattr(Traced, f"__{_NAMES[_sign]}__", _operator(_sign, False))
     if _sign[0] not in "=!<>":
         setattr(Traced, f"__r{_NAMES[_sign]}__", _operator(_sign, True))
+
+
+class Method(Traced):
+    """A method of a traced value; all that can be done with it is to call it."""
+
+    __slots__ = ("name", "owner")
+
+    def __init__(self, owner: Traced, name: str) -> None:
+        super().__init__(owner.trace, "", None)
+        self.owner, self.name = owner, name
 
 
 class TracedLoop:
@@ -145,7 +148,7 @@ class TracedLoop:
             "index0": lambda: at,
             "index": lambda: at + 1,
             "first": lambda: at == 0,
-            "last": lambda: let("last", self.items, at),
+            "last": lambda: at + 1 == let("len", self.items),
             "length": lambda: let("len", self.items),
         }
         if name not in fields:
@@ -163,7 +166,7 @@ class TracedLoop:
 def holds_traced(value: Any) -> bool:
     """Whether a value is traced, or a container of one."""
     kind = type(value)
-    if kind is Traced:
+    if issubclass(kind, Traced):
         return True
     if kind is dict:
         return any(map(holds_traced, value.values()))

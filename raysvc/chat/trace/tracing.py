@@ -7,10 +7,11 @@ Always true:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import wraps
-from types import BuiltinMethodType, GeneratorType
+from types import BuiltinMethodType
 from typing import Any
 
 from jinja2.compiler import CodeGenerator, Frame
@@ -22,9 +23,18 @@ from raysvc.chat.render.compiled import CompiledTemplate
 from raysvc.chat.trace.automaton import Automaton
 from raysvc.chat.trace.operations import PURE_METHODS
 from raysvc.chat.trace.trace import Trace
-from raysvc.chat.trace.traced_value import CLOSES, OPENS, Traced, TracedLoop, Untraceable, holds_traced
+from raysvc.chat.trace.traced_value import (
+    CLOSES,
+    OPENS,
+    Method,
+    Traced,
+    TracedLoop,
+    Untraceable,
+    holds_traced,
+)
 
 _DICT_FIELDS = frozenset(dir(dict))
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 _EQUAL = ("equalto", "eq", "==")  # names of one test
 
 
@@ -64,22 +74,19 @@ class TracingTemplate:
     Args:
         text: Jinja source.
         variables: what the template sees beside messages and tools.
-        to_json: of a value, as the `tojson` filter does it.
         now: what `strftime_now` shows.
 
     Attributes:
         automaton: what the traces found.
     """
 
-    def __init__(
-        self, text: str, variables: Mapping[str, Any], to_json: Callable[..., str], now: datetime
-    ) -> None:
+    def __init__(self, text: str, variables: Mapping[str, Any], now: datetime) -> None:
         self._variables = {"documents": None, **variables}
         self._compiled = CompiledTemplate(text, now, _TracedCode)
         self._plain = CompiledTemplate(text, now).environment
         self._trace: Trace
         self._missing: dict[str, str] = {}
-        self.automaton = Automaton(self._names(to_json))
+        self.automaton = Automaton(self._names())
         self._hook()
 
     def trace(self, messages: list[Any], tools: Any, prompt: bool) -> Trace:
@@ -105,13 +112,13 @@ class TracingTemplate:
         """Give the loops over numbers of a row their bound, as a render has it."""
         begin_render(self._plain)
 
-    def _names(self, to_json: Callable[..., str]) -> dict[str, Any]:
+    def _names(self) -> dict[str, Any]:
         plain = self._plain
-        names = {f"filter_{name}": _settled(filter_) for name, filter_ in plain.filters.items()}
+        names = {f"filter_{name}": filter_ for name, filter_ in plain.filters.items()}
         names["filter_selectattr"] = _selecting(names["filter_selectattr"], plain.getitem)
         names |= {f"test_{name}": test for name, test in plain.tests.items()}
-        calls = {"tojson": to_json, "attribute": plain.getattr, "item": plain.getitem, "bound": plain.getattr}
-        return {**names, **calls, "Undefined": Undefined}
+        calls = {"tojson": _to_json, "attribute": plain.getattr, "item": plain.getitem}
+        return {**names, **calls}
 
     def _hook(self) -> None:
         environment, compiled = self._compiled.environment, self._compiled
@@ -148,12 +155,10 @@ class TracingTemplate:
     def _getattr(self, value: Any, name: str) -> Any:
         if type(value) is TracedLoop:
             return value.field(name)
-        if type(value) is not Traced:
+        if not isinstance(value, Traced):
             return self._plain.getattr(value, name)
         if isinstance(self._plain.getattr(value.value, name), BuiltinMethodType):
-            method = self._trace.let("bound", value, name)
-            method.method = (value, name)
-            return method
+            return Method(value, name)
         return self._field("attribute", value, name)
 
     def _getitem(self, value: Any, key: Any) -> Any:
@@ -173,32 +178,24 @@ class TracingTemplate:
 
     def _call(self, context: Any, called: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
-        if type(called) is Traced:
-            return self._method(called, *args, **kwargs)
-        known = self._compiled.environment.globals
-        pure = next((self._plain.globals[name] for name in ("range", "dict") if called is known[name]), None)
-        if pure is None and _is_pure_method(called):
-            pure = called
-        if pure is not None and holds_traced((args, kwargs)):
-            return self._trace.let(f"call {self.automaton.constant(pure)}", *args, **kwargs)
-        inside = isinstance(called, Macro) or called is known["namespace"]
-        if holds_traced((args, kwargs)) and not inside:
-            raise Untraceable(f"a value of the row in a call of {called}")
-        return type(self._plain).call(self._compiled.environment, context, called, *args, **kwargs)
-
-    def _method(self, called: Traced, *args: Any, **kwargs: Any) -> Any:
-        if called.method is None or called.method[1] not in PURE_METHODS:
+        if type(called) is Method and called.name in PURE_METHODS:
+            return self._trace.let(f"method {called.name}", called.owner, *args, **kwargs)
+        if holds_traced(called):
             raise Untraceable("a call of something that is no method of a text, list or dict")
-        value, name = called.method
-        return self._trace.let(f"method {name}", value, *args, **kwargs)
+        known = self._compiled.environment.globals
+        if holds_traced((args, kwargs)) and not isinstance(called, Macro):
+            if called is known["range"]:
+                bounded = self.automaton.constant(self._plain.globals["range"])
+                return self._trace.let(f"call {bounded}", *args, **kwargs)
+            if called is not known["namespace"]:
+                raise Untraceable(f"a value of the row in a call of {called}")
+        return type(self._plain).call(self._compiled.environment, context, called, *args, **kwargs)
 
     def _concat(self, pieces: Any) -> Any:
         parts = list(pieces)
         if not holds_traced(parts):
             return "".join(parts)
-        made = self._trace.let("concat", *parts)
-        made.parts = tuple(parts)
-        return made
+        return self._trace.let("concat", *parts)
 
     def _str(self, value: Any) -> Any:
         return self._trace.let("str", value) if type(value) is Traced else str(value)
@@ -211,24 +208,9 @@ class TracingTemplate:
         return TracedLoop(self._trace, over, with_loop=True)
 
 
-def _is_pure_method(called: Any) -> bool:
-    owner = type(getattr(called, "__self__", None))
-    return (
-        type(called) is BuiltinMethodType
-        and owner in (str, list, dict, tuple)
-        and called.__name__ in PURE_METHODS
-    )
-
-
-def _settled(filter_: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose result can be read twice."""
-
-    @wraps(filter_)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        value = filter_(*args, **kwargs)
-        return list(value) if isinstance(value, GeneratorType) else value
-
-    return run
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """The `tojson` filter of `transformers`, without an encoder for each call."""
+    return _encode(value) if indent is None else json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _selecting(selectattr: Callable[..., Any], item: Callable[[Any, str], Any]) -> Callable[..., Any]:
