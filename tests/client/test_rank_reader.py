@@ -1,0 +1,132 @@
+"""A rank asks for the steps of one stream, waits for them, and opens them: with a connection and answers of the test."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from raysvc.actors.server.spec import Role, StepInfo
+from raysvc.client import rank_reader
+from raysvc.client.connection import POLL_S
+from raysvc.client.rank_reader import RankFetch, RankReader, pause_s
+from raysvc.errors import FencedError, StepFailed, StepOutOfOrder
+
+
+class Answers:
+    """A connection; `late` polls pass before its answers are there."""
+
+    def __init__(self, values: list[Any], late: int = 0, error: Exception | None = None) -> None:
+        self.values, self.late, self.error = values, late, error
+        self.calls: list[tuple[Any, ...]] = []
+        self.lease = SimpleNamespace(name="served")
+
+    def fetch_rank(self, *asked: Any) -> list[str]:
+        self.calls.append(asked)
+        return [f"ref {n}" for n in range(len(self.values))]
+
+    def sizes(self, *asked: Any) -> Any:
+        self.calls.append(asked)
+        return lambda: self.values
+
+    def note_order(self, step: StepInfo) -> None:
+        self.calls.append(("order of", step.index))
+
+    def check(self) -> None:
+        self.calls.append(("check",))
+        if isinstance(self.error, FencedError):
+            raise self.error
+
+    def get(self, refs: list[str]) -> tuple[Any, ...]:
+        self.calls.append(("get", *refs))
+        if self.error:
+            raise self.error
+        return tuple(self.values)
+
+
+def info(index: int) -> StepInfo:
+    return StepInfo(index, 2, ("minis",), (), 1.0, 2.0, None, 4.0, 5.0)  # type: ignore[arg-type]
+
+
+def reader(answers: Answers, monkeypatch: pytest.MonkeyPatch, stream: str = "") -> RankReader:
+    """A reader whose shards open to ("opened", shard), and private copies of them to ("own", ...)."""
+    left = [answers.late]
+
+    def get(refs: list[str], timeout: float) -> list[Any]:
+        assert (timeout, len(refs)) == (POLL_S, len(answers.values))
+        left[0] -= 1
+        if left[0] >= 0:
+            raise ray.exceptions.GetTimeoutError("later")
+        if answers.error:
+            raise ray.exceptions.RayError("gone")
+        return list(answers.values)
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(rank_reader, "read_shard", lambda shard: ("opened", shard))
+    monkeypatch.setattr(rank_reader, "private", lambda shard: ("own", *shard))
+    return RankReader(answers, 3, stream)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_a_step_is_asked_for_waited_for_and_opened_as_private_copies(
+    late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = Answers([info(7), "a", "b"], late)
+    own = reader(answers, monkeypatch, "held out")
+    fetch = own.ask(7, 2)
+    assert answers.calls == [(7, 3, 2, "held out")]
+    assert fetch == RankFetch(7, ["ref 0", "ref 1", "ref 2"])
+    step = own.arrive(fetch)
+    assert answers.calls[1:] == [("check",)] * late + [("order of", 7)]
+    assert (step.index, step.epoch, step.infos) == (7, 2, ("minis",))
+    assert step.shards == (("own", "opened", "a"), ("own", "opened", "b"))
+    assert (step.read_s, step.collate_s, step.groups_s, step.build_s) == (1.0, 2.0, 4.0, 5.0)
+    assert 0 <= step.copy_s < 1
+
+
+def test_a_step_that_was_not_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = reader(Answers([info(8), "a"]), monkeypatch)
+    with pytest.raises(StepOutOfOrder) as refused:
+        own.arrive(own.ask(7, 1))
+    assert (refused.value.name, refused.value.step, refused.value.expected) == ("served", 8, "step 7")
+
+
+def test_the_servers_own_error_comes_and_a_detached_client_waits_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed, fenced = StepFailed("served", 7, "no rows"), FencedError("served", 1, 2)
+    own = reader(Answers([info(7), "a"], error=failed), monkeypatch)
+    with pytest.raises(StepFailed) as raised:
+        own.arrive(own.ask(7, 1))
+    assert raised.value is failed
+    own = reader(Answers([info(7), "a"], late=10**6, error=fenced), monkeypatch)
+    with pytest.raises(FencedError):
+        own.arrive(own.ask(7, 1))
+
+
+def test_what_the_connection_gets_after_a_broken_answer_is_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = Answers([info(7), "a"])
+    own = reader(answers, monkeypatch)
+
+    def gone(refs: list[str], timeout: float) -> list[Any]:
+        raise ray.exceptions.RayError("gone")
+
+    monkeypatch.setattr(ray, "get", gone)
+    assert own.arrive(own.ask(7, 1)).shards == (("own", "opened", "a"),)
+    assert ("get", "ref 0", "ref 1") in answers.calls
+
+
+def test_sizes_are_those_of_one_rank_and_unknown_ones_stay_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = Answers([10, None, 0])
+    wait = reader(answers, monkeypatch, "s").ask_sizes(4, 7)
+    assert answers.calls == [(4, 7, (Role(3),), "s")]
+    assert wait() == [3, None, 0]
+
+
+@pytest.mark.parametrize(("since_s", "pause"), [(0.0, 0.002), (0.008, 0.002), (0.1, 0.025), (1.0, 0.05)])
+def test_the_thread_looks_after_a_quarter_of_the_time_since_the_last_step(
+    since_s: float, pause: float
+) -> None:
+    assert pause_s(100.0, 100.0 + since_s) == pytest.approx(pause)
