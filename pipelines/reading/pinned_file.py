@@ -320,12 +320,17 @@ def _range(path: str, options: Options, start: int, end: int, size: int) -> byte
 
 
 class PinnedFile(io.RawIOBase):
-    """A file that can be read anywhere, for formats that need that; holds the last range it read."""
+    """A file that can be read anywhere, for formats that need that; holds the last range it read.
+
+    Attributes:
+        stop: nothing is read ahead behind this byte.
+    """
 
     def __init__(self, path: str, options: Options, pins: Pins) -> None:
         super().__init__()
         self._path, self._options, self._pins = path, options, pins
         self._ahead = READ_AHEAD_BYTES if "://" in path else pins.block_bytes
+        self.stop = pins.end
         self._pos = 0
         self._start, self._held = 0, b""
         if is_compressed(path):
@@ -351,7 +356,7 @@ class PinnedFile(io.RawIOBase):
         if end <= self._pos:
             return b""
         if not (self._start <= self._pos and end <= self._start + len(self._held)):
-            wanted = max(end, min(self._pos + self._ahead, self._pins.end))
+            wanted = max(end, min(self._pos + self._ahead, self.stop))
             self._start, high = self._pins.aligned(self._pos, wanted)
             self._held = read_content(self._path, self._options, self._start, high, self._pins)
         data = self._held[self._pos - self._start : end - self._start]

@@ -158,8 +158,8 @@ def first_lines(path: str, storage_options: dict[str, Any]) -> Iterator[bytes]:
         yield held
 
 
-def count_rows(piece: Piece, storage_options: dict[str, Any]) -> int:
-    """Rows of a file that is cut by rows.
+def row_groups(piece: Piece, storage_options: dict[str, Any]) -> list[int]:
+    """Rows of each row group of a file that is cut by rows; one of JSON has one, which is cut as it comes.
 
     Args:
         piece: of the whole file; its rows do not matter.
@@ -168,8 +168,9 @@ def count_rows(piece: Piece, storage_options: dict[str, Any]) -> int:
 
     with reading(piece.path), _verified(piece, storage_options) as stream:
         if piece.kind == "json":
-            return len(json_file_rows(piece.path, stream.read()))
-        return int(pq.ParquetFile(stream).metadata.num_rows)
+            return [len(json_file_rows(piece.path, stream.read()))]
+        known = pq.ParquetFile(stream).metadata
+        return [known.row_group(number).num_rows for number in range(known.num_row_groups)]
 
 
 def load_dataset_rows(config: SourceConfig) -> Any:
@@ -290,7 +291,7 @@ def _unverified(path: str, storage_options: dict[str, Any]) -> Iterator[Any]:
             yield io.BytesIO(stream.read_all())
 
 
-def _parquet_rows(piece: Piece, stream: Any) -> pa.Table:
+def _parquet_rows(piece: Piece, stream: PinnedFile) -> pa.Table:
     """Only the row groups that the piece touches."""
     import pyarrow.parquet as pq
 
@@ -303,7 +304,18 @@ def _parquet_rows(piece: Piece, stream: Any) -> pa.Table:
             begin = row if not groups else begin
             groups.append(index)
         row += count
+    stream.stop = max((_end_of(file.metadata.row_group(index)) for index in groups), default=0)
     return file.read_row_groups(groups).slice(piece.start - begin, piece.end - piece.start)
+
+
+def _end_of(group: Any) -> int:
+    """The byte behind a row group."""
+    columns = [group.column(number) for number in range(group.num_columns)]
+    begins = [
+        min(one.data_page_offset, one.dictionary_page_offset or one.data_page_offset) for one in columns
+    ]
+    sizes = [one.total_compressed_size for one in columns]
+    return max((begin + size for begin, size in zip(begins, sizes, strict=True)), default=0)
 
 
 def _arrow_rows(piece: Piece, stream: Any) -> pa.Table:

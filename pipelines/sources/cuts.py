@@ -3,11 +3,13 @@
 Always true:
 - cuts are in the order of the rows, they touch and do not overlap;
 - a cut of a line file starts and ends at a line's end;
+- a cut of a Parquet file starts and ends between row groups, unless a group is larger than two slices;
 - a line longer than `MAX_LINE_BYTES` is a cut of its own, so that nobody has to hold it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 MAX_LINE_BYTES = 64 << 20  # a conversation with images has some 10 MB; the parser holds a line several times
@@ -18,6 +20,28 @@ def even_cuts(num_rows: int, num_slices: int) -> list[Cut]:
     """Cut rows into slices whose sizes differ by at most one: (start, end, rows) each, half-open."""
     edges = [num_rows * i // num_slices for i in range(num_slices + 1)] if num_slices else [0]
     return [(a, b, b - a) for a, b in pairwise(edges)]
+
+
+def group_cuts(groups: Sequence[int], num_slices: int) -> list[Cut]:
+    """Cut rows that lie in groups which can only be read whole: at their edges, where a group is not larger than two slices.
+
+    Args:
+        groups: rows of each.
+        num_slices: about as many cuts.
+    """
+    most = max(1, -(-sum(groups) // max(num_slices, 1)))
+    cuts: list[Cut] = []
+    begin = end = 0  # of the open cut
+    for rows in groups:
+        if end > begin and end + rows - begin > most:
+            cuts.append((begin, end, end - begin))
+            begin = end
+        end += rows
+        if rows > 2 * most:
+            parts = even_cuts(rows, -(-rows // most))
+            cuts += [(begin + a, begin + b, count) for a, b, count in parts]
+            begin = end
+    return [*cuts, (begin, end, end - begin)] if end > begin else cuts
 
 
 class LineCutter:

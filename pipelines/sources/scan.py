@@ -14,8 +14,8 @@ from typing import Any
 from raysvc.pipelines.reading.json_file import kind_of_json
 from raysvc.pipelines.reading.pinned_file import ContentStream, reading
 from raysvc.pipelines.reading.pins import BLOCK_BYTES, PinHasher, Pins, changed
-from raysvc.pipelines.reading.readers import count_rows
-from raysvc.pipelines.sources.cuts import Cut, LineCutter, even_cuts
+from raysvc.pipelines.reading.readers import row_groups
+from raysvc.pipelines.sources.cuts import Cut, LineCutter, group_cuts
 from raysvc.pipelines.sources.file_stamp import store_tag
 from raysvc.pipelines.sources.files import BYTE_KINDS, CSV_KINDS, LINE_KINDS, Kind, kind_of
 from raysvc.pipelines.sources.row_places import Places, arrow_places, csv_places, tar_places
@@ -136,8 +136,9 @@ def scan_file(
             places = Places(cuts)
     pins = watched.hasher.finish()
     if kind not in BYTE_KINDS:
-        rows = count_rows(Piece(path, kind, 0, 0, 0, pins.size, pins), storage_options)
-        places = Places(even_cuts(rows, max(1, min(rows, -(-pins.size // slice_bytes))) if rows else 0))
+        groups = row_groups(Piece(path, kind, 0, 0, 0, pins.size, pins), storage_options)
+        slices = max(1, min(sum(groups), -(-pins.size // slice_bytes)))
+        places = Places(group_cuts(groups, slices))
     head = base64.b64encode(places.head).decode()
     found = FileScan(kind, pins.size, watched.sha256(), tuple(places.cuts), block_bytes, pins.digests)
     return replace(found, head=head)

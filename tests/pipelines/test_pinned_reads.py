@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
+import itertools
 import json
 import lzma
 import os
 import random
+import tarfile
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pc
 import pyarrow.parquet as pq
@@ -27,7 +31,7 @@ from raysvc.job.config import SourceConfig
 from raysvc.pipelines.reading import pinned_file
 from raysvc.pipelines.reading.pins import BLOCK_BYTES, PinHasher
 from raysvc.pipelines.reading.readers import read_rows
-from raysvc.pipelines.sources.cuts import MAX_LINE_BYTES, LineCutter
+from raysvc.pipelines.sources.cuts import MAX_LINE_BYTES, LineCutter, group_cuts
 from raysvc.pipelines.sources.look import look_at
 from raysvc.pipelines.sources.slices import Slice
 from raysvc.pipelines.sources.source import Source
@@ -419,3 +423,52 @@ def test_many_ranges_are_under_way_together_and_a_look_at_the_head_asks_for_one(
         assert stream.read_all() == bucket.content
     assert bucket.asked == 1 + 26
     assert 4 < bucket.most <= pinned_file.RANGES_AT_ONCE
+
+
+@pytest.mark.parametrize("kind", ["parquet", "tar", "jsonl"])
+def test_slices_of_a_remote_file_read_their_own_ranges_and_keep_no_copy(tmp_path: Path, kind: str) -> None:
+    """Row groups, samples and lines: all slices together ask for little more than the bytes of the file."""
+    www = tmp_path / "www"
+    www.mkdir()
+    rng = np.random.default_rng(0)
+    texts = [rng.bytes(2000).hex() for _ in range(8000)]
+    path = www / f"rows.{kind}"
+    if kind == "parquet":
+        table = pa.table({"text": texts})
+        pq.write_table(table, path, row_group_size=500, compression="none", use_dictionary=False)
+    elif kind == "tar":
+        with tarfile.open(path, "w") as tar:
+            for number, text in enumerate(texts):
+                data = json.dumps({"text": text}).encode()
+                member = tarfile.TarInfo(f"{number:06d}.json")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    else:
+        path.write_bytes(lines(texts))
+    server = WebServer(handler_of(www, ranges=True, stamped=True))
+    try:
+        source = look(f"{server.url}/rows.{kind}", 5_000_000)
+        assert len(source.slices) >= 5
+        size, asked, found = path.stat().st_size, 0, []
+        for piece in source.slices:
+            server.bodies.clear()
+            found += [row.data["text"] for row in read_rows(piece, {}) if row.data]
+            asked += sum(server.bodies)
+    finally:
+        server.close()
+    assert found == texts
+    assert asked < size + len(source.slices) * (3 << 20)  # whole blocks, and the foot of a Parquet file
+
+
+@settings(max_examples=300, deadline=None)
+@given(groups=st.lists(st.integers(0, 40), max_size=12), slices=st.integers(1, 20))
+def test_rows_of_groups_are_cut_between_them_unless_a_group_is_large(groups: list[int], slices: int) -> None:
+    cuts = group_cuts(groups, slices)
+    edges = [0, *itertools.accumulate(groups)]
+    assert [row for a, b, _ in cuts for row in range(a, b)] == list(range(edges[-1]))
+    assert all(0 < rows == b - a for a, b, rows in cuts)
+    most = max(1, -(-edges[-1] // slices))
+    inside = {a for a, _, _ in cuts} - set(edges)
+    large = [(a, b) for a, b in itertools.pairwise(edges) if b - a > 2 * most]
+    assert all(any(a < cut < b for a, b in large) for cut in inside)
+    assert all(rows <= 2 * most for _, _, rows in cuts)
