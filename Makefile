@@ -5,7 +5,7 @@ RUN := .venv/.installed
 DEV := .venv/.installed-dev
 COVER ?= 95
 PURE := chat cache plan collate media
-# Number of processes for the first tier; each has its own Ray and runs whole files.
+# Number of processes for either tier; each has its own Ray and runs whole files.
 JOBS ?= 2
 # Python that may not write byte code compiles the package again in every test process and every Ray worker.
 # An empty value means unset to Python, whatever the caller's environment says.
@@ -42,7 +42,7 @@ test: dev
 	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile --durations=10
 
 test-long: dev
-	$(BIN)/python -m pytest -m slow --durations=10
+	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile --timeout=240 --durations=10
 
 # Coverage of lines and branches of each package that decides, from the tests that need no Ray.
 coverage: dev
