@@ -143,9 +143,9 @@ def serve(
     entry, build = entry_or_build(job, address, progress)
     if build is None:
         return serve_entry(job, entry, address=address, detached=detached)
-    build.make_first(job, 0)
-    start_build(job, build, 0, address, progress)
     with building(build):
+        build.make_first(job, 0)
+        start_build(job, build, 0, address, progress)
         handle = serve_entry(job, entry, address=address, detached=detached)
     return replace(handle, build=build)
 
@@ -186,10 +186,14 @@ def start_build(
     """
     import ray
 
-    from raysvc.actors.launch import tell_server
+    from raysvc.actors.launch import find_server, server_names, tell_server, wait_for
     from raysvc.cluster import connect
 
     connect(address, need_cpus=cpus_held(job))
+    name = job.server.name
+    if name in server_names():  # it may have been told that an earlier build failed
+        control = find_server(name).end_build.options(concurrency_group="control")
+        wait_for(control.remote(""), f"server {name!r}")
     workers: PoolConfig | None = job.workers
     if not job.trainer.wait_for_nodes:
         total, free = (
@@ -202,17 +206,19 @@ def start_build(
             if most > 0
             else None
         )
-    build.start(job, step, workers, progress, lambda why: tell_server(job.server.name, "end_build", why))
+    build.start(job, step, workers, progress, lambda why: tell_server(name, "end_build", why))
 
 
 @contextmanager
 def building(build: BuildBeside | None) -> Iterator[None]:
-    """What goes wrong in it because the build failed is raised as what the build raised."""
+    """What goes wrong in it because the build failed is raised as what the build raised; whatever goes wrong stops the build."""
     try:
         yield
-    except RaysvcError:
+    except BaseException as error:
         if build is not None:
-            build.check()
+            build.stop()
+            if isinstance(error, RaysvcError):
+                build.check()
         raise
 
 

@@ -349,7 +349,7 @@ class BatchServer:
         return self._feedback.outcomes(first, stop)
 
     def end_build(self, why: str) -> None:
-        """The build of the entry that is served has failed; steps that need more of it fail with `why`."""
+        """The build of the entry that is served has failed; steps that need more of it fail with `why`. "": another build begins."""
         for stream in self._entries.values():
             stream.end_build(why)
 

@@ -183,7 +183,7 @@ class EntryStream:
         return waited_s + opened.entry.wait_for(opened.slices_of(step))
 
     def end_build(self, why: str) -> None:
-        """The build has failed: whoever waits for its rows is told why."""
+        """The build has failed: whoever waits for its rows is told why. "": another build begins."""
         self._failure = why
         if self._being_built is not None:
             self._being_built.fail(why)
@@ -274,7 +274,9 @@ class EntryStream:
         else:
             entry = GrowingEntry(open_store(root, self._storage_options), folder, self._growing)
             if entry.is_finished():
-                return open_entry(self._uri, self._storage_options)
+                finished = open_entry(self._uri, self._storage_options)
+                entry.receipts.refuse_another_cut(finished.manifest, self._uri)
+                return finished
         self._being_built = entry
         if self._failure:  # it was told before there was an entry to tell
             entry.fail(self._failure)

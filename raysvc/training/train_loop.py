@@ -107,12 +107,13 @@ def train(
         if complete
         else _entry_beside_ray(job, address, progress, step)
     )
-    claim(
-        folder.path,
-        identity_of(job, entry),
-        has_checkpoint=checkpoint is not None,
-        changed=job.trainer.resume == "changed",
-    )
+    with building(build):
+        claim(
+            folder.path,
+            identity_of(job, entry),
+            has_checkpoint=checkpoint is not None,
+            changed=job.trainer.resume == "changed",
+        )
     if checkpoint is not None and complete:
         if build is not None:
             build.stop()

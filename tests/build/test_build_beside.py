@@ -12,13 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
 import raysvc
 from raysvc.actors.launch import stop_server
-from raysvc.api import entry_or_build
+from raysvc.api import entry_or_build, serve_entry
+from raysvc.build.build_beside import BuildBeside
 from raysvc.build.job_plan import plan_of
 from raysvc.cache.find import find_entry
 from raysvc.cache.store.open import open_store
+from raysvc.errors import ServerError, StepFailed
 from raysvc.job.job_file import load_job
 from raysvc.progress import silent
 
@@ -95,6 +98,7 @@ def test_the_first_slice_is_made_before_there_is_a_cluster_and_kept_by_the_build
     assert raysvc.tokenize(job).entry.manifest.parts[first].name == made  # type: ignore[union-attr]
 
 
+start = BuildBeside.start
 SLOW = """
 import sys, threading, time
 def patch():
@@ -215,3 +219,48 @@ def test_a_server_answers_while_its_entry_is_built_and_says_what_a_finished_one_
             ]
     finally:
         stop_server("served")
+
+
+@pytest.mark.ray
+def test_a_server_that_was_told_of_a_failed_build_waits_for_the_next_one(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    rows = conversations(tmp_path, "talk", 60, 3)
+    slices = {"slice_mb": rows.stat().st_size / 6 / 1e6}
+    job = load_job(windowed(tmp_path, sample, "again", "again-cache", workers=slices))
+    entry, failed = entry_or_build(job, None, silent)
+    assert failed is not None
+    try:
+        failed.make_first(job, 0)
+        handle = serve_entry(job, entry, detached=True)
+        failed.stop()
+        ray.get(handle.actor.end_build.options(concurrency_group="control").remote("the disk is full"))
+        with raysvc.attach("again", dp_size=1) as client, pytest.raises(StepFailed, match="the disk is full"):
+            list(client)
+        next_one = raysvc.serve(job)
+        with raysvc.attach("again", dp_size=1) as client:
+            client.rewind(0)
+            assert len(list(client)) == handle.schedule.num_steps
+        assert next_one.build is not None
+        next_one.build.wait()
+    finally:
+        stop_server("again")
+
+
+@pytest.mark.ray
+def test_a_server_that_is_refused_leaves_no_build_behind(
+    tmp_path: Path, sample: dict[str, str], serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve("refused", 20)
+    begun = []
+    monkeypatch.setattr(
+        BuildBeside,
+        "start",
+        lambda build, *arguments: begun.append((build, start(build, *arguments))),
+    )
+    with pytest.raises(ServerError, match="is already served"):
+        raysvc.serve(windowed(tmp_path, sample, "refused", "refused-cache"))
+    [(build, _)] = begun
+    build.wait()
+    assert not list((tmp_path / "refused-cache").glob("*/manifest.json"))
+    assert not list((tmp_path / "refused-cache").glob("*/use-*")), "nobody builds"

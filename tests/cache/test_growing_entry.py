@@ -190,6 +190,10 @@ def test_who_waits_is_told_that_the_build_failed_and_what_is_there_is_served(tmp
     threading.Timer(0.2, stream.end_build, ("too many rows were quarantined",)).start()
     with pytest.raises(EntryError, match="its build has failed: too many rows were quarantined"):
         _ = stream.schedule
+    stream.end_build("")
+    threading.Timer(0.3, source.build, (0,)).start()
+    assert stream.schedule.num_steps == 3
+    stream.end_build("again")
     for index in range(3):
         source.build(index)
     assert stream.make(0, (1,))[0].index == 0
@@ -238,6 +242,19 @@ def test_an_entry_that_was_finished_from_another_cut_is_refused(tmp_path: Path) 
     ):
         stream.make(0, (1,))
     thread.join()
+
+
+def test_a_server_that_starts_after_an_entry_was_finished_from_another_cut_refuses_it_too(
+    tmp_path: Path,
+) -> None:
+    source, other = Source(tmp_path, [[1, 1, 1, 1]]), Source(tmp_path, [[1, 1], [1, 1]])
+    stream = source.stream(PlanConfig(batch_size=2, shuffle="window(1)"), growing=True)
+    other.spec, other.recipe = source.spec.model_copy(update={"contents": ("a", "b")}), source.recipe
+    for index in (0, 1):
+        other.build(index)
+    other.finish()
+    with pytest.raises(EntryError, match="cut the source into other slices"):
+        _ = stream.schedule
 
 
 def receipts_of(source: Source) -> SliceReceipts:

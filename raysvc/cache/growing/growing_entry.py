@@ -106,7 +106,7 @@ class GrowingEntry(Entry):
         return self.receipts.any_part()[0] << BITS
 
     def fail(self, why: str) -> None:
-        """Nobody builds any more; whoever waits for a slice is told why."""
+        """Nobody builds any more; whoever waits for a slice is told why. "": somebody builds again."""
         self.receipts.fail(why)
 
 

@@ -106,8 +106,18 @@ class SliceReceipts:
         self.wait_until(lambda: self.has(slices), f"slices {', '.join(map(str, slices[:8]))}")
         return time.monotonic() - begin
 
+    def refuse_another_cut(self, manifest: Manifest, where: str) -> None:
+        """Refuse a finished entry of other slices: its rows have other numbers.
+
+        Raises:
+            EntryError: it has.
+        """
+        if manifest.report.get("source_rows") != [slice_["num_rows"] for slice_ in self._wanted]:
+            what = "was finished by a builder that cut the source into other slices"
+            raise EntryError(where, what, "give both jobs the same workers.slice_mb, and run this one again")
+
     def fail(self, why: str) -> None:
-        """Nobody builds any more: who waits is told why."""
+        """Nobody builds any more: who waits is told why; "": somebody builds again."""
         with self._lock:
             self._failure = why
 
@@ -189,9 +199,7 @@ class SliceReceipts:
         """Called under the lock."""
         where = f"{self._store.url}/{self._folder}/{names.MANIFEST}"
         manifest = Manifest.from_json(self._store.read(f"{self._folder}/{names.MANIFEST}"), where)
-        if manifest.report.get("source_rows") != [slice_["num_rows"] for slice_ in self._wanted]:
-            what = "was finished by a builder that cut the source into other slices"
-            raise EntryError(where, what, "give both jobs the same workers.slice_mb, and run this one again")
+        self.refuse_another_cut(manifest, where)
         self.columns.update(manifest.columns)
         for index, part in enumerate(manifest.parts):
             self._parts.setdefault(index, part)
