@@ -38,6 +38,13 @@ def connect(address: str | None = None, *, need_cpus: float = 0) -> str:
         return _connect(address or os.environ.get("RAY_ADDRESS"), need_cpus)
 
 
+def starts_own(address: str | None = None) -> bool:
+    """Whether `connect` would start a Ray of this process."""
+    import ray
+
+    return (address or os.environ.get("RAY_ADDRESS") or "local") == "local" and not ray.is_initialized()
+
+
 def _connect(address: str | None, need_cpus: float) -> str:
     _import_ray(address)
     import ray

@@ -8,6 +8,7 @@ Always true:
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
@@ -32,7 +33,7 @@ from raysvc.build.serve_log import read_served, served_line
 from raysvc.cache.store.open import absolute
 from raysvc.chat.tokens.token_bytes import count_bytes
 from raysvc.client.batch_client import BatchClient, Step, attach
-from raysvc.cluster import starting
+from raysvc.cluster import starting, starts_own
 from raysvc.errors import ConfigError, LeaseHeld, TokenizerError
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
@@ -89,6 +90,7 @@ def train(
     begin = time.perf_counter()
     job = load_job(config, **overrides)
     check_installed(job.trainer.report_to)
+    _check_collators(job, address)
     if job.source.follow and job.trainer.max_steps is None:
         what = "a source that is followed has no end, so the run would have none"
         raise ConfigError("trainer.max_steps", what, "say how many steps to train")
@@ -129,6 +131,14 @@ def train(
     run = _Run(job, folder, entry, build, checkpoint, progress, begin, should_stop)
     with building(build):
         return run.run(address)
+
+
+def _check_collators(job: JobConfig, address: str | None) -> None:
+    """A Ray of this process has as many CPUs as a job asks for, and no autoscaler: nothing else bounds them."""
+    count, cpus = job.server.collators, os.cpu_count() or 1
+    if count > cpus and starts_own(address):
+        what = f"{count} processes of one CPU each, and this machine has {cpus}"
+        raise ConfigError("server.collators", what, f"at most {cpus}, or a cluster: --address HOST:PORT")
 
 
 def _entry_beside_ray(
