@@ -9,6 +9,7 @@ from raysvc.pipelines.sources.file_source import FileSource
 from raysvc.pipelines.sources.followed import FollowedSource
 from raysvc.pipelines.sources.scan_memo import Memo
 from raysvc.pipelines.sources.source import Source
+from raysvc.pipelines.sources.streamed import files_of_dataset
 from raysvc.redact import redacted
 
 
@@ -27,6 +28,8 @@ def look_at(config: SourceConfig, slice_bytes: int | None = None, memo: Memo | N
         if memo is None:
             raise SourceError("source.follow", "needs a cache, where its listings lie", "name cache.root")
         return FollowedSource(config, slice_bytes, memo)
+    if config.stream:
+        return FileSource(files_of_dataset(config), slice_bytes, memo)
     if config.dataset is not None:
         return DatasetSource(config, slice_bytes, memo)
     folder = saved_folder(config)

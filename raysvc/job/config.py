@@ -71,6 +71,10 @@ class SourceConfig(Model):
     path: tuple[str, ...] = Field(default=(), description="Files, globs or folders; any fsspec URL.")
     dataset: str | None = Field(default=None, description="A `datasets` hub name or a `save_to_disk` folder.")
     subset: str | None = Field(default=None, description="Configuration name of the dataset.")
+    stream: bool = Field(
+        default=False,
+        description="Read the files of a `datasets` name by their addresses, slice by slice, without a download.",
+    )
     follow: bool = Field(
         default=False,
         description="The files grow: what appears later is trained after what was there; see docs/howto/follow.md.",
@@ -124,6 +128,8 @@ class SourceConfig(Model):
     def _exactly_one(self) -> SourceConfig:
         if bool(self.path) == (self.dataset is not None):
             raise ValueError("give exactly one of `path` and `dataset`")
+        if self.stream and self.dataset is None:
+            raise ValueError("stream is for a `datasets` name; files of `path` are read by slices anyway")
         if self.follow and self.dataset is not None:
             raise ValueError("follow is for files that appear; name their folder in `path`, not a dataset")
         return self
@@ -367,6 +373,8 @@ class MixtureConfig(Model):
             del known["adapt"]
         for each in known["sources"].values():
             del each["source"]["follow"]  # refused
+            if not each["source"]["stream"]:
+                del each["source"]["stream"]
             if each["shuffle"] is None:
                 del each["shuffle"]
         return known
@@ -621,7 +629,8 @@ class JobConfig(Model):
         """Eight hex digits of what decides rows, order and weights, however long, on however many ranks."""
         plan = ("batch_size", "mini_batch_size", "order", "seed", "shuffle", "tail")
         trainer = ("model", "learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "loss", "seed")
-        not_deciding = {"storage_options", "media", *(() if self.source.follow else ("follow",))}
+        unset = (name for name in ("follow", "stream") if not getattr(self.source, name))
+        not_deciding = {"storage_options", "media", *unset}
         decides = {
             "source": self.source.model_dump(mode="json", exclude=not_deciding),
             "mixture": self.mixture.decides() if self.mixture else None,
