@@ -36,11 +36,13 @@ class Work:
         uri: of the entry that is built.
         num_slices: that are left.
         receipts: does it; receipts of all slices in any order.
+        cut: of the source into slices. Who cuts it otherwise has a builder of his own: receipts of this one are not his.
     """
 
     uri: str
     num_slices: int
     receipts: Callable[[], Iterator[Receipt]]
+    cut: str = ""
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ def shared_receipts(work: Work) -> Iterator[Receipt]:
 def _follow(work: Work) -> Iterator[Receipt]:
     import ray
 
-    name = hashlib.sha256(work.uri.encode()).hexdigest()[:24]
+    name = hashlib.sha256(f"{work.uri}\n{work.cut}".encode()).hexdigest()[:24]
     actor = ray.remote(Builder).options(name=name, namespace=NAMESPACE, get_if_exists=True, num_cpus=0)
     builder = actor.remote()
     builder.start.remote(work)

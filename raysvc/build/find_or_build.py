@@ -243,7 +243,7 @@ class Making:
                 if workers is None
                 else partial(receipts_of, task, left, workers)
             )
-            return shared_receipts(Work(task.writer.uri + self.work, len(left), work))
+            return shared_receipts(Work(task.writer.uri + self.work, len(left), work, self._cut()))
         if self.small:
             from raysvc.pipelines.local_build import local_receipts
 
@@ -256,6 +256,9 @@ class Making:
         meter.waiting("starting Ray")
         connect(address)
         meter.waiting("starting workers")
-        return shared_receipts(
-            Work(task.writer.uri, len(left), partial(receipts_of, task, left, self.job.workers))
-        )
+        work = partial(receipts_of, task, left, self.job.workers)
+        return shared_receipts(Work(task.writer.uri, len(left), work, self._cut()))
+
+    def _cut(self) -> str:
+        """Of the source: how many rows each slice has."""
+        return ",".join(str(piece.num_rows) for piece in self.plan.source.slices)

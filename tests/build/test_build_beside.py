@@ -16,12 +16,15 @@ import ray
 
 import raysvc
 from raysvc.actors.launch import stop_server
-from raysvc.api import entry_or_build, serve_entry
+from raysvc.api import cache_root, entry_or_build, serve_entry
 from raysvc.build.build_beside import BuildBeside
+from raysvc.build.build_progress import BuildMeter
+from raysvc.build.find_or_build import Making, begin, look
 from raysvc.build.job_plan import plan_of
 from raysvc.cache.find import find_entry
 from raysvc.cache.store.open import open_store
 from raysvc.errors import ServerError, StepFailed
+from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
 from raysvc.progress import silent
 
@@ -264,3 +267,27 @@ def test_a_server_that_is_refused_leaves_no_build_behind(
     build.wait()
     assert not list((tmp_path / "refused-cache").glob("*/manifest.json"))
     assert not list((tmp_path / "refused-cache").glob("*/use-*")), "nobody builds"
+
+
+@pytest.mark.ray
+def test_who_cuts_a_source_otherwise_does_not_take_slices_of_the_build_that_runs(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    size_mb = conversations(tmp_path, "talk", 60, 1).stat().st_size / 1e6
+
+    def job(name: str, count: int) -> JobConfig:
+        workers = {"slice_mb": size_mb / count, "min": 2, "max": 2}
+        return load_job(windowed(tmp_path, sample, name, "cuts-cache", workers=workers))
+
+    found = look(job("fine", 6), cache_root(job("fine", 6)))
+    writer, hold = begin(found)
+    slices = found.plan.source.slices
+    with hold:
+        running = Making(found.job, found.plan, writer, silent).receipts(
+            slices, None, BuildMeter(silent, slices, [], found.job, 1)
+        )
+        first = next(running)
+        entry = raysvc.tokenize(job("coarse", 3))
+        assert entry.entry.table()["source_row"].to_pylist() == list(range(60))
+        assert entry.entry.source_rows.tolist() == [part.num_rows for part in entry.entry.manifest.parts]  # type: ignore[union-attr]
+        assert sorted(one.slice_index for one in (first, *running)) == list(range(len(slices)))
