@@ -7,6 +7,7 @@ kernel looks at its memory when it starts and when it ends. Whoever forgets to w
 from __future__ import annotations
 
 import heapq
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,7 +16,7 @@ RUBBISH = 0xEE
 
 
 class FakeDevice:
-    """Two streams, `copy` and `compute`; an event is the time at which it happens."""
+    """Two streams, `copy` and `compute`; an event is the time at which it happens. Two threads may use it."""
 
     def __init__(self, copy_s: float = 1.0) -> None:
         self.copy_s = copy_s
@@ -25,6 +26,9 @@ class FakeDevice:
         self._effects: list[tuple[float, int, Callable[[], object]]] = []
         self._count = 0
         self.buffers = 0
+        self._lock = (
+            threading.RLock()
+        )  # an effect that one thread has taken out has happened when another looks
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         self.buffers += 1
@@ -34,11 +38,12 @@ class FakeDevice:
         return torch.full_like(host, RUBBISH)
 
     def upload(self, source: torch.Tensor, target: torch.Tensor, after: Sequence[float]) -> float:
-        start = max(self.now, self._copy_free, *after)
-        self._copy_free = start + self.copy_s
-        self._at(start, lambda: target.fill_(RUBBISH))
-        self._at(self._copy_free, lambda: target.copy_(source))
-        return self._copy_free
+        with self._lock:
+            start = max(self.now, self._copy_free, *after)
+            self._copy_free = start + self.copy_s
+            self._at(start, lambda: target.fill_(RUBBISH))
+            self._at(self._copy_free, lambda: target.copy_(source))
+            return self._copy_free
 
     def kernel(self, seconds: float, look: Callable[[], None]) -> None:
         """Ask compute for a kernel that looks at its memory."""
@@ -61,9 +66,10 @@ class FakeDevice:
 
     def advance(self, until: float) -> None:
         """Let time pass; what happens until then happens in order."""
-        while self._effects and self._effects[0][0] <= until:
-            heapq.heappop(self._effects)[2]()
-        self.now = max(self.now, until)
+        with self._lock:
+            while self._effects and self._effects[0][0] <= until:
+                heapq.heappop(self._effects)[2]()
+            self.now = max(self.now, until)
 
     def _at(self, time: float, effect: Callable[[], object]) -> None:
         self._count += 1
