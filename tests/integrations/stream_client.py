@@ -29,7 +29,10 @@ class StreamClient:
         self.orders: dict[int, str] = {}
         stream = self._stream
         self.lease: Any = SimpleNamespace(
-            entry_key=stream.entry_key, plan_hash=stream.plan_hash, identity=stream.identity
+            entry_key=stream.entry_key,
+            plan_hash=stream.plan_hash,
+            identity=stream.identity,
+            decided=(),
         )
 
     def as_torch_dataset(self) -> RankDataset:
