@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ import pytest
 from raysvc.build.build_plan import plan_build
 from raysvc.cache.store.open import open_store
 from raysvc.cache.writer import EntryWriter
-from raysvc.errors import SourceError
+from raysvc.errors import RaysvcError, SourceError
 from raysvc.job.config import JobConfig, SourceConfig
 from raysvc.pipelines.reading.readers import read_rows
 from raysvc.pipelines.sources import fingerprint
 from raysvc.pipelines.sources.look import look_at
 from raysvc.pipelines.sources.scan_memo import Memo
 from raysvc.pipelines.tokenize import BuildTask, SliceWorker
+from tests.build.test_follow import job_of, lines, steps_of
 
 from .servers import S3
 
@@ -155,3 +157,31 @@ def _encoded(name: str, *texts: str) -> bytes:
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table({"text": list(texts)}), sink)
     return bytes(sink.getvalue().to_pybytes())
+
+
+def test_a_bucket_that_grows_is_followed_and_an_object_that_is_written_over_is_refused(
+    s3: S3, sample: dict[str, str], tmp_path: Path
+) -> None:
+    """Listings, rows and parts all lie on the store; what was there before keeps its steps."""
+    store = s3.store("followed-")
+    fs = store._fs()
+    sections = {
+        "source": {
+            "path": f"{store.url}/in/",
+            "format": "chat",
+            "follow": True,
+            "storage_options": s3.options,
+        },
+        "cache": {"root": f"{store.url}/cache", "storage_options": s3.options},
+    }
+    job = job_of(tmp_path, sample, **sections)
+    seen = []
+    for name, numbers in (("b", range(9)), ("a", range(100, 107)), ("c", range(20, 24))):
+        fs.pipe_file(f"{store.url}/in/{name}.jsonl", lines(*numbers).encode())
+        seen.append(steps_of(job))
+    assert [len(steps) for steps in seen] == [2, 4, 5]
+    for before, after in itertools.pairwise(seen):
+        assert after[: len(before)] == before
+    fs.pipe_file(f"{store.url}/in/a.jsonl", lines(1, 2, 3).encode())
+    with pytest.raises(RaysvcError, match=r"a\.jsonl"):
+        steps_of(job)
