@@ -5,22 +5,28 @@ This file imports torch; import it inside the function that needs it.
 Axes: B lines, L width, S rows of a micro-batch, W tokens of the longest row.
 Always true:
 - a row's positions are those that the model computes for the row alone, whatever the layout;
-- a micro-batch without media runs the encoder too, on a blank that counts nothing: ranks wait for each other's gradients.
+- for each kind of media that rows may have, a micro-batch without any runs the encoder too, on a blank that counts nothing:
+  ranks wait for each other's gradients, and under FSDP for each other's weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from raysvc.collate.shard import BOUNDS
 
-BLANK = "blank_media"  # name of the arrays that count nothing
+BLANK = "blank_media"  # name of the arrays that count nothing, one mapping for each kind
 GRID = "image_grid_thw"
 OF_VIDEOS = {"pixel_values_videos": "pixel_values", "video_grid_thw": GRID}  # name -> of images
 SOUND = "input_features"
+KIND_OF = {
+    **dict.fromkeys([*OF_VIDEOS, "second_per_grid_ts"], "video"),
+    SOUND: "audio",
+    "feature_attention_mask": "audio",
+}
 
 
 def media_inputs(lm: Any, tensors: Mapping[str, torch.Tensor], row_BL: torch.Tensor) -> dict[str, Any]:
@@ -34,16 +40,22 @@ def media_inputs(lm: Any, tensors: Mapping[str, torch.Tensor], row_BL: torch.Ten
     media = {name: _typed(tensors[name]) for name in tensors if name + BOUNDS in tensors}
     if not media:
         return {}
-    there = {name: value for name, value in media.items() if len(value)}
-    if not there:
-        return {BLANK: _blank(lm, media)}
-    if hasattr(lm.base_model, "get_rope_index"):
-        there["position_ids"] = _positions(lm, tensors, there, row_BL)
-    return there
+    kinds: dict[str, dict[str, torch.Tensor]] = {}
+    for name, value in media.items():
+        kinds.setdefault(KIND_OF.get(name, "image"), {})[name] = value
+    missing = [own for own in kinds.values() if not any(len(value) for value in own.values())]
+    found: dict[str, Any] = {name: value for name, value in media.items() if len(value)}
+    if found and hasattr(lm.base_model, "get_rope_index"):
+        found["position_ids"] = _positions(lm, tensors, found, row_BL)
+    return {**found, BLANK: [_blank(lm, own) for own in missing]} if missing else found
 
 
-def encoder_zero(lm: Any, blank: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """0, with a gradient of 0 for each weight of the encoder."""
+def encoder_zero(lm: Any, blanks: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    """0, with a gradient of 0 for each weight of the encoder, which runs once for each blank."""
+    return sum((_zero(lm, blank) for blank in blanks[1:]), _zero(lm, blanks[0]))
+
+
+def _zero(lm: Any, blank: Mapping[str, torch.Tensor]) -> torch.Tensor:
     if SOUND in blank:
         found = lm.base_model.audio_tower(blank[SOUND]).last_hidden_state
         return lm.base_model.multi_modal_projector(found).sum() * 0.0
@@ -57,7 +69,7 @@ def _typed(value: torch.Tensor) -> torch.Tensor:
 
 
 def _blank(lm: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The least that the encoder takes; in place of a video an image, which has the same encoder."""
+    """The least that the encoder of one kind takes; in place of a video an image, which has the same encoder."""
     if OF_VIDEOS.keys() <= media.keys():
         media = {OF_VIDEOS[name]: value for name, value in media.items() if name in OF_VIDEOS}
     if GRID not in media:

@@ -167,9 +167,9 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
     ) -> tuple[torch.Tensor, torch.nn.Module]:
         """[T, D] what the head makes a target of, at the token before it (`at_target`: at its own); and the head."""
         inputs = dict(inputs)
-        blank = inputs.pop(BLANK, None)
+        blanks = inputs.pop(BLANK, None)
         # before the language model, as where there are images: under FSDP the collectives of all ranks must match
-        zero = None if blank is None else encoder_zero(self.lm, blank)
+        zero = None if blanks is None else encoder_zero(self.lm, blanks)
         if not self.plain_head:
             logits_BLV = self.lm(**inputs, use_cache=False).logits
             logits_BLV = logits_BLV if zero is None else logits_BLV + zero
