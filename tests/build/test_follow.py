@@ -151,6 +151,7 @@ def test_a_file_that_is_counted_and_changes_is_refused_by_name(
     raysvc.tokenize(job)  # its rows are in the cache
 
 
+@pytest.mark.slow  # waits until a file has not been written to for 10 s
 def test_a_whole_file_counts_when_nobody_writes_to_it_and_is_refused_when_it_changes(
     tmp_path: Path, sample: dict[str, str]
 ) -> None:
