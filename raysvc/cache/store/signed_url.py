@@ -50,7 +50,8 @@ def _signed_url(fs: Any, path: str) -> str | None:
         return None
     try:
         return str(fs.sign(path, expiration=LIFETIME_S))
-    except (OSError, ValueError, NotImplementedError):
+    except (OSError, ValueError, NotImplementedError) as error:
+        logger.info("read without a signed address path=%s error=%s", path, error)
         return None
 
 
