@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -168,12 +168,12 @@ class FollowBeside(BuildBeside):
             self._count(receipt)
         meter.finish()
 
-    def _receipts(self, making: Making, left: Sequence[Slice], meter: BuildMeter) -> Sequence[Receipt]:
+    def _receipts(self, making: Making, left: Sequence[Slice], meter: BuildMeter) -> Iterator[Receipt]:
         from raysvc.pipelines.local_build import local_receipts
 
         if not making.small:
-            return making.receipts(left, None, meter)  # type: ignore[return-value]
-        return local_receipts(making.task(), left, making.plan.tokenizer)  # type: ignore[return-value]
+            return making.receipts(left, None, meter)
+        return local_receipts(making.task(), left, making.plan.tokenizer)
 
     def _count(self, receipt: Receipt) -> None:
         """Refuse a source of which too much is quarantined, by what this process has made."""
