@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,7 +41,7 @@ from raysvc.integrations.skyrl_rules import (
     starts_of,
     targets_of,
 )
-from raysvc.job.carried import BF16, scalar_of
+from raysvc.job.carried import scalar_of
 from raysvc.plan.rank_plan import DUMMY_LENGTH
 
 if TYPE_CHECKING:
@@ -173,19 +172,19 @@ def _padded(shard: Shard, common: Common, rules: BatchRules) -> TrainingInput:
     weights = None if rules.reduction is None else _each(_row_weights(shard, rules), rows, 0)[:, None]
     in_loss_mask = weights is not None and "advantages" not in arrays
     lengths = _each(arrays["seq_lengths"], rows, DUMMY_LENGTH)
-    columns = _room(
+    columns = Room(
         sequences=((rows, width), np.int64),
         attention_mask=((rows, width), np.int64),
         loss_mask=((rows, response), np.float32),
         **({"response_mask": ((rows, response), np.int64)} if rules.prompt_tokens in arrays else {}),
         **{THEIR_NAMES.get(name, name): _shape_of(name, arrays[name], common) for name in names},
-    )
+    ).take()
     _fill(arrays["input_ids"], columns["sequences"], pad=shard.pad_token_id)
-    _last_ones(lengths, columns["attention_mask"])
+    last_ones(lengths, columns["attention_mask"])
     _fill(targets_of(shard), columns["loss_mask"], factor=weights if in_loss_mask else None)
     if rules.prompt_tokens in arrays:
         counts = lengths - _each(starts_of(shard, rules), rows, DUMMY_LENGTH)
-        _last_ones(counts, columns["response_mask"])
+        last_ones(counts, columns["response_mask"])
         inside = RowMask(counts.astype(np.int64), response, left=True)
     for name in names:
         values, cells = arrays[name], columns[THEIR_NAMES.get(name, name)]
@@ -201,7 +200,7 @@ def _padded(shard: Shard, common: Common, rules: BatchRules) -> TrainingInput:
                 cells[:, :-1] = 0
         if name == "advantages" and weights is not None:
             columns[name] = cells * weights
-    return TrainingInput(_tensors(columns), response, _ids(shard.row_ids, rows))
+    return TrainingInput(tensors_of(columns), response, _ids(shard.row_ids, rows))
 
 
 def _packed(shard: Shard, common: Common, rules: BatchRules) -> TrainingInput:
@@ -210,11 +209,11 @@ def _packed(shard: Shard, common: Common, rules: BatchRules) -> TrainingInput:
     rows, width, response = common
     arrays = shard.arrays
     lines = len(arrays["input_ids"])
-    columns = _room(
+    columns = Room(
         sequences=((rows, width), np.int64),
         attention_mask=((rows, width), np.int64),
         loss_mask=((rows, response), np.float32),
-    )
+    ).take()
     _fill(arrays["input_ids"], columns["sequences"], pad=shard.pad_token_id, left=False)
     _fill(np.minimum(arrays["segment_ids"], 1), columns["attention_mask"], left=False)
     _fill(targets_of(shard)[:, 1:], columns["loss_mask"], left=False, factor=_line_weights(shard, rules))
@@ -223,7 +222,7 @@ def _packed(shard: Shard, common: Common, rules: BatchRules) -> TrainingInput:
     by_line = np.split(arrays["seq_lengths"].astype(np.int64), np.cumsum(of_line)[:-1])
     by_line += [np.array([DUMMY_LENGTH])] * (rows - lines)
     row_ids = _ids(shard.row_ids, len(shard.row_ids) + rows - lines)
-    return TrainingInput(_tensors(columns), response, row_ids, tuple(map(torch.from_numpy, by_line)))
+    return TrainingInput(tensors_of(columns), response, row_ids, tuple(map(torch.from_numpy, by_line)))
 
 
 def _shape_of(name: str, values: Array, common: Common) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -259,26 +258,30 @@ def _line_weights(shard: Shard, rules: BatchRules) -> Array | None:
     return token_weights(as_labels, shard.denominators, ours, constant=rules.max_seq_len)[:, 1:]
 
 
-def _room(**columns: tuple[tuple[int, ...], npt.DTypeLike]) -> dict[str, Array]:
-    """Arrays of these shapes and types, in one block that is used again when the batch in it is gone."""
-    dtypes = [np.dtype(dtype) for _, dtype in columns.values()]
-    sizes = [prod(shape) * dtype.itemsize for (shape, _), dtype in zip(columns.values(), dtypes, strict=True)]
-    ends = list(accumulate(-(-size // _LINE) * _LINE for size in sizes))
-    block = MEMORY.take(ends[-1])
-    return {
-        name: block[start : start + size].view(dtype).reshape(shape)
-        for (name, (shape, _)), dtype, size, start in zip(
-            columns.items(), dtypes, sizes, [0, *ends], strict=False
-        )
-    }
+class Room:
+    """Arrays of some shapes and types, one after the other in a block that is used again when they are gone."""
+
+    def __init__(self, **columns: tuple[tuple[int, ...], npt.DTypeLike]) -> None:
+        self._parts: list[tuple[str, int, int, np.dtype[Any], tuple[int, ...]]] = []
+        self._bytes = 0
+        for name, (shape, of_type) in columns.items():
+            dtype = np.dtype(of_type)
+            size = prod(shape) * dtype.itemsize
+            self._parts.append((name, self._bytes, self._bytes + size, dtype, shape))
+            self._bytes += -(-size // _LINE) * _LINE
+
+    def take(self) -> dict[str, Array]:
+        """name -> array, with anything in it."""
+        block = MEMORY.take(self._bytes)
+        return {name: block[a:b].view(dtype).reshape(shape) for name, a, b, dtype, shape in self._parts}
 
 
-def _last_ones(counts: Array, out: Array) -> None:
+def last_ones(counts: Array, out: Array) -> None:
     """1 in the last `counts` [B] columns of each row of `out` [B, w], 0 elsewhere."""
     import torch
 
     left = torch.arange(out.shape[1], 0, -1)
-    torch.le(left, torch.from_numpy(counts.astype(np.int64)[:, None]), out=torch.from_numpy(out))
+    torch.le(left, torch.from_numpy(counts.astype(np.int64, copy=False)[:, None]), out=torch.from_numpy(out))
 
 
 def _fill(
@@ -317,12 +320,16 @@ def _fill(
         out[:rows, beside] = out[rows:] = scalar_of(pad, out.dtype)
 
 
-def _tensors(columns: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+def tensors_of(columns: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+    """Tensors over the same memory."""
     import torch
 
-    plain = {name: torch.from_numpy(each) for name, each in columns.items() if each.dtype != BF16}
-    halves = {name: each["bfloat16"] for name, each in columns.items() if each.dtype == BF16}
-    return plain | {name: torch.from_numpy(bits).view(torch.bfloat16) for name, bits in halves.items()}
+    return {  # numpy compares types of records slowly
+        name: torch.from_numpy(each["bfloat16"]).view(torch.bfloat16)
+        if each.dtype.kind == "V"
+        else torch.from_numpy(each)
+        for name, each in columns.items()
+    }
 
 
 def _ids(row_ids: Array, count: int) -> list[int]:
