@@ -1,4 +1,4 @@
-"""Language models as workers load them: `tiny`, a folder of this node, or a hub name.
+"""Language models as workers load them: `tiny`, `tiny-vision`, a folder of this node, or a hub name.
 
 This file imports neither torch nor transformers before a model is made.
 """
@@ -9,6 +9,7 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raysvc.actors.model.tiny_vision import TinyVision, tiny_vision_model
 from raysvc.chat.garbage import no_collection
 from raysvc.errors import ConfigError
 
@@ -26,21 +27,25 @@ def load_lm(
     dtype: str = "float32",
     revision: str | None = None,
     where: str = "trainer.model",
+    vision: TinyVision | None = None,
 ) -> torch.nn.Module:
     """A causal LM, or a token classifier of one label (a critic), in host memory.
 
     Args:
-        name: `tiny`, a folder, or a hub name.
-        vocab_size: of the tokenizer; only `tiny` uses it.
+        name: `tiny`, `tiny-vision`, a folder, or a hub name.
+        vocab_size: of the tokenizer; only the tiny ones use it.
         dtype: of the weights, whatever the files hold.
         revision: commit on the hub.
         where: key of the job, for messages.
+        vision: of `tiny-vision`.
 
     Raises:
         ConfigError: the folder of the model is not on this node.
     """
     if name == "tiny":
         return tiny_model(vocab_size, critic)
+    if vision is not None:
+        return tiny_vision_model(tiny_sizes(vocab_size), vision)
     folder = Path(name).expanduser()
     if folder.is_absolute() and not folder.is_dir():
         what = f"there is no folder {name} on {platform.node()}"

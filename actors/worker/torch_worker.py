@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from raysvc.actors.model.load_model import load_lm
+from raysvc.actors.model.tiny_vision import TinyVision
 from raysvc.actors.staging.staging import StagingOptions
 from raysvc.actors.worker.losses import (
     ROW_INDEX,
@@ -55,8 +56,9 @@ class ModelSpec(BaseModel):
     """What a `CausalLMWorker` trains, and how.
 
     Attributes:
-        model: `tiny`, a folder, or a hub name.
-        vocab_size: of the tokenizer; only `tiny` uses it.
+        model: `tiny`, `tiny-vision`, a folder, or a hub name.
+        vocab_size: of the tokenizer; only the tiny ones use it.
+        vision: of `tiny-vision`.
         learning_rate: where there is no schedule.
         max_grad_norm: None: no clipping.
         loss: which mean over a mini-batch.
@@ -86,6 +88,7 @@ class ModelSpec(BaseModel):
     precision: Literal["fp32", "bf16"] = "fp32"
     schedule: LearningRate | None = None
     staging: StagingOptions = StagingOptions()
+    vision: TinyVision | None = None
 
 
 class CausalLMWorker(Worker):
@@ -129,7 +132,8 @@ class CausalLMWorker(Worker):
             ConfigError: the folder of the model is not on this node.
         """
         # not in the dtype of its files: bfloat16 weights lose small updates
-        return load_lm(self.spec.model, self.spec.vocab_size, critic=self.spec.role == "critic")
+        spec = self.spec
+        return load_lm(spec.model, spec.vocab_size, critic=spec.role == "critic", vision=spec.vision)
 
     def micro_loss(
         self, tensors: dict[str, torch.Tensor], layout: str, loss: Loss | RowLoss | None

@@ -68,20 +68,24 @@ def write_rows(path: Path, num_rows: int, seed: int = 0) -> Path:
 
 
 def write_tokenizer(
-    folder: Path, texts: Iterable[str], vocab_size: int = 1024, template: str = TEMPLATE
+    folder: Path,
+    texts: Iterable[str],
+    vocab_size: int = 1024,
+    template: str = TEMPLATE,
+    special: tuple[str, ...] = (),
 ) -> Path:
-    """Train a byte-level BPE tokenizer on some texts and save it with a chat template."""
+    """Train a byte-level BPE tokenizer on some texts and save it with a chat template; `special`: further tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *special]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     core.train_from_iterator(
         texts,
         trainers.BpeTrainer(
-            vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+            vocab_size=vocab_size, special_tokens=tokens, initial_alphabet=alphabet, show_progress=False
         ),
     )
     facts = {

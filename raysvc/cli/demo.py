@@ -1,4 +1,4 @@
-"""`raysvc demo`: make rows and a tokenizer, then run `raysvc train` on them."""
+"""`raysvc demo`: make rows and a tokenizer, with pictures where asked for, then run `raysvc train` on them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from raysvc.cli.train import say_if_stopped, show_summary
 from raysvc.cli.view import View
 
 Rows = Annotated[int, typer.Option(help="Number of chat rows to generate.", min=64)]
+Images = Annotated[bool, typer.Option("--images", help="Rows with pictures, for a tiny vision model.")]
 FOLDER = Path(".raysvc/demo")
 
 
 @edge
-def demo(rows: Rows = 3000, address: Address = None, as_json: AsJson = False) -> None:
+def demo(rows: Rows = 3000, images: Images = False, address: Address = None, as_json: AsJson = False) -> None:
     """Train a tiny model on synthetic rows, end to end.
 
     Example: raysvc demo --rows 5000
@@ -27,7 +28,7 @@ def demo(rows: Rows = 3000, address: Address = None, as_json: AsJson = False) ->
     from raysvc.job.job_file import load_job
     from raysvc.training import train_loop
 
-    job_path = write_job(FOLDER, rows)
+    job_path = write_image_job(Path(f"{FOLDER}-images"), rows) if images else write_job(FOLDER, rows)
     print(f"demo job: {job_path} (run it yourself: raysvc train -c {job_path})", file=sys.stderr)
     job = load_job(job_path)
     if (Path(job.run_dir) / "summary.json").exists():  # a finished demo starts again, a killed one goes on
@@ -51,3 +52,20 @@ def write_job(folder: Path, num_rows: int) -> Path:
     }
     plan = {"batch_size": 64, "mini_batch_size": 32, "epochs": 2, "micro_batch_tokens": 4096}
     return sample_data.write_job(folder, num_rows, plan=plan, server={"name": "demo"}, trainer=trainer)
+
+
+def write_image_job(folder: Path, num_rows: int) -> Path:
+    """As `write_job`, of rows with pictures."""
+    from raysvc.cli import demo_images
+
+    trainer = {
+        "dp_size": 2,
+        "model": "tiny-vision",
+        "learning_rate": 3.0e-3,
+        "run_dir": "runs/demo-images",
+        "checkpoint_every_steps": 25,
+    }
+    plan = {"batch_size": 32, "epochs": 2, "layout": "packed", "micro_batch_tokens": 1024}
+    return demo_images.write_image_job(
+        folder, num_rows, plan=plan, server={"name": "demo-images"}, trainer=trainer
+    )

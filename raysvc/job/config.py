@@ -421,7 +421,10 @@ class TrainerConfig(Model):
     """The built-in trainer of `raysvc train`."""
 
     dp_size: PositiveInt = Field(default=1, description="Data-parallel ranks, one worker each.")
-    model: str = Field(default="tiny", description="`tiny` (random, for trying), a folder, or a hub name.")
+    model: str = Field(
+        default="tiny",
+        description="`tiny` (random, for trying), `tiny-vision` for rows with images or videos, a folder, or a hub name.",
+    )
     learning_rate: float = Field(
         default=1e-4, gt=0, description="Peak learning rate of AdamW, after the warm-up."
     )

@@ -1,11 +1,19 @@
-"""Looks at `trainer.model` before anything is built for it."""
+"""Looks at `trainer.model` before anything is built for it, and at what it is to see."""
 
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from raysvc import hub
+from raysvc.actors.model.tiny_vision import NAME as TINY_VISION
+from raysvc.actors.model.tiny_vision import TinyVision
+from raysvc.build.mixed_job import entries_of
 from raysvc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raysvc.build.cache_entry import CacheEntry
+    from raysvc.job.config import JobConfig
 
 
 def check_model(name: str) -> None:
@@ -14,7 +22,7 @@ def check_model(name: str) -> None:
     Raises:
         ConfigError: it cannot be loaded.
     """
-    if name == "tiny" or os.path.isabs(os.path.expanduser(name)):
+    if name in ("tiny", TINY_VISION) or os.path.isabs(os.path.expanduser(name)):
         return
     from transformers import AutoConfig
 
@@ -25,3 +33,25 @@ def check_model(name: str) -> None:
         what = f"{name!r} cannot be loaded ({str(error).strip().splitlines()[0]})"
         remedy = "give tiny, a folder with config.json, or a hub name that this machine can reach"
         raise ConfigError("trainer.model", what, remedy) from None
+
+
+def vision_of(job: JobConfig, entry: CacheEntry) -> TinyVision | None:
+    """What `tiny-vision` sees; None of any other model.
+
+    Raises:
+        ConfigError: `tiny` for rows with media, or `tiny-vision` for rows without, or that it cannot see.
+    """
+    recipes = [one.recipe for one in entries_of(entry.entry)]
+    processors = [one["media"]["processor"] for one in recipes if "media" in one]
+    name = job.trainer.model
+    if name == "tiny" and processors:
+        remedy = f"give {TINY_VISION} for images and videos, or the model of the processor"
+        raise ConfigError("trainer.model", "tiny reads text alone, and the rows have media", remedy)
+    if name != TINY_VISION:
+        return None
+    if not processors:
+        raise ConfigError("trainer.model", f"{name} is for rows with media, and these have none", "give tiny")
+    if job.trainer.objective in ("reward", "process"):
+        what = f"{name} has no head for {job.trainer.objective}"
+        raise ConfigError("trainer.model", what, "choose another objective, or a model")
+    return TinyVision.of(processors[0], entry.tokenizer.backend_tokenizer.token_to_id)

@@ -45,7 +45,7 @@ from raysvc.training.adapting import Adapting
 from raysvc.training.evaluation import Evals, HeldBack
 from raysvc.training.export import export, tokenizer_beside, write_model
 from raysvc.training.loss_shares import LossShares
-from raysvc.training.model_name import check_model
+from raysvc.training.model_name import check_model, vision_of
 from raysvc.training.objective import OF_A_CRITIC, objective_of
 from raysvc.training.run_folder import Checkpoint, RunFolder, StepLog
 from raysvc.training.run_identity import claim, identity_of
@@ -385,7 +385,7 @@ def model_spec(job: JobConfig, entry: CacheEntry) -> ModelSpec:
     """What the workers of a job build.
 
     Raises:
-        ConfigError: the objective does not fit the rows.
+        ConfigError: the objective or the model does not fit the rows.
     """
     from raysvc.actors.staging.staging import StagingOptions
     from raysvc.actors.worker.torch_worker import ModelSpec
@@ -399,6 +399,7 @@ def model_spec(job: JobConfig, entry: CacheEntry) -> ModelSpec:
         vocab_size=int(entry.report["vocab_size"]),
         strategy=trainer.strategy,
         precision=trainer.precision,
+        vision=vision_of(job, entry),
         staging=StagingOptions(
             prefetch=staging.prefetch,
             copy_stream=staging.copy_stream,
