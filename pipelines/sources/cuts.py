@@ -12,7 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
+
 MAX_LINE_BYTES = 64 << 20  # a conversation with images has some 10 MB; the parser holds a line several times
+NEWLINE = ord("\n")
 Cut = tuple[int, int, int]  # start, end, rows; bytes of a line file, else rows
 
 
@@ -66,9 +69,9 @@ class LineCutter:
             target = self._start + self._slice_bytes - self._read  # block offset where the slice is full
             cut = block.find(b"\n", max(target, pos)) if target < len(block) else -1
             if cut < 0:
-                self._rows += block.count(b"\n", pos)
+                self._rows += _newlines(block, pos, len(block))
                 break
-            rows = self._rows + block.count(b"\n", pos, cut + 1)
+            rows = self._rows + _newlines(block, pos, cut + 1)
             end = self._read + cut + 1
             self._cuts.append((self._start, end, rows))
             self._start, self._rows, pos = end, 0, cut + 1
@@ -100,3 +103,8 @@ class LineCutter:
         if self._read > self._start:
             self._cuts.append((self._start, self._read, self._rows + (self._read > self._line)))
         return self._cuts
+
+
+def _newlines(block: bytes, start: int, end: int) -> int:
+    """In [start, end). `bytes.count` takes twice as long, and the thread that hashes the file would wait for its lock."""
+    return int(np.count_nonzero(np.frombuffer(block, np.uint8)[start:end] == NEWLINE))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,7 +22,8 @@ from raysvc.pipelines.sources.files import BYTE_KINDS, CSV_KINDS, LINE_KINDS, Ki
 from raysvc.pipelines.sources.row_places import Places, arrow_places, csv_places, tar_places
 from raysvc.pipelines.sources.slices import Piece
 
-READ_BYTES = 8 << 20
+READ_BYTES = 2 << 20
+HASHED_BEHIND = 4  # blocks that are read and not yet hashed
 PEEK_BYTES = 1 << 16
 
 
@@ -66,7 +68,7 @@ class FileScan:
 
 
 class _Watched(io.RawIOBase):
-    """A stream that takes the digests of what is read from it; the SHA-256 in a thread, while the next block is read."""
+    """A stream that takes the digests of what is read from it; the SHA-256 in a thread, while the next blocks are read."""
 
     def __init__(self, stream: ContentStream, block_bytes: int) -> None:
         super().__init__()
@@ -74,7 +76,7 @@ class _Watched(io.RawIOBase):
         self._digest = hashlib.sha256()
         self._stream, self._pos = stream, 0
         self._thread = ThreadPoolExecutor(1)
-        self._before: Future[None] | None = None  # the block before this one
+        self._hashing: deque[Future[None]] = deque()  # the newest blocks
 
     def readable(self) -> bool:
         return True
@@ -85,9 +87,9 @@ class _Watched(io.RawIOBase):
     def next_block(self, num_bytes: int) -> bytes:
         """So many bytes; fewer only at the end."""
         block = self._stream.read(num_bytes)
-        if self._before is not None:
-            self._before.result()
-        self._before = self._thread.submit(self._digest.update, block)
+        self._hashing.append(self._thread.submit(self._digest.update, block))
+        if len(self._hashing) > HASHED_BEHIND:
+            self._hashing.popleft().result()
         self.hasher.feed(block)
         self._pos += len(block)
         return block

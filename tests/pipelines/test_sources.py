@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
+import random
 import tarfile
 from pathlib import Path
 
@@ -12,14 +14,17 @@ import pyarrow as pa
 import pyarrow.csv as pc
 import pyarrow.parquet as pq
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysvc.errors import SourceError
 from raysvc.job.config import SourceConfig
+from raysvc.pipelines.reading.pins import BLOCK_BYTES
 from raysvc.pipelines.reading.readers import read_lines, read_rows
 from raysvc.pipelines.sources.cuts import LineCutter, even_cuts
 from raysvc.pipelines.sources.look import look_at
+from raysvc.pipelines.sources.scan import HASHED_BEHIND, READ_BYTES, scan_file
 
 ROWS = [{"text": f"row {number} " + "x" * (number % 17)} for number in range(100)]
 
@@ -144,3 +149,20 @@ def test_line_slices_touch_end_at_line_ends_and_count_their_lines(
     for start, end, rows in cuts:
         assert rows == len(text[start:end].split(b"\n")) - (text[end - 1 : end] == b"\n")
         assert end == len(text) or text[end - 1 : end] == b"\n"
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_a_scan_of_many_reads_finds_the_digests_and_lines_of_the_whole(tmp_path: Path, ending: str) -> None:
+    rng = random.Random(2)
+    size = 2 * HASHED_BEHIND * READ_BYTES + rng.randrange(READ_BYTES)
+    words = [rng.randbytes(rng.randrange(1, 3000)) for _ in range(100)]
+    text = b"".join(rng.choices(words, k=size // 1500))
+    path = tmp_path / f"rows.jsonl{ending}"
+    path.write_bytes(gzip.compress(text, 1) if ending else text)
+    found = scan_file(str(path), 1 << 20, {})
+    assert (found.size, found.sha256) == (len(text), hashlib.sha256(text).hexdigest())
+    blocks = [text[at : at + BLOCK_BYTES] for at in range(0, len(text), BLOCK_BYTES)]
+    assert list(found.digests) == [xxhash.xxh3_128_hexdigest(block) for block in blocks]
+    lines = [text[start:end].split(b"\n") for start, end, _ in found.cuts]
+    assert [rows for _, _, rows in found.cuts] == [len(each) - (not each[-1]) for each in lines]
+    assert len(text) > HASHED_BEHIND * READ_BYTES and len(found.cuts) > 10
