@@ -69,6 +69,7 @@ class FollowedSource:
         self._counted: dict[str, Json] = {}
         self._taken = 0  # listings whose files are in _counted
         self._unended: dict[str, int] = {}  # files whose last line was said to lack its newline
+        self._empty: dict[str, Json | None] = {}  # stamps of whole files that have no rows
         self.listings = Listings(memo.store, _name_of(config))
         self.listings.refresh()
         if not self.listings.known:
@@ -160,17 +161,20 @@ class FollowedSource:
 
     def _new(self) -> Iterator[_New]:
         """What is new and complete, up to the size of a listing."""
-        num_bytes, whole = 0, list[SourceFile]()
-        for number, file in enumerate(self._changed_files()):
-            if num_bytes >= LISTING_BYTES or number >= LISTING_FILES:
+        num_bytes, num_files, whole = 0, 0, list[SourceFile]()
+        for file in self._changed_files():
+            if num_bytes >= LISTING_BYTES or num_files >= LISTING_FILES:
                 break
             if not may_grow(file):
                 whole.append(file)
-                num_bytes += file.num_bytes
+                num_bytes, num_files = num_bytes + file.num_bytes, num_files + 1
                 continue
             found = self._lines_of(file, LISTING_BYTES - num_bytes)
-            num_bytes += sum(piece.num_bytes for piece in found.pieces)
-            if found.pieces:
+            if (
+                found.pieces
+            ):  # a line that is not complete is no work: thousands of them would hide what is behind
+                num_bytes += sum(piece.num_bytes for piece in found.pieces)
+                num_files += 1
                 yield found
         yield from self._whole(whole)
 
@@ -190,6 +194,8 @@ class FollowedSource:
             stamp = stamp_of(file)
             if counted is not None and counted["stamp"] != stamp:
                 raise changed(file.path)
+            if file.path in self._empty and self._empty[file.path] == stamp:
+                continue
             if counted is None and (file.tag is not None or (stamp is not None and is_settled(stamp))):
                 yield file
 
@@ -212,8 +218,12 @@ class FollowedSource:
         scans = Identifier(size, self._config.storage_options, self._memo).scans(files)
         now = {one.path: one for one in find_files(self._config, may_be_none=True)} if files else {}
         for file, stamp, scan in zip(files, stamps, scans, strict=True):
-            if file.tag is None or (file.path in now and now[file.path].tag == file.tag):
-                yield _New(file.path, scan.pieces(file.path), {"stamp": stamp})
+            if file.tag is not None and (file.path not in now or now[file.path].tag != file.tag):
+                continue
+            if pieces := scan.pieces(file.path):
+                yield _New(file.path, pieces, {"stamp": stamp})
+            else:
+                self._empty[file.path] = stamp
 
 
 def _name_of(config: SourceConfig) -> str:

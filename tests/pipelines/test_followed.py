@@ -1,0 +1,73 @@
+"""Looks at a source that is followed, without a build: what users' files do meanwhile."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from raysvc.cache.store.open import open_store
+from raysvc.job.config import SourceConfig
+from raysvc.pipelines.reading.readers import read_rows
+from raysvc.pipelines.sources import file_stamp, followed
+from raysvc.pipelines.sources.followed import FollowedSource
+from raysvc.pipelines.sources.scan_memo import Memo
+
+
+def lines(*numbers: int) -> str:
+    """A row a number."""
+    return "".join(json.dumps({"n": number}) + "\n" for number in numbers)
+
+
+def follow(root: Path) -> FollowedSource:
+    """The folder `in`, by somebody who just started."""
+    config = SourceConfig(path=(str(root / "in"),), follow=True)
+    return FollowedSource(config, None, Memo(open_store(str(root / "cache"))))
+
+
+def numbers(source: FollowedSource) -> list[int]:
+    """Those of the rows of all listings."""
+    return [row.data["n"] for piece in source.slices for row in read_rows(piece, {}) if row.data]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "in").mkdir()
+    return tmp_path / "in"
+
+
+def test_files_without_a_complete_line_hide_no_file_behind_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(followed, "LISTING_FILES", 4)
+    for number in range(6):
+        (folder / f"a{number}.jsonl").write_text(lines(number) + '{"n":')
+    source = follow(folder.parent)
+    source.look()
+    (folder / "z.jsonl").write_text(lines(100))
+    source.look()
+    assert numbers(source) == [*range(6), 100]
+
+
+def test_whole_files_without_rows_hide_no_file_behind_them_and_may_still_be_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(followed, "LISTING_FILES", 4)
+    monkeypatch.setattr(file_stamp, "RACY_S", 0.0)
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines(0).encode()))
+    for number in range(6):
+        (folder / f"b{number}.jsonl.gz").write_bytes(gzip.compress(b""))
+    (folder / "z.jsonl.gz").write_bytes(gzip.compress(lines(1, 2).encode()))
+    time.sleep(0.05)
+    source = follow(folder.parent)
+    for _ in range(2):
+        source.look()
+    assert numbers(source) == [0, 1, 2]
+    (folder / "b0.jsonl.gz").write_bytes(gzip.compress(lines(3).encode()))
+    time.sleep(0.05)
+    source.look()
+    assert numbers(source) == [0, 1, 2, 3]
