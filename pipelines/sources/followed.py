@@ -191,12 +191,14 @@ class FollowedSource:
             if "://" in file.path and file.tag is None:
                 what = f"{file.path!r} lies where a listing does not tell when a file is complete"
                 raise SourceError("source.follow", what, "follow a folder, or a bucket of an object store")
-            stamp = stamp_of(file)
+            stamp = _stamp(file)
+            if stamp is None:
+                continue
             if counted is not None and counted["stamp"] != stamp:
                 raise changed(file.path)
             if file.path in self._empty and self._empty[file.path] == stamp:
                 continue
-            if counted is None and (file.tag is not None or (stamp is not None and is_settled(stamp))):
+            if counted is None and (file.tag is not None or is_settled(stamp)):
                 yield file
 
     def _lines_of(self, file: SourceFile, most_bytes: int) -> _New:
@@ -224,6 +226,16 @@ class FollowedSource:
                 yield _New(file.path, pieces, {"stamp": stamp})
             else:
                 self._empty[file.path] = stamp
+
+
+def _stamp(file: SourceFile) -> Json | None:
+    """None: it was removed since it was listed."""
+    try:
+        return stamp_of(file)
+    except SourceError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
 
 
 def _name_of(config: SourceConfig) -> str:

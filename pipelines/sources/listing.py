@@ -6,11 +6,13 @@ Always true:
 - a store that does not answer is an error in `FIRST_ANSWER_S`;
 - names that begin with a dot or an underscore, and what lies in such folders, are no rows, unless the pattern says so;
 - symbolic links to folders are followed, each folder once; a link that leads nowhere is an error;
+- a file that is removed while a folder is listed is not there;
 - the files of a folder are of one kind.
 """
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import queue
@@ -77,24 +79,34 @@ def _local(pattern: str, path: str) -> list[SourceFile]:
     if os.path.exists(path) or not glob.has_magic(path):
         return [_local_file(path)] if _is_rows(path) else []
     names = glob.iglob(path, recursive=True, include_hidden=True)
-    return [_local_file(name) for name in sorted(names) if not _hidden(path, name) and _is_rows(name)]
+    return list(_there(name for name in sorted(names) if not _hidden(path, name) and _is_rows(name)))
+
+
+def _there(paths: Iterable[str]) -> Iterator[SourceFile]:
+    """The files, without those that were removed since they were listed."""
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            yield _local_file(path)
 
 
 def _walk(folder: str, above: set[tuple[int, int]]) -> Iterator[SourceFile]:
-    status = os.stat(folder)
+    try:
+        status = os.stat(folder)
+        with os.scandir(folder) as found:
+            items = sorted(found, key=lambda item: item.name)
+    except FileNotFoundError:
+        return  # removed since the folder above was listed
     place = (status.st_dev, status.st_ino)
     if place in above:  # a link to a folder that was looked through already
         return
     above.add(place)
-    with os.scandir(folder) as found:
-        items = sorted(found, key=lambda item: item.name)
     for item in items:
         if item.name.startswith(HIDDEN):
             continue
         if item.is_dir():
             yield from _walk(item.path, above)
         elif (known_kind(item.name) or item.name in SAVED) and _is_rows(item.path):
-            yield SourceFile(item.path, item.stat().st_size, None)
+            yield from _there([item.path])
 
 
 def _is_rows(path: str) -> bool:

@@ -23,9 +23,9 @@ def lines(*numbers: int) -> str:
     return "".join(json.dumps({"n": number}) + "\n" for number in numbers)
 
 
-def follow(root: Path) -> FollowedSource:
+def follow(root: Path, pattern: str = "in") -> FollowedSource:
     """The folder `in`, by somebody who just started."""
-    config = SourceConfig(path=(str(root / "in"),), follow=True)
+    config = SourceConfig(path=(str(root / pattern),), follow=True)
     return FollowedSource(config, None, Memo(open_store(str(root / "cache"))))
 
 
@@ -71,3 +71,43 @@ def test_whole_files_without_rows_hide_no_file_behind_them_and_may_still_be_writ
     time.sleep(0.05)
     source.look()
     assert numbers(source) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])
+@pytest.mark.parametrize("pattern", ["in", "in/*"])
+def test_files_that_are_removed_during_a_look_end_no_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, ending: str, pattern: str
+) -> None:
+    """Somebody cleans up, as fast as we look."""
+    monkeypatch.setattr(file_stamp, "RACY_S", 0.0)
+    for number in range(40):
+        text = lines(number).encode()
+        (folder / f"{number:02}.{ending}").write_bytes(text if ending == "jsonl" else gzip.compress(text))
+    time.sleep(0.05)
+    source = follow(folder.parent, pattern)
+    calls, stat, is_file = [0], os.stat, os.path.isfile
+    (folder / f"99.{ending}").write_bytes((folder / f"01.{ending}").read_bytes())
+    time.sleep(0.05)
+
+    def removing(path: str) -> None:
+        calls[0] += 1
+        if calls[0] % 4 == 0 and "99" not in str(path):
+            Path(path).unlink(missing_ok=True)
+
+    def is_file_then(path: str) -> bool:
+        found = is_file(path)
+        removing(path)
+        return found
+
+    def stat_then(path: str, **options: object) -> os.stat_result:
+        found = stat(path, **options)  # type: ignore[call-overload]
+        if str(path).endswith(ending):
+            removing(path)
+        return found  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(os.path, "isfile", is_file_then)
+    monkeypatch.setattr(os, "stat", stat_then)
+    source.look()
+    monkeypatch.undo()
+    assert source.listings.num_groups == 41
+    assert len(list(folder.iterdir())) < 41
