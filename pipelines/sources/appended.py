@@ -37,7 +37,7 @@ class CountedLines:
 
     Attributes:
         end: bytes.
-        digest: XXH3-128 of the last block of these, which begins at the multiple of `BLOCK_BYTES` before `end`.
+        digest: XXH3-128 of the last block of these, which begins at a multiple of `BLOCK_BYTES`.
     """
 
     end: int = 0
@@ -119,10 +119,10 @@ def _taken(
         Piece(path, kind, counted.end + a, counted.end + b, rows, b - a, pins.span(counted.end + a, counted.end + b))
         for a, b, rows in cutter.finish()
     ]  # fmt: skip
-    tail = last[len(last) - (end - _block(end)) :] if end > _block(end) else b""
-    return CountedLines(end, xxhash.xxh3_128_hexdigest(tail) if tail else ""), pieces
+    tail = last[len(last) - (end - _block(end)) :]
+    return CountedLines(end, xxhash.xxh3_128_hexdigest(tail)), pieces
 
 
 def _block(position: int) -> int:
-    """Where the block that holds the byte before `position` begins, or `position` where a block ends there."""
-    return position // BLOCK_BYTES * BLOCK_BYTES
+    """Where the block that holds the byte before `position` begins."""
+    return max(position - 1, 0) // BLOCK_BYTES * BLOCK_BYTES

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from raysvc.cache.store.open import open_store
+from raysvc.errors import SourceError
 from raysvc.job.config import SourceConfig
 from raysvc.pipelines.reading.readers import read_rows
 from raysvc.pipelines.sources import file_stamp, followed
@@ -111,3 +112,21 @@ def test_files_that_are_removed_during_a_look_end_no_run(
     monkeypatch.undo()
     assert source.listings.num_groups == 41
     assert len(list(folder.iterdir())) < 41
+
+
+@pytest.mark.parametrize("more", [-1, 0, 512])
+def test_lines_that_are_written_over_are_refused_wherever_the_last_block_of_them_ends(
+    folder: Path, more: int
+) -> None:
+    line = '{"n": 1, "x": "' + "x" * (1024 - 18) + '"}\n'
+    assert (1 << 20) % len(line) == 0
+    path = folder / "a.jsonl"
+    path.write_text(line * (1024 + more))
+    source = follow(folder.parent)
+    with path.open("a") as file:
+        file.write(line)
+    source.look()
+    assert len(numbers(source)) == 1025 + more
+    path.write_text(line * (1023 + more) + line.replace("1", "2") * 3)
+    with pytest.raises(SourceError, match=r"a\.jsonl.*changed"):
+        source.look()
