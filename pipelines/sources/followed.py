@@ -15,10 +15,14 @@ Always true:
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
+from datetime import time as time_of_day
+from decimal import Decimal
 from typing import Any
 
 from raysvc.cache.growing.followed_entry import MOST_SLICES
@@ -102,8 +106,7 @@ class FollowedSource:
         listing = self.listings.known[0]
         if listing.first_row is not None:
             return dict(listing.first_row)
-        piece = Slice.from_json(dict(listing.slices[0])).pieces[0]
-        return first_row(piece.path, piece.kind, self._config.storage_options)
+        return self._first_row_of([Slice.from_json(dict(one)) for one in listing.slices])
 
     def check_unchanged(self) -> None:
         """What is counted is looked at by every `look`."""
@@ -133,7 +136,7 @@ class FollowedSource:
             raise SourceError("source.follow", what, "begin a run of its own, in another cache root")
         contents = [str(one.identity()["bytes"]) for one in slices]
         files = {one.path: one.counted for one in new}
-        head = None if first else _plain(self._first_row_of(slices[0]))
+        head = None if first else _plain(self._first_row_of(slices))
         self.listings.append(Listing(first, [one.to_json() for one in slices], contents, files, head))
         return len(self.listings.known) > before
 
@@ -150,9 +153,19 @@ class FollowedSource:
             what = f"{where} holds no complete row yet"
             raise SourceError("source.path", what, "start again when a first file is complete")
 
-    def _first_row_of(self, first: Slice) -> dict[str, Any] | None:
-        piece = first.pieces[0]
-        return first_row(piece.path, piece.kind, self._config.storage_options)
+    def _first_row_of(self, slices: Sequence[Slice]) -> dict[str, Any]:
+        """Of the first file that has one.
+
+        Raises:
+            SourceError: none has; before that is listed for good.
+        """
+        files = {piece.path: piece.kind for one in slices for piece in one.pieces}
+        rows = (first_row(path, kind, self._config.storage_options) for path, kind in files.items())
+        row = next((row for row in rows if row is not None), None)
+        if row is None:
+            what = f"{', '.join(self._config.path)} holds no row that can be read"
+            raise SourceError("source", what, "give files with one JSON object per line")
+        return row
 
     def _take_known(self) -> None:
         for listing in self.listings.known[self._taken :]:
@@ -244,11 +257,15 @@ def _name_of(config: SourceConfig) -> str:
     return hashlib.sha256(canonical_json({"path": paths})).hexdigest()[:32]
 
 
-def _plain(row: Mapping[str, Any] | None) -> Json | None:
-    """The row where JSON can hold it."""
-    import json
-
+def _plain(row: Mapping[str, Any]) -> Json | None:
+    """The row where JSON can hold it, times and decimals as text."""
     try:
-        return dict(json.loads(json.dumps(row))) if row is not None else None
+        return dict(json.loads(json.dumps(row, default=_as_text)))
     except (TypeError, ValueError):
         return None
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, date | time_of_day | Decimal):
+        return str(value)
+    raise TypeError(value)

@@ -6,7 +6,10 @@ import gzip
 import json
 import os
 import time
+from datetime import UTC, date, datetime
+from decimal import Decimal
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -130,3 +133,36 @@ def test_lines_that_are_written_over_are_refused_wherever_the_last_block_of_them
     path.write_text(line * (1023 + more) + line.replace("1", "2") * 3)
     with pytest.raises(SourceError, match=r"a\.jsonl.*changed"):
         source.look()
+
+
+def test_nothing_is_listed_for_good_before_a_row_can_be_read(folder: Path) -> None:
+    (folder / "a.jsonl").write_text("{broken\n")
+    with pytest.raises(SourceError, match="no row that can be read"):
+        follow(folder.parent)
+    (folder / "a.jsonl").write_text(lines(1))
+    assert numbers(follow(folder.parent)) == [1]
+
+
+def test_a_first_file_without_a_row_that_can_be_read_is_no_obstacle(folder: Path) -> None:
+    (folder / "a.jsonl").write_text("{broken\n")
+    (folder / "b.jsonl").write_text(lines(1))
+    source = follow(folder.parent)
+    assert source.first_row() == {"n": 1}
+    assert numbers(source) == [1]
+
+
+def test_a_first_row_with_times_is_known_when_its_file_is_removed(folder: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    row = {"n": 1, "at": datetime(2026, 1, 2, tzinfo=UTC), "day": date(2026, 1, 2), "cost": Decimal("1.20")}
+    pq.write_table(pa.Table.from_pylist([row]), folder / "a.parquet")
+    with patch.object(file_stamp, "RACY_S", 0.0):
+        time.sleep(0.05)
+        follow(folder.parent)
+    (folder / "a.parquet").unlink()
+    found = follow(folder.parent).first_row()
+    assert found is not None
+    assert found["n"] == 1
+    assert datetime.fromisoformat(found["at"]) == row["at"]
+    assert (found["day"], found["cost"]) == ("2026-01-02", "1.20")
