@@ -24,6 +24,7 @@ from raysvc.pipelines.sources.slices import Piece
 
 READ_BYTES = 8 << 20
 LOOK_BACK_BYTES = 1 << 16
+REMEDY = "restore it and write to a file of a new name, or begin again in another cache.root"
 
 
 def may_grow(file: SourceFile) -> bool:
@@ -79,7 +80,12 @@ def appended(
 def shorter(path: str, counted: int, size: int) -> SourceError:
     """A file of lines lost some of them."""
     what = f"has {size} bytes, and {counted} of them are counted"
-    return SourceError(f"source file {path!r}", what, "append to it, or write to a file of a new name")
+    return SourceError(f"source file {path!r}", what, REMEDY)
+
+
+def written_over(path: str) -> SourceError:
+    """What is counted of a file is other bytes now."""
+    return SourceError(f"source file {path!r}", "is counted, and has changed since", REMEDY)
 
 
 def _last_line_end(file: BinaryIO, begin: int, end: int) -> int:
@@ -101,7 +107,7 @@ def _taken(
     file.seek(low)
     before = file.read(counted.end - low)
     if before and xxhash.xxh3_128_hexdigest(before) != counted.digest:
-        raise changed(path)
+        raise written_over(path)
     hasher, cutter = PinHasher(BLOCK_BYTES), LineCutter(slice_bytes)
     hasher.feed(before)
     at, last = counted.end, before

@@ -30,9 +30,8 @@ from raysvc.cache.growing.listings import Listing, Listings
 from raysvc.cache.key import canonical_json
 from raysvc.errors import SourceError
 from raysvc.job.config import SourceConfig
-from raysvc.pipelines.reading.pins import changed
 from raysvc.pipelines.reading.readers import first_row
-from raysvc.pipelines.sources.appended import CountedLines, appended, may_grow, shorter
+from raysvc.pipelines.sources.appended import CountedLines, appended, may_grow, shorter, written_over
 from raysvc.pipelines.sources.file_stamp import RACY_S, is_settled
 from raysvc.pipelines.sources.files import SourceFile, resolve_path
 from raysvc.pipelines.sources.fingerprint import Identifier, stamp_of
@@ -208,7 +207,7 @@ class FollowedSource:
             if stamp is None:
                 continue
             if counted is not None and counted["stamp"] != stamp:
-                raise changed(file.path)
+                raise written_over(file.path)
             if file.path in self._empty and self._empty[file.path] == stamp:
                 continue
             if counted is None and (file.tag is not None or is_settled(stamp)):
