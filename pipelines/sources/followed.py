@@ -72,6 +72,7 @@ class FollowedSource:
         self._counted: dict[str, Json] = {}
         self._taken = 0  # listings whose files are in _counted
         self._unended: dict[str, int] = {}  # files whose last line was said to lack its newline
+        self._seen: dict[str, tuple[Json, float]] = {}  # stamps of files that may be written to, since when
         self._empty: dict[str, Json | None] = {}  # stamps of whole files that have no rows
         self.listings = Listings(memo.store, _name_of(config))
         self.listings.refresh()
@@ -210,8 +211,18 @@ class FollowedSource:
                 raise written_over(file.path)
             if file.path in self._empty and self._empty[file.path] == stamp:
                 continue
-            if counted is None and (file.tag is not None or is_settled(stamp)):
+            if counted is None and (file.tag is not None or self._is_still(file.path, stamp)):
                 yield file
+
+    def _is_still(self, path: str, stamp: Json) -> bool:
+        """Whether nobody wrote to a file for `RACY_S`: by its times, or, where these lie in the future, by what was seen of it."""
+        if is_settled(stamp):
+            self._seen.pop(path, None)
+            return True
+        now_s = time.monotonic()
+        seen, since_s = self._seen.get(path, (None, now_s))
+        self._seen[path] = stamp, since_s if seen == stamp else now_s
+        return seen == stamp and now_s - since_s > RACY_S
 
     def _lines_of(self, file: SourceFile, most_bytes: int) -> _New:
         counted = CountedLines.from_json(self._counted.get(file.path, CountedLines().to_json()))

@@ -166,3 +166,34 @@ def test_a_first_row_with_times_is_known_when_its_file_is_removed(folder: Path) 
     assert found["n"] == 1
     assert datetime.fromisoformat(found["at"]) == row["at"]
     assert (found["day"], found["cost"]) == ("2026-01-02", "1.20")
+
+
+def test_a_whole_file_from_the_future_counts_when_it_was_seen_still(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clocks differ, and archives bring times along."""
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines(1).encode()))
+    monkeypatch.setattr(file_stamp, "RACY_S", 0.0)
+    time.sleep(0.05)
+    source = follow(folder.parent)
+    late = folder / "b.jsonl.gz"
+    late.write_bytes(gzip.compress(lines(2).encode()))
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    for seconds, is_written in ((0, True), (9, False), (5, True), (9, False)):
+        clock[0] += seconds
+        if is_written:
+            os.utime(late, (time.time() + 1e6 + clock[0],) * 2)
+        source.look()
+        assert numbers(source) == [1]
+    clock[0] += 2
+    source.look()
+    assert numbers(source) == [1, 2]
+
+
+def test_a_file_that_is_counted_and_changed_says_what_to_do(folder: Path) -> None:
+    (folder / "a.jsonl").write_text(lines(1, 2))
+    source = follow(folder.parent)
+    (folder / "a.jsonl").write_text(lines(1, 3, 4))
+    with pytest.raises(SourceError, match=r"has changed since; restore it .* or begin again in another"):
+        source.look()
