@@ -1,4 +1,4 @@
-"""A process ends the local Ray that it started, at once, and no other."""
+"""A process ends the local Ray that it started, at once, and no other; a command frees no memory that ends with it."""
 
 from __future__ import annotations
 
@@ -29,6 +29,26 @@ begun = cluster.starting()
 assert "ray.util.placement_group" in sys.modules  # whole, so that another thread may import from it at once
 assert begun.result() == "True"
 """
+COMMAND = """
+import os, sys
+class Held:
+    def __init__(self):
+        self.itself = self  # a cycle, as torch's modules are
+    def __del__(self):
+        os.write(1, b" collected")
+held = Held()
+{}
+"""
+
+
+def test_the_end_of_a_command_collects_no_cycles() -> None:
+    by_command = "from raysvc.cli.__main__ import main; sys.argv = ['raysvc', '--version']; main()"
+    done = {}
+    for what, code in {"a command": by_command, "any other process": ""}.items():
+        command = [sys.executable, "-c", COMMAND.format(code)]
+        done[what] = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "raysvc " in done["a command"] and "collected" not in done["a command"]
+    assert done["any other process"] == " collected"
 
 
 def test_ray_is_imported_before_a_thread_starts_it() -> None:
