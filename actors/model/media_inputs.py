@@ -17,11 +17,15 @@ from typing import Any
 import torch
 
 from raysvc.collate.shard import BOUNDS
+from raysvc.errors import ConfigError
 
 BLANK = "blank_media"  # name of the arrays that count nothing, one mapping for each kind
 GRID = "image_grid_thw"
 OF_VIDEOS = {"pixel_values_videos": "pixel_values", "video_grid_thw": GRID}  # name -> of images
 SOUND = "input_features"
+TILE_MASK = "pixel_attention_mask"
+ENCODER_CONFIGS = ("vision_config", "audio_config")
+IMAGE_SIZES = "image_sizes"  # beside tiles, of which a model takes as many for each image as they say
 KIND_OF = {
     **dict.fromkeys([*OF_VIDEOS, "second_per_grid_ts"], "video"),
     SOUND: "audio",
@@ -36,10 +40,16 @@ def media_inputs(lm: Any, tensors: Mapping[str, torch.Tensor], row_BL: torch.Ten
         lm: the model.
         tensors: of a micro-batch, as `Shard.micro`.
         row_BL: number of each token's row.
+
+    Raises:
+        ConfigError: the model reads text alone.
     """
     media = {name: _typed(tensors[name]) for name in tensors if name + BOUNDS in tensors}
     if not media:
         return {}
+    if not any(hasattr(lm.config, name) for name in ENCODER_CONFIGS):
+        what = f"the rows have media, and {type(lm).__name__} reads text alone"
+        raise ConfigError("trainer.model", what, "give tiny-vision, or the model of the rows' processor")
     kinds: dict[str, dict[str, torch.Tensor]] = {}
     for name, value in media.items():
         kinds.setdefault(KIND_OF.get(name, "image"), {})[name] = value
@@ -47,6 +57,7 @@ def media_inputs(lm: Any, tensors: Mapping[str, torch.Tensor], row_BL: torch.Ten
     found: dict[str, Any] = {name: value for name, value in media.items() if len(value)}
     if found and hasattr(lm.base_model, "get_rope_index"):
         found["position_ids"] = _positions(lm, tensors, found, row_BL)
+    found |= _of_one_text(found)
     return {**found, BLANK: [_blank(lm, own) for own in missing]} if missing else found
 
 
@@ -64,6 +75,11 @@ def _zero(lm: Any, blank: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return sum((one.sum() for one in features), torch.zeros((), device=features[0].device)) * 0.0
 
 
+def _of_one_text(media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tiles with masks as Idefics3 takes them: [1 text, tiles, ...]; {} of other models."""
+    return {name: media[name][None] for name in ("pixel_values", TILE_MASK)} if TILE_MASK in media else {}
+
+
 def _typed(value: torch.Tensor) -> torch.Tensor:
     return value if value.is_floating_point() else value.long()
 
@@ -73,7 +89,10 @@ def _blank(lm: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     if OF_VIDEOS.keys() <= media.keys():
         media = {OF_VIDEOS[name]: value for name, value in media.items() if name in OF_VIDEOS}
     if GRID not in media:
-        return {name: value.new_zeros((1, *value.shape[1:])) for name, value in media.items()}
+        ones = {name: value.new_ones((1, *value.shape[1:])) for name, value in media.items()}
+        if IMAGE_SIZES in ones:
+            ones["pixel_values"] = ones["pixel_values"].expand(_tiles_of_one(lm), -1, -1, -1)
+        return {**ones, **_of_one_text(ones)}  # zeros are what Idefics3 takes for padding
     side = lm.config.vision_config.spatial_merge_size
     grid = torch.tensor([[1, side, side]], device=media[GRID].device)
     others = {name: value for name, value in media.items() if name != GRID}
@@ -81,6 +100,17 @@ def _blank(lm: Any, media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
         **{name: value.new_zeros((side * side, *value.shape[1:])) for name, value in others.items()},
         GRID: grid,
     }
+
+
+def _tiles_of_one(lm: Any) -> int:
+    """Tiles of an image of one pixel, by the rule of LLaVA-NeXT."""
+    from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+    config = lm.config
+    count: int = image_size_to_num_patches(
+        (1, 1), config.image_grid_pinpoints, config.vision_config.image_size
+    )
+    return count
 
 
 def _positions(

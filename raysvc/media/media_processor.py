@@ -8,7 +8,9 @@
    the size, once for each size.
 3. The text that replaces the placeholder of an audio clip is asked for silence of its length, once for each length: up to the
    next whole hop of the features, where some probes show that only hops count.
-4. The placeholder of a video is repeated once for each merged patch of the frames that are taken.
+4. Arrays of images hold tiles, one after the other, where the processor cuts images into some: LLaVA-NeXT is asked for one image
+   at a time, so that none is filled up to the tiles of another, and the axis of Idefics3's one text is taken away.
+5. The placeholder of a video is repeated once for each merged patch of the frames that are taken.
 
 Always true:
 - a text with its placeholders replaced has the ids that the processor itself gives for the same media;
@@ -37,6 +39,7 @@ from raysvc.media.video_patches import PROCESSORS, VideoPatches
 CONFIGS = ("processor_config.json", "preprocessor_config.json")
 VIDEO_CONFIG = "video_preprocessor_config.json"
 TEXT_KEYS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+PIXELS, MASK, SIZES = "pixel_values", "pixel_attention_mask", "image_sizes"
 PROBES = ((64, 64), (640, 480), (480, 640), (1000, 90), (31, 700))  # width, height
 SIZES_KEPT = 1 << 16
 _WHERE = "tokenizer"
@@ -136,6 +139,8 @@ class MediaProcessor:
         own = {key: value for key, value in self.hf.to_dict().items() if key not in _ELSEWHERE}
         parts = {_IN_IDENTITY[kind]: self._settings(kind) for kind in self.kinds}
         found = {"processor": type(self.hf).__name__, "own": own, **parts}
+        if self._tile_side:
+            found["patches"] = "tiles"
         return dict(json.loads(json.dumps(found, sort_keys=True, default=str)))
 
     def _settings(self, kind: Kind) -> dict[str, Any]:
@@ -156,15 +161,38 @@ class MediaProcessor:
         found: dict[str, npt.NDArray[Any]] = {}
         others = [(kind, one) for kind, one in media if kind != "video"]
         if others:
-            text = "".join(self.tokens[kind] for kind, _ in others)
-            made = self.hf(text=[text], **self._arguments(others), return_tensors="np")
-            found = {name: np.asarray(value) for name, value in made.items() if name not in TEXT_KEYS}
+            found = self._of_tiles(others) if self._tile_side else self._made(others)
+            if MASK in found and found[PIXELS].ndim == 5:  # rule 4: [1 text, tiles, ...]
+                found = {name: found[name][0] for name in found}
+                found[MASK] = found[MASK].astype(np.uint8)  # an eighth of the bytes, of as many as pixels
         if len(others) < len(media):
             of_videos = self._videos.arrays([one for kind, one in media if kind == "video"])
             if "second_per_grid_ts" not in self.hf.model_input_names:
                 del of_videos["second_per_grid_ts"]
             found |= of_videos
         return found
+
+    def _made(self, media: Sequence[tuple[Kind, Any]]) -> dict[str, npt.NDArray[Any]]:
+        text = "".join(self.tokens[kind] for kind, _ in media)
+        made = self.hf(text=[text], **self._arguments(media), return_tensors="np")
+        return {name: np.asarray(value) for name, value in made.items() if name not in TEXT_KEYS}
+
+    def _of_tiles(self, images: Sequence[tuple[Kind, Any]]) -> dict[str, npt.NDArray[Any]]:
+        """Rule 4: `pixel_values` [tiles, C, H, W], and `image_sizes` [images, 2]."""
+        each = [self._made([one]) for one in images]
+        tiles = np.concatenate([one[PIXELS][0] for one in each])
+        return {PIXELS: tiles, SIZES: np.concatenate([one[SIZES] for one in each])}
+
+    @cached_property
+    def _tile_side(self) -> int:
+        """Pixels of a side of a tile of LLaVA-NeXT; 0 of any other processor."""
+        if self.kinds != ("image",) or not hasattr(self.hf.image_processor, "image_grid_pinpoints"):
+            return 0
+        from PIL import Image
+
+        found = self._made([("image", Image.new("RGB", PROBES[0]))])
+        tiled = found.keys() == {PIXELS, SIZES} and found[PIXELS].ndim == 5
+        return int(found[PIXELS].shape[-1]) if tiled else 0
 
     def blanks(self) -> dict[Kind, tuple[dict[str, npt.NDArray[Any]], int]]:
         """Kind -> (arrays of a small blank medium, its patches)."""
@@ -239,7 +267,15 @@ class MediaProcessor:
 
     def _counted(self, width: int, height: int) -> tuple[int, int]:
         found = self.hf._get_num_multimodal_tokens(image_sizes=[(height, width)])
-        return int(found["num_image_tokens"][0]), int(found["num_image_patches"][0])
+        patches = self._tiles(width, height) if self._tile_side else int(found["num_image_patches"][0])
+        return int(found["num_image_tokens"][0]), patches
+
+    def _tiles(self, width: int, height: int) -> int:
+        """Those of an image of LLaVA-NeXT, which itself counts 1: a whole view, and the cells of its grid."""
+        from transformers.image_processing_utils import select_best_resolution
+
+        grid = select_best_resolution((height, width), self.hf.image_processor.image_grid_pinpoints)
+        return 1 + math.prod(int(side) // self._tile_side for side in grid)
 
     def _by_blank(self, width: int, height: int) -> str:
         from PIL import Image
@@ -347,7 +383,8 @@ def _load(name: str, revision: str | None, trust_remote_code: bool) -> Any:
     if kind is None:
         hf = AutoProcessor.from_pretrained(name, **options)
     else:
-        hf = _without_video(kind).from_pretrained(name, **options)
+        none = {"video_processor": None} if "video_processor" in kind.get_attributes() else {}
+        hf = _without_video(kind).from_pretrained(name, **none, **options)
     images = getattr(hf, "image_processor", None)
     if images is not None and not type(images).__name__.endswith("Pil"):
         hf.image_processor = AutoImageProcessor.from_pretrained(name, backend="pil", **options)

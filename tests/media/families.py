@@ -24,6 +24,7 @@ USER_PARTS = (  # the way of LLaVA: contents are lists of parts, images first
     "{% if message['role'] == 'assistant' %}{{ '</s>' }}{% else %}{{ ' ' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT: ' }}{% endif %}"
 )
+PINPOINTS = [[28, 56], [56, 28], [56, 56]]
 
 
 def tokenizer(special: list[str], **named: Any) -> PreTrainedTokenizerFast:
@@ -52,6 +53,15 @@ def qwen(folder: Path) -> Path:
     return folder
 
 
+def qwen_2_5(folder: Path) -> Path:
+    """Qwen2.5-VL, which also says how many seconds a layer of patches of a video is long."""
+    config = qwen(folder) / "preprocessor_config.json"
+    config.write_text(
+        json.dumps({**json.loads(config.read_text()), "processor_class": "Qwen2_5_VLProcessor"})
+    )
+    return folder
+
+
 def llava(folder: Path) -> Path:
     """LLaVA with a CLIP of 28 x 28 pixels in tiles of 7."""
     from transformers import LlavaProcessor
@@ -59,6 +69,25 @@ def llava(folder: Path) -> Path:
 
     images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer(["<image>", "</s>"], eos_token="</s>", pad_token="</s>"),
+        patch_size=7,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=USER_PARTS,
+    ).save_pretrained(folder)
+    return folder
+
+
+def llava_next(folder: Path) -> Path:
+    """LLaVA-NeXT, which cuts an image into a grid of tiles of 28 x 28 pixels by its shape, and adds a whole view."""
+    from transformers import LlavaNextProcessor
+    from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+
+    images = LlavaNextImageProcessorPil(
+        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=PINPOINTS
+    )
+    LlavaNextProcessor(
         image_processor=images,
         tokenizer=tokenizer(["<image>", "</s>"], eos_token="</s>", pad_token="</s>"),
         patch_size=7,
@@ -101,4 +130,4 @@ def qwen_audio(folder: Path) -> Path:
     return folder
 
 
-FAMILIES = {"qwen2_vl": qwen, "llava": llava, "idefics3": idefics}
+FAMILIES = {"qwen2_vl": qwen, "llava": llava, "llava_next": llava_next, "idefics3": idefics}

@@ -14,7 +14,7 @@ from PIL import Image
 from raysvc.errors import TokenizerError
 from raysvc.media.media_processor import TEXT_KEYS, MediaProcessor, has_processor
 
-from .families import tokenizer
+from .families import PINPOINTS, idefics, llava_next, tokenizer
 
 SLOW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -52,7 +52,52 @@ def test_the_arrays_of_images_are_those_of_the_processor(processor: MediaProcess
     assert found.keys() == truth.keys() - TEXT_KEYS
     assert "pixel_values" in found
     for name, values in found.items():
-        np.testing.assert_array_equal(values, truth[name])
+        np.testing.assert_array_equal(values, tiles_of(truth)[name])
+
+
+def tiles_of(truth: Any) -> dict[str, Any]:
+    """The processor's arrays, where it cuts images into tiles without those that only fill up."""
+    if "image_sizes" in truth:
+        from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+        counts = [image_size_to_num_patches(one, PINPOINTS, 28) for one in truth["image_sizes"]]
+        assert len(set(counts)) > 1, "some are filled up"
+        each = [one[:count] for one, count in zip(truth["pixel_values"], counts, strict=True)]
+        return {**truth, "pixel_values": np.concatenate(each)}
+    return {name: truth[name][0] for name in truth} if "pixel_attention_mask" in truth else truth
+
+
+@SLOW
+@given(width=st.integers(1, 3000), height=st.integers(1, 3000))
+def test_the_tiles_of_llava_next_are_as_many_as_its_model_takes(
+    tiled: MediaProcessor, width: int, height: int
+) -> None:
+    from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+    expected = image_size_to_num_patches((height, width), PINPOINTS, 28)
+    assert tiled.replacement("image", width, height).patches == expected
+
+
+@pytest.fixture(scope="module")
+def tiled(tmp_path_factory: pytest.TempPathFactory) -> MediaProcessor:
+    return MediaProcessor.load(str(llava_next(tmp_path_factory.mktemp("llava_next"))))
+
+
+def test_smolvlm_has_the_arrays_of_idefics3_and_needs_no_processor_of_videos(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = idefics(tmp_path)
+    own = MediaProcessor.load(str(folder))
+    for file in folder.iterdir():
+        file.write_text(file.read_text().replace("Idefics3", "SmolVLM"))
+    with pytest.raises(TokenizerError, match="pip install num2words"):
+        MediaProcessor.load(str(folder))
+    monkeypatch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", str)
+    found = MediaProcessor.load(str(folder))
+    assert type(found.hf).__name__ == "SmolVLMProcessor"
+    images: list[tuple[Any, Any]] = [("image", picture(60, 44)), ("image", picture(90, 200, 1))]
+    for name, values in own.arrays(images).items():
+        np.testing.assert_array_equal(found.arrays(images)[name], values)
 
 
 def test_two_copies_have_one_identity_and_another_size_has_another(

@@ -101,3 +101,16 @@ def test_the_demo_of_pictures_learns_what_only_they_say(
     # of some five trained tokens one is the color, one in four: who cannot see it loses at least 0.2 a token
     assert summary["loss_last"] < 0.1 < 0.2 < summary["loss_first"]
     assert (tmp_path / "runs" / "demo-images" / "model" / "preprocessor_config.json").exists()
+
+
+def test_a_model_without_an_encoder_is_refused_media() -> None:
+    import torch
+
+    from raysvc.actors.model.load_model import load_lm
+    from raysvc.actors.model.media_inputs import media_inputs
+
+    tensors = {"pixel_values": torch.zeros(1, 3), "pixel_values_bounds": torch.zeros(2)}
+    with pytest.raises(
+        ConfigError, match=r"trainer\.model: the rows have media, and TinyLM reads text alone"
+    ):
+        media_inputs(load_lm("tiny", 64), tensors, torch.zeros(1, 1))

@@ -24,11 +24,13 @@ from tests.actors.reference import distance
 from .vision_models import LAYOUTS, build_rows, conversations, given, hf_of, model_folder
 
 pytestmark = pytest.mark.ray
-ENCODERS = ("visual", "vision_tower", "audio_tower")
+IMAGES = ["qwen2_vl", "llava", "llava_next", "idefics3"]
+ENCODERS = ("visual", "vision_tower", "vision_model", "audio_tower")
+TRAINED = [*IMAGES, "qwen2_audio", "qwen2_vl_videos", "qwen2_5_vl_videos"]
 EXACT = 3e-7  # loss weights and pixels travel as float32
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "llava", "qwen2_audio", "qwen2_vl_videos"])
+@pytest.fixture(scope="module", params=TRAINED)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(model folder, rows, uri of their entry)."""
     folder = model_folder(request.param, tmp_path_factory.mktemp(request.param))

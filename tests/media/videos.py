@@ -71,7 +71,16 @@ def seen(data: bytes, fps: float = 2.0) -> np.ndarray[Any, Any]:
     with tempfile.NamedTemporaryFile(suffix=".mp4") as file:
         file.write(data)
         file.flush()
-        return np.asarray(load_video(file.name, backend="pyav", sample_indices_fn=even)[0])
+        frames, metadata = load_video(file.name, backend="pyav", sample_indices_fn=even)
+    found = np.asarray(frames).view(Frames)
+    found.metadata = metadata
+    return found
+
+
+class Frames(np.ndarray[Any, Any]):
+    """Frames that know what transformers says of where they were taken."""
+
+    metadata: Any = None
 
 
 class FrameByFrame:
@@ -81,6 +90,7 @@ class FrameByFrame:
 
     def __init__(self, images: Any) -> None:
         self._images, self.merge_size = images, images.merge_size
+        self.temporal_patch_size = images.temporal_patch_size
 
     def __call__(self, videos: Sequence[Any], **options: Any) -> dict[str, Any]:
         found, grids = [], []
@@ -93,7 +103,9 @@ class FrameByFrame:
             pairs = np.stack([tiles[0::2, :, :, 0], tiles[1::2, :, :, 1]], axis=3)
             found.append(pairs.reshape(-1, 3 * 2 * side * side))
             grids.append([len(video) // 2, rows, columns])
-        return {"pixel_values_videos": np.concatenate(found), "video_grid_thw": np.array(grids)}
+        metadata = [video.metadata for video in videos]
+        arrays = {"pixel_values_videos": np.concatenate(found), "video_grid_thw": np.array(grids)}
+        return {**arrays, "video_metadata": metadata} if options.get("return_metadata") else arrays
 
 
 def oracle(folder: Path) -> Any:

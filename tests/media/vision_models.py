@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from raysvc.media.media_processor import MediaProcessor
+from raysvc.media.video_patches import PROCESSORS
 
-from .families import FAMILIES, qwen, qwen_audio
+from .families import FAMILIES, PINPOINTS, qwen, qwen_2_5, qwen_audio
 from .rows import data_url, heard, wav, write_jsonl
 from .videos import mp4, oracle, seen
 
@@ -21,7 +22,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-ALL_FAMILIES = {**FAMILIES, "qwen2_audio": qwen_audio, "qwen2_vl_videos": qwen}
+ALL_FAMILIES = {**FAMILIES, "qwen2_audio": qwen_audio, "qwen2_vl_videos": qwen, "qwen2_5_vl_videos": qwen_2_5}
 
 
 def images(count: int, seed: int = 0) -> list[bytes]:
@@ -45,7 +46,14 @@ def model_folder(family: str, folder: Path) -> Path:
 
     ALL_FAMILIES[family](folder)
     torch.manual_seed(0)
-    lm = {"llava": _llava, "qwen2_audio": _qwen_audio}.get(family, _qwen)(folder)
+    makers = {
+        "qwen2_5_vl_videos": _qwen_2_5,
+        "llava": _llava,
+        "llava_next": _llava_next,
+        "idefics3": _idefics,
+        "qwen2_audio": _qwen_audio,
+    }
+    lm = makers.get(family, _qwen)(folder)
     with torch.no_grad():  # as initialised, an image changes next to nothing
         for weight in lm.parameters():
             if weight.dim() > 1:
@@ -67,7 +75,31 @@ def _text(vocab_size: int) -> dict[str, Any]:
 
 
 def _qwen(folder: Path) -> Any:
-    from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    vision = {
+        "depth": 2,
+        "embed_dim": 16,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "mlp_ratio": 2,
+        "patch_size": 14,
+    }
+    return Qwen2VLForConditionalGeneration(Qwen2VLConfig(vision_config=vision, **_text_of_qwen(folder)))
+
+
+def _qwen_2_5(folder: Path) -> Any:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    vision = {
+        "depth": 2, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 14,
+        "window_size": 56, "fullatt_block_indexes": [1], "tokens_per_second": 4,
+    }  # fmt: skip
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(vision_config=vision, **_text_of_qwen(folder)))
+
+
+def _text_of_qwen(folder: Path) -> dict[str, Any]:
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = {
@@ -81,38 +113,51 @@ def _qwen(folder: Path) -> Any:
     }
     rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
     text = {**_text(len(tokenizer)), "rope_parameters": rope, "bos_token_id": None, "eos_token_id": None}
-    vision = {
-        "depth": 2,
-        "embed_dim": 16,
-        "hidden_size": 32,
-        "num_heads": 2,
-        "mlp_ratio": 2,
-        "patch_size": 14,
-    }
-    return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **ids))
+    return {"text_config": text, **ids}
 
 
 def _llava(folder: Path) -> Any:
-    from transformers import (
-        AutoTokenizer,
-        CLIPVisionConfig,
-        LlamaConfig,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
-    )
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    return LlavaForConditionalGeneration(LlavaConfig(**_clip_and_llama(folder)))
+
+
+def _llava_next(folder: Path) -> Any:
+    from transformers import LlavaNextConfig, LlavaNextForConditionalGeneration
+
+    config = LlavaNextConfig(**_clip_and_llama(folder), image_grid_pinpoints=PINPOINTS)
+    return LlavaNextForConditionalGeneration(config)
+
+
+def _clip_and_llama(folder: Path) -> dict[str, Any]:
+    from transformers import AutoTokenizer, CLIPVisionConfig, LlamaConfig
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     vision = CLIPVisionConfig(
         hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=28,
         patch_size=7, projection_dim=16,
     )  # fmt: skip
-    config = LlavaConfig(
-        vision_config=vision,
-        text_config=LlamaConfig(**_text(len(tokenizer))),
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        vision_feature_select_strategy="default",
+    return {
+        "vision_config": vision,
+        "text_config": LlamaConfig(**_text(len(tokenizer))),
+        "image_token_id": tokenizer.convert_tokens_to_ids("<image>"),
+        "vision_feature_select_strategy": "default",
+    }
+
+
+def _idefics(folder: Path) -> Any:
+    from transformers import AutoTokenizer, Idefics3Config, Idefics3ForConditionalGeneration
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    vision = {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56,
+        "patch_size": 14,
+    }  # fmt: skip
+    text = {"model_type": "llama", **_text(len(tokenizer)), "pad_token_id": tokenizer.pad_token_id}
+    token = tokenizer.convert_tokens_to_ids("<image>")
+    return Idefics3ForConditionalGeneration(
+        Idefics3Config(vision_config=vision, text_config=text, image_token_id=token, scale_factor=2)
     )
-    return LlavaForConditionalGeneration(config)
 
 
 def _qwen_audio(folder: Path) -> Any:
@@ -147,9 +192,9 @@ def films(count: int, seed: int = 0) -> list[bytes]:
 
 
 def hf_of(folder: Path) -> Any:
-    """The processor of a family, by `transformers` alone; of Qwen2-VL with videos."""
+    """The processor of a family, by `transformers` alone; of Qwen2-VL and Qwen2.5-VL with videos."""
     hf = MediaProcessor.load(str(folder)).hf
-    return oracle(folder) if type(hf).__name__ == "Qwen2VLProcessor" else hf
+    return oracle(folder) if type(hf).__name__ in PROCESSORS else hf
 
 
 def kind_of(encoded: bytes) -> str:
@@ -159,7 +204,7 @@ def kind_of(encoded: bytes) -> str:
 
 def conversations(family: str, processor: Any, seed: int = 0) -> list[dict[str, Any]]:
     """Seven rows of text, media, and what the processor itself makes of them: `ids`, and where the answer begins and ends."""
-    make = {"qwen2_audio": sounds, "qwen2_vl_videos": films}.get(family, images)
+    make = sounds if family == "qwen2_audio" else films if family.endswith("videos") else images
     rng, rows = np.random.default_rng(seed), []
     for number, count in enumerate([1, 0, 2, 1, 3, 0, 1]):
         encoded = make(count, seed=100 * seed + number)
