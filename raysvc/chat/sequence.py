@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from raysvc.chat.source.examples import Example, TokensExample
+from raysvc.chat.source.examples import ChatExample, Example, TokensExample
 from raysvc.media.kinds import Kind
 
 FREE = 0  # text under loss that is no turn: any token may be in it
@@ -63,3 +63,8 @@ class Sequence:
     tokens: TokensExample | None = None
     openings: int | None = None
     media: tuple[MediumPlace, ...] = ()
+
+    @property
+    def changes(self) -> frozenset[str]:
+        """What the normal form changed."""
+        return self.example.changes if isinstance(self.example, ChatExample) else frozenset()

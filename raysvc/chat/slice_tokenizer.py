@@ -28,12 +28,12 @@ from raysvc.chat.first_rows import FirstRows
 from raysvc.chat.garbage import no_collection
 from raysvc.chat.media_places import FIELDS, Media, media_arrays, place_media, sampled_places, true_ids
 from raysvc.chat.render.renderer import Renderer
+from raysvc.chat.render.shape import AnySequence, JoinedSequence
 from raysvc.chat.render.turn_check import reasoning_of, removed_reasoning
 from raysvc.chat.row_counter import RowCounter
 from raysvc.chat.row_counts import Quarantined, RowCounts
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.select import Kept, keep
-from raysvc.chat.sequence import Sequence
 from raysvc.chat.source.detect import format_of, resolve_format
 from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.formats import Format
@@ -184,61 +184,76 @@ class SliceTokenizer:
         while chunk := list(islice(rows, ROWS_PER_CHUNK)):
             if self._carrier is not None:
                 self._carrier.clear()
-            prepared = list(self._prepared(chunk, counter))
+            flat, origins = self._sequences(chunk, counter)
             if self._format is not None and self._format.name == "kto":
-                prepared = list(self._with_mismatched(prepared, counter))
-            flat, origins = _flat(prepared)
+                flat, origins = self._with_mismatched(flat, origins, counter)
             batch = _batch(flat)
             doubtful = set(self._renderer.doubtful(flat, batch)) if batch else set()
             if doubtful:
-                flat, origins = _flat(self._again(flat, origins, doubtful, counter))
+                flat, origins = self._again(flat, origins, doubtful, counter)
                 batch = _batch(flat)
             if flat:
                 yield self._chunk(flat, origins, batch, counter)
             counter.read(len(chunk))
 
-    def _prepared(
+    def _sequences(
         self, chunk: list[SourceRow], counter: RowCounter
-    ) -> Iterator[tuple[SourceRow, list[Sequence]]]:
+    ) -> tuple[list[AnySequence], list[SourceRow]]:
+        """(sequences of the rows, the row of each)."""
+        flat: list[AnySequence] = []
+        origins: list[SourceRow] = []
         for row in chunk:
             try:
-                yield row, self._prepare(row, known=True)
+                sequences = self._prepare(row, known=True)
             except (RowFault, RowDropped) as why:
                 counter.leave_out(row.source_row, why)
+                continue
+            flat += sequences
+            origins += [row] * len(sequences)
+        return flat, origins
 
     def _again(
-        self, flat: list[Sequence], origins: list[SourceRow], doubtful: set[int], counter: RowCounter
-    ) -> Iterator[tuple[SourceRow, list[Sequence]]]:
-        """The same with the doubtful ones made as if nothing were known."""
+        self, flat: list[AnySequence], origins: list[SourceRow], doubtful: set[int], counter: RowCounter
+    ) -> tuple[list[AnySequence], list[SourceRow]]:
+        """The same with the doubtful ones, whose rows have no others, made as if nothing were known."""
+        made: list[AnySequence] = []
+        kept: list[SourceRow] = []
         for place, (row, sequence) in enumerate(zip(origins, flat, strict=True)):
             try:
-                yield row, self._prepare(row, known=False) if place in doubtful else [sequence]
+                made += self._prepare(row, known=False) if place in doubtful else [sequence]
+                kept.append(row)
             except (RowFault, RowDropped) as why:
                 counter.leave_out(row.source_row, why)
+        return made, kept
 
     def _with_mismatched(
-        self, prepared: list[tuple[SourceRow, list[Sequence]]], counter: RowCounter
-    ) -> Iterator[tuple[SourceRow, list[Sequence]]]:
-        """Beside each sequence one of the same prompt with the completion of the row before; of the chunk's last before its first."""
+        self, flat: list[AnySequence], origins: list[SourceRow], counter: RowCounter
+    ) -> tuple[list[AnySequence], list[SourceRow]]:
+        """Beside each row's one sequence that of its prompt with the completion of the row before; of the chunk's last before its first."""
         form = self._format
         assert form is not None
         completion = form.column("completion")
-        for place, (row, own) in enumerate(prepared):
-            other = prepared[place - 1][0].data
+        made: list[AnySequence] = []
+        kept: list[SourceRow] = []
+        for place, (row, own) in enumerate(zip(origins, flat, strict=True)):
+            other = origins[place - 1].data
             assert row.data is not None
             assert other is not None
             try:
-                if len(prepared) == 1:
+                if len(origins) == 1:
                     raise RowDropped("no other row whose completion could be its mismatched one")
                 if self.desk is not None:
                     self.desk.go_to(row.source_row)
-                wrong = {**row.data, completion: other[completion]}
-                yield row, [*own, *self._renderer.sequences(wrong, form)]
+                wrong = self._renderer.sequences({**row.data, completion: other[completion]}, form)
             except (RowFault, RowDropped) as why:
                 counter.leave_out(row.source_row, why)
+                continue
+            made += [own, *wrong]
+            kept += [row] * (1 + len(wrong))
+        return made, kept
 
     def _chunk(
-        self, flat: list[Sequence], origins: list[SourceRow], batch: Batch | None, counter: RowCounter
+        self, flat: list[AnySequence], origins: list[SourceRow], batch: Batch | None, counter: RowCounter
     ) -> tuple[Kept, int]:
         tokens, numbers = self._encode(flat, batch), np.array([row.source_row for row in origins], np.int64)
         compared, form = 0, self._format
@@ -276,13 +291,13 @@ class SliceTokenizer:
             kept = replace(kept, carried={**kept.carried, **media_arrays(left)})
         return kept, compared
 
-    def _media(self, flat: list[Sequence], tokens: TokenRows) -> Media | None:
+    def _media(self, flat: list[AnySequence], tokens: TokenRows) -> Media | None:
         if self.desk is None:
             return None
         cut_at = self.spec.max_length if self.spec.truncation == "keep_start" else None
         return place_media(flat, tokens, self.desk.processor, cut_at)
 
-    def _compare_media(self, flat: list[Sequence], tokens: TokenRows, seed: int) -> int:
+    def _compare_media(self, flat: list[AnySequence], tokens: TokenRows, seed: int) -> int:
         """Hold some rows with media against the processor itself; how many."""
         if self.desk is None:
             return 0
@@ -293,7 +308,7 @@ class SliceTokenizer:
                 raise RenderDiffers(f"{flat[place].text[:80]!r}, a row with media")
         return len(places)
 
-    def _shortened(self, sequence: Sequence, length: int) -> Sequence:
+    def _shortened(self, sequence: AnySequence, length: int) -> AnySequence:
         """`keep_end_turns`: the render of as many whole last turns as fit, the sequence itself when none does."""
         limit, example = self.spec.max_length, sequence.example
         if limit is None or length <= limit or not isinstance(example, ChatExample):
@@ -313,7 +328,7 @@ class SliceTokenizer:
                 low = middle + 1
         return best
 
-    def _prepare(self, row: SourceRow, known: bool) -> list[Sequence]:
+    def _prepare(self, row: SourceRow, known: bool) -> list[AnySequence]:
         if row.data is None:
             reason, _, detail = (row.error or "no data").partition(": ")
             raise RowFault(reason, detail)
@@ -326,7 +341,8 @@ class SliceTokenizer:
         if row.odd:
             self._format.check_values(row.data)
         made = self._renderer.known(row.data, self._format) if known else None
-        sequences = [made] if made else self._renderer.sequences(row.data, self._format)
+        sequences: list[AnySequence]
+        sequences = [made] if made else [*self._renderer.sequences(row.data, self._format)]
         for sequence in sequences:
             if not sequence.text.isascii():
                 _check_text(sequence.text)
@@ -354,7 +370,7 @@ class SliceTokenizer:
         self.spec = self.spec.model_copy(update={"format": form.name, "columns": dict(form.columns)})
         return form
 
-    def _encode(self, flat: list[Sequence], batch: Batch | None) -> TokenRows:
+    def _encode(self, flat: list[AnySequence], batch: Batch | None) -> TokenRows:
         if batch is None:
             return rows_of_tokens([sequence.tokens for sequence in flat if sequence.tokens is not None])
         return RowEncoder(self._encoder, self._reference, self._table).encode(batch)
@@ -399,25 +415,27 @@ def _with_cut_turns(
 
 
 def _note_changes(
-    flat: list[Sequence], numbers: npt.NDArray[np.int64], kept: Kept, counter: RowCounter
+    flat: list[AnySequence], numbers: npt.NDArray[np.int64], kept: Kept, counter: RowCounter
 ) -> None:
     """Count what the normal form changed in rows that are written."""
     changed: dict[int, frozenset[str]] = {}
     for number, sequence in zip(numbers.tolist(), flat, strict=True):
-        if isinstance(sequence.example, ChatExample) and sequence.example.changes:
-            changed[number] = changed.get(number, frozenset()) | sequence.example.changes
+        if sequence.changes:
+            changed[number] = changed.get(number, frozenset()) | sequence.changes
     for number in changed.keys() & set(kept.source_rows.tolist()) if changed else ():
         counter.note(changed[number])
 
 
 def _note_reasoning(
-    flat: list[Sequence], numbers: npt.NDArray[np.int64], kept: Kept, counter: RowCounter
+    flat: list[AnySequence], numbers: npt.NDArray[np.int64], kept: Kept, counter: RowCounter
 ) -> None:
     """Count the reasoning that a template left out of rows that are written."""
     removed: Counter[int] = Counter()
     for number, sequence in zip(numbers.tolist(), flat, strict=True):
+        if isinstance(sequence, JoinedSequence):
+            continue  # its messages have a role and a text
         example = sequence.example
-        if isinstance(example, ChatExample) and sequence.openings is None and not example.all_tokens:
+        if isinstance(example, ChatExample) and not example.all_tokens:
             said = [example.messages[place] for place in example.trained]
             if any(map(reasoning_of, said)):
                 trained = "".join(sequence.text[start:end] for start, end, _ in sequence.spans)
@@ -427,19 +445,7 @@ def _note_reasoning(
         counter.remove_reasoning(sum(count for number, count in removed.items() if number in written))
 
 
-def _flat(
-    prepared: Iterable[tuple[SourceRow, list[Sequence]]],
-) -> tuple[list[Sequence], list[SourceRow]]:
-    """(sequences, the row of each)."""
-    flat: list[Sequence] = []
-    origins: list[SourceRow] = []
-    for row, sequences in prepared:
-        flat += sequences
-        origins += [row] * len(sequences)
-    return flat, origins
-
-
-def _batch(flat: list[Sequence]) -> Batch | None:
+def _batch(flat: list[AnySequence]) -> Batch | None:
     """Of texts; None of rows that came as tokens."""
     return batch_of(flat) if flat and flat[0].tokens is None else None
 

@@ -15,7 +15,8 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.chat.sequence import Sequence, Span
+from raysvc.chat.render.shape import AnySequence
+from raysvc.chat.sequence import Span
 
 Bytes = npt.NDArray[np.uint8]
 Ints64 = npt.NDArray[np.int64]
@@ -65,7 +66,7 @@ class Batch:
         return self.data[self.offsets[row] : self.offsets[row + 1]].tobytes().decode()
 
 
-def batch_of(sequences: Many[Sequence]) -> Batch:
+def batch_of(sequences: Many[AnySequence]) -> Batch:
     """Sequences of one format, in columns.
 
     Raises:
@@ -90,7 +91,7 @@ def batch_of(sequences: Many[Sequence]) -> Batch:
     )
 
 
-def _byte_places(sequence: Sequence) -> list[Span]:
+def _byte_places(sequence: AnySequence) -> list[Span]:
     """Spans of a sequence in bytes of its text."""
     text = sequence.text
     if text.isascii():

@@ -337,6 +337,44 @@ def test_a_row_that_is_due_for_the_real_render_is_not_joined() -> None:
     assert alone.known("a", "b", "c") is None
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_shape_of_which_a_row_goes_the_whole_way_again_is_filled_in_without_a_walk(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = CHATML.replace("message.content", "message.content | trim")
+    asks = CHATML.replace("message.content", "(message.content if 'you' not in message.content else '')")
+    once = Alone(template, mode)
+    once.template.render(row("a", "b")["messages"], None)
+    once.plain.learn(made := row("what is it", "it is so"), once.whole(made))
+    twice, walked = (Alone(each, mode).learn("what is it", "it is so") for each in (template, asks))
+    for alone in (once, twice, walked):
+        assert alone.known("who", "me") is not None
+        fast = alone.template.fast
+        assert fast is not None
+        monkeypatch.setattr(fast, "stretches", lambda _: None)
+    assert once.known("who", "me") is None
+    assert walked.known("who", "me") is None
+    assert twice.known("who", " me") is None
+    joined, whole = twice.known("who", "me\nand you"), twice.whole(row("who", "me\nand you"))
+    assert joined is not None
+    assert (joined.text, joined.spans, joined.example) == (whole.text, whole.spans, whole.example)
+    counts = twice.template.fast.counts  # type: ignore[union-attr]
+    before = counts["walked"]
+    found = [twice.known("who", "me") is not None for _ in range(SAMPLE_EVERY)]
+    assert sum(found) == SAMPLE_EVERY - 1 - before  # the next row is due
+
+
+def test_a_template_that_writes_a_text_twice_or_elsewhere_is_not_filled_in() -> None:
+    first = "{{ messages[-1].content + ';' }}" + CHATML
+    silent = CHATML.replace("message.content", "(message.content if message.role != 'user' else 'who')")
+    for template in (first, silent):
+        alone = Alone(template, "all_tokens").learn("who", "so").learn("me", "it")
+        joined = alone.known("you", "they")
+        assert joined is None or joined.text == alone.whole(row("you", "they")).text
+    alone = Alone(silent).learn("who", "so").learn("who", "it")
+    assert alone.known("you", "they") is None
+
+
 def test_shapes_are_learned_once_and_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = Alone(CHATML)
     made: list[Any] = []

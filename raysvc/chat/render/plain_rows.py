@@ -6,6 +6,9 @@
    texts is kept as the shape of these roles.
 3. A later one walks through the automaton too. When it writes the shape's literals around its own texts, for the same
    messages, its spans are at the same literals.
+4. When a row of a known shape is due for a real render, the shape is looked at closer. Where a trace shows that the words of
+   the texts decide on nothing, later rows are the literals with their own texts in between, as long as these have no blanks
+   at their ends.
 
 Always true:
 - the text is what the template's automaton writes for this row, and the rows that are due for a real render get one;
@@ -15,84 +18,35 @@ Always true:
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from raysvc.chat.render.rendered import NOBODY, Render, Written, extents_of, render_of
+from raysvc.chat.render.shape import AnySequence, JoinedSequence, Shape, Turn
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.render.turn_spans import TurnFinder, common_prefix
-from raysvc.chat.sequence import CLOSED_TURN, FREE, Sequence, Span
+from raysvc.chat.sequence import CLOSED_TURN, Sequence
 from raysvc.chat.source.content_parts import text_of_part
 from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.formats import USED, Format
 from raysvc.chat.source.messages import Message
 from raysvc.chat.text_batch import Batch, Bytes, Ints64
+from raysvc.chat.trace.fast_render import FastRender
 
 MAX_SHAPES = 1024
 MAX_TRIES = 8  # rows of the same roles that leave no shape; some fail for what they say
 _ROLE, _CONTENT = itemgetter("role"), itemgetter("content")
 
 
-class _Plain(NamedTuple):
-    """Messages of a plain row: those of the source, the role and text of each, and whether the texts are parts."""
-
-    messages: list[Message]
-    roles: tuple[str, ...]
-    said: list[str]
-    in_parts: bool
-
-    @property
-    def kind(self) -> tuple[bool, tuple[str, ...]]:
-        """What rows of one shape have in common before they are rendered."""
-        return self.in_parts, self.roles
-
-    def given(self, has_parts: bool) -> list[Message]:
-        """Messages for a template that takes parts, or texts."""
-        if has_parts == self.in_parts:
-            return self.messages
-        return [{**message, "content": text} for message, text in zip(self.messages, self.said, strict=True)]
-
-
-class _Turn(NamedTuple):
-    """A span: its ends among the literals' characters, and which text it is around.
-
-    `alone`: no other message can have a part in it, as only a header stands before its text, and a token behind it.
-    """
-
-    start: int
-    end: int
-    place: int
-    alone: bool
-
-
-class _Shape(NamedTuple):
-    """What plain rows with the same roles have in common.
-
-    Attributes:
-        parts: literals, and None between them for the texts.
-        owners: of each stretch that is written, the place of its message, -1 for nobody's.
-        marks: of each stretch, whether it is inside `{% generation %}`.
-        sizes: of each stretch the characters of literals and the places of the texts in it, where there are marks.
-        openings: beginnings of tokens and tags in the literals.
-        turns: under loss.
-        alone: all of them are.
-        example: the row that it was learned from.
-    """
-
-    parts: list[str | None]
-    owners: tuple[int, ...]
-    marks: tuple[bool, ...]
-    sizes: list[tuple[int, tuple[int, ...]]]
-    openings: int
-    turns: tuple[_Turn, ...]
-    alone: bool
-    example: ChatExample
+Plain = tuple[list[Message], tuple[str, ...], list[str], bool]
+"""Messages of a plain row: those of the source, the role and text of each, and whether the texts are parts."""
 
 
 class PlainRows:
@@ -116,44 +70,55 @@ class PlainRows:
         self._column = form.column("messages")
         self._others = {*map(form.column, USED), *form.refused} - {self._column}
         self._asked: dict[tuple[str, ...], tuple[str, ...]] = {}
-        self._shapes: dict[tuple[bool, tuple[str, ...]], _Shape] = {}
+        self._shapes: dict[tuple[bool, tuple[str, ...]], Shape] = {}
+        self._may_fill_in = True  # no shape was found that texts do not fill in
         self._tries: Counter[tuple[bool, tuple[str, ...]]] = Counter()
 
-    def sequence(self, row: Mapping[str, Any]) -> Sequence | None:
+    def sequence(self, row: Mapping[str, Any]) -> JoinedSequence | None:
         """The sequence of a plain row whose shape is known, None for any other."""
-        plain = self._plain(row)
-        shape = self._shapes.get(plain.kind) if plain else None
-        if plain is None or shape is None or self._fast is None:
+        plain, fast = self._plain(row), self._fast
+        if plain is None or fast is None:
             return None
-        known, said = shape.example, plain.said
-        messages = plain.given(known.has_parts)
-        shown = self._shown(messages)
-        written = self._fast.stretches(shown)
+        messages, roles, said, in_parts = plain
+        shape = self._shapes.get((in_parts, roles))
+        if shape is None:
+            return None
+        if shape.example.has_parts != in_parts:
+            messages = _given(plain, shape.example.has_parts)
+        stripped = [*map(str.strip, said)]
+        if shape.fills_in and said == stripped and not fast.is_due:
+            fast.counts["walked"] += 1
+            text = shape.filled_in(said)
+        else:
+            walked = self._walked(fast, shape, said, self._shown(messages))
+            if walked is None:
+                return None
+            text = walked
+        if shape.openings is not None:
+            if shape.alone:  # only what goes on as a token behind a text can be another message's
+                seen = not self._firsts.isdisjoint([words[-1] for words in stripped])
+            else:
+                seen = any(text.count(words) > 1 for words in stripped)
+            if seen:
+                return None
+        return JoinedSequence(text, shape.openings, shape, messages, said)
+
+    def _walked(self, fast: FastRender, shape: Shape, said: list[str], shown: list[Message]) -> str | None:
+        """What the template writes for a row, None when that is not the shape's literals around its texts."""
+        written = fast.stretches(shown)
         if written is None:
             return None
         marks, owners, texts = zip(*written, strict=True)
         text = "".join(texts)
-        example = ChatExample(
-            messages, None, known.trained, known.all_tokens, known.has_parts, changes=known.changes
-        )
-        if known.all_tokens:
-            return Sequence(text, [(0, len(text), FREE)], example=example)
-        parts = shape.parts.copy()
-        parts[1::2] = said
-        if text != "".join(parts) or marks != shape.marks:  # type: ignore[arg-type]
+        if shape.openings is None:
+            return text
+        if text != shape.filled_in(said) or marks != shape.marks:
             return None
         them = [*shown, None]
-        if owners != tuple([them[place] for place in shape.owners]) or not _same_sizes(shape, said, texts):
-            return None
-        if shape.alone:  # only what goes on as a token behind a text can be another message's
-            seen = not self._firsts.isdisjoint([words.rstrip()[-1] for words in said])
-        else:
-            seen = any(text.count(words) > 1 for words in map(str.strip, said))
-        if seen:
-            return None
-        return Sequence(text, _spans(shape, said), example=example, openings=shape.openings)
+        same = owners == tuple([them[place] for place in shape.owners])
+        return text if same and shape.has_sizes(said, texts) else None
 
-    def doubtful(self, sequences: list[Sequence], batch: Batch) -> list[int]:
+    def doubtful(self, sequences: list[AnySequence], batch: Batch) -> list[int]:
         """Sequences of known shapes in which more tokens or tags may stand than the shape has."""
         expected = [sequence.openings for sequence in sequences]
         if expected.count(None) == len(expected):
@@ -168,19 +133,23 @@ class PlainRows:
         plain, example = self._plain(row), sequence.example
         if plain is None or self._fast is None or not isinstance(example, ChatExample):
             return
-        if plain.kind in self._shapes or len(self._shapes) >= MAX_SHAPES:
+        _, roles, said, in_parts = plain
+        kind = in_parts, roles
+        if kind in self._shapes:
+            self._look_closer(kind)
+        if kind in self._shapes or len(self._shapes) >= MAX_SHAPES:
             return
-        if example.messages != plain.given(example.has_parts) or self._tries[plain.kind] >= MAX_TRIES:
+        if example.messages != _given(plain, example.has_parts) or self._tries[kind] >= MAX_TRIES:
             return
-        self._tries[plain.kind] += 1
+        self._tries[kind] += 1
         shown = self._shown(example.messages)
         written = self._fast.stretches(shown)
         if written and "".join(text for _, _, text in written) == sequence.text:
-            shape = self._shape(sequence, example, plain.said, shown, written)
+            shape = self._shape(sequence, example, said, shown, written)
             if shape is not None:
-                self._shapes[plain.kind] = shape
+                self._shapes[kind] = shape
 
-    def _plain(self, row: Mapping[str, Any]) -> _Plain | None:
+    def _plain(self, row: Mapping[str, Any]) -> Plain | None:
         """Messages of a plain row, all of which say something."""
         names = tuple(row)
         if names not in self._asked:
@@ -202,7 +171,7 @@ class PlainRows:
             return None
         if not all(said) or any(map(str.isspace, said)):
             return None
-        return _Plain(messages, roles, said, in_parts)
+        return messages, roles, said, in_parts
 
     def _shape(
         self,
@@ -211,9 +180,9 @@ class PlainRows:
         said: list[str],
         shown: list[Message],
         written: list[Written],
-    ) -> _Shape | None:
+    ) -> Shape | None:
         if example.all_tokens:
-            return _Shape([], (), (), [], 0, (), True, example)
+            return Shape([], (), (), [], None, (), True, example)
         literals = _literals(sequence.text, said)
         if literals is None or any(message["role"] == "tool" for message in example.messages):
             return None
@@ -226,12 +195,30 @@ class PlainRows:
             return None
         places = {id(message): place for place, message in enumerate(shown)}
         owners = tuple(places.get(id(owner), NOBODY) for _, owner, _ in written)
-        parts: list[str | None] = [None] * (2 * len(literals) - 1)
-        parts[::2] = literals
         marks = tuple(mark for mark, _, _ in written)
         sizes = _sizes(said, [text for _, _, text in written]) if any(marks) else []
         alone = all(turn.alone for turn in turns)
-        return _Shape(parts, owners, marks, sizes, openings, turns, alone, example)
+        parts = _around_texts(literals)
+        return Shape(parts, owners, marks, sizes, openings, turns, alone, example)
+
+    def _look_closer(self, kind: tuple[bool, tuple[str, ...]]) -> None:
+        """Trace whether texts fill in a shape that has been walked often: a row of it was due for a real render."""
+        shape = self._shapes[kind]
+        if shape.fills_in or shape.example.has_parts or not self._may_fill_in:
+            return
+        literals = self._literals(shape.example)
+        parts = _around_texts(literals or [])
+        self._may_fill_in = fills_in = bool(literals) and (shape.openings is None or parts == shape.parts)
+        self._shapes[kind] = shape._replace(parts=parts if fills_in else shape.parts, fills_in=fills_in)
+
+    def _literals(self, example: ChatExample) -> list[str] | None:
+        """What is around the texts of all rows with these roles, None when the words of the texts decide on anything."""
+        places = [str(place) for place in range(len(example.messages))]
+        rows = zip(example.messages, places, strict=True)
+        messages = [{"role": message["role"], "content": f"\ue000{place}\ue001"} for message, place in rows]
+        text = self._fast.filled_in(self._shown(messages)) if self._fast else None
+        pieces = re.split("\ue000(\\d+)\ue001", text or "")
+        return pieces[::2] if pieces[1::2] == places else None
 
     def _begins(self, data: Bytes) -> Ints64:
         """Where tokens and tags may begin, by their first two bytes."""
@@ -252,7 +239,7 @@ class PlainRows:
         render: Render,
         said: list[str],
         literals: list[str],
-    ) -> tuple[_Turn, ...] | None:
+    ) -> tuple[Turn, ...] | None:
         if len(sequence.spans) != len(example.trained):
             return None
         before = list(accumulate(map(len, literals)))
@@ -268,7 +255,7 @@ class PlainRows:
             if not opens:
                 return None
             alone = not text[start:at].strip() and text[behind:end].lstrip()[:2] in self._finder.openings
-            turns.append(_Turn(start - texts[place], end - texts[place + 1], place, alone))
+            turns.append(Turn(start - texts[place], end - texts[place + 1], place, alone))
         return tuple(turns)
 
     def _opens(self, prompt: str, literal: str) -> bool:
@@ -277,25 +264,40 @@ class PlainRows:
         return same < len(literal) or same == len(prompt) or prompt[same : same + 2] in self._finder.openings
 
 
+def _filled_in(shape: Shape, said: list[str]) -> str:
+    """The literals with the texts between them."""
+    parts = shape.parts.copy()
+    parts[1::2] = said
+    return "".join(parts)  # type: ignore[arg-type]
+
+
+def _given(plain: Plain, has_parts: bool) -> list[Message]:
+    """Messages for a template that takes parts, or texts."""
+    messages, _, said, in_parts = plain
+    if has_parts == in_parts:
+        return messages
+    return [{**message, "content": text} for message, text in zip(messages, said, strict=True)]
+
+
+def _around_texts(literals: list[str]) -> list[str | None]:
+    """Literals with room for a text between each two."""
+    parts: list[str | None] = [None] * max(2 * len(literals) - 1, 0)
+    parts[::2] = literals
+    return parts
+
+
 def _sizes(said: list[str], texts: Iterable[str]) -> list[tuple[int, tuple[int, ...]]]:
     """Of each stretch the characters of its literals, and the places of the texts in it."""
     inside = [(text, tuple(place for place, part in enumerate(said) if part in text)) for text in texts]
     return [(len(text) - sum(len(said[place]) for place in places), places) for text, places in inside]
 
 
-def _same_sizes(shape: _Shape, said: list[str], texts: Iterable[str]) -> bool:
+def _same_sizes(shape: Shape, said: list[str], texts: Iterable[str]) -> bool:
     """Whether stretches end where those of the shape do: the ends of marks are among them."""
     if not shape.sizes:
         return True
     sizes = zip(shape.sizes, texts, strict=True)
     return all(len(text) == size + sum(len(said[n]) for n in places) for (size, places), text in sizes)
-
-
-def _spans(shape: _Shape, said: list[str]) -> list[Span]:
-    sizes = [0, *accumulate(map(len, said))]
-    return [
-        (start + sizes[place], end + sizes[place + 1], CLOSED_TURN) for start, end, place, _ in shape.turns
-    ]
 
 
 def _literals(text: str, said: list[str]) -> list[str] | None:

@@ -24,6 +24,7 @@ from typing import Any
 from raysvc.chat.render.media_text import check_media, filled_with_media, plain_example
 from raysvc.chat.render.plain_rows import PlainRows
 from raysvc.chat.render.rendered import Render
+from raysvc.chat.render.shape import AnySequence
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.render.turn_check import is_empty
 from raysvc.chat.render.turn_memory import TurnMemory
@@ -74,7 +75,7 @@ class Renderer:
         """Of these, the ones that a template writes inside of turns."""
         return frozenset(text for _, finder, _ in self._templates.values() for text in finder.inner_tokens)
 
-    def known(self, row: Mapping[str, Any], form: Format) -> Sequence | None:
+    def known(self, row: Mapping[str, Any], form: Format) -> AnySequence | None:
         """The sequence of a row that is built like an earlier one, None for any other; `doubtful` may doubt it."""
         plain = self._plain_rows(form)
         if self._desk is None:
@@ -84,9 +85,10 @@ class Renderer:
         marks = (*tokens.values(), *(NAMES[kind].placeholder for kind in tokens))
         if made is None or any(mark in made.text for mark in marks):
             return None
-        return replace(made, prefix=self._before(made.text))
+        prefix = self._before(made.text)
+        return Sequence(made.text, made.spans, prefix, example=made.example, openings=made.openings)
 
-    def doubtful(self, sequences: list[Sequence], batch: Batch) -> list[int]:
+    def doubtful(self, sequences: list[AnySequence], batch: Batch) -> list[int]:
         """Places of known sequences that have to be made by `sequences`."""
         plain = self._plain[1] if self._plain else None
         return plain.doubtful(sequences, batch) if plain else []

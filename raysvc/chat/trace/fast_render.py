@@ -71,9 +71,23 @@ class FastRender:
             return self._judge(made, messages, tools, prompt)
         return made
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next row has to go to `render`, where it gets a real render."""
+        return not self._is_trusted or (self.counts["walked"] + 1) % SAMPLE_EVERY == 0
+
+    def filled_in(self, messages: list[Any]) -> str | None:
+        """The text of a row without tools, None when the words of its texts decide on what is written (`dependence`)."""
+        try:
+            trace = self._template.trace(messages, None, False)
+            render = render_of(trace.out, messages)
+            return render.text if trace.fills_in and render == self._real(messages, None, False) else None
+        except Exception:  # noqa: BLE001  what cannot be traced is walked or rendered
+            return None
+
     def stretches(self, messages: list[Any]) -> list[Written] | None:
         """What a row without tools writes, None when it has to go to `render`: it is new, or due for the real render."""
-        if not self._is_trusted or (self.counts["walked"] + 1) % SAMPLE_EVERY == 0:
+        if self.is_due:
             return None
         self._template.begin_walk()
         try:

@@ -20,6 +20,7 @@ from jinja2.utils import Namespace, missing
 
 from raysvc.chat.render.compiled import CompiledTemplate
 from raysvc.chat.trace.automaton import Ask, Automaton, Leaf, Let, State, Stretch
+from raysvc.chat.trace.dependence import Needs, needs_after, needs_of
 from raysvc.chat.trace.operations import expression
 from raysvc.chat.trace.traced_value import CLOSES, OPENS, Method, Traced, TracedLoop, Untraceable
 
@@ -47,6 +48,7 @@ class Trace:
         loops: over traced values that are running, outermost first.
         ways: found so far.
         out: (generated, message or None, text) as the row gives it.
+        fills_in: no words of the row's texts decide on what is written, so far.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Trace:
         self.loops: list[TracedLoop] = []
         self.ways: list[Way] = []
         self.out: list[tuple[bool, Any, str]] = []
+        self.fills_in = True
         self._begin({})
 
     def _begin(self, registers: dict[str, Any]) -> None:
@@ -79,13 +82,15 @@ class Trace:
             var = f"v{len(self._known)}"
             self._values[var] = eval(source, self._automaton.names, self._values)
             self._notes.append(Let(var, source))
-            self._known[source] = Traced(self, var, self._values[var], self._epoch)
+            made = self._known[source] = Traced(self, var, self._values[var], self._epoch)
+            made.needs = needs_after(op, args, kwargs)
         return self._known[source]
 
     def ask(self, value: Traced) -> bool:
         """Whether a value is true."""
         var = self.code(value)
         answer = bool(value.value)
+        self.fills_in &= value.needs is not Needs.WORDS
         if var not in self._asked:
             self._asked.add(var)
             self._notes.append(Ask(var, answer))
@@ -131,6 +136,7 @@ class Trace:
         generated = bool(self._generations)
         owner = self._generations[0] if generated else self._owner(line)
         text = piece.value if type(piece) is Traced else piece
+        self.fills_in &= type(text) is str and needs_of(piece) not in (Needs.MESSAGES, Needs.WORDS)
         self.out.append((generated, owner.value if owner else None, text))
         self._written.append((generated, self.code(owner) if owner else None, self.code(piece)))
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Protocol
 
+from raysvc.chat.trace.dependence import Needs
 from raysvc.chat.trace.operations import BINARY
 
 OPENS, CLOSES = object(), object()  # what the root writes around a `{% generation %}`
@@ -44,14 +45,16 @@ class Traced:
         var: its variable in the trace.
         value: of the row that is traced.
         epoch: stretch of the trace that the variable belongs to; None for the whole row's.
+        needs: what it depends on.
         of_messages: it is a list of the row's messages.
     """
 
-    __slots__ = ("epoch", "of_messages", "trace", "value", "var")
+    __slots__ = ("epoch", "needs", "of_messages", "trace", "value", "var")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, trace: Recorder, var: str, value: Any, epoch: int | None = None) -> None:
         self.trace, self.var, self.value, self.epoch = trace, var, value, epoch
+        self.needs = Needs.ROLES
         self.of_messages = False
 
     def __bool__(self) -> bool:

@@ -21,6 +21,7 @@ from jinja2.runtime import LoopContext, Macro, Undefined
 from raysvc.chat.render.chat_environment import begin_render
 from raysvc.chat.render.compiled import CompiledTemplate
 from raysvc.chat.trace.automaton import Automaton
+from raysvc.chat.trace.dependence import Needs
 from raysvc.chat.trace.operations import PURE_METHODS
 from raysvc.chat.trace.trace import Trace
 from raysvc.chat.trace.traced_value import (
@@ -99,7 +100,7 @@ class TracingTemplate:
         row = {"messages": messages, "tools": tools}
         trace = self._trace = Trace(self._compiled, self.automaton, prompt, row)
         given = {name: trace.given(name) for name in row}
-        given["messages"].of_messages = True
+        given["messages"].of_messages, given["messages"].needs = True, Needs.MESSAGES
         root = self._compiled.root(
             self._compiled.context({**self._variables, **given, "add_generation_prompt": prompt})
         )
