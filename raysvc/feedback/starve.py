@@ -3,11 +3,13 @@
 Always true:
 - the answer follows from the weights, the losses and the factor alone;
 - a source is starved when its mean loss is above the factor times the median of those of the others that still come;
-- one source is left at least, and a source of which nothing was trained is not judged.
+- one source is left at least, and a source of which nothing was trained is not judged;
+- a loss that is no number is above every other.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 
@@ -23,13 +25,17 @@ def starved(
         above: the factor.
     """
     means = {
-        name: losses[name][0] / losses[name][1]
+        name: _mean(*losses[name])
         for name, weight in weights.items()
         if weight > 0 and losses.get(name, (0.0, 0))[1] > 0
     }
     bad = [name for name, mean in means.items() if not _is_fit(name, mean, means, above)]
     left = {name: 0.0 if name in bad else weight for name, weight in weights.items()}
     return left if bad and any(left.values()) else None
+
+
+def _mean(total: float, targets: int) -> float:
+    return math.inf if math.isnan(total) else total / targets
 
 
 def _is_fit(name: str, mean: float, means: Mapping[str, float], above: float) -> bool:
