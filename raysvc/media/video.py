@@ -6,6 +6,7 @@ Read are MP4, MOV, WebM, Matroska and AVI, through PyAV, whose wheels bring FFmp
 |---|---|
 | several video streams | the first |
 | a rotation (phones) | applied: frames are upright |
+| an edit list (trimmed) | frames that it leaves out are not counted |
 | any pixel format | RGB, 8 bits |
 | sound, subtitles | not read |
 
@@ -103,15 +104,16 @@ def video_size(data: bytes) -> VideoSize:
         if stream.width * stream.height > MAX_FRAME_PIXELS:
             what = f"{stream.width} x {stream.height}, the limit is {MAX_FRAME_PIXELS} a frame"
             raise RowFault(TOO_LARGE, what)
-        count, said = 0, int(stream.frames)
+        count, there, said = 0, 0, int(stream.frames)
         for packet in container.demux(stream):
-            count += bool(packet.size) and not packet.is_discard
+            there += bool(packet.size)
+            count += bool(packet.size) and not packet.is_discard  # an edit list leaves frames out
             if packet.is_corrupt:
-                raise RowFault(BROKEN, f"packet {count} is damaged or cut off")
-            if max(count, said) > MAX_FRAMES:
+                raise RowFault(BROKEN, f"packet {there} is damaged or cut off")
+            if max(there, said) > MAX_FRAMES:
                 raise RowFault(TOO_LONG, f"it has more than {MAX_FRAMES} frames")
-        if count < said:
-            raise RowFault(BROKEN, f"it is cut off: {count} of {said} frames are there")
+        if there < said:
+            raise RowFault(BROKEN, f"it is cut off: {there} of {said} frames are there")
         rate = stream.average_rate or stream.guessed_rate
     if not count or not rate or rate <= 0:
         raise RowFault(BROKEN, f"it has {count} frames, {rate or 0} a second")

@@ -147,6 +147,25 @@ def test_a_video_is_upright_by_the_matrix_of_its_track(turned: int) -> None:
     np.testing.assert_array_equal(found, upright)
 
 
+@pytest.mark.parametrize(
+    ("begin", "seconds"), [(2048, 2.0), (5048, 2.0), (12048, 0.5), (2048, 0.1), (0, 2.0)]
+)
+def test_frames_that_an_edit_list_leaves_out_are_not_counted(begin: int, seconds: float) -> None:
+    """ISO 14496-12 (8.6.6): the list of one edit says at which media time it begins, and how long it is. FFmpeg's decoder is the oracle."""
+    import av
+
+    data = bytearray(mp4(20, fps=10))
+    at = data.index(b"elst") + 12
+    assert struct.unpack(">Ii", data[at : at + 8]) == (2000, 2048)
+    data[at : at + 8] = struct.pack(">Ii", int(seconds * 1000), begin)
+    with av.open(io.BytesIO(data)) as container:
+        truth = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    size = video_size(bytes(data))
+    assert size.frames == len(truth)
+    assert len(truth) < 20 or begin == 2048
+    np.testing.assert_array_equal(list(EncodedVideo(bytes(data), size).frames(range(len(truth)))), truth)
+
+
 @pytest.mark.parametrize("kind", ["mp4", "matroska", "webm"])
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 0.6, 0.9, 0.995])
 def test_a_video_that_is_cut_off_is_found_by_its_container(kind: str, share: float) -> None:
