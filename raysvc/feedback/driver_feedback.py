@@ -72,28 +72,30 @@ class DriverFeedback:
 
     def skip_rows(self, row_ids: Numbers, from_step: int | None) -> int:
         """See `BatchClient.skip_rows`, also for what it raises."""
-        rows = tuple(integer("skip_rows(row_ids)", row, 0) for row in np.asarray(row_ids).reshape(-1))
-        if not rows:
+        rows = _row_ids("skip_rows(row_ids)", row_ids).reshape(-1)
+        if not len(rows):
             raise ConfigError("skip_rows(row_ids)", "names no row", "give one at least")
         step = optional_integer("skip_rows(from_step)", from_step, 0)
-        return self._decide(Request(uuid.uuid4().hex, step, None, rows))
+        return self._decide(Request(uuid.uuid4().hex, step, None, tuple(rows.tolist())))
 
     def report(self, step: int, row_ids: Numbers, columns: Mapping[str, Numbers]) -> None:
         """See `BatchClient.report_rows`, also for what it raises."""
         self._connection.check()
-        rows = np.array(row_ids, np.int64)
+        rows = _row_ids("report_rows(row_ids)", row_ids)
         integer("report_rows(step)", step, 0, max(self._asked, 1))
         if step in self._unsent:
             what = f"step {step} was reported already"
             raise ConfigError("report_rows(step)", what, "report all columns of a step in one call")
-        if not columns or rows.ndim != 1 or not len(rows):
+        if not columns or rows.ndim != 1:
             what = f"{len(columns)} columns for rows of shape {list(rows.shape)}"
             raise ConfigError("report_rows", what, "give row ids [N], and a column such as loss=[...]")
-        known = {name: np.array(values, np.float32) for name, values in columns.items()}
+        known = {name: _floats(f"report_rows({name})", values) for name, values in columns.items()}
         for name, values in known.items():
             if values.shape != rows.shape or name in _OWN:
                 what = f"has shape {list(values.shape)} for {len(rows)} rows, or the name of another column"
                 raise ConfigError(f"report_rows({name})", what, "give one number a row")
+        if not len(rows):
+            return  # all rows of the step were left out
         self._unsent[int(step)] = (rows, known)
         if sum(len(rows) for rows, _ in self._unsent.values()) >= SEND_AT_ROWS:
             self.flush()
@@ -125,3 +127,26 @@ class DriverFeedback:
             if (step, digest) not in self._decided:
                 self._decided.append((step, digest))
         return int(step)
+
+
+def _row_ids(where: str, row_ids: Numbers) -> Int64s:
+    """int64, as they were given.
+
+    Raises:
+        ConfigError: some are no row ids.
+    """
+    try:
+        found = np.array(row_ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(where, str(error), "give whole numbers") from None
+    are_whole = found.dtype.kind in "iu" or not found.size
+    if not are_whole or found.min(initial=0) < 0 or found.max(initial=0) > np.iinfo(np.int64).max:
+        raise ConfigError(where, f"{row_ids!r} are not row ids"[:200], "give whole numbers from 0 on")
+    return found.astype(np.int64)
+
+
+def _floats(where: str, values: Numbers) -> npt.NDArray[np.float32]:
+    try:
+        return np.array(values, np.float32)
+    except (TypeError, ValueError, RuntimeError) as error:  # such as a tensor of a GPU
+        raise ConfigError(where, str(error), "give numbers, or an array on the CPU") from None

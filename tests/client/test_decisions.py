@@ -139,6 +139,17 @@ def test_what_a_client_may_not_decide_or_report_is_refused_by_name(
             client.report_rows(0, [1, 2])
         with pytest.raises(ConfigError, match=r"report_rows\(loss\).*give one number a row"):
             client.report_rows(0, [1, 2], loss=[0.5])
+        wrong: list[Any] = [[-1], [1.5], ["1"], [2**63], [None], [[1, 2], [3]], [True]]
+        for rows in wrong:
+            with pytest.raises(ConfigError, match=r"skip_rows\(row_ids\)"):
+                client.skip_rows(rows)
+            with pytest.raises(ConfigError, match=r"report_rows\(row_ids\)"):
+                client.report_rows(0, rows, loss=[0.5])
+        with pytest.raises(ConfigError, match=r"report_rows\(loss\).*numbers"):
+            client.report_rows(0, [1], loss=["much"])  # type: ignore[list-item]
+        client.report_rows(
+            0, [], loss=[]
+        )  # as the loop of the guide does when all rows of a step were left out
         assert client.decisions() == []
     serve("kept-in-memory", journal=None)
     with raysvc.attach("kept-in-memory", dp_size=1) as client, pytest.raises(ServerError, match="no journal"):
