@@ -137,8 +137,14 @@ def _open_raw(path: str, options: Options) -> Any:
 class _Ranges(io.RawIOBase):
     """A file of a store from front to back; once the first range was read to its end, others are asked for ahead."""
 
-    _requests = ThreadPoolExecutor(RANGES_AT_ONCE, thread_name_prefix="raysvc-ranges")
-    _open: ClassVar[set[int]] = set()  # files that share the requests
+    _requests: ClassVar[ThreadPoolExecutor]
+    _open: ClassVar[set[int]]  # files that share the requests
+
+    @classmethod
+    def begin(cls) -> None:
+        """In each process: a fork takes the pool along, and none of its threads."""
+        cls._requests = ThreadPoolExecutor(RANGES_AT_ONCE, thread_name_prefix="raysvc-ranges")
+        cls._open = set()
 
     def __init__(self, raw: AbstractBufferedFile) -> None:
         super().__init__()
@@ -172,6 +178,10 @@ class _Ranges(io.RawIOBase):
             one.cancel()
         self._raw.close()
         super().close()
+
+
+_Ranges.begin()
+os.register_at_fork(after_in_child=_Ranges.begin)
 
 
 def _decompressed(raw: Any, path: str) -> Any:

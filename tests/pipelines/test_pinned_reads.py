@@ -10,8 +10,10 @@ import json
 import lzma
 import os
 import random
+import signal
 import tarfile
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -423,6 +425,25 @@ def test_many_ranges_are_under_way_together_and_a_look_at_the_head_asks_for_one(
         assert stream.read_all() == bucket.content
     assert bucket.asked == 1 + 26
     assert 4 < bucket.most <= pinned_file.RANGES_AT_ONCE
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_child_that_is_forked_after_a_read_reads_too(bucket: type[Bucket]) -> None:
+    def read() -> bytes:
+        with pinned_file.ContentStream("bucket-of-tests://rows.jsonl", {}) as stream:
+            return stream.read_all()
+
+    read()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if read() == bucket.content else 1)
+    end_s = time.monotonic() + 20
+    while (found := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < end_s:
+        time.sleep(0.01)
+    if found[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert found == (child, 0), "it waits for threads of its parent"
 
 
 @pytest.mark.parametrize("kind", ["parquet", "tar", "jsonl"])
