@@ -67,7 +67,8 @@ def _expand(pattern: str, storage_options: dict[str, Any]) -> list[SourceFile]:
     except RaysvcError:
         raise
     except Exception as error:  # noqa: BLE001 - every store has errors of its own
-        text = redacted(str(error)).strip().split("\n")[0]
+        told = str(error.__cause__ or "") or str(error)  # fsspec says just the URL of what a web server answers
+        text = redacted(told).strip().split("\n")[0]
         raise SourceError(
             "source.path", f"{pattern!r} cannot be listed: {text}", "check the URL and credentials"
         ) from (error if redacted(pattern) == pattern else None)

@@ -223,6 +223,14 @@ def test_what_a_store_raises_is_a_source_error(monkeypatch: pytest.MonkeyPatch) 
         find_files(SourceConfig(path=("memory://x/*.jsonl",)))
 
 
+def test_why_a_web_server_gives_no_file_is_said() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/x.jsonl"
+        with pytest.raises(SourceError, match=r"cannot be listed: Cannot connect to host 127\.0\.0\.1"):
+            find_files(SourceConfig(path=(url,)))
+
+
 @pytest.mark.parametrize("path", ["/" + "x" * 5000 + ".jsonl", "~nobody-of-this-name/x.jsonl"])
 def test_a_path_that_no_file_can_have_is_a_source_error(path: str) -> None:
     with pytest.raises(SourceError):
