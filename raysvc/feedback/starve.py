@@ -4,7 +4,7 @@ Always true:
 - the answer follows from the weights, the losses and the factor alone;
 - a source is starved when its mean loss is above the factor times the median of those of the others that still come;
 - one source is left at least, and a source of which nothing was trained is not judged;
-- a loss that is no number is above every other.
+- a loss of NaN is above every other.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def test_a_source_is_starved_above_the_factor_of_the_median_of_the_others() -> N
     assert starved({"a": 1.0, "b": 1.0}, {"a": (5.0, 1), "b": (1.0, 1)}, 2.0) == {"a": 0.0, "b": 1.0}
 
 
-def test_a_loss_that_is_no_number_starves_its_source_and_no_other() -> None:
+def test_a_loss_of_nan_starves_its_source_and_no_other() -> None:
     for order in itertools.permutations("abcd"):
         losses = {name: (math.nan if name == "c" else 10.0, 10) for name in order}
         assert starved(dict.fromkeys(order, 1.0), losses, 2.0) == {"a": 1.0, "b": 1.0, "c": 0.0, "d": 1.0}
