@@ -1,12 +1,14 @@
 """What a server of 1e10 rows holds, and how long it takes to open and to plan: real entries, whose parts are links to one file.
 
     python benchmarks/scale_entries.py [--slices 20000 --rows 500000] [--full-slices 2000] [--folder DIR]
+    python benchmarks/scale_entries.py --manifests 20000 48000 312500 1000000
 
 One part of `--rows` short rows is written and linked once for each slice; the manifest names them all. The server's own
 stream (`EntryStream`) opens the entry in a process of its own and outlines steps of 1024 rows for 8 ranks. Each line is one
 process: seconds to open, to outline the first step, and one in the middle of the epoch, then milliseconds of processor time of
 each of the steps that follow it (median, slowest); memory of the process that is its own (anonymous pages) and with mapped files (RSS).
-`full` is measured on fewer slices, because its lengths are a file of 4 bytes a row.
+`full` is measured on fewer slices, because its lengths are a file of 4 bytes a row. `--manifests` measures manifests of so many parts
+of 42 MB, as 32 MB of text give, that are in memory only.
 """
 
 from __future__ import annotations
@@ -114,6 +116,35 @@ def measure(uri: str, shuffle: str) -> dict[str, Any]:
     }
 
 
+def manifest_of(parts: int) -> dict[str, Any]:
+    """What a manifest of so many parts takes to be written and read, in this process."""
+    from raysvc.cache.key import cache_key
+    from raysvc.cache.local.checksum import BLOCK, DIGITS
+    from raysvc.cache.manifest import REQUIRED, Manifest, PartInfo
+    from raysvc.cache.names import new_part
+
+    num_bytes, rows = 42 << 20, 32_000
+    facts = (rows, 8_000_000, num_bytes, "0" * 32, 1000, "1" * 32, "2" * (DIGITS * num_bytes // BLOCK))
+    infos = tuple(PartInfo(new_part(number)[0], *facts) for number in range(parts))
+    report = {"source_rows": [rows] * parts}
+    begin = time.perf_counter()
+    data = Manifest(cache_key({}), infos, REQUIRED, {}, report).that_fits().to_json()
+    written = time.perf_counter() - begin
+    del infos
+    before = memory()["own MB"]
+    begin = time.perf_counter()
+    manifest = Manifest.from_json(data, "here")
+    return {
+        "parts": parts,
+        "TB of parts": round(parts * num_bytes / 1e12, 1),
+        "checksums of blocks": bool(manifest.parts[0].blocks),
+        "MB": round(len(data) / 1e6),
+        "written s": round(written, 1),
+        "read s": round(time.perf_counter() - begin, 1),
+        "own MB": round(memory()["own MB"] - before),
+    }
+
+
 def main() -> None:
     """Write the entries, measure each in a process of its own, print."""
     parser = argparse.ArgumentParser()
@@ -122,11 +153,22 @@ def main() -> None:
     parser.add_argument("--full-slices", type=int, default=2_000)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--one", nargs=2, help="measure an entry and a shuffle, in this process")
+    parser.add_argument("--manifests", type=int, nargs="*", default=[])
+    parser.add_argument("--manifest", type=int, help="measure one, in this process")
     arguments = parser.parse_args()
     if arguments.one:
         print(json.dumps(measure(*arguments.one)))
         return
+    if arguments.manifest:
+        print(json.dumps(manifest_of(arguments.manifest)))
+        return
     table = []
+    for parts in arguments.manifests:
+        command = [sys.executable, __file__, "--manifest", str(parts)]
+        table.append(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout))
+    if table:
+        show("Manifests", table)
+        return
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         for slices, shuffles in (
             (arguments.slices, ("window(8)", "window(64)")),

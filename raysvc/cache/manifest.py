@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from raysvc.cache import names
@@ -25,6 +25,7 @@ FORMAT = 2  # of an entry with a base; others are written as 1, which every vers
 READABLE_SINCE = "0.1.0"
 ADDED = "added"  # field of a recipe: what was added to a base, oldest first; each names the key that it was added to
 MAX_BYTES = 1 << 28
+MOST_BLOCKS = MAX_BYTES // 2  # bytes that the checksums of blocks may take of it: those of 2.2 TB of parts
 REBUILD = "build it again with cache.force: true"
 _VERSION = re.compile(r"[0-9A-Za-z.+-]{1,40}")
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
@@ -60,7 +61,7 @@ class PartInfo:
         offsets_start: where in the file the token offsets lie, int32 [num_rows + 1]; 0 without rows.
         offsets_checksum: of these bytes, so that lengths can be read alone.
         blocks: checksums of the blocks of the file, see `raysvc.cache.local.checksum`; empty: the whole
-            file is compared when it is mapped.
+            file is compared when it is read first.
     """
 
     name: str
@@ -148,14 +149,30 @@ class Manifest:
         """Bytes of all parts."""
         return sum(part.num_bytes for part in self.parts)
 
+    def that_fits(self) -> Manifest:
+        """This manifest; where the checksums of blocks would be more than `MOST_BLOCKS`, without them: whole parts are compared then."""
+        if sum(len(part.blocks) for part in self.parts) <= MOST_BLOCKS:
+            return self
+        return replace(self, parts=tuple(replace(part, blocks="") for part in self.parts))
+
     def to_json(self) -> bytes:
-        """Bytes of `manifest.json`."""
+        """Bytes of `manifest.json`.
+
+        Raises:
+            EntryError: they are more than any reader takes.
+        """
         counts = {"num_rows": self.num_rows, "num_tokens": self.num_tokens, "num_bytes": self.num_bytes}
         version = {"format": FORMAT if self.base else 1, "readable_since": READABLE_SINCE}
         fields = asdict(self)
         if not self.base:
             del fields["base"]
-        return canonical_json(_sealed(version | counts | fields))
+        data = canonical_json(_sealed(version | counts | fields))
+        if len(data) > MAX_BYTES:
+            what = f"a manifest of {len(self.parts)} parts would have {len(data)} bytes, and at most {MAX_BYTES} are read"
+            raise EntryError(
+                self.key, what, "raise workers.slice_mb, or split the source into several entries"
+            )
+        return data
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Manifest:

@@ -124,13 +124,15 @@ class EntryWriter:
         """
         self._check(receipts)
         columns = receipts[0].columns if receipts else {}
-        mine = Manifest(self.key, tuple(one.part for one in receipts), columns, recipe, report, base)
+        parts = tuple(one.part for one in receipts)
+        mine = Manifest(self.key, parts, columns, recipe, report, base).that_fits()
+        data = mine.to_json()
         if tokenizer is not None:
             self.store.create(f"{self.folder}/{names.TOKENIZER}", tokenizer)
         if base:
             share(self.store, base, self.folder)
         path = f"{self.folder}/{names.MANIFEST}"
-        if self.store.create(path, mine.to_json()):
+        if self.store.create(path, data):
             winner = mine
         else:
             winner = Manifest.from_json(self.store.read(path), f"{self.uri}/{names.MANIFEST}")
