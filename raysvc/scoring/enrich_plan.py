@@ -3,7 +3,7 @@
 Always true:
 - the key follows from the base's recipe, the columns, the models' content, dtype and k; from nothing else;
 - a model that cannot score the rows as they are is refused here, by name: another tokenizer, a smaller vocabulary, rows
-  beyond its positions.
+  beyond its positions; and so are rows with media, whose text alone means something else.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from raysvc.build.entry_report import Report
 from raysvc.cache import names
 from raysvc.cache.key import cache_key
 from raysvc.cache.manifest import ADDED
 from raysvc.errors import ConfigError
+from raysvc.media.medium import PATCHES
 from raysvc.pipelines.sources.scan_memo import Memo
 from raysvc.scoring.model_files import ModelFiles, look_at_model
 from raysvc.scoring.wanted import Wanted
@@ -88,6 +91,18 @@ def vocab_size_of(base: Entry) -> int:
         EntryError: its report does not say it.
     """
     return int(Report(base.report, base.uri)["vocab_size"])
+
+
+def refuse_media(wanted: Wanted, base: Entry) -> None:
+    """Refuse rows whose text alone means something else, also where their columns were computed once.
+
+    Raises:
+        ConfigError: some have media.
+    """
+    if PATCHES in base.columns and (seen := np.count_nonzero(base.row_values(PATCHES))):
+        what = f"{seen} of the {base.num_rows} rows have media, and a model would read their text alone"
+        remedy = "compute the columns with the model's own processor, and carry them: source.carry"
+        raise ConfigError(f"enrich.{wanted.kind}", what, remedy)
 
 
 def check_models(plan: EnrichPlan, base: Entry) -> None:

@@ -27,7 +27,7 @@ from raysvc.errors import ConfigError
 from raysvc.metrics import record
 from raysvc.pipelines.row_slices import RowSlice, row_slices
 from raysvc.progress import Progress, Tick, silent
-from raysvc.scoring.enrich_plan import EnrichPlan, check_models, plan_columns, vocab_size_of
+from raysvc.scoring.enrich_plan import EnrichPlan, check_models, plan_columns, refuse_media, vocab_size_of
 from raysvc.scoring.explain_columns import why_not_there
 
 if TYPE_CHECKING:
@@ -75,8 +75,9 @@ def planned(job: JobConfig, base: Entry, wanted: Wanted, progress: Progress = si
     """The columns as they would be computed for an entry; weights that nobody has looked at before are read.
 
     Raises:
-        ConfigError: a model is not there.
+        ConfigError: a model is not there, or rows have media.
     """
+    refuse_media(wanted, base)
     names = ", ".join(sorted(set(wanted.models.values())))
     progress(Tick("enrich", 0, None, "rows", waiting=f"looking at {names}"))
     return plan_columns(job, wanted, base.recipe, vocab_size_of(base), base.store)

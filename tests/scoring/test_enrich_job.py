@@ -430,3 +430,11 @@ def test_an_entry_on_s3_gets_its_columns_there(
         entry.entry.read(every).tokens["ref_logprobs"], local.entry.read(every).tokens["ref_logprobs"]
     )
     assert entry_of(job, ref_logprobs={}).hit
+
+
+def test_rows_with_media_are_refused_because_a_model_would_read_their_text_alone(tmp_path: Path) -> None:
+    from raysvc.cli.demo_images import write_image_job
+
+    job = load_job(write_image_job(tmp_path, 9), cache={"root": str(tmp_path / "cache")})
+    with pytest.raises(ConfigError, match=r"enrich\.ref_logprobs: 8 of the 9 rows have media.*carry them"):
+        raysvc.enrich(job, enrich={"ref_logprobs": {"model": "tiny"}})
