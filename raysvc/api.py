@@ -8,7 +8,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -294,12 +294,12 @@ def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
 
 def _processor_of(job: JobConfig, entry: CacheEntry) -> Any:
     """Where the processor of the rows' media is loaded from; None: they have none."""
+    from raysvc.build.mixed_job import entries_of
     from raysvc.cache.store.open import absolute
-    from raysvc.media.medium import COLUMN
     from raysvc.media.row_pixels import ProcessorSpec
+    from raysvc.plan.sliced.sliced_rows import has_media
 
-    parts: Sequence[Any] = getattr(entry.entry, "entries", [entry.entry])
-    if not any(COLUMN in one.columns for one in parts):
+    if not any(has_media(one) for one in entries_of(entry.entry)):
         return None
     name = job.tokenizer.name
     return ProcessorSpec(

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from raysvc.cache.entry import Entry
@@ -25,6 +24,7 @@ from raysvc.media.media_store import read_medium
 from raysvc.media.medium import COLUMN
 from raysvc.media.row_pixels import ProcessorSpec, RowPixels
 from raysvc.plan.plan import MiniBatchPlan, Plan
+from raysvc.plan.plan_rows import PlanRows
 from raysvc.row_batch import RowBatch
 
 
@@ -33,22 +33,18 @@ class EntryMedia:
 
     Args:
         entry: whose rows have media.
-        patches: [N], of every row.
+        rows: of the plan; they know their patches.
         processor: where it is loaded from.
     """
 
-    def __init__(
-        self, entry: Entry | JoinedEntry, patches: npt.NDArray[np.integer[Any]], processor: ProcessorSpec
-    ) -> None:
-        self._entry, self._patches, self._processor = entry, patches, processor
+    def __init__(self, entry: Entry | JoinedEntry, rows: PlanRows, processor: ProcessorSpec) -> None:
+        self._entry, self._rows, self._processor = entry, rows, processor
         self._entries = entry.entries if isinstance(entry, JoinedEntry) else (entry,)
 
     @classmethod
     def of(cls, entry: Entry | JoinedEntry, plan: Plan, processor: ProcessorSpec | None) -> EntryMedia | None:
         """None where no row has media."""
-        if processor is None or plan.patches is None or not plan.patches.any():
-            return None
-        return cls(entry, plan.patches, processor)
+        return cls(entry, plan.rows, processor) if processor is not None and plan.rows.have_media else None
 
     def fill(self, shard: Shard, rows: RowBatch) -> Shard:
         """The shard with the arrays of the media of its rows."""
@@ -57,7 +53,8 @@ class EntryMedia:
 
     def planned(self, rank_bytes: Sequence[int], mini: MiniBatchPlan) -> tuple[int, ...]:
         """[R], bytes of each rank's shard, with media."""
-        patches = self._patches[mini.row_ids]
+        patches = self._rows.patches_of(mini.row_ids)
+        assert patches is not None
         rows = [rank.rows[rank.rows >= 0] for rank in mini.ranks]
         of_media = [int(patches[each].sum() * self._bytes_per_patch) for each in rows]
         return tuple(own + more for own, more in zip(rank_bytes, of_media, strict=True))

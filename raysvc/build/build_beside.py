@@ -38,9 +38,9 @@ def may_grow(job: JobConfig) -> bool:
 
 
 def has_all_it_needs(found: Looked) -> bool:
-    """Whether the plan alone says how wide a step is: the widest text and the media of rows are known at the end."""
+    """Whether the plan alone says how wide a step is: the widest text of rows is known at the end."""
     carried = found.plan.recipe.get("carry", {}).values()
-    return found.plan.processor is None and not any(column["dtype"] == "string" for column in carried)
+    return not any(column["dtype"] == "string" for column in carried)
 
 
 class BuildBeside:

@@ -96,8 +96,11 @@ def refuse_what_has_no_end(found: Looked) -> None:
     """
     from raysvc.scoring.job_columns import wanted_of
 
+    if found.plan.processor is not None:
+        what = "has rows with media, and a source that is followed is read as text alone"
+        raise ConfigError("source.follow", what, "train them without follow, with plan.shuffle: window")
     if not has_all_it_needs(found):
-        what = "has rows with media, or carries text: how wide a step is would be known at its end"
+        what = "carries text, and how wide a step is would be known at its end"
         raise ConfigError("source.follow", what, "leave them out, or train without follow")
     if any(wanted for _, wanted in wanted_of(found.job).values()):
         what = "is for rows as they are, and this job wants columns that a model computes"

@@ -77,15 +77,12 @@ def plan_of_entries(
         shuffles: of each source of a mixture, where it is not `config.shuffle`.
 
     Raises:
-        PlanError: a window over rows with media, or what `Plan` raises.
+        PlanError: see `Plan`.
     """
     keys = [one.key for one in entries]
     pairs = _are_pairs(entries)
     wanted = [one or config.shuffle for one in shuffles] or [config.shuffle] * len(entries)
     if numbers_by_slice(config, shuffles):
-        if any(PATCHES in one.columns for one in entries):
-            what = "the media of all rows are weighed to deal them evenly, and a window has some"
-            raise PlanError("plan.shuffle", what, "use full or block(n) for rows with media")
         rows = SlicedRows([_source(*each) for each in zip(entries, wanted, strict=True)])
         if not stages and not isinstance(entries[0], FollowedEntry):
             window = window_of(config.shuffle, entries[0])

@@ -120,7 +120,6 @@ class Plan:
         _refuse_contradictions(config, rows, mixture)
         self.config = config
         self.rows: PlanRows = rows
-        self.patches = patches
         self.windows = (
             Windows(longest, config.window) if config.layout == "stream" and config.window else None
         )

@@ -48,6 +48,10 @@ class PlanRows(Protocol):
     def lengths_of(self, row_ids: Int64s) -> Int32s:
         """Tokens of rows."""
 
+    @property
+    def have_media(self) -> bool:
+        """Whether some row may have media."""
+
     def patches_of(self, row_ids: Int64s) -> Int64s | None:
         """Work of a media encoder, of rows; None: no row has media."""
 
@@ -113,6 +117,11 @@ class HeldRows:
     def lengths_of(self, row_ids: Int64s) -> Int32s:
         """Tokens of rows."""
         return np.asarray(self.lengths[row_ids], np.int32)
+
+    @property
+    def have_media(self) -> bool:
+        """Whether some row has media."""
+        return self.patches is not None and bool(self.patches.any())
 
     def patches_of(self, row_ids: Int64s) -> Int64s | None:
         """Of these rows."""

@@ -114,3 +114,51 @@ def test_a_model_without_an_encoder_is_refused_media() -> None:
         ConfigError, match=r"trainer\.model: the rows have media, and TinyLM reads text alone"
     ):
         media_inputs(load_lm("tiny", 64), tensors, torch.zeros(1, 1))
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_window_of_pictures_trains_while_it_is_built_as_when_it_is_there(
+    tmp_path: Path, ray_session: None
+) -> None:
+    import raysvc
+
+    path = write_image_job(tmp_path, 48)
+    logs, sections = {}, load_job(path).model_dump(mode="json", exclude_unset=True)
+    for name in ("ahead", "beside"):
+        job = load_job(
+            {
+                **sections,
+                "cache": {"root": str(tmp_path / f"{name}-cache")},
+                "workers": {"slice_mb": (tmp_path / "rows.jsonl").stat().st_size / 6e6},
+                "plan": {"batch_size": 8, "shuffle": "window(3)", "layout": "packed", "epochs": 2},
+                "max_length": 256,
+                "server": {"name": f"window-{name}", "collators": 1, "num_cpus": 0},
+                "trainer": {"dp_size": 2, "model": "tiny-vision", "run_dir": str(tmp_path / name)},
+            }
+        )
+        if name == "ahead":
+            assert len(raysvc.tokenize(job).entry.slice_starts) > 4
+        assert raysvc.train(job)["cache"]["hit"] == (name == "ahead")
+        metrics = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in (tmp_path / name / "rows.jsonl").read_text().splitlines()]
+        assert len({row for line in rows if line["epoch"] == 1 for row in line["row_ids"]}) == 48
+        logs[name] = rows, [line["loss"] for line in metrics]
+    assert logs["ahead"] == logs["beside"]
+
+
+def test_a_source_that_is_followed_takes_no_media(tmp_path: Path) -> None:
+    from raysvc.build.find_or_build import look
+    from raysvc.build.follow import refuse_what_has_no_end
+
+    folder = write_image_job(tmp_path, 8).parent
+    source = {"path": str(folder / "rows.jsonl"), "follow": True}
+    job = {
+        "source": source,
+        "tokenizer": str(folder / "tokenizer"),
+        "cache": {"root": str(tmp_path / "cache")},
+    }
+    found = look(load_job({**job, "plan": {"shuffle": "window"}}), str(tmp_path / "cache"))
+    with pytest.raises(ConfigError, match=r"source\.follow: has rows with media.*train them without follow"):
+        refuse_what_has_no_end(found)

@@ -1,4 +1,4 @@
-"""Rows of a plan that goes slice by slice: lengths and groups of the slices that are open, and of no other.
+"""Rows of a plan that goes slice by slice: lengths, groups and media of the slices that are open, and of no other.
 
 Axes: K sources, S slices of a source, P groups or rows asked for.
 Always true:
@@ -14,8 +14,9 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -27,6 +28,7 @@ from raysvc.cache.growing.listings import Listing
 from raysvc.cache.manifest import REBUILD
 from raysvc.errors import EntryError, PlanError
 from raysvc.job.config import PAIRED, PlanConfig
+from raysvc.media.medium import COLUMN, PATCHES
 from raysvc.plan.plan_rows import Int32s
 from raysvc.plan.schedule import ENDLESS
 from raysvc.plan.sliced import row_ids
@@ -85,6 +87,9 @@ class HeldEntry(SlicedEntry, Protocol):
     def lengths(self) -> Int32s:
         """Tokens of every row, int32 [N]."""
 
+    def row_values(self, name: str) -> npt.NDArray[Any]:
+        """A per-row column, [N]."""
+
 
 class PlanSource(Protocol):
     """One source of a plan that goes slice by slice; groups and rows are numbered within it."""
@@ -103,12 +108,17 @@ class PlanSource(Protocol):
     def lengths_of(self, ids: Int64s) -> Int32s:
         """Tokens of rows."""
 
+    def patches_of(self, ids: Int64s) -> Int64s:
+        """Work of a media encoder, of rows; asked for only where the entry's rows have media."""
+
 
 class _Slice(NamedTuple):
-    """Lengths int32 [n] of the rows, and the first row of each group, and n; None: every group has as many rows."""
+    """Lengths int32 [n] of the rows; the first row of each group, and n, or None where every group has as many rows; and
+    the work of a media encoder [n], or None where the entry's rows have no media."""
 
     lengths: Int32s
     bounds: Int32s | None
+    patches: npt.NDArray[Any] | None
 
 
 class WindowedSource:
@@ -160,13 +170,25 @@ class WindowedSource:
 
     def lengths_of(self, ids: Int64s) -> Int32s:
         """Tokens of rows."""
+        return np.asarray(self._values_of(ids, lambda one: one.lengths), np.int32)
+
+    def patches_of(self, ids: Int64s) -> Int64s:
+        """Work of a media encoder, of rows."""
+
+        def patches(one: _Slice) -> npt.NDArray[Any]:
+            assert one.patches is not None
+            return one.patches
+
+        return np.asarray(self._values_of(ids, patches), np.int64)
+
+    def _values_of(self, ids: Int64s, values: Callable[[_Slice], npt.NDArray[Any]]) -> npt.NDArray[Any]:
         place, out = row_ids.split(ids), np.empty(len(ids), np.int32)
         order = np.argsort(place.slice, kind="stable")
         slices, firsts = np.unique(place.slice[order], return_index=True)
         rows, found = place.row[order], np.empty(len(ids), np.int32)
         cuts = [*firsts.tolist(), len(ids)]
         for one, (start, stop) in zip(self._opened(slices).values(), pairwise(cuts), strict=True):
-            found[start:stop] = one.lengths[rows[start:stop]]
+            found[start:stop] = values(one)[rows[start:stop]]
         out[order] = found
         return out
 
@@ -191,8 +213,9 @@ class WindowedSource:
 
     def _read(self, number: int) -> _Slice:
         lengths, groups = self.entry.slice_lengths(number), int(self.groups[number])
+        patches = self.entry.slice_values(PATCHES, number) if has_media(self.entry) else None
         if not self._turns and len(lengths) == self._each * groups:
-            return _Slice(lengths, None)
+            return _Slice(lengths, None, patches)
         found = self.entry.slice_values("source_row", number)
         begin = int(self.groups[:number].sum())
         bounds = np.searchsorted(found, np.arange(begin, begin + groups + 1)).astype(np.int32)
@@ -201,7 +224,7 @@ class WindowedSource:
                 f"slice {number} has rows of other places of the source than {begin} to {begin + groups - 1}"
             )
             raise EntryError(self.entry.key, what, REBUILD)
-        return _Slice(lengths, bounds)
+        return _Slice(lengths, bounds, patches)
 
 
 class FullSource:
@@ -232,6 +255,14 @@ class FullSource:
     def lengths_of(self, ids: Int64s) -> Int32s:
         """Tokens of rows."""
         return np.asarray(self.lengths[positions([self.entry], ids)], np.int32)
+
+    def patches_of(self, ids: Int64s) -> Int64s:
+        """Work of a media encoder, of rows."""
+        return np.asarray(self._patches[positions([self.entry], ids)], np.int64)
+
+    @cached_property
+    def _patches(self) -> npt.NDArray[Any]:
+        return self.entry.row_values(PATCHES)
 
 
 class SlicedRows:
@@ -304,8 +335,20 @@ class SlicedRows:
             out[here] = self.sources[number].lengths_of(ids[here] - row_ids.source_base(number))
         return out
 
-    def patches_of(self, ids: Int64s) -> None:
-        """None: rows with media have no window."""
+    @property
+    def have_media(self) -> bool:
+        """Whether rows of one source may have media."""
+        return any(has_media(entry) for entry in self._entries)
+
+    def patches_of(self, ids: Int64s) -> Int64s | None:
+        """Work of a media encoder, of rows; None: no source has media."""
+        if not self.have_media:
+            return None
+        out = np.zeros(len(ids), np.int64)
+        for number, here in _runs(row_ids.split(ids).source):
+            if has_media(self._entries[number]):
+                out[here] = self.sources[number].patches_of(ids[here] - row_ids.source_base(number))
+        return out
 
     def positions(self, ids: Int64s) -> Int64s:
         """Where rows lie in the joined entries."""
@@ -316,6 +359,11 @@ class SlicedRows:
         limits = [entry.recipe.get("max_length") for entry in self._entries]
         known = [int(limit) for limit in limits if limit]
         return np.full(2, max(known), np.int64) if len(known) == len(limits) else NO_LENGTHS
+
+
+def has_media(entry: SlicedEntry) -> bool:
+    """Whether rows of an entry may have media; also of one that nobody has begun to build."""
+    return COLUMN in entry.recipe
 
 
 def window_of(shuffle: str, entry: SlicedEntry) -> int:

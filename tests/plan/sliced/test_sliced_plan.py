@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from raysvc.job.config import PlanConfig
 from raysvc.media.medium import PATCHES
 from raysvc.plan import Plan, PlanState
 from raysvc.plan.entry_plan import plan_of_entries
+from raysvc.plan.rank_plan import deal, deal_pairs
 from raysvc.plan.sliced import row_ids
 from raysvc.plan.sliced.sliced_rows import window_of
 
@@ -55,6 +56,7 @@ class FakeEntry:
             "format": "preference" if self.kind == "pairs" else "chat",
             "train_on": "each_assistant_turn" if self.kind == "turns" else "all_assistant_messages",
             "max_length": self.max_length,
+            **({"media": {}} if self.media else {}),
         }
         self.source_rows = np.array([len(groups) for groups in self.groups], np.int64)
         self.slice_starts = np.cumsum([0] + [sum(groups) for groups in self.groups])
@@ -84,6 +86,9 @@ class FakeEntry:
         return tokens(index, np.arange(sum(self.groups[index]))).astype(np.int32)
 
     def slice_values(self, name: str, index: int) -> np.ndarray:
+        if name == PATCHES:
+            assert self.media
+            return patches(index, np.arange(sum(self.groups[index]))).astype(np.int32)
         assert name == "source_row"
         return self.source_row[index]
 
@@ -108,6 +113,11 @@ class FakeEntry:
 def tokens(index: Any, row: Any) -> Any:
     """Length of a row, as everybody can compute it."""
     return 5 + (index * 31 + row * 7) % 40
+
+
+def patches(index: Any, row: Any) -> Any:
+    """Encoder work of a row; every third has none."""
+    return (index * 13 + row * 5) % 3 * 16 * (1 + row % 7)
 
 
 def groups_of_step(plan: Plan, step: int, dp_size: int = 1) -> list[list[tuple[int, ...]]]:
@@ -300,9 +310,32 @@ def test_rows_that_do_not_lie_where_the_slices_say_are_refused():
         plan.step(0, 1)
 
 
-def test_rows_with_media_have_no_window():
-    with pytest.raises(PlanError, match=r"plan.shuffle: the media of all rows .*; use full or block"):
-        plan_of_entries(PlanConfig(shuffle="window(2)"), [FakeEntry([[1]], media=True)])
+@settings(deadline=None, max_examples=80)
+@given(SLICES, KINDS, SHAPES, st.integers(1, 4), st.booleans(), st.data())
+def test_rows_with_media_are_dealt_by_the_patches_of_their_slices(slices, kind, shape, dp_size, mixed, data):
+    entry = FakeEntry(slices, kind, media=True)
+    if not entry.num_rows:
+        return
+    config = config_of(data.draw, **shape)
+    entries, others, stages = [entry], [replace(entry, media=False)], ()
+    if mixed:  # beside a source without media, and one in full shuffle with media
+        more = [FakeEntry([[1] * 5, [1] * 3], kind, key=key) for key in ("text", "full")]
+        entries, others = [entry, more[0], replace(more[1], media=True)], [others[0], *more]
+        stages = ((0, tuple(1 for _ in entries)),)
+    shuffles = [None, None, "full"] if mixed else []
+    plan = plan_of_entries(config, entries, stages, shuffles)
+    text = plan_of_entries(config, others, stages, shuffles)
+    assert plan.hash == text.hash, "media decide ranks alone"
+    dealt = deal_pairs if kind == "pairs" else deal
+    for step in range(plan.schedule.num_steps):
+        known = zip(plan.step(step, dp_size).mini_batches, text.step(step, 1).mini_batches, strict=True)
+        for mini, same in known:
+            assert np.array_equal(mini.row_ids, same.row_ids)
+            place = row_ids.split(mini.row_ids)
+            work = np.where(place.source == 1, 0, patches(place.slice, place.row)).astype(np.int64)
+            for mine, told in zip(mini.ranks, dealt(mini.lengths, dp_size, plan.rules, work), strict=True):
+                assert np.array_equal(mine.rows, told.rows)
+                assert mine.micro_batches == told.micro_batches
 
 
 def test_another_cut_of_the_same_source_is_another_order():
