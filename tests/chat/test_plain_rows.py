@@ -164,6 +164,7 @@ def test_roles_without_a_shape_are_soon_given_up(renderers: Any, monkeypatch: py
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]},
         {"messages": [{"role": "user", "content": "a"}, {"role": "gpt", "content": "b"}]},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+        {"messages": [{"role": ["user"], "content": "a"}, {"role": "assistant", "content": "b"}]},
         {"messages": []},
         {},
     ],

@@ -45,8 +45,9 @@ MAX_TRIES = 8  # rows of the same roles that leave no shape; some fail for what 
 _ROLE, _CONTENT = itemgetter("role"), itemgetter("content")
 
 
-Plain = tuple[list[Message], tuple[str, ...], list[str], bool]
-"""Messages of a plain row: those of the source, the role and text of each, and whether the texts are parts."""
+Plain = tuple[list[Message], tuple[str, ...], list[str], list[str], bool]
+"""Messages of a plain row: those of the source, the role and text of each, the texts without the blanks at their ends, and
+whether the texts are parts."""
 
 
 class PlainRows:
@@ -79,13 +80,12 @@ class PlainRows:
         plain, fast = self._plain(row), self._fast
         if plain is None or fast is None:
             return None
-        messages, roles, said, in_parts = plain
+        messages, roles, said, stripped, in_parts = plain
         shape = self._shapes.get((in_parts, roles))
         if shape is None:
             return None
         if shape.example.has_parts != in_parts:
             messages = _given(plain, shape.example.has_parts)
-        stripped = [*map(str.strip, said)]
         if shape.fills_in and said == stripped and not fast.is_due:
             fast.counts["walked"] += 1
             text = shape.filled_in(said)
@@ -133,7 +133,7 @@ class PlainRows:
         plain, example = self._plain(row), sequence.example
         if plain is None or self._fast is None or not isinstance(example, ChatExample):
             return
-        _, roles, said, in_parts = plain
+        _, roles, said, _, in_parts = plain
         kind = in_parts, roles
         if kind in self._shapes:
             self._look_closer(kind)
@@ -152,9 +152,10 @@ class PlainRows:
     def _plain(self, row: Mapping[str, Any]) -> Plain | None:
         """Messages of a plain row, all of which say something."""
         names = tuple(row)
-        if names not in self._asked:
-            self._asked[names] = tuple(sorted(self._others.intersection(names)))
-        for name in self._asked[names]:
+        asked = self._asked.get(names)
+        if asked is None:
+            asked = self._asked[names] = tuple(sorted(self._others.intersection(names)))
+        for name in asked:
             if row[name] not in (None, "", []):
                 return None
         messages = row.get(self._column)
@@ -169,9 +170,8 @@ class PlainRows:
             said = [*map(text_of_part, said)]
         if {*map(type, said), *map(type, roles)} != {str} or sum(map(len, messages)) != 2 * len(messages):
             return None
-        if not all(said) or any(map(str.isspace, said)):
-            return None
-        return messages, roles, said, in_parts
+        stripped = [*map(str.strip, said)]
+        return (messages, roles, said, stripped, in_parts) if all(stripped) else None
 
     def _shape(
         self,
@@ -273,7 +273,7 @@ def _filled_in(shape: Shape, said: list[str]) -> str:
 
 def _given(plain: Plain, has_parts: bool) -> list[Message]:
     """Messages for a template that takes parts, or texts."""
-    messages, _, said, in_parts = plain
+    messages, _, said, _, in_parts = plain
     if has_parts == in_parts:
         return messages
     return [{**message, "content": text} for message, text in zip(messages, said, strict=True)]

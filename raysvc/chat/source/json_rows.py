@@ -38,7 +38,7 @@ class SourceRow(NamedTuple):
     source_row: int
     data: dict[str, Any] | None
     error: str | None = None
-    line: memoryview | None = None
+    line: bytes | None = None
     odd: bool = False
 
 
@@ -81,16 +81,16 @@ def json_rows(data: bytes, first_row: int) -> Iterator[SourceRow]:
     """Rows of complete JSON lines; one that is broken comes with its error."""
     import orjson
 
-    whole, at, number = memoryview(data), 0, first_row - 1
+    at, number = 0, first_row - 1
     load = load_json if has_long_numbers(data) else orjson.loads
     while at < len(data):
         end = data.find(b"\n", at)
-        line = whole[at : end if end >= 0 else len(data)]
+        line = data[at : end if end >= 0 else len(data)]
         at, number = at + len(line) + 1, number + 1
         try:
             value, odd = load(line), False
         except (ValueError, RecursionError):
-            if not bytes(line).strip():
+            if not line.strip():
                 continue
             try:
                 value, odd = load_json(line, allow_nan=True), True

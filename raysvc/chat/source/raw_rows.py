@@ -23,7 +23,7 @@ def raw_example(row: SourceRow, form: Format, example: Example | None) -> Exampl
     """The same example with messages and tools of the row itself."""
     if form.name != "chat" or not isinstance(example, ChatExample) or example.changes:
         return example
-    data = row.data if row.line is None else json.loads(bytes(row.line).removeprefix(b"\xef\xbb\xbf"))
+    data = row.data if row.line is None else json.loads(row.line.removeprefix(b"\xef\xbb\xbf"))
     assert data is not None
     messages = [_without_nulls(message) for message in _json_of(form.get(data, "messages"))]
     system = form.get(data, "system")
