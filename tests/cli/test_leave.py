@@ -47,7 +47,8 @@ def test_the_end_of_a_command_collects_no_cycles() -> None:
     for what, code in {"a command": by_command, "any other process": ""}.items():
         command = [sys.executable, "-c", COMMAND.format(code)]
         done[what] = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "raysvc " in done["a command"] and "collected" not in done["a command"]
+    assert "raysvc " in done["a command"]
+    assert "collected" not in done["a command"]
     assert done["any other process"] == " collected"
 
 
