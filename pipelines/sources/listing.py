@@ -67,7 +67,9 @@ def _expand(pattern: str, storage_options: dict[str, Any]) -> list[SourceFile]:
     except RaysvcError:
         raise
     except Exception as error:  # noqa: BLE001 - every store has errors of its own
-        told = str(error.__cause__ or "") or str(error)  # fsspec says just the URL of what a web server answers
+        told = str(error.__cause__ or "") or str(
+            error
+        )  # fsspec says just the URL of what a web server answers
         text = redacted(told).strip().split("\n")[0]
         raise SourceError(
             "source.path", f"{pattern!r} cannot be listed: {text}", "check the URL and credentials"

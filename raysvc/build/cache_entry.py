@@ -18,9 +18,11 @@ import numpy as np
 
 from raysvc.build.entry_report import Report
 from raysvc.cache.growing.followed_entry import FollowedEntry
+from raysvc.cache.growing.growing_entry import BITS
 from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.cache.store.open import open_store
 from raysvc.errors import ConfigError, PlanError
+from raysvc.job.config import PAIRED
 from raysvc.plan.entry_plan import group_bounds, numbers_by_slice
 from raysvc.plan.fact_table import facts_html, facts_text
 from raysvc.plan.sliced.sliced_rows import positions
@@ -104,6 +106,8 @@ class CacheEntry:
     def turns(self, row_ids: Sequence[int]) -> list[tuple[int, int] | None]:
         """(i, n) of each row: the i-th of the n rows that `each_assistant_turn` made of its source row; None of any other."""
         ids = self._positions(row_ids)
+        if isinstance(self.entry, FollowedEntry):
+            return [_turn_in_slice(self.entry, row_id) for row_id in ids.tolist()]
         if not isinstance(self.entry, JoinedEntry):
             return [_turn(self._bounds[0], place) for place in ids.tolist()]
         parts, places = (found.tolist() for found in self.entry.places(ids))
@@ -168,6 +172,16 @@ class CacheEntry:
         from raysvc.build.kept_tokenizer import kept_tokenizer
 
         return kept_tokenizer(self._entries)
+
+
+def _turn_in_slice(entry: FollowedEntry, row_id: int) -> tuple[int, int] | None:
+    """As `_turn`, by the rows of its slice alone: an entry without an end has no bounds."""
+    if entry.recipe.get("format") not in PAIRED and entry.recipe.get("train_on") != "each_assistant_turn":
+        return None
+    number, row = divmod(row_id, 1 << BITS)
+    rows = entry.slice_values("source_row", number)
+    first, stop = (int(np.searchsorted(rows, rows[row], side)) for side in ("left", "right"))
+    return row - first + 1, stop - first
 
 
 def _turn(bounds: Int64s | None, row: int) -> tuple[int, int] | None:

@@ -189,7 +189,8 @@ def _notes(entry: CacheEntry) -> list[str]:
     """What holds for the entry as a whole."""
     from raysvc.chat.row_counts import reasoning_note
 
-    note = reasoning_note(entry.report["row_counts"])
+    counts = entry.report.get("row_counts")  # of an entry that grows, where it is not counted to its end
+    note = counts and reasoning_note(counts)
     return [f"note: in this entry {note}"] if note else []
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import raysvc
 from raysvc.actors.server.entry_stream import EntryStream, streams_of
@@ -18,9 +19,12 @@ from raysvc.actors.server.spec import TRAIN, Role
 from raysvc.api import serve_spec
 from raysvc.build.cache_entry import CacheEntry
 from raysvc.cache.growing.followed_entry import FollowedEntry
+from raysvc.cli.main import app
 from raysvc.errors import EntryError, RaysvcError
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
+
+from .test_windowed_job import run_json, runner
 
 
 def lines(*numbers: int) -> str:
@@ -241,3 +245,30 @@ def test_gc_keeps_an_entry_that_is_followed_until_it_is_unused_for_long(
     collect_garbage(store, older_than_s=0, grace_s=0)
     assert not list((tmp_path / "cache").glob("*/part-*"))
     assert steps_of(job) == before  # from the listings, and the file
+
+
+def test_steps_and_rows_of_a_source_without_an_end_can_be_shown_and_those_that_are_not_there_are_named(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    turns = [{"role": role, "content": f"{role} {n}"} for n in range(3) for role in ("user", "assistant")]
+    (folder / "a.jsonl").write_text(lines(1) + json.dumps({"messages": turns}) + "\n" + lines(*range(2, 8)))
+    job = job_of(tmp_path, sample, train_on="each_assistant_turn")
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(job.model_dump(mode="json", exclude_unset=True)))
+    entry = raysvc.tokenize(job)
+    assert entry.num_tokens == sum(len(entry.row(row)["input_ids"]) for row in range(10))
+    assert "rows" in repr(entry)
+    shown = run_json("show", "-c", str(path), "--step", "0")
+    again = run_json("replay", "-c", str(path), "--step", "0")
+    assert len(shown["rows"]) >= 4
+    assert again["shards"]
+    found = [run_json("show", "-c", str(path), "--row", str(row)) for row in range(6)]
+    assert [(one["source_row"], one["turn"]) for one in found] == [
+        (0, [1, 1]), (1, [1, 3]), (1, [2, 3]), (1, [3, 3]), (2, [1, 1]), (3, [1, 1]),
+    ]  # fmt: skip
+    for row in (10, 1 << 32, (1 << 32) + 1):
+        refused = runner.invoke(app, ["show", "-c", str(path), "--row", str(row)])
+        assert refused.exit_code == 2
+        assert "which is not there" in refused.stderr

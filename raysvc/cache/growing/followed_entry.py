@@ -91,7 +91,7 @@ class FollowedEntry(GrowingEntry):
     def _part_reader(self, copies: PartCopies | None) -> PartReader:
         starts = np.arange(MOST_SLICES + 1, dtype=np.int64) << BITS
         return PartReader(
-            self.store, self.folder, Parts(self.receipts, MOST_SLICES), self.receipts.columns, copies, starts
+            self.store, self.folder, Parts(self.receipts), self.receipts.columns, copies, starts
         )
 
     @property
@@ -121,6 +121,11 @@ class FollowedEntry(GrowingEntry):
             lambda: self.knows(num_groups), f"row {num_groups} of its source", "; it comes with new files"
         )
         return time.monotonic() - begin
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the slices that are known by now; waits for them."""
+        return sum(part.num_tokens for part in self.parts.parts)
 
     def is_finished(self) -> bool:
         """Never."""

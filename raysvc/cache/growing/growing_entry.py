@@ -69,7 +69,7 @@ class GrowingEntry(Entry):
         return PartReader(
             self.store,
             self.folder,
-            Parts(self.receipts, len(starts) - 1),
+            Parts(self.receipts),
             self.receipts.columns,
             copies,
             starts,
@@ -88,6 +88,12 @@ class GrowingEntry(Entry):
     def has(self, slices: npt.NDArray[np.int64]) -> bool:
         """Whether all of these slices are finished."""
         return self.receipts.has(slices.tolist())
+
+    def lacks(self, slices: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """bool [N], whether there is no such row in a slice; what is not tokenized yet may be there."""
+        used, places = np.unique(slices, return_inverse=True)
+        counts = [1 << BITS if count is None else count for count in self.receipts.num_rows(used.tolist())]
+        return rows >= np.array(counts, np.int64)[places]
 
     def wait_for(self, slices: npt.NDArray[np.int64]) -> float:
         """Wait until these slices are finished; seconds.
@@ -113,11 +119,11 @@ class GrowingEntry(Entry):
 class Parts(Sequence[PartInfo]):
     """Parts by slice; one that is not there yet is waited for."""
 
-    def __init__(self, receipts: SliceReceipts, count: int) -> None:
-        self._receipts, self._count = receipts, count
+    def __init__(self, receipts: SliceReceipts) -> None:
+        self._receipts = receipts
 
     def __len__(self) -> int:
-        return self._count
+        return self._receipts.num_slices
 
     @overload
     def __getitem__(self, index: int) -> PartInfo: ...
@@ -125,7 +131,7 @@ class Parts(Sequence[PartInfo]):
     def __getitem__(self, index: slice) -> Sequence[PartInfo]: ...
     def __getitem__(self, index: int | slice) -> PartInfo | Sequence[PartInfo]:
         if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(self._count))]
-        if not 0 <= index < self._count:
+            return [self[place] for place in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
             raise IndexError(index)
         return self._receipts.part(index)

@@ -64,9 +64,21 @@ class SliceReceipts:
         ]
 
     @property
+    def num_slices(self) -> int:
+        """Slices that are known by now."""
+        return len(self._wanted)
+
+    @property
     def where(self) -> str:
         """The entry's address."""
         return f"{self._store.url}/{self._folder}"
+
+    def num_rows(self, slices: Sequence[int]) -> list[int | None]:
+        """Rows of slices; 0 of one that nobody knows, None of one that is not finished now."""
+        known = [index for index in slices if 0 <= index < self.num_slices]
+        left = set(self.missing(known))
+        counts = {index: None if index in left else self._parts[index].num_rows for index in known}
+        return [counts.get(index, 0) for index in slices]
 
     def missing(self, slices: Sequence[int]) -> list[int]:
         """Those of these slices that have no part now."""

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.cache.growing.followed_entry import FollowedEntry
+from raysvc.cache.growing.growing_entry import GrowingEntry
 from raysvc.cache.growing.listings import Listing
 from raysvc.cache.manifest import REBUILD
 from raysvc.errors import EntryError, PlanError
@@ -389,15 +390,18 @@ def positions(entries: Sequence[SlicedEntry], ids: Int64s) -> Int64s:
     """
     place, out = row_ids.split(ids), np.empty(len(ids), np.int64)
     for number, here in _runs(place.source):
-        starts = entries[number].slice_starts if 0 <= number < len(entries) else np.zeros(1, np.int64)
+        entry = entries[number] if 0 <= number < len(entries) else None
+        starts = np.zeros(1, np.int64) if entry is None else entry.slice_starts
         slices, last = place.slice[here], len(starts) - 1
         found = starts[np.minimum(slices, last)] + place.row[here]
-        gone = np.flatnonzero(found >= starts[np.minimum(slices + 1, last)])
-        if len(gone):
-            at = int(gone[0])
+        gone = found >= starts[np.minimum(slices + 1, last)]
+        if isinstance(entry, GrowingEntry):
+            gone |= entry.lacks(slices, place.row[here])
+        if gone.any():
+            at = int(np.argmax(gone))
             what = f"{ids[here][at]} would be row {place.row[here][at]} of slice {slices[at]}, which is not there"
             raise PlanError("row", what, "take the id from a row log, or from raysvc plan --step")
-        out[here] = found + sum(entry.num_rows for entry in entries[:number])
+        out[here] = found + sum(other.num_rows for other in entries[:number])
     return out
 
 
