@@ -15,9 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.build.job_plan import report_of
+from raysvc.cache.growing.followed_entry import FollowedEntry
 from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.cache.store.open import absolute
 from raysvc.collate.plan_report import PlanReport
+from raysvc.feedback.feedback_log import FeedbackLog
 from raysvc.inspect.row_media import ShownMedium, media_of_rows
 from raysvc.media.medium import TOKENS
 from raysvc.training.run_folder import RunFolder
@@ -44,11 +46,12 @@ class Facts:
         examples: rows as stretches (text, trained), by row number.
         row_counts: the entry's row_counts.
         set_aside: quarantined examples.
-        plan: for `dp_size` ranks.
+        plan: for `dp_size` ranks; None where the source has no end.
         steps: lines of the run's metrics; empty without a run.
         evals: lines of the run's evals.
         summary: of the run; None without one.
         media: of some rows, by row number.
+        decisions: of the run, in the order in which they were made.
     """
 
     title: str
@@ -58,12 +61,13 @@ class Facts:
     examples: Mapping[int, Sequence[tuple[str, bool]]]
     row_counts: Mapping[str, Any]
     set_aside: Sequence[Mapping[str, Any]]
-    plan: PlanReport
+    plan: PlanReport | None
     dp_size: int
     steps: Sequence[Mapping[str, Any]]
     summary: Mapping[str, Any] | None
     evals: Sequence[Mapping[str, Any]] = ()
     media: Mapping[int, Sequence[ShownMedium]] = field(default_factory=dict)
+    decisions: Sequence[Mapping[str, Any]] = ()
 
 
 def gather(job: JobConfig, entry: CacheEntry) -> Facts:
@@ -71,28 +75,32 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
     folder = RunFolder(absolute(job.run_dir))
     steps = list(folder.lines(folder.metrics))
     report = entry.report
-    sample = entry.entry.read(np.array(_spread(entry.num_rows, TRAINED_SAMPLE), np.int64))
+    lengths, rows, has_end = entry.entry.lengths(), np.arange(entry.num_rows), True
+    if isinstance(entry.entry, FollowedEntry):
+        rows, has_end = entry.entry.row_ids(), False
+    sample = entry.entry.read(rows[_spread(len(rows), TRAINED_SAMPLE)])
     return Facts(
         title=f"{job.server.name}: {', '.join(report['paths'])}",
         overview={
-            "rows": entry.num_rows,
+            "rows": len(rows),
             "tokens": entry.num_tokens,
             "key": entry.key,
             "encoder": ", ".join(report["encoders"]),
             "train_on": job.train_on,
             "built in": f"{report['seconds']:.1f} s",
         },
-        lengths=_by_source(entry, np.arange(entry.num_rows), entry.entry.lengths()),
+        lengths=_by_source(entry, rows, lengths),
         trained=_trained(entry, sample),
-        examples={row: entry.spans(row) for row in _spread(entry.num_rows, MASK_EXAMPLES)},
+        examples={row: entry.spans(row) for row in rows[_spread(len(rows), MASK_EXAMPLES)].tolist()},
         row_counts=report["row_counts"],
         set_aside=report["examples"],
-        plan=report_of(job, entry),
+        plan=report_of(job, entry) if has_end else None,
         dp_size=job.trainer.dp_size,
         steps=steps,
         summary=folder.summary(),
         evals=list(folder.lines(folder.evals)),
         media=media_of_rows(entry, _rows_with_media(sample)),
+        decisions=_decisions(job),
     )
 
 
@@ -107,6 +115,12 @@ def worst_stalls(steps: Sequence[Mapping[str, Any]], most: int = 5) -> list[Mapp
     """The steps that waited longest for data, longest first; those that did not wait are left out."""
     waited = [step for step in steps if step["stall_s"] > 0.001]
     return sorted(waited, key=lambda step: -float(step["stall_s"]))[:most]
+
+
+def _decisions(job: JobConfig) -> list[dict[str, Any]]:
+    """From which step on, other weights, and rows that are left out."""
+    known = FeedbackLog(f"{absolute(job.run_dir)}/server/feedback", job.cache.storage_options).decisions()
+    return [{"step": one.from_step, "weights": one.weights, "skip_rows": one.skip_rows} for one in known]
 
 
 def _trained(entry: CacheEntry, batch: RowBatch) -> dict[str, Sequence[float]]:

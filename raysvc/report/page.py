@@ -18,6 +18,7 @@ from importlib.resources import files
 from typing import Any
 
 from raysvc.chat.row_counts import reasoning_note
+from raysvc.collate.plan_report import PlanReport
 from raysvc.report.charts import Chart, bars, histogram, short
 from raysvc.report.facts import Facts, plan_rows, worst_stalls
 from raysvc.report.pictures import STYLE as MEDIA_STYLE
@@ -69,8 +70,9 @@ def render(facts: Facts) -> str:
         _row_counts(facts),
         _masks(facts),
         pictures,
-        _plan(facts, figures),
+        _plan(facts.plan, facts.dp_size, figures) if facts.plan else "",
         _run(facts, figures) if facts.steps else "",
+        _decisions(facts.decisions) if facts.decisions else "",
     ]
     scripts = (_file("uplot/uPlot.iife.min.js"), _file("draw.js"))
     allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
@@ -129,11 +131,11 @@ def _masks(facts: Facts) -> str:
     return f"<h2>What is trained</h2><p>Marked text has loss.</p><div class='grid2'>{''.join(cards)}</div>"
 
 
-def _plan(facts: Facts, figures: _Figures) -> str:
-    rows = [(float(start), float(stop), float(count)) for start, stop, count in facts.plan.histogram]
+def _plan(plan: PlanReport, dp_size: int, figures: _Figures) -> str:
+    rows = [(float(start), float(stop), float(count)) for start, stop, count in plan.histogram]
     chart = figures.place(bars("Steps by their tokens", "tokens per step", rows, "steps"))
     return (
-        f"<h2>Plan for {facts.dp_size} {'rank' if facts.dp_size == 1 else 'ranks'}</h2><div class='grid2'><div class='card'>{_table(plan_rows(facts.plan))}</div>"
+        f"<h2>Plan for {dp_size} {'rank' if dp_size == 1 else 'ranks'}</h2><div class='grid2'><div class='card'>{_table(plan_rows(plan))}</div>"
         f"{chart}</div>"
     )
 
@@ -142,6 +144,22 @@ def _run(facts: Facts, figures: _Figures) -> str:
     charts = figures.place(*run_charts(facts.steps, facts.evals))
     how = "Values under the pointer stand below each chart; drag to look closer, click twice to go back."
     return f"<h2>Run</h2>{_headline(facts)}<p>{how}</p><div class='grid2'>{charts}</div>{_verdict(facts)}"
+
+
+def _decisions(decisions: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for one in decisions:
+        shares = ", ".join(f"{name} {weight:g}" for name, weight in (one["weights"] or {}).items())
+        left_out = one["skip_rows"]
+        named = ", ".join(map(str, left_out[:8])) + (", …" if len(left_out) > 8 else "")
+        rows.append(
+            {
+                "from step": one["step"],
+                "weights": shares,
+                "rows left out": f"{len(left_out):,}: {named}" if left_out else "",
+            }
+        )
+    return f"<h2>Decisions</h2>{_records(rows, tuple(rows[0]))}"
 
 
 def _headline(facts: Facts) -> str:

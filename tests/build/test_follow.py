@@ -21,8 +21,11 @@ from raysvc.build.cache_entry import CacheEntry
 from raysvc.cache.growing.followed_entry import FollowedEntry
 from raysvc.cli.main import app
 from raysvc.errors import EntryError, RaysvcError
+from raysvc.feedback.decision import Decision
+from raysvc.feedback.feedback_log import FeedbackLog
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
+from raysvc.report.facts import gather
 
 from .test_windowed_job import run_json, runner
 
@@ -272,3 +275,23 @@ def test_steps_and_rows_of_a_source_without_an_end_can_be_shown_and_those_that_a
         refused = runner.invoke(app, ["show", "-c", str(path), "--row", str(row)])
         assert refused.exit_code == 2
         assert "which is not there" in refused.stderr
+
+
+def test_a_report_has_the_rows_of_all_listings_and_no_plan(tmp_path: Path, sample: dict[str, str]) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(lines(*range(6)))
+    job = job_of(tmp_path, sample)
+    raysvc.tokenize(job)
+    (folder / "b.jsonl").write_text(lines(*range(6, 9)) + "{broken\n")
+    facts = gather(job, raysvc.tokenize(job))
+    assert facts.plan is None
+    assert facts.overview["rows"] == 9
+    assert len(facts.lengths["rows"]) == len(facts.trained["rows"]) == 9
+    assert sum(facts.lengths["rows"]) == facts.overview["tokens"]
+    said = ["".join(text for text, _ in spans) for spans in facts.examples.values()]
+    assert [text.partition("a ")[2][0] for text in said] == ["0", "2", "4", "6"]
+    assert facts.row_counts["rows_in"] == 10
+    FeedbackLog(f"{job.run_dir}/server/feedback").add(0, Decision("x", 3, None, (), (1, 2), {}))
+    (decision,) = gather(job, raysvc.tokenize(job)).decisions
+    assert decision == {"step": 3, "weights": None, "skip_rows": (1, 2)}

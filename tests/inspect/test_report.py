@@ -86,6 +86,23 @@ def test_a_page_without_a_run_has_no_run_section() -> None:
     assert "<h2>Run</h2>" in render(facts())
 
 
+def test_decisions_of_a_run_are_listed_and_their_names_are_only_text() -> None:
+    assert "<h2>Decisions" not in render(facts())
+    decisions = [
+        {"step": 40, "weights": {"math": 3.0, "<b>bad": 0.5}, "skip_rows": ()},
+        {"step": 7, "weights": None, "skip_rows": tuple(range(5000, 6200))},
+    ]
+    page = render(replace(facts(), decisions=decisions))
+    first, second = re.findall(r"<tr><td>(.*?)</td></tr>", page.partition("<h2>Decisions")[2])
+    assert first.split("</td><td>") == ["40", "math 3, &lt;b&gt;bad 0.5", ""]
+    assert second.split("</td><td>") == ["7", "", f"1,200: {', '.join(map(str, range(5000, 5008)))}, …"]
+
+
+def test_a_page_of_a_source_without_an_end_has_no_plan() -> None:
+    assert "<h2>Plan" in render(facts())
+    assert "<h2>Plan" not in render(replace(facts(), plan=None))
+
+
 def test_waits_have_their_verdicts() -> None:
     said = "step 3 waited 50 ms: <collation> 40 ms"
     names = ("steps", "optimizer_steps", "rows", "tokens_trained", "loss_first", "loss_last", "tokens_per_s")

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from raysvc.cache.entry import Entry
@@ -126,6 +127,18 @@ class FollowedEntry(GrowingEntry):
     def num_tokens(self) -> int:
         """Tokens of the slices that are known by now; waits for them."""
         return sum(part.num_tokens for part in self.parts.parts)
+
+    def row_ids(self) -> Int64s:
+        """int64 [N], of the slices that are known by now; waits for them."""
+        ids = [
+            (np.int64(index) << BITS) + np.arange(part.num_rows)
+            for index, part in enumerate(self.parts.parts)
+        ]
+        return np.concatenate(ids) if ids else np.zeros(0, np.int64)
+
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """int32 [N], tokens of these rows."""
+        return np.concatenate([np.zeros(0, np.int32), *self.lengths_by_slice()])
 
     def is_finished(self) -> bool:
         """Never."""
