@@ -295,7 +295,7 @@ class ServerConfig(Model):
     collators: int = Field(
         default=0,
         ge=0,
-        description="Processes of the trainer, one CPU each, that make the shards of a step in place of the server: for rows with media.",
+        description="Processes of the trainer, one CPU each, that make the shards of a step in place of the server: for rows with media. So many at most: those without work end, and come back.",
     )
     num_cpus: float = Field(default=0.5, ge=0, description="CPUs that Ray reserves for the server.")
     placement: Literal["any", "data", "trainer"] = Field(

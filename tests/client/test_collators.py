@@ -146,12 +146,22 @@ def test_a_step_that_a_collator_cannot_make_fails_by_name_and_is_made_when_it_ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", ["collator", "server", "both"])
+@pytest.mark.parametrize("who", ["collator", "server", "both", "few"])
 def test_kills_under_collators_change_no_byte(
-    who: str, serve: Served, entry: Callable[..., str], streams: Any
+    who: str,
+    serve: Served,
+    entry: Callable[..., str],
+    streams: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     import raysvc
+    from raysvc.actors.server import collator_pool
 
+    if who == "few":  # and one of them leaves, or comes back, every few steps
+        monkeypatch.setattr(collator_pool, "PATIENCE_STEPS", 1)
+        monkeypatch.setattr(collator_pool, "LEAVING_STEPS", 3)
+        caplog.set_level("INFO", "raysvc.actors.server.collator_pool")
     uri, plan = entry(400), {"batch_size": 100, "mini_batch_size": 50, "epochs": 3, "pad_to_multiple": 4096}
     serve("calm", entry_uri=uri, plan=plan)
     with raysvc.attach("calm", dp_size=2, look_ahead_steps=0) as client:
@@ -166,11 +176,14 @@ def test_kills_under_collators_change_no_byte(
                 if who != "collator":
                     os.kill(stats(server)["pid"], signal.SIGKILL)
                 killed += 1
+            if who == "few":
+                time.sleep(0.5)  # so that all earlier steps are made when one is asked for
             got[step.index] = streams.opened(step)
             client.commit(step.index)
             del step
         assert client.frontier == 12
     assert (got, killed) == (expected, 3)
+    assert ("collators=1 node=None: one had nothing to do" in caplog.text) == (who == "few")
     facts = stats(server)
     assert (facts["frontier"], facts["holder"], facts["fence"]) == (12, None, 1)
 
