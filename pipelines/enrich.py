@@ -68,12 +68,15 @@ class EnrichWorker:
         )
 
 
-def receipts_of(task: EnrichTask, slices: Sequence[RowSlice], pool: WorkerPool) -> Iterator[Receipt]:
-    """Of all slices; what somebody else has computed meanwhile is taken."""
+def receipts_of(
+    task: EnrichTask, slices: Sequence[RowSlice], pool: WorkerPool
+) -> Iterator[tuple[int, Receipt]]:
+    """Of all slices, each with 0, the number of the only entry; what somebody else has computed meanwhile is taken."""
     done, left = split_computed(task.writer, slices)
-    yield from done.values()
+    yield from ((0, receipt) for receipt in done.values())
     if left:
-        yield from receipts_from(slice_graph(EnrichWorker, task, [piece.to_json() for piece in left], pool))
+        graph = slice_graph(EnrichWorker, task, [piece.to_json() for piece in left], pool)
+        yield from ((0, receipt) for _, receipt in receipts_from(graph))
 
 
 def compute_slice(task: EnrichTask, compute: Computing, piece: RowSlice) -> Receipt:

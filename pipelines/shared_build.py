@@ -33,15 +33,15 @@ class Work:
     """What is left of a build, as it travels to the builder.
 
     Attributes:
-        uri: of the entry that is built.
+        uri: of the entry that is built, or of the entries that are built together.
         num_slices: that are left.
-        receipts: does it; receipts of all slices in any order.
+        receipts: does it; the number of its entry and the receipt of every slice, in any order.
         cut: of the source into slices. Who cuts it otherwise has a builder of his own: receipts of this one are not his.
     """
 
     uri: str
     num_slices: int
-    receipts: Callable[[], Iterator[Receipt]]
+    receipts: Callable[[], Iterator[tuple[int, Receipt]]]
     cut: str = ""
 
 
@@ -50,11 +50,11 @@ class News:
     """What became known since a caller last asked.
 
     Attributes:
-        receipts: bytes of each new receipt.
+        receipts: of each new one the number of its entry, and its bytes.
         finished: nothing more will come.
     """
 
-    receipts: tuple[bytes, ...]
+    receipts: tuple[tuple[int, bytes], ...]
     finished: bool
 
 
@@ -64,7 +64,7 @@ class Builder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None  # guarded by self._lock
-        self._receipts: list[bytes] = []  # appended by the thread, read by `news`
+        self._receipts: list[tuple[int, bytes]] = []  # appended by the thread, read by `news`
         self._error: Exception | None = None
         self._finished = False
         self._entry, self._num_slices = "", 0
@@ -99,8 +99,8 @@ class Builder:
 
     def _run(self, work: Work) -> None:
         try:
-            for receipt in work.receipts():
-                self._receipts.append(receipt.to_json())
+            for number, receipt in work.receipts():
+                self._receipts.append((number, receipt.to_json()))
         except RaysvcError as error:
             self._error = error
         except Exception as error:
@@ -130,8 +130,8 @@ def builds_in_progress(timeout_s: float = 5.0) -> list[dict[str, Any]]:
     return [each for each in facts if not each["finished"]]
 
 
-def shared_receipts(work: Work) -> Iterator[Receipt]:
-    """Receipts of all slices, made by this cluster's builder of the entry; in any order, maybe some twice.
+def shared_receipts(work: Work) -> Iterator[tuple[int, Receipt]]:
+    """Receipts of all slices with the numbers of their entries, made by this cluster's builder; in any order, maybe some twice.
 
     Raises:
         RaysvcError: what a task raised on purpose.
@@ -159,7 +159,7 @@ def shared_receipts(work: Work) -> Iterator[Receipt]:
     raise RuntimeError(f"{MAX_DEATHS} builders of {work.uri} died; {remedy}") from died
 
 
-def _follow(work: Work) -> Iterator[Receipt]:
+def _follow(work: Work) -> Iterator[tuple[int, Receipt]]:
     import ray
 
     name = hashlib.sha256(f"{work.uri}\n{work.cut}".encode()).hexdigest()[:24]
@@ -169,8 +169,8 @@ def _follow(work: Work) -> Iterator[Receipt]:
     seen = 0
     while True:
         news: News = ray.get(builder.news.remote(seen), timeout=60)
-        for data in news.receipts:
-            yield Receipt.from_json(data, "receipt")
+        for number, data in news.receipts:
+            yield number, Receipt.from_json(data, "receipt")
         seen += len(news.receipts)
         if news.finished:
             return

@@ -51,11 +51,10 @@ class WorkerPool:
 
 
 def answers(pieces: Sequence[str], build: Callable[[Any], Receipt]) -> dict[str, Any]:
-    """What a worker returns for its batch of slices: receipts and errors, as columns of text."""
-    results = [_answer(json.loads(piece), build) for piece in pieces]
-    return {
-        name: np.array([result[name] for result in results], dtype=object) for name in ("receipt", "error")
-    }
+    """What a worker returns for its batch of slices: themselves, receipts and errors, as columns of text."""
+    results = [{"slice": piece, **_answer(json.loads(piece), build)} for piece in pieces]
+    columns = ("slice", "receipt", "error")
+    return {name: np.array([result[name] for result in results], dtype=object) for name in columns}
 
 
 def _answer(piece: Any, build: Callable[[Any], Receipt]) -> dict[str, str]:
@@ -65,8 +64,8 @@ def _answer(piece: Any, build: Callable[[Any], Receipt]) -> dict[str, str]:
         return {"receipt": "", "error": json.dumps([type(error).__name__, *error.args])}
 
 
-def receipts_from(data: ray.data.Dataset) -> Iterator[Receipt]:
-    """Run a graph; receipts come as slices finish, in any order.
+def receipts_from(data: ray.data.Dataset) -> Iterator[tuple[Any, Receipt]]:
+    """Run a graph; slices, as they were given to it, and their receipts come as they finish, in any order.
 
     Raises:
         RaysvcError: what a task raised on purpose, as it was raised there.
@@ -76,7 +75,7 @@ def receipts_from(data: ray.data.Dataset) -> Iterator[Receipt]:
             name, *args = json.loads(row["error"])
             error: RaysvcError = getattr(errors, name)(*args)
             raise error
-        yield Receipt.from_json(row["receipt"].encode(), "receipt")
+        yield json.loads(row["slice"]), Receipt.from_json(row["receipt"].encode(), "receipt")
 
 
 def slice_graph(worker: type, task: Any, pieces: Sequence[Any], pool: WorkerPool) -> ray.data.Dataset:

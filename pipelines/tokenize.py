@@ -16,14 +16,13 @@ import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from raysvc.cache.manifest import Receipt
 from raysvc.cache.store.store import Store
 from raysvc.cache.writer import EntryWriter
 from raysvc.chat.first_rows import FirstRows
-from raysvc.chat.row_counts import Quarantined, RowCounts
+from raysvc.chat.row_counts import Quarantined, RowCounts, errors_of
 from raysvc.chat.slice_tokenizer import SliceResult, SliceTokenizer
 from raysvc.job.config import PoolConfig, TextSpec
 from raysvc.media.media_desk import MediaDesk
@@ -49,6 +48,7 @@ class BuildTask:
         storage_options: to read the source with.
         max_quarantine: share of rows; a build whose first rows are nearly all quarantined ends there.
         niceness: of its workers; a run that trains beside the build goes first where both want a core.
+        name: of a mixture's source; errors tell it.
     """
 
     spec: TextSpec
@@ -56,33 +56,42 @@ class BuildTask:
     storage_options: dict[str, Any]
     max_quarantine: float
     niceness: int = 0
+    name: str = ""
+
+
+Left = Sequence[tuple[int, Slice]]  # what is left of some builds: number of the task, and slice
 
 
 class SliceWorker:
-    """Tokenizes slices in a Ray Data actor; the tokenizer is loaded once."""
+    """Tokenizes slices of some builds in a Ray Data actor; a tokenizer is loaded once."""
 
-    def __init__(self, task: BuildTask) -> None:
+    def __init__(self, tasks: Sequence[BuildTask]) -> None:
         # one actor has one CPU: threads of the encoder would only fight the other actors
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         os.environ["RAYON_NUM_THREADS"] = "1"
-        os.nice(task.niceness)  # Linux: of this thread and of those that it starts
-        self._task = task
-
-    @cached_property
-    def _tokenizer(self) -> SliceTokenizer:
-        spec = self._task.spec
-        desk = desk_of(spec, self._task.writer.store, self._task.storage_options) if spec.media else None
-        return SliceTokenizer(spec, desk=desk)
+        os.nice(max(task.niceness for task in tasks))  # Linux: of this thread and of those that it starts
+        self._tasks = tasks
+        self._tokenizers: dict[int, SliceTokenizer] = {}  # by number of the task
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         return answers(
             batch["slice"],
-            lambda piece: self.build(Slice.from_json(piece)),
+            lambda piece: self.build(piece[0], Slice.from_json(piece[1])),
         )
 
-    def build(self, piece: Slice) -> Receipt:
-        """Read, tokenize and write a slice."""
-        return build_slice(self._task, self._tokenizer, piece)
+    def build(self, number: int, piece: Slice) -> Receipt:
+        """Read, tokenize and write a slice of a task."""
+        task = self._tasks[number]
+        with errors_of(task.name):
+            if number not in self._tokenizers:
+                self._tokenizers[number] = self._tokenizer(task)
+            return build_slice(task, self._tokenizers[number], piece)
+
+    def _tokenizer(self, task: BuildTask) -> SliceTokenizer:
+        spec = task.spec
+        desk = desk_of(spec, task.writer.store, task.storage_options) if spec.media else None
+        known = (one.tokenizer for one in self._tokenizers.values() if one.spec.tokenizer == spec.tokenizer)
+        return SliceTokenizer(spec, tokenizer=next(known, None), desk=desk)
 
 
 def build_slice(task: BuildTask, tokenizer: SliceTokenizer, piece: Slice) -> Receipt:
@@ -181,28 +190,42 @@ def _is_usable(meta: Mapping[str, Any]) -> bool:
     return types == (int, str, str)
 
 
-def receipts_of(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> Iterator[Receipt]:
+def receipts_of(tasks: Sequence[BuildTask], left: Left, pool: PoolConfig) -> Iterator[tuple[int, Receipt]]:
     """Run the graph over what nobody has done by now; receipts come as slices finish, in any order.
+
+    Args:
+        tasks: whose entries are built.
+        left: slices of them, those first that are needed first.
+        pool: workers.
 
     Raises:
         RaysvcError: what a task raised on purpose, as it was raised there.
     """
-    done, left = split_done(task.writer, slices)
-    yield from done.values()
-    if not left:
-        return
-    yield from receipts_from(build_graph(task, left, pool))
+    done, left = _still_left(tasks, left)
+    yield from done
+    if left:
+        yield from ((piece[0], receipt) for piece, receipt in receipts_from(build_graph(tasks, left, pool)))
 
 
-def receipts_here(task: BuildTask, slices: Sequence[Slice]) -> Iterator[Receipt]:
+def receipts_here(tasks: Sequence[BuildTask], left: Left) -> Iterator[tuple[int, Receipt]]:
     """The same without workers: in this process and on one core, one slice after the other."""
-    done, left = split_done(task.writer, slices)
-    yield from done.values()
-    worker = SliceWorker(task)
-    for piece in left:
-        yield worker.build(piece)
+    done, left = _still_left(tasks, left)
+    yield from done
+    worker = SliceWorker(tasks)
+    for number, piece in left:
+        yield number, worker.build(number, piece)
 
 
-def build_graph(task: BuildTask, slices: Sequence[Slice], pool: PoolConfig) -> ray.data.Dataset:
+def build_graph(tasks: Sequence[BuildTask], left: Left, pool: PoolConfig) -> ray.data.Dataset:
     """The Ray Data graph over some slices; lazy."""
-    return slice_graph(SliceWorker, task, [piece.to_json() for piece in slices], WorkerPool.of(pool))
+    pieces = [(number, piece.to_json()) for number, piece in left]
+    return slice_graph(SliceWorker, tuple(tasks), pieces, WorkerPool.of(pool))
+
+
+def _still_left(tasks: Sequence[BuildTask], left: Left) -> tuple[list[tuple[int, Receipt]], Left]:
+    done: list[tuple[int, Receipt]] = []
+    for number, task in enumerate(tasks):
+        found, _ = split_done(task.writer, [piece for one, piece in left if one == number])
+        done += ((number, receipt) for receipt in found.values())
+    known = {(number, receipt.slice_index) for number, receipt in done}
+    return done, [(number, piece) for number, piece in left if (number, piece.index) not in known]

@@ -70,8 +70,9 @@ def tokenize(
     Raises:
         UserMistake: files, columns, tokenizer, template or cache root that cannot be used.
     """
+    from raysvc.build.build_beside import entry_of
     from raysvc.build.find_or_build import find_or_build, look
-    from raysvc.build.mixed_job import jobs_of, join
+    from raysvc.build.mixed_job import jobs_of
 
     job = load_job(config, **overrides)
     if job.source.follow:
@@ -80,14 +81,11 @@ def tokenize(
         return CacheEntry(
             catch_up(look(job, cache_root(job)), address, progress), False, "its source is followed"
         )
-    if job.mixture is not None:
-        found = [find_or_build(each, cache_root(each), address, progress) for each in jobs_of(job).values()]
-        names = tuple(job.mixture.sources)
-        reasons = "; ".join(f"{name}: {reason}" for name, (_, _, reason) in zip(names, found, strict=True))
-        entries = join([entry for entry, _, _ in found])
-        return CacheEntry(entries, all(hit for _, hit, _ in found), reasons, names)
-    entry, hit, reason = find_or_build(job, cache_root(job), address, progress)
-    return CacheEntry(entry, hit, reason)
+    found = [
+        find_or_build(each, cache_root(each), address, progress, name) for name, each in jobs_of(job).items()
+    ]
+    entries, hits, reasons = zip(*found, strict=True)
+    return entry_of(job, entries, all(hits), reasons)
 
 
 def enrich(
@@ -158,23 +156,33 @@ def entry_or_build(
     Raises:
         UserMistake: as `enrich`.
     """
-    from raysvc.build.build_beside import BuildBeside, has_all_it_needs, may_grow
+    from raysvc.build.build_beside import BuildBeside, entry_of, has_all_it_needs, windowed_sources
     from raysvc.build.find_or_build import build, look
+    from raysvc.build.mixed_job import jobs_of
+    from raysvc.chat.row_counts import errors_of
     from raysvc.scoring.job_columns import wanted_of
 
-    if not job.source.follow and (not may_grow(job) or any(wanted for _, wanted in wanted_of(job).values())):
-        return enrich(job, address=address, progress=progress), None
-    found = look(job, cache_root(job))
     if job.source.follow:
         from raysvc.build.follow import FollowBeside
 
-        following = FollowBeside(found)
+        following = FollowBeside(look(job, cache_root(job)))
         return following.entry, following
-    if found.entry is None and has_all_it_needs(found):
-        growing = BuildBeside(found)
-        return growing.entry, growing
-    entry = found.entry or build(found, address, progress)
-    return CacheEntry(entry, found.entry is not None, found.reason), None
+    windowed = windowed_sources(job)
+    if not any(windowed) or any(wanted for _, wanted in wanted_of(job).values()):
+        return enrich(job, address=address, progress=progress), None
+    looked, hit = [], True
+    for (name, each), may_grow in zip(jobs_of(job).items(), windowed, strict=True):
+        with errors_of(name):
+            found = look(each, cache_root(each), name)
+            hit = hit and found.entry is not None
+            if found.entry is None and not (may_grow and has_all_it_needs(found)):
+                found = replace(found, entry=build(found, address, progress))
+        looked.append(found)
+    there = [found.entry for found in looked if found.entry is not None]
+    if len(there) == len(looked):
+        return entry_of(job, there, hit, [found.reason for found in looked]), None
+    growing = BuildBeside(job, looked)
+    return growing.entry, growing
 
 
 def start_build(
@@ -254,7 +262,7 @@ def serve_entry(
 def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
     """The spec of a job's server."""
     from raysvc.actors.server.spec import EvalSpec, ServeSpec
-    from raysvc.build.mixed_job import mixture_spec
+    from raysvc.build.mixed_job import entries_of, mixture_spec
     from raysvc.scoring.job_columns import added_columns
 
     computed = added_columns(entry)  # for losses, and an eval counts tokens
@@ -268,12 +276,12 @@ def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
     }
     mixture = mixture_spec(job, entry.entry)
     followed = entry.entry.followed if isinstance(entry.entry, FollowedEntry) else None
-    growing = entry.entry.spec if isinstance(entry.entry, GrowingEntry) and followed is None else None
+    grow = [one for one in entries_of(entry.entry) if isinstance(one, GrowingEntry) and followed is None]
     return ServeSpec(
         name=job.server.name,
         entry_uri=entry.uri if mixture is None else mixture.entry_uris[0],
         mixture=mixture,
-        growing=growing,
+        growing={one.uri: one.spec for one in grow},
         followed=followed,
         plan=plan_config(job, entry),
         pad_token_id=int(entry.report["pad_token_id"]),

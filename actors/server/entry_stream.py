@@ -3,7 +3,7 @@
 Always true:
 - `make(step, roles)` is pure in (entry, plan, decisions, step, roles);
 - after `free` the next call opens the entry again and gives the same bytes;
-- of an entry that is being built, a step waits for its own slices, and has the bytes that the finished entry gives it;
+- of entries that are being built, a step waits for its own slices, and has the bytes that the finished entries give it;
 - what was decided is on disk before a step follows it, and is read again whenever the entry is opened.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,6 @@ from raysvc.plan.plan import MiniBatchPlan, Plan
 from raysvc.plan.schedule import Schedule
 from raysvc.plan.sliced import row_ids
 from raysvc.plan.state import PlanState
-from raysvc.ragged import Int64s
 from raysvc.row_batch import RowBatch
 
 
@@ -69,9 +69,14 @@ class _Open:
     media: EntryMedia | None
     decisions: tuple[Decision, ...]
 
-    def slices_of(self, step: int) -> Int64s:
-        """Slices that a step has rows of."""
-        return np.unique(row_ids.split(self.plan.groups_of(step)).slice)
+    def growing(self, step: int) -> list[tuple[GrowingEntry, list[int]]]:
+        """The entries that are being built, each with the slices of it that a step has rows of."""
+        entries = self.entry.entries if isinstance(self.entry, JoinedEntry) else (self.entry,)
+        found = [(number, one) for number, one in enumerate(entries) if isinstance(one, GrowingEntry)]
+        if not found:
+            return []
+        place = row_ids.split(self.plan.groups_of(step))
+        return [(one, np.unique(place.slice[place.source == number]).tolist()) for number, one in found]
 
     def end_of(self, step: int) -> int:
         """Rows of the source in all steps up to this one, of a source that is followed."""
@@ -91,7 +96,7 @@ class EntryStream:
         recipe: plan and padding.
         mixture: the entries of a mixture, of which `uri` is the first; None: one entry.
         processor: of the media of rows; None: they have none.
-        growing: of an entry that may not be finished; None: it is.
+        growing: address -> entry that may not be finished.
         followed: of an entry whose source is followed.
         feedback: where decisions are; None: none can be made.
     """
@@ -103,18 +108,16 @@ class EntryStream:
         recipe: Recipe,
         mixture: MixtureSpec | None = None,
         processor: ProcessorSpec | None = None,
-        growing: GrowingSpec | None = None,
+        growing: Mapping[str, GrowingSpec] = MappingProxyType({}),
         followed: FollowedSpec | None = None,
         feedback: FeedbackLog | None = None,
     ) -> None:
         self._followed = followed
         self._uri, self._storage_options, self._recipe = uri, dict(storage_options), recipe
-        self._mixture, self._processor, self._growing = mixture, processor, growing
+        self._mixture, self._processor, self._growing = mixture, processor, dict(growing)
         self._feedback = feedback
         self._failure = ""  # why nobody builds any more
-        self._being_built: GrowingEntry | None = (
-            None  # that failure is told to; also while the first slice is waited for
-        )
+        self._being_built: tuple[GrowingEntry, ...] = ()  # that failure is told to; before they are open
         self._lock = threading.Lock()
         self._open: _Open | None = None  # guarded by self._lock
         self._known: _Facts | None = None  # written once, under self._lock
@@ -166,7 +169,7 @@ class EntryStream:
         opened = self._opened()
         if isinstance(opened.entry, FollowedEntry) and not opened.entry.knows(opened.end_of(step)):
             return False
-        return not isinstance(opened.entry, GrowingEntry) or opened.entry.has(opened.slices_of(step))
+        return all(entry.has(slices) for entry, slices in opened.growing(step))
 
     def wait_for(self, step: int) -> float:
         """Wait until the rows of a step are tokenized; seconds.
@@ -174,19 +177,16 @@ class EntryStream:
         Raises:
             EntryError: their build has failed.
         """
-        opened = self._opened()
-        if not isinstance(opened.entry, GrowingEntry):
-            return 0.0
-        waited_s = 0.0
+        opened, waited_s = self._opened(), 0.0
         if isinstance(opened.entry, FollowedEntry):
             waited_s = opened.entry.wait_until_known(opened.end_of(step))
-        return waited_s + opened.entry.wait_for(opened.slices_of(step))
+        return waited_s + sum(entry.wait_for(slices) for entry, slices in opened.growing(step))
 
     def end_build(self, why: str) -> None:
         """The build has failed: whoever waits for its rows is told why. "": another build begins."""
         self._failure = why
-        if self._being_built is not None:
-            self._being_built.fail(why)
+        for entry in self._being_built:
+            entry.fail(why)
 
     def outline(self, step: int, role: Role | int) -> StepOutline:
         """What the plan says of a step."""
@@ -245,8 +245,7 @@ class EntryStream:
             if self._open is None:
                 entry, plan = self._entry_and_plan()
                 widths = text_widths(entry, self._recipe.plan.columns)
-                first = entry.first_row() if isinstance(entry, GrowingEntry) else 0
-                some_rows = of_fixed_width(entry.read(np.array([first])), widths)
+                some_rows = of_fixed_width(entry.read(np.array([entry.first_row()])), widths)
                 ColumnBytes.of(some_rows, self._recipe.plan)  # refuses columns that are not there
                 media = EntryMedia.of(entry, plan, self._processor)
                 decisions = tuple(self._feedback.decisions()) if self._feedback else ()
@@ -256,31 +255,31 @@ class EntryStream:
             return self._open
 
     def _entry_and_plan(self) -> tuple[Entry | JoinedEntry, Plan]:
-        if self._mixture is None:
-            entry = self._entry()
-            return entry, plan_of_entries(self._recipe.plan, [entry])
-        joined = JoinedEntry([open_entry(uri, self._storage_options) for uri in self._mixture.entry_uris])
         mixture = self._mixture
-        return joined, plan_of_entries(self._recipe.plan, joined.entries, mixture.stages, mixture.shuffles)
-
-    def _entry(self) -> Entry:
-        """The entry: a finished one where it is finished by now."""
-        root, _, folder = self._uri.rpartition("/")
-        entry: GrowingEntry
-        if self._followed is not None:
-            entry = FollowedEntry(open_store(root, self._storage_options), folder, self._followed)
-        elif self._growing is None:
-            return open_entry(self._uri, self._storage_options)
-        else:
-            entry = GrowingEntry(open_store(root, self._storage_options), folder, self._growing)
-            if entry.is_finished():
-                finished = open_entry(self._uri, self._storage_options)
-                entry.receipts.refuse_another_cut(finished.manifest, self._uri)
-                return finished
-        self._being_built = entry
+        uris = (self._uri,) if mixture is None else mixture.entry_uris
+        entries = [self._entry(uri) for uri in uris]
+        self._being_built = tuple(one for one in entries if isinstance(one, GrowingEntry))
         if self._failure:  # it was told before there was an entry to tell
-            entry.fail(self._failure)
-        return entry
+            for entry in self._being_built:
+                entry.fail(self._failure)
+        if mixture is None:
+            return entries[0], plan_of_entries(self._recipe.plan, entries)
+        plan = plan_of_entries(self._recipe.plan, entries, mixture.stages, mixture.shuffles)
+        return JoinedEntry(entries), plan
+
+    def _entry(self, uri: str) -> Entry:
+        """An entry: a finished one where it is finished by now."""
+        root, _, folder = uri.rpartition("/")
+        if self._followed is not None:
+            return FollowedEntry(open_store(root, self._storage_options), folder, self._followed)
+        if uri not in self._growing:
+            return open_entry(uri, self._storage_options)
+        entry = GrowingEntry(open_store(root, self._storage_options), folder, self._growing[uri])
+        if not entry.is_finished():
+            return entry
+        finished = open_entry(uri, self._storage_options)
+        entry.receipts.refuse_another_cut(finished.manifest, uri)
+        return finished
 
     def _facts(self) -> _Facts:
         if self._known is None:

@@ -119,8 +119,9 @@ class ServeSpec(BaseModel):
     pad_token_id: int
     journal: str | None = Field(description="fsspec URL of the leases' folder; None: kept in memory only")
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
-    growing: GrowingSpec | None = Field(
-        default=None, description="Of an entry that was not finished when the server was started."
+    growing: dict[str, GrowingSpec] = Field(
+        default_factory=dict,
+        description="Address -> entry that was not finished when the server was started.",
     )
     followed: FollowedSpec | None = Field(default=None, description="Of an entry whose source is followed.")
     evals: dict[str, EvalSpec] = Field(default_factory=dict)

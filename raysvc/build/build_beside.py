@@ -1,8 +1,10 @@
-"""A build that goes on while its rows are trained or served.
+"""A build that goes on while its rows are trained or served: of one entry, or of several of a mixture.
 
 Always true:
-- the plan of the entry that grows is the plan of the finished one, so its steps are too;
-- slices are made in the order in which the steps need them, from the next step on, and then the rest;
+- the plan of entries that grow is the plan of the finished ones, so its steps are too;
+- slices are made in the order in which the steps need them, from the next step on, and then the rest; of several sources by one
+  builder, a first slice of each before all others, since it tells the columns;
+- an entry is finished when its last slice is made, whatever others need;
 - an error of the build reaches the server, whoever waits there, and the caller of `check` or `wait`;
 - what was made before a stop or a kill is there for the next build.
 """
@@ -12,17 +14,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from raysvc.build.build_report import known_before
 from raysvc.build.cache_entry import CacheEntry
-from raysvc.build.find_or_build import Looked, Making, PoolBeside, begin
+from raysvc.build.find_or_build import Going, Looked, Making, PoolBeside, begin, receipts_beside
 from raysvc.build.job_plan import plan_of
-from raysvc.cache import names
+from raysvc.build.mixed_job import join
+from raysvc.cache import names as file_names
+from raysvc.cache.entry import Entry
 from raysvc.cache.growing.growing_entry import GrowingEntry, GrowingSpec
+from raysvc.cache.use_marker import Hold
+from raysvc.cache.writer import EntryWriter
+from raysvc.chat.row_counts import errors_of
 from raysvc.errors import RaysvcError
+from raysvc.feedback.decision import position_of
 from raysvc.job.config import JobConfig
+from raysvc.plan.mixture import Mixture
 from raysvc.plan.sliced.window_order import WindowOrder, is_windowed
 from raysvc.progress import Progress, Tick, silent
 
@@ -30,11 +40,20 @@ if TYPE_CHECKING:
     from raysvc.job.config import PoolConfig
 
 log = logging.getLogger(__name__)
+RATES = ("rows/s", "tokens/s", "MB/s")
 
 
-def may_grow(job: JobConfig) -> bool:
-    """Whether the steps of a job may be taken from an entry that grows: those of one source with a window."""
-    return is_windowed(job.plan.shuffle) and job.mixture is None and job.cache.enabled
+def windowed_sources(job: JobConfig) -> list[bool]:
+    """Of each source of a job, whether its entry may grow while steps are taken from it: with a window, and nothing that is known only at
+    the end.
+    """
+    if not job.cache.enabled:
+        return [False] * (len(job.mixture.sources) if job.mixture else 1)
+    if job.mixture is None:
+        return [is_windowed(job.plan.shuffle)]
+    if job.mixture.by == "tokens":
+        return [False] * len(job.mixture.sources)
+    return [is_windowed(each.shuffle or job.plan.shuffle) for each in job.mixture.sources.values()]
 
 
 def has_all_it_needs(found: Looked) -> bool:
@@ -43,49 +62,96 @@ def has_all_it_needs(found: Looked) -> bool:
     return not any(column["dtype"] == "string" for column in carried)
 
 
-class BuildBeside:
-    """A build of one entry, in a thread of this process, which has joined a cluster when it starts.
+def entry_of(job: JobConfig, entries: Sequence[Entry], hit: bool, reasons: Sequence[str]) -> CacheEntry:
+    """The entries of a job's sources as a user holds them.
 
     Args:
-        found: an entry that has to be built.
+        hit: whether all were there.
+        reasons: why each is used or built.
+    """
+    if job.mixture is None:
+        return CacheEntry(entries[0], hit, reasons[0])
+    names = tuple(job.mixture.sources)
+    told = "; ".join(f"{name}: {reason}" for name, reason in zip(names, reasons, strict=True))
+    return CacheEntry(join(entries), hit, told, names)
+
+
+@dataclass(frozen=True)
+class _Build:
+    """One entry that is built.
 
     Attributes:
-        entry: the entry that grows.
+        number: of its source in the mixture; 0 without.
+        hold: on its folder.
     """
 
-    def __init__(self, found: Looked) -> None:
-        self._job, self._plan = found.job, found.plan
-        self._writer, self._hold = begin(found)
-        store, folder = self._writer.store, self._writer.folder
-        store.create(
-            f"{folder}/{names.TOKENIZER}", found.plan.tokenizer.content()
-        )  # for evals, before the end
-        self.entry = self._entry_of(found)
-        self._progress: Progress = silent
-        self._stopping = threading.Event()
-        self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
+    number: int
+    found: Looked
+    writer: EntryWriter
+    hold: Hold
 
-    def _entry_of(self, found: Looked) -> CacheEntry:
+    def making(self, progress: Progress, pool: PoolBeside | None = None) -> Making:
+        found = self.found
+        return Making(found.job, found.plan, self.writer, progress, pool, name=found.name)
+
+    def entry(self) -> GrowingEntry:
+        found = self.found
         spec = GrowingSpec(
             key=found.plan.key,
             recipe={name: value for name, value in found.plan.recipe.items() if name != "source"},
             report=known_before(found.job, found.plan),
             contents=tuple(piece.identity()["bytes"] for piece in found.plan.source.slices),
         )
-        entry = GrowingEntry(self._writer.store, self._writer.folder, spec)
-        return CacheEntry(entry, hit=False, reason=found.reason)
+        return GrowingEntry(self.writer.store, self.writer.folder, spec)
+
+
+class BuildBeside:
+    """A build, in a thread of this process, which has joined a cluster when it starts.
+
+    Args:
+        job: whose sources they are.
+        looked: the sources; those without an entry are built.
+
+    Attributes:
+        entry: what grows; of a mixture the entries that are there too.
+    """
+
+    def __init__(self, job: JobConfig, looked: Sequence[Looked]) -> None:
+        self._looked = looked
+        self._builds: list[_Build] = []
+        try:
+            for number, found in enumerate(looked):
+                if found.entry is None:
+                    writer, hold = begin(found)
+                    self._builds.append(_Build(number, found, writer, hold))
+                    tokenizer = f"{writer.folder}/{file_names.TOKENIZER}"  # for evals, before the end
+                    writer.store.create(tokenizer, found.plan.tokenizer.content())
+            self.entry = self._entry(job)
+        except BaseException:
+            self._release()
+            raise
+        self._progress: Progress = silent
+        self._stopping = threading.Event()
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def _entry(self, job: JobConfig) -> CacheEntry:
+        grow = iter([build.entry() for build in self._builds])
+        entries = [next(grow) if found.entry is None else found.entry for found in self._looked]
+        return entry_of(job, entries, False, [found.reason for found in self._looked])
 
     def make_first(self, job: JobConfig, step: int) -> None:
-        """Begin with the first slice that the steps from `step` on need, in a thread of this process: a cluster may only start yet.
+        """Begin with the first slice of each source that the steps from `step` on need, in a thread of this process: a cluster may only
+        start yet.
 
-        What is wrong with the slice is said by the build, which meets it again.
+        What is wrong with a slice is said by the build, which meets it again.
         """
-        making = Making(self._job, self._plan, self._writer, silent)
+        makings = [build.making(silent) for build in self._builds]
 
         def make() -> None:
             with contextlib.suppress(RaysvcError):
-                making.make_here(self._order(job, step)[0])
+                for number, index in self._order(job, step)[: len(makings)]:
+                    makings[number].make_here(index)
 
         threading.Thread(target=make, name="raysvc-first-slice", daemon=True).start()
 
@@ -107,11 +173,15 @@ class BuildBeside:
             on_error: is told what ended the build; from the thread.
         """
         self._progress = progress
-        making = Making(
-            self._job, self._plan, self._writer, self._tick, self._order(job, step), PoolBeside(workers)
+        together = _Together(
+            self._tick,
+            [sum(piece.num_rows for piece in build.found.plan.source.slices) for build in self._builds],
         )
+        pool = PoolBeside(workers)
+        makings = [build.making(together.of(place), pool) for place, build in enumerate(self._builds)]
+        order = self._order(job, step)
         self._thread = threading.Thread(
-            target=self._run, args=(making, on_error), name="raysvc-build", daemon=True
+            target=self._run, args=(makings, order, on_error), name="raysvc-build", daemon=True
         )
         self._thread.start()
 
@@ -121,7 +191,7 @@ class BuildBeside:
             raise self._error
 
     def wait(self) -> None:
-        """Wait for the finished entry; raises what ended the build."""
+        """Wait for the finished entries; raises what ended the build."""
         if self._thread is not None:
             self._thread.join()
         self.check()
@@ -130,37 +200,100 @@ class BuildBeside:
         """Build no further slice; what is finished stays for the next build. Does not wait."""
         self._stopping.set()
         if self._thread is None:
-            self._hold.release()
+            self._release()
 
-    def _order(self, job: JobConfig, step: int) -> list[int]:
+    def _release(self) -> None:
+        for build in self._builds:
+            build.hold.release()
+
+    def _order(self, job: JobConfig, step: int) -> list[tuple[int, int]]:
+        """(place in `_builds`, slice) of all slices, as they are needed; the first ones are of different builds."""
         plan = plan_of(job, self.entry)
-        assert isinstance(plan.order, WindowOrder)
         step = min(step, plan.schedule.num_steps - 1)
-        order: list[int] = plan.order.slices_from(
-            plan.schedule.epoch_of(step), plan.schedule.position_of(step)
-        ).tolist()
-        return order
+        if isinstance(plan.order, WindowOrder):
+            position = plan.schedule.epoch_of(step), plan.schedule.position_of(step)
+            return [(0, index) for index in plan.order.slices_from(*position).tolist()]
+        assert isinstance(plan.order, Mixture)
+        places = {build.number: place for place, build in enumerate(self._builds)}
+        needed = plan.order.slices_from(position_of(plan.schedule, step))
+        order = [(places[number], index) for number, index in needed if number in places]
+        firsts = list({place: (place, index) for place, index in reversed(order)}.values())[::-1]
+        return list(dict.fromkeys([*firsts, *order]))
 
-    def _run(self, making: Making, on_error: Callable[[str], None]) -> None:
+    def _run(
+        self, makings: Sequence[Making], order: Sequence[tuple[int, int]], on_error: Callable[[str], None]
+    ) -> None:
         try:
-            with self._hold:
-                self._make(making)
+            with contextlib.ExitStack() as held:
+                for build in self._builds:
+                    held.enter_context(build.hold)
+                self._make(makings, order)
         except Stopped:
             return
         except Exception as error:  # noqa: BLE001 - told to the server, and raised by `check`
             if self._stopping.is_set():
                 return
             self._error = error
-            log.error("build failed entry=%s error=%s", self._writer.uri, error)
+            log.error("build failed entry=%s error=%s", self.entry.uri, error)
             on_error(str(error))
 
-    def _make(self, making: Making) -> None:
-        making.entry(None)
+    def _make(self, makings: Sequence[Making], order: Sequence[tuple[int, int]]) -> None:
+        going = [Going(making) for making in makings]
+        missing = {(place, piece.index): piece for place, one in enumerate(going) for piece in one.left}
+        left = [(one[0], missing[one]) for one in order if one in missing]
+        unfinished = set(range(len(going)))
+        for place in sorted(unfinished):
+            unfinished -= _finished(going, makings, place)
+        for place, receipt in receipts_beside(makings, left) if left else ():
+            with errors_of(makings[place].name):
+                going[place].add(receipt)
+            if place in unfinished:
+                unfinished -= _finished(going, makings, place)
 
     def _tick(self, tick: Tick) -> None:
         if self._stopping.is_set():
             raise Stopped
         self._progress(tick)
+
+
+def _finished(going: Sequence[Going], makings: Sequence[Making], place: int) -> set[int]:
+    """The place, once its entry is finished."""
+    if not going[place].is_complete:
+        return set()
+    with errors_of(makings[place].name):
+        going[place].finish()
+    return {place}
+
+
+class _Together:
+    """The ticks of some builds that go on at the same time, as those of one."""
+
+    def __init__(self, progress: Progress, num_rows: Sequence[int]) -> None:
+        self._progress = progress
+        self._last = [Tick("tokenize", 0, rows, "rows") for rows in num_rows]
+
+    def of(self, place: int) -> Progress:
+        """What one of the builds tells."""
+        if len(self._last) == 1:
+            return self._progress
+
+        def progress(tick: Tick) -> None:
+            self._last[place] = tick
+            self._progress(self._sum(tick))
+
+        return progress
+
+    def _sum(self, tick: Tick) -> Tick:
+        ended = sum(one.final for one in self._last)
+        facts = {name: sum(one.facts.get(name, 0) for one in self._last) for name in RATES}
+        facts = {name: round(rate, 1) for name, rate in facts.items() if rate}
+        return replace(
+            tick,
+            done=sum(one.done for one in self._last),
+            total=sum(one.total or 0 for one in self._last),
+            facts={**facts, "sources": f"{ended}/{len(self._last)}"},
+            final=ended == len(self._last),
+        )
 
 
 class Stopped(Exception):

@@ -32,7 +32,7 @@ from raysvc.cache.store.open import open_store
 from raysvc.cache.store.store import Store
 from raysvc.cache.use_marker import Hold, this_process
 from raysvc.cache.writer import EntryWriter
-from raysvc.chat.row_counts import reasoning_note
+from raysvc.chat.row_counts import errors_of, reasoning_note
 from raysvc.chat.tokens.tokenizer import anchored
 from raysvc.errors import EntryError, StoreError
 from raysvc.job.config import JobConfig, PoolConfig
@@ -44,20 +44,25 @@ from raysvc.progress import Progress, Tick
 if TYPE_CHECKING:
     from raysvc.cache.manifest import Receipt
     from raysvc.pipelines.sources.slices import Slice
-    from raysvc.pipelines.tokenize import BuildTask
+    from raysvc.pipelines.tokenize import BuildTask, Left
 
 log = logging.getLogger(__name__)
 NICENESS_BESIDE = 10  # of workers beside a run: a tenth of a core that both want
 
 
 def find_or_build(
-    job: JobConfig, root: str, address: str | None, progress: Progress
+    job: JobConfig, root: str, address: str | None, progress: Progress, name: str = ""
 ) -> tuple[Entry, bool, str]:
-    """The job's entry, whether it was there, and why it was used or built."""
-    found = look(job, root)
-    if found.entry is not None:
-        return found.entry, True, found.reason
-    return build(found, address, progress), False, found.reason
+    """The entry of a job of one source, whether it was there, and why it was used or built.
+
+    Args:
+        name: of the source in its mixture; errors tell it.
+    """
+    with errors_of(name):
+        found = look(job, root, name)
+        if found.entry is not None:
+            return found.entry, True, found.reason
+        return build(found, address, progress), False, found.reason
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class Looked:
         entry: the finished one; None: it has to be built.
         reason: why it is used or has to be built.
         generation_of: where to build.
+        name: of the source in its mixture.
     """
 
     job: JobConfig
@@ -76,26 +82,32 @@ class Looked:
     entry: Entry | None
     reason: str
     generation_of: Callable[[Store, str], int] = build_generation
+    name: str = ""
 
 
-def look(job: JobConfig, root: str) -> Looked:
-    """Look at the source, name the entry, and find it."""
+def look(job: JobConfig, root: str, name: str = "") -> Looked:
+    """Look at the source, name the entry, and find it.
+
+    Args:
+        job: of one source.
+        name: of the source in its mixture.
+    """
     store = open_store(root, job.cache.storage_options, job.cache.unsafe_store)
     job = job.model_copy(update={"tokenizer": anchored(job.tokenizer)})
     plan = plan_build(job, store)
     if not job.cache.enabled:
         recipe = {**plan.recipe, "private": uuid.uuid4().hex}
         plan = replace(plan, recipe=recipe, key=cache_key(recipe))
-        return Looked(job, store, plan, None, "cache.enabled is false")
+        return Looked(job, store, plan, None, "cache.enabled is false", name=name)
     entry = None if job.cache.force else find_entry(store, plan.key)
     if entry is not None:
         check_share(job, Report(entry.report, entry.uri))  # a stricter job than the one that built it
         record("cache_hits", 1, source=source_tag(job))
-        return Looked(job, store, plan, entry, HIT)
+        return Looked(job, store, plan, entry, HIT, name=name)
     record("cache_misses", 1, source=source_tag(job))
     if job.cache.force:
-        return Looked(job, store, plan, None, "cache.force is true", next_generation)
-    return Looked(job, store, plan, None, why_missed(store, plan)[0])
+        return Looked(job, store, plan, None, "cache.force is true", next_generation, name)
+    return Looked(job, store, plan, None, why_missed(store, plan)[0], name=name)
 
 
 def build(found: Looked, address: str | None, progress: Progress) -> Entry:
@@ -153,19 +165,19 @@ class Making:
     """One process's share of a build: from what is finished to the manifest.
 
     Attributes:
-        order: of the slices; those of the source where it is empty.
         pool: of a build while others hold processors of the cluster, which the caller has joined. None: nobody else needs
             them now.
         work: tells the builds of one entry apart, where it has several.
+        name: of the source in its mixture.
     """
 
     job: JobConfig
     plan: BuildPlan
     writer: EntryWriter
     progress: Progress
-    order: Sequence[int] = ()
     pool: PoolBeside | None = None
     work: str = ""
+    name: str = ""
 
     @cached_property
     def small(self) -> bool:
@@ -183,28 +195,10 @@ class Making:
 
     def entry(self, address: str | None) -> Entry:
         """Make what nobody has made, and finish the entry."""
-        from raysvc.pipelines.tokenize import split_done
-
-        begin = time.perf_counter()
-        job, source = self.job, self.plan.source
-        wanted = [source.slices[index] for index in self.order] or source.slices
-        done, left = split_done(self.writer, wanted)
-        meter = BuildMeter(self.progress, source.slices, done.values(), job, source.num_bytes)
-        for receipt in self.receipts(left, address, meter) if left else ():
-            if receipt.slice_index not in done:
-                done[receipt.slice_index] = receipt
-                meter.add(receipt)
-        receipts = [done[piece.index] for piece in source.slices]
-        report = make_report(job, self.plan, self.writer, receipts, time.perf_counter() - begin)
-        if self.plan.processor is not None:
-            digests = (digest for one in receipts for digest in one.meta.get("media", ()))
-            report["media"] = write_digests(self.writer.store, self.writer.folder, digests)
-        source.check_unchanged()
-        self.writer.commit(receipts, self.plan.recipe, report, self.plan.tokenizer.content())
-        meter.finish()
-        if note := reasoning_note(report["row_counts"]):
-            log.warning("%s", note)
-        return open_entry(self.writer.uri, job.cache.storage_options)
+        going = Going(self)
+        for receipt in self.receipts(going.left, address, going.meter) if going.left else ():
+            going.add(receipt)
+        return going.finish()
 
     def make_here(self, number: int) -> None:
         """Make a slice in this process, if nobody has.
@@ -228,22 +222,14 @@ class Making:
             self.job.source.storage_options,
             self.job.max_quarantine,
             niceness=0 if self.pool is None else NICENESS_BESIDE,
+            name=self.name,
         )
 
     def receipts(self, left: Sequence[Slice], address: str | None, meter: BuildMeter) -> Iterator[Receipt]:
         """Make slices that nobody has made; in any order, maybe some twice."""
         task = self.task()
         if self.pool is not None:
-            from raysvc.pipelines.shared_build import Work, shared_receipts
-            from raysvc.pipelines.tokenize import receipts_here, receipts_of
-
-            workers = None if self.small else self.pool.workers
-            work = (
-                partial(receipts_here, task, left)
-                if workers is None
-                else partial(receipts_of, task, left, workers)
-            )
-            return shared_receipts(Work(task.writer.uri + self.work, len(left), work, self._cut()))
+            return (receipt for _, receipt in receipts_beside([self], [(0, piece) for piece in left]))
         if self.small:
             from raysvc.pipelines.local_build import local_receipts
 
@@ -256,9 +242,90 @@ class Making:
         meter.waiting("starting Ray")
         connect(address)
         meter.waiting("starting workers")
-        work = partial(receipts_of, task, left, self.job.workers)
-        return shared_receipts(Work(task.writer.uri, len(left), work, self._cut()))
+        work = partial(receipts_of, [task], [(0, piece) for piece in left], self.job.workers)
+        shared = shared_receipts(Work(task.writer.uri, len(left), work, self.cut))
+        return (receipt for _, receipt in shared)
 
-    def _cut(self) -> str:
+    @property
+    def cut(self) -> str:
         """Of the source: how many rows each slice has."""
         return ",".join(str(piece.num_rows) for piece in self.plan.source.slices)
+
+
+class Going:
+    """A build between what was finished before and its manifest.
+
+    Attributes:
+        left: slices that nobody has made.
+        meter: of the build.
+    """
+
+    def __init__(self, making: Making) -> None:
+        from raysvc.pipelines.tokenize import split_done
+
+        self._making, self._source = making, making.plan.source
+        self._begin = time.perf_counter()
+        self._done, self.left = split_done(making.writer, self._source.slices)
+        self.meter = BuildMeter(
+            making.progress, self._source.slices, self._done.values(), making.job, self._source.num_bytes
+        )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every slice is made."""
+        return len(self._done) == len(self._source.slices)
+
+    def add(self, receipt: Receipt) -> None:
+        """A slice was made, maybe once more.
+
+        Raises:
+            QuarantineExceeded: the first rows are nearly all quarantined.
+        """
+        if receipt.slice_index not in self._done:
+            self._done[receipt.slice_index] = receipt
+            self.meter.add(receipt)
+
+    def finish(self) -> Entry:
+        """Finish the entry.
+
+        Raises:
+            QuarantineExceeded: too many rows were.
+            SourceError: no row is left, or a file changed.
+        """
+        job, plan, writer = self._making.job, self._making.plan, self._making.writer
+        receipts = [self._done[piece.index] for piece in self._source.slices]
+        report = make_report(job, plan, writer, receipts, time.perf_counter() - self._begin)
+        if plan.processor is not None:
+            digests = (digest for one in receipts for digest in one.meta.get("media", ()))
+            report["media"] = write_digests(writer.store, writer.folder, digests)
+        self._source.check_unchanged()
+        writer.commit(receipts, plan.recipe, report, plan.tokenizer.content())
+        self.meter.finish()
+        if note := reasoning_note(report["row_counts"]):
+            log.warning("%s", note)
+        return open_entry(writer.uri, job.cache.storage_options)
+
+
+def receipts_beside(makings: Sequence[Making], left: Left) -> Iterator[tuple[int, Receipt]]:
+    """Make slices of some entries while others hold processors, by one builder and its workers.
+
+    Args:
+        makings: with one pool.
+        left: number of the making, and a slice that nobody has made; those first that are needed first.
+    """
+    from raysvc.pipelines.local_build import fits_one_process
+    from raysvc.pipelines.shared_build import Work, shared_receipts
+    from raysvc.pipelines.tokenize import receipts_here, receipts_of
+
+    pool = makings[0].pool
+    assert pool is not None
+    num_bytes = sum(piece.num_bytes for _, piece in left)
+    small = fits_one_process(num_bytes, len(left), makings[0].job.workers, os.cpu_count() or 1)
+    tasks = [making.task() for making in makings]
+    work = (
+        partial(receipts_here, tasks, left)
+        if small or pool.workers is None
+        else partial(receipts_of, tasks, left, pool.workers)
+    )
+    uris = ", ".join(making.writer.uri + making.work for making in makings)
+    return shared_receipts(Work(uris, len(left), work, "; ".join(making.cut for making in makings)))

@@ -115,28 +115,30 @@ class FollowBeside(BuildBeside):
         self._found = found
         self._source = _source(found.plan)
         self._counts = RowCounts()
-        super().__init__(found)
-        _mark(self._writer, found)
+        super().__init__(found.job, [found])
+        _mark(self._builds[0].writer, found)
 
     @cached_property
     def _own(self) -> FollowedEntry:
-        return FollowedEntry(self._writer.store, self._writer.folder, spec_of(self._found))
+        writer = self._builds[0].writer
+        return FollowedEntry(writer.store, writer.folder, spec_of(self._found))
 
     def make_first(self, job: JobConfig, step: int) -> None:
         """As for any build, where the rows of the step are listed."""
         if self._order(job, step):
             super().make_first(job, step)
 
-    def _entry_of(self, found: Looked) -> CacheEntry:
+    def _entry(self, job: JobConfig) -> CacheEntry:
         return CacheEntry(self._own, hit=False, reason="its source is followed")
 
-    def _order(self, job: JobConfig, step: int) -> list[int]:
+    def _order(self, job: JobConfig, step: int) -> list[tuple[int, int]]:
         plan = plan_of(job, self.entry)
         assert isinstance(plan.order, FollowedOrder)
-        return plan.order.slices_from(plan.schedule.position_of(step))
+        return [(0, index) for index in plan.order.slices_from(plan.schedule.position_of(step))]
 
-    def _make(self, making: Making) -> None:
-        left: Sequence[int] = making.order
+    def _make(self, makings: Sequence[Making], order: Sequence[tuple[int, int]]) -> None:
+        [making] = makings
+        left: Sequence[int] = [index for _, index in order]
         while True:
             self._make_slices(making, left)
             known = self._source.listings.num_slices
@@ -164,8 +166,8 @@ class FollowBeside(BuildBeside):
             return
         left = [self._source.slice(index) for index in missing]
         plan = replace(making.plan, source=_Some(self._source, left))
-        now = replace(making, plan=plan, order=(), work=f"#{missing[0]}-{len(missing)}")
-        meter = BuildMeter(self._tick, left, (), self._job, plan.source.num_bytes)
+        now = replace(making, plan=plan, work=f"#{missing[0]}-{len(missing)}")
+        meter = BuildMeter(self._tick, left, (), self._found.job, plan.source.num_bytes)
         for receipt in self._receipts(now, left, meter):
             meter.add(receipt)
             self._count(receipt)
@@ -183,7 +185,7 @@ class FollowBeside(BuildBeside):
         self._counts += RowCounts.from_json(receipt.meta["row_counts"])
         if self._counts.rows_in >= LEAST_ROWS:
             found = {"row_counts": self._counts.to_json(), "examples": receipt.meta["examples"]}
-            check_share(self._job, found)
+            check_share(self._found.job, found)
 
 
 class _Some:

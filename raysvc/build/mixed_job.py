@@ -15,6 +15,7 @@ from functools import reduce
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from raysvc.cache.growing.growing_entry import GrowingEntry
 from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.chat.row_counts import RowCounts
 from raysvc.errors import PlanError
@@ -31,21 +32,26 @@ Stages = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 def jobs_of(job: JobConfig) -> dict[str, JobConfig]:
-    """Name of a source -> the job that tokenizes it."""
-    sources = job.mixture.sources if job.mixture else {}
+    """Name of a source -> the job that tokenizes it; "" -> the job itself, where it has one source."""
+    if job.mixture is None:
+        return {"": job}
     return {
         name: job.model_copy(update={"source": each.source, "mixture": None})
-        for name, each in sources.items()
+        for name, each in job.mixture.sources.items()
     }
 
 
 def join(entries: Sequence[Entry]) -> JoinedEntry:
-    """The entries of all sources as one, with their reports added up."""
+    """The entries of all sources as one, with their reports added up; where one grows, what is known before it ends."""
     from raysvc.build.build_report import percentiles
 
     joined = JoinedEntry(entries)
+    reports = [one.report for one in entries]
+    if any(isinstance(one, GrowingEntry) for one in entries):
+        joined.report = {**reports[0], **_known_before(reports)}
+        return joined
     lengths = percentiles(chain.from_iterable(one.lengths_by_slice() for one in entries))
-    joined.report = {**_added([one.report for one in entries]), "length_percentiles": lengths}
+    joined.report = {**_added(reports), "length_percentiles": lengths}
     return joined
 
 
@@ -129,6 +135,13 @@ def _added(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "left_out": sorted({name for one in reports for name in one.get("left_out", ())}),
         "encoders": dict(sum((Counter(one["encoders"]) for one in reports), Counter[str]())),
         "seconds": round(sum(one["seconds"] for one in reports), 3),
+        **_known_before(reports),
+    }
+
+
+def _known_before(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What is known of several builds before a row is tokenized."""
+    return {
         "source_bytes": sum(one["source_bytes"] for one in reports),
         "paths": [path for one in reports for path in one["paths"]],
     }

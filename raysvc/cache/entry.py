@@ -203,6 +203,10 @@ class Entry:
         """int64 [S + 1], the first row of each slice of the source, and the number of rows."""
         return self._readers[0].starts
 
+    def first_row(self) -> int:
+        """The number of a row that is there."""
+        return 0
+
     @cached_property
     def source_rows(self) -> npt.NDArray[np.int64]:
         """int64 [S], rows of the source in each slice, whatever became of them.

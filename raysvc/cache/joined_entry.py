@@ -1,9 +1,9 @@
-"""Several finished entries, read as one.
+"""Several entries, read as one.
 
 Axes: K entries, N rows.
 
 Always true:
-- the rows of the entries lie one after the other, in the order of the entries;
+- the rows of the entries lie one after the other, in the order of the entries; those of one that grows leave gaps;
 - a row has the columns that all entries have, with the values of its own entry; a column that one of them lacks is not there,
   except those of media: rows of an entry without them have none;
 - nothing is copied that was not asked for.
@@ -47,7 +47,7 @@ class JoinedEntry:
     def __init__(self, entries: Sequence[Entry], report: Mapping[str, Any] | None = None) -> None:
         self.entries = tuple(entries)
         self.report = report or {}
-        self._starts: Ids = np.cumsum([0] + [entry.num_rows for entry in entries], dtype=np.int64)
+        self._starts: Ids = np.cumsum([0, *(entry.slice_starts[-1] for entry in entries)], dtype=np.int64)
 
     @property
     def uri(self) -> str:
@@ -62,7 +62,11 @@ class JoinedEntry:
     @property
     def num_rows(self) -> int:
         """Rows of all entries."""
-        return int(self._starts[-1])
+        return sum(entry.num_rows for entry in self.entries)
+
+    def first_row(self) -> int:
+        """The number of a row that is there."""
+        return self.entries[0].first_row()
 
     @property
     def num_tokens(self) -> int:
@@ -80,7 +84,7 @@ class JoinedEntry:
             IndexError: a row that is not there.
         """
         ids = np.asarray(row_ids, np.int64)
-        if len(ids) and (ids.min() < 0 or ids.max() >= self.num_rows):
+        if len(ids) and (ids.min() < 0 or ids.max() >= self._starts[-1]):
             raise IndexError(f"rows {ids.min()} to {ids.max()} of entries of {self.num_rows} rows")
         numbers = np.searchsorted(self._starts, ids, side="right") - 1
         return numbers, ids - self._starts[numbers]
@@ -131,7 +135,9 @@ class JoinedEntry:
 
     @cached_property
     def _kinds(self) -> _Kinds:
-        samples = [entry.read(np.arange(min(1, entry.num_rows))) for entry in self.entries]
+        samples = [
+            entry.read(entry.first_row() + np.arange(min(1, entry.num_rows))) for entry in self.entries
+        ]
         return _Kinds(self.uri, samples)
 
 

@@ -8,11 +8,12 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysvc.errors import QuarantineExceeded
+from raysvc.errors import QuarantineExceeded, UserMistake
 
 EXAMPLES_SHOWN = 3
 COUNTS = (
@@ -138,6 +139,17 @@ def reasoning_note(counts: Mapping[str, Any]) -> str:
         f"the chat template removed the reasoning of {count} trained messages, so the model is trained to answer "
         "without it; train_on: each_assistant_turn keeps it"
     )
+
+
+@contextmanager
+def errors_of(name: str) -> Iterator[None]:
+    """What is wrong with the source of this name, of a mixture, says so; "": the job has one source."""
+    try:
+        yield
+    except UserMistake as error:
+        if name and error.where.split(".")[0] == "source":
+            raise type(error)(f"mixture.sources.{name}.{error.where}", error.what, error.remedy) from None
+        raise
 
 
 def check_quarantine(row_counts: RowCounts, examples: Sequence[Quarantined], max_share: float) -> None:

@@ -252,7 +252,7 @@ def _explain_job(job: JobConfig, as_json: bool) -> None:
     from raysvc.build.mixed_job import jobs_of
     from raysvc.scoring.job_columns import explain_columns
 
-    jobs = jobs_of(job) if job.mixture else {"": job}
+    jobs = jobs_of(job)
     found = {name: explain_columns(one, name, str(job.cache.root)) for name, one in jobs.items()}
     if as_json:
         emit(found if job.mixture else found[""])

@@ -153,7 +153,7 @@ def _spec_of(job: JobConfig) -> ServeSpec:
     if job.source.follow:
         followed: ServeSpec = serve_spec(job.model_copy(update={"evals": {}}), tokenize(job))
         return followed
-    jobs = jobs_of(job).values() if job.mixture else [job]
+    jobs = jobs_of(job).values()
     if not all(explain_job(one, cache_root(one))["hit"] for one in jobs):
         raise EntryError("the job's entry", "is not built", "run raysvc tokenize first")
     entry, missing = with_found_columns(job, tokenize(job))

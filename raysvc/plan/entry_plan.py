@@ -10,7 +10,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -56,10 +56,6 @@ class CountedRows(Rows, Protocol):
     @property
     def num_tokens(self) -> int:
         """Of all rows."""
-
-    @property
-    def report(self) -> Mapping[str, Any]:
-        """Of its build."""
 
 
 def plan_of_entries(
@@ -193,19 +189,15 @@ def weighted_counts(
     """Groups of each entry in a period in which they come by `weights`.
 
     Args:
-        by: what weights count, "rows" or "tokens".
+        by: what weights count, "rows" or "tokens"; with a window, rows of the source.
         shuffles: of each entry.
 
     Raises:
         PlanError: a weight is negative, or none is above 0.
     """
     groups = [count_groups(*each) for each in zip(entries, shuffles, strict=True)]
-    there = None
-    if by == "tokens":
-        there = [entry.num_tokens for entry in entries]
-    elif any(is_windowed(shuffle) for shuffle in shuffles):  # whose groups have some that were left out
-        there = [int(entry.report["row_counts"]["rows_written"]) for entry in entries]
-    return counts_by_weight(weights, groups, there)
+    tokens = [entry.num_tokens for entry in entries] if by == "tokens" else None
+    return counts_by_weight(weights, groups, tokens)
 
 
 def _joined(entries: Sequence[Rows], bounds: Sequence[Int64s | None], pairs: bool) -> Groups | None:

@@ -128,6 +128,27 @@ class Mixture:
             offset += source.num_groups
         return out
 
+    def slices_from(self, position: int) -> list[tuple[int, int]]:
+        """(source, slice) of every windowed source: those first that the stream needs first from this position on.
+
+        To within some positions: what a stage gives a source is taken as spread evenly.
+        """
+        stages, firsts, before = self._in_force
+        far = int(_LARGEST_PERIOD) // stages[-1].period + 1
+        stream = np.array([*firsts, firsts[-1] + far * stages[-1].period], float)
+        needs, found = [], []
+        for number, source in enumerate(self.sources):
+            if isinstance(source.order, WindowOrder):
+                counts = stages[-1].counts
+                last = before[-1][number] + far * (counts[number] if number < len(counts) else 0)
+                turns = np.array([*(one[number] for one in before), last], float)
+                passed, place = divmod(int(np.interp(position, stream, turns)), source.num_groups)
+                slices, places = source.order.needs_from(passed, place)
+                needs.append(np.interp(passed * source.num_groups + places, turns, stream))
+                found.append(np.stack([np.full(len(slices), number), slices]))
+        order = np.argsort(np.concatenate(needs), kind="stable")
+        return [(int(one[0]), int(one[1])) for one in np.concatenate(found, axis=1)[:, order].T]
+
     def identity(self) -> dict[str, Any]:
         """What decides the stream, as JSON."""
         return {
@@ -194,18 +215,18 @@ def counts_by_epochs(epochs: Sequence[float], num_groups: Sequence[int]) -> tupl
 
 
 def counts_by_weight(
-    weights: Sequence[float], num_groups: Sequence[int], there: Sequence[int] | None = None
+    weights: Sequence[float], num_groups: Sequence[int], tokens: Sequence[int] | None = None
 ) -> tuple[int, ...]:
     """Counts of a stage in which the sources come by `weights`, and the scarcest is passed once.
 
     Args:
-        weights: shares of groups; with `there`, shares of what that counts.
+        weights: shares of groups; with `tokens`, shares of tokens.
         num_groups: [K], groups of each source.
-        there: [K], tokens of each source, or groups that have rows.
+        tokens: [K], of each source.
     """
     shares = [Fraction(weight) for weight in weights]
-    if there is not None:
-        shares = [w * g / t for w, g, t in zip(shares, num_groups, there, strict=True)]
+    if tokens is not None:
+        shares = [w * g / t for w, g, t in zip(shares, num_groups, tokens, strict=True)]
     whole = sum(shares, Fraction(0))
     if whole <= 0:
         return apportion(shares, 1)

@@ -162,7 +162,8 @@ class _Enriching:
         self._meter.waiting("starting workers")
         device, pool = self._pool()
         task = self._task(device)
-        return shared_receipts(Work(task.writer.uri, len(left), partial(receipts_of, task, left, pool)))
+        work = Work(task.writer.uri, len(left), partial(receipts_of, task, left, pool))
+        return (receipt for _, receipt in shared_receipts(work))
 
     def _pool(self) -> tuple[str, WorkerPool]:
         """The job's own workers: its ranks where it trains on GPUs, else what tokenizes."""

@@ -31,8 +31,7 @@ def wanted_of(job: JobConfig) -> dict[str, tuple[JobConfig, list[Wanted]]]:
     Raises:
         ConfigError: columns that cannot be computed for it.
     """
-    jobs = jobs_of(job) if job.mixture else {"": job}
-    return {name: (each, wanted_columns(each, name)) for name, each in jobs.items()}
+    return {name: (each, wanted_columns(each, name)) for name, each in jobs_of(job).items()}
 
 
 def with_columns(

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 
@@ -94,8 +93,8 @@ def test_the_first_slice_is_made_before_there_is_a_cluster_and_kept_by_the_build
     [first, *others] = plan.order.slices_from(plan.schedule.epoch_of(step), plan.schedule.position_of(step))
     assert others
     build.make_first(job, step)
-    entry.entry.wait_for(np.array([first]))  # type: ignore[union-attr]
-    assert not any(entry.entry.has(np.array([one])) for one in others)  # type: ignore[union-attr]
+    entry.entry.wait_for([first])  # type: ignore[union-attr]
+    assert not any(entry.entry.has([one]) for one in others)  # type: ignore[union-attr]
     made = entry.entry.parts.parts[first].name  # type: ignore[union-attr]
     build.stop()
     assert raysvc.tokenize(job).entry.manifest.parts[first].name == made  # type: ignore[union-attr]

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -83,7 +82,7 @@ class Source:
         writer.commit([receipts[index] for index in range(len(self.slices))], self.recipe, self.report)
 
     def stream(self, config: PlanConfig, growing: bool) -> EntryStream:
-        return EntryStream(self.uri, {}, Recipe(config, 0), growing=self.spec if growing else None)
+        return EntryStream(self.uri, {}, Recipe(config, 0), growing={self.uri: self.spec} if growing else {})
 
 
 def digests(stream: EntryStream, step: int, dp_size: int = 2) -> list[Any]:
@@ -203,7 +202,7 @@ def test_sizes_and_peeks_never_wait_and_a_step_that_will_not_come_is_refused(tmp
     source = Source(tmp_path, [[1] * 4] * 3)
     spec = ServeSpec(
         name="s", entry_uri=source.uri, plan=PlanConfig(batch_size=4, shuffle="window(1)"), pad_token_id=0, journal=None,
-        growing=source.spec,
+        growing={source.uri: source.spec},
     )  # fmt: skip
     stream = source.stream(spec.plan, growing=True)
     maker = StepMaker(spec, {"": stream})
@@ -322,7 +321,7 @@ def test_a_first_row_is_that_of_the_first_slice_that_has_rows(tmp_path: Path) ->
     entry = GrowingEntry(open_store(str(tmp_path)), source.writer().folder, source.spec)
     assert entry.num_rows == 5
     assert not entry.is_finished()
-    assert not entry.has(np.array([0, 1]))
+    assert not entry.has([0, 1])
     source.build(0)
     builder = threading.Timer(0.05, source.build, (2,))
     builder.start()
@@ -330,7 +329,7 @@ def test_a_first_row_is_that_of_the_first_slice_that_has_rows(tmp_path: Path) ->
     builder.join()
     source.build(1)
     assert entry.first_row() == 2 << BITS  # what was found is not looked for again
-    assert entry.has(np.array([0, 1, 2]))
+    assert entry.has([0, 1, 2])
     assert entry.num_tokens == sum(len(ids) for n in range(3) for ids in source.table(n)["input_ids"])
     assert len(entry.parts.parts) == 3
     with pytest.raises(IndexError):
@@ -343,12 +342,12 @@ def test_once_an_entry_is_finished_its_manifest_names_the_parts_and_the_folder_i
     source = Source(tmp_path, [[1] * 2] * 3)
     entry = GrowingEntry(open_store(str(tmp_path)), source.writer().folder, source.spec)
     early = source.build(1)
-    assert entry.has(np.array([1]))
+    assert entry.has([1])
     for index in (0, 2):
         source.build(index)
     source.finish()
     assert entry.is_finished()
-    assert entry.wait_for(np.array([0])) >= 0
+    assert entry.wait_for([0]) >= 0
     manifest = open_entry(source.uri).manifest
     assert entry.columns == manifest.columns
     assert list(entry.parts.parts[:]) == list(manifest.parts)

@@ -99,12 +99,13 @@ def test_a_builder_that_starts_late_makes_nothing_that_another_has_made(
     plan = plan_build(job, store)
     writer = EntryWriter(store, plan.key, 0)
     task = tokenize.BuildTask(plan.spec, writer, {}, 0.01)
-    worker = tokenize.SliceWorker(task)
+    worker = tokenize.SliceWorker([task])
     for piece in plan.source.slices:
-        worker({"slice": [json.dumps(piece.to_json())]})
+        worker({"slice": [json.dumps([0, piece.to_json()])]})
     monkeypatch.setattr(tokenize, "build_graph", None)
-    found = tokenize.receipts_of(task, plan.source.slices, job.workers)
-    assert sorted(receipt.slice_index for receipt in found) == list(range(len(plan.source.slices)))
+    left = [(0, piece) for piece in plan.source.slices]
+    found = tokenize.receipts_of([task], left, job.workers)
+    assert sorted(receipt.slice_index for _, receipt in found) == list(range(len(plan.source.slices)))
 
 
 def test_an_error_in_a_task_arrives_as_what_it_was(

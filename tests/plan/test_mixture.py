@@ -109,7 +109,7 @@ def test_apportioned_counts_sum_up_and_are_within_one_of_exact(weights, total):
 
 def test_counts_by_rows_by_tokens_and_by_epochs():
     assert counts_by_weight([0.75, 0.25], [300, 1000]) == (300, 100)  # the first is the scarce one
-    assert counts_by_weight([1, 1], [100, 100], there=[1000, 3000]) == (100, 33)
+    assert counts_by_weight([1, 1], [100, 100], tokens=[1000, 3000]) == (100, 33)
     assert counts_by_epochs([2, 0.5], [10, 30]) == (20, 15)
     with pytest.raises(PlanError, match="weights"):
         counts_by_weight([0.0, 0.0], [1, 1])

@@ -26,7 +26,7 @@ def reported(rows: dict[int, tuple[int, float, int]]) -> Any:
 
 
 def mixture(*num_rows: int) -> CacheEntry:
-    entries: Any = [SimpleNamespace(num_rows=count, key=str(count)) for count in num_rows]
+    entries: Any = [SimpleNamespace(slice_starts=[0, count], key=str(count)) for count in num_rows]
     return CacheEntry(JoinedEntry(entries), sources=tuple("abc"[: len(num_rows)]))
 
 

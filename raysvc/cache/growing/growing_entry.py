@@ -85,9 +85,9 @@ class GrowingEntry(Entry):
         """Tokens of all slices; waits for them."""
         return sum(part.num_tokens for part in self.parts.parts)
 
-    def has(self, slices: npt.NDArray[np.int64]) -> bool:
+    def has(self, slices: Sequence[int]) -> bool:
         """Whether all of these slices are finished."""
-        return self.receipts.has(slices.tolist())
+        return self.receipts.has(slices)
 
     def lacks(self, slices: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """bool [N], whether there is no such row in a slice; what is not tokenized yet may be there."""
@@ -95,13 +95,13 @@ class GrowingEntry(Entry):
         counts = [1 << BITS if count is None else count for count in self.receipts.num_rows(used.tolist())]
         return rows >= np.array(counts, np.int64)[places]
 
-    def wait_for(self, slices: npt.NDArray[np.int64]) -> float:
+    def wait_for(self, slices: Sequence[int]) -> float:
         """Wait until these slices are finished; seconds.
 
         Raises:
             EntryError: the build has failed.
         """
-        return self.receipts.wait_for(slices.tolist())
+        return self.receipts.wait_for(slices)
 
     def is_finished(self) -> bool:
         """Whether there is a manifest by now."""

@@ -69,7 +69,7 @@ class SlicedEntry(Protocol):
 
     @property
     def slice_starts(self) -> Int64s:
-        """int64 [S + 1], the first row of each slice, and the number of rows."""
+        """int64 [S + 1], the first row of each slice, and where they end."""
 
     @property
     def source_rows(self) -> Int64s:
@@ -401,7 +401,7 @@ def positions(entries: Sequence[SlicedEntry], ids: Int64s) -> Int64s:
             at = int(np.argmax(gone))
             what = f"{ids[here][at]} would be row {place.row[here][at]} of slice {slices[at]}, which is not there"
             raise PlanError("row", what, "take the id from a row log, or from raysvc plan --step")
-        out[here] = found + sum(other.num_rows for other in entries[:number])
+        out[here] = found + sum(int(other.slice_starts[-1]) for other in entries[:number])
     return out
 
 

@@ -70,9 +70,16 @@ class WindowOrder:
 
     def slices_from(self, epoch: int, position: int) -> Int64s:
         """All slices [S]: those first that the positions of the epoch from this one on need first."""
+        return self.needs_from(epoch, position)[0]
+
+    def needs_from(self, epoch: int, position: int) -> tuple[Int64s, Int64s]:
+        """`slices_from`, and the position of the epoch from which on each is needed [S]; its end for those that it needs no more."""
         known = self._epoch(epoch)
         stage = int(np.searchsorted(known.ends, position, side="right"))
-        return np.roll(known.slices, -max(0, stage - self.window + 1))
+        first = max(0, stage - self.window + 1)
+        begins = np.concatenate([[0], known.ends[: known.last_place]])  # stage p opens the slice at place p
+        begins[:first] = known.ends[-1]
+        return np.roll(known.slices, -first), np.roll(np.maximum(begins, position), -first)
 
     def _dealt(self, known: _Epoch, stages: Int64s, which: Int64s, index: Int64s) -> tuple[Int64s, Int64s]:
         """Place of the slice, and dealt number of the group in it, of the groups at `index` in stage `stages[which]`."""
