@@ -1,0 +1,320 @@
+"""Mixtures that are trained and served while their entries are built: the list in `raysvc.build.build_beside`, with several sources."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import raysvc
+from raysvc.api import entry_or_build
+from raysvc.build import build_beside
+from raysvc.build.build_beside import BuildBeside
+from raysvc.build.job_plan import numbered, plan_of
+from raysvc.cache.growing.growing_entry import GrowingEntry
+from raysvc.errors import QuarantineExceeded
+from raysvc.job.config import JobConfig
+from raysvc.job.job_file import load_job
+from raysvc.pipelines.tokenize import receipts_here
+from raysvc.plan.sliced import row_ids
+from raysvc.progress import Tick, silent
+
+from .test_build_beside import KILLED, SLOW, logged
+from .test_windowed_job import conversations
+
+ROWS = {"talk": (60, 3), "tale": (40, 2), "song": (12, 1)}
+SHARES: dict[str, dict[str, Any]] = {
+    "talk": {"weight": 2},
+    "tale": {"weight": 1},
+    "song": {"weight": 1, "shuffle": "full"},
+}
+PLAN = {"batch_size": 8, "mini_batch_size": 4, "shuffle": "window(2)", "epochs": 2, "layout": "packed"}
+PLAN["micro_batch_tokens"] = 512
+
+
+def mixed(folder: Path, sample: dict[str, str], name: str, cache: str, **sections: Any) -> Path:
+    """A job file of three sources; in full shuffle is the last."""
+    sources = {}
+    for source, (count, turns) in ROWS.items():
+        path = folder / f"{source}.jsonl"
+        if not path.exists():
+            conversations(folder, source, count, turns)
+        sources[source] = {"source": {"path": str(path), "format": "chat"}, **SHARES[source]}
+    trainer = {"dp_size": 2, "model": "tiny", "run_dir": str(folder / name), "checkpoint_every_steps": 3}
+    job = {
+        "mixture": {"sources": sources},
+        "tokenizer": sample["tokenizer"],
+        "train_on": "each_assistant_turn",
+        "cache": {"root": str(folder / cache)},
+        "workers": {"slice_mb": (folder / "talk.jsonl").stat().st_size / 7 / 1e6},
+        "plan": PLAN,
+        "server": {"name": name},
+        "trainer": trainer,
+        **sections,
+    }
+    place = folder / name
+    place.mkdir(exist_ok=True)
+    path = place / "job.yaml"
+    path.write_text(yaml.safe_dump(job, sort_keys=False))
+    return path
+
+
+def checksums(job: JobConfig) -> list[list[str]]:
+    """Of the parts of each source's entry, which are there."""
+    entry = raysvc.tokenize(job)
+    assert entry.hit
+    return [[part.checksum for part in one.manifest.parts] for one in entry.entry.entries]  # type: ignore[union-attr]
+
+
+class Builder:
+    """Makes slices in this process, in place of the builder of a cluster, and dies when it is told to."""
+
+    def __init__(self) -> None:
+        self.dies_after = 10**9
+        self.made: list[tuple[int, int]] = []
+
+    def receipts(self, makings: Sequence[Any], left: Sequence[Any]) -> Iterator[Any]:
+        for number, receipt in receipts_here([making.task() for making in makings], left):
+            self.made.append((number, receipt.slice_index))
+            if len(self.made) > self.dies_after:
+                raise KeyboardInterrupt
+            yield number, receipt
+
+
+@pytest.fixture
+def builder(monkeypatch: pytest.MonkeyPatch) -> Builder:
+    builder = Builder()
+    monkeypatch.setattr(build_beside, "receipts_beside", builder.receipts)
+    monkeypatch.setattr(os, "nice", lambda more: 0)
+    return builder
+
+
+def build_now(build: BuildBeside, job: JobConfig, step: int) -> None:
+    """The whole build, in this thread."""
+    order = build._order(job, step)
+    makings = [one.making(silent) for one in build._builds]
+    build._make(makings, order)
+
+
+def test_sources_with_a_window_grow_and_those_in_full_shuffle_are_there(
+    tmp_path: Path, sample: dict[str, str], builder: Builder
+) -> None:
+    job = load_job(mixed(tmp_path, sample, "grows", "grows-cache"))
+    entry, build = entry_or_build(job, None, silent)
+    assert build is not None
+    kinds = [isinstance(one, GrowingEntry) for one in entry.entry.entries]  # type: ignore[union-attr]
+    assert kinds == [True, True, False]
+    plan = plan_of(job, entry)
+    build_now(build, job, 0)
+    again, none = entry_or_build(job, None, silent)
+    assert none is None
+    assert again.hit
+    finished = plan_of(job, again)
+    assert finished.identity == plan.identity
+    assert finished.hash == plan.hash
+    told, grown = numbered(job, again), numbered(job, entry)
+    for step in range(plan.schedule.num_steps):
+        for mine, its in zip(
+            plan.step(step, 2).mini_batches, finished.step(step, 2).mini_batches, strict=True
+        ):
+            assert mine.row_ids.tolist() == its.row_ids.tolist()
+            assert told.sources_of(its.row_ids) == grown.sources_of(its.row_ids)
+
+
+def test_one_that_is_there_is_used_and_only_the_others_are_built(
+    tmp_path: Path, sample: dict[str, str], builder: Builder
+) -> None:
+    job = load_job(mixed(tmp_path, sample, "some", "some-cache"))
+    alone = raysvc.tokenize(
+        job.model_copy(update={"source": job.mixture.sources["talk"].source, "mixture": None})  # type: ignore[union-attr]
+    )
+    entry, build = entry_or_build(job, None, silent)
+    assert build is not None
+    assert not entry.hit
+    assert entry.entry.entries[0].uri == alone.uri  # type: ignore[union-attr]
+    build_now(build, job, 0)
+    assert {number for number, _ in builder.made} == {0}  # of the one that was missing
+    assert "talk: same" in entry.reason
+
+
+@pytest.mark.parametrize("by", ["tokens", "epochs"])
+def test_shares_of_tokens_wait_for_the_entries_and_epochs_do_not(
+    tmp_path: Path, sample: dict[str, str], by: str
+) -> None:
+    path = mixed(tmp_path, sample, by, f"{by}-cache")
+    data = yaml.safe_load(path.read_text())
+    if by == "tokens":
+        data["mixture"]["by"] = "tokens"
+    else:
+        for each in data["mixture"]["sources"].values():
+            each["epochs"] = each.pop("weight")
+    _, build = entry_or_build(load_job(data), None, silent)
+    assert (build is None) == (by == "tokens")
+    if build is not None:
+        build.stop()
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 20), st.lists(st.integers(0, 9), max_size=3), st.randoms(use_true_random=False))
+def test_a_build_that_was_killed_goes_on_and_its_entries_are_those_of_a_build_ahead(
+    tmp_path_factory: Any,
+    sample: dict[str, str],
+    builder: Builder,
+    step: int,
+    deaths: list[int],
+    chance: random.Random,
+) -> None:
+    folder = tmp_path_factory.mktemp("killed")
+    beside, ahead = (load_job(mixed(folder, sample, name, name)) for name in ("beside", "ahead"))
+    made: list[tuple[int, int]] = []
+    for death in [*deaths, 10**9]:
+        builder.dies_after, builder.made = death, []
+        _, build = entry_or_build(beside, None, silent)
+        if build is None:
+            break
+        try:
+            if chance.random() < 0.5:
+                number, index = build._order(beside, step)[0]
+                build._builds[number].making(silent).make_here(index)
+            build_now(build, beside, step)
+        except KeyboardInterrupt:
+            pass
+        build.stop()
+        made += builder.made
+    assert len(made) == len(set(made)), "a finished slice was made again"
+    raysvc.tokenize(ahead)
+    assert checksums(beside) == checksums(ahead)
+
+
+@pytest.mark.parametrize("step", [0, 9, 17])
+def test_slices_are_made_as_the_stream_needs_them_and_a_first_one_of_each_source_before(
+    tmp_path: Path, sample: dict[str, str], step: int
+) -> None:
+    job = load_job(mixed(tmp_path, sample, "order", "order-cache"))
+    entry, build = entry_or_build(job, None, silent)
+    assert build is not None
+    order, plan = build._order(job, step), plan_of(job, entry)
+    build.stop()
+    slices = {
+        (number, index) for number in (0, 1) for index in range(len(entry.entry.entries[number].source_rows))
+    }  # type: ignore[union-attr]
+    assert len(order) == len(set(order)) == len(slices)
+    assert set(order) == slices
+    assert {number for number, _ in order[:2]} == {0, 1}
+    first_need: dict[tuple[int, int], int] = {}
+    for one in range(step, plan.schedule.num_steps):
+        place = row_ids.split(plan.groups_of(one))
+        for need in zip(place.source.tolist(), place.slice.tolist(), strict=True):
+            first_need.setdefault(need, one)
+    needs = [first_need[one] for one in order[2:] if one in first_need]
+    assert all(earlier <= later + 1 for earlier, later in pairwise(needs)), needs
+
+
+def test_a_source_with_too_many_bad_rows_is_named(
+    tmp_path: Path, sample: dict[str, str], builder: Builder
+) -> None:
+    path = mixed(tmp_path, sample, "bad", "bad-cache")
+    rows = tmp_path / "tale.jsonl"
+    lines = rows.read_text().splitlines()
+    rows.write_text("".join(line + "\n" if n % 2 else "not json\n" for n, line in enumerate(lines)))
+    job, told = load_job(path), []
+    with pytest.raises(QuarantineExceeded, match=r"^mixture\.sources\.tale\.source: 20 of 40 rows"):
+        raysvc.tokenize(job)
+    entry, build = entry_or_build(job, None, silent)
+    assert build is not None
+    build.start(job, 0, None, silent, told.append)
+    with pytest.raises(QuarantineExceeded, match=r"^mixture\.sources\.tale\.source: 20 of 40 rows"):
+        build.wait()
+    assert told[0].startswith("mixture.sources.tale.source: 20 of 40 rows")
+    assert entry.hit is False
+
+
+def test_a_build_of_two_tells_one_progress(tmp_path: Path, sample: dict[str, str], builder: Builder) -> None:
+    job = load_job(mixed(tmp_path, sample, "told", "told-cache"))
+    _, build = entry_or_build(job, None, silent)
+    assert build is not None
+    ticks: list[Tick] = []
+    build.start(job, 0, None, ticks.append, lambda why: None)
+    build.wait()
+    assert {tick.total for tick in ticks} == {100}
+    assert [tick.done for tick in ticks] == sorted(tick.done for tick in ticks)
+    assert [tick.final for tick in ticks].count(True) == 1
+    assert (ticks[-1].final, ticks[-1].done, ticks[-1].facts["sources"]) == (True, 100, "2/2")
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_mixture_trains_while_its_entries_are_built_and_all_is_what_it_would_be(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    ahead = mixed(tmp_path, sample, "ahead", "ahead-cache")
+    raysvc.tokenize(load_job(ahead))
+    whole = raysvc.train(ahead)
+    assert whole["cache"]["hit"]
+    path = mixed(tmp_path, sample, "beside", "beside-cache")
+    cut = raysvc.train(path, trainer={"max_steps": 5, "lr_schedule": "constant"})
+    assert not cut["cache"]["hit"]
+    beside = raysvc.train(mixed(tmp_path, sample, "beside", "beside-cache"), trainer={"resume": False})
+    assert beside["steps"] == whole["steps"]
+    assert logged(tmp_path, "ahead") == logged(tmp_path, "beside")
+    assert checksums(load_job(ahead)) == checksums(load_job(path))
+
+
+@pytest.mark.slow
+def test_kills_of_trainer_server_and_builder_change_no_step_of_a_mixture(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    """A slice takes its builder 0.7 s more here, so that 80 of them are in the making while 24 steps are trained."""
+    for name, count in (("talk", 2400), ("tale", 800)):
+        conversations(tmp_path, name, count, 1)
+    plan = {"batch_size": 40, "shuffle": "window(2)", "epochs": 1}
+    trainer = {
+        "dp_size": 1,
+        "model": "tiny",
+        "checkpoint_every_steps": 4,
+        "max_steps": 24,
+        "lr_schedule": "cosine",
+    }
+    slices = {"slice_mb": (tmp_path / "talk.jsonl").stat().st_size / 60 / 1e6}
+
+    def job(name: str) -> Path:
+        own = {**trainer, "run_dir": str(tmp_path / name)}
+        return mixed(tmp_path, sample, name, "killed-cache", plan=plan, workers=slices, trainer=own)
+
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(SLOW)
+    path = f"{site}:{os.environ.get('PYTHONPATH', '')}"
+    environment = {**os.environ, "RAY_ADDRESS": "local", "PYTHONPATH": path}
+
+    def run(what: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", KILLED, str(job("killed")), what]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+
+    died = run("trainer")
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert len(list((tmp_path / "killed-cache").glob("*/manifest.json"))) == 1, (
+        "the source in full shuffle alone"
+    )
+    went_on = run("others")
+    assert went_on.returncode == 0, went_on.stderr
+    assert "killed the builder" in went_on.stdout
+    entry = raysvc.tokenize(load_job(job("ahead")))  # goes on with what the runs have built
+    plan_ahead = plan_of(load_job(job("ahead")), entry)
+    lines = [json.loads(line) for line in logged(tmp_path, "killed")[0]]
+    assert [(line["step"], line["mini"]) for line in lines] == [(step, 0) for step in range(24)]
+    for line in lines:
+        assert line["row_ids"] == plan_ahead.step(line["step"], 1).mini_batches[0].row_ids.tolist()
