@@ -156,7 +156,7 @@ def entry_or_build(
     Raises:
         UserMistake: as `enrich`.
     """
-    from raysvc.build.build_beside import BuildBeside, entry_of, has_all_it_needs, windowed_sources
+    from raysvc.build.build_beside import BuildBeside, entry_of, windowed_sources
     from raysvc.build.find_or_build import build, look
     from raysvc.build.mixed_job import jobs_of
     from raysvc.chat.row_counts import errors_of
@@ -175,7 +175,7 @@ def entry_or_build(
         with errors_of(name):
             found = look(each, cache_root(each), name)
             hit = hit and found.entry is not None
-            if found.entry is None and not (may_grow and has_all_it_needs(found)):
+            if found.entry is None and not may_grow:
                 found = replace(found, entry=build(found, address, progress))
         looked.append(found)
     there = [found.entry for found in looked if found.entry is not None]

@@ -154,7 +154,8 @@ class RolloutStream:
         """
         rows, role = self._step_rows(step), as_role(role)
         config = self._recipe.carrying(role.columns).plan
-        return outline(self._plan(step, rows, role.dp_size), config, ColumnBytes.of(rows.batch, config))
+        column_bytes = ColumnBytes.of(rows.batch, config)
+        return outline(self._plan(step, rows, role.dp_size), config, lambda mini: column_bytes)
 
     def is_there(self, step: int) -> bool:
         """Whether a step has been formed is told elsewhere: nobody waits here."""

@@ -37,7 +37,7 @@ from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.cache.store.open import open_store
 from raysvc.collate.shard import Shard
 from raysvc.collate.shard_bytes import ColumnBytes
-from raysvc.collate.text_columns import of_fixed_width, text_widths
+from raysvc.collate.text_columns import of_fixed_width, text_names, text_widths, widest_of
 from raysvc.feedback.decision import Decision, Sources, check_decided, decided_plan
 from raysvc.feedback.feedback_log import FeedbackLog
 from raysvc.media.row_pixels import ProcessorSpec
@@ -62,10 +62,19 @@ class _Facts:
 
 @dataclass(frozen=True)
 class _Open:
+    """Entry and plan, while they are held.
+
+    Attributes:
+        some_rows: a row, which tells the columns.
+        texts: columns of text that travel.
+        text_widths: of them in the whole run; None: each mini-batch has its own.
+    """
+
     entry: Entry | JoinedEntry
     plan: Plan
     some_rows: RowBatch
-    text_widths: Mapping[str, int]
+    texts: tuple[str, ...]
+    text_widths: Mapping[str, int] | None
     media: EntryMedia | None
     decisions: tuple[Decision, ...]
 
@@ -84,7 +93,17 @@ class _Open:
 
     def read(self, mini: MiniBatchPlan) -> RowBatch:
         rows = self.entry.read(self.plan.rows.positions(mini.row_ids))
-        return of_fixed_width(replace(rows, row_ids=mini.row_ids), self.text_widths)
+        return of_fixed_width(replace(rows, row_ids=mini.row_ids), self._widths(rows))
+
+    def like(self, mini: MiniBatchPlan) -> RowBatch:
+        """A row with columns as wide as those of a mini-batch; rows are read only where their texts decide that."""
+        rows = self.some_rows
+        if self.texts and self.text_widths is None:
+            rows = self.entry.read(self.plan.rows.positions(mini.row_ids))
+        return of_fixed_width(self.some_rows, self._widths(rows))
+
+    def _widths(self, rows: RowBatch) -> Mapping[str, int]:
+        return widest_of(rows, self.texts) if self.text_widths is None else self.text_widths
 
 
 class EntryStream:
@@ -192,8 +211,11 @@ class EntryStream:
         """What the plan says of a step."""
         opened, role = self._opened(), as_role(role)
         recipe = self._recipe.carrying(role.columns)
-        column_bytes = ColumnBytes.of(opened.some_rows, recipe.plan)
         media = opened.media if recipe.media else None
+
+        def column_bytes(mini: MiniBatchPlan) -> ColumnBytes:
+            return ColumnBytes.of(opened.like(mini), recipe.plan)
+
         return outline(opened.plan.step(step, role.dp_size), recipe.plan, column_bytes, media)
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -244,13 +266,16 @@ class EntryStream:
         with self._lock:
             if self._open is None:
                 entry, plan = self._entry_and_plan()
-                widths = text_widths(entry, self._recipe.plan.columns)
-                some_rows = of_fixed_width(entry.read(np.array([entry.first_row()])), widths)
-                ColumnBytes.of(some_rows, self._recipe.plan)  # refuses columns that are not there
+                columns = self._recipe.plan.columns
+                some_rows = entry.read(np.array([entry.first_row()]))
+                texts = text_names(some_rows, columns)
+                widths = None if plan.rows.are_sliced else text_widths(entry, columns)
+                fixed = of_fixed_width(some_rows, widest_of(some_rows, texts) if widths is None else widths)
+                ColumnBytes.of(fixed, self._recipe.plan)  # refuses columns that are not there
                 media = EntryMedia.of(entry, plan, self._processor)
                 decisions = tuple(self._feedback.decisions()) if self._feedback else ()
                 plan = decided_plan(plan, decisions)
-                self._open = _Open(entry, plan, some_rows, widths, media, decisions)
+                self._open = _Open(entry, plan, some_rows, texts, widths, media, decisions)
                 self._known = _Facts(plan.schedule, plan.hash, plan.identity, entry.key, entry.num_rows)
             return self._open
 

@@ -131,10 +131,18 @@ def collate(rows: RowBatch, mini: MiniBatchPlan, step: int, index: int, recipe: 
 
 
 def outline(
-    plan: StepPlan, config: PlanConfig, column_bytes: ColumnBytes, media: MediaArrays | None = None
+    plan: StepPlan,
+    config: PlanConfig,
+    column_bytes: Callable[[MiniBatchPlan], ColumnBytes],
+    media: MediaArrays | None = None,
 ) -> StepOutline:
-    """What the plan alone says of a step."""
-    minis = tuple(_outline_mini(mini, config, column_bytes, media) for mini in plan.mini_batches)
+    """What is known of a step before it is made.
+
+    Args:
+        column_bytes: of a mini-batch.
+        media: as in `make_step`.
+    """
+    minis = tuple(_outline_mini(mini, config, column_bytes(mini), media) for mini in plan.mini_batches)
     return StepOutline(plan.index, plan.epoch, minis)
 
 

@@ -47,19 +47,11 @@ def windowed_sources(job: JobConfig) -> list[bool]:
     """Of each source of a job, whether its entry may grow while steps are taken from it: with a window, and nothing that is known only at
     the end.
     """
-    if not job.cache.enabled:
-        return [False] * (len(job.mixture.sources) if job.mixture else 1)
     if job.mixture is None:
         return [is_windowed(job.plan.shuffle)]
     if job.mixture.by == "tokens":
         return [False] * len(job.mixture.sources)
     return [is_windowed(each.shuffle or job.plan.shuffle) for each in job.mixture.sources.values()]
-
-
-def has_all_it_needs(found: Looked) -> bool:
-    """Whether the plan alone says how wide a step is: the widest text of rows is known at the end."""
-    carried = found.plan.recipe.get("carry", {}).values()
-    return not any(column["dtype"] == "string" for column in carried)
 
 
 def entry_of(job: JobConfig, entries: Sequence[Entry], hit: bool, reasons: Sequence[str]) -> CacheEntry:

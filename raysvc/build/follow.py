@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from raysvc.build.build_beside import BuildBeside, Stopped, has_all_it_needs
+from raysvc.build.build_beside import BuildBeside, Stopped
 from raysvc.build.build_plan import BuildPlan
 from raysvc.build.build_progress import BuildMeter
 from raysvc.build.build_report import check_share, known_before, make_report
@@ -92,16 +92,13 @@ def refuse_what_has_no_end(found: Looked) -> None:
     """Refuse what is known only when a source has ended.
 
     Raises:
-        ConfigError: media, text that is carried, or columns that a model computes.
+        ConfigError: media, or columns that a model computes.
     """
     from raysvc.scoring.job_columns import wanted_of
 
     if found.plan.processor is not None:
         what = "has rows with media, and a source that is followed is read as text alone"
         raise ConfigError("source.follow", what, "train them without follow, with plan.shuffle: window")
-    if not has_all_it_needs(found):
-        what = "carries text, and how wide a step is would be known at its end"
-        raise ConfigError("source.follow", what, "leave them out, or train without follow")
     if any(wanted for _, wanted in wanted_of(found.job).values()):
         what = "is for rows as they are, and this job wants columns that a model computes"
         raise ConfigError("source.follow", what, "train without follow, after raysvc enrich")

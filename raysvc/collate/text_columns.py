@@ -1,8 +1,9 @@
-"""Text that goes with a row to the worker: of one width in the whole run, so that bytes follow from the plan.
+"""Text that goes with a row to the worker: of one width in the whole run, so that bytes follow from the plan; with a window, of one width
+in a mini-batch, since its entry may not be finished.
 
 Axes: N rows.
 Always true:
-- a text is whole: the width is that of the longest one of the entry; text that is missing is "";
+- a text is whole: the width is that of the longest one of the entry, or of the mini-batch; text that is missing is "";
 - columns of text that do not travel are left as they are.
 """
 
@@ -30,6 +31,18 @@ def text_widths(entry: Reported, columns: Sequence[str]) -> dict[str, int]:
     reports = [one.report for one in getattr(entry, "entries", (entry,))]
     found = [(n, w) for report in reports for n, w in report.get("text_widths", {}).items() if n in columns]
     return {name: max(1, *(width for other, width in found if other == name)) for name, _ in found}
+
+
+def text_names(rows: RowBatch, columns: Sequence[str]) -> tuple[str, ...]:
+    """Those of `columns` that hold text."""
+    return tuple(name for name in columns if name in rows.rows and rows.rows[name].dtype == object)
+
+
+def widest_of(rows: RowBatch, names: Sequence[str]) -> dict[str, int]:
+    """Column of text -> characters of the longest one of these rows, at least 1."""
+    return {
+        name: max((len(text or "") for text in rows.rows[name].tolist()), default=0) or 1 for name in names
+    }
 
 
 def of_fixed_width(rows: RowBatch, widths: Mapping[str, int]) -> RowBatch:

@@ -361,7 +361,9 @@ class MixtureConfig(Model):
     sources: dict[str, MixtureSourceConfig] = Field(
         min_length=1, description="Name -> source, with a weight or with epochs; append new ones at the end."
     )
-    by: Literal["rows", "tokens"] = Field(default="rows", description="What the weights count; with a window, rows of the source.")
+    by: Literal["rows", "tokens"] = Field(
+        default="rows", description="What the weights count; with a window, rows of the source."
+    )
     adapt: AdaptConfig | None = Field(
         default=None, description="Starve sources whose loss stays high, while `raysvc train` trains."
     )

@@ -108,6 +108,39 @@ def test_rows_that_appear_come_after_those_that_were_there_and_move_none(
     assert "the end" in texts[-1]
 
 
+def test_text_that_is_carried_arrives_and_longer_text_in_a_later_file_changes_no_step(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+
+    def rows(numbers: range, text: str) -> str:
+        told = [
+            {**json.loads(line), "domain": f"{text}{n}"}
+            for n, line in zip(numbers, lines(*numbers).splitlines(), strict=True)
+        ]
+        return "".join(json.dumps(row) + "\n" for row in told)
+
+    (folder / "a.jsonl").write_text(rows(range(8), "a"))
+    source = {"path": str(folder), "format": "chat", "follow": True, "carry": ["domain"]}
+    job = job_of(tmp_path, sample, source=source)
+    before = steps_of(job)
+    (folder / "b.jsonl").write_text(rows(range(8, 16), "much longer "))
+    after = steps_of(job)
+    assert (len(before), len(after)) == (2, 4)
+    assert after[:2] == before
+    stream = stream_of(job, raysvc.tokenize(job))
+    texts = [
+        text
+        for step in range(4)
+        for shard in stream.make(step, [Role(2)])[1]
+        for text in shard.arrays["domain"].tolist()
+    ]
+    assert sorted(filter(None, texts)) == sorted(
+        [f"a{n}" for n in range(8)] + [f"much longer {n}" for n in range(8, 16)]
+    )
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_arrivals_restarts_and_two_who_follow_change_no_step(
     tmp_path: Path, sample: dict[str, str], seed: int

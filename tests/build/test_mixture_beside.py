@@ -19,7 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import raysvc
-from raysvc.api import entry_or_build
+from raysvc.actors.server.entry_stream import streams_of
+from raysvc.actors.server.spec import TRAIN
+from raysvc.api import entry_or_build, serve_spec
 from raysvc.build import build_beside
 from raysvc.build.build_beside import BuildBeside
 from raysvc.build.job_plan import numbered, plan_of
@@ -31,7 +33,7 @@ from raysvc.pipelines.tokenize import receipts_here
 from raysvc.plan.sliced import row_ids
 from raysvc.progress import Tick, silent
 
-from .test_build_beside import KILLED, SLOW, logged
+from .test_build_beside import KILLED, SLOW, logged, windowed
 from .test_windowed_job import conversations
 
 ROWS = {"talk": (60, 3), "tale": (40, 2), "song": (12, 1)}
@@ -147,6 +149,40 @@ def test_one_that_is_there_is_used_and_only_the_others_are_built(
     build_now(build, job, 0)
     assert {number for number, _ in builder.made} == {0}  # of the one that was missing
     assert "talk: same" in entry.reason
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{"source": {"carry": {"domain": {}}}}, {"cache": {"enabled": False}}],
+    ids=["text", "private"],
+)
+def test_carried_text_and_an_entry_of_ones_own_are_not_waited_for(
+    tmp_path: Path, sample: dict[str, str], builder: Builder, sections: dict[str, Any]
+) -> None:
+    path = windowed(tmp_path, sample, "own", "own-cache")
+    data = yaml.safe_load(path.read_text())
+    rows = Path(data["source"]["path"])
+    lines = [
+        {**json.loads(line), "domain": "d" * (n % 7)} for n, line in enumerate(rows.read_text().splitlines())
+    ]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for section, keys in sections.items():
+        data[section].update(keys)
+    job = load_job(data)
+    entry, build = entry_or_build(job, None, silent)
+    assert build is not None
+    spec = serve_spec(job, entry)
+    assert list(spec.growing) == [entry.uri]
+    build_now(build, job, 0)
+    growing, finished = (streams_of(one)[TRAIN] for one in (spec, spec.model_copy(update={"growing": {}})))
+    ahead = raysvc.tokenize(job)
+    assert (ahead.uri == entry.uri) == job.cache.enabled
+    built_ahead = streams_of(serve_spec(job, ahead))[TRAIN]
+    for step in range(growing.schedule.num_steps):
+        made = [
+            [shard.digest() for shard in one.make(step, (2,))[1]] for one in (growing, finished, built_ahead)
+        ]
+        assert made[0] == made[1] == made[2]
 
 
 @pytest.mark.parametrize("by", ["tokens", "epochs"])
@@ -265,9 +301,8 @@ def test_a_mixture_trains_while_its_entries_are_built_and_all_is_what_it_would_b
     whole = raysvc.train(ahead)
     assert whole["cache"]["hit"]
     path = mixed(tmp_path, sample, "beside", "beside-cache")
-    cut = raysvc.train(path, trainer={"max_steps": 5, "lr_schedule": "constant"})
-    assert not cut["cache"]["hit"]
-    beside = raysvc.train(mixed(tmp_path, sample, "beside", "beside-cache"), trainer={"resume": False})
+    beside = raysvc.train(path)
+    assert not beside["cache"]["hit"]
     assert beside["steps"] == whole["steps"]
     assert logged(tmp_path, "ahead") == logged(tmp_path, "beside")
     assert checksums(load_job(ahead)) == checksums(load_job(path))

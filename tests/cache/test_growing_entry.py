@@ -66,6 +66,9 @@ class Source:
                 "input_ids": pa.array(ids, pa.list_(pa.int32())),
                 "loss_mask": pa.array([[1] * len(one) for one in ids], pa.list_(pa.uint8())),
                 "source_row": pa.array(rows, pa.int64()),
+                "domain": pa.array(
+                    [None if row % 5 == 0 else "d" * (1 + (7 * row) % 11) for row in rows], pa.string()
+                ),
             }
         )
 
@@ -111,7 +114,9 @@ def test_steps_of_a_growing_entry_are_those_of_the_finished_one(
         return
     source = Source(tmp_path_factory.mktemp("growing"), slices, kind)
     batch = data.draw(st.integers(1, 6))
+    more = {"columns": (*PlanConfig(batch_size=1).columns, "domain")} if data.draw(st.booleans()) else {}
     config = PlanConfig(
+        **more,
         batch_size=batch,
         mini_batch_size=data.draw(st.integers(1, batch)),
         epochs=2,
@@ -141,6 +146,8 @@ def test_steps_of_a_growing_entry_are_those_of_the_finished_one(
         if data.draw(st.integers(0, 9)) == 0:
             stream = source.stream(config, growing=True)  # the server died
         found.append(digests(stream, step))
+        made = sum(shard.nbytes for shard in stream.make(step, (2,))[1])
+        assert stream.outline(step, 2).nbytes == made  # however wide its texts are
     builder.join()
     if not ends:
         source.finish()
@@ -149,6 +156,33 @@ def test_steps_of_a_growing_entry_are_those_of_the_finished_one(
     assert finished.identity == stream.identity
     assert finished.schedule == stream.schedule
     assert [digests(finished, step) for step in range(finished.schedule.num_steps)] == found
+
+
+def test_texts_are_whole_and_as_wide_as_the_longest_of_their_mini_batch(tmp_path: Path) -> None:
+    source = Source(tmp_path, [[1] * 5, [1] * 5])
+    for index in range(2):
+        source.build(index)
+    columns = (*PlanConfig(batch_size=1).columns, "domain")
+    stream = source.stream(PlanConfig(batch_size=3, shuffle="window(2)", columns=columns), growing=True)
+    truth = [row or "" for index in range(2) for row in source.table(index)["domain"].to_pylist()]
+    widths = set()
+    for step in range(stream.schedule.num_steps):
+        for dp_size in (1, 2):
+            info, shards = stream.make(step, (dp_size,))
+            [mini] = info.mini_batches
+            wanted = {row: truth[5 * (row >> BITS) + row % (1 << BITS)] for row in mini.row_ids.tolist()}
+            width = max(map(len, wanted.values()))
+            for shard in shards:
+                texts = shard.arrays["domain"]
+                assert texts.dtype == f"<U{width}"
+                found = {
+                    row: text
+                    for row, text in zip(shard.row_ids.tolist(), texts.tolist(), strict=True)
+                    if row >= 0
+                }
+                assert found.items() <= wanted.items()
+            widths.add(width)
+    assert len(widths) > 1
 
 
 def test_a_step_waits_for_its_own_slices_and_says_how_long(tmp_path: Path) -> None:
