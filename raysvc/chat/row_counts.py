@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysvc.errors import QuarantineExceeded, UserMistake
+from raysvc.errors import QuarantineExceeded, SourceError
 
 EXAMPLES_SHOWN = 3
 COUNTS = (
@@ -143,13 +143,14 @@ def reasoning_note(counts: Mapping[str, Any]) -> str:
 
 @contextmanager
 def errors_of(name: str) -> Iterator[None]:
-    """What is wrong with the source of this name, of a mixture, says so; "": the job has one source."""
+    """What is wrong with the rows of this source of a mixture names it; "": the job has one source."""
     try:
         yield
-    except UserMistake as error:
-        if name and error.where.split(".")[0] == "source":
-            raise type(error)(f"mixture.sources.{name}.{error.where}", error.what, error.remedy) from None
-        raise
+    except (SourceError, QuarantineExceeded) as error:
+        if not name:
+            raise
+        where = error.where if error.where.startswith("source") else f"source: {error.where}"
+        raise type(error)(f"mixture.sources.{name}.{where}", error.what, error.remedy) from None
 
 
 def check_quarantine(row_counts: RowCounts, examples: Sequence[Quarantined], max_share: float) -> None:

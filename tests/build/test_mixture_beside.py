@@ -26,7 +26,7 @@ from raysvc.build import build_beside
 from raysvc.build.build_beside import BuildBeside
 from raysvc.build.job_plan import numbered, plan_of
 from raysvc.cache.growing.growing_entry import GrowingEntry
-from raysvc.errors import QuarantineExceeded
+from raysvc.errors import QuarantineExceeded, SourceError
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
 from raysvc.pipelines.tokenize import receipts_here
@@ -278,6 +278,23 @@ def test_a_source_with_too_many_bad_rows_is_named(
     assert entry.hit is False
 
 
+def test_what_a_slice_raises_names_the_source(
+    tmp_path: Path, sample: dict[str, str], builder: Builder
+) -> None:
+    job = load_job(mixed(tmp_path, sample, "long", "long", max_length=8, truncation="error"))
+    with pytest.raises(
+        SourceError, match=r"^mixture\.sources\.song\.source:0: the row has .* max_length is 8"
+    ):
+        entry_or_build(job, None, silent)  # the one in full shuffle
+    sources = {name: each for name, each in job.mixture.sources.items() if name != "song"}  # type: ignore[union-attr]
+    job = job.model_copy(update={"mixture": job.mixture.model_copy(update={"sources": sources})})  # type: ignore[union-attr]
+    _, build = entry_or_build(job, None, silent)
+    assert build is not None
+    build.start(job, 0, None, silent, lambda why: None)
+    with pytest.raises(SourceError, match=r"^mixture\.sources\.(talk|tale)\.source:[0-9]+: "):
+        build.wait()
+
+
 def test_a_build_of_two_tells_one_progress(tmp_path: Path, sample: dict[str, str], builder: Builder) -> None:
     job = load_job(mixed(tmp_path, sample, "told", "told-cache"))
     _, build = entry_or_build(job, None, silent)
@@ -308,12 +325,31 @@ def test_a_mixture_trains_while_its_entries_are_built_and_all_is_what_it_would_b
     assert checksums(load_job(ahead)) == checksums(load_job(path))
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+def test_workers_of_a_cluster_make_slices_of_all_sources(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    pool = {"min": 2, "max": 2, "slice_mb": 0.001}
+    job, ahead = (load_job(mixed(tmp_path, sample, name, name, workers=pool)) for name in ("pool", "ahead"))
+    _, build = entry_or_build(job, None, silent)
+    assert build is not None
+    build.start(job, 0, job.workers, silent, lambda why: None)
+    build.wait()
+    raysvc.tokenize(ahead, workers={"min": 1})
+    assert checksums(job) == checksums(ahead)
+
+
 @pytest.mark.slow
 def test_kills_of_trainer_server_and_builder_change_no_step_of_a_mixture(
     tmp_path: Path, sample: dict[str, str]
 ) -> None:
-    """A slice takes its builder 0.7 s more here, so that 80 of them are in the making while 24 steps are trained."""
-    for name, count in (("talk", 2400), ("tale", 800)):
+    """A slice takes its builder 0.7 s more here, so that 40 of them are in the making while 24 steps are trained."""
+    for name, count in (
+        ("talk", 1200),
+        ("tale", 400),
+        ("song", 250),
+    ):  # a quarter of the stream is of the last one
         conversations(tmp_path, name, count, 1)
     plan = {"batch_size": 40, "shuffle": "window(2)", "epochs": 1}
     trainer = {
@@ -323,7 +359,7 @@ def test_kills_of_trainer_server_and_builder_change_no_step_of_a_mixture(
         "max_steps": 24,
         "lr_schedule": "cosine",
     }
-    slices = {"slice_mb": (tmp_path / "talk.jsonl").stat().st_size / 60 / 1e6}
+    slices = {"slice_mb": (tmp_path / "talk.jsonl").stat().st_size / 30 / 1e6}
 
     def job(name: str) -> Path:
         own = {**trainer, "run_dir": str(tmp_path / name)}
