@@ -143,7 +143,7 @@ def reasoning_note(counts: Mapping[str, Any]) -> str:
 
 @contextmanager
 def errors_of(name: str) -> Iterator[None]:
-    """What is wrong with the rows of this source of a mixture names it; "": the job has one source."""
+    """What is wrong with the rows of this source of a mixture is raised with its name; "": the job has one source."""
     try:
         yield
     except (SourceError, QuarantineExceeded) as error:
