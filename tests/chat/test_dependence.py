@@ -17,6 +17,7 @@ from raysvc.chat.trace.fast_render import FastRender
 NOW = datetime(2026, 1, 1)
 LOOP, END = "{% for m in messages %}", "{% endfor %}"
 SPACE = "{% set ns = namespace(x='', n=0, l=[]) %}"
+KINDS = ("defined", "undefined", "none", "mapping", "iterable", "sequence", "number")
 FILLED = (
     LOOP + "{{ '<' + m.role + '>' + m.content }}" + END,
     LOOP + "{{ m['content'] | trim ~ m['role'] }}" + END,
@@ -34,6 +35,8 @@ FILLED = (
     "{% macro f(t) %}[{{ t }}]{% endmacro %}" + LOOP + "{{ f(m.content) + f(m.role) }}" + END,
     LOOP + "{% if (m.role == 'tool') or (messages[-1].role != 'user') %}{{ m.content }}{% endif %}" + END,
     LOOP + "{% generation %}{{ m.content }}{% endgeneration %}" + END,
+    LOOP + "{{ messages[loop.index0].content }}{{ (' ' ~ m.content ~ ' ;') | trim }}" + END,
+    *(LOOP + "{{ m.content if m.content is " + kind + " else '-' }}" + END for kind in KINDS),
 )
 DECIDED = (
     LOOP + "{{ '!' if 'a' in m.content else m.content }}" + END,
@@ -68,6 +71,13 @@ DECIDED = (
     LOOP + "{{ m[m.role] | length if m[m.role] else m.content }}" + END,
     LOOP + "{{ '%s' | format(m.content) }}" + END,
     LOOP + "{{ m.content * 2 }}" + END,
+    LOOP + "{{ m.role | replace(old='user', new=m.content) | upper }}" + END,
+    LOOP + "{{ m.content | trim(chars='a') }}" + END,
+    LOOP + "{{ [m.content] + ['b'] }}" + END,
+    LOOP + "{{ m | default('x') }}" + END,
+    LOOP + "{{ '!' if m.content.split('a')[1] is defined else '?' }}" + END,
+    "{% for m in messages[:messages[0].content | length - 1] %}{{ m.role }}" + END,
+    LOOP + "{{ (m.content | length) ~ m.content }}" + END,
 )
 
 

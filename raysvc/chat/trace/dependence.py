@@ -3,7 +3,7 @@
 Rows with the same roles take the same way through a template when no question on it depends on the words of a text. Then the
 template fills the texts into literals, and no walk is needed to know what it writes.
 
-Texts are not empty here, and no blank is at their ends: so a text is true, and `trim` leaves it as it is.
+Texts are not empty here, and no blank is at their ends: so a text is true, and `trim` takes nothing of it away.
 
 Always true:
 - what is not listed here depends on the words.
@@ -20,9 +20,8 @@ class Needs(IntEnum):
 
     ROLES = 0  # the same in all rows with these roles
     MESSAGES = 1  # the messages, some of them, or one of them
-    TEXT = 2  # what one message says
-    JOINED = 3  # a text of such texts and others
-    WORDS = 4  # anything
+    TEXT = 2  # what messages say, each whole, and fixed texts around it
+    WORDS = 3  # anything
 
 
 _TYPES = frozenset(
@@ -46,20 +45,20 @@ def needs_after(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Needs
     needs = [needs_of(arg) for arg in args]
     if not any(needs) and not needs_of(kwargs):
         return Needs.ROLES
-    if kwargs or any(type(arg) in (list, tuple, dict) for arg in args):
+    if kwargs or any(type(arg) in (list, tuple, dict) for arg in args) or Needs.WORDS in needs:
         return Needs.WORDS
     if op in ("+", "concat", "str") and Needs.MESSAGES not in needs:
-        return Needs.WORDS if Needs.WORDS in needs else Needs.JOINED
-    first, *others = needs
-    if op == "in" and type(args[0]) is str and others == [Needs.MESSAGES]:
+        return Needs.TEXT
+    if op == "in" and needs == [Needs.ROLES, Needs.MESSAGES]:
         return Needs.ROLES
-    if any(others) or first is Needs.WORDS:
+    first, *others = needs
+    if any(others):
         return Needs.WORDS
     if op in _TYPES:
         return Needs.ROLES
     if first is Needs.MESSAGES:
         return _of_messages(op, args)
-    return Needs.TEXT if first is Needs.TEXT and op in _TRIMS and len(args) == 1 else Needs.WORDS
+    return Needs.TEXT if op in _TRIMS and len(args) == 1 else Needs.WORDS
 
 
 def _of_messages(op: str, args: tuple[Any, ...]) -> Needs:
@@ -73,4 +72,4 @@ def _of_messages(op: str, args: tuple[Any, ...]) -> Needs:
     if type(args[1]) is str:
         return Needs.TEXT if args[1] == "content" else Needs.ROLES
     index = getattr(args[1], "value", args[1])
-    return Needs.MESSAGES if type(index) is int and op == "item" else Needs.WORDS
+    return Needs.MESSAGES if type(index) is int else Needs.WORDS
