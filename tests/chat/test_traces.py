@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from raysvc.chat.render.real_render import RealRender
+from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.trace import automaton, fast_render, self_test
 from raysvc.chat.trace.fast_render import FastRender
@@ -204,3 +205,28 @@ def test_a_jinja_that_is_read_wrongly_is_noticed_once_and_logged(
         monkeypatch.undo()
         self_test.tracing_works.cache_clear()
     assert self_test.tracing_works()
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("way", TRACED)
+def test_a_text_alone_is_that_of_the_render(way: str, fast: bool) -> None:
+    text = (
+        "{{ (tools or ['none'])[0] }}" + TRACED[way] + "{{ raise_exception('!') if messages | length == 5 }}"
+    )
+    template, real = ChatTemplate(text, {}, fast, NOW), RealRender(text, {}, NOW)
+    for number, each in enumerate(ROWS * 3):
+        tools = ["a tool"] if number % 2 else None
+        assert template.rendered_text(each, tools) == real.render(each, tools, False).text
+    with pytest.raises(RowFault):
+        template.rendered_text(row(*"abcde"), None)
+
+
+def test_a_text_alone_is_rendered_for_real_when_it_is_due() -> None:
+    template = ChatTemplate(CHATML, {})
+    assert template.fast is not None
+    for _ in range(3 * fast_render.SAMPLE_EVERY):
+        template.rendered_text(row("a", "b"), None)
+    assert template.fast.counts["walked"] == 3 * fast_render.SAMPLE_EVERY - 1
+    template.fast._judge = None  # type: ignore[assignment, method-assign]
+    with pytest.raises(TypeError):
+        template.rendered_text(row("a", "b"), None)

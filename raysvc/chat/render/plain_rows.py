@@ -264,13 +264,6 @@ class PlainRows:
         return same < len(literal) or same == len(prompt) or prompt[same : same + 2] in self._finder.openings
 
 
-def _filled_in(shape: Shape, said: list[str]) -> str:
-    """The literals with the texts between them."""
-    parts = shape.parts.copy()
-    parts[1::2] = said
-    return "".join(parts)  # type: ignore[arg-type]
-
-
 def _given(plain: Plain, has_parts: bool) -> list[Message]:
     """Messages for a template that takes parts, or texts."""
     messages, _, said, _, in_parts = plain
@@ -290,14 +283,6 @@ def _sizes(said: list[str], texts: Iterable[str]) -> list[tuple[int, tuple[int, 
     """Of each stretch the characters of its literals, and the places of the texts in it."""
     inside = [(text, tuple(place for place, part in enumerate(said) if part in text)) for text in texts]
     return [(len(text) - sum(len(said[place]) for place in places), places) for text, places in inside]
-
-
-def _same_sizes(shape: Shape, said: list[str], texts: Iterable[str]) -> bool:
-    """Whether stretches end where those of the shape do: the ends of marks are among them."""
-    if not shape.sizes:
-        return True
-    sizes = zip(shape.sizes, texts, strict=True)
-    return all(len(text) == size + sum(len(said[n]) for n in places) for (size, places), text in sizes)
 
 
 def _literals(text: str, said: list[str]) -> list[str] | None:

@@ -162,14 +162,22 @@ class Renderer:
         return () if bos and text.startswith(bos) else self._around[0]
 
     def _text_chat(self, example: ChatExample) -> Sequence:
-        return self._rendered(example)[0]
+        if not example.all_tokens or example.prompt:
+            return self._rendered(example)[0]
+        example = self._fitted(example)
+        text = self._template(example.tools is not None)[0].rendered_text(example.messages, example.tools)
+        return Sequence(text, [(0, len(text), FREE)], example=example)
+
+    def _fitted(self, example: ChatExample) -> ChatExample:
+        """The example with what the template takes of parts and calls."""
+        if example.has_parts or example.has_calls:
+            return self._tokenizer.fit(example.tools is not None).fitted(example)
+        return example
 
     def _rendered(self, example: ChatExample) -> tuple[Sequence, Render]:
         """The sequence of a conversation whose media have no place yet, and its render."""
-        has_tools = example.tools is not None
-        template, finder, memory = self._template(has_tools)
-        if example.has_parts or example.has_calls:
-            example = self._tokenizer.fit(has_tools).fitted(example)
+        template, finder, memory = self._template(example.tools is not None)
+        example = self._fitted(example)
         if example.prompt:
             prompt = template.render(example.messages, example.tools, prompt=True)
             return Sequence(prompt.text, [], example=example), prompt

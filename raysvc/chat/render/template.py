@@ -80,6 +80,17 @@ class ChatTemplate:
             return render
         return self._by_prefixes(render, messages, tools)
 
+    def rendered_text(self, messages: list[Message], tools: list[Any] | None) -> str:
+        """The text of `render`, without the question of who wrote what.
+
+        Raises:
+            RowFault: the template raised.
+        """
+        written = self.fast.stretches(self.shown(messages), tools) if self.fast else None
+        if written is None:
+            return self.render(messages, tools).text
+        return "".join([text for _, _, text in written])
+
     def shown(self, messages: list[Message]) -> list[Message]:
         """Messages as the template sees them."""
         return in_parts(messages) if self._in_parts else messages

@@ -85,13 +85,13 @@ class FastRender:
         except Exception:  # noqa: BLE001  what cannot be traced is walked or rendered
             return None
 
-    def stretches(self, messages: list[Any]) -> list[Written] | None:
-        """What a row without tools writes, None when it has to go to `render`: it is new, or due for the real render."""
+    def stretches(self, messages: list[Any], tools: Any = None) -> list[Written] | None:
+        """What a row writes, None when it has to go to `render`: it is new, or due for the real render."""
         if self.is_due:
             return None
         self._template.begin_walk()
         try:
-            written = self._automaton.walk(self._automaton.state(False), messages, None)
+            written = self._automaton.walk(self._automaton.state(False), messages, tools)
         except Exception:  # noqa: BLE001  new, or the template raises: `render` knows which
             return None
         self.counts["walked"] += 1
