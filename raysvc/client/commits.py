@@ -2,6 +2,7 @@
 
 Always true:
 - a commit that is noted wakes nobody while a thread looks for commits by itself, unless `AT_MOST` wait already;
+- to note one is one call;
 - what is taken says all that was noted: the newest commit covers those before it, and a skipped step stays named;
 - none is lost between the loop that notes, the thread that looks, and its end.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -26,24 +27,34 @@ class Commit(NamedTuple):
 
 
 class Commits:
-    """See the module."""
+    """See the module.
 
-    def __init__(self) -> None:
-        self._noted: collections.deque[Commit] = collections.deque()
+    Args:
+        wake: has `take` called soon.
+
+    Attributes:
+        moves: of this seat so far.
+    """
+
+    def __init__(self, wake: Callable[[], object]) -> None:
+        self.moves = 0
+        self._wake = wake
+        self._noted: collections.deque[tuple[int, bool, int]] = collections.deque()
         self._lock = threading.Lock()
         self._lookers = 0  # guarded by _lock
 
     def __bool__(self) -> bool:
         return bool(self._noted)
 
-    def note(self, commit: Commit) -> bool:
-        """Note a commit; returns whether a thread must be woken to send it."""
-        self._noted.append(commit)
-        return not self._lookers or len(self._noted) >= AT_MOST
+    def note(self, step: int, skipped: bool) -> None:
+        """Have a commit sent soon."""
+        self._noted.append((step, skipped, self.moves))
+        if not self._lookers or len(self._noted) >= AT_MOST:
+            self._wake()
 
     def take(self) -> list[Commit]:
         """What has to be sent of those noted so far, in their order; one thread at a time."""
-        return covering([self._noted.popleft() for _ in range(len(self._noted))])
+        return covering([Commit(*self._noted.popleft()) for _ in range(len(self._noted))])
 
     @contextmanager
     def looked_for(self) -> Iterator[None]:

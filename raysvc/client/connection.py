@@ -3,7 +3,7 @@
 Always true:
 - a heartbeat thread keeps the lease while this process lives, however long a step takes;
 - a sending thread sends what the training loop must not wait for;
-- a commit wakes no thread while another one looks for commits by itself (`sends_commits`);
+- a commit (`commits.note`) wakes no thread while another one looks for commits by itself (`sends_commits`);
 - commits may reach the server in any order and more than once; any other call of the holder is sent when all commits
   before it are answered;
 - once the lease is lost, or a commit was refused, every call says so, with the server's own error;
@@ -21,13 +21,14 @@ import socket
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from raysvc.actors.server.spec import Part, Role
-from raysvc.client.commits import Commit, Commits
+from raysvc.client.commits import Commits
 from raysvc.errors import LeaseError, PlanError, RankLost, ServerError
 from raysvc.versions import HERE
 
@@ -63,6 +64,18 @@ def _collators_of(server: Any, lease: Lease, rank: int | None, num_ranks: int) -
     return CollatorPool(spec_json, len(range(rank, lease.collators, num_ranks)), [node_id])
 
 
+_open: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    """In a process that was forked from this one."""
+    for connection in list(_open):
+        connection.ended = True
+
+
+os.register_at_fork(after_in_child=_end_all)
+
+
 class Connection:
     """A server, a lease on it, and the thread that keeps the lease.
 
@@ -76,6 +89,8 @@ class Connection:
     Attributes:
         report: what heartbeats carry beside the sign of life.
         orders: `Plan.order_of` of each epoch of which a step, or a state, was seen.
+        commits: that are not sent; a refusal is raised by one of the next calls.
+        ended: whether `check` refuses. A loop looks here first: that costs no call.
     """
 
     def __init__(
@@ -85,12 +100,11 @@ class Connection:
         self._window, self._pid = window, os.getpid()
         self.report: Callable[[], dict[str, Any]] = dict
         self.orders: dict[int, str] = {}
+        self.ended = False
         self._told: set[int] = set()  # ranks that were logged as behind or silent; only the heart touches it
-        self._moves = 0  # rewinds and restored states, counted by `move`
-        self._unsent = Commits()
         self._sending = threading.Lock()  # guards what sends commits and takes their answers
         # (step, ref) of commits that are not answered; guarded by _sending
-        self._commits: collections.deque[tuple[int, Any]] = collections.deque()
+        self._unanswered: collections.deque[tuple[int, Any]] = collections.deque()
         self._beside: list[threading.Thread] = []  # of `beside`
         self._methods: dict[tuple[str, str, int], Any] = {}
         self._lost: BaseException | None = None  # set once, by the thread that learns it first
@@ -99,8 +113,10 @@ class Connection:
         self._beat_now = threading.Event()
         self._collators = _collators_of(server, lease, rank, num_ranks)
         self._sender = ThreadPoolExecutor(1, thread_name_prefix=f"raysvc-send-{lease.name}")
+        self.commits = Commits(lambda: self._sender.submit(self._send_commits))
         self._heart = threading.Thread(target=self._beat, name=f"raysvc-lease-{lease.name}", daemon=True)
         self._heart.start()
+        _open.add(self)
 
     @property
     def closed(self) -> bool:
@@ -116,14 +132,20 @@ class Connection:
             StepOutOfOrder: an earlier commit was refused.
             ServerError: `close` was called, or this process was forked from the one that attached.
         """
+        if not self.ended:
+            return
         where = f"server.name {self.lease.name!r}"
         if os.getpid() != self._pid:
             what = f"was attached by process {self._pid} and is used in {os.getpid()}, forked from it"
             raise ServerError(where, what, "attach in the process that trains, after the fork")
         if self._lost is not None:
             raise self._lost
-        if self.closed:
-            raise ServerError(where, "is used after detach", "attach again")
+        raise ServerError(where, "is used after detach", "attach again")
+
+    def _lose(self, error: BaseException) -> None:
+        """Have all calls from now on raise the first error that ended the lease."""
+        self._lost = self._lost or error
+        self.ended = True
 
     def note_order(self, info: StepInfo) -> None:
         """Keep the order of the step's epoch.
@@ -208,19 +230,13 @@ class Connection:
             StepOutOfOrder: there is no such step.
         """
         self.check()
-        self._moves += 1
-        named = {"rank": self.rank or 0, "moves": self._moves}
+        self.commits.moves += 1
+        named = {"rank": self.rank or 0, "moves": self.commits.moves}
         return int(self.after_commits("move", frontier, plan_state, **named))
-
-    def commit(self, step: int, skipped: bool) -> None:
-        """Have a commit sent; a refusal is raised by one of the next calls."""
-        self.check()
-        if self._unsent.note(Commit(step, skipped, self._moves)):
-            self._sender.submit(self._send_commits)
 
     def send_commits(self) -> None:
         """Send the commits that nobody sends yet; does not wait for answers."""
-        if self._unsent and self._sending.acquire(blocking=False):
+        if self.commits and self._sending.acquire(blocking=False):
             try:
                 self._send_unsent()
             finally:
@@ -228,12 +244,12 @@ class Connection:
 
     @contextmanager
     def sends_commits(self) -> Iterator[None]:
-        """While it lasts the calling thread calls `send_commits` every few milliseconds, and `commit` wakes no other."""
+        """While it lasts the calling thread calls `send_commits` every few milliseconds, and a commit wakes no other."""
         try:
-            with self._unsent.looked_for():
+            with self.commits.looked_for():
                 yield
         finally:
-            if self._unsent and not self.closed:
+            if self.commits and not self.closed:
                 self._sender.submit(self._send_commits)
 
     def beside(self, work: Callable[[], None], name: str) -> None:
@@ -266,12 +282,13 @@ class Connection:
             )
             self.check()
         finally:
+            self.ended = True
             self._stop.set()
             self._beat_now.set()
             for thread in (*self._beside, self._heart):
                 thread.join(timeout=10.0)
             self._sender.shutdown(wait=True, cancel_futures=True)
-            self._commits.clear()
+            self._unanswered.clear()
             self._collators = None
 
     def _send(self, method: str, *args: Any, **named: Any) -> Any:
@@ -289,15 +306,15 @@ class Connection:
 
     def _send_unsent(self) -> None:
         """Called under `_sending`."""
-        for step, skipped, moves in self._unsent.take():
+        for step, skipped, moves in self.commits.take():
             if self._lost is not None:
                 return
             try:
                 ref = self._send("commit", step, skipped, rank=self.rank or 0, moves=moves)
-                self._commits.append((step, ref))
+                self._unanswered.append((step, ref))
                 self._collect(COMMITS_AT_ONCE - 1)  # asking for an answer costs more than sending
             except Exception as error:  # noqa: BLE001 - nobody waits for this call: the next one tells
-                self._lost = self._lost or error
+                self._lose(error)
                 log.error("commit failed name=%s step=%d error=%s", self.lease.name, step, error)
 
     def _collect(self, leave: int) -> None:
@@ -307,10 +324,10 @@ class Connection:
         """
         import ray
 
-        while len(self._commits) > leave:
-            if leave and not ray.wait([self._commits[0][1]], timeout=0)[0]:
+        while len(self._unanswered) > leave:
+            if leave and not ray.wait([self._unanswered[0][1]], timeout=0)[0]:
                 return
-            step, ref = self._commits.popleft()
+            step, ref = self._unanswered.popleft()
             if step + 1 - self._answer(ref) > self._window and self.rank is not None:
                 self._beat_now.set()  # its answer says who is behind
 
@@ -350,7 +367,7 @@ class Connection:
                 self._beat_once()
             except LeaseError as error:
                 if not self._leaving:  # a beat that comes after our own detach is refused, rightly
-                    self._lost = self._lost or error
+                    self._lose(error)
                     log.error("lease lost name=%s fence=%d", self.lease.name, self.lease.fence)
                 return
             except ray.exceptions.RayError as error:

@@ -112,25 +112,30 @@ class LeaseClient(ABC, Generic[F, S]):
             ConfigError: `step` is no integer, or a metric is not a number.
             StepOutOfOrder: this client was not given that step yet.
         """
-        integer("commit(step)", step, 0)
-        flag("commit(skipped)", skipped)
-        known = checked_metrics(metrics)
-        self._connection.check()
+        # few calls: after the compute of a step, the code and objects of each have left the core's caches
+        if type(step) is not int or step < 0:
+            step = integer("commit(step)", step, 0)
+        if skipped is not False:
+            flag("commit(skipped)", skipped)
+        known = {} if metrics is None else checked_metrics(metrics)
+        connection = self._connection
+        if connection.ended:
+            connection.check()
         with self._commit_lock:
-            newest = max(self._frontier, self._taken - 1)
-            if step > newest:
+            if step >= self._taken and step > self._frontier:
+                newest = max(self._frontier, self._taken - 1)
                 expected = f"step {newest} at most, the newest that was handed out or is next"
                 raise StepOutOfOrder(self.lease.name, step, expected)
             if step >= self._frontier:
-                count = int(step) + 1 - self._frontier
+                count = step + 1 - self._frontier
                 if self._report_of_steps is None:
-                    self.meter.trained(int(step), count)
+                    self.meter.noted.append((step, count, self.meter.clock()))
                 else:
-                    told = self.meter.committed(int(step), count)
-                    self._report_of_steps.committed(int(step) + 1, told, known)
-                self._frontier = int(step) + 1
+                    told = self.meter.committed(step, count)
+                    self._report_of_steps.committed(step + 1, told, known)
+                self._frontier = step + 1
                 self._uncommitted = 0
-                self._connection.commit(int(step), skipped)
+                connection.commits.note(step, skipped)
 
     def state_dict(self) -> dict[str, Any]:
         """The committed frontier, as small JSON; safe with fetches in flight, equal on all ranks after a step."""
@@ -277,7 +282,8 @@ class LeaseClient(ABC, Generic[F, S]):
             window.close()
 
     def _note_taken(self, index: int) -> None:
-        self._taken = max(self._taken, index + 1)
+        if index >= self._taken:
+            self._taken = index + 1
         self._uncommitted += 1
         if self._uncommitted == WARN_AFTER_STEPS:
             log.warning(
@@ -296,11 +302,11 @@ class LeaseClient(ABC, Generic[F, S]):
             step = self._arrive(fetch)
             return step, self._given(step)
 
-        step, _ = self._measured(arrive)
+        step = self._measured(arrive)
         self._record()
         return step
 
-    def _measured(self, wait: Callable[[], tuple[S, Given]]) -> tuple[S, Given]:
+    def _measured(self, wait: Callable[[], tuple[S, Given]]) -> S:
         """A step that the caller waits for, with its wait."""
         begin, given = time.perf_counter(), None
         self.meter.wait_begins(overlaps=self._overlaps and self._uncommitted > 0)
@@ -310,7 +316,7 @@ class LeaseClient(ABC, Generic[F, S]):
             waited_s = time.perf_counter() - begin
             self.meter.wait_ends(waited_s, given)
         self._count(waited_s)
-        return step, given
+        return step
 
     def _count(self, waited_s: float) -> None:
         self._last_wait_s = waited_s

@@ -79,13 +79,6 @@ class Committed(NamedTuple):
     stall_s: float
 
 
-class _Taken(NamedTuple):
-    """A step that was there when it was asked for."""
-
-    waited_s: float
-    given: Given
-
-
 class _Trained(NamedTuple):
     """A commit: all steps up to `step`, `num_steps` of them newly, at a value of the clock."""
 
@@ -108,16 +101,19 @@ class Meter:
         server: its name.
         exports: whether to record metrics; one rank speaks for all.
         clock: seconds that only go forward.
+
+    Attributes:
+        noted: by the loop, which appends, and not counted yet: (waited_s, given) of a step that was there when the
+            caller asked; (step, count, clock()) when all steps up to `step` are trained, `count` of them newly.
     """
 
     def __init__(
         self, server: str, *, exports: bool = True, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._server, self._exports, self._clock = server, exports, clock
+        self._server, self._exports, self.clock = server, exports, clock
         self.metrics = LaterRecords()
         self.told_by_workers = False  # `stalled` says all stalls; set it before the first step
-        # what the loop noted and nobody counted
-        self._noted: collections.deque[_Taken | _Trained] = collections.deque()
+        self.noted: collections.deque[tuple[float, Given] | tuple[int, int, float]] = collections.deque()
         self._lock = threading.Lock()  # guards all below: the heartbeat thread reports
         self._began_s = self._last_commit_s = clock()
         self._since_s: float | None = None  # the caller waits since then, and it counts
@@ -134,7 +130,7 @@ class Meter:
             overlaps: workers compute meanwhile.
         """
         with self._lock:
-            self._since_s = None if overlaps or self.told_by_workers else self._clock()
+            self._since_s = None if overlaps or self.told_by_workers else self.clock()
 
     def wait_ends(self, waited_s: float, given: Given | None) -> None:
         """The caller has its step, or None: it could not be made."""
@@ -150,29 +146,21 @@ class Meter:
                     waits = (given.groups_s, given.build_s)
                     self._blame(StepTimes(given.step, waited_s, *times, "file", *waits))
 
-    def was_there(self, waited_s: float, given: Given) -> None:
-        """The caller has a step that it did not wait for; counted by `settle`."""
-        self._noted.append(_Taken(waited_s, given))
-
     def stalled(self, times: StepTimes) -> None:
         """Workers stood still for a step, as they measured it."""
         with self._lock:
             self._add_stall(times.waited_s)
             self._blame(times)
 
-    def trained(self, step: int, count: int) -> None:
-        """All steps up to `step` are trained, `count` of them newly; counted by `settle`."""
-        self._noted.append(_Trained(step, count, self._clock()))
-
     def committed(self, step: int, count: int) -> Committed:
-        """As `trained`, but counted now."""
+        """All steps up to `step` are trained, `count` of them newly."""
         with self._lock:
             self._settle()
-            return self._committed(_Trained(step, count, self._clock()))
+            return self._committed(_Trained(step, count, self.clock()))
 
     def settle(self) -> None:
         """Count what was noted so far."""
-        if self._noted:
+        if self.noted:
             with self._lock:
                 self._settle()
 
@@ -188,7 +176,7 @@ class Meter:
         self.metrics.write()
         with self._lock:
             self._charge()
-            now = _Look(self._clock(), self._stall_s, self._steps, self._tokens)
+            now = _Look(self.clock(), self._stall_s, self._steps, self._tokens)
             self._looks.append(now)
             while now.time_s - self._looks[1].time_s >= RECENT_S:
                 self._looks.popleft()
@@ -207,11 +195,11 @@ class Meter:
 
     def _settle(self) -> None:
         """Called under `_lock`."""
-        while self._noted:
-            match self._noted.popleft():
-                case _Trained() as trained:
-                    self._committed(trained)
-                case _Taken(waited_s, given):
+        while self.noted:
+            match self.noted.popleft():
+                case step, count, at_s:
+                    self._committed(_Trained(step, count, at_s))
+                case waited_s, given:
                     if not self.told_by_workers:
                         self._add_stall(waited_s)
                     self._keep(waited_s, given)
@@ -236,7 +224,7 @@ class Meter:
     def _charge(self) -> None:
         """Count the wait so far. Called under `_lock`."""
         if self._since_s is not None:
-            now_s = self._clock()
+            now_s = self.clock()
             self._add_stall(now_s - self._since_s)
             self._since_s = now_s
 

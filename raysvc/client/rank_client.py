@@ -14,9 +14,9 @@ Always true:
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import closing
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from raysvc.actors.server.spec import Role
@@ -101,16 +101,18 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
         self._window = ahead
         with closing(ahead):
             for index in steps:
-                self._refuse_older(ahead)
-                begin = time.perf_counter()
+                if self._window is not ahead:
+                    self._refuse_older(ahead)
+                begin = perf_counter()
                 taken = ahead.take()
                 if taken is None:
-                    step, _ = self._measured(ahead.wait)
+                    step = self._measured(ahead.wait)
                 else:
                     step, given = taken
-                    waited_s = time.perf_counter() - begin
-                    self.meter.was_there(waited_s, given)
+                    waited_s = perf_counter() - begin
+                    self.meter.noted.append((waited_s, given))
                     self._count(waited_s)
+                    del given  # the loop alone holds what it has
                 self._note_taken(index)
                 del taken
                 yield step

@@ -2,6 +2,7 @@
 
 Always true:
 - with look-ahead, a step that is there is taken without sending, copying or waking anybody;
+- the memory of a step that the loop let go of is given back by the thread;
 - what is needed first is brought first;
 - an error comes at its step;
 - after `close` the thread ends soon, and the end of the connection waits for it.
@@ -151,6 +152,7 @@ class ReadAhead(Generic[T]):
         self._num_asked = self._num_brought = 0
         self._coming: collections.deque[tuple[RankFetch, Future[Any]]] = collections.deque()
         self._taken_s = time.monotonic()
+        self._held: collections.deque[T] = collections.deque()  # brought, and not known to be done with
         connection.beside(self._run, "read")
 
     @property
@@ -170,12 +172,16 @@ class ReadAhead(Generic[T]):
             StepFailed: it could not be made.
             LeaseError, ServerError: the connection has ended.
         """
-        self._connection.check()
+        if self._connection.ended:
+            self._connection.check()
         self._wanted += 1
         try:
-            return self._given(self._ready.get_nowait())
+            step = self._ready.get_nowait()
         except Empty:
             return None
+        if isinstance(step, _Failed):
+            raise step.error
+        return step
 
     def wait(self) -> T:
         """Wait for the step that `take` had not.
@@ -218,16 +224,20 @@ class ReadAhead(Generic[T]):
             self._ready.put(_Failed(error))
         finally:
             self._coming.clear()
+            self._held.clear()
 
     def _bring_all(self, window: Generator[RankFetch, None, None]) -> None:
         while self._num_brought < len(self._steps) and not (self._closed or self._connection.closed):
             if self._seen < self._wanted:
                 next(window)  # asks for those that may be ahead now
                 self._seen += 1
+                if self._seen > 1:  # the loop let go of the step before; its memory is given back here
+                    self._held.popleft()
                 self._taken_s = time.monotonic()
             elif self._coming and self._coming[0][1].done():
                 fetch, _ = self._coming.popleft()
-                self._ready.put(self._bring(fetch))
+                self._held.append(self._bring(fetch))
+                self._ready.put(self._held[-1])
                 self._num_brought += 1
                 self._window.extend()  # of rollouts more may have come
             else:

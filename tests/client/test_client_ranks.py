@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,6 +15,21 @@ from raysvc.errors import StepOutOfOrder
 
 pytestmark = pytest.mark.ray
 Served = Callable[..., Any]
+# what a loop may call that takes a step which is there; `__exit__` is that of a lock that nobody else wants
+PLAIN = {
+    ("C", name)
+    for name in (
+        "append",
+        "get_nowait",
+        "isinstance",
+        "len",
+        "monotonic",
+        "next",
+        "perf_counter",
+        "setprofile",
+        "__exit__",
+    )
+}
 
 
 def stats(server: Any) -> dict[str, Any]:
@@ -344,6 +361,41 @@ def test_a_commit_reaches_the_server_while_its_loop_computes_or_holds_the_next_s
         steps.close()
         assert rank.frontier == 4
     assert stats(server)["frontier"] == 4, "those of an iteration that was left are sent, too"
+
+
+def test_a_step_that_is_ready_costs_its_loop_few_calls_no_message_and_no_wake(serve: Served) -> None:
+    serve("ready")
+    (rank,) = attach_ranks("ready", 1, look_ahead_steps=2)
+    calls: list[tuple[str, str]] = []  # module and name, of this thread alone
+
+    def seen(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            calls.append((frame.f_globals["__name__"], frame.f_code.co_name))
+        elif event == "c_call":
+            calls.append(("C", argument.__name__))
+
+    with rank:
+        steps = rank.steps()
+        index = next(steps).index
+        for _ in range(5):
+            brought(rank)
+            calls.clear()
+            sys.setprofile(seen)
+            rank.commit(index)
+            index = next(steps).index
+            sys.setprofile(None)
+            ours = [name for module, name in calls if module.startswith("raysvc")]
+            assert len(ours) <= 7, ours
+            assert {call for call in calls if not call[0].startswith("raysvc")} <= PLAIN
+        steps.close()
+
+
+def brought(rank: Any) -> None:
+    """Wait until the next step is there."""
+    until = time.monotonic() + 30
+    while rank._window._ready.empty():
+        assert time.monotonic() < until
+        time.sleep(0.001)
 
 
 def test_a_rank_goes_on_from_another_step_with_commits_and_fetches_under_way(serve: Served) -> None:

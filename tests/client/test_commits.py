@@ -46,24 +46,38 @@ def test_steps_that_were_trained_in_a_row_are_one_message() -> None:
     assert covering(commits) == commits[-1:]
 
 
+def woken() -> tuple[Commits, list[None]]:
+    """Commits, and as many None as somebody was woken."""
+    wakes: list[None] = []
+    return Commits(lambda: wakes.append(None)), wakes
+
+
 def test_a_commit_wakes_somebody_unless_a_thread_looks_for_it_soon() -> None:
-    commits = Commits()
-    assert commits.note(Commit(0, False, 0)), "nobody looks"
+    commits, wakes = woken()
+    commits.note(0, False)
+    assert len(wakes) == 1, "nobody looks"
     assert commits.take() == [Commit(0, False, 0)]
+    commits.moves = 3
     with commits.looked_for():
-        woken = [commits.note(Commit(step, False, 0)) for step in range(1, 1 + AT_MOST)]
-        assert woken == [False] * (AT_MOST - 1) + [True], "a thread that does not come is not waited for"
+        for step in range(1, AT_MOST):
+            commits.note(step, False)
+        assert len(wakes) == 1
+        commits.note(AT_MOST, False)
+        assert len(wakes) == 2, "a thread that does not come is not waited for"
     assert commits, "who looked has to look once more"
-    assert commits.note(Commit(9, False, 0))
-    assert commits.take() == [Commit(9, False, 0)]
+    commits.note(9, False)
+    assert len(wakes) == 3
+    assert commits.take() == [Commit(9, False, 3)]
     assert not commits
 
 
 def test_somebody_is_woken_again_when_the_last_thread_that_looked_has_gone() -> None:
-    commits = Commits()
+    commits, wakes = woken()
     with commits.looked_for():
         with commits.looked_for():
-            assert not commits.note(Commit(0, False, 0))
-        assert not commits.note(Commit(1, False, 0)), "another one looks still"
-    assert commits.note(Commit(2, False, 0))
+            commits.note(0, False)
+        commits.note(1, False)
+        assert not wakes, "another one looks still"
+    commits.note(2, False)
+    assert len(wakes) == 1
     assert commits.take() == [Commit(2, False, 0)]

@@ -192,11 +192,11 @@ def test_what_a_loop_only_notes_counts_as_if_it_were_counted_at_once() -> None:
         for clock in clocks:
             clock.now_s += 0.25
         told.wait_ends(0.25, given(step, tokens=step))
-        noted.was_there(0.25, given(step, tokens=step))
+        noted.noted.append((0.25, given(step, tokens=step)))
         for clock in clocks:
             clock.now_s += 2.0
         told.committed(step, 1)
-        noted.trained(step, 1)
+        noted.noted.append((step, 1, noted.clock()))
     expected = told.report()
     del expected["causes"]  # nobody is blamed for a step that was there
     assert expected == {name: value for name, value in noted.report().items() if name != "causes"}
@@ -205,10 +205,10 @@ def test_what_a_loop_only_notes_counts_as_if_it_were_counted_at_once() -> None:
 
 def test_what_was_given_before_a_rewind_and_only_noted_is_not_trained() -> None:
     meter = Meter("a", clock=Clock())
-    meter.was_there(0.0, given(1))
+    meter.noted.append((0.0, given(1)))
     meter.moved()
-    meter.was_there(0.0, given(0, tokens=7))
-    meter.trained(1, 2)
+    meter.noted.append((0.0, given(0, tokens=7)))
+    meter.noted.append((1, 2, meter.clock()))
     assert (meter.report()["steps"], meter.report()["tokens"]) == (2, 7)
 
 
@@ -241,9 +241,9 @@ def test_metrics_and_what_a_commit_tells_are_of_the_step_by_hand() -> None:
     }
     records.values.clear()
     for step in (1, 2):
-        meter.was_there(0.25, given(step))
+        meter.noted.append((0.25, given(step)))
     clock.now_s += 6.0
-    meter.trained(2, 2)
+    meter.noted.append((2, 2, meter.clock()))
     clock.now_s += 1.0
     assert records.values == {}, "the loop that is measured records nothing"
     meter.settle()
@@ -294,7 +294,7 @@ def test_one_rank_speaks_for_all_in_metrics_and_all_report() -> None:
 
 def test_a_step_without_mini_batches_is_even_and_has_no_padding() -> None:
     meter, records = recording(Clock())
-    meter.was_there(0.0, Given(0, [], 0.0, 0.0))
+    meter.noted.append((0.0, Given(0, [], 0.0, 0.0)))
     assert meter.committed(0, 1)[:3] == (0, 0, 0.0)
     assert (records.values["imbalance_ratio"], records.values["padding_share"]) == ([1.0], [0.0])
 
@@ -303,16 +303,16 @@ def test_of_a_trainer_that_never_commits_the_newest_steps_are_kept(monkeypatch: 
     monkeypatch.setattr(meter_module, "MAX_UNCOMMITTED", 3)
     meter = Meter("a", clock=Clock())
     for step in range(5):
-        meter.was_there(0.0, given(step, tokens=10**step))
+        meter.noted.append((0.0, given(step, tokens=10**step)))
     assert meter.committed(4, 5).tokens == 11_100
 
 
 def test_a_wait_belongs_to_the_step_after_the_commit_that_was_noted_before_it() -> None:
     clock = Clock()
     meter = Meter("a", clock=clock)
-    meter.was_there(0.0, given(0))
+    meter.noted.append((0.0, given(0)))
     meter.wait_begins()
-    meter.trained(0, 1)
+    meter.noted.append((0, 1, meter.clock()))
     clock.now_s += 2.0
     meter.wait_ends(2.0, given(1))
     clock.now_s += 1.0
@@ -336,9 +336,9 @@ def test_rates_are_right_at_once_and_a_share_is_at_most_one() -> None:
     meter = Meter("a", clock=clock)
     empty = meter.report()
     assert (empty["stall"], empty["steps_per_s"], empty["tokens_per_s"], empty["elapsed_s"]) == (0, 0, 0, 0)
-    meter.was_there(0.0, given(0))
+    meter.noted.append((0.0, given(0)))
     clock.now_s += 0.5
-    meter.trained(0, 1)
+    meter.noted.append((0, 1, meter.clock()))
     meter.stalled(StepTimes(0, 0.25))
     report = meter.report()
     assert (report["stall"], report["steps_per_s"], report["tokens_per_s"]) == (0.5, 2.0, 20.0)

@@ -41,6 +41,10 @@ class Link:
         self.threads: list[threading.Thread] = []
         self.sending = 0
 
+    @property
+    def ended(self) -> bool:
+        return self.lost
+
     def check(self) -> None:
         if self.lost:
             raise FencedError("a", 1, 2)
@@ -295,6 +299,42 @@ def test_that_time_begins_when_the_thread_sees_what_was_taken(monkeypatch: pytes
         while len(since) <= told:  # it looks again
             time.sleep(0.001)
         assert begin <= since[-1] <= time.monotonic()
+    assert loop.ends()
+
+
+class Big:
+    """A step whose memory somebody gives back."""
+
+    def __init__(self, index: int, freed: dict[int, threading.Thread]) -> None:
+        self.index, self.freed = index, freed
+
+    def __del__(self) -> None:
+        self.freed[self.index] = threading.current_thread()
+
+
+@pytest.mark.timeout(WITHIN_S)
+def test_the_thread_gives_back_the_memory_of_steps_that_the_loop_let_go_of(
+    asleep: Callable[..., Loop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed: dict[int, threading.Thread] = {}
+    bring = Loop.bring
+    monkeypatch.setattr(Loop, "bring", lambda loop, fetch: Big(bring(loop, fetch), freed))
+    loop: Any = asleep(6, Limit(2))
+    assert loop.ahead.take() is None
+    for ref in loop.refs[:3]:
+        ref.answer.set_result(None)
+    step = loop.ahead.wait()
+    assert loop.reached(loop.brought, 3)
+    for _ in range(2):
+        step = loop.ahead.take()
+    assert step.index == 2
+    assert not freed, "the loop gave nothing back"
+    assert loop.ahead.take() is None
+    loop.ahead._notes.put(None)  # as `wait` does
+    assert loop.reached(loop.asked, 6)
+    (thread,) = loop.link.threads
+    assert freed == {0: thread, 1: thread}, "the loop still has step 2, and nothing else is held"
+    loop.ahead.close()
     assert loop.ends()
 
 
