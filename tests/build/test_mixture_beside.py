@@ -203,7 +203,7 @@ def test_shares_of_tokens_wait_for_the_entries_and_epochs_do_not(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 20), st.lists(st.integers(0, 9), max_size=3), st.randoms(use_true_random=False))
 def test_a_build_that_was_killed_goes_on_and_its_entries_are_those_of_a_build_ahead(
     tmp_path_factory: Any,
