@@ -1,9 +1,9 @@
-"""Image rows through collators: rows per second, and bytes that cross nodes.
+"""Image rows: built, through collators in rows per second, and bytes that cross nodes.
 
-    python benchmarks/media.py [--quick]
+    python benchmarks/media.py [--quick] [--part build|collators|nodes]
 
 Rows have one to three JPEGs of 224 x 168 to 560 x 420 pixels and 20 tokens of text; the processor is that of Qwen2-VL on Pillow and numpy. A
-driver of two ranks takes steps and opens none. The second part runs two Ray nodes on this machine: the server and the driver are on one, a reader of all shards on the
+driver of two ranks takes steps and opens none. The first part builds such rows from JSON lines and files in one process, and the same rows without images. The last part runs two Ray nodes on this machine: the server and the driver are on one, a reader of all shards on the
 other, and Ray says which shards lie on more than one node.
 """
 
@@ -61,6 +61,48 @@ def jpegs(count: int) -> list[bytes]:
         Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=90)
         made.append(file.getvalue())
     return made
+
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>{% endfor %}"
+)
+
+
+def built(root: Path, processor_at: Path, num_rows: int, with_images: bool) -> dict[str, Any]:
+    """Rows a second of a build that finds nothing in its cache; each image is a file of its own, in the page cache."""
+    import raysvc
+
+    folder = root / str(with_images)
+    (folder / "images").mkdir(parents=True)
+    rng, known, rows, nbytes, count = np.random.default_rng(1), jpegs(64), [], 0, 0
+    for number in range(num_rows):
+        parts: list[dict[str, Any]] = [{"type": "text", "text": f"What is in picture {number}?"}]
+        for _ in range(int(rng.integers(1, 4)) if with_images else 0):
+            data = known[int(rng.integers(0, len(known)))] + count.to_bytes(
+                4, "big"
+            )  # no two are the same medium
+            (folder / "images" / f"{count}.jpg").write_bytes(data)
+            parts.insert(0, {"type": "image", "path": f"images/{count}.jpg"})
+            count, nbytes = count + 1, nbytes + len(data)
+        content: Any = parts if with_images else parts[0]["text"]
+        answer = {"role": "assistant", "content": "Nothing but colors."}
+        rows.append({"messages": [{"role": "user", "content": content}, answer]})
+    source = folder / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job: dict[str, Any] = {
+        "source": {"path": str(source)},
+        "tokenizer": {"name": str(processor_at), "chat_template": TEMPLATE},
+        "train_on": "all_tokens",
+    }
+    raysvc.tokenize({**job, "cache": {"root": str(folder / "warm")}, "max_length": 1 << 20})  # imports
+    begin = time.perf_counter()
+    entry = raysvc.tokenize({**job, "cache": {"root": str(folder / "cache")}})
+    wall_s = time.perf_counter() - begin
+    assert entry.num_rows == num_rows
+    facts = {"rows/s": num_rows / wall_s, "images/s": count / wall_s, "MB/s of images": nbytes / wall_s / 1e6}
+    return {"rows": "of 1 to 3 images" if with_images else "the same, without", **facts}
 
 
 def entry_of(root: Path, processor_at: Path, num_rows: int) -> tuple[str, dict[str, float]]:
@@ -212,23 +254,31 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer steps, with one and two collators alone")
+    parser.add_argument("--part", choices=("build", "collators", "nodes"), help="this alone")
     args = parser.parse_args()
+    parts = (args.part,) if args.part else ("build", "collators", "nodes")
     steps = 12 if args.quick else 24
     with tempfile.TemporaryDirectory() as folder:
         processor_at = processor_folder(Path(folder) / "processor")
+        if "build" in parts:
+            num_rows = 500 if args.quick else 2000
+            made = [built(Path(folder) / "build", processor_at, num_rows, images) for images in (True, False)]
+            show("Builds in one process", made)
+        if parts == ("build",):
+            return
         uri, facts = entry_of(Path(folder) / "cache", processor_at, 256)
-        quiet_ray(num_cpus=6, object_store_mb=STORE_BYTES // 2**20)
-        rows = [
-            throughput(uri, processor_at, count, steps) for count in ((1, 2) if args.quick else (0, 1, 2, 4))
-        ]
-        ray.shutdown()
-        one = next(row["rows/s"] for row in rows if row["collators"] == 1)
-        show("Image rows by collators", [{**row, "to one": row["rows/s"] / one} for row in rows], **facts)
-        show(
-            "Bytes between nodes",
-            [crossing(uri, processor_at, beside, 4) for beside in (True, False)],
-            **facts,
-        )
+        if "collators" in parts:
+            quiet_ray(num_cpus=6, object_store_mb=STORE_BYTES // 2**20)
+            rows = [
+                throughput(uri, processor_at, count, steps)
+                for count in ((1, 2) if args.quick else (0, 1, 2, 4))
+            ]
+            ray.shutdown()
+            one = next(row["rows/s"] for row in rows if row["collators"] == 1)
+            show("Image rows by collators", [{**row, "to one": row["rows/s"] / one} for row in rows], **facts)
+        if "nodes" in parts:
+            crossed = [crossing(uri, processor_at, beside, 4) for beside in (True, False)]
+            show("Bytes between nodes", crossed, **facts)
 
 
 if __name__ == "__main__":

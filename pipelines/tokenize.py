@@ -99,6 +99,8 @@ def build_slice(task: BuildTask, tokenizer: SliceTokenizer, piece: Slice) -> Rec
     began_s = time.time()
     first_rows = FirstRows(task.max_quarantine, before=piece.first_row)
     result = tokenize_slice(tokenizer, piece, task.storage_options, first_rows)
+    if tokenizer.desk is not None:
+        tokenizer.desk.settle()  # the part names its media
     meta = part_meta(piece, result, worker_of(began_s))
     return task.writer.write_part(piece.index, result.table, meta)
 

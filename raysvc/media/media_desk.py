@@ -9,7 +9,9 @@
 
 Always true:
 - what cannot be read or measured is a `RowFault` with a reason of its own;
-- a file is read up to `MAX_BYTES`, and measured before anything is kept.
+- a file is read up to `MAX_BYTES`, and measured before anything is kept;
+- media are written while further rows are read, at most `WRITES` at a time, for a disk or store takes longer than all the rest;
+- after `settle` every medium that was taken is written, and a write that failed has raised there.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import base64
 import binascii
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote_to_bytes
@@ -32,6 +35,7 @@ from raysvc.media.pixels import MAX_PIXELS
 UNREADABLE = "cannot be read"
 MAX_BYTES = 1 << 28
 PATHS_KEPT = 4096
+WRITES = 16
 Fetch = Callable[[str, str, int], bytes]  # (path or URL, folder of the row's file, most bytes) -> bytes
 
 
@@ -69,6 +73,8 @@ class MediaDesk:
         self._store, self._fetch, self._max_pixels = store, fetch, max_pixels
         self._memory: dict[str, bytes] = {}
         self._paths: OrderedDict[tuple[Kind, str, str], Taken] = OrderedDict()
+        self._writer: ThreadPoolExecutor | None = None  # begun with the first medium
+        self._writing: OrderedDict[str, Future[str]] = OrderedDict()  # digest -> its write, oldest first
 
     def go_to(self, source_row: int) -> None:
         """Say which row is read now: its paths are relative to the folder of its file."""
@@ -105,7 +111,21 @@ class MediaDesk:
 
     def bytes_of(self, sha256: str) -> bytes:
         """Of a medium that was taken."""
-        return self._memory[sha256] if self._store is None else read_medium(self._store, sha256)
+        if self._store is None:
+            return self._memory[sha256]
+        if sha256 in self._writing:
+            self._writing[sha256].result()
+        return read_medium(self._store, sha256)
+
+    def settle(self) -> None:
+        """Wait until all media that were taken are written; before anything is written that refers to them.
+
+        Raises:
+            StoreError: one was not.
+        """
+        writes, self._writing = self._writing, OrderedDict()
+        for write in writes.values():
+            write.result()
 
     def _read(self, kind: Kind, source: str) -> bytes:
         try:
@@ -123,12 +143,14 @@ class MediaDesk:
         return data
 
     def _keep(self, kind: Kind, data: bytes) -> Taken:
-        size = size_of(kind, data, self._max_pixels)
+        size, digest = size_of(kind, data, self._max_pixels), digest_of(data)
         if self._store is None:
-            digest = digest_of(data)
             self._memory[digest] = data
-        else:
-            digest = write_medium(self._store, data)
+        elif digest not in self._writing:
+            self._writer = self._writer or ThreadPoolExecutor(WRITES, "raysvc-media")
+            if len(self._writing) >= 2 * WRITES:
+                self._writing.popitem(last=False)[1].result()
+            self._writing[digest] = self._writer.submit(write_medium, self._store, data)
         return Taken(digest, size, len(data))
 
 

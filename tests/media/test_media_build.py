@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -399,3 +400,30 @@ def test_a_tokenizer_that_begins_texts_with_a_token_does_so_once(written: bool, 
         ids = entry.row(row)["input_ids"]
         assert ids == list(theirs[0] if isinstance(theirs[0], list) else theirs)
         assert ids.count(bos) == 1
+
+
+def test_a_part_is_written_after_all_media_that_it_names(
+    tmp_path: Path, family: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raysvc.cache.writer import EntryWriter
+    from raysvc.media import media_desk
+    from raysvc.media.media_store import write_medium
+
+    written: list[str] = []
+
+    def slow(store: Any, data: bytes) -> str:
+        time.sleep(0.2)
+        written.append(write_medium(store, data))
+        return written[-1]
+
+    own = EntryWriter.write_part
+
+    def part(self: EntryWriter, index: int, table: pa.Table, meta: dict[str, Any]) -> Any:
+        assert sorted(meta["media"]) == sorted(written)
+        return own(self, index, table, meta)
+
+    monkeypatch.setattr(media_desk, "write_medium", slow)
+    monkeypatch.setattr(EntryWriter, "write_part", part)
+    rows = [openai([data_url(jpeg(60, 44, seed))]) for seed in range(40)]
+    assert build(tmp_path, family, rows).num_rows == 40
+    assert len(written) == 40

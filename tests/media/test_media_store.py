@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import time
 import urllib.parse
 import uuid
 from pathlib import Path
@@ -12,13 +13,14 @@ from types import SimpleNamespace
 import pytest
 
 from raysvc.cache.store.open import open_store
+from raysvc.cache.store.posix import PosixStore
 from raysvc.cache.store.store import Store
 from raysvc.chat.row_errors import RowFault
-from raysvc.errors import EntryError
+from raysvc.errors import EntryError, StoreError
 from raysvc.media import media_desk
 from raysvc.media.media_desk import MediaDesk
 from raysvc.media.media_index import read_digests, write_digests
-from raysvc.media.media_store import FOLDER, medium_path, read_medium, write_medium
+from raysvc.media.media_store import FOLDER, digest_of, medium_path, read_medium, write_medium
 from raysvc.media.medium import Medium, digests_of, media_of, text_of
 
 from .rows import data_url, jpeg
@@ -80,6 +82,38 @@ def taken(fetched: bytes | Exception = b"", **options: object) -> tuple[MediaDes
         return fetched
 
     return MediaDesk(SimpleNamespace(kinds=("image",)), None, fetch, **options), asked  # type: ignore[arg-type]
+
+
+class SlowStore(PosixStore):
+    """Takes a moment to write, and fails for one path."""
+
+    broken = ""
+
+    def create(self, path: str, data: bytes) -> bool:
+        time.sleep(0.05)
+        if self.broken and path.endswith(self.broken):
+            raise StoreError(self.url, "the disk is full", "free some")
+        return super().create(path, data)
+
+
+def test_media_are_written_beside_each_other_and_all_are_there_when_the_desk_has_settled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, photos = SlowStore(str(tmp_path)), [jpeg(60, 44, seed) for seed in range(80)]
+    desk = MediaDesk(SimpleNamespace(kinds=("image",)), store, lambda *_: b"")  # type: ignore[arg-type]
+    begin = time.monotonic()
+    for _ in range(2):
+        found = [desk.take("image", photo) for photo in photos]
+    last = desk.bytes_of(found[-1].sha256)
+    desk.settle()
+    assert time.monotonic() - begin < 0.5 * 80 * 0.05
+    assert last == photos[-1]
+    assert [read_medium(store, one.sha256) for one in found] == photos
+    monkeypatch.setattr(SlowStore, "broken", digest_of(jpeg(80, 44)))
+    desk.take("image", jpeg(80, 44))
+    with pytest.raises(StoreError, match="the disk is full"):
+        desk.settle()
+    desk.settle()
 
 
 def test_an_image_is_the_same_however_a_row_names_it() -> None:
