@@ -4,7 +4,7 @@
 
 SkyRL is 0.3.0 from PyPI, or what is built of a checkout. It gets lists of ints, as its tokenization makes them, and gives a
 `TrainingInputBatch`; ours gets flat arrays, as an entry has them, and gives the shards of 8 ranks (`shards`), or 8 `TrainingInputBatch`es
-(`batches`, what the server, the task and the workers do together). The process keeps freed memory as a server's does (`keep_freed_memory`). Times are CPU times of
+(`batches`, what the server and the workers do for a role with `BatchRules`). The process keeps freed memory as a server's does (`keep_freed_memory`). Times are CPU times of
 a call, in million tokens per second:
 - `best`: each result is dropped before the next call, and its memory is used again; the best call;
 - `first touch`: results are kept, so each call writes memory that no process had before; the median call;
@@ -72,7 +72,8 @@ def first_targets(rows: Rows) -> np.ndarray:
 def ours(rows: Rows, name: str, what: str) -> dict[str, Callable[[], object]]:
     """Ways that make shards, and batches."""
     from raysvc.collate import collate_mini_batch
-    from raysvc.integrations.skyrl import common_shape, training_batch
+    from raysvc.integrations.skyrl import BatchRules
+    from raysvc.integrations.skyrl_tensors import training_batch
     from raysvc.job.config import PlanConfig
     from raysvc.plan import Plan
     from raysvc.row_batch import RowBatch
@@ -90,18 +91,17 @@ def ours(rows: Rows, name: str, what: str) -> dict[str, Callable[[], object]]:
     plan = Plan(PlanConfig(batch_size=len(lengths), shuffle="none", columns=names, **shape), lengths)
     [mini] = plan.step(0, DP_SIZE).mini_batches
 
+    how = {"step": 0, "mini_index": 0, "layout": plan.config.layout, "pad_token_id": PAD, "columns": names}
+    rules = BatchRules()
+
     def shards() -> Any:
-        return collate_mini_batch(
-            batch, mini, step=0, mini_index=0, layout=plan.config.layout, pad_token_id=PAD, columns=names
-        )
+        return collate_mini_batch(batch, mini, **how)
 
     def batches() -> object:
-        made = shards()
-        common = common_shape(made)
-        last = None
-        for shard in made:
-            last = training_batch(shard, common)  # a rank's process holds its own alone
-        return made, last
+        made = rules.collate(batch, mini, **how)
+        for shard in made[:-1]:
+            training_batch(shard)  # a rank's process has its own alone
+        return made, training_batch(made[-1])
 
     return {"raysvc, shards": shards, "raysvc, batches": batches}
 

@@ -1,6 +1,9 @@
 """A controller loop in SkyRL's shape: prompt mini-batches of step-wise rollouts, refs `[mini][dp]`, workers that hold
 the model. `python examples/skyrl_controller.py`
 
+The worker here is a stand-in that opens shards by itself. For SkyRL's own workers the role says that its refs are
+ready batches: `raysvc.attach(name, roles={"policy": raysvc.Role(dp_size, batches=BatchRules())})`.
+
 The controller opens no tensor. Where SkyRL calls `MeshDispatch.stage_chunks` on a batch that it holds itself, it hands
 on refs that the server made: one per (mini-batch, data-parallel rank), padded to the ranks, groups never split.
 """
@@ -18,7 +21,7 @@ import raysvc
 from raysvc import Group
 from raysvc.rl.advantages import group_advantages
 
-COLUMNS = ("input_ids", "loss_mask", "advantages", "prompt_tokens")
+COLUMNS = ("input_ids", "loss_mask", "advantages")
 PLAN = {
     "batch_size": 4,
     "mini_batch_size": 2,
@@ -40,15 +43,15 @@ class PolicyWorker:
         self.optimizer = torch.optim.SGD([self.weights], lr=1.0)
 
     def forward_backward(self, chunk: Any) -> list[int]:
-        from raysvc.integrations.skyrl import training_input
+        import torch
 
-        batch = training_input(raysvc.read_shard(chunk))  # what SkyRL's TrainingInputBatch holds
-        sequences, advantages, mask = (
-            batch.columns[name] for name in ("sequences", "advantages", "loss_mask")
+        shard = raysvc.read_shard(chunk)
+        ids, mask, advantages = (
+            torch.tensor(shard.arrays[name]) for name in ("input_ids", "loss_mask", "advantages")
         )
-        logprobs = self.weights.log_softmax(0)[sequences[:, -batch.response_length :]]
-        (-(logprobs * advantages * mask).sum()).backward()  # advantages are scaled, so a sum is the mean
-        return [row for row in batch.row_ids if row >= 0]
+        logprobs = self.weights.log_softmax(0)[ids.long()]
+        (-(logprobs * advantages[:, None] * mask).sum() / shard.denominators.tokens).backward()
+        return [row for row in shard.row_ids.tolist() if row >= 0]
 
     def optim_step(self) -> float:
         self.optimizer.step()
@@ -64,8 +67,7 @@ def rollouts_of(prompt: int) -> Group:
     mask = [np.arange(len(each)) >= 4 for each in ids]  # four tokens of prompt
     # the reward is the trajectory's, and so is the advantage: all its turns have it
     advantages = group_advantages(rng.random(2), np.zeros(2, int))[turns]
-    per_row = {"advantages": advantages.astype(np.float32), "prompt_tokens": np.full(len(ids), 4, np.int32)}
-    return Group(f"prompt-{prompt}", ids, mask, rows=per_row)
+    return Group(f"prompt-{prompt}", ids, mask, rows={"advantages": advantages.astype(np.float32)})
 
 
 def main(dp_size: int = 2) -> dict[str, Any]:

@@ -153,9 +153,9 @@ class RolloutStream:
             StepNotReady: it is not formed.
         """
         rows, role = self._step_rows(step), as_role(role)
-        config = self._recipe.carrying(role.columns).plan
-        column_bytes = ColumnBytes.of(rows.batch, config)
-        return outline(self._plan(step, rows, role.dp_size), config, lambda mini: column_bytes)
+        recipe = self._recipe.of(role)
+        column_bytes = ColumnBytes.of(rows.batch, recipe.plan)
+        return outline(self._plan(step, rows, role.dp_size), recipe, lambda mini: column_bytes)
 
     def is_there(self, step: int) -> bool:
         """Whether a step has been formed is told elsewhere: nobody waits here."""
@@ -248,7 +248,7 @@ class RolloutStream:
     ) -> tuple[StepInfo, tuple[Shard, ...]]:
         known = [as_role(role) for role in roles]
         plans = [self._plan(step, rows, role.dp_size) for role in known]
-        recipes = [self._recipe.carrying(role.columns) for role in known]
+        recipes = [self._recipe.of(role) for role in known]
         info, shards = make_step(plans, lambda mini: taken(rows.batch, mini.row_ids), recipes)
         versions = rows.batch.rows["weight_version"]
         return replace(info, weight_versions=(int(versions.min()), int(versions.max()))), shards

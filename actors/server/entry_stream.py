@@ -179,7 +179,7 @@ class EntryStream:
         opened, known = self._opened(), [as_role(role) for role in roles]
         build_s = self.wait_for(step)
         plans = [opened.plan.step(step, role.dp_size) for role in known]
-        recipes = [self._recipe.carrying(role.columns) for role in known]
+        recipes = [self._recipe.of(role) for role in known]
         info, shards = make_step(plans, opened.read, recipes, part, opened.media)
         return replace(info, build_s=build_s), shards
 
@@ -210,13 +210,13 @@ class EntryStream:
     def outline(self, step: int, role: Role | int) -> StepOutline:
         """What the plan says of a step."""
         opened, role = self._opened(), as_role(role)
-        recipe = self._recipe.carrying(role.columns)
+        recipe = self._recipe.of(role)
         media = opened.media if recipe.media else None
 
         def column_bytes(mini: MiniBatchPlan) -> ColumnBytes:
             return ColumnBytes.of(opened.like(mini), recipe.plan)
 
-        return outline(opened.plan.step(step, role.dp_size), recipe.plan, column_bytes, media)
+        return outline(opened.plan.step(step, role.dp_size), recipe, column_bytes, media)
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse a state of another plan.

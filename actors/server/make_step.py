@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from raysvc.actors.server.spec import MiniOutline, Part, StepInfo, StepOutline
-from raysvc.collate.collate import collate_mini_batch
+from raysvc.actors.server.spec import MiniOutline, Part, Role, StepInfo, StepOutline
+from raysvc.collate.collate import Collate, collate_mini_batch
 from raysvc.collate.geometry import geometry_of
 from raysvc.collate.info import MiniBatchInfo, info_of
 from raysvc.collate.shard import Shard
@@ -36,18 +36,21 @@ class Recipe:
         plan: layout and columns.
         pad_token_id: of the tokenizer.
         media: whether the arrays of media travel, where rows have some.
+        batches: what makes them in place of `collate_mini_batch`.
     """
 
     plan: PlanConfig
     pad_token_id: int
     media: bool = True
+    batches: Collate | None = None
 
-    def carrying(self, columns: tuple[str, ...] | None) -> Recipe:
-        """With these columns alone (`media`: the arrays of media); None: as it is."""
-        if columns is None:
-            return self
-        kept = tuple(name for name in columns if name != COLUMN)
-        return replace(self, plan=self.plan.model_copy(update={"columns": kept}), media=COLUMN in columns)
+    def of(self, role: Role) -> Recipe:
+        """With the columns of the role alone (`media`: the arrays of media), if it names some, and its batches."""
+        own = replace(self, batches=role.batches)
+        if role.columns is None:
+            return own
+        kept = tuple(name for name in role.columns if name != COLUMN)
+        return replace(own, plan=self.plan.model_copy(update={"columns": kept}), media=COLUMN in role.columns)
 
 
 class MediaArrays(Protocol):
@@ -116,7 +119,8 @@ def make_step(
 
 def collate(rows: RowBatch, mini: MiniBatchPlan, step: int, index: int, recipe: Recipe) -> tuple[Shard, ...]:
     """The shards of one mini-batch and role."""
-    return collate_mini_batch(
+    made_by = collate_mini_batch if recipe.batches is None else recipe.batches.collate
+    return made_by(
         rows,
         mini,
         step=step,
@@ -132,25 +136,27 @@ def collate(rows: RowBatch, mini: MiniBatchPlan, step: int, index: int, recipe: 
 
 def outline(
     plan: StepPlan,
-    config: PlanConfig,
+    recipe: Recipe,
     column_bytes: Callable[[MiniBatchPlan], ColumnBytes],
     media: MediaArrays | None = None,
 ) -> StepOutline:
-    """What is known of a step before it is made.
+    """What is known of a step before it is made; of a role's own batches the most bytes that they can have.
 
     Args:
+        recipe: of the role.
         column_bytes: of a mini-batch.
         media: as in `make_step`.
     """
-    minis = tuple(_outline_mini(mini, config, column_bytes(mini), media) for mini in plan.mini_batches)
+    minis = tuple(_outline_mini(mini, recipe, column_bytes(mini), media) for mini in plan.mini_batches)
     return StepOutline(plan.index, plan.epoch, minis)
 
 
 def _outline_mini(
-    mini: MiniBatchPlan, config: PlanConfig, column_bytes: ColumnBytes, media: MediaArrays | None
+    mini: MiniBatchPlan, recipe: Recipe, column_bytes: ColumnBytes, media: MediaArrays | None
 ) -> MiniOutline:
+    config = recipe.plan
     geometry = geometry_of(mini.ranks, mini.lengths, config.layout, config.pad_to_multiple, config.align)
-    rank_bytes = tuple(bytes_by_rank(geometry, column_bytes).tolist())
+    rank_bytes = tuple(bytes_by_rank(geometry, column_bytes, even=recipe.batches is not None).tolist())
     return MiniOutline(
         row_ids=mini.row_ids,
         lengths=mini.lengths,

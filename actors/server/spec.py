@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from raysvc.cache.growing.followed_entry import FollowedSpec
 from raysvc.cache.growing.growing_entry import GrowingSpec
+from raysvc.collate.collate import Collate
 from raysvc.collate.info import MiniBatchInfo
 from raysvc.job.config import PlanConfig
 from raysvc.media.row_pixels import ProcessorSpec
@@ -31,10 +32,12 @@ class Role(NamedTuple):
     Attributes:
         dp_size: data-parallel ranks.
         columns: what its shards carry, some of `plan.columns`; None: all of them.
+        batches: what its refs open as in place of shards, such as `raysvc.integrations.skyrl.BatchRules`.
     """
 
     dp_size: int
     columns: tuple[str, ...] | None = None
+    batches: Collate | None = None
 
 
 class Part(NamedTuple):

@@ -329,8 +329,8 @@ def attach(
         name: the server's name.
         dp_size: data-parallel ranks; every mini-batch has one shard per rank.
         rank: rank of this process, if every rank attaches by itself; the result is then a `RankClient`.
-        roles: role -> data-parallel size (or a `raysvc.Role` that names its columns too), if several models use the same
-            rows; replaces `dp_size`.
+        roles: role -> data-parallel size, or a `raysvc.Role` that names its columns or batches too, if several models use the
+            same rows; replaces `dp_size`.
         takeover: fence whoever holds the lease; "force": also on a server that another owner started.
         reader: which trainer of a sweep this is, if the server has `share: stream`.
         group: what the ranks of one run have in common; None: from the launcher's environment.
@@ -389,6 +389,9 @@ def _checked_roles(roles: Mapping[str, Role | int] | None, dp_size: int, rank: i
         integer(f"attach(roles[{name!r}])", role.dp_size, 1)
         if role.columns is not None:
             texts(f"attach(roles[{name!r}].columns)", role.columns)
+        if role.batches is not None and not hasattr(role.batches, "collate"):
+            what, remedy = f"{role.batches!r} makes no batches", "give BatchRules(), or leave it out"
+            raise ConfigError(f"attach(roles[{name!r}].batches)", what, remedy)
     return known
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import prod
+from typing import Protocol
 
 import numpy as np
 
@@ -37,6 +38,26 @@ from raysvc.plan.plan import MiniBatchPlan
 from raysvc.row_batch import RowBatch
 
 _LINE = 64  # bytes; every column begins at a multiple of it
+
+
+class Collate(Protocol):
+    """Makes the shards of a role its own way. Hashable, and pickled with the role."""
+
+    def collate(
+        self,
+        rows: RowBatch,
+        mini: MiniBatchPlan,
+        *,
+        step: int,
+        mini_index: int,
+        layout: Layout,
+        pad_token_id: int,
+        columns: Sequence[str],
+        pad_to_multiple: int = 1,
+        align: int = 1,
+        pad_values: Mapping[str, float | int] | None = None,
+    ) -> tuple[Shard, ...]:
+        """As `collate_mini_batch`; `Shard.to_wire` is what a ref holds."""
 
 
 def collate_mini_batch(

@@ -51,7 +51,7 @@ def fill_rows(
     begins_S = offsets[geometry.rows]  # DUMMY is the last one
     if geometry.left:
         begins_S += geometry.lengths
-    sources = [None if column.values is None else FlatSource.of(column, rim) for column in columns]
+    sources = [None if column.values is None else _Source.of(column, rim) for column in columns]
     pads = [column.pad_bits for column in columns]
     ranks = list(zip(*(geometry.by_rank(sheet.view(bits_of(sheet.dtype))) for sheet in sheets), strict=True))
     runs = RowMask.runs_of(len(begins_S), geometry.left)
@@ -59,7 +59,7 @@ def fill_rows(
         width, first = band.width, int(geometry.line_bounds[band.rank])
         lines = slice(first + band.start, first + band.stop)
         begins = begins_S[lines] - width if geometry.left else begins_S[lines]
-        windows = FlatWindows(begins, width, num_tokens, rim)
+        windows = _Windows(begins, width, num_tokens, rim)
         inside = RowMask(geometry.lengths[lines], width, geometry.left, runs)
         edge, beside = slice(0, width), slice(width, None)
         if geometry.left:
@@ -81,7 +81,7 @@ def fill_rows(
                 np.bitwise_and(inside.bits(cells.dtype), cells.dtype.type(1), out=cells)
 
 
-class FlatSource(NamedTuple):
+class _Source(NamedTuple):
     """A column's bits, unsigned.
 
     Attributes:
@@ -93,37 +93,37 @@ class FlatSource(NamedTuple):
     rim: Array
 
     @classmethod
-    def of(cls, column: Column, rim: int) -> FlatSource:
+    def of(cls, column: Column, rim: int) -> _Source:
         assert column.values is not None
         values = column.values.astype(column.dtype, copy=False).view(bits_of(column.dtype))
         near, pads = min(rim, len(values)), np.full(rim, column.pad_bits)
         return cls(values, np.concatenate([pads, values[:near], values[len(values) - near :], pads]))
 
 
-class FlatWindows:
+class _Windows:
     """Windows of a band's lines over the values of any column."""
 
-    def __init__(self, begins: Int64s, width: int, num_tokens: int, rim: int, within: bool = False) -> None:
-        """`begins`: int64 [n], index of each window's first value; `rim`: the widest window; `within`: none reaches beyond the values."""
+    def __init__(self, begins: Int64s, width: int, num_tokens: int, rim: int) -> None:
+        """`begins`: int64 [n], index of each window's first value; `rim`: the widest window."""
         last, near = num_tokens - width, min(rim, num_tokens)
         self._width = width
         self._begins: Int64s | None = begins  # None: all reach beyond the values
         self._over: Int64s | None = None  # windows that do; None: none
-        if not within and (begins.min() < 0 or begins.max() > last):
+        if begins.min() < 0 or begins.max() > last:
             self._over = np.flatnonzero((begins < 0) | (begins > last))
             over = begins[self._over]
             self._in_rim = over + np.where(over > last, rim + 2 * near - num_tokens, rim)
             self._begins = np.clip(begins, 0, last) if len(over) < len(begins) else None
 
-    def of(self, source: FlatSource) -> Array:
+    def of(self, source: _Source) -> Array:
         """Unsigned [n, width], a copy."""
+        values, rim = (self._all(part) for part in source)
         if self._over is None:
-            return self._all(source.values)[self._begins]
-        rim = self._all(source.rim)[self._in_rim]
+            return values[self._begins]
         if self._begins is None:
-            return rim
-        out = self._all(source.values)[self._begins]
-        out[self._over] = rim
+            return rim[self._in_rim]
+        out = values[self._begins]
+        out[self._over] = rim[self._in_rim]
         return out
 
     def _all(self, values: Array) -> Array:

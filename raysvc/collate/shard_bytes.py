@@ -49,10 +49,13 @@ class ColumnBytes:
         return cls(sum(cells), sum(rows) + _ROW_BYTES)
 
 
-def bytes_by_rank(geometry: Geometry, column_bytes: ColumnBytes) -> Int64s:
-    """int64 [R], bytes of each rank's shard of a mini-batch."""
+def bytes_by_rank(geometry: Geometry, column_bytes: ColumnBytes, even: bool = False) -> Int64s:
+    """int64 [R], bytes of each rank's shard of a mini-batch; `even`: where all ranks get the most lines of any, as wide as any."""
     bounds = (geometry.cell_bounds, geometry.sequence_bounds, geometry.line_bounds)
     cells, sequences, lines = (np.diff(each) for each in bounds)
+    if even and geometry.layout not in SEVERAL_ROWS:
+        cells = np.full_like(cells, lines.max() * max(width for _, width in geometry.shapes))
+        sequences = np.full_like(sequences, sequences.max())
     nbytes: Int64s = cells * column_bytes.per_cell + sequences * column_bytes.per_row
     if geometry.layout in SEVERAL_ROWS:
         nbytes = nbytes + 4 * (sequences + lines) + 4 * (lines + 1)

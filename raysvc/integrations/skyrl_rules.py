@@ -1,6 +1,6 @@
-"""What SkyRL's batch has places for, where responses begin, and what the ranks of a mini-batch must have in common.
+"""What SkyRL's batch has places for, and where responses begin.
 
-Axes: B rows of a rank, L width, A columns of responses, S rows and dummies of a shard.
+Axes: N rows of a mini-batch, B rows of a rank, L width, A columns of responses.
 Always true:
 - a response begins after at least one token, and no target is before it;
 - a column that SkyRL's batch has no place for is refused by name, with what to do.
@@ -8,17 +8,20 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from raysvc.collate.columns import IGNORED
+from raysvc.collate.flat_rows import FlatRows
 from raysvc.collate.shard import BOUNDS, Array, Shard
 from raysvc.errors import ConfigError
 from raysvc.job.carried import dtype_name
 from raysvc.job.config import Reduction as OurReduction
+from raysvc.ragged import Int64s
+from raysvc.row_batch import RowBatch
 
 Reduction = Literal["token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"]
 REDUCTIONS: dict[str, OurReduction] = {
@@ -36,17 +39,23 @@ WHOLE_ROW = ("rollout_expert_indices", "router_padding_mask")  # [B, L, ...] in 
 OURS = {"input_ids", "attention_mask", "position_ids", "labels", "loss_mask", "segment_ids"}
 OURS |= {"seq_lengths", "row_tokens", "row_group", "row_group_rows", "row_group_tokens"}
 OURS |= {"cu_seqlens", "cu_seqlens_offsets"}
+OF_SHARDS = ("response_lengths", "loss_weights")  # beside OURS
+_FEW = 64  # rows, among which the longest response mostly is
 THEIR_OWN = ("sequences", "attention_mask", "loss_mask", "response_mask", "sub_seq_lengths")
 
 
 @dataclass(frozen=True)
-class BatchRules:
-    """How a batch is made of a shard.
+class SkyRLRules:
+    """How SkyRL's batches are made of rows.
 
     Attributes:
         reduction: SkyRL's `loss_reduction`; None leaves the loss mask and the advantages as they are.
-        prompt_tokens: the per-row column that says where a row's response begins.
+        prompt_tokens: the per-row column that says where a row's response begins, the tokens before it. Without it only loss
+            masks travel, as in SkyRL's SFT; `response_mask` and columns of responses need it.
         max_seq_len: c tokens of `seq_mean_token_sum_norm`, SkyRL's `algorithm.max_seq_len`.
+
+    Raises:
+        ConfigError: a rule that SkyRL does not have. What is wrong with the rows is raised where a step is made.
     """
 
     reduction: Reduction | None = "token_mean"
@@ -71,81 +80,40 @@ class Common(NamedTuple):
     response: int
 
 
-def common_shape(shards: Sequence[Shard], rules: BatchRules | None = None) -> Common:
-    """Of the mini-batch whose shards these are.
+def others_of(names: Iterable[str], rules: SkyRLRules) -> list[str]:
+    """Columns that travel beside ids, masks and counts."""
+    return [name for name in names if name not in OURS and name != rules.prompt_tokens]
+
+
+def check_packed(names: Sequence[str]) -> None:
+    """Raises: ConfigError where there are such columns."""
+    if names:
+        what = f"{', '.join(names)} with layout: packed, and SkyRL packs tokens and loss masks only"
+        raise ConfigError("plan.columns", what, "leave them out, or use plan.layout=padded_left")
+
+
+def check_places(names: Sequence[str], rows: RowBatch) -> None:
+    """Each of `names` has a place of its own in SkyRL's batch.
 
     Raises:
-        ConfigError: as `training_input`.
+        ConfigError: it has none.
     """
-    rules = rules or BatchRules()
-    responses = [_response_lengths(shard, rules) for shard in shards]
-    lines = [shard.arrays["input_ids"].shape for shard in shards]
-    rows, width = max(shape[0] for shape in lines), max(shape[1] for shape in lines)
-    if shards[0].layout == "packed":
-        return Common(rows, width, width - 1)
-    return Common(rows, width, max(1, *(int(each.max()) for each in responses)))
-
-
-def _response_lengths(shard: Shard, rules: BatchRules) -> Array:
-    """int [S], tokens of each row's response; [0] where rows are packed.
-
-    Raises:
-        ConfigError: as `training_input`.
-    """
-    if shard.layout not in ("padded_left", "packed"):
-        what = f"is {shard.layout}, and SkyRL pads on the left or packs"
-        raise ConfigError("plan.layout", what, "use plan.layout=padded_left, or packed")
-    names = others_of(shard, rules)
-    _check_places(shard, names)
-    if shard.layout == "packed":
-        if names:
-            what = f"{', '.join(names)} with layout: packed, and SkyRL packs tokens and loss masks only"
-            raise ConfigError("plan.columns", what, "leave them out, or use plan.layout=padded_left")
-        return np.zeros(1, np.int32)
-    given, lengths, real = (
-        shard.arrays.get(rules.prompt_tokens),
-        shard.arrays["seq_lengths"],
-        shard.row_ids >= 0,
-    )
-    if given is not None and (given.ndim > 1 or given.dtype.kind not in "iu"):
-        what = f"is {dtype_name(given.dtype)} {list(given.shape)}"
-        raise ConfigError(
-            rules.prompt_tokens, what, "give one integer per row, the tokens before its response"
-        )
-    starts = starts_of(shard, rules)
-    if given is None:
-        if inside := [name for name in names if name not in WHOLE_ROW]:
-            what = f"{', '.join(inside)} belong to responses, and no column says where those begin"
-            remedy = f"add a per-row column {rules.prompt_tokens!r}, the tokens before the response"
-            raise ConfigError("plan.columns", what, remedy)
-    elif len(wrong := np.flatnonzero(real & ((starts < 1) | (starts > lengths)))):
-        row = int(wrong[0])
-        what = (
-            f"is {int(starts[row])} for row {int(shard.row_ids[row])}, which has {int(lengths[row])} tokens"
-        )
-        raise ConfigError(rules.prompt_tokens, what, "a response begins after at least one token")
-    elif len(wrong := np.flatnonzero(real & (_first_targets(shard) < starts))):
-        what = f"row {int(shard.row_ids[wrong[0]])} has a target before its response"
-        raise ConfigError(rules.prompt_tokens, what, "mask the prompt, or begin the response earlier")
-    return np.asarray(lengths - starts)
-
-
-def _check_places(shard: Shard, names: Sequence[str]) -> None:
-    """Each of `names` has a place of its own in SkyRL's batch."""
     places: dict[str, str] = {}
     for name in names:
-        values, place = shard.arrays[name], THEIR_NAMES.get(name, name)
-        if name + BOUNDS in shard.arrays:
-            what = f"{name!r} belongs to media, which these batches do not carry"
-            raise ConfigError(
-                "plan.columns", what, "train on rows without media, or read mini.shards on the worker"
-            )
-        if name in shard.row_vectors or values.dtype.kind == "U":
+        place = THEIR_NAMES.get(name, name)
+        values = None if name in rows.tokens or name in rows.wide else rows.rows[name]
+        if values is not None and (values.ndim > 1 or values.dtype.kind in "UO"):
             what = f"{name!r} is {dtype_name(values.dtype)} {list(values.shape)}: no number per row or token"
             raise ConfigError("plan.columns", what, "leave it out; SkyRL's batch has no place for it")
         if place in THEIR_OWN:
             raise ConfigError(
                 "plan.columns", f"{name!r} is what SkyRL's batch has of its own", "rename it, or leave it out"
+            )
+        if name in OF_SHARDS:
+            raise ConfigError(
+                "plan.columns",
+                f"{name!r} is what these batches have of their own",
+                "rename it, or leave it out",
             )
         if place in places:
             what = f"{places[place]!r} and {name!r} are both SkyRL's {place!r}"
@@ -153,9 +121,98 @@ def _check_places(shard: Shard, names: Sequence[str]) -> None:
         places[place] = name
 
 
-def others_of(shard: Shard, rules: BatchRules) -> list[str]:
-    """Names of the columns that travel beside ids, masks and counts."""
-    return [name for name in shard.arrays if name not in OURS and name != rules.prompt_tokens]
+def check_media(arrays: Mapping[str, Array]) -> None:
+    """Raises: ConfigError where there are arrays of media."""
+    for name in arrays:
+        if name + BOUNDS in arrays:
+            what = f"{name!r} belongs to media, which these batches do not carry"
+            raise ConfigError(
+                "plan.columns", what, "train on rows without media, or read mini.shards on the worker"
+            )
+
+
+class Responses(NamedTuple):
+    """Where the responses of a mini-batch are.
+
+    Attributes:
+        counts: int64 [N], tokens of each, the last ones of its row. Without `prompt_tokens` at most A of the row.
+        longest: A.
+        given: whether a column says where they begin.
+    """
+
+    counts: Int64s
+    longest: int
+    given: bool
+
+
+def responses_of(
+    source: FlatRows, others: Sequence[str], rules: SkyRLRules, given: Array | None
+) -> Responses:
+    """From `given`, the column of `rules.prompt_tokens`, or from the first targets.
+
+    Raises:
+        ConfigError: what it says cannot be; or `others` belong to responses, and there is none.
+    """
+    lengths, row_ids = source.lengths, source.mini.row_ids
+    if given is None:
+        if inside := [name for name in others if name not in WHOLE_ROW]:
+            what = f"{', '.join(inside)} belong to responses, and no column says where those begin"
+            remedy = f"add a per-row column {rules.prompt_tokens!r}, the tokens before the response"
+            raise ConfigError("plan.columns", what, remedy)
+        longest = max(1, _longest_response(source))
+        return Responses(np.minimum(lengths, longest), longest, given=False)
+    if given.ndim > 1 or given.dtype.kind not in "iu":
+        what = f"is {dtype_name(given.dtype)} {list(given.shape)}"
+        raise ConfigError(
+            rules.prompt_tokens, what, "give one integer per row, the tokens before its response"
+        )
+    starts: Int64s = given.astype(np.int64)
+    if len(wrong := np.flatnonzero((starts < 1) | (starts > lengths))):
+        row = int(wrong[0])
+        what = f"is {int(starts[row])} for row {int(row_ids[row])}, which has {int(lengths[row])} tokens"
+        raise ConfigError(rules.prompt_tokens, what, "a response begins after at least one token")
+    counts = lengths - starts
+    return Responses(counts, max(1, int(counts.max(initial=0))), given=True)
+
+
+def refuse_early_target(source: FlatRows, responses: Responses, rules: SkyRLRules) -> None:
+    """Name a row with a target before its response.
+
+    Raises:
+        ConfigError: always.
+    """
+    starts = source.lengths - responses.counts
+    first = np.array(
+        [int(row.argmax()) if row.any() else len(row) for row in np.split(source.trained, source.firsts[1:])]
+    )
+    row = int(source.mini.row_ids[np.flatnonzero(first < starts)[0]])
+    raise ConfigError(
+        rules.prompt_tokens,
+        f"row {row} has a target before its response",
+        "mask the prompt, or begin the response earlier",
+    )
+
+
+def _longest_response(source: FlatRows) -> int:
+    """Tokens from a row's first target to its end, of the row where they are most; 0 where no row has a target.
+
+    A row cannot have more than it is long, so a few of the longest rows mostly decide.
+    """
+    found, few = 0, min(_FEW, len(source.lengths))
+    longest = np.argpartition(source.lengths, -few)[-few:] if few else np.zeros(0, np.int64)
+    for row in longest[np.argsort(-source.lengths[longest])].tolist():
+        if source.lengths[row] <= found:
+            return found
+        of_row = source.trained[source.offsets[row] : source.offsets[row + 1] - found]
+        first = int(of_row.argmax())
+        if of_row[first]:
+            found = len(of_row) + found - first
+    longer = source.lengths > found
+    if not longer.any():
+        return found
+    targets = np.append(np.flatnonzero(source.trained.view(np.bool_)), source.offsets[-1])
+    firsts = targets[np.searchsorted(targets, source.firsts[longer])]
+    return max(found, int((source.offsets[1:][longer] - firsts).max()))
 
 
 def targets_of(shard: Shard) -> Array:
@@ -163,18 +220,3 @@ def targets_of(shard: Shard) -> Array:
     if "loss_mask" in shard.arrays:
         return shard.arrays["loss_mask"].view(np.bool_)
     return np.asarray(shard.arrays["labels"] != IGNORED)
-
-
-def _first_targets(shard: Shard) -> Array:
-    """int [S], tokens of each row before its first target; all of them where it has none."""
-    targets = targets_of(shard)
-    first = targets.argmax(axis=1) - (targets.shape[1] - shard.arrays["seq_lengths"])
-    return np.where(shard.arrays["row_tokens"] > 0, first, shard.arrays["seq_lengths"])
-
-
-def starts_of(shard: Shard, rules: BatchRules) -> Array:
-    """int [S], tokens of each row before its response; all of a dummy's."""
-    starts = shard.arrays.get(rules.prompt_tokens)
-    if starts is None:
-        return _first_targets(shard)
-    return np.where(shard.row_ids >= 0, starts, shard.arrays["seq_lengths"])

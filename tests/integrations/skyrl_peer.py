@@ -36,8 +36,8 @@ from skyrl.train.dataset.preprocess import (  # noqa: E402
     convert_prompts_responses_to_batch_tensors,
 )
 
-from raysvc.collate import collate_mini_batch, read_shard  # noqa: E402
-from raysvc.integrations.skyrl import REDUCTIONS, BatchRules, common_shape, training_batch  # noqa: E402
+from raysvc.integrations.skyrl import BatchRules  # noqa: E402
+from raysvc.integrations.skyrl_rules import REDUCTIONS  # noqa: E402
 from raysvc.job.config import PlanConfig  # noqa: E402
 from raysvc.plan import Plan  # noqa: E402
 from raysvc.row_batch import RowBatch  # noqa: E402
@@ -73,10 +73,15 @@ def random_rows(rng: np.random.Generator) -> list[dict[str, Any]]:
     return rows
 
 
-def our_shards(
-    rows: list[dict[str, Any]], rng: np.random.Generator, dp_size: int, plan: dict[str, Any]
-) -> list[Any]:
-    """Shards of one mini-batch of all rows, as they arrive at a task; what stands at prompts must not matter."""
+def our_batches(
+    rows: list[dict[str, Any]],
+    rng: np.random.Generator,
+    dp_size: int,
+    plan: dict[str, Any],
+    rules: BatchRules = BatchRules(),
+) -> tuple[list[TrainingInputBatch], bool]:
+    """Batches of one mini-batch of all rows, as a worker opens them, and whether the plan has ranks with different numbers of
+    rows; what stands at prompts must not matter."""
     lengths = [len(row["prompt"]) + len(row["response"]) for row in rows]
     tokens: dict[str, Any] = {
         "input_ids": np.concatenate([row["prompt"] + row["response"] for row in rows]).astype(np.int32),
@@ -103,10 +108,11 @@ def our_shards(
         {name: values[mini.row_ids] for name, values in batch.rows.items()},
     )
     names = (*tokens, *batch.rows, "labels")
-    made = collate_mini_batch(
+    made = rules.collate(
         taken, mini, step=0, mini_index=0, layout=config.layout, pad_token_id=PAD, columns=names, align=config.align
     )  # fmt: skip
-    return [read_shard(pickle.loads(pickle.dumps(shard.to_wire(), protocol=5))) for shard in made]
+    uneven = len({len(rank.rows) for rank in mini.ranks}) > 1
+    return [put(shard.to_wire()) for shard in made], uneven
 
 
 def staged(batch: TrainingInputBatch, dp_size: int) -> list[TrainingInputBatch]:
@@ -159,7 +165,9 @@ def rl(seed: int) -> dict[str, Any]:
     rows = random_rows(rng)
     dp_size = int(rng.integers(1, 5))
     plan = [{"micro_batch_size": int(rng.integers(1, 4))}, {"micro_batch_tokens": int(rng.integers(20, 90))}]
-    shards = our_shards(rows, rng, dp_size, {"layout": "padded_left", **plan[seed % 2]})
+    reduction = list(REDUCTIONS)[seed % 4]
+    rules = BatchRules(reduction, "prompt_tokens", MAX_SEQ_LEN)
+    ours, uneven = our_batches(rows, rng, dp_size, {"layout": "padded_left", **plan[seed % 2]}, rules)
     made = convert_prompts_responses_to_batch_tensors(
         TOKENIZER, [row["prompt"] for row in rows], [row["response"] for row in rows],
         [row["rewards"] for row in rows], [row["mask"] for row in rows],
@@ -174,15 +182,11 @@ def rl(seed: int) -> dict[str, Any]:
             cells[number, width - len(row[name]) :] = torch.tensor(row[name])
         whole[name] = cells
     whole.metadata = {"response_length": width}
-    reduction = list(REDUCTIONS)[seed % 4]
     scaled = apply_loss_reduction_to_advantages_minibatch(
         whole["advantages"], whole["loss_mask"], reduction, 1, MAX_SEQ_LEN,
         compute_prompt_boundaries([row["uid"] for row in rows]),
     )  # fmt: skip
     whole["advantages"] = scaled
-    rules = BatchRules(reduction, "prompt_tokens", MAX_SEQ_LEN)
-    common = common_shape(shards, rules)
-    ours = [training_batch(shard, common, rules) for shard in shards]
     seen = 0
     for batch in ours:
         assert batch.metadata["response_length"] == width
@@ -208,7 +212,6 @@ def rl(seed: int) -> dict[str, Any]:
         assert abs(mine - wanted) <= 1e-5 * max(1.0, abs(wanted)), (mine, wanted)
         if "sample_batch_size" in micro:
             assert len(set(counts)) == 1, counts
-    uneven = len({len(shard.row_ids) for shard in shards}) > 1
     return {"rows": len(rows), "uneven": uneven}
 
 
@@ -238,9 +241,7 @@ def sft(seed: int) -> dict[str, Any]:
     rows = only_tokens(random_rows(rng))
     dp_size = int(rng.integers(1, 5))
     plan = [{"micro_batch_size": 2}, {"micro_batch_tokens": int(rng.integers(20, 90))}][seed % 2]
-    shards = our_shards(rows, rng, dp_size, {"layout": "padded_left", **plan})
-    common = common_shape(shards)
-    ours = [training_batch(shard, common) for shard in shards]
+    ours, uneven = our_batches(rows, rng, dp_size, {"layout": "padded_left", **plan})
     whole = DefaultCollator(TOKENIZER, 1)(sft_examples(rows), len(rows))
     width = max(ours[0].metadata["response_length"], whole.metadata["response_length"])
     for batch in ours:
@@ -260,7 +261,7 @@ def sft(seed: int) -> dict[str, Any]:
     )
     assert abs(mine - wanted) <= 1e-5 * max(1.0, abs(wanted)), (mine, wanted)
     assert len(set(counts)) == 1, counts
-    return {"rows": len(rows), "uneven": len({len(shard.row_ids) for shard in shards}) > 1}
+    return {"rows": len(rows), "uneven": uneven}
 
 
 def packed(seed: int) -> dict[str, Any]:
@@ -273,9 +274,8 @@ def packed(seed: int) -> dict[str, Any]:
         int(rng.integers(24, 60)),
     )
     plan = {"layout": "packed", "micro_batch_tokens": capacity, "align": tp_size}
-    shards = our_shards(rows, rng, dp_size, plan)
-    common = common_shape(shards)
-    ours = [put(training_batch(shard, common)) for shard in shards]
+    ours, _ = our_batches(rows, rng, dp_size, plan)
+    ours = [put(batch) for batch in ours]
     assert len({len(batch["sequences"]) for batch in ours}) == 1, "as many lines on every rank"
     collator = PackedDataCollator(
         TOKENIZER, max_tokens_per_microbatch=capacity, tp_size=tp_size, pp_size=1, cp_size=1, dp_size=dp_size,

@@ -179,22 +179,19 @@ def through_skyrl(entry: Any, order: list[list[int]]) -> dict[str, Any]:
 def through_raysvc(name: str, steps: int) -> dict[str, Any]:
     """Losses of rows that a server collates; the controller is SkyRL's and gets refs."""
     import raysvc
-    from raysvc.integrations.skyrl import batch_refs
+    from raysvc.integrations.skyrl import BatchRules
 
     trainer, dispatch, group = controller()
     trainer.dispatch = Staged(dispatch)
     put = Put()
     their_dispatch.ray = SimpleNamespace(put=put, ObjectRef=ray.ObjectRef)
-    losses, order, ahead = [], [], {}
-    with raysvc.attach(name, dp_size=DP_SIZE) as client:
+    losses, order = [], []
+    policy = raysvc.Role(DP_SIZE, batches=BatchRules())
+    with raysvc.attach(name, roles={"policy": policy}) as client:
         begin = time.perf_counter()
-
-        def convert(step: Any) -> None:
-            ahead[step.index] = [batch_refs(mini.shards) for mini in step.mini_batches]
-
-        for step in client.steps(convert, stop=steps):
-            for mini, refs in zip(step.mini_batches, ahead.pop(step.index), strict=True):
-                losses.append(trainer.train_step(refs, step.index)["loss"])
+        for step in client.steps(stop=steps):
+            for mini in step.mini_batches:
+                losses.append(trainer.train_step(list(mini.shards), step.index)["loss"])
                 order.append(mini.info.row_ids.tolist())
             client.commit(step.index)
         wall_s = time.perf_counter() - begin
