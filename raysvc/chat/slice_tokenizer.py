@@ -192,8 +192,20 @@ class SliceTokenizer:
             if doubtful:
                 flat, origins = self._again(flat, origins, doubtful, counter)
                 batch = _batch(flat)
-            if flat:
-                yield self._chunk(flat, origins, batch, counter)
+            while flat:
+                try:
+                    made = self._chunk(flat, origins, batch, counter)
+                except (
+                    _DamagedInside
+                ) as why:  # no other look at this row decodes it before it is trained
+                    row = origins[why.place].source_row
+                    counter.leave_out(row, why.fault)
+                    left = [place for place, origin in enumerate(origins) if origin.source_row != row]
+                    flat, origins = [flat[place] for place in left], [origins[place] for place in left]
+                    batch = _batch(flat)
+                else:
+                    yield made
+                    break
             counter.read(len(chunk))
 
     def _sequences(
@@ -298,13 +310,21 @@ class SliceTokenizer:
         return place_media(flat, tokens, self.desk.processor, cut_at)
 
     def _compare_media(self, flat: list[AnySequence], tokens: TokenRows, seed: int) -> int:
-        """Hold some rows with media against the processor itself; how many."""
+        """Hold some rows with media against the processor itself; how many.
+
+        Raises:
+            _DamagedInside: the media of one cannot be decoded.
+        """
         if self.desk is None:
             return 0
         places = sampled_places(flat, seed)
         for place in places:
             ids = tokens.ids[tokens.offsets[place] : tokens.offsets[place + 1]].tolist()
-            if ids != true_ids(flat[place], self.tokenizer, self.desk):
+            try:
+                expected = true_ids(flat[place], self.tokenizer, self.desk)
+            except RowFault as fault:
+                raise _DamagedInside(place, fault) from fault
+            if ids != expected:
                 raise RenderDiffers(f"{flat[place].text[:80]!r}, a row with media")
         return len(places)
 
@@ -443,6 +463,14 @@ def _note_reasoning(
     if removed:
         written = set(kept.source_rows.tolist())
         counter.remove_reasoning(sum(count for number, count in removed.items() if number in written))
+
+
+class _DamagedInside(Exception):
+    """A row that was taken to be compared has media that cannot be decoded."""
+
+    def __init__(self, place: int, fault: RowFault) -> None:
+        super().__init__(place, fault)
+        self.place, self.fault = place, fault
 
 
 def _batch(flat: list[AnySequence]) -> Batch | None:
