@@ -17,11 +17,12 @@ import numpy.typing as npt
 
 from raysvc.cache.entry import Entry
 from raysvc.cache.joined_entry import JoinedEntry
+from raysvc.chat.row_errors import RowFault
 from raysvc.collate.shard import Shard
 from raysvc.collate.with_media import with_media
 from raysvc.errors import EntryError
 from raysvc.media.media_store import read_medium
-from raysvc.media.medium import COLUMN
+from raysvc.media.medium import COLUMN, media_of
 from raysvc.media.row_pixels import ProcessorSpec, RowPixels
 from raysvc.plan.plan import MiniBatchPlan, Plan
 from raysvc.plan.plan_rows import PlanRows
@@ -47,9 +48,24 @@ class EntryMedia:
         return cls(entry, plan.rows, processor) if processor is not None and plan.rows.have_media else None
 
     def fill(self, shard: Shard, rows: RowBatch) -> Shard:
-        """The shard with the arrays of the media of its rows."""
+        """The shard with the arrays of the media of its rows.
+
+        Raises:
+            EntryError: media of a row are missing, or cannot be decoded.
+        """
         media = dict(zip(rows.row_ids.tolist(), rows.rows[COLUMN].tolist(), strict=True))
-        return with_media(shard, media, self._pixels.of, self._like)
+
+        def pixels(text: str | None) -> Mapping[str, npt.NDArray[Any]]:
+            try:
+                return self._pixels.of(text)
+            except RowFault as error:
+                bad = [row for row in shard.row_ids.tolist() if media.get(row) == text]
+                digests = ", ".join(one.sha256 for one in media_of(text))
+                what = f"media {digests} cannot be decoded: {error}"
+                remedy = f"add {bad} to plan.skip_rows and run again; it goes on from its checkpoint"
+                raise EntryError(f"row {bad[0]}", what, remedy) from error
+
+        return with_media(shard, media, pixels, self._like)
 
     def planned(self, rank_bytes: Sequence[int], mini: MiniBatchPlan) -> tuple[int, ...]:
         """[R], bytes of each rank's shard, with media."""

@@ -13,8 +13,7 @@ from typing import Any
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
-from raysvc.chat.row_errors import RowFault
-from raysvc.errors import EntryError, TokenizerError
+from raysvc.errors import TokenizerError
 from raysvc.media.kinds import Kind, decoded
 from raysvc.media.media_processor import MediaProcessor, kinds_in
 from raysvc.media.medium import media_of
@@ -59,18 +58,15 @@ class RowPixels:
             text: value of column `media`.
 
         Raises:
-            EntryError: bytes are missing or damaged.
+            EntryError: bytes are missing, or are not those that were written.
+            RowFault: they cannot be decoded: a file may be damaged inside.
         """
         found = media_of(text)
         if not found:
             return {}
-        try:
-            return self._processor.arrays(
-                [(one.kind, decoded(one.kind, self._read(one.sha256), one.size)) for one in found]
-            )
-        except RowFault as error:  # it was whole when it was built
-            digests = ", ".join(one.sha256 for one in found)
-            raise EntryError(f"media {digests}", str(error), "run raysvc cache verify") from error
+        return self._processor.arrays(
+            [(one.kind, decoded(one.kind, self._read(one.sha256), one.size)) for one in found]
+        )
 
     def blanks(self) -> dict[Kind, tuple[Arrays, int]]:
         """Kind -> (arrays of a small blank medium, its patches)."""

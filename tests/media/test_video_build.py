@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import raysvc
 from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
-from raysvc.errors import ConfigError, TokenizerError
+from raysvc.errors import ConfigError, EntryError, TokenizerError
 from raysvc.job.config import PlanConfig
 from raysvc.media.media_processor import MediaProcessor
 from raysvc.media.medium import media_of
@@ -285,3 +285,38 @@ def test_the_picture_of_a_video_is_its_middle_frame(tmp_path: Path, folder: Path
     picture = shown.picture()
     assert picture is not None
     assert Image.open(io.BytesIO(picture)).size == (84, 56)
+
+
+def damaged_inside() -> bytes:
+    """Its header and its first frame are whole."""
+    data = bytearray(mp4(20))
+    begin = data.index(b"mdat") + 4
+    end = begin - 8 + int.from_bytes(data[begin - 8 : begin - 4])
+    data[(begin + end) // 2 : end] = bytes(end - (begin + end) // 2)
+    return bytes(data)
+
+
+def test_a_video_that_is_damaged_inside_is_quarantined_where_it_is_compared(
+    tmp_path: Path, folder: Path
+) -> None:
+    good, bad = said(url_of(CLIP)), said(url_of(damaged_inside()))
+    entry = build(tmp_path, folder, [good, bad, bad, good], source=BOTH)
+    assert entry.report["row_counts"]["quarantined"] == {"a video is broken": 2}
+    assert sorted(one["source_row"] for one in entry.report["examples"]) == [1, 2]
+    assert [entry.row(row)["source_row"] for row in range(entry.num_rows)] == [0, 3]
+
+
+def test_a_video_that_is_damaged_inside_is_named_by_its_row_and_can_be_left_out(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raysvc.chat.slice_tokenizer.sampled_places", lambda flat, seed: [0])
+    good = said(url_of(CLIP))
+    entry = build(tmp_path, folder, [good, said(url_of(damaged_inside())), good], source=BOTH)
+    assert entry.num_rows == 3
+    with pytest.raises(
+        EntryError, match=r"^row 1: media [0-9a-f]{64} cannot be decoded: .* add \[1\] to plan"
+    ):
+        stream_of(entry, folder, 3).make(0, (1,))
+    plan = PlanConfig(batch_size=3, shuffle="none", micro_batch_size=3, skip_rows=(1,))
+    stream = EntryStream(str(entry.uri), {}, Recipe(plan, 0), processor=ProcessorSpec(name=str(folder)))
+    assert stream.make(0, (1,))[1][0].row_ids.tolist() == [0, 2]
