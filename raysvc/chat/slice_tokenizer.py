@@ -195,9 +195,7 @@ class SliceTokenizer:
             while flat:
                 try:
                     made = self._chunk(flat, origins, batch, counter)
-                except (
-                    _DamagedInside
-                ) as why:  # no other look at this row decodes it before it is trained
+                except _DamagedInside as why:  # no other look at this row decodes it before it is trained
                     row = origins[why.place].source_row
                     counter.leave_out(row, why.fault)
                     left = [place for place, origin in enumerate(origins) if origin.source_row != row]
