@@ -55,7 +55,7 @@ class EntryMedia:
         """
         media = dict(zip(rows.row_ids.tolist(), rows.rows[COLUMN].tolist(), strict=True))
 
-        def pixels(text: str | None) -> Mapping[str, npt.NDArray[Any]]:
+        def _decoded(text: str | None) -> Mapping[str, npt.NDArray[Any]]:
             try:
                 return self._pixels.of(text)
             except RowFault as error:
@@ -65,7 +65,7 @@ class EntryMedia:
                 remedy = f"add {bad} to plan.skip_rows and run again; it goes on from its checkpoint"
                 raise EntryError(f"row {bad[0]}", what, remedy) from error
 
-        return with_media(shard, media, pixels, self._like)
+        return with_media(shard, media, _decoded, self._like)
 
     def planned(self, rank_bytes: Sequence[int], mini: MiniBatchPlan) -> tuple[int, ...]:
         """[R], bytes of each rank's shard, with media."""
