@@ -116,8 +116,5 @@ class FlatRows:
     @cached_property
     def denominators(self) -> Denominators:
         """Counts of the mini-batch."""
-        if self.layout == "stream":
-            targets, rows = int(self.trained.sum(dtype=np.int64)), self.mini.num_groups
-        else:
-            targets, rows = int(self.row_tokens.sum()), len(self.lengths)
-        return Denominators(targets, rows, self.mini.num_groups)
+        rows = self.mini.num_groups if self.layout == "stream" else len(self.lengths)
+        return Denominators(int(np.count_nonzero(self.trained.view(np.bool_))), rows, self.mini.num_groups)

@@ -22,6 +22,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from raysvc.collate.collate import collate_mini_batch
 from raysvc.collate.columns import column_names
@@ -30,6 +32,7 @@ from raysvc.collate.loss_weights import row_weights
 from raysvc.collate.shard import Array, MicroBatch, Shard
 from raysvc.errors import ConfigError
 from raysvc.integrations.skyrl_rules import (
+    ONE_FACTOR,
     REDUCTIONS,
     WHOLE_ROW,
     Common,
@@ -154,7 +157,7 @@ def padded_shards(
         if sum(map(np.count_nonzero, arrays["loss_mask"])) != source.denominators.tokens:
             refuse_early_target(source, responses, rules)
         arrays["response_lengths"] = _dealt(responses.counts, deal).astype(np.int32)
-    if rules.reduction is not None:
+    if rules.reduction is not None and REDUCTIONS[rules.reduction] not in ONE_FACTOR:
         arrays["loss_weights"] = _dealt(_weights(source, rules), deal)
     for name in others:
         is_whole = name in WHOLE_ROW
@@ -234,8 +237,6 @@ class _Pieces:
             bounds: int64 [P + 1], where each of P pieces begins, and the `end` [1] of all.
             which: int64 [R, B], DUMMY for none.
         """
-        import pyarrow as pa
-
         self._offsets = np.concatenate([bounds, end])  # an empty piece is the last one
         places = np.where(which == DUMMY, len(bounds) - 1, which)
         self._which = pa.array(places.ravel())
@@ -243,9 +244,6 @@ class _Pieces:
 
     def dealt(self, values: Array) -> list[Array]:
         """R arrays, the pieces of `values` [T] one after the other."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
         values, size = np.ascontiguousarray(values), values.itemsize
         buffers = [None, pa.py_buffer(self._offsets * size), pa.py_buffer(values.view(np.uint8))]
         pieces = pa.Array.from_buffers(pa.large_binary(), len(self._offsets) - 1, buffers)

@@ -30,6 +30,7 @@ REDUCTIONS: dict[str, OurReduction] = {
     "seq_mean_token_sum_norm": "constant",
     "prompt_mean": "prompt_mean",
 }
+ONE_FACTOR = ("token_mean", "constant")  # of ours: all targets weigh the same
 THEIR_NAMES = {
     "old_logprobs": "action_log_probs",
     "ref_logprobs": "base_action_log_probs",

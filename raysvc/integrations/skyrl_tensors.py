@@ -18,12 +18,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from raysvc.collate.columns import IGNORED
 from raysvc.collate.loss_weights import loss_scale, token_weights
 from raysvc.collate.reused_memory import ReusedMemory
 from raysvc.collate.shard import Array, Shard
 from raysvc.integrations.skyrl_rules import (
+    ONE_FACTOR,
     REDUCTIONS,
     THEIR_NAMES,
     WHOLE_ROW,
@@ -47,7 +50,7 @@ class BatchShard(Shard):
     """What a rank's batch is made of; a ref of it opens as a `TrainingInputBatch`.
 
     Its arrays are those of a packed shard, or `input_ids` [B, L], `loss_mask` [B, A], further columns [B, L], [B, A] or [B],
-    and of each row `seq_lengths`, `response_lengths` if they are known, and `loss_weights` if there is a reduction.
+    and of each row `seq_lengths`, `response_lengths` if they are known, and `loss_weights` where targets weigh differently.
 
     Attributes:
         common: of the mini-batch.
@@ -118,30 +121,33 @@ def training_input(shard: BatchShard) -> TrainingInput:
 
 
 def _padded(shard: BatchShard) -> TrainingInput:
+    import torch
+
     rows, width, response = shard.common
     arrays = dict(shard.arrays)
     ids, mask, lengths = (arrays.pop(name) for name in ("input_ids", "loss_mask", "seq_lengths"))
     counts, weights = (arrays.pop(name, None) for name in ("response_lengths", "loss_weights"))
+    scale = _factor(shard) if weights is None else weights[:, None]  # [] or [B, 1]
     real, pad = shard.row_ids >= 0, np.int32(shard.pad_token_id)
     whole = _Lines(np.where(real, lengths, 0))
     parts = _Lines(np.where(real, np.minimum(lengths, response), 0) if counts is None else counts)
-    columns = Room(
+    columns = room(
         sequences=((rows, width), np.int64),
         attention_mask=((rows, width), np.int64),
         **({} if counts is None else {"response_mask": ((rows, response), np.int64)}),
-    ).take()
+    )
     differing = whole.padded(ids ^ pad, width)
     differing ^= pad
-    columns["sequences"][...] = differing
+    torch.from_numpy(columns["sequences"]).copy_(torch.from_numpy(differing))  # faster than numpy's
     last_ones(lengths, columns["attention_mask"])
     loss = mask.astype(np.float32)
-    if weights is not None and "advantages" not in arrays:
-        loss *= np.repeat(weights, parts.lengths)
+    if scale is not None and "advantages" not in arrays:
+        loss *= np.repeat(scale, parts.lengths) if scale.ndim else scale
     columns["loss_mask"] = parts.padded(loss, response)
     if counts is not None:
         last_ones(counts, columns["response_mask"])
     for name, given in arrays.items():
-        values = given.astype(np.float32) if given.dtype in (np.float64, np.float16) else given
+        values = given if given.dtype.kind != "f" else given.astype(np.float32, copy=False)
         if values.ndim > 2:
             cells = values.copy() if values is given else values
         elif values.ndim == 1:
@@ -151,8 +157,8 @@ def _padded(shard: BatchShard) -> TrainingInput:
             cells[:, -1:] = np.where(parts.lengths[:, None] > 0, values, values.dtype.type(0))
         else:
             cells = parts.padded(np.repeat(values[:, 0], parts.lengths), response)
-        if name == "advantages" and weights is not None:
-            cells = cells * weights[:, None]
+        if name == "advantages" and scale is not None:
+            cells = cells * scale
         columns[THEIR_NAMES.get(name, name)] = cells
     return TrainingInput(tensors_of(columns), response, shard.row_ids.tolist())
 
@@ -167,17 +173,17 @@ class _Lines:
     def __init__(self, lengths: Array) -> None:
         self.lengths: Int64s = lengths.astype(np.int64, copy=False)
         self._offsets = offsets_of(self.lengths)
+        self._bounds: dict[int, Any] = {}  # size of a number -> Arrow's buffer of where each begins, in bytes
 
     def padded(self, values: Array, width: int) -> Array:
         """[B, width], the pieces of `values` [T] at the right edge, zeros elsewhere. None is longer than `width`.
 
         They are texts of bytes to Arrow: a copy of memory per row, where indices or masks cost operations per cell.
         """
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
         size = values.itemsize
-        buffers = [None, pa.py_buffer(self._offsets * size), pa.py_buffer(values.view(np.uint8))]
+        if size not in self._bounds:
+            self._bounds[size] = pa.py_buffer(self._offsets * size)
+        buffers = [None, self._bounds[size], pa.py_buffer(values)]
         texts = pa.Array.from_buffers(pa.large_string(), len(self.lengths), buffers)
         lines = pc.ascii_lpad(texts, width * size, "\0").buffers()[2]
         return np.frombuffer(lines, values.dtype).reshape(len(self.lengths), width)
@@ -189,11 +195,11 @@ def _packed(shard: BatchShard) -> TrainingInput:
     rows, width, response = shard.common
     arrays = shard.arrays
     lines = len(arrays["input_ids"])
-    columns = Room(
+    columns = room(
         sequences=((rows, width), np.int64),
         attention_mask=((rows, width), np.int64),
         loss_mask=((rows, response), np.float32),
-    ).take()
+    )
     _fill(arrays["input_ids"], columns["sequences"], pad=shard.pad_token_id)
     _fill(np.minimum(arrays["segment_ids"], 1), columns["attention_mask"])
     _fill(targets_of(shard)[:, 1:], columns["loss_mask"], factor=_line_weights(shard))
@@ -210,29 +216,32 @@ def _line_weights(shard: BatchShard) -> Array | None:
     rules = shard.rules
     if rules.reduction is None:
         return None
+    if (factor := _factor(shard)) is not None:
+        return factor
     ours = REDUCTIONS[rules.reduction]
-    if ours in ("token_mean", "constant"):
-        return np.array(loss_scale(shard.denominators, 1, ours, constant=rules.max_seq_len), np.float32)
     as_labels = {**shard.arrays, "labels": np.where(targets_of(shard), 0, IGNORED)}
     return token_weights(as_labels, shard.denominators, ours, constant=rules.max_seq_len)[:, 1:]
 
 
-class Room:
-    """Arrays of some shapes and types, one after the other in a block that is used again when they are gone."""
+def _factor(shard: BatchShard) -> Array | None:
+    """float32 [], what every target weighs; None where they differ, or weigh nothing of their own."""
+    if (reduction := shard.rules.reduction) is None or REDUCTIONS[reduction] not in ONE_FACTOR:
+        return None
+    constant = shard.rules.max_seq_len
+    return np.array(loss_scale(shard.denominators, 1, REDUCTIONS[reduction], constant=constant), np.float32)
 
-    def __init__(self, **columns: tuple[tuple[int, ...], npt.DTypeLike]) -> None:
-        self._parts: list[tuple[str, int, int, np.dtype[Any], tuple[int, ...]]] = []
-        self._bytes = 0
-        for name, (shape, of_type) in columns.items():
-            dtype = np.dtype(of_type)
-            size = prod(shape) * dtype.itemsize
-            self._parts.append((name, self._bytes, self._bytes + size, dtype, shape))
-            self._bytes += -(-size // _LINE) * _LINE
 
-    def take(self) -> dict[str, Array]:
-        """name -> array, with anything in it."""
-        block = MEMORY.take(self._bytes)
-        return {name: block[a:b].view(dtype).reshape(shape) for name, a, b, dtype, shape in self._parts}
+def room(**columns: tuple[tuple[int, ...], npt.DTypeLike]) -> dict[str, Array]:
+    """name -> array of a shape and a type, with anything in it: one after the other in a block that is used again when they are gone."""
+    begins, end = [], 0
+    for shape, of_type in columns.values():
+        begins.append(end)
+        end += -(-prod(shape) * np.dtype(of_type).itemsize // _LINE) * _LINE
+    block = MEMORY.take(end)
+    return {
+        name: np.ndarray(shape, of_type, block, begin)
+        for (name, (shape, of_type)), begin in zip(columns.items(), begins, strict=True)
+    }
 
 
 def last_ones(counts: Array, out: Array) -> None:
