@@ -71,22 +71,31 @@ class View:
     def _bar(self, tick: Tick) -> None:
         assert self._live is not None
         if tick.phase not in self._tasks:
-            self._tasks[tick.phase] = self._live.add_task(
-                tick.phase, total=tick.total, unit=tick.unit, facts=""
-            )
-        facts = said(tick)
-        self._live.update(
-            self._tasks[tick.phase], completed=tick.done, total=tick.total, facts=facts, unit=tick.unit
-        )
+            self._tasks[tick.phase] = self._live.add_task(tick.phase, total=None, count="", facts="")
+        task = self._tasks[tick.phase]
+        done, total = tick.done, tick.total
+        if not tick.unit:  # nothing to count: it waits, or has what it waited for
+            done, total = (0, None) if tick.waiting else (1, 1)
+        elif tick.final and total is None:
+            total = done
+        if tick.waiting and self._live.tasks[task].finished:
+            self._live.reset(task)
+        self._live.update(task, completed=done, total=total, count=counted(tick), facts=said(tick))
         if tick.final:
-            self._live.stop_task(self._tasks[tick.phase])
+            self._live.stop_task(task)
 
 
 def plain(tick: Tick) -> str:
     """A tick as one line."""
+    return " ".join(
+        filter(None, (f"[{tick.phase}]", counted(tick), said(tick), "done" if tick.final else ""))
+    )
+
+
+def counted(tick: Tick) -> str:
+    """How much is done, of how much where that is known; "" where nothing is counted."""
     total = f"/{tick.total:g}" if tick.total is not None else ""
-    count = f" {tick.done:g}{total} {tick.unit}" if tick.unit else ""
-    return f"[{tick.phase}]{count} {said(tick)}".rstrip() + (" done" if tick.final else "")
+    return f"{tick.done:g}{total} {tick.unit}" if tick.unit else ""
 
 
 def said(tick: Tick) -> str:
@@ -153,7 +162,6 @@ def print_rows(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 def _live(console: Console) -> Progress:
     from rich.progress import (
         BarColumn,
-        MofNCompleteColumn,
         Progress,
         SpinnerColumn,
         TextColumn,
@@ -164,8 +172,7 @@ def _live(console: Console) -> Progress:
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[unit]}"),
+        TextColumn("{task.fields[count]}"),
         TimeElapsedColumn(),
         TextColumn("{task.fields[facts]}"),
         console=console,

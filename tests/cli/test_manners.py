@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -93,6 +94,39 @@ def test_colours_are_for_terminals_that_want_them_and_marks_are_there_always() -
     assert all("»answer«" in text for text in (coloured, plain, piped.stdout))
     assert "━" in coloured
     assert piped.stderr == "[work] 1/2 rows done\n"
+
+
+WAIT = """
+from raysvc.cli.view import View
+from raysvc.progress import Tick
+with View() as view:
+    for tick in TICKS:
+        view(tick)
+        view._live.refresh()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ticks", "last"),
+    [
+        ('[Tick("start", 0, None, "", waiting="starting Ray")]', "start (starting Ray)"),
+        ('[Tick("start", 0, None, "", waiting="starting Ray"), Tick("start", 0, None, "")]', "start"),
+        ('[Tick("start", 0, None, "", waiting="Ray"), Tick("start", 0, None, ""), Tick("start", 0, None, "", waiting="a worker")]', "start (a worker)"),
+        ('[Tick("tokenize", 7, None, "rows")]', "tokenize 7 rows"),
+        ('[Tick("train", 3, 14, "steps", waiting="rows")]', "train 3/14 steps (rows)"),
+    ],
+)  # fmt: skip
+def test_a_phase_counts_what_it_knows_and_spins_only_while_it_waits(ticks: str, last: str) -> None:
+    seen = at_a_terminal(WAIT.replace("TICKS", ticks), COLUMNS="120", NO_COLOR="1")
+    lines = [
+        line
+        for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen).replace("\r", "\n").split("\n")
+        if line.strip()
+    ]
+    shown = re.sub(r"[━╸╺ ]+|\d:\d\d:\d\d", " ", lines[-1])
+    assert " ".join(re.sub(r"[⠀-⣿]", "", shown).split()) == last
+    spins = bool(re.search(r"[⠁-⣿]", lines[-1]))
+    assert spins == (last != "start")
 
 
 def test_quiet_shows_no_progress_wherever_it_stands(
