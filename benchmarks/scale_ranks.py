@@ -41,6 +41,7 @@ from raysvc.cache.names import new_part
 from raysvc.cache.store.open import open_store
 from raysvc.cache.writer import EntryWriter
 from raysvc.job.config import PlanConfig
+from raysvc.plan.sliced import row_ids
 
 FILES = 5  # that the parts are links to; ext4 allows 65,000 of each
 BUILDERS = 4
@@ -97,7 +98,7 @@ class Corpus:
     def growing(self) -> tuple[Path, EntryStream]:
         """The folder of an entry that nobody has begun, and a stream of it."""
         root = self._root("growing")
-        return root, EntryStream(str(root), {}, self._steps, growing=self.spec)
+        return root, EntryStream(str(root), {}, self._steps, growing={str(root): self.spec})
 
     def _root(self, name: str) -> Path:
         root = self.folder / name / self.key
@@ -203,7 +204,8 @@ def compared(folder: Path, slices: int, rows: int, ranks: int, seed: int = 0) ->
     needed: dict[int, None] = {}  # slices, in the order of the steps
     for step in asked:
         begin_of = order.slices_from(0, schedule.position_of(step))[:10]  # type: ignore[union-attr]
-        needed.update(dict.fromkeys([*undisturbed._opened().slices_of(step).tolist(), *begin_of.tolist()]))
+        of_step = row_ids.split(undisturbed._opened().plan.groups_of(step)).slice
+        needed.update(dict.fromkeys([*np.unique(of_step).tolist(), *begin_of.tolist()]))
     root, stream = corpus.growing()
     found: dict[int, tuple[str, float]] = {}
     servers = 0
