@@ -91,12 +91,19 @@ def _refuse_inexact(value: Any, path: str) -> None:
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict) and value:
         for name, item in value.items():
-            yield from _leaves(item, f"{path}.{name}" if path else name)
+            yield from _leaves(item, _below(path, name))
     elif isinstance(value, list | tuple) and value:
         for index, item in enumerate(value):
             yield from _leaves(item, f"{path}[{index}]")
     else:
         yield path, value
+
+
+def _below(path: str, name: str) -> str:
+    """Path of a field; a name that could be taken for a path, or for none, is quoted."""
+    if not name or any(sign in name for sign in ".[]"):
+        return f"{path}[{json.dumps(name)}]"
+    return f"{path}.{name}" if path else name
 
 
 def _differs(x: Any, y: Any) -> bool:

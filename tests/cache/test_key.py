@@ -70,6 +70,21 @@ def test_any_change_of_a_recipe_changes_the_key_and_is_explained(recipe, new, da
     assert explain(recipe, changed) != []
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"": {"": None}}, {"": None}),
+        ({"a.b": 1}, {"a": {"b": 1}}),
+        ({"a[0]": 1}, {"a": [1]}),
+        ({"a": {"": 1}}, {"a": {".": 1}}),
+        ({"": 1}, {'[""]': 1}),
+    ],
+)
+def test_a_field_whose_name_looks_like_a_path_is_told_from_the_path(one, other):
+    assert explain(one, other) != []
+    assert explain(other, one) != []
+
+
 @quick
 @given(recipes, st.text(), scalars)
 def test_a_field_more_changes_the_key(recipe, name, value):
