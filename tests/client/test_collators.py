@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -94,6 +95,59 @@ def test_collators_give_the_bytes_of_the_server_to_roles_ranks_and_evals(
     assert have_ended(collator_pids() - before), "collators end with their trainer's lease"
     assert streams.falls_to(refs, streams.num_refs)
     assert streams.threads() <= threads
+
+
+class _Batch(dict[str, Any]):
+    """Takes what SkyRL's `TrainingInputBatch` takes; SkyRL is not installed with the tests."""
+
+    metadata: dict[str, Any]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["padded_left", "packed"])
+def test_batches_of_a_role_are_the_same_from_collators_and_after_kills_of_the_server(
+    layout: str, serve: Served, entry: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    import raysvc
+    from raysvc.integrations.skyrl import BatchRules
+
+    theirs: Any = ModuleType("skyrl.backends.skyrl_train.training_batch")
+    theirs.TrainingInputBatch, theirs.TensorList = _Batch, list
+    monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
+    plan = {"tail": "pad", "layout": layout} | ({"micro_batch_tokens": 64} if layout == "packed" else {})
+    roles = {"policy": raysvc.Role(2, batches=BatchRules("token_mean")), "critic": 3}
+
+    def everything(name: str, kill: bool = False) -> list[Any]:
+        got: list[Any] = []
+        with raysvc.attach(name, roles=roles, look_ahead_steps=2) as client:
+            for step in client.steps(stop=8):
+                if kill and step.index in (2, 5):
+                    os.kill(stats(servers[name])["pid"], signal.SIGKILL)
+                for mini in step.mini_batches:
+                    for batch in ray.get(list(mini.by_role["policy"])):
+                        assert type(batch) is _Batch
+                        got.append(
+                            {
+                                key: str(getattr(one, "tolist", lambda one=one: one)())
+                                for key, one in batch.items()
+                            }
+                        )
+                        got.append(batch.metadata)
+                client.commit(step.index)
+        return got
+
+    uri = entry(50)
+    names = [f"{how}-{layout}" for how in ("one", "killed", "beside")]
+    servers = {
+        name: serve(name, entry_uri=uri, plan=plan, collators=2 * name.startswith("beside")) for name in names
+    }
+    expected = everything(names[0])
+    assert len(expected) > 2 * 2 * 6
+    assert everything(names[1], kill=True) == expected
+    assert everything(names[2]) == expected
+    assert stats(servers[names[2]])["made"] == 0
 
 
 def test_collators_that_the_cluster_has_no_cpus_for_are_told(
