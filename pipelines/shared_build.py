@@ -6,7 +6,8 @@ dies with it; the others start a new one, which goes on from the receipts in the
 Always true:
 - a slice is tokenized by one builder at a time, however many ask;
 - every caller sees all receipts, those from before it joined too;
-- an error of the build is raised in every caller, as it was raised in the builder.
+- an error of the build is raised in every caller, as it was raised in the builder;
+- a builder that died counts once, however often it is found before the cluster knows.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 NAMESPACE = "raysvc-builds"
 POLL_S = 0.1
 MAX_DEATHS = 20
+FORGET_S = 60.0  # a cluster that is busy gives the name of a builder to the one that died, for seconds
 
 
 @dataclass(frozen=True)
@@ -139,15 +141,17 @@ def shared_receipts(work: Work) -> Iterator[tuple[int, Receipt]]:
     """
     import ray
 
-    died: ray.exceptions.RayActorError | None = None
-    for _ in range(MAX_DEATHS):
+    deaths, died, since = 0, None, 0.0
+    while deaths < MAX_DEATHS:
         try:
             yield from _follow(work)
         except ray.exceptions.RayActorError as error:
-            died = error
-            log.warning(
-                "the builder of %s died; starting another one: %s", work.uri, " ".join(str(error).split())
-            )
+            if died is None or error.actor_id != died.actor_id:
+                deaths, died, since = deaths + 1, error, time.monotonic()
+                text = " ".join(str(error).split())
+                log.warning("the builder of %s died; starting another one: %s", work.uri, text)
+            elif time.monotonic() - since > FORGET_S:
+                break
             time.sleep(POLL_S)
             continue
         except ray.exceptions.RayTaskError as error:
@@ -156,7 +160,8 @@ def shared_receipts(work: Work) -> Iterator[tuple[int, Receipt]]:
     remedy = (
         "look at the logs of Ray's workers: memory, or a setup hook of the runtime environment that fails"
     )
-    raise RuntimeError(f"{MAX_DEATHS} builders of {work.uri} died; {remedy}") from died
+    many = "1 builder" if deaths == 1 else f"{deaths} builders"
+    raise RuntimeError(f"{many} of {work.uri} died; {remedy}") from died
 
 
 def _follow(work: Work) -> Iterator[tuple[int, Receipt]]:

@@ -26,6 +26,13 @@ import pyarrow.types as types
 from raysvc.chat.source.json_rows import SourceRow
 
 Convert = Callable[[Any], Any]
+LISTS = (
+    types.is_list,
+    types.is_large_list,
+    types.is_fixed_size_list,
+    types.is_list_view,
+    types.is_large_list_view,
+)
 
 
 def rows_of_table(table: pa.Table, first_row: int) -> Iterator[SourceRow]:
@@ -48,14 +55,14 @@ def _convert(kind: pa.DataType) -> Convert | None:
         return _struct({field.name: _convert(field.type) for field in kind})
     if types.is_map(kind):
         return _map(_convert(kind.item_type))
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+    if any(is_list(kind) for is_list in LISTS):
         item = _convert(kind.value_type)
         return None if item is None else _list(item)
     if types.is_decimal(kind):
         return _decimal
     if types.is_date(kind) or types.is_time(kind) or types.is_timestamp(kind):
         return _iso
-    if types.is_dictionary(kind):
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
         return _convert(kind.value_type)
     if isinstance(kind, pa.BaseExtensionType):
         return _convert(kind.storage_type)

@@ -70,6 +70,7 @@ class FollowedSource:
     def __init__(self, config: SourceConfig, slice_bytes: int | None, memo: Memo) -> None:
         self._config, self._slice_bytes, self._memo = config, slice_bytes, memo
         self._counted: dict[str, Json] = {}
+        self._by_lines: dict[CountedLines, str] = {}  # what is counted of a file of lines -> its path
         self._taken = 0  # listings whose files are in _counted
         self._unended: dict[str, int] = {}  # files whose last line was said to lack its newline
         self._seen: dict[str, tuple[Json, float]] = {}  # stamps of files that may be written to, since when
@@ -170,6 +171,8 @@ class FollowedSource:
     def _take_known(self) -> None:
         for listing in self.listings.known[self._taken :]:
             self._counted.update({path: dict(one) for path, one in listing.files.items()})
+            lines = {path: one for path, one in listing.files.items() if "end" in one}
+            self._by_lines.update({CountedLines.from_json(one): path for path, one in lines.items()})
             self._taken += 1
 
     def _new(self) -> Iterator[_New]:
@@ -234,6 +237,9 @@ class FollowedSource:
                 left = file.num_bytes - counted.end
                 log.warning("the last %d bytes of %s lack a newline and are not counted", left, file.path)
             self._unended[file.path] = file.num_bytes
+        if not counted.end and now.end and (known := self._by_lines.get(now)) is not None:
+            what = "%s has the lines of %s, which are counted already, and is trained too: was it renamed, copied or linked?"
+            log.warning(what, file.path, known)
         return _New(file.path, pieces, now.to_json())
 
     def _whole(self, files: list[SourceFile]) -> Iterator[_New]:

@@ -1,7 +1,7 @@
 """A first job.yaml for rows that nobody has described yet: what `raysvc init` writes.
 
 1. The format is found from the columns of the first row, as `format: auto` finds it.
-2. The first `SAMPLE_ROWS` rows are tokenized as a build would, and counted.
+2. The first `SAMPLE_ROWS` rows are tokenized as a build would, with their media, and counted.
 3. What was found stands in the comments of the job.
 
 Always true:
@@ -14,18 +14,25 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow.compute as pc
 
+from raysvc.actors.model.tiny_vision import NAME as TINY_VISION
+from raysvc.build.media_job import processor_of, with_template
 from raysvc.chat.row_counts import RowCounts
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.detect import resolve_format, seen
 from raysvc.errors import SourceError
-from raysvc.job.config import SourceConfig, TextSpec, TokenizerConfig
+from raysvc.job.config import JobConfig, SourceConfig, TokenizerConfig
 from raysvc.job.job_schema import FILE as SCHEMA
+from raysvc.media.kinds import WORDS, Kind
+from raysvc.media.media_processor import MediaProcessor
+from raysvc.media.medium import COLUMN, media_of
 
 SAMPLE_ROWS = 512
 OBJECTIVES = {
@@ -47,6 +54,8 @@ class Look:
         row_counts: of the sample.
         length: tokens of a row in the sample, the median.
         longest: tokens of the longest.
+        media: kind -> how many the sample has.
+        model: that trains them: what the tokenizer came with, or a tiny one.
     """
 
     format: str
@@ -55,6 +64,8 @@ class Look:
     row_counts: RowCounts
     length: int
     longest: int
+    media: Mapping[Kind, int]
+    model: str
 
     def lines(self) -> list[str]:
         """The same as sentences."""
@@ -65,6 +76,9 @@ class Look:
             f"Of the first {row_counts.rows_in}, {row_counts.rows_written} give tokens: "
             f"half of them at most {self.length}, the longest {self.longest}; {share:.0%} are trained.",
         ]
+        if self.media:
+            counts = " and ".join(f"{count} {WORDS[kind].many}" for kind, count in self.media.items())
+            out.append(f"They have {counts}.")
         out += [
             f"Not usable: {rows}, {why}."
             for why, rows in {**row_counts.dropped, **row_counts.quarantined}.items()
@@ -77,19 +91,31 @@ def look(path: str, tokenizer: str) -> Look:
 
     Raises:
         SourceError: no file, no rows, no known format, or none of the first rows can be used.
-        TokenizerError: it cannot be loaded, or has no template for these rows.
+        TokenizerError: it cannot be loaded, or has no template for these rows, or a processor that is not read.
+        ConfigError: a package that their media need is missing.
     """
+    from raysvc.pipelines.reading.media_files import folder_of
     from raysvc.pipelines.reading.readers import read_rows
     from raysvc.pipelines.sources.look import look_at
+    from raysvc.pipelines.tokenize import desk_of
 
-    source = look_at(SourceConfig(path=(path,)))
+    job = JobConfig(source=SourceConfig(path=(path,)), tokenizer=TokenizerConfig(name=tokenizer))
+    source = look_at(job.source)
     row = source.first_row()
     if row is None:
         raise SourceError(path, "holds no row that can be read", "give files with one JSON object per line")
-    spec = TextSpec(tokenizer=TokenizerConfig(name=tokenizer))
+    processor = processor_of(job, row)
+    spec = job.text
+    if processor is not None:
+        spec = with_template(job, processor).text.model_copy(update={"media": processor.kinds})
     form = resolve_format(spec, row)
+    spec = spec.model_copy(update={"format": form.name, "columns": form.columns})
+    desk = None
+    if processor is not None:
+        desk = desk_of(spec, None, {}, processor)
+        desk.folder_of = lambda number: folder_of(source.slices[0].path_of(number))
     rows = itertools.islice(read_rows(source.slices[0], {}), SAMPLE_ROWS)
-    sample = SliceTokenizer(spec.model_copy(update={"format": form.name, "columns": form.columns})).run(rows)
+    sample = SliceTokenizer(spec, desk=desk).run(rows)
     if not sample.row_counts.rows_written:
         why = "; ".join(map(str, sample.examples[:2])) or str(sample.row_counts.dropped)
         raise SourceError(
@@ -99,8 +125,20 @@ def look(path: str, tokenizer: str) -> Look:
         )
     lengths = pc.list_value_length(sample.table.column("input_ids")).to_numpy()
     num_rows = sum(part.num_rows for part in source.slices)
+    media = Counter(
+        one.kind
+        for text in (sample.table.column(COLUMN).to_pylist() if processor is not None else ())
+        for one in media_of(text)
+    )
     return Look(
-        form.name, seen(form, row), num_rows, sample.row_counts, int(np.median(lengths)), int(lengths.max())
+        form.name,
+        seen(form, row),
+        num_rows,
+        sample.row_counts,
+        int(np.median(lengths)),
+        int(lengths.max()),
+        dict(media),
+        _model(tokenizer, processor),
     )
 
 
@@ -115,7 +153,7 @@ def job_text(path: str, tokenizer: str, found: Look) -> str:
 source:
   path: {json.dumps(path)}
   format: {found.format}
-tokenizer: {json.dumps(tokenizer)}   # a folder or a hub name; its chat template renders the rows
+{_kinds(found)}tokenizer: {json.dumps(tokenizer)}   # a folder or a hub name; its chat template renders the rows
 
 train_on: all_assistant_messages   # or last_assistant_message, each_assistant_turn, completion, all_tokens, message_weight
 # max_length: {_power_of_two(found.longest)}   # longer rows are dropped, or cut: truncation: keep_start
@@ -129,9 +167,9 @@ plan:
 
 server:
   name: {json.dumps(name)}   # trainers attach by it
-
+{_collators(found)}
 trainer:
-  model: {json.dumps(_model(tokenizer))}   # tiny (random, for trying), a folder, or a hub name
+  model: {json.dumps(found.model)}   # {"tiny-vision" if found.media else "tiny"} (random, for trying), a folder, or a hub name
 {_objective(found.format)}  dp_size: 1   # ranks, one GPU each
   learning_rate: 1.0e-5
   precision: bf16   # float32 weights, bfloat16 forward and backward
@@ -144,10 +182,24 @@ def _objective(format_name: str) -> str:
     return f"  objective: {OBJECTIVES[format_name]}\n" if format_name in OBJECTIVES else ""
 
 
-def _model(tokenizer: str) -> str:
-    """The model that the tokenizer came with."""
+def _kinds(found: Look) -> str:
+    return f"  media: [{', '.join(found.media)}]   # kinds that rows may have\n" if found.media else ""
+
+
+def _collators(found: Look) -> str:
+    return (
+        "  # collators: 2   # processes that decode media, one CPU each; 0: the server does\n"
+        if found.media
+        else ""
+    )
+
+
+def _model(tokenizer: str, processor: MediaProcessor | None) -> str:
+    """The model that the tokenizer came with, or a tiny one where only the tokenizer is there."""
     folder = Path(tokenizer).expanduser()
-    return "tiny" if folder.is_dir() and not (folder / "config.json").exists() else tokenizer
+    if not folder.is_dir() or (folder / "config.json").exists():
+        return tokenizer
+    return TINY_VISION if processor is not None else "tiny"
 
 
 def _power_of_two(number: int) -> int:

@@ -3,7 +3,8 @@
 Axes: N rows.
 
 Always true:
-- opening reads the manifest and a listing, never a part: it costs the same for any number of rows;
+- opening reads the manifest and a listing, never a part: it costs the same for any number of rows, and of parts where they
+  have a table;
 - from the first row that is read until the entry is let go of, it is held: gc does not delete it;
 - no row is served whose bytes were not compared with their checksum, in this process or on arrival;
 - a part whose size or structure is not what the manifest says raises EntryError and is never served;
@@ -25,7 +26,9 @@ import numpy.typing as npt
 from raysvc.cache import names
 from raysvc.cache.local.part_cache import PartCopies
 from raysvc.cache.local.part_reader import PartReader
-from raysvc.cache.manifest import REBUILD, Manifest
+from raysvc.cache.manifest import Manifest
+from raysvc.cache.part_info import REBUILD
+from raysvc.cache.part_table import PartTable
 from raysvc.cache.store.store import Found, Store
 from raysvc.cache.use_marker import Hold, this_process
 from raysvc.cache.verify import Problem, verify_folder
@@ -71,14 +74,14 @@ class Entry:
         Args:
             store: where.
             key: of the recipe; `<key>.<n>` names a rebuild.
-            listing: of the folder, when it is there already.
+            listing: of the folder, when it is there already; with few of its parts, where they are many.
 
         Raises:
             EntryError: there is none, or it is damaged, or newer than this raysvc.
         """
         if names.split_folder(key) is None:
             names.folder_of(key)
-        found = store.scan(key) if listing is None else listing
+        found = store.scan(key, names.MANY) if listing is None else listing
         return cls._opened(store, key, found, {names.DAMAGED, names.DELETING})
 
     @classmethod
@@ -94,21 +97,20 @@ class Entry:
             what = "it is marked as damaged" if marker == names.DAMAGED else "it is being removed by gc"
             raise EntryError(where, what, "build it again with raysvc tokenize")
         try:
-            data = store.read(f"{key}/{names.MANIFEST}")
+            manifest = Manifest.read(store, key)
         except FileNotFoundError:  # removed since it was listed, or a folder
             raise EntryError(
                 where, "its manifest cannot be read", "build it again with raysvc tokenize"
             ) from None
-        manifest = Manifest.from_json(data, f"{where}/{names.MANIFEST}")
         if key.partition(".")[0] != manifest.key:
             raise EntryError(
                 where, f"its manifest belongs to {manifest.key}", "build it again with raysvc tokenize"
             )
-        _check_parts(where, manifest, found)
+        _check_parts(store, key, manifest, found)
         if not manifest.base:
             return cls(store, key, manifest)
         # it is not removed while this entry shares it, whatever an interrupted gc may have marked
-        base = cls._opened(store, manifest.base, store.scan(manifest.base), {names.DAMAGED})
+        base = cls._opened(store, manifest.base, store.scan(manifest.base, names.MANY), {names.DAMAGED})
         _check_base(where, manifest, base)
         return cls(store, key, manifest, base=base)
 
@@ -135,7 +137,7 @@ class Entry:
     @property
     def num_rows(self) -> int:
         """Rows of all parts."""
-        return self.parts.num_rows
+        return self.manifest.num_rows
 
     @cached_property
     def num_tokens(self) -> int:
@@ -216,10 +218,10 @@ class Entry:
         """
         if self.base is not None:
             return self.base.source_rows
-        rows = self.report.get("source_rows")
-        if not isinstance(rows, list) or len(rows) != len(self.slice_starts) - 1:
+        rows = self.manifest.source_rows
+        if rows is None or len(rows) != len(self.parts.parts):
             raise EntryError(self.uri, "it does not tell how many rows of the source each slice has", REBUILD)
-        return np.array(rows, np.int64)
+        return np.asarray(rows, np.int64)
 
     def slice_lengths(self, index: int) -> npt.NDArray[np.int32]:
         """Tokens of every row of a slice; reads its offsets alone."""
@@ -320,13 +322,22 @@ def _hold_into(held: Future[Hold], store: Store, folder: str) -> None:
         held.set_exception(error)
 
 
-def _check_parts(where: str, manifest: Manifest, found: Mapping[str, Found]) -> None:
-    for part in manifest.parts:
-        there = found.get(part.name)
-        if there is None or there.size != part.num_bytes:
-            what = "is missing" if there is None else f"has {there.size} bytes instead of {part.num_bytes}"
+def _check_parts(store: Store, folder: str, manifest: Manifest, found: Mapping[str, Found]) -> None:
+    """That parts are there with their sizes; of many it is their table, and each part is looked at when it is read."""
+    if isinstance(manifest.parts, PartTable):
+        wanted = {manifest.parts.info.name: manifest.parts.info.ends[-1]}
+    else:
+        wanted = {part.name: part.num_bytes for part in manifest.parts}
+    if not wanted.keys() <= found.keys():  # the listing may have left some out
+        found = {item.name: item for item in store.scan(folder)}
+    for name, size in wanted.items():
+        there = found.get(name)
+        if there is None or there.size != size:
+            what = "is missing" if there is None else f"has {there.size} bytes instead of {size}"
             raise EntryError(
-                f"{where}/{part.name}", f"it {what}", "run raysvc cache verify, then raysvc tokenize again"
+                f"{store.url}/{folder}/{name}",
+                f"it {what}",
+                "run raysvc cache verify, then raysvc tokenize again",
             )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raysvc.cache import names
-from raysvc.cache.datasets_export import ensure_datasets_files
+from raysvc.cache.export.datasets_export import ensure_datasets_files
 from raysvc.cache.gc import collect_garbage as collect_garbage
 from raysvc.cache.generations import generations
 from raysvc.cache.generations import next_generation as next_generation
@@ -80,7 +80,7 @@ def find_entry(store: Store, key: str) -> Entry | None:
     """
     for generation in reversed(generations(store, key)):
         folder = names.folder_of(key, generation)
-        found = store.scan(folder)
+        found = store.scan(folder, names.MANY)
         there = {item.name for item in found}
         if names.MANIFEST not in there or there & {names.DAMAGED, names.DELETING}:
             continue

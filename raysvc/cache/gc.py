@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 from raysvc.cache import index, names
 from raysvc.cache.manifest import Manifest
+from raysvc.cache.part_table import PartTable
 from raysvc.cache.store.store import Found, Store
 from raysvc.cache.use_marker import USE_TTL_S, store_now
 from raysvc.errors import EntryError, StoreError
@@ -286,15 +287,16 @@ class _Visit:
 
         While somebody holds the entry only markers go: a second builder may still be writing there.
         """
-        path = f"{folder.name}/{names.MANIFEST}"
         try:
-            manifest = Manifest.from_json(self.store.read(path), f"{self.store.url}/{path}")
+            manifest = Manifest.read(self.store, folder.name)
+            needed = {part.name for part in manifest.parts} | {item.name for item in folder.signs[-1:]}
         except (EntryError, StoreError, FileNotFoundError):
             return []  # without its list of parts nothing can be told apart
         if folder.name not in self.records and names.DAMAGED not in folder.there and not self.dry_run:
             index.note(self.store, folder.name, manifest.recipe)
-        needed = {part.name for part in manifest.parts} | {item.name for item in folder.signs[-1:]}
         needed |= {names.MANIFEST, names.STATE, names.DATASET_INFO, names.TOKENIZER}
+        if isinstance(manifest.parts, PartTable):
+            needed.add(manifest.parts.info.name)
         needed |= {names.DAMAGED, names.DELETING, media_index.name_in(manifest.report) or ""}
         needed |= {names.shared_with(one) for one in folder.sharers if self._is_there(one)}
         old = [i for i in folder.found if i.name not in needed and self._is_leftover(i)]

@@ -38,4 +38,5 @@ def _newest_without(store: Store, key: str, markers: set[str]) -> int:
     there = generations(store, key)
     if not there:
         return 0
-    return there[-1] + 1 if markers & set(store.list(names.folder_of(key, there[-1]))) else there[-1]
+    found = store.scan(names.folder_of(key, there[-1]), names.MANY)
+    return there[-1] + 1 if markers & {item.name for item in found} else there[-1]

@@ -5,6 +5,7 @@ A recipe is plain JSON that says everything the bytes depend on; its hash is the
 Always true:
 - equal recipes have equal keys, whatever the order of their fields or the process that asks;
 - a change of any value, of any list's order or of any field's presence changes the key;
+- private entries of one recipe have different keys and one key of their rows, that of the shared entry;
 - what JSON cannot say exactly (NaN, bytes, sets, keys that are not text) is refused, never coerced.
 """
 
@@ -19,6 +20,9 @@ from typing import Any
 
 Recipe = dict[str, Any]
 MISSING = "(absent)"
+ADDED = "added"  # field of a recipe: what was added to a base, oldest first; each names the key that it was added to
+PRIVATE = "private"  # field of a recipe: a name that nobody else has
+SHARED = "shared"  # field of a private recipe: the key that it would have if it were shared
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,18 @@ def cache_key(recipe: Recipe) -> str:
         TypeError: a value that is not plain JSON.
     """
     return hashlib.sha256(canonical_json(recipe)).hexdigest()
+
+
+def rows_key(key: str, recipe: Mapping[str, Any]) -> str:
+    """What names the rows of an entry, for plans: its key, or the one that a private entry would have if it were shared."""
+    if SHARED not in recipe:
+        return key
+    if ADDED not in recipe:
+        return str(recipe[SHARED])  # the recipe of an entry that grows is not whole
+    shared = {name: value for name, value in recipe.items() if name not in (PRIVATE, SHARED, ADDED)}
+    for added in recipe[ADDED]:
+        shared[ADDED] = [*shared.get(ADDED, ()), {**added, "to": cache_key(shared)}]
+    return cache_key(shared)
 
 
 def canonical_json(value: Any) -> bytes:

@@ -4,7 +4,8 @@ Always true:
 - a manifest that parses is safe to act on: part names stay in the folder, counts add up, types are right;
 - the recipe hashes to the key, and the columns that a trainer needs are there, in its own parts or in those of its base;
 - its own checksum covers every other field, so a flipped byte anywhere in it is found;
-- a manifest of a newer format is refused with the version that reads it.
+- a manifest of a newer format is refused with the version that reads it;
+- parts of more than `MOST_INLINE` bytes lie in a table of their own (`raysvc.cache.part_table`), which is checked as it is read.
 """
 
 from __future__ import annotations
@@ -12,24 +13,29 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raysvc.cache import names
-from raysvc.cache.key import cache_key, canonical_json
-from raysvc.cache.local.checksum import BLOCK, DIGITS
+from raysvc.cache.key import ADDED, cache_key, canonical_json
+from raysvc.cache.part_info import PartInfo, count, damaged, part_info
+from raysvc.cache.part_table import PartTable, TableInfo, write_table
+from raysvc.cache.store.store import Store
 from raysvc.errors import EntryError, EntryTooNew
 
-FORMAT = 2  # of an entry with a base; others are written as 1, which every version reads
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+FORMAT = (
+    3  # of an entry with a table of parts; 2: with a base; others are written as 1, which every version reads
+)
 READABLE_SINCE = "0.1.0"
-ADDED = "added"  # field of a recipe: what was added to a base, oldest first; each names the key that it was added to
 MAX_BYTES = 1 << 28
-MOST_BLOCKS = MAX_BYTES // 2  # bytes that the checksums of blocks may take of it: those of 2.2 TB of parts
-REBUILD = "build it again with cache.force: true"
+MOST_INLINE = 1 << 20  # bytes of parts in a manifest: some 370 of 42 MB, or 4,500 small ones
+_PART_BYTES = 230  # of a part in a manifest, without the checksums of its blocks
 _VERSION = re.compile(r"[0-9A-Za-z.+-]{1,40}")
-_CHECKSUM = re.compile(r"[0-9a-f]{32}")
-_BLOCKS = re.compile(r"[0-9a-f]*")
 _NUMBERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 _NUMBERS += ["float16", "float32", "float64", "bool"]
 REQUIRED = {"input_ids": "list<int32>", "loss_mask": "list<uint8>"}
@@ -47,31 +53,6 @@ def is_column_type(kind: str) -> bool:
     """
     match = _COLUMN_TYPE.fullmatch(kind)
     return match is not None and (match[1] is None) == (match[5] is None)
-
-
-@dataclass(frozen=True)
-class PartInfo:
-    """One Arrow IPC stream file that holds exactly one record batch.
-
-    Attributes:
-        name: file in the entry's folder.
-        num_rows, num_tokens: what it holds.
-        num_bytes: size of the file.
-        checksum: XXH3-128 of the whole file, 32 hex digits.
-        offsets_start: where in the file the token offsets lie, int32 [num_rows + 1]; 0 without rows.
-        offsets_checksum: of these bytes, so that lengths can be read alone.
-        blocks: checksums of the blocks of the file, see `raysvc.cache.local.checksum`; empty: the whole
-            file is compared when it is read first.
-    """
-
-    name: str
-    num_rows: int
-    num_tokens: int
-    num_bytes: int
-    checksum: str
-    offsets_start: int
-    offsets_checksum: str
-    blocks: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,13 +84,13 @@ class Receipt:
         """
         raw = _opened(data, where)
         receipt = cls(
-            slice_index=_count(raw, "slice_index", where),
-            part=_part(_mapping(raw, "part", where), where),
+            slice_index=count(raw, "slice_index", where),
+            part=part_info(_mapping(raw, "part", where), where),
             columns=_columns(raw, where, {}),
             meta=_mapping(raw, "meta", where),
         )
         if not (match := names.PART.fullmatch(receipt.part.name)) or int(match[1]) != receipt.slice_index:
-            raise _damaged(where, f"the part {receipt.part.name!r} belongs to another slice")
+            raise damaged(where, f"the part {receipt.part.name!r} belongs to another slice")
         return receipt
 
 
@@ -119,7 +100,7 @@ class Manifest:
 
     Attributes:
         key: hash of the recipe.
-        parts: in row order.
+        parts: in row order, read as they are asked for where they are many.
         columns: column name -> type.
         recipe: what decided the bytes.
         report: what the builder tells the user.
@@ -128,7 +109,7 @@ class Manifest:
     """
 
     key: str
-    parts: tuple[PartInfo, ...]
+    parts: tuple[PartInfo, ...] | PartTable
     columns: Mapping[str, str]
     recipe: Mapping[str, Any]
     report: Mapping[str, Any] = field(default_factory=dict)
@@ -137,23 +118,46 @@ class Manifest:
     @property
     def num_rows(self) -> int:
         """Rows of all parts."""
-        return sum(part.num_rows for part in self.parts)
+        return self._total("num_rows")
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all parts."""
-        return sum(part.num_tokens for part in self.parts)
+        return self._total("num_tokens")
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all parts."""
-        return sum(part.num_bytes for part in self.parts)
+        return self._total("num_bytes")
 
-    def that_fits(self) -> Manifest:
-        """This manifest; where the checksums of blocks would be more than `MOST_BLOCKS`, without them: whole parts are compared then."""
-        if sum(len(part.blocks) for part in self.parts) <= MOST_BLOCKS:
+    @property
+    def source_rows(self) -> Sequence[int] | npt.NDArray[np.int64] | None:
+        """Rows of the source in each slice; None where the builder did not tell them."""
+        if isinstance(self.parts, PartTable) and self.parts.source_rows is not None:
+            return self.parts.source_rows
+        told = self.report.get("source_rows")
+        return told if isinstance(told, list) else None
+
+    def with_table(self, store: Store, folder: str) -> Manifest:
+        """This manifest; where its parts are many, with a table of them that is durable now.
+
+        Args:
+            store, folder: of the entry.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        if sum(_PART_BYTES + len(part.blocks) for part in self.parts) <= MOST_INLINE:
             return self
-        return replace(self, parts=tuple(replace(part, blocks="") for part in self.parts))
+        rows = self.report.get("source_rows")
+        told = rows if isinstance(rows, list) and len(rows) == len(self.parts) else None
+        report = {name: one for name, one in self.report.items() if told is None or name != "source_rows"}
+        return replace(self, parts=write_table(store, folder, self.parts, told), report=report)
+
+    def _total(self, name: str) -> int:
+        if isinstance(self.parts, PartTable):
+            return int(getattr(self.parts.info, name))
+        return sum(getattr(part, name) for part in self.parts)
 
     def to_json(self) -> bytes:
         """Bytes of `manifest.json`.
@@ -162,45 +166,60 @@ class Manifest:
             EntryError: they are more than any reader takes.
         """
         counts = {"num_rows": self.num_rows, "num_tokens": self.num_tokens, "num_bytes": self.num_bytes}
-        version = {"format": FORMAT if self.base else 1, "readable_since": READABLE_SINCE}
-        fields = asdict(self)
+        fields = {name: getattr(self, name) for name in ("key", "columns", "recipe", "report", "base")}
         if not self.base:
             del fields["base"]
+        if isinstance(self.parts, PartTable):
+            fields["parts"], number = self.parts.info.to_json(), 3
+        else:
+            fields["parts"], number = [asdict(part) for part in self.parts], 2 if self.base else 1
+        version = {"format": number, "readable_since": READABLE_SINCE}
         data = canonical_json(_sealed(version | counts | fields))
         if len(data) > MAX_BYTES:
             what = f"a manifest of {len(self.parts)} parts would have {len(data)} bytes, and at most {MAX_BYTES} are read"
-            raise EntryError(
-                self.key, what, "raise workers.slice_mb, or split the source into several entries"
-            )
+            raise EntryError(self.key, what, "give the source fewer files, or split it into several entries")
         return data
 
     @classmethod
-    def from_json(cls, data: bytes, where: str) -> Manifest:
+    def read(cls, store: Store, folder: str) -> Manifest:
+        """That of an entry; of many parts none is read.
+
+        Raises:
+            EntryError: it is damaged.
+            FileNotFoundError: it is not there.
+        """
+        path = f"{folder}/{names.MANIFEST}"
+        return cls.from_json(store.read(path), f"{store.url}/{path}", store, folder)
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str, store: Store | None = None, folder: str = "") -> Manifest:
         """Parse and check; EntryError with `where` when anything is off.
+
+        Args:
+            data: the file.
+            where: for messages.
+            store, folder: where its parts lie; `Manifest.read` gives them.
 
         Raises:
             EntryError: it is damaged.
         """
         raw = _opened(data, where)
-        parts = raw.get("parts")
-        if not isinstance(parts, list) or not isinstance(raw.get("key"), str):
-            raise _damaged(where, "the fields key and parts are missing or of a wrong type")
+        if not isinstance(raw.get("parts"), list | dict) or not isinstance(raw.get("key"), str):
+            raise damaged(where, "the fields key and parts are missing or of a wrong type")
         manifest = cls(
             key=raw["key"],
-            parts=tuple(_part(part, where) for part in parts),
+            parts=_parts(raw["parts"], where, store, folder),
             columns=_columns(raw, where, {} if raw.get("base") else REQUIRED),
             recipe=_mapping(raw, "recipe", where),
             report=_mapping(raw, "report", where),
             base=_base(raw, where),
         )
         if not names.KEY.fullmatch(manifest.key):
-            raise _damaged(where, f"{manifest.key[:80]!r} is not a key")
+            raise damaged(where, f"{manifest.key[:80]!r} is not a key")
         if cache_key(dict(manifest.recipe)) != manifest.key:
-            raise _damaged(where, "its recipe does not hash to its key")
-        if len({part.name for part in manifest.parts}) != len(manifest.parts):
-            raise _damaged(where, "a part is named twice")
+            raise damaged(where, "its recipe does not hash to its key")
         if raw.get("num_rows") != manifest.num_rows or raw.get("num_tokens") != manifest.num_tokens:
-            raise _damaged(where, "the counts of the parts do not add up to the entry's")
+            raise damaged(where, "the counts of the parts do not add up to the entry's")
         return manifest
 
 
@@ -210,18 +229,18 @@ def _sealed(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _opened(data: bytes, where: str) -> dict[str, Any]:
     if len(data) > MAX_BYTES:
-        raise _damaged(where, f"{len(data)} bytes are more than any manifest has")
+        raise damaged(where, f"{len(data)} bytes are more than any manifest has")
     try:
         raw = json.loads(data)
         seal = raw.pop("sha256", None)
         refused = _newer(raw, where)
         intact = refused or seal == hashlib.sha256(canonical_json(raw)).hexdigest()
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-        raise _damaged(where, f"it is not the JSON that was written ({type(error).__name__})") from None
+        raise damaged(where, f"it is not the JSON that was written ({type(error).__name__})") from None
     if refused is not None:
         raise refused
     if not intact:
-        raise _damaged(where, "its checksum does not match its content")
+        raise damaged(where, "its checksum does not match its content")
     return dict(raw)
 
 
@@ -237,42 +256,23 @@ def _newer(raw: Mapping[str, Any], where: str) -> EntryTooNew | None:
     )
 
 
-def _part(raw: Any, where: str) -> PartInfo:
-    if not isinstance(raw, dict):
-        raise _damaged(where, "a part is not an object")
-    part = PartInfo(
-        name=str(raw.get("name")),
-        num_rows=_count(raw, "num_rows", where),
-        num_tokens=_count(raw, "num_tokens", where),
-        num_bytes=_count(raw, "num_bytes", where),
-        checksum=str(raw.get("checksum")),
-        offsets_start=_count(raw, "offsets_start", where),
-        offsets_checksum=str(raw.get("offsets_checksum")),
-        blocks=str(raw.get("blocks", "")),
-    )
-    if not names.PART.fullmatch(part.name):
-        raise _damaged(where, f"{part.name[:80]!r} is not the name of a part")
-    if not (_CHECKSUM.fullmatch(part.checksum) and _CHECKSUM.fullmatch(part.offsets_checksum)):
-        raise _damaged(where, f"a checksum of {part.name} is not one")
-    num_blocks = -(-part.num_bytes // BLOCK)
-    if part.blocks and (not _BLOCKS.fullmatch(part.blocks) or len(part.blocks) != DIGITS * num_blocks):
-        raise _damaged(where, f"the checksums of the blocks of {part.name} are not {num_blocks}")
-    if part.offsets_start + 4 * (part.num_rows + 1) > part.num_bytes:
-        raise _damaged(where, f"the offsets of {part.name} lie outside the file")
-    return part
-
-
-def _count(raw: Mapping[str, Any], name: str, where: str) -> int:
-    value = raw.get(name)
-    if type(value) is not int or not 0 <= value < 1 << 62:
-        raise _damaged(where, f"{name} is {str(value)[:40]!r}, not a count")
-    return value
+def _parts(
+    raw: list[Any] | dict[str, Any], where: str, store: Store | None, folder: str
+) -> tuple[PartInfo, ...] | PartTable:
+    if isinstance(raw, dict):
+        info = TableInfo.from_json(raw, where)
+        assert store is not None, "Manifest.read knows where the parts are"
+        return PartTable(info, store, folder)
+    parts = tuple(part_info(part, where) for part in raw)
+    if len({part.name for part in parts}) != len(parts):
+        raise damaged(where, "a part is named twice")
+    return parts
 
 
 def _mapping(raw: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
     value = raw.get(name)
     if not isinstance(value, dict):
-        raise _damaged(where, f"{name} is not an object")
+        raise damaged(where, f"{name} is not an object")
     return value
 
 
@@ -285,7 +285,7 @@ def _base(raw: Mapping[str, Any], where: str) -> str:
     added = _mapping(raw, "recipe", where).get(ADDED)
     last = added[-1] if isinstance(added, list) and added else None
     if split is None or not isinstance(last, dict) or last.get("to") != split[0]:
-        raise _damaged(where, "its base is not the entry that its recipe names")
+        raise damaged(where, "its base is not the entry that its recipe names")
     return str(base)
 
 
@@ -295,14 +295,10 @@ def _columns(raw: Mapping[str, Any], where: str, required: Mapping[str, str]) ->
         isinstance(kind, str) and is_column_type(kind) for kind in value.values()
     )
     if not pairs_ok or not isinstance(value, dict):
-        raise _damaged(where, "columns are not known types")
+        raise damaged(where, "columns are not known types")
     if not any(kind.startswith("list<") for kind in value.values()):
-        raise _damaged(where, "no column is per token")
+        raise damaged(where, "no column is per token")
     for name, kind in required.items():
         if value.get(name) != kind:
-            raise _damaged(where, f"column {name} is {value.get(name, 'missing')}, it must be {kind}")
+            raise damaged(where, f"column {name} is {value.get(name, 'missing')}, it must be {kind}")
     return value
-
-
-def _damaged(where: str, what: str) -> EntryError:
-    return EntryError(where, what, REBUILD)

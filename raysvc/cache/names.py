@@ -4,6 +4,7 @@
     <root>/<key>.<n>/       n-th rebuild of it (`force`, or after damage)
         part-<slice>-<uid>.arrow       receipt-<slice>-<uid>.json
         manifest.json   state.json   dataset_info.json
+        parts-<uid>.bin                table of the parts where they are many, see `raysvc.cache.part_table`
         tokenizer.json  use-<uid>.json  used-<uid>.json  deleting.json  damaged.json
         media-<uid>.bin                digests of its media, see `raysvc.media.media_index`
         shared-<folder>.json           the entry in that folder adds columns to this one's rows
@@ -37,16 +38,23 @@ INDEX = ".index"
 KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 FOLDER = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]{0,127})(?:\.([1-9][0-9]{0,5}))?")
 PART = re.compile(r"part-([0-9]{5,9})-[0-9a-f]{16}\.arrow")
+PARTS = re.compile(r"parts-[0-9a-f]{16}\.bin")
 RECEIPT = re.compile(r"receipt-([0-9]{5,9})-[0-9a-f]{16}\.json")
 USE = re.compile(r"use-[0-9a-f]{16}\.json")
 USED = re.compile(r"used-[0-9a-f]{16}\.json")
 SHARED = re.compile(rf"shared-({FOLDER.pattern})\.json")
+MANY = ("part-", "receipt-")  # how names begin of which a folder may have very many
 
 
 def new_part(slice_index: int) -> tuple[str, str]:
     """Fresh names of a part and of its receipt."""
     uid = uuid.uuid4().hex[:16]
     return f"part-{slice_index:05d}-{uid}.arrow", f"receipt-{slice_index:05d}-{uid}.json"
+
+
+def new_parts() -> str:
+    """A fresh name of a table of parts."""
+    return f"parts-{uuid.uuid4().hex[:16]}.bin"
 
 
 def new_use() -> str:

@@ -22,7 +22,8 @@ import pyarrow as pa
 
 from raysvc.cache.local.blocks import Blocks, Places
 from raysvc.cache.local.checksum import BLOCK, block_checksums, checksum_of
-from raysvc.cache.manifest import REQUIRED, PartInfo, is_column_type
+from raysvc.cache.manifest import REQUIRED, is_column_type
+from raysvc.cache.part_info import PartInfo
 from raysvc.errors import EntryError
 from raysvc.job.carried import BF16, MARK
 from raysvc.row_batch import Array

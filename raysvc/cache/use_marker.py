@@ -12,7 +12,8 @@ then looks for markers. So at least one of the two sees the other.
 Always true:
 - a marker is never changed: renewing writes a new one and then removes the old one;
 - ages are by the store's clock, so a marker left by a killed process ends by itself;
-- one thread of a process renews all its holds; a hold that nobody refers to any more is released by it;
+- one thread of a process renews all its holds of a store, so that no store waits for another one that hangs; a hold that nobody
+  refers to any more is released by it;
 - the newest sign of use is never removed before the entry itself.
 """
 
@@ -37,6 +38,8 @@ from raysvc.errors import EntryError, StoreError
 
 USE_TTL_S = 3600.0
 RENEWALS = 4  # in USE_TTL_S
+_BUILDER = "builder "
+_LOCAL = ""  # all stores on this machine's disks
 logger = logging.getLogger(__name__)
 
 
@@ -56,12 +59,13 @@ class Hold:
         """
         self._marker = _Marker(store, folder, owner)
         self._marker.renew()
-        if names.DELETING in store.list(folder):
+        if names.DELETING in _controls(store, folder):
             self._marker.end()
             raise EntryError(f"{store.url}/{folder}", "it is being removed by gc", "build it again")
-        _keeper.add(self._marker)
-        self._dropped = weakref.finalize(self, _keeper.drop, self._marker)
-        self._dropped.atexit = False  # `_keeper` ends local ones; a network may hang
+        keeper = _keeper_of(store, folder)
+        keeper.add(self._marker)
+        self._dropped = weakref.finalize(self, keeper.drop, self._marker)
+        self._dropped.atexit = False  # `_end_local` ends local ones; a network may hang
 
     def renew(self) -> None:
         """Write a new marker now."""
@@ -70,7 +74,7 @@ class Hold:
     def release(self) -> None:
         """Remove the marker, and leave a sign of when the entry was used last."""
         if self._dropped.detach():
-            _keeper.remove(self._marker)
+            _keeper_of(self._marker.store, self._marker.folder).remove(self._marker)
             self._marker.end()
 
     def __enter__(self) -> Self:
@@ -111,7 +115,8 @@ class _Marker:
         with self._lock:
             self._ended = True
             if self.name is not None:
-                mark_used(self.store, self.folder, self.store.scan(self.folder), self.owner)
+                found = self.store.scan(self.folder, names.MANY)
+                mark_used(self.store, self.folder, found, self.owner)
                 self._remove()
 
     def _remove(self) -> None:
@@ -122,7 +127,7 @@ class _Marker:
 
 
 class _Keeper:
-    """Renews the markers of this process, and ends those whose `Hold` is gone, in one daemon thread."""
+    """Renews the markers of this process in one store, and ends those whose `Hold` is gone, in one daemon thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the two sets and the thread
@@ -148,15 +153,15 @@ class _Keeper:
             self._dropped.add(marker)
             self._wake.set()
 
-    def end_local(self) -> None:
-        """At exit; what lies on a network ends by time, since a dead store must not delay the exit."""
+    def end(self) -> None:
+        """At exit."""
         for marker in list(self._held):
-            if marker.pid == os.getpid() and marker.store.local_path(marker.folder) is not None:
+            if marker.pid == os.getpid():
                 with contextlib.suppress(StoreError, OSError):
                     marker.end()
 
     def _run(self) -> None:
-        while True:
+        while self._is_needed():
             woken = self._wake.wait(USE_TTL_S / RENEWALS)
             self._wake.clear()
             try:
@@ -164,12 +169,20 @@ class _Keeper:
             except Exception:  # the next round tries again; without this thread no hold would live
                 logger.exception("renewing holds failed")
 
+    def _is_needed(self) -> bool:
+        with self._lock:
+            if not self._held:
+                self._thread = None  # the next hold starts another
+            return bool(self._held)
+
     def _round(self, renew: bool) -> None:
         while self._dropped:
             marker = self._dropped.pop()
-            with contextlib.suppress(StoreError, OSError):
-                marker.end()
-            self.remove(marker)  # only now: at an exit in between `end_local` has to find it
+            try:
+                with contextlib.suppress(StoreError, OSError):
+                    marker.end()
+            finally:
+                self.remove(marker)  # only now: at an exit in between `end` has to find it
         if renew:
             with self._lock:
                 held = list(self._held)
@@ -177,21 +190,43 @@ class _Keeper:
                 marker.renew()
 
 
-_keeper = _Keeper()
+_keepers: dict[str, _Keeper] = {}
 
 
-def _fresh_keeper() -> None:
-    global _keeper
-    _keeper = _Keeper()
+def _keeper_of(store: Store, folder: str) -> _Keeper:
+    """All local stores have one."""
+    return _keepers.setdefault(_LOCAL if store.local_path(folder) is not None else store.url, _Keeper())
 
 
-os.register_at_fork(after_in_child=_fresh_keeper)
-atexit.register(lambda: _keeper.end_local())
+def _end_local() -> None:
+    """At exit; what lies on a network ends by time, since a dead store must not delay the exit."""
+    if _LOCAL in _keepers:
+        _keepers[_LOCAL].end()
+
+
+os.register_at_fork(after_in_child=_keepers.clear)
+atexit.register(_end_local)
 
 
 def this_process() -> str:
     """Who uses an entry, for display."""
     return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def builder() -> str:
+    """Who builds an entry, for `is_being_built`."""
+    return f"{_BUILDER}{this_process()}"
+
+
+def is_being_built(store: Store, folder: str) -> bool:
+    """Whether a builder holds the entry. One that was killed does for `USE_TTL_S` after it renewed its marker."""
+    now_s = store_now(store)
+    for item in store.scan(folder, names.MANY):
+        if names.USE.fullmatch(item.name) and now_s - item.modified_s < USE_TTL_S:
+            with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
+                if str(json.loads(store.read(f"{folder}/{item.name}"))["owner"]).startswith(_BUILDER):
+                    return True
+    return False
 
 
 def mark_used(store: Store, folder: str, found: Sequence[Found], owner: str) -> None:
@@ -217,7 +252,7 @@ def share(store: Store, folder: str, by: str) -> None:
         StoreError: the marker cannot be written.
     """
     store.create(f"{folder}/{names.shared_with(by)}", b"")
-    if names.DELETING in store.list(folder):
+    if names.DELETING in _controls(store, folder):
         store.delete(f"{folder}/{names.shared_with(by)}")
         raise EntryError(f"{store.url}/{folder}", "it is being removed by gc", "build it again")
 
@@ -237,6 +272,10 @@ def store_now(store: Store) -> float:
         raise StoreError(store.url, "a file that was just written is not listed", "see what deletes it")
     finally:
         store.delete(name)
+
+
+def _controls(store: Store, folder: str) -> set[str]:
+    return {item.name for item in store.scan(folder, names.MANY)}
 
 
 def _who(owner: str) -> bytes:

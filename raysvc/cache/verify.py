@@ -14,9 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 
 from raysvc.cache import names
-from raysvc.cache.datasets_export import datasets_files
+from raysvc.cache.export.datasets_export import datasets_files
 from raysvc.cache.local.checksum import checksum_of
-from raysvc.cache.manifest import Manifest, PartInfo
+from raysvc.cache.manifest import Manifest
+from raysvc.cache.part_info import PartInfo
+from raysvc.cache.part_table import PartTable, table_problems
 from raysvc.cache.store.store import Found, Store
 from raysvc.errors import EntryError, EntryTooNew
 from raysvc.media.media_index import name_in, read_digests
@@ -59,13 +61,17 @@ def verify_folder(store: Store, folder: str) -> list[Problem]:
         raise EntryError(
             f"{store.url}/{folder}", "there is no complete entry", "run raysvc cache ls to see what is there"
         )
-    where = f"{store.url}/{folder}/{names.MANIFEST}"
     try:
-        manifest = Manifest.from_json(store.read(f"{folder}/{names.MANIFEST}"), where)
+        manifest = Manifest.read(store, folder)
     except EntryTooNew:
         raise
     except EntryError as error:
         return [Problem(names.MANIFEST, "content", error.what)]
+    if isinstance(manifest.parts, PartTable):
+        name = manifest.parts.info.name
+        there = found[name].size if name in found else None
+        if problems := [Problem(name, *what) for what in table_problems(manifest.parts, there)]:
+            return problems  # the parts are not known without it
     with ThreadPoolExecutor(THREADS) as pool:
         parts = list(pool.map(lambda part: _check(store, folder, part, found.get(part.name)), manifest.parts))
     own = [one for one in [*parts, *_small_files(store, folder, manifest, found)] if one is not None]
@@ -110,8 +116,7 @@ def repair(store: Store, folder: str, problems: Sequence[Problem]) -> None:
     broken = {problem.name for problem in problems if problem.can_be_repaired}
     if not broken:
         return
-    path = f"{folder}/{names.MANIFEST}"
-    manifest = Manifest.from_json(store.read(path), f"{store.url}/{path}")
+    manifest = Manifest.read(store, folder)
     for name, data in datasets_files(manifest).items():
         if name in broken:
             store.delete(f"{folder}/{name}")

@@ -1,6 +1,6 @@
 """How an entry is built: parts, a receipt for each, and one manifest at the end.
 
-Order of what becomes visible: part file, its receipt, ... , tokenizer, manifest, the files for `datasets`.
+Order of what becomes visible: part file, its receipt, ... , table of the parts where they are many, tokenizer, manifest, the files for `datasets`.
 
 Always true:
 - a receipt names a part that is complete and durable, so a build goes on from the receipts a listing shows;
@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 
 from raysvc.cache import index, names
-from raysvc.cache.datasets_export import ensure_datasets_files
+from raysvc.cache.export.datasets_export import ensure_datasets_files
 from raysvc.cache.generations import build_generation
 from raysvc.cache.key import Recipe
 from raysvc.cache.local.checksum import checksum_of
@@ -125,17 +125,14 @@ class EntryWriter:
         self._check(receipts)
         columns = receipts[0].columns if receipts else {}
         parts = tuple(one.part for one in receipts)
-        mine = Manifest(self.key, parts, columns, recipe, report, base).that_fits()
+        mine = Manifest(self.key, parts, columns, recipe, report, base).with_table(self.store, self.folder)
         data = mine.to_json()
         if tokenizer is not None:
             self.store.create(f"{self.folder}/{names.TOKENIZER}", tokenizer)
         if base:
             share(self.store, base, self.folder)
         path = f"{self.folder}/{names.MANIFEST}"
-        if self.store.create(path, data):
-            winner = mine
-        else:
-            winner = Manifest.from_json(self.store.read(path), f"{self.uri}/{names.MANIFEST}")
+        winner = mine if self.store.create(path, data) else Manifest.read(self.store, self.folder)
         ensure_datasets_files(self.store, self.folder, winner)
         index.note(self.store, self.folder, winner.recipe)
         return winner

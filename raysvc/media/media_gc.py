@@ -117,9 +117,7 @@ def _named_by(store: Store, folder: str, found: Iterable[Found]) -> list[str]:
             return [digest for path in receipts for digest in _of_receipt(store, path)]
         if names.DAMAGED in there:
             return []  # nobody can open it, and a build makes it again with its media
-        path = f"{folder}/{names.MANIFEST}"
-        manifest = Manifest.from_json(store.read(path), f"{store.url}/{path}")
-        return read_digests(store, folder, manifest.report)
+        return read_digests(store, folder, Manifest.read(store, folder).report)
     except (EntryError, StoreError, FileNotFoundError) as error:
         raise _Unreadable(f"{folder}: {error}") from None
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.cache.growing.followed_entry import FollowedEntry
+from raysvc.cache.key import rows_key
 from raysvc.errors import PlanError
 from raysvc.job.config import PAIRED, PlanConfig
 from raysvc.large_array import concatenated
@@ -75,7 +76,7 @@ def plan_of_entries(
     Raises:
         PlanError: see `Plan`.
     """
-    keys = [one.key for one in entries]
+    keys = [rows_key(one.key, one.recipe) for one in entries]
     pairs = _are_pairs(entries)
     wanted = [one or config.shuffle for one in shuffles] or [config.shuffle] * len(entries)
     if numbers_by_slice(config, shuffles):
@@ -133,7 +134,7 @@ def _mixture(
     sliced = any(isinstance(source, WindowedSource) for source in sources)
     mixed = []
     for source, shuffle in zip(sources, shuffles, strict=True):
-        key = source.entry.key
+        key = rows_key(source.entry.key, source.entry.recipe)
         order: Order | WindowOrder | None = None
         if isinstance(source, WindowedSource):
             window = window_of(shuffle, source.entry)

@@ -24,9 +24,11 @@ from typing import Any
 
 import s3fs
 
+from raysvc.cache import manifest
 from raysvc.cache.store.fsspec_store import FsspecStore
 from raysvc.cache.store.open import open_store
 from raysvc.cache.store.posix import PosixStore
+from raysvc.cache.store.store import buffers_of
 
 _spec = importlib.util.spec_from_file_location("helpers", Path(__file__).with_name("helpers.py"))
 helpers = importlib.util.module_from_spec(_spec)
@@ -48,7 +50,8 @@ class WatchedPosix(PosixStore):
 
     def _stage(self, staged: str, data: Any) -> None:
         self.point("before staging")
-        Path(staged).write_bytes(bytes(data)[: len(data) // 2])
+        whole = b"".join(buffers_of(data))
+        Path(staged).write_bytes(whole[: len(whole) // 2])
         self.point("half staged")
         Path(staged).unlink()
         super()._stage(staged, data)
@@ -117,8 +120,9 @@ def in_child(action: Callable[[], None]) -> int:
     os._exit(0)
 
 
-def kill_everywhere(root: str, sizes: list[int], options: dict[str, Any]) -> int:
+def kill_everywhere(root: str, sizes: list[int], options: dict[str, Any], most_inline: int = 1 << 20) -> int:
     """Builders killed at point 0, 1, 2, ... until one lives to its end; the number of those killed."""
+    manifest.MOST_INLINE = most_inline
     for point in range(1000):
         here = f"{root}/{point}"
 

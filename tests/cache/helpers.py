@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from raysvc.cache import names
 from raysvc.cache.key import cache_key
+from raysvc.cache.store.open import open_store
 from raysvc.cache.store.store import Store
 from raysvc.cache.writer import EntryWriter
 
@@ -58,10 +60,18 @@ def build(store: Store, slices: list[pa.Table] | None = None, recipe: dict = REC
     return writer.commit(receipts, recipe, {"rows": sum(table.num_rows for table in slices)})
 
 
-def wait_until_unused(root: str | Path, within_s: float = 20.0) -> None:
+def wait_until_unused(root: str | Path | Store, within_s: float = 20.0) -> None:
     """Return once no entry under `root` is marked as used; a thread ends the marks of readers that are let go of."""
+    store = open_store(str(root)) if isinstance(root, str | Path) else root
     until = time.monotonic() + within_s
-    while marks := [str(mark) for mark in Path(root).glob("*/use-*")]:
+    while marks := _marks(store):
         assert time.monotonic() < until, f"still used: {marks}"
         gc.collect()
         time.sleep(0.01)
+
+
+def _marks(store: Store) -> list[str]:
+    folders = [item.name for item in store.scan() if item.is_folder]
+    return [
+        f"{folder}/{name}" for folder in folders for name in store.list(folder) if names.USE.fullmatch(name)
+    ]

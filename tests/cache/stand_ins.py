@@ -54,10 +54,10 @@ class NfsClient(PosixStore):
         self._refresh(path)
         return super()._listdir(path)
 
-    def _scandir(self, path: str) -> tuple[Found, ...]:
+    def _scandir(self, path: str, few_of: tuple[str, ...] = ()) -> tuple[Found, ...]:
         self._look_up(path)
         self._refresh(path)
-        return super()._scandir(path)
+        return super()._scandir(path, few_of)
 
     def _publish(self, staged: str, path: str) -> bool:
         self._refresh(os.path.dirname(path))

@@ -15,10 +15,10 @@ import pytest
 
 from raysvc.cache import names
 from raysvc.cache.entry import Entry
+from raysvc.cache.export.parquet_export import export_parquet
 from raysvc.cache.find import collect_garbage, find_entry, list_entries
-from raysvc.cache.key import cache_key, canonical_json
-from raysvc.cache.manifest import ADDED, Manifest, _sealed
-from raysvc.cache.parquet_export import export_parquet
+from raysvc.cache.key import ADDED, cache_key, canonical_json
+from raysvc.cache.manifest import Manifest, _sealed
 from raysvc.cache.store.open import open_store
 from raysvc.cache.store.store import Store
 from raysvc.cache.use_marker import Hold, share
@@ -296,9 +296,7 @@ def test_a_process_that_only_opens_holds_neither_for_ever(base: Entry) -> None:
     """Opening marks nothing; reading holds the entry, whose marker in the base is enough."""
     entry = add(base)
     del_hold(base)
-    code = (
-        f"from raysvc.cache.find import open_entry; open_entry({entry.uri!r}).row(0); import os; os._exit(0)"
-    )
+    code = f"from raysvc.cache.find import open_entry; entry = open_entry({entry.uri!r}); entry.row(0); import os; os._exit(0)"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert any(names.USE.fullmatch(name) for name in base.store.list(entry.folder))
     assert not any(names.USE.fullmatch(name) for name in base.store.list(base.folder))

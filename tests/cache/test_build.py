@@ -15,10 +15,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from raysvc.cache import names
+from raysvc.cache import manifest, names
 from raysvc.cache.find import collect_garbage, find_entry, list_entries, next_generation
 from raysvc.cache.gc import TEMPORARY
 from raysvc.cache.manifest import Manifest
+from raysvc.cache.part_table import PartTable
 from raysvc.cache.store.fsspec_store import FsspecStore
 from raysvc.cache.store.open import open_store
 from raysvc.cache.store.posix import PosixStore
@@ -74,16 +75,17 @@ class TestKilled:
         kept = set(EntryWriter(store, KEY).receipts())
         listed = [name for name in store.list(KEY) if names.PART.fullmatch(name)]
         assert len(listed) - len(kept) <= 1
-        manifest = build(store, make_slices(sizes))
-        assert content(manifest) == content(undisturbed(sizes))
+        made = build(store, make_slices(sizes))
+        assert content(made) == content(undisturbed(sizes))
         after = Counter(name.split("-")[1] for name in store.list(KEY) if names.PART.fullmatch(name))
         assert all(after[f"{index:05d}"] == 1 for index in kept)
         assert_one_good_entry(store, sizes)
         collect_garbage(store, grace_s=0)
         small = {names.MANIFEST, names.STATE, names.DATASET_INFO}
+        tables = {made.parts.info.name} if isinstance(made.parts, PartTable) else set()
         passing = (names.USED.fullmatch, lambda name: name.startswith(TEMPORARY))  # the second: for an hour
         left = {name for name in store.list(KEY) if not any(one(name) for one in passing)}
-        assert left == small | {part.name for part in manifest.parts}
+        assert left == small | {part.name for part in made.parts} | tables
         return ("finished" if before else "open"), len(kept)
 
     def check_datasets(self, folder: Path) -> None:
@@ -97,8 +99,10 @@ class TestKilled:
             with pytest.raises(FileNotFoundError):
                 datasets.load_from_disk(str(folder))
 
-    def test_on_a_file_system(self, tmp_path):
-        points = run_builders("kill", root=str(tmp_path), sizes=SIZES, options={})
+    @pytest.mark.parametrize("most_inline", [1 << 20, 0], ids=["one file", "a table of parts"])
+    def test_on_a_file_system(self, tmp_path, monkeypatch, most_inline):
+        monkeypatch.setattr(manifest, "MOST_INLINE", most_inline)
+        points = run_builders("kill", root=str(tmp_path), sizes=SIZES, options={}, most_inline=most_inline)
         for point in range(points):
             self.check_datasets(tmp_path / str(point) / KEY)
         stages = [self.check(open_store(str(tmp_path / str(point)))) for point in range(points)]
@@ -124,7 +128,7 @@ class TestRivals:
     """Several builders of one key."""
 
     @pytest.mark.timeout(300)  # eight processes start at once
-    @pytest.mark.parametrize("builders", [2, 8])
+    @pytest.mark.parametrize("builders", [2, pytest.param(8, marks=pytest.mark.slow)])
     @pytest.mark.parametrize("where", ["posix", "s3"])
     def test_processes_converge_on_one_entry(self, request, tmp_path, where, builders):
         s3: S3 | None = request.getfixturevalue("s3") if where == "s3" else None

@@ -140,7 +140,7 @@ def test_a_dead_root_is_one_line_and_soon(
         words = [word for word in words if word != "-c"]
         begin = time.monotonic()
         result = CliRunner().invoke(app, ["cache", *words, "-c", str(job)])
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 30  # a minute and more without the limit
     assert result.exit_code == 2
     assert "did not answer" in result.stderr
     assert result.stderr.count("\n") == 1

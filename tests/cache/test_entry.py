@@ -317,7 +317,7 @@ class TestDamage:
 
     def test_an_entry_of_a_newer_version_is_refused_by_all(self, built):
         store, folder = built
-        manifest = json.loads((folder / "manifest.json").read_text()) | {"format": 3, "readable_since": "9.9"}
+        manifest = json.loads((folder / "manifest.json").read_text()) | {"format": 4, "readable_since": "9.9"}
         entry = find_entry(store, KEY)
         (folder / "manifest.json").write_text(json.dumps(manifest))
         for call in (lambda: find_entry(store, KEY), lambda: open_entry(str(folder)), entry.verify):

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -336,11 +337,46 @@ class TestUse:
 
     def test_holds_are_renewed_without_anybody_asking(self, store, monkeypatch):
         monkeypatch.setattr(use_marker, "USE_TTL_S", 0.2)
-        monkeypatch.setattr(use_marker, "_keeper", use_marker._Keeper())
+        monkeypatch.setattr(use_marker, "_keepers", {})
         build(store)
         with use_marker.Hold(store, KEY, "reader"):
             first = {name for name in store.list(KEY) if names.USE.fullmatch(name)}
             wait_until(lambda: {n for n in store.list(KEY) if names.USE.fullmatch(n)}.isdisjoint(first))
+
+    def test_a_store_that_hangs_keeps_no_other_one_waiting(self, store, monkeypatch, tmp_path):
+        """A hold that was let go of on a network that answers no more."""
+        answers = threading.Event()
+
+        class Hanging(PosixStore):
+            def local_path(self, name):
+                return None
+
+            def delete(self, name):
+                answers.wait(60)
+                super().delete(name)
+
+        away = Hanging(str(tmp_path / "away"))
+        build(away)
+        build(store)
+        monkeypatch.setattr(use_marker, "USE_TTL_S", 0.2)
+        monkeypatch.setattr(use_marker, "_keepers", {})
+        use_marker.Hold(away, KEY, "reader")
+        with use_marker.Hold(store, KEY, "reader"):
+            first = {name for name in store.list(KEY) if names.USE.fullmatch(name)}
+            wait_until(lambda: {n for n in store.list(KEY) if names.USE.fullmatch(n)}.isdisjoint(first))
+            assert any(names.USE.fullmatch(name) for name in away.list(KEY))
+        answers.set()
+        wait_until(lambda: not any(names.USE.fullmatch(name) for name in away.list(KEY)))
+
+    def test_a_thread_that_renews_ends_with_its_last_hold(self, store, monkeypatch):
+        monkeypatch.setattr(use_marker, "USE_TTL_S", 0.2)
+        monkeypatch.setattr(use_marker, "_keepers", {})
+        build(store)
+        keeper = use_marker._keeper_of(store, KEY)
+        for _ in range(2):
+            with use_marker.Hold(store, KEY, "reader"):
+                assert keeper._thread is not None
+            wait_until(lambda: keeper._thread is None)
 
     def test_a_forked_child_does_not_end_its_parents_hold(self, store):
         build(store)
@@ -348,7 +384,7 @@ class TestUse:
         child = os.fork()
         if child == 0:
             del hold
-            use_marker._keeper.end_local()
+            use_marker._end_local()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         assert hold._marker.name in store.list(KEY)
@@ -391,10 +427,10 @@ class TestLooking:
         bad, good = build_named(store, "bad"), build_named(store, "good")
 
         class Locked(PosixStore):
-            def scan(self, folder: str = ""):
+            def scan(self, folder: str = "", few_of: tuple[str, ...] = ()):
                 if folder == bad:
                     raise StoreError(self.root, f"{bad} cannot be read", "ask who owns it")
-                return super().scan(folder)
+                return super().scan(folder, few_of)
 
         removals = collect_garbage(Locked(store.root), older_than_s=0, grace_s=0)
         assert [(one.folder, one.action) for one in removals if one.action != "removed"] == [

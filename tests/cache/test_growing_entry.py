@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import time
 from pathlib import Path
@@ -25,10 +26,12 @@ from raysvc.cache.growing.growing_entry import BITS, GrowingEntry, GrowingSpec
 from raysvc.cache.growing.slice_receipts import SliceReceipts
 from raysvc.cache.key import cache_key
 from raysvc.cache.store.open import open_store
+from raysvc.cache.use_marker import Hold, builder, this_process
 from raysvc.cache.writer import EntryWriter
 from raysvc.errors import EntryError, ServerError, StepFailed
 from raysvc.job.config import PlanConfig
 
+KEY = "ab" * 32
 numbers = itertools.count()
 SLICES = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=7), min_size=1, max_size=6)
 
@@ -388,3 +391,37 @@ def test_once_an_entry_is_finished_its_manifest_names_the_parts_and_the_folder_i
     assert entry.parts.parts[1].name == early.name
     monkeypatch.setattr(type(entry.store), "list", lambda *_: pytest.fail("the folder was looked at"))
     entry.receipts._look([0, 1, 2])
+
+
+@pytest.mark.parametrize("who", ["nobody", "a reader", "a builder that was killed long ago"])
+def test_a_wait_for_builders_that_are_gone_ends_with_an_error(tmp_path, monkeypatch, who):
+    monkeypatch.setattr(slice_receipts, "GIVE_UP_S", 0.2)
+    store = open_store(str(tmp_path))
+    store.write(f"{KEY}/receipt", b"")
+    if who != "nobody":
+        owner = this_process() if who == "a reader" else builder()
+        held = Hold(store, KEY, owner)
+        marker = next(tmp_path.glob(f"{KEY}/use-*"))
+        if who != "a reader":
+            os.utime(marker, (time.time() - 4000, time.time() - 4000))
+    with pytest.raises(EntryError, match="no builder holds it: its builders are gone; run the job again"):
+        SliceReceipts(store, KEY, [3], ["x"]).wait_for([0])
+    if who != "nobody":
+        held.release()
+
+
+def test_a_wait_goes_on_while_a_builder_holds_the_entry(tmp_path, monkeypatch):
+    monkeypatch.setattr(slice_receipts, "GIVE_UP_S", 0.1)
+    asked: list[bool] = []
+    real = slice_receipts.is_being_built
+    monkeypatch.setattr(slice_receipts, "is_being_built", lambda *a: asked.append(real(*a)) or asked[-1])
+    store = open_store(str(tmp_path))
+    receipts = SliceReceipts(store, KEY, [3], ["x"])
+    with Hold(store, KEY, builder()):
+        ended = threading.Timer(1.0, receipts.fail, ["ended by the test"])
+        ended.start()
+        with pytest.raises(EntryError, match="ended by the test"):
+            receipts.wait_for([0])
+        ended.join()
+    assert asked
+    assert all(asked)

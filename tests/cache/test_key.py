@@ -14,7 +14,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from raysvc.cache.key import MISSING, Difference, cache_key, explain, nearest
+from raysvc.cache.key import MISSING, Difference, cache_key, explain, nearest, rows_key
 
 scalars = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
@@ -134,3 +134,17 @@ def test_the_nearest_recipe_has_the_fewest_differences():
     others = {"far": {"a": 1, "b": 1, "c": 1}, "near": {"a": 1, "b": 2, "c": 1}}
     assert nearest({"a": 1, "b": 2, "c": 3}, others) == ("near", [Difference("c", 1, 3)])
     assert nearest({"a": 1}, {}) is None
+
+
+def test_private_entries_of_one_recipe_have_one_key_of_their_rows():
+    shared = {"source": "s", "format": 4}
+    more = {**shared, "added": [{"to": cache_key(shared), "columns": {"x": 1}}]}
+    most = {**more, "added": [*more["added"], {"to": cache_key(more), "columns": {"y": 2}}]}
+    for name in ("one", "another"):
+        mine = {**shared, "private": name, "shared": cache_key(shared)}
+        with_more = {**mine, "added": [{"to": cache_key(mine), "columns": {"x": 1}}]}
+        last = {"to": cache_key(with_more), "columns": {"y": 2}}
+        with_most = {**with_more, "added": [*with_more["added"], last]}
+        for private, known in ((mine, shared), (with_more, more), (with_most, most)):
+            key = cache_key(private)
+            assert key != rows_key(key, private) == cache_key(known) == rows_key(cache_key(known), known)

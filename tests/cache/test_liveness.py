@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from raysvc.cache import names
 from raysvc.cache.find import collect_garbage, find_entry
 from raysvc.cache.generations import build_generation
-from raysvc.cache.key import cache_key
-from raysvc.cache.manifest import ADDED, Receipt
+from raysvc.cache.key import ADDED, cache_key
+from raysvc.cache.manifest import Receipt
 from raysvc.cache.store.open import open_store
 from raysvc.cache.store.store import Found, Store
 from raysvc.cache.use_marker import USE_TTL_S, Hold, share
@@ -55,12 +55,12 @@ class Clocked:
     def url(self) -> str:
         return self.inner.url
 
-    def scan(self, folder: str = "") -> Sequence[Found]:
+    def scan(self, folder: str = "", few_of: tuple[str, ...] = ()) -> Sequence[Found]:
         self.between()
         prefix = f"{folder}/" if folder else ""
         return [
             Found(i.name, i.size, self.times.get(prefix + i.name, 0.0), i.is_folder)
-            for i in self.inner.scan(folder)
+            for i in self.inner.scan(folder, few_of)
         ]
 
     def list(self, folder: str = "") -> Sequence[str]:

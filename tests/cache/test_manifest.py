@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from raysvc.cache import names
 from raysvc.cache.key import canonical_json
-from raysvc.cache.manifest import Manifest, PartInfo, Receipt, _sealed
+from raysvc.cache.manifest import Manifest, Receipt, _sealed
 from raysvc.cache.names import folder_of, new_part
+from raysvc.cache.part_info import PartInfo
 from raysvc.errors import EntryError, EntryTooNew
 
 from .helpers import KEY, RECIPE
@@ -128,7 +129,7 @@ def test_a_newer_format_is_refused_with_the_version_that_reads_it():
         b'{"format": 7, "readable_since": "2.3.0"}',
     ):
         with pytest.raises(
-            EntryTooNew, match=r"format 7, this raysvc reads up to 2; install raysvc 2\.3\.0 or newer"
+            EntryTooNew, match=r"format 7, this raysvc reads up to 3; install raysvc 2\.3\.0 or newer"
         ):
             Manifest.from_json(data, "x")
 

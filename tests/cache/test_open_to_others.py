@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.dataset
 import pytest
 
+from raysvc.cache.export.parquet_export import export_parquet
 from raysvc.cache.find import open_entry
-from raysvc.cache.parquet_export import export_parquet
 from raysvc.cache.store.open import open_store
 from raysvc.errors import EntryError
 

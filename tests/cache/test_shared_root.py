@@ -65,7 +65,7 @@ def test_a_dead_store_is_refused_soon(monkeypatch, kind):
         begin = time.monotonic()
         with pytest.raises(StoreError, match="did not answer"):
             open_store("s3://dead/root", options).list()
-        assert time.monotonic() - begin < 8
+        assert time.monotonic() - begin < 30  # a minute and more without the limit
 
 
 def test_a_web_server_is_no_root():

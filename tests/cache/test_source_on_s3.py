@@ -25,6 +25,7 @@ from raysvc.pipelines.sources.scan_memo import Memo
 from raysvc.pipelines.tokenize import BuildTask, SliceWorker
 from tests.build.test_follow import job_of, lines, steps_of
 
+from .helpers import wait_until_unused
 from .servers import S3
 
 
@@ -185,3 +186,4 @@ def test_a_bucket_that_grows_is_followed_and_an_object_that_is_written_over_is_r
     fs.pipe_file(f"{store.url}/in/a.jsonl", lines(1, 2, 3).encode())
     with pytest.raises(RaysvcError, match=r"a\.jsonl"):
         steps_of(job)
+    wait_until_unused(open_store(f"{store.url}/cache", s3.options))  # the error refers to a reader

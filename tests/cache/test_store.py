@@ -7,12 +7,14 @@ import io
 import os
 import pickle
 import stat
+import sys
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from botocore.exceptions import ConnectTimeoutError, EndpointConnectionError
 
 from raysvc.cache.store import fsspec_store, posix, retry
 from raysvc.cache.store.fsspec_store import FsspecStore
@@ -140,6 +142,25 @@ class TestMemory(StoreContract):
     @pytest.fixture
     def store(self) -> Store:
         return open_store(f"memory://{uuid.uuid4().hex}/cache")
+
+    def test_a_folder_is_listed_while_another_thread_deletes_in_it(self, store: Store, quick_switches: None):
+        for number in range(2000):
+            store.write(f"entry/{number:04d}", b"")
+        other = threading.Thread(
+            target=lambda: [store.delete(f"entry/{number:04d}") for number in range(2000)]
+        )
+        other.start()
+        while other.is_alive():
+            store.scan("entry")
+        other.join()
+        assert tuple(store.list("entry")) == ()
+
+    @pytest.fixture
+    def quick_switches(self) -> Iterator[None]:
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        yield
+        sys.setswitchinterval(before)
 
 
 class TestS3(StoreContract):
@@ -376,6 +397,8 @@ class Answered(Exception):
         (Answered({"ResponseMetadata": {}}, "429"), True),
         (Answered({}, 501), False),
         (Answered(None, 403), False),
+        (EndpointConnectionError(endpoint_url="http://gone"), True),
+        (ConnectTimeoutError(endpoint_url="http://gone"), True),
     ],
     ids=repr,
 )
@@ -402,6 +425,14 @@ def test_the_first_answer_may_be_a_refusal():
 
     with pytest.raises(StoreError, match="no such bucket"):
         first_answer("s3://b", refuse)
+
+
+def test_a_store_that_nobody_reached_did_not_answer():
+    def unreached() -> None:
+        raise EndpointConnectionError(endpoint_url="http://gone")
+
+    with pytest.raises(StoreError, match=r"did not answer .*http://gone"):
+        first_answer("s3://b", unreached)
 
 
 class RefusingGcs:

@@ -197,3 +197,17 @@ def test_a_file_that_is_counted_and_changed_says_what_to_do(folder: Path) -> Non
     (folder / "a.jsonl").write_text(lines(1, 3, 4))
     with pytest.raises(SourceError, match=r"has changed since; restore it .* or begin again in another"):
         source.look()
+
+
+def test_a_file_that_is_renamed_is_a_new_one_and_the_log_names_both(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "a.jsonl").write_text(lines(1, 2, 3))
+    source = follow(folder.parent)
+    source.look()
+    (folder / "a.jsonl").rename(folder / "b.jsonl")
+    (folder / "c.jsonl").write_text(lines(4, 5, 6))
+    source.look()
+    assert [one.num_rows for one in source.slices] == [3, 6]
+    [said] = caplog.messages
+    assert said.startswith(f"{folder}/b.jsonl has the lines of {folder}/a.jsonl, which are counted already")

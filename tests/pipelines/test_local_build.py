@@ -90,7 +90,8 @@ def test_a_cluster_and_one_process_write_the_same_bytes(
     job = write_job(tmp_path, sample)
     here = raysvc.tokenize(job)
     monkeypatch.setattr(local_build, "CLUSTER_S", 0.0)
-    there = raysvc.tokenize(job, cache={"root": str(tmp_path / "other")})
+    workers = yaml.safe_load(job.read_text())["workers"] | {"max": 2}
+    there = raysvc.tokenize(job, cache={"root": str(tmp_path / "other")}, workers=workers)
     assert here.key == there.key
     bytes_here = bytes_of_parts(here)
     assert bytes_here == bytes_of_parts(there)

@@ -232,6 +232,29 @@ def test_dates_and_decimals_of_a_table_are_their_text(
         assert f"assistant\n{text}<|im_end|>" in found
 
 
+@pytest.mark.parametrize("list_of", [pa.list_, pa.large_list, pa.list_view, pa.large_list_view])
+def test_every_kind_of_list_holds_the_same_messages(
+    list_of: Callable[[pa.DataType], pa.DataType], tokenizer: Callable[[], SliceTokenizer], tmp_path: Path
+) -> None:
+    given = pa.struct([("city", pa.string()), ("day", pa.date32()), ("days", pa.int64())])
+    function = pa.struct([("name", pa.string()), ("arguments", given)])
+    calls = list_of(pa.struct([("type", pa.string()), ("function", function)]))
+    message = pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", calls)])
+    said = row(["when?", "", "x"], [], "")["messages"]
+    look = {
+        "type": "function",
+        "function": {"name": "look", "arguments": {"day": datetime.date(2024, 1, 5), "days": 2}},
+    }
+    rows = pa.array([[said[0], {"role": "assistant", "content": "", "tool_calls": [look]}]], list_of(message))
+    table, sink = pa.table({"messages": rows}), io.BytesIO()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    (tmp_path / "rows.arrow").write_bytes(sink.getvalue())
+    (found,) = content(tokens_of(tokenizer(), SourceConfig(path=(str(tmp_path / "rows.arrow"),))))
+    text = tokenizer().tokenizer.hf.decode(found["input_ids"])
+    assert text.endswith('look {"day": "2024-01-05", "days": 2}<|im_end|>\n')
+
+
 def test_what_json_does_not_have_sets_aside_only_rows_that_use_it(
     tokenizer: Callable[[], SliceTokenizer], tmp_path: Path
 ) -> None:
@@ -247,6 +270,23 @@ def test_what_json_does_not_have_sets_aside_only_rows_that_use_it(
         assert result.table["source_row"].to_pylist() == written, name
         reasons = ["a number is NaN or infinite, which JSON does not have"] if written == [1] else []
         assert list(result.row_counts.quarantined) == reasons
+
+
+@pytest.mark.parametrize("huge", ["1e400", "-1e400", "9" * 400 + ".0"])
+@pytest.mark.parametrize("beside", ["1", "12345678901234567890"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_number_that_is_too_large_sets_aside_its_row_as_infinity_does(
+    huge: str, beside: str, name: str, tokenizer: Callable[[], SliceTokenizer], tmp_path: Path
+) -> None:
+    call = {"function": {"name": "f", "arguments": {"x": "HUGE", "n": "BESIDE"}}}
+    used = {"messages": [*FIRST["messages"][:1], {"role": "assistant", "tool_calls": [call]}]}
+    rows = [used, {**FIRST, "score": "HUGE", "n": "BESIDE"}]
+    text = lines(rows) if name == "a.jsonl" else json.dumps(rows).encode()
+    text = text.replace(b'"HUGE"', huge.encode()).replace(b'"BESIDE"', beside.encode())
+    (tmp_path / name).write_bytes(text)
+    (result,) = tokens_of(tokenizer(), SourceConfig(path=(str(tmp_path / name),)))
+    assert result.table["source_row"].to_pylist() == [1]
+    assert list(result.row_counts.quarantined) == ["a number is NaN or infinite, which JSON does not have"]
 
 
 def test_a_large_csv_file_with_line_ends_in_its_fields_is_read_whole(

@@ -118,7 +118,7 @@ def test_a_step_of_a_billion_rows_takes_neither_time_nor_memory(shuffle):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4 * 2**20
-    assert best < 0.01  # 0.2 ms alone on the machine; the bound leaves room for a busy one
+    assert best < 0.1  # 0.2 ms alone on the machine; the permutation of all takes a minute
 
 
 def _seconds(call) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,8 @@ from raysvc.cache.entry import Entry
 from raysvc.cache.growing.slice_receipts import SliceReceipts
 from raysvc.cache.local.part_cache import PartCopies
 from raysvc.cache.local.part_reader import PartReader
-from raysvc.cache.manifest import Manifest, PartInfo
+from raysvc.cache.manifest import Manifest
+from raysvc.cache.part_info import LazyParts, PartInfo
 from raysvc.cache.store.store import Store
 
 BITS = 32  # of the number of a row in its slice, as in row_ids
@@ -105,7 +106,7 @@ class GrowingEntry(Entry):
 
     def is_finished(self) -> bool:
         """Whether there is a manifest by now."""
-        return names.MANIFEST in self.store.list(self.folder)
+        return names.MANIFEST in {item.name for item in self.store.scan(self.folder, names.MANY)}
 
     def first_row(self) -> int:
         """The number of a row that is there; waits for the first slice that has one."""
@@ -116,7 +117,7 @@ class GrowingEntry(Entry):
         self.receipts.fail(why)
 
 
-class Parts(Sequence[PartInfo]):
+class Parts(LazyParts):
     """Parts by slice; one that is not there yet is waited for."""
 
     def __init__(self, receipts: SliceReceipts) -> None:
@@ -125,13 +126,6 @@ class Parts(Sequence[PartInfo]):
     def __len__(self) -> int:
         return self._receipts.num_slices
 
-    @overload
-    def __getitem__(self, index: int) -> PartInfo: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[PartInfo]: ...
-    def __getitem__(self, index: int | slice) -> PartInfo | Sequence[PartInfo]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError(index)
+    def part(self, index: int) -> PartInfo:
+        """That of a slice; waits for it."""
         return self._receipts.part(index)

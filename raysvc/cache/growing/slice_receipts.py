@@ -4,11 +4,13 @@ Always true:
 - a slice has a part when a receipt of just these rows of the source names one; of several the first that is intact;
 - nobody is asked but the store: builders may die, change places or come twice;
 - who waits for slices looks into the folder every second or more often, and says so every few seconds;
+- the wait ends with an error when no slice was finished for `GIVE_UP_S` and no builder holds the entry;
 - once the entry is finished its manifest names the parts, and nothing is looked for any more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -18,13 +20,16 @@ from typing import Any
 
 from raysvc.cache import names
 from raysvc.cache.local.checksum import checksum_of
-from raysvc.cache.manifest import REQUIRED, Manifest, PartInfo, Receipt
+from raysvc.cache.manifest import REQUIRED, Manifest, Receipt
+from raysvc.cache.part_info import PartInfo
 from raysvc.cache.store.store import Store
-from raysvc.errors import EntryError
+from raysvc.cache.use_marker import is_being_built
+from raysvc.errors import EntryError, StoreError
 
 log = logging.getLogger(__name__)
 FIRST_LOOK_S, MOST_LOOK_S = 0.05, 1.0
 REPORT_EVERY_S = 5.0
+GIVE_UP_S = 600.0
 NOBODY = "; if none get finished, nobody builds: run raysvc tokenize"
 
 
@@ -48,7 +53,9 @@ class SliceReceipts:
         self.extend(source_rows, contents)
         self.columns = dict(REQUIRED)
         self._lock = threading.Lock()  # guards the lines below; held while the folder is looked at
-        self._parts: dict[int, PartInfo] = {}
+        self._parts: dict[int, PartInfo] = {}  # by receipts
+        self._finished: Sequence[PartInfo] = ()  # by the manifest, once there is one
+        self._num_receipts = 0  # when the folder was looked at last
         self._is_finished = False
         self._failure = ""
 
@@ -77,13 +84,13 @@ class SliceReceipts:
         """Rows of slices; 0 of one that nobody knows, None of one that is not finished now."""
         known = [index for index in slices if 0 <= index < self.num_slices]
         left = set(self.missing(known))
-        counts = {index: None if index in left else self._parts[index].num_rows for index in known}
+        counts = {index: None if index in left else self._part(index).num_rows for index in known}
         return [counts.get(index, 0) for index in slices]
 
     def missing(self, slices: Sequence[int]) -> list[int]:
         """Those of these slices that have no part now."""
         self.has(slices)
-        return [index for index in slices if index not in self._parts]
+        return [index for index in slices if not self._is_there(index)]
 
     def part(self, index: int) -> PartInfo:
         """The part of a slice, once there is one.
@@ -92,14 +99,14 @@ class SliceReceipts:
             EntryError: its build has failed.
         """
         self.wait_for([index])
-        return self._parts[index]
+        return self._part(index)
 
     def has(self, slices: Iterable[int]) -> bool:
         """Whether slices are finished now."""
-        missing = [index for index in slices if index not in self._parts]
+        missing = [index for index in slices if not self._is_there(index)]
         if missing:
             self._look(missing)
-        return all(index in self._parts for index in missing)
+        return all(map(self._is_there, missing))
 
     def any_part(self) -> tuple[int, PartInfo]:
         """A slice that has rows, and its part; waits for the first one."""
@@ -124,7 +131,8 @@ class SliceReceipts:
         Raises:
             EntryError: it has.
         """
-        if manifest.report.get("source_rows") != [slice_["num_rows"] for slice_ in self._wanted]:
+        rows = manifest.source_rows
+        if rows is None or list(rows) != [slice_["num_rows"] for slice_ in self._wanted]:
             what = "was finished by a builder that cut the source into other slices"
             raise EntryError(where, what, "give both jobs the same workers.slice_mb, and run this one again")
 
@@ -140,17 +148,23 @@ class SliceReceipts:
             hint: to whom `what` may never come.
 
         Raises:
-            EntryError: their build has failed.
+            EntryError: their build has failed, or nobody builds any more.
         """
-        begin = said = time.monotonic()
+        begin = said = moved = time.monotonic()
+        seen = self._num_receipts
         pause_s = FIRST_LOOK_S
         while not there():
             if self._failure:
                 raise EntryError(self.where, f"its build has failed: {self._failure}", "run the job again")
             now = time.monotonic()
+            if self._num_receipts != seen:
+                seen, moved = self._num_receipts, now
+            if hint == NOBODY and now - moved > GIVE_UP_S:
+                self._refuse_without_builder(now - moved)
+                moved = now
             if now - said > REPORT_EVERY_S:
                 said = now
-                counts = len(self._parts), len(self._wanted)
+                counts = len(self._finished or self._parts), len(self._wanted)
                 log.warning(
                     "waiting for=%s of=%s since=%.0fs finished=%d/%d%s",
                     what,
@@ -162,10 +176,24 @@ class SliceReceipts:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, MOST_LOOK_S)
 
+    def _refuse_without_builder(self, waited_s: float) -> None:
+        with contextlib.suppress(StoreError):  # a store that cannot be asked ends no wait
+            if not is_being_built(self._store, self._folder):
+                what = f"no slice was finished for {waited_s:.0f} s, and no builder holds it: its builders are gone"
+                raise EntryError(self.where, what, "run the job again, or raysvc tokenize")
+
     def _some_part(self) -> tuple[int, PartInfo] | None:
         if not any(part.num_rows for part in self._parts.values()):
             self._look(range(len(self._wanted)))
-        return next((item for item in sorted(self._parts.items()) if item[1].num_rows), None)
+        there = range(len(self._finished)) if self._is_finished else sorted(self._parts)
+        return next(((index, part) for index in there if (part := self._part(index)).num_rows), None)
+
+    def _is_there(self, index: int) -> bool:
+        return index in self._parts or 0 <= index < len(self._finished)
+
+    def _part(self, index: int) -> PartInfo:
+        """What was served first stays."""
+        return self._parts[index] if index in self._parts else self._finished[index]
 
     def _look(self, slices: Iterable[int]) -> None:
         """Take in what the folder has of these slices."""
@@ -180,6 +208,7 @@ class SliceReceipts:
             for name in sorted(there):
                 if match := names.RECEIPT.fullmatch(name):
                     receipts.setdefault(int(match[1]), []).append(name)
+            self._num_receipts = len(receipts)
             for index in slices:
                 if index not in self._parts and index in receipts:
                     self._take(index, receipts[index])
@@ -209,10 +238,8 @@ class SliceReceipts:
 
     def _take_manifest(self) -> None:
         """Called under the lock."""
-        where = f"{self._store.url}/{self._folder}/{names.MANIFEST}"
-        manifest = Manifest.from_json(self._store.read(f"{self._folder}/{names.MANIFEST}"), where)
-        self.refuse_another_cut(manifest, where)
+        manifest = Manifest.read(self._store, self._folder)
+        self.refuse_another_cut(manifest, f"{self.where}/{names.MANIFEST}")
         self.columns.update(manifest.columns)
-        for index, part in enumerate(manifest.parts):
-            self._parts.setdefault(index, part)
+        self._finished = manifest.parts
         self._is_finished = True

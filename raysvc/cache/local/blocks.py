@@ -21,7 +21,7 @@ from raysvc.errors import EntryError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from raysvc.cache.manifest import PartInfo
+    from raysvc.cache.part_info import PartInfo
 
 SPAN = 4  # so many blocks in a row are compared without asking which of them are needed
 Places = npt.NDArray[np.integer[Any]]

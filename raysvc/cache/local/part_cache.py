@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from raysvc.cache.local.checksum import checksum_of
 from raysvc.cache.local.mmap import map_file
-from raysvc.cache.manifest import PartInfo
+from raysvc.cache.part_info import PartInfo
 from raysvc.errors import EntryError, StoreError
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,8 @@ import numpy.typing as npt
 
 from raysvc.cache.local.part_cache import PartCopies, node_copies
 from raysvc.cache.local.part_source import LocalParts, PartSource, RemoteParts
-from raysvc.cache.manifest import PartInfo
+from raysvc.cache.part_info import PartInfo
+from raysvc.cache.part_table import PartTable
 from raysvc.cache.store.store import Store
 from raysvc.large_array import large_array
 from raysvc.row_batch import RowBatch
@@ -66,9 +68,7 @@ class PartReader:
         self._views: OrderedDict[int, PartView] = OrderedDict()  # mapped parts, least recently used first
         self._mapped_bytes = 0  # of _views
         self._last_part = -1  # where the newest read ended
-        if starts is None:
-            starts = np.cumsum([0, *(part.num_rows for part in parts)], dtype=np.int64)
-        self._starts: npt.NDArray[np.int64] = starts
+        self._given_starts = starts
 
     @property
     def uri(self) -> str:
@@ -78,12 +78,16 @@ class PartReader:
     @property
     def num_rows(self) -> int:
         """Rows of all parts."""
-        return int(self._starts[-1])
+        return int(self.starts[-1])
 
-    @property
+    @cached_property
     def starts(self) -> npt.NDArray[np.int64]:
         """int64 [parts + 1], the first row of each part, and the number of rows."""
-        return self._starts
+        if self._given_starts is not None:
+            return self._given_starts
+        parts = self.parts
+        rows = parts.num_rows if isinstance(parts, PartTable) else [part.num_rows for part in parts]
+        return np.concatenate([[0], np.cumsum(rows, dtype=np.int64)])
 
     def part_lengths(self, index: int) -> npt.NDArray[np.int32]:
         """Tokens of every row of a part; reads its offsets alone."""
@@ -97,7 +101,7 @@ class PartReader:
         """Tokens of every row, int32 [N], of many rows in a mapped file; reads the offsets alone."""
         out = large_array(self.num_rows, np.int32)
         for index, lengths in enumerate(self.lengths_by_part()):
-            out[self._starts[index] : self._starts[index + 1]] = lengths
+            out[self.starts[index] : self.starts[index + 1]] = lengths
         return out
 
     def lengths_by_part(self) -> Iterator[npt.NDArray[np.int32]]:
@@ -125,7 +129,7 @@ class PartReader:
         goes_on = self._goes_on(used)
         ahead = range(used[-1] + 1, min(used[-1] + 1 + READ_AHEAD, len(self.parts))) if goes_on else ()
         self._fetch_ahead([*used, *ahead])
-        batch = gather(ids, self._starts, {index: self._view(index) for index in used or [self._any()]})
+        batch = gather(ids, self.starts, {index: self._view(index) for index in used or [self._any()]})
         if goes_on:
             self._let_go_before(used[0])
         return batch
@@ -159,7 +163,7 @@ class PartReader:
         """Parts that hold the rows, in the order in which they are first needed."""
         from raysvc.cache.gather import parts_of
 
-        used, firsts = np.unique(parts_of(ids, self._starts), return_index=True)
+        used, firsts = np.unique(parts_of(ids, self.starts), return_index=True)
         ordered: list[int] = used[np.argsort(firsts)].tolist()
         return ordered
 

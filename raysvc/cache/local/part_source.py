@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from raysvc.cache.local.mmap import map_file
 from raysvc.cache.local.part_cache import PartCopies
-from raysvc.cache.manifest import PartInfo
+from raysvc.cache.part_info import PartInfo
 from raysvc.cache.store.store import Store
 from raysvc.errors import EntryError
 

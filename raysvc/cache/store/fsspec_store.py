@@ -12,12 +12,14 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from raysvc.cache.store.retry import first_answer, retried
+from raysvc.cache.store.s3_listing import few_names
 from raysvc.cache.store.signed_url import download_signed
 from raysvc.cache.store.store import Data, Found, buffers_of, probe_create
 from raysvc.errors import StoreError
@@ -25,7 +27,7 @@ from raysvc.errors import StoreError
 T = TypeVar("T")
 _probed: set[str] = set()
 _answered: set[str] = set()  # roots that answered this process once
-_memory_create = threading.Lock()  # memory:// checks and writes in two steps; it lives in one process
+_memory = threading.Lock()  # memory:// lists, removes and creates in several steps; it lives in one process
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,15 @@ class FsspecStore:
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     unsafe_store: bool = False
 
-    def scan(self, folder: str = "") -> Sequence[Found]:
+    def scan(self, folder: str = "", few_of: tuple[str, ...] = ()) -> Sequence[Found]:
         """What lies directly in a folder."""
         fs = self._fs()
         base = fs._strip_protocol(self._path(folder)).rstrip("/")
+        if few_of and self._is_s3():
+            return self._retried("list", lambda: tuple(few_names(fs, base, few_of)))
         try:
-            infos = self._retried("list", lambda: fs.ls(base, detail=True, refresh=True))
+            with self._alone():
+                infos = self._retried("list", lambda: fs.ls(base, detail=True, refresh=True))
         except FileNotFoundError:
             return ()
         return tuple(_found(info, base) for info in infos if info["name"].rstrip("/") != base)
@@ -104,7 +109,8 @@ class FsspecStore:
     def delete(self, name: str) -> None:
         """Remove a file; folders of object stores vanish with their last file."""
         try:
-            self._retried("delete", lambda: self._fs().rm_file(self._path(name)))
+            with self._alone():
+                self._retried("delete", lambda: self._fs().rm_file(self._path(name)))
         except (FileNotFoundError, IsADirectoryError):
             return
 
@@ -131,6 +137,9 @@ class FsspecStore:
                 self.url, f"cannot be opened ({error})", "install the package, or fix the URL"
             ) from error
 
+    def _alone(self) -> AbstractContextManager[object]:
+        return _memory if self.url.startswith("memory://") else nullcontext()
+
     def _is_s3(self) -> bool:
         return self.url.partition("://")[0] in ("s3", "s3a")
 
@@ -150,7 +159,7 @@ class FsspecStore:
         if self.unsafe_store:
             fs.pipe_file(self._path(name), data, **single)
         elif protocol == "memory":
-            with _memory_create:
+            with _memory:
                 fs.pipe_file(self._path(name), data, mode="create")
         else:
             try:

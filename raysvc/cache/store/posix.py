@@ -24,6 +24,7 @@ T = TypeVar("T")
 ATTEMPTS = 4
 SEEMS_MISSING = {errno.ENOENT, errno.ESTALE}  # until the folder above was listed
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+FEW = 1000  # names of those that may be left out, as many as a page of S3 has
 _probed: set[str] = set()
 
 
@@ -44,12 +45,12 @@ class PosixStore:
         """The absolute path."""
         return self.root
 
-    def scan(self, folder: str = "") -> Sequence[Found]:
+    def scan(self, folder: str = "", few_of: tuple[str, ...] = ()) -> Sequence[Found]:
         """What lies directly in a folder, by listing the root first and the folder then."""
         if not self._is_listed(folder):
             return ()
         path = self._path(folder)
-        return self._unless_missing(path, lambda: self._scandir(path)) or ()
+        return self._unless_missing(path, lambda: self._scandir(path, few_of)) or ()
 
     def list(self, folder: str = "") -> Sequence[str]:
         """The names in a folder."""
@@ -204,9 +205,16 @@ class PosixStore:
     def _listdir(self, path: str) -> tuple[str, ...]:
         return tuple(sorted(os.listdir(path)))
 
-    def _scandir(self, path: str) -> tuple[Found, ...]:
+    def _scandir(self, path: str, few_of: tuple[str, ...] = ()) -> tuple[Found, ...]:
+        left = FEW
         with os.scandir(path) as items:
-            found = [_found(item) for item in items]
+            found = []
+            for item in items:
+                if few_of and item.name.startswith(few_of):
+                    left -= 1
+                    if left < 0:
+                        continue
+                found.append(_found(item))
         return tuple(sorted((item for item in found if item is not None), key=lambda item: item.name))
 
     def _names_in(self, path: str) -> tuple[str, ...]:

@@ -34,6 +34,8 @@ PASSING = {
     errno.EPIPE,
     errno.ESTALE,
 }
+# of botocore; neither is a ConnectionError of Python
+UNREACHED = {"EndpointConnectionError", "ConnectTimeoutError"}
 logger = logging.getLogger(__name__)
 
 
@@ -105,6 +107,8 @@ def first_answer(url: str, ask: Callable[[], object], limit_s: float = FIRST_ANS
         raise StoreError(url, f"it did not answer in {limit_s:.0f} s", "check the address and the network")
     if failure and isinstance(failure[0], StoreError):
         raise failure[0]
+    if failure and _names(failure[0]) & UNREACHED:
+        raise StoreError(url, f"it did not answer ({_said(failure[0])})", "check the address and the network")
 
 
 def passes_by_itself(error: BaseException) -> bool:
@@ -116,21 +120,25 @@ def passes_by_itself(error: BaseException) -> bool:
         return status in (408, 409, 429) or (status >= 500 and status != 501)
     if isinstance(error, OSError) and error.errno in PASSING:
         return True
-    names = {cls.__name__ for cls in type(error).__mro__}
     return bool(
-        names
+        _names(error)
         & {
             "FSTimeoutError",
             "ClientConnectionError",
             "ClientPayloadError",
             "HTTPClientError",
             "IncompleteRead",
+            *UNREACHED,
         }
     )
 
 
+def _names(error: BaseException) -> set[str]:
+    return {cls.__name__ for cls in type(error).__mro__}
+
+
 def _refusal(url: str, error: BaseException) -> StoreError | None:
-    names = {cls.__name__ for cls in type(error).__mro__}
+    names = _names(error)
     forbidden = isinstance(error, PermissionError) or str(error).startswith("Forbidden")  # s3fs, gcsfs
     if forbidden or names & {"NoCredentialsError", "PartialCredentialsError"}:
         return StoreError(

@@ -11,6 +11,8 @@ What a store promises, on a local disk, on NFS, on S3 and on anything that fsspe
   so readers list first and open only what a listing showed;
 - nothing is renamed over; `delete` is for garbage alone.
 
+- a listing that may leave out most of a folder's parts costs a fixed number of requests on S3, and no `stat` of them on POSIX;
+
 Names are `file`, `folder/file` or `folder/folder/file`, `/` between, relative to the root.
 
 Always true:
@@ -58,8 +60,11 @@ class Store(Protocol):
         """The root, without a slash at the end."""
         ...
 
-    def scan(self, folder: str = "") -> Sequence[Found]:
-        """What lies directly in a folder; empty when there is no such folder."""
+    def scan(self, folder: str = "", few_of: tuple[str, ...] = ()) -> Sequence[Found]:
+        """What lies directly in a folder; empty when there is no such folder.
+
+        Of names that begin with one of `few_of` some may be left out, where there are very many.
+        """
         ...
 
     def list(self, folder: str = "") -> Sequence[str]:

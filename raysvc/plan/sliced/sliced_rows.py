@@ -26,7 +26,7 @@ import numpy.typing as npt
 from raysvc.cache.growing.followed_entry import FollowedEntry
 from raysvc.cache.growing.growing_entry import GrowingEntry
 from raysvc.cache.growing.listings import Listing
-from raysvc.cache.manifest import REBUILD
+from raysvc.cache.part_info import REBUILD
 from raysvc.errors import EntryError, PlanError
 from raysvc.job.config import PAIRED, PlanConfig
 from raysvc.media.medium import COLUMN, PATCHES

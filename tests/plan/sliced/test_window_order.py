@@ -151,19 +151,21 @@ def test_each_permutation_is_one_and_lands_uniformly(size):
 
 def test_ten_thousand_million_rows_in_twenty_thousand_slices_need_little_time_and_memory():
     sizes = np.full(20_000, 500_000)
-    tracemalloc.start()
-    order = WindowOrder(sizes, 64, 0)
-    order.at(0, np.array([9_999_999_999]))
     took = []
-    for start in range(10**9, 10**9 + 10 * 1024, 1024):
-        begin_s = time.perf_counter()
-        found = order.at(0, np.arange(start, start + 1024))
-        took.append(time.perf_counter() - begin_s)
+    for is_traced in (False, True):  # it is slow while memory is traced
+        if is_traced:
+            tracemalloc.start()
+        order = WindowOrder(sizes, 64, 0)
+        order.at(0, np.array([9_999_999_999]))
+        for start in range(10**9, 10**9 + 10 * 1024, 1024):
+            begin_s = time.perf_counter()
+            found = order.at(0, np.arange(start, start + 1024))
+            took.append(time.perf_counter() - begin_s)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(np.unique(found)) == 1024
     assert peak < 20e6, peak
-    assert min(took) < 0.03, took  # 1 ms, without the tracing
+    assert min(took) < 0.03, took  # 1 ms
 
 
 @given(st.integers(0, 2047), st.integers(0, 2**20 - 1), st.integers(0, 2**32 - 1))

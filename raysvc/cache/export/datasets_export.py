@@ -34,7 +34,7 @@ def datasets_files(manifest: Manifest) -> dict[str, bytes]:
 
 def ensure_datasets_files(store: Store, folder: str, manifest: Manifest) -> None:
     """Write what is missing of them."""
-    there = set(store.list(folder))
+    there = {item.name for item in store.scan(folder, names.MANY)}
     for name, data in datasets_files(manifest).items():
         if name not in there:
             store.create(f"{folder}/{name}", data)

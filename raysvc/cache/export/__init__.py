@@ -1,0 +1,1 @@
+"""An entry in the formats of other tools."""
