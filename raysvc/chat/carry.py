@@ -182,6 +182,8 @@ def _numbers(name: str, column: CarriedColumn, value: Any) -> Array:
         raise RowFault(
             f"carried column {name!r} is ragged inside a row", "give all values one shape"
         ) from None
+    if dtype == np.uint64 and raw.dtype.kind == "f":
+        raw = _of_integers(value, raw)
     if raw.size and raw.dtype.kind not in KINDS[dtype.kind]:
         raise RowFault(f"carried column {name!r} is not {column.dtype}", f"it is {raw.dtype}")
     if dtype.kind in "fV":
@@ -191,6 +193,13 @@ def _numbers(name: str, column: CarriedColumn, value: Any) -> Array:
         if int(raw.min()) < limits.min or int(raw.max()) > limits.max:
             raise RowFault(f"carried column {name!r} is not {column.dtype}", f"{raw.min()} to {raw.max()}")
     return raw.astype(dtype)
+
+
+def _of_integers(value: Any, raw: Array) -> Array:
+    """Integers below and above 2^63 beside each other, of which numpy makes floats; `raw` where there is another number."""
+    whole = np.array(value, object)
+    fit = all(type(one) is int and 0 <= one < 1 << 64 for one in whole.flat)
+    return whole.astype(np.uint64) if fit else raw
 
 
 def _floats(name: str, column: CarriedColumn, raw: Array, dtype: np.dtype[Any]) -> Array:

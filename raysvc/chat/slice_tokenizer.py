@@ -15,7 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 import numpy as np
@@ -55,8 +55,9 @@ from raysvc.media.medium import COLUMN
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 ROWS_PER_CHUNK = 2048
+ROWS_AT_ONCE = 128  # read and rendered while what was parsed of them is in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -181,10 +182,12 @@ class SliceTokenizer:
             yield from self._made_of_rows(json_rows(block, number), counter)
 
     def _made_of_rows(self, rows: Iterator[SourceRow], counter: RowCounter) -> Iterator[tuple[Kept, int]]:
-        while chunk := list(islice(rows, ROWS_PER_CHUNK)):
+        while True:
             if self._carrier is not None:
                 self._carrier.clear()
-            flat, origins = self._sequences(chunk, counter)
+            flat, origins, num_read = self._sequences(rows, counter)
+            if not num_read:
+                return
             if self._format is not None and self._format.name == "kto":
                 flat, origins = self._with_mismatched(flat, origins, counter)
             batch = _batch(flat)
@@ -204,23 +207,32 @@ class SliceTokenizer:
                 else:
                     yield made
                     break
-            counter.read(len(chunk))
+            counter.read(num_read)
 
     def _sequences(
-        self, chunk: list[SourceRow], counter: RowCounter
-    ) -> tuple[list[AnySequence], list[SourceRow]]:
-        """(sequences of the rows, the row of each)."""
+        self, rows: Iterator[SourceRow], counter: RowCounter
+    ) -> tuple[list[AnySequence], list[SourceRow], int]:
+        """(sequences of the rows of a chunk, the row of each, how many rows were read)."""
         flat: list[AnySequence] = []
         origins: list[SourceRow] = []
-        for row in chunk:
-            try:
-                sequences = self._prepare(row, known=True)
-            except (RowFault, RowDropped) as why:
-                counter.leave_out(row.source_row, why)
-                continue
-            flat += sequences
-            origins += [row] * len(sequences)
-        return flat, origins
+        num_read = 0
+        while num_read < ROWS_PER_CHUNK and (
+            some := list(islice(rows, min(ROWS_AT_ONCE, ROWS_PER_CHUNK - num_read)))
+        ):
+            num_read += len(some)
+            for row, known in zip(some, self._known(some), strict=True):
+                if known is not None and self._carrier is None and known.text.isascii():
+                    flat.append(known)
+                    origins.append(row)
+                    continue
+                try:
+                    sequences = self._prepare(row, known)
+                except (RowFault, RowDropped) as why:
+                    counter.leave_out(row.source_row, why)
+                    continue
+                flat += sequences
+                origins += [row] * len(sequences)
+        return flat, origins, num_read
 
     def _again(
         self, flat: list[AnySequence], origins: list[SourceRow], doubtful: set[int], counter: RowCounter
@@ -230,7 +242,7 @@ class SliceTokenizer:
         kept: list[SourceRow] = []
         for place, (row, sequence) in enumerate(zip(origins, flat, strict=True)):
             try:
-                made += self._prepare(row, known=False) if place in doubtful else [sequence]
+                made += self._prepare(row, None) if place in doubtful else [sequence]
                 kept.append(row)
             except (RowFault, RowDropped) as why:
                 counter.leave_out(row.source_row, why)
@@ -346,21 +358,27 @@ class SliceTokenizer:
                 low = middle + 1
         return best
 
-    def _prepare(self, row: SourceRow, known: bool) -> list[AnySequence]:
+    def _known(self, some: list[SourceRow]) -> Iterator[AnySequence | None]:
+        """Of each row, once it is asked for, its sequence if it is known; the first row of all decides on the format."""
+        rows = [row.data or {} for row in some]
+        first = next((row.data for row in some if row.data is not None), None)
+        if self._format is None and first is not None:
+            self._format = self._resolved(first)
+            self._carrier = self._new_carrier(self._format, first)
+        self._names.update(*{*map(tuple, rows)})
+        return self._renderer.known(rows, self._format) if self._format else repeat(None, len(rows))
+
+    def _prepare(self, row: SourceRow, known: AnySequence | None) -> list[AnySequence]:
         if row.data is None:
             reason, _, detail = (row.error or "no data").partition(": ")
             raise RowFault(reason, detail)
-        if self._format is None:
-            self._format = self._resolved(row.data)
-            self._carrier = self._new_carrier(self._format, row.data)
-        self._names.update(row.data)
+        assert self._format is not None
         if self.desk is not None:
             self.desk.go_to(row.source_row)
         if row.odd:
             self._format.check_values(row.data)
-        made = self._renderer.known(row.data, self._format) if known else None
         sequences: list[AnySequence]
-        sequences = [made] if made else [*self._renderer.sequences(row.data, self._format)]
+        sequences = [known] if known else [*self._renderer.sequences(row.data, self._format)]
         for sequence in sequences:
             if not sequence.text.isascii():
                 _check_text(sequence.text)

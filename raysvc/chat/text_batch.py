@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.chat.render.shape import AnySequence
-from raysvc.chat.sequence import Span
 
 Bytes = npt.NDArray[np.uint8]
 Ints64 = npt.NDArray[np.int64]
@@ -72,32 +71,25 @@ def batch_of(sequences: Many[AnySequence]) -> Batch:
     Raises:
         UnicodeEncodeError: a text holds a lone surrogate.
     """
-    texts = [s.text.encode() for s in sequences]
-    places = [_byte_places(s) for s in sequences]
-    offsets = np.zeros(len(sequences) + 1, np.int64)
+    texts = [sequence.text for sequence in sequences]
+    data = np.frombuffer("".join(texts).encode(), np.uint8)
+    offsets = np.zeros(len(texts) + 1, np.int64)
     np.cumsum([*map(len, texts)], out=offsets[1:])
-    counts = [len(spans) for spans in places]
-    numbers = chain.from_iterable(chain.from_iterable(places))
-    flat = np.fromiter(numbers, np.int64, 3 * sum(counts)).reshape(-1, 3)
-    rows = np.repeat(np.arange(len(sequences)), counts)
-    base = offsets[:-1]
+    spans = [sequence.spans for sequence in sequences]
+    counts = [*map(len, spans)]
+    numbers = chain.from_iterable(chain.from_iterable(spans))
+    starts, ends, kinds = np.fromiter(numbers, np.int64, 3 * sum(counts)).reshape(-1, 3).T
+    rows = np.repeat(np.arange(len(texts)), counts)
+    starts, ends = starts + offsets[rows], ends + offsets[rows]
+    if len(data) > offsets[-1]:
+        offsets, starts, ends = _in_bytes(data, offsets, starts, ends)
     suffixes = [s.suffix for s in sequences] if any(s.suffix for s in sequences) else []
-    return Batch(
-        np.frombuffer(b"".join(texts), np.uint8),
-        offsets,
-        Spans(rows, flat[:, 0] + base[rows], flat[:, 1] + base[rows], flat[:, 2].astype(np.int8)),
-        sequences[0].prefix if sequences else (),
-        suffixes,
-    )
+    prefix = sequences[0].prefix if sequences else ()
+    return Batch(data, offsets, Spans(rows, starts, ends, kinds.astype(np.int8)), prefix, suffixes)
 
 
-def _byte_places(sequence: AnySequence) -> list[Span]:
-    """Spans of a sequence in bytes of its text."""
-    text = sequence.text
-    if text.isascii():
-        return sequence.spans
-    return [(_bytes(text, a), _bytes(text, b), kind) for a, b, kind in sequence.spans]
-
-
-def _bytes(text: str, chars: int) -> int:
-    return len(text[:chars].encode())
+def _in_bytes(data: Bytes, *places: Ints64) -> list[Ints64]:
+    """Places among the characters of a text in UTF-8, as places among its bytes."""
+    behind = np.flatnonzero((data & 0xC0) == 0x80)  # bytes that begin no character
+    begun = behind - np.arange(len(behind))  # characters that have begun before each of them
+    return [place + np.searchsorted(begun, place, "right") for place in places]

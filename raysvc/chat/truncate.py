@@ -3,7 +3,8 @@
 Always true:
 - `drop` and `error` keep nothing of them, `keep_start` a prefix of their tokens;
 - `keep_end_turns` keeps the render of a shorter conversation: the system messages and as many whole last turns as fit,
-  as `apply_chat_template` writes them; a turn begins where a user begins to speak;
+  as `apply_chat_template` writes them; a turn begins where a user begins to speak, at the first
+  of the messages of theirs that follow each other;
 - no token becomes trained by it;
 - a row without a trained token is dropped, with a reason.
 """
@@ -66,7 +67,7 @@ def fewer_turns(example: ChatExample) -> list[ChatExample]:
     messages = example.messages
     roles = [message.get("role") for message in messages]
     head = next((n for n, role in enumerate(roles) if role not in SYSTEM_ROLES), len(roles))
-    users = [n for n in range(head + 1, len(roles)) if roles[n] == "user"]
+    users = [n for n in range(head + 1, len(roles)) if roles[n] == "user" != roles[n - 1]]
     return [
         replace(
             example,

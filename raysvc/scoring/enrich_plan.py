@@ -16,8 +16,7 @@ import numpy as np
 
 from raysvc.build.entry_report import Report
 from raysvc.cache import names
-from raysvc.cache.key import cache_key
-from raysvc.cache.manifest import ADDED
+from raysvc.cache.key import ADDED, cache_key
 from raysvc.errors import ConfigError
 from raysvc.media.medium import PATCHES
 from raysvc.pipelines.sources.scan_memo import Memo
@@ -119,7 +118,7 @@ def check_models(plan: EnrichPlan, base: Entry) -> None:
     kept = _kept_tokenizer(base)
     for value, name in plan.wanted.models.items():
         where, model = f"{key_of(plan.wanted, value)}: {name}", plan.models[name]
-        if model.vocab_size < vocab_size:
+        if model.vocab_size < vocab_size and (kept is None or model.tokenizer is None):
             what = f"has {model.vocab_size} entries, the tokenizer of the rows {vocab_size}"
             raise ConfigError(where, what, "give a model of the same tokenizer")
         if model.max_tokens is not None and longest > model.max_tokens:

@@ -14,7 +14,7 @@ from raysvc.build.cache_entry import CacheEntry
 from raysvc.build.explain import explain_job
 from raysvc.build.mixed_job import entries_of, jobs_of, join
 from raysvc.cache.find import find_entry, open_entry
-from raysvc.cache.manifest import ADDED
+from raysvc.cache.key import ADDED
 from raysvc.progress import Progress, silent
 from raysvc.scoring.explain_columns import why_not_there
 from raysvc.scoring.find_or_enrich import HIT, find_or_enrich, planned

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raysvc.chat.render.chat_environment import chat_environment
+from raysvc.chat.render.chat_environment import chat_environment, json_writer
 from raysvc.chat.tokens import tokenizer as loading
 from raysvc.chat.tokens.file_tokenizer import FileTokenizer, read_folder
 from raysvc.chat.tokens.probe import PROBES
@@ -310,3 +310,20 @@ print(*sorted({"torch", "transformers", "ray"} & set(sys.modules)))
         [sys.executable, "-c", code, sample["tokenizer"]], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+@pytest.mark.parametrize(
+    "value",
+    ['a"\u00e9\n\u2028', 1.5, 2**70, True, None, {"a": [1, {"b": []}], 3: {}}, float("nan"), {"x": object()}],
+)
+def test_json_is_written_as_the_standard_library_writes_it(value: Any) -> None:
+    def outcome(write: Callable[[Any], str]) -> Any:
+        try:
+            return write(value)
+        except (ValueError, TypeError) as error:
+            return type(error)
+
+    plain = json.JSONEncoder(ensure_ascii=False)
+    assert outcome(json_writer()) == outcome(plain.encode)
+    strict = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+    assert outcome(json_writer(allow_nan=False)) == outcome(strict.encode)

@@ -47,6 +47,29 @@ SPELLINGS: dict[str, tuple[dict[str, Any], set[str]]] = {
         talk([{"name": "get_weather", "arguments": json.dumps(ARGUMENTS)}]),
         {"flat tool calls wrapped", "arguments that were JSON text made objects"},
     ),
+    "parameters for arguments": (
+        talk([{"name": "get_weather", "parameters": ARGUMENTS}]),
+        {"flat tool calls wrapped", "arguments under another name"},
+    ),
+    "input for arguments": (
+        talk([{"type": "function", "function": {"name": "get_weather", "input": ARGUMENTS}}]),
+        {"arguments under another name"},
+    ),
+    "a function_call as OpenAI had it": (
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": None, "function_call": CALL["function"]},
+                {**RESULT, "role": "function"},
+                ANSWER,
+            ]
+        },
+        {"function_call made tool_calls"},
+    ),
+    "a content called value": (
+        {"messages": [{"role": "user", "value": "hello"}, *NORMAL[1:]]},
+        {"messages with other keys than role and content"},
+    ),
     "calls as JSON text": (talk(json.dumps([CALL])), {"tool_calls that were JSON text"}),
     "one call and no list": (talk(CALL), {"flat tool calls wrapped"}),
     "a call whose content is an object": (
@@ -182,12 +205,87 @@ def test_arguments_that_are_no_object_set_the_row_aside(
     assert list(result.row_counts.quarantined) == [reason]
 
 
-@pytest.mark.parametrize("arguments", [None, "", "{}"])
+@pytest.mark.parametrize("arguments", [{"arguments": given} for given in (None, "", "{}", {})] + [{}])
+@pytest.mark.parametrize("flat", [True, False])
 def test_a_call_without_arguments_has_an_empty_object(
-    arguments: Any, slice_tokenizer: Any, tokenize: Any
+    flat: bool, arguments: dict[str, Any], slice_tokenizer: Any, tokenize: Any
 ) -> None:
-    made, _ = tokenize(slice_tokenizer(TOOLS), talk([{"name": "f", "arguments": arguments}]))
+    call = {"name": "f", **arguments}
+    made, _ = tokenize(
+        slice_tokenizer(TOOLS), talk([call if flat else {"type": "function", "function": call}])
+    )
     assert '{"name": "f", "arguments": {}}' in made[0].trained[0]
+
+
+def test_an_empty_object_is_the_text_of_one_for_a_template_that_takes_text(
+    slice_tokenizer: Any, tokenize: Any
+) -> None:
+    config = TokenizerConfig(name=slice_tokenizer(TOOLS).spec.tokenizer.name, chat_template=CONCATENATES)
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    made, _ = tokenize(SliceTokenizer(TextSpec(tokenizer=config)), talk([call]))
+    assert made[0].trained[0].startswith("f {}")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": ANSWER},
+        {"messages": json.dumps(ANSWER)},
+        {"messages": [USER, ANSWER], "tools": " "},
+        {"messages": [USER, ANSWER], "tools": "null"},
+    ],
+)
+def test_one_message_and_blank_tools_are_compared_as_they_are_read(
+    row: dict[str, Any], slice_tokenizer: Any, tokenize: Any
+) -> None:
+    made, result = tokenize(slice_tokenizer(TOOLS), row)
+    assert made[0].trained == ["hi there<|im_end|>"]
+    assert result.row_counts.normalized == {}
+
+
+def test_a_system_column_that_is_not_text_sets_the_row_aside(slice_tokenizer: Any, tokenize: Any) -> None:
+    rows = [{"messages": [USER, ANSWER], "system": system} for system in (5, ["Be brief."], "")]
+    made, result = tokenize(slice_tokenizer(TOOLS), *rows)
+    assert len(made) == 1
+    assert result.row_counts.quarantined == {"'system' is not text": 2}
+
+
+@pytest.mark.parametrize("field", ["refusal", "text", "audio", "parts"])
+def test_words_outside_of_the_content_are_named_and_never_lost(
+    field: str, slice_tokenizer: Any, tokenize: Any
+) -> None:
+    said = {"role": "assistant", "content": None, field: "I will not"}
+    _, result = tokenize(slice_tokenizer(TOOLS), {"messages": [USER, said, USER, ANSWER]})
+    assert result.row_counts.quarantined == {"a message has words, and no content": 1}
+    assert repr(field) in str(result.examples[0])
+
+
+def test_a_message_has_one_kind_of_calls(slice_tokenizer: Any, tokenize: Any) -> None:
+    both = {"role": "assistant", "tool_calls": [CALL], "function_call": CALL["function"]}
+    empty = {**both, "function_call": ""}
+    made, result = tokenize(
+        slice_tokenizer(TOOLS), *({"messages": [USER, one, ANSWER]} for one in (both, empty))
+    )
+    assert len(made) == 1
+    assert list(result.row_counts.quarantined) == ["a message has both tool_calls and a function_call"]
+
+
+@pytest.mark.parametrize("weight", [{"weight": 0}, {"loss_weight": 0.0}, {"train": False}])
+def test_a_weight_of_zero_is_read_or_the_row_is_set_aside(
+    weight: dict[str, Any], slice_tokenizer: Any, tokenize: Any
+) -> None:
+    first, last = {**ANSWER, "content": "a bad answer", **weight}, {**ANSWER, "weight": 1}
+    row = {"messages": [USER, first, USER, last]}
+    wanted = {
+        "message_weight": ["hi there<|im_end|>"],
+        "last_assistant_message": ["hi there<|im_end|>"],
+        "all_assistant_messages": [],
+        "each_assistant_turn": [],
+    }
+    for train_on, trained in wanted.items():
+        made, result = tokenize(slice_tokenizer(TOOLS, train_on=train_on), row)
+        assert [text for one in made for text in one.trained] == trained, train_on
+        assert bool(result.row_counts.quarantined) == (not trained), train_on
 
 
 def test_integers_of_any_size_reach_the_template(slice_tokenizer: Any) -> None:
@@ -246,7 +344,7 @@ def test_a_part_that_cannot_be_read_is_named(part: Any, reason: str, detail: str
 def test_a_part_that_is_reasoning_is_the_reasoning_of_its_message(
     slice_tokenizer: Any, tokenize: Any
 ) -> None:
-    thought = [{"type": "reasoning", "text": "so "}, {"type": "reasoning", "text": "it is"}]
+    thought = [{"type": "reasoning", "text": "so "}, {"type": "thinking", "thinking": "it is"}]
     parts = {"role": "assistant", "content": [*thought, {"type": "text", "text": "hi there"}]}
     tokenizer = slice_tokenizer("strips_think")
     made, _ = tokenize(tokenizer, {"messages": [USER, parts]})
@@ -266,3 +364,30 @@ def test_the_sample_compares_with_the_row_and_not_with_our_reading(
     with pytest.raises(RenderDiffers):
         slice_tokenizer(TOOLS).run_json_lines(json.dumps(row).encode(), 0)
     assert slice_tokenizer(TOOLS).run([SourceRow(0, row)]).row_counts.rows_written == 1
+
+
+ROWS_AT_ONCE: dict[str, list[dict[str, Any]]] = {
+    "texts": [USER, ANSWER],
+    "calls and results": NORMAL,
+    "no calls after all": [USER, {**ANSWER, "tool_calls": "[]", "name": None}],
+    "reasoning": [USER, {**ANSWER, "reasoning_content": "hm"}],
+    "single parts": [
+        {**each, "content": [{"type": "text", "text": each["content"]}]} for each in (*NORMAL, ANSWER)
+    ],
+    "texts and parts": [USER, {"role": "assistant", "content": [{"type": "text", "text": "hi"}]}],
+    "several parts": [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}],
+    "a role that is mapped": [{"role": "human", "content": "hello"}, ANSWER],
+    "both spellings": [{**USER, "from": "human", "value": "no"}, ANSWER],
+}
+
+
+@pytest.mark.parametrize("reader", [MessageReader(), MessageReader(role_key="from", content_key="value")])
+@pytest.mark.parametrize("name", ROWS_AT_ONCE)
+def test_messages_are_read_together_as_they_are_one_by_one(name: str, reader: MessageReader) -> None:
+    together: set[str] = set()
+    one_by_one: set[str] = set()
+    found = reader.read(ROWS_AT_ONCE[name], "messages", together)
+    alone = [reader._message(each, "", one_by_one) for each in ROWS_AT_ONCE[name]]
+    assert (found.messages, together) == (alone, one_by_one)
+    assert found.has_parts == any(isinstance(each["content"], list) for each in alone)
+    assert found.has_calls == any("tool_calls" in each for each in alone)

@@ -112,6 +112,79 @@ def test_a_wrong_tokenizer_says_so(options: dict[str, str], words: str, tokenize
         SliceTokenizer(TextSpec(tokenizer=config))
 
 
+SPOKEN = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}"
+NAMED = {"default": SPOKEN, "tool_use": "TOOLS {{ tools | length }}" + SPOKEN, "rag": "RAG" + SPOKEN}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
+
+
+def with_templates(folder: str, to: Path, form: str, names: list[str]) -> str:
+    """A copy of a tokenizer with named templates: a list or an object in its config, or files beside it."""
+    copy = Path(shutil.copytree(folder, to / "named"))
+    (copy / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((copy / "tokenizer_config.json").read_text()) | {"chat_template": None}
+    if form == "list":
+        config["chat_template"] = [{"name": name, "template": NAMED[name]} for name in names]
+    if form == "object":
+        config["chat_template"] = {name: NAMED[name] for name in names}
+    if form == "files":
+        (copy / "additional_chat_templates").mkdir()
+        for name in names:
+            default = name == "default"
+            file = "chat_template.jinja" if default else f"additional_chat_templates/{name}.jinja"
+            (copy / file).write_text(NAMED[name])
+    (copy / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(copy)
+
+
+@pytest.mark.parametrize("form", ["list", "object", "files"])
+def test_of_several_templates_a_row_gets_the_one_that_transformers_gives_it(
+    form: str, tokenizer_folder: Any, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    folder = with_templates(tokenizer_folder(CHATML), tmp_path, form, [*NAMED])
+    hf, identities = AutoTokenizer.from_pretrained(folder), set()
+    for given in (None, "rag", "tool_use"):
+        tokenizer = SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=folder, chat_template=given)))
+        rows = [{**ROW, "tools": TOOLS}, ROW] if given != "tool_use" else [{**ROW, "tools": TOOLS}]
+        result = tokenizer.run([SourceRow(n, row) for n, row in enumerate(rows)])
+        assert result.table["input_ids"].to_pylist() == [
+            hf.apply_chat_template(
+                row["messages"], tools=row.get("tools"), chat_template=given, return_dict=False
+            )
+            for row in rows
+        ]
+        trained = [sum(mask) for mask in result.table["loss_mask"].to_pylist()]
+        assert trained == [len(hf("b<|im_end|>")["input_ids"])] * len(rows)
+        identities.add(json.dumps(tokenizer.tokenizer.identity(), sort_keys=True))
+    assert len(identities) == 3
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "words"),
+    [
+        (
+            ["default", "rag"],
+            "rga",
+            "'rga' is neither a file .* the tokenizer's own are default, rag; .* one of these",
+        ),
+        (
+            ["rag", "tool_use"],
+            None,
+            "has the chat templates rag, tool_use, and no default; .* to one of rag, tool_use",
+        ),
+    ],
+)
+def test_a_template_that_has_no_such_name_is_refused_with_the_names(
+    names: list[str], given: str | None, words: str, tokenizer_folder: Any, tmp_path: Path
+) -> None:
+    folder = with_templates(tokenizer_folder(CHATML), tmp_path, "list", names)
+    with pytest.raises(TokenizerError, match=words):
+        SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=folder, chat_template=given))).run(
+            [SourceRow(0, {**ROW, "tools": TOOLS})]
+        )
+
+
 def test_a_broken_tokenizer_file_says_so(tokenizer_folder: Any, tmp_path: Path) -> None:
     copy = shutil.copytree(tokenizer_folder(CHATML), tmp_path / "copy")
     (copy / "tokenizer.json").write_text("{")

@@ -89,6 +89,25 @@ def kept_talk(row: dict[str, Any], turns: int, system: str) -> dict[str, Any]:
     return {"messages": row["messages"][: bool(system)] + row["messages"][-2 * turns :]}
 
 
+def test_keep_end_turns_does_not_part_messages_of_the_user_that_follow_each_other(
+    slice_tokenizer: Any, tokenize: Any
+) -> None:
+    def ask(*texts: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": text} for text in texts]
+
+    def answer(text: str) -> list[dict[str, str]]:
+        return [{"role": "assistant", "content": text}]
+
+    last = [*ask("a document", "and what about it?"), *answer("it is long")]
+    row = {"messages": [*ask("first", "second"), *answer("one"), *last]}
+    whole_last = whole(slice_tokenizer, tokenize, {"messages": last})
+    part = whole(slice_tokenizer, tokenize, {"messages": last[1:]})
+    for limit, kept in ((len(whole_last.ids), [whole_last.ids]), (len(part.ids), [])):
+        made, result = tokenize(slice_tokenizer(TEMPLATE, max_length=limit, truncation="keep_end_turns"), row)
+        assert [one.ids for one in made] == kept
+        assert result.row_counts.dropped == ({} if kept else {LAST_TURN_TOO_LONG: 1})
+
+
 @given(
     st.lists(st.integers(0, 5), min_size=1, max_size=5),
     st.integers(1, 80),

@@ -48,6 +48,35 @@ def test_a_call_that_lacks_something_is_refused(way: str) -> None:
         verify_turn(LOST[way], calling(NESTED), (), ())
 
 
+UNSORTED = {"B": [{"d": 1, "c": "x"}], "a": 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stretch", "fine"),
+    [
+        (UNSORTED, "f a: 2, B: c: x, d: 1", True),  # as Jinja's `dictsort` has the keys, at every depth
+        (UNSORTED, "f B: d: 1, c: x, a: 2", True),
+        (UNSORTED, "f B: c: x, d: 1, a: 2", False),  # in no order that a template writes
+        (UNSORTED, 'f {broken} {"B": [{"c": "x", "d": 1}], "a": 2}', True),  # JSON behind what is none
+        ({"a": 1}, "f " + "[" * 50_000 + " a: 1", True),  # nested too deeply to be JSON
+        ({"a": "  "}, "f a:  ", True),
+        ({"a": "  "}, "f a:", False),
+    ],
+)
+def test_the_parts_of_a_call_have_an_order(arguments: Any, stretch: str, fine: bool) -> None:
+    if fine:
+        verify_turn(stretch, calling(arguments), (), ())
+        return
+    with pytest.raises(RowFault, match="does not hold its tool call"):
+        verify_turn(stretch, calling(arguments), (), ())
+
+
+def test_a_control_token_is_looked_for_in_texts_beside_numbers() -> None:
+    verify_turn("f n: 3, x: y<end>", calling({"n": 3, "x": "y"}), (), ("<end>",))
+    with pytest.raises(RowFault, match="holds a control token"):
+        verify_turn("f n: 3, x: <end>", calling({"n": 3, "x": "<end>"}), (), ("<end>",))
+
+
 def test_arguments_that_are_no_json_are_looked_for_as_they_are() -> None:
     verify_turn("f say hello", calling("say hello"), (), ())
     with pytest.raises(RowFault, match="does not hold its tool call"):

@@ -17,8 +17,9 @@ from raysvc.cli.main import app
 from raysvc.job.config import TextSpec, TokenizerConfig
 
 from .conftest import metaspace, save
-from .test_zoo import hugging_face
+from .test_zoo import TEMPLATES, hugging_face
 from .zoo import Template, say, tokenizer_folder
+from .zoo_judge import faults, runs, truth
 
 U, A, S, T = "user", "assistant", "system", "tool"
 GEMMA_LIKE = """\
@@ -165,3 +166,27 @@ def test_a_build_that_keeps_the_reasoning_warns_of_nothing(
     raysvc.tokenize(job)
     assert warnings_of(caplog) == []
     assert "reasoning" not in CliRunner().invoke(app, ["tokenize", "-c", str(job)]).stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("glm4moe", ["\n<think></think>\nGood day to you.<|user|>", "\n<think></think>\nTen, I think."]),
+        ("nemotron_3_nano", ["</think>Good day to you.<|im_end|>", "</think>Ten, I think.<|im_end|>"]),
+        (
+            "qwen2_5_vl",
+            ["Good day to you.<|im_end|>", "Ten, I think.<|im_end|>"],
+        ),  # a system prompt of its own
+        ("llama3", ["Good day to you.<|eot_id|>", "Ten, I think.<|eot_id|>"]),
+        ("kimi_k2", ["Good day to you.<|im_end|>", "Ten, I think.<|im_end|>"]),
+    ],
+)
+def test_a_conversation_may_begin_with_the_assistant(name: str, says: list[str], tmp_path: Path) -> None:
+    row = [say(A, "Good day to you."), say(U, "what is 5 + 5?"), say(A, "Ten, I think.")]
+    template = TEMPLATES[name]
+    hf, result = made(tokenizer_folder(template, tmp_path), row)
+    ids, mask = result.table["input_ids"][0].as_py(), result.table["loss_mask"][0].as_py()
+    found = truth(hf, {"messages": row}, template.marked)
+    assert faults(hf, {"messages": row}, [0, 2], found, ids, mask) == []
+    assert (found.mask is None) == (name == "kimi_k2")
+    assert [hf.decode(ids[start:end]) for start, end in runs(mask)] == says

@@ -148,7 +148,7 @@ def _tool_row(as_text: bool) -> Row:
         return json.dumps(value) if as_text else value
 
     one = _call(1, arguments({"city": "Oslo", "days": 3}))
-    two = _call(2, arguments({"city": 'São "P" <x> & c', "days": 1}))
+    two = _call(2, arguments({"days": 1, "city": 'São "P" <x> & c'}))
     messages = [
         say(U, "weather in Oslo?"),
         say(A, "", tool_calls=[one]),

@@ -217,6 +217,15 @@ class TestRefused:
             ref_logprobs={"model": save_model(tmp_path / "s", 300)},
         )
 
+    def test_a_smaller_vocabulary_of_the_same_tokenizer_is_taken_where_rows_have_no_more(
+        self, job: dict[str, Any], tmp_path: Path
+    ) -> None:
+        most = max(max(row["input_ids"]) for row in map(raysvc.tokenize(job).entry.row, range(4)))
+        assert most < 511
+        path = save_model(tmp_path / "s", 511)
+        shutil.copytree(job["tokenizer"], path, dirs_exist_ok=True)
+        assert "teacher_ids" in entry_of(job, teacher={"model": path, "top_k": 2}).row(0)
+
     def test_another_tokenizer(self, job: dict[str, Any], tmp_path: Path) -> None:
         path = save_model(tmp_path / "other", 512)
         write_tokenizer(Path(path), ["a b c d"] * 3 + ["xyz uvw " * 40] * 9, vocab_size=400)

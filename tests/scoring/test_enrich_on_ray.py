@@ -56,6 +56,7 @@ def on_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raysvc.scoring.find_or_enrich.FLOPS_PER_S", 1e-3)
 
 
+@pytest.mark.slow
 def test_workers_compute_what_one_process_does(
     job: dict[str, Any],
     tmp_path: Path,
@@ -147,7 +148,7 @@ def test_a_killed_builder_loses_only_what_it_was_computing(
 
     command = [sys.executable, "-c", BUILDER, json.dumps(job), killed]
     first = subprocess.Popen(command, env=environ, start_new_session=True)
-    until = time.monotonic() + 90
+    until = time.monotonic() + 300
     while len(list(Path(killed).glob("*/receipt-*.json"))) < 4:  # one of them is of the rows
         assert time.monotonic() < until
         assert first.poll() is None
@@ -155,7 +156,7 @@ def test_a_killed_builder_loses_only_what_it_was_computing(
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
     kept = {path.name for path in Path(killed).glob("*/receipt-*.json")}
-    subprocess.run(command, env=environ, check=True, timeout=100)
+    subprocess.run(command, env=environ, check=True, timeout=300)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as a worker has
     entries = [raysvc.enrich(job, cache={"root": root}) for root in (killed, whole)]

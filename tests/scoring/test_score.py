@@ -141,6 +141,20 @@ def test_an_entry_that_the_tokenizer_lacks_is_not_taught(folder: str) -> None:
     assert np.abs(found["teacher_logprobs"][cells] - -np.sort(-logprobs[:, :50], axis=-1)[:, :5]).max() < 3e-6
 
 
+def test_tokens_that_the_model_does_not_have_are_refused_by_row(folder: str) -> None:
+    """The tokenizer has 100 entries, of which rows use those of the head."""
+    rows = rows_of()
+    same = [
+        RowScorer(spec_of(folder, vocab_size=size))(rows).columns["ref_logprobs"] for size in (VOCAB, 100)
+    ]
+    assert np.array_equal(*same)
+    rows.tokens["input_ids"][rows.offsets[3]] = VOCAB + 9
+    with pytest.raises(
+        ConfigError, match=rf"has {VOCAB} entries, and row 103 the id {VOCAB + 9}; give a model"
+    ):
+        RowScorer(spec_of(folder, vocab_size=100))(rows)
+
+
 def test_the_budget_of_a_batch_changes_rounding_alone(folder: str) -> None:
     rows = rows_of()
     results = [

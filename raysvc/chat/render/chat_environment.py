@@ -9,12 +9,16 @@ Always true:
 from __future__ import annotations
 
 import json
+import json.encoder
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
 import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from raysvc.chat.source.tools import written_forms
 
 MAX_NUMBERS = 100_000  # as many as the sandbox allows a single range
 
@@ -101,6 +105,21 @@ def chat_environment(now: datetime | None = None) -> ImmutableSandboxedEnvironme
     return environment
 
 
+def json_writer(allow_nan: bool = True) -> Callable[[Any], str]:
+    """`json.dumps(value, ensure_ascii=False)` for many values: Python makes an encoder for each call.
+
+    Args:
+        allow_nan: write `NaN` and `Infinity`; otherwise they raise ValueError.
+    """
+    plain = json.JSONEncoder(ensure_ascii=False, allow_nan=allow_nan)
+    make: Any = getattr(json.encoder, "c_make_encoder", None)
+    if make is None:
+        return plain.encode
+    escape: Any = json.encoder.encode_basestring
+    chunks = make(None, plain.default, escape, None, ": ", ", ", False, False, allow_nan)
+    return lambda value: "".join(chunks(value, 0))
+
+
 def _refuse_private(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
         raise jinja2.exceptions.SecurityError(f"a template may not store {name!r} in a namespace")
@@ -110,8 +129,24 @@ def _raise(message: str) -> None:
     raise jinja2.exceptions.TemplateError(message)
 
 
+_PLAIN_JSON = (False, None, None, False)
+_write = json_writer()
+
+
 def _tojson(
     x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """JSON as it is, where Jinja's own filter escapes what HTML would not like."""
-    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    is_plain = (ensure_ascii, indent, separators, sort_keys) == _PLAIN_JSON
+    forms = written_forms(x)
+    if forms is None and is_plain:
+        return _write(x)
+    form = "" if is_plain else f"{ensure_ascii!r} {indent!r} {separators!r} {sort_keys!r}"
+    text = forms.get(form) if forms else None
+    if text is None:
+        text = json.dumps(
+            x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+        if forms is not None:
+            forms[form] = text
+    return text

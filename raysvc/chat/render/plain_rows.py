@@ -1,7 +1,6 @@
 """Rows of plain texts that are built like an earlier one: the template's literals around what the messages say.
 
-1. A row is plain when its messages have a role and a text and nothing else, and no other column has a part in it. All the
-   texts may be lists of one text part.
+1. What plain rows say is found for all rows of a chunk at once (`plain_columns`).
 2. The first plain row with some roles goes the whole way: rendered, its turns found and verified. What stands around its
    texts is kept as the shape of these roles.
 3. A later one walks through the automaton too. When it writes the shape's literals around its own texts, for the same
@@ -20,20 +19,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Many
 from itertools import accumulate
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from raysvc.chat.render.plain_columns import PlainRow, plain_rows_of
 from raysvc.chat.render.rendered import NOBODY, Render, Written, extents_of, render_of
 from raysvc.chat.render.shape import AnySequence, JoinedSequence, Shape, Turn
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.render.turn_spans import TurnFinder, common_prefix
 from raysvc.chat.sequence import CLOSED_TURN, Sequence
-from raysvc.chat.source.content_parts import text_of_part
 from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.formats import USED, Format
 from raysvc.chat.source.messages import Message
@@ -42,12 +41,6 @@ from raysvc.chat.trace.fast_render import FastRender
 
 MAX_SHAPES = 1024
 MAX_TRIES = 8  # rows of the same roles that leave no shape; some fail for what they say
-_ROLE, _CONTENT = itemgetter("role"), itemgetter("content")
-
-
-Plain = tuple[list[Message], tuple[str, ...], list[str], list[str], bool]
-"""Messages of a plain row: those of the source, the role and text of each, the texts without the blanks at their ends, and
-whether the texts are parts."""
 
 
 class PlainRows:
@@ -67,26 +60,31 @@ class PlainRows:
         for first, *second in {opening.encode()[:2] for opening in finder.openings}:
             allowed = self._pairs.setdefault(first, np.zeros(256, np.bool_))
             allowed[second or slice(None)] = True
-        self._firsts = {opening[0] for opening in finder.openings}
+        self._firsts = frozenset(opening[0] for opening in finder.openings)
         self._column = form.column("messages")
-        self._others = {*map(form.column, USED), *form.refused} - {self._column}
-        self._asked: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._others = frozenset((*map(form.column, USED), *form.refused)) - {self._column}
         self._shapes: dict[tuple[bool, tuple[str, ...]], Shape] = {}
         self._may_fill_in = True  # no shape was found that texts do not fill in
         self._tries: Counter[tuple[bool, tuple[str, ...]]] = Counter()
 
-    def sequence(self, row: Mapping[str, Any]) -> JoinedSequence | None:
-        """The sequence of a plain row whose shape is known, None for any other."""
-        plain, fast = self._plain(row), self._fast
+    def sequences(self, rows: Many[Mapping[str, Any]]) -> Iterator[JoinedSequence | None]:
+        """Of each row, once it is asked for, the sequence of a plain one whose shape is known, None of any other."""
+        return map(self._sequence, self._plain(rows))
+
+    def _plain(self, rows: Many[Mapping[str, Any]]) -> list[PlainRow | None]:
+        return plain_rows_of(rows, self._column, self._others, self._firsts)
+
+    def _sequence(self, plain: PlainRow | None) -> JoinedSequence | None:
+        fast = self._fast
         if plain is None or fast is None:
             return None
-        messages, roles, said, stripped, in_parts = plain
+        messages, roles, said, in_parts, padded, opens = plain
         shape = self._shapes.get((in_parts, roles))
         if shape is None:
             return None
         if shape.example.has_parts != in_parts:
             messages = _given(plain, shape.example.has_parts)
-        if shape.fills_in and said == stripped and not fast.is_due:
+        if shape.fills_in and not padded and not fast.is_due:
             fast.counts["walked"] += 1
             text = shape.filled_in(said)
         else:
@@ -95,10 +93,8 @@ class PlainRows:
                 return None
             text = walked
         if shape.openings is not None:
-            if shape.alone:  # only what goes on as a token behind a text can be another message's
-                seen = not self._firsts.isdisjoint([words[-1] for words in stripped])
-            else:
-                seen = any(text.count(words) > 1 for words in stripped)
+            # alone, only what goes on as a token behind a text can be another message's
+            seen = opens if shape.alone else any(text.count(words.strip()) > 1 for words in said)
             if seen:
                 return None
         return JoinedSequence(text, shape.openings, shape, messages, said)
@@ -123,17 +119,18 @@ class PlainRows:
         expected = [sequence.openings for sequence in sequences]
         if expected.count(None) == len(expected):
             return []
-        begins = self._begins(batch.data)
-        rows = np.searchsorted(batch.offsets, begins, "right") - 1
-        found = np.bincount(rows, minlength=len(sequences)).tolist()
+        found = np.diff(np.searchsorted(self._begins(batch.data), batch.offsets)).tolist()
         return [n for n, count in enumerate(expected) if count is not None and count != found[n]]
 
     def learn(self, row: Mapping[str, Any], sequence: Sequence) -> None:
         """Keep the shape of a row that went the whole way, when its spans depend on the literals alone."""
-        plain, example = self._plain(row), sequence.example
-        if plain is None or self._fast is None or not isinstance(example, ChatExample):
+        example = sequence.example
+        if self._fast is None or not isinstance(example, ChatExample) or example.tools or example.has_calls:
             return
-        _, roles, said, _, in_parts = plain
+        (plain,) = self._plain([row])
+        if plain is None:
+            return
+        _, roles, said, in_parts, *_ = plain
         kind = in_parts, roles
         if kind in self._shapes:
             self._look_closer(kind)
@@ -148,30 +145,6 @@ class PlainRows:
             shape = self._shape(sequence, example, said, shown, written)
             if shape is not None:
                 self._shapes[kind] = shape
-
-    def _plain(self, row: Mapping[str, Any]) -> Plain | None:
-        """Messages of a plain row, all of which say something."""
-        names = tuple(row)
-        asked = self._asked.get(names)
-        if asked is None:
-            asked = self._asked[names] = tuple(sorted(self._others.intersection(names)))
-        for name in asked:
-            if row[name] not in (None, "", []):
-                return None
-        messages = row.get(self._column)
-        if type(messages) is not list:
-            return None
-        try:
-            roles, said = tuple(map(_ROLE, messages)), [*map(_CONTENT, messages)]
-        except (KeyError, TypeError):
-            return None
-        in_parts = list in map(type, said)
-        if in_parts:
-            said = [*map(text_of_part, said)]
-        if {*map(type, said), *map(type, roles)} != {str} or sum(map(len, messages)) != 2 * len(messages):
-            return None
-        stripped = [*map(str.strip, said)]
-        return (messages, roles, said, stripped, in_parts) if all(stripped) else None
 
     def _shape(
         self,
@@ -264,9 +237,9 @@ class PlainRows:
         return same < len(literal) or same == len(prompt) or prompt[same : same + 2] in self._finder.openings
 
 
-def _given(plain: Plain, has_parts: bool) -> list[Message]:
+def _given(plain: PlainRow, has_parts: bool) -> list[Message]:
     """Messages for a template that takes parts, or texts."""
-    messages, _, said, _, in_parts = plain
+    messages, _, said, in_parts, *_ = plain
     if has_parts == in_parts:
         return messages
     return [{**message, "content": text} for message, text in zip(messages, said, strict=True)]

@@ -44,25 +44,25 @@ def render_of(written: Iterable[Written], messages: list[Any]) -> Render:
     owners: list[int] = []
     marks: list[tuple[int, int, int]] = []
     parts: list[str] = []
-    last, length = NOBODY, 0
+    owner, current = NOBODY, None
     for generated, message, text in written:
         if not text:
             continue
-        owner = place_of.get(id(message), NOBODY)
-        if owner != last and parts:
-            blocks.append("".join(parts))
-            owners.append(last)
-            parts, length = [], 0
-        last = owner
+        if message is not current:
+            current, last = message, owner
+            owner = place_of.get(id(message), NOBODY)
+            if owner != last and parts:
+                blocks.append("".join(parts))
+                owners.append(last)
+                parts = []
         if generated:
-            here = len(blocks)
+            here, length = len(blocks), sum(map(len, parts))
             start = marks.pop()[1] if marks and marks[-1][::2] == (here, length) else length
             marks.append((here, start, length + len(text)))
         parts.append(text)
-        length += len(text)
     if parts:
         blocks.append("".join(parts))
-        owners.append(last)
+        owners.append(owner)
     return Render(blocks, owners, marks)
 
 

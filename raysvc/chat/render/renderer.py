@@ -16,15 +16,16 @@ text, unless the template wrote them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Many
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any
 
 from raysvc.chat.render.media_text import check_media, filled_with_media, plain_example
 from raysvc.chat.render.plain_rows import PlainRows
 from raysvc.chat.render.rendered import Render
-from raysvc.chat.render.shape import AnySequence
+from raysvc.chat.render.shape import AnySequence, JoinedSequence
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.render.turn_check import is_empty
 from raysvc.chat.render.turn_memory import TurnMemory
@@ -75,15 +76,27 @@ class Renderer:
         """Of these, the ones that a template writes inside of turns."""
         return frozenset(text for _, finder, _ in self._templates.values() for text in finder.inner_tokens)
 
-    def known(self, row: Mapping[str, Any], form: Format) -> AnySequence | None:
-        """The sequence of a row that is built like an earlier one, None for any other; `doubtful` may doubt it."""
+    def known(self, rows: Many[Mapping[str, Any]], form: Format) -> Iterator[AnySequence | None]:
+        """Of each row, once it is asked for, its sequence when it is built like an earlier one, None of any other.
+
+        `doubtful` may doubt it.
+        """
         plain = self._plain_rows(form)
+        if plain is None:
+            return repeat(None, len(rows))
+        made = plain.sequences(rows)
         if self._desk is None:
-            return plain.sequence(row) if plain else None
-        made = plain.sequence(row) if plain and not form.media_of(row) else None
+            return made
+        return (self._without_media(one, row, form) for one, row in zip(made, rows, strict=True))
+
+    def _without_media(
+        self, made: JoinedSequence | None, row: Mapping[str, Any], form: Format
+    ) -> Sequence | None:
+        """A known sequence where rows may have media, if this one has none and names none."""
+        assert self._desk is not None
         tokens = self._desk.processor.tokens
         marks = (*tokens.values(), *(NAMES[kind].placeholder for kind in tokens))
-        if made is None or any(mark in made.text for mark in marks):
+        if made is None or form.media_of(row) or any(mark in made.text for mark in marks):
             return None
         prefix = self._before(made.text)
         return Sequence(made.text, made.spans, prefix, example=made.example, openings=made.openings)

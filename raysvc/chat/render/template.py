@@ -76,9 +76,11 @@ class ChatTemplate:
         if len({*map(id, messages)}) != len(messages):
             messages = [dict(message) for message in messages]  # blocks find their message by identity
         render = self._render_once(messages, tools, prompt)
-        if prompt or render.owners not in ([], [NOBODY]):
+        if prompt or not messages:
             return render
-        return self._by_prefixes(render, messages, tools)
+        if render.owners in ([], [NOBODY]):
+            return self._by_prefixes(render, messages, tools)
+        return self._with_last(render, messages, tools)
 
     def rendered_text(self, messages: list[Message], tools: list[Any] | None) -> str:
         """The text of `render`, without the question of who wrote what.
@@ -99,6 +101,19 @@ class ChatTemplate:
         if self.fast is not None:
             return self.fast.render(messages, tools, prompt)
         return self.render_really(messages, tools, prompt)
+
+    def _with_last(self, render: Render, messages: list[Message], tools: list[Any] | None) -> Render:
+        """With the end of the text as the last message's, where the template writes that one outside of its loop."""
+        last = len(messages) - 1
+        if not last or render.owners[-1] != NOBODY or last in render.owners:
+            return render
+        try:
+            before = self._render_once(messages[:-1], tools, False).text
+        except RowFault:
+            return render
+        if before != "".join(render.blocks[:-1]):
+            return render
+        return Render(render.blocks, [*render.owners[:-1], last], render.marks)
 
     def _by_prefixes(self, render: Render, messages: list[Message], tools: list[Any] | None) -> Render:
         """Blocks of a template that collects its text before it writes any: from renders of shorter conversations."""

@@ -50,6 +50,16 @@ class TokenTexts:
             last = token.end()
         return last if last is not None and not self.lead.sub("", text[last:stop]).strip() else None
 
+    def place_of(self, prompt: str, text: str, start: int, stop: int) -> int:
+        """Where most of the prompt stands in [start, stop), the first such place; `start` when its first piece is nowhere."""
+        first = self._piece.match(prompt)
+        places = re.finditer(re.escape(first.group()), text[start:stop]) if first else ()
+        return max(
+            (start + found.start() for found in places),
+            key=lambda place: self.repeated(prompt, text, place),
+            default=start,
+        )
+
     def repeated(self, prompt: str, text: str, begin: int) -> int:
         """Characters of the prompt that stand at `begin`, in whole pieces; none when they are blank."""
         if prompt and text.startswith(prompt, begin):

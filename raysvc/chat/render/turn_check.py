@@ -3,7 +3,7 @@
 Always true, of a turn that was verified:
 - all of the content is in it, after the template's own trimming and cutting of `<tag>` parts;
 - every tool call parses back: its name is there, and after it arguments equal to the source's, as one JSON value or
-  as every key followed by its value;
+  as every key followed by its value, the keys in their order or sorted;
 - no text of the message holds a control token, and none stands in the turn but its end and what the template itself
   writes inside a turn.
 
@@ -73,8 +73,9 @@ def is_empty(message: Message) -> bool:
     content = message.get("content")
     if type(content) is str and content and not content.isspace():
         return False
-    said = [*texts_of(message), reasoning_of(message)]
-    return not message.get("tool_calls") and not any(text.strip() for text in said)
+    if message.get("tool_calls"):
+        return False
+    return not any(text.strip() for text in (*texts_of(message), reasoning_of(message)))
 
 
 def texts_of(message: Message) -> list[str]:
@@ -108,13 +109,13 @@ def _said_by(message: Message, control: str) -> bool:
 
 
 def _says(stretch: str, text: str, tags: tuple[str, ...]) -> bool:
-    if text in stretch or text.strip() in stretch:
+    if text.strip() in stretch:
         return True
     cut = [text]
     for tag in tags:
         cut = [piece for whole in cut for piece in whole.split(tag)]
     kept = [piece.strip() for piece in cut if piece.strip()]
-    return len(cut) > 1 and bool(kept) and kept[-1] in stretch
+    return bool(kept) and kept[-1] in stretch
 
 
 def _missing_of_call(stretch: str, call: dict[str, Any]) -> str:
@@ -141,9 +142,13 @@ def _parsed(text: str) -> Any:
 
 
 def _holds(text: str, value: Any) -> bool:
-    """Whether a value is in a text: as one JSON value, or as its parts in order."""
+    """Whether a value is in a text: as one JSON value, or as its parts in order, that of its keys or as a template sorts them."""
     if isinstance(value, dict | list) and any(found == value for found in _json_values(text)):
         return True
+    return _has_parts(text, value) or _has_parts(text, _sorted(value))
+
+
+def _has_parts(text: str, value: Any) -> bool:
     at = 0
     for part in _parts(value):
         ends = [place + len(form) for form in _forms(part) if (place := text.find(form, at)) >= 0]
@@ -151,6 +156,13 @@ def _holds(text: str, value: Any) -> bool:
             return False
         at = min(ends)
     return True
+
+
+def _sorted(value: Any) -> Any:
+    """With the keys of every object in the order of Jinja's `dictsort`."""
+    if isinstance(value, dict):
+        return {key: _sorted(value[key]) for key in sorted(value, key=str.lower)}
+    return [_sorted(item) for item in value] if isinstance(value, list) else value
 
 
 def _json_values(text: str) -> Iterator[Any]:
@@ -163,7 +175,7 @@ def _json_values(text: str) -> Iterator[Any]:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Keys and scalars of a value; a template may sort the keys, so a dict of several is looked for key by key."""
+    """Keys and scalars of a value."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield key

@@ -13,11 +13,11 @@ Always true:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from functools import cached_property
 from typing import NamedTuple
 
+from raysvc.chat.render.chat_environment import json_writer
 from raysvc.chat.render.rendered import Render
 from raysvc.chat.render.turn_check import is_empty
 from raysvc.chat.render.turn_spans import ALL_EMPTY, TurnFinder, TurnSpan
@@ -27,7 +27,7 @@ from raysvc.chat.source.messages import Message
 
 MAX_KINDS = 1024
 _CALLING = {"role", "content", "tool_calls"}
-_to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+_to_json = json_writer(allow_nan=False)
 Key = tuple[object, ...]
 
 
@@ -68,7 +68,7 @@ class _Row:
 
     def meets_others(self, place: int, block: str) -> bool:
         """Whether a block may hold what another message says."""
-        return any(words in block and other != place for other, words in self._words)
+        return [other for other, words in self._words if words in block] not in ([], [place])
 
 
 class TurnMemory:
@@ -108,8 +108,11 @@ class TurnMemory:
         contents = [message.get("content", "") for message in messages]
         if {*map(type, contents)} != {str}:
             return False
-        whole = "".join(contents)
-        return not any(first in whole for first in self._firsts) or all(map(self._is_clean, contents))
+        return self._are_clean(contents)
+
+    def _are_clean(self, texts: list[str]) -> bool:
+        whole = "".join(texts)
+        return not any(first in whole for first in self._firsts) or all(map(self._is_clean, texts))
 
     def _is_clean(self, text: str) -> bool:
         for opening in self._openings:
@@ -122,7 +125,9 @@ class TurnMemory:
         if block < 0 or said is None:
             return self._finder.turn(row.render, example, place)
         text, start = row.render.blocks[block], row.starts[block]
-        key = _key(example, place, len(said), row.render.blocks[block + 1 :])
+        is_last = place == len(example.messages) - 1
+        following = "".join(row.render.blocks[block + 1 :]) if is_last else None
+        key = _key(example, place, len(said), following)
         known = self._known.get(key)
         is_known = known is not None and text == _joined(known.literals, said)
         if known is not None and is_known and (known.alone or not row.meets_others(place, text)):
@@ -153,7 +158,7 @@ class TurnMemory:
                 said += [name, _to_json(function["arguments"])]
             except (ValueError, TypeError):
                 return None
-        return said if all(map(self._is_clean, said)) else None
+        return said if self._are_clean(said) else None
 
     def _keep(self, key: Key, text: str, said: list[str], span: tuple[int, int], header: str) -> None:
         """Remember a turn when its span depends on the literals alone."""
@@ -169,16 +174,15 @@ class TurnMemory:
             self._known[key] = _Turn(literals, start, len(text) - end, alone)
 
 
-def _key(example: ChatExample, place: int, pieces: int, following: list[str]) -> Key:
-    """All that decides on a span beside the text of the block."""
+def _key(example: ChatExample, place: int, pieces: int, following: str | None) -> Key:
+    """All that decides on a span beside the text of the block; what follows it, where no other message does."""
     messages = example.messages
     before = messages[place - 1] if place else {}
-    is_last = place == len(messages) - 1
     return (
         before.get("role"),
         bool(before.get("tool_calls")),
         example.tools is not None,
-        "".join(following) if is_last else None,
+        following,
         bool(messages[place].get("content")),
         pieces,
     )

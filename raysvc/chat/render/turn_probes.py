@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from raysvc.chat.source.messages import Message
+from raysvc.chat.source.template_fit import PROBE_TOOL
 
 QUIET = "Seven quiet words that nobody ever writes"
 
@@ -14,21 +15,17 @@ def say(role: str, content: str, **fields: object) -> Message:
 
 _CALL = {"type": "function", "id": "callid001", "function": {"name": "f", "arguments": {"a": "b"}}}
 _TEXT_CALL = {"type": "function", "id": "callid001", "function": {"name": "f", "arguments": '{"a": "b"}'}}
-_TOOL = {
-    "type": "function",
-    "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
-}
 _RESULT = say("tool", "c", name="f", tool_call_id="callid001")
 _THOUGHT = {"reasoning_content": "c d", "thinking": "c d", "reasoning": "c d"}
 PROBES: list[tuple[list[Message], list[object] | None]] = [
     ([say("user", "a"), say("assistant", "b"), say("user", "c"), say("assistant", "d")], None),
     ([say("user", "a"), say("assistant", "b", **_THOUGHT)], None),
-    ([say("user", "a"), say("assistant", "", tool_calls=[_CALL]), _RESULT], [_TOOL]),
-    ([say("user", "a"), say("assistant", "", tool_calls=[_CALL], **_THOUGHT), _RESULT], [_TOOL]),
+    ([say("user", "a"), say("assistant", "", tool_calls=[_CALL]), _RESULT], [PROBE_TOOL]),
+    ([say("user", "a"), say("assistant", "", tool_calls=[_CALL], **_THOUGHT), _RESULT], [PROBE_TOOL]),
     (
         [say("user", "a"), say("assistant", "", tool_calls=[_CALL]), _RESULT, say("assistant", "d")],
-        [_TOOL],
+        [PROBE_TOOL],
     ),
-    ([say("user", "a"), say("assistant", "", tool_calls=[_TEXT_CALL]), _RESULT], [_TOOL]),
-    ([say("user", "a"), say("assistant", "", tool_calls=[_CALL])], [_TOOL]),
+    ([say("user", "a"), say("assistant", "", tool_calls=[_TEXT_CALL]), _RESULT], [PROBE_TOOL]),
+    ([say("user", "a"), say("assistant", "", tool_calls=[_CALL])], [PROBE_TOOL]),
 ]

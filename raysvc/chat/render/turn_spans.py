@@ -25,6 +25,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from raysvc.chat.render.rendered import Extent, Render, extents_of, marks_within
 from raysvc.chat.render.template import ChatTemplate
@@ -34,12 +35,12 @@ from raysvc.chat.render.turn_probes import PROBES, QUIET, say
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.messages import Message
+from raysvc.chat.source.template_fit import PROBE_TOOL
 
 ALL_EMPTY = "every trained message is empty"
 
 
-@dataclass(frozen=True, slots=True)
-class TurnSpan:
+class TurnSpan(NamedTuple):
     """Characters of a render under loss: [start, end); `closed` when the last of them is a control token."""
 
     start: int
@@ -181,6 +182,8 @@ class TurnFinder:
         """Rule 2: where the repeated part of the generation prompt ends."""
         text = render.text
         prompt = self._prompt(render, example, place, begin)
+        if not place and prompt:  # the first block may begin with what the template writes before any message
+            begin = self._tokens.place_of(prompt, text, begin, extents_of(render, place)[0][1])
         repeated = self._tokens.repeated(prompt or "", text, begin)
         if repeated:
             return begin + repeated
@@ -188,7 +191,9 @@ class TurnFinder:
         for head in heads:
             if text.startswith(head, begin):
                 return begin + len(head)
-        goes_on = prompt == "" and self._has_prompt  # the model speaks where the last block ended
+        goes_on = (
+            prompt is not None and self._has_prompt and not self._opens(prompt)
+        )  # no header: its turn goes on
         first = self._tokens.lead.match(text, begin)
         opened = self._tokens.one.search(first.group()) if first else None
         goes_on |= (
@@ -197,6 +202,11 @@ class TurnFinder:
         if marked or goes_on or not (prompt or heads):
             return begin
         raise RowFault("a trained turn does not begin with a known header", repr(text[begin : begin + 60]))
+
+    def _opens(self, prompt: str) -> bool:
+        """Whether a generation prompt opens a turn, and does not go on with one that is open, as after a tool's result."""
+        tokens = (token.group() for token in self._tokens.one.finditer(prompt))
+        return any(token in self._opening for token in tokens) if self._opening else bool(prompt)
 
     def _end(self, text: str, start: int, stop: int, block_end: int, example: ChatExample, place: int) -> int:
         """Rules 3 to 5: behind the last token that the model must produce."""
@@ -283,17 +293,25 @@ class TurnFinder:
     def _prompt(self, render: Render, example: ChatExample, place: int, begin: int) -> str | None:
         """What the generation prompt adds before a message, asked once for each kind of message before it.
 
-        None: it cannot be told.
+        Where that cannot be told, what it adds behind a user's message; None: that neither.
         """
         before = example.messages[place - 1] if place else {}
         key = (str(before.get("role", "")), bool(before.get("tool_calls")), example.tools is not None)
         if key not in self._prompts:
-            self._prompts[key] = self._ask_prompt(render, example, place, begin)
+            asked = self._ask_prompt(render, example, place, begin) if place else None
+            self._prompts[key] = self._usual_prompt(example.tools) if asked is None else asked
         return self._prompts[key]
 
+    def _usual_prompt(self, tools: list[Any] | None) -> str | None:
+        plain = ChatExample([say("user", "a"), say("assistant", QUIET)], tools, ())
+        try:
+            render = self._template.render(plain.messages, tools)
+        except RowFault:
+            return None
+        extents = extents_of(render, 1)
+        return self._ask_prompt(render, plain, 1, extents[0][0]) if extents else None
+
     def _ask_prompt(self, render: Render, example: ChatExample, place: int, begin: int) -> str | None:
-        if not place:
-            return self._middle.head if self._middle else None
         before = example.messages[:place]
         try:
             prompted = self._template.render(before, example.tools, prompt=True).text
@@ -308,11 +326,15 @@ class TurnFinder:
         """Frames of a turn in the middle and of the last one."""
         first, second = QUIET, QUIET[::-1]
         plain = [say("user", "a"), say("assistant", first), say("user", "b"), say("assistant", second)]
-        middle, last = self._frame_at(plain, 1, first), self._frame_at(plain, 3, second)
-        last = last or self._frame_at(plain[2:], 1, second)
+        middle = last = tools = None
+        for tools in (None, [PROBE_TOOL]):  # a template for rows with tools may refuse to go without
+            middle, last = self._frame_at(plain, 1, first, tools), self._frame_at(plain, 3, second, tools)
+            last = last or self._frame_at(plain[2:], 1, second, tools)
+            if middle or last:
+                break
         try:
-            asked = self._template.render(plain[:1], None, prompt=True).text
-            bare = self._template.render(plain[:1], None).text
+            asked = self._template.render(plain[:1], tools, prompt=True).text
+            bare = self._template.render(plain[:1], tools).text
         except RowFault:
             asked = bare = ""
         self._has_prompt = asked != bare
@@ -322,10 +344,12 @@ class TurnFinder:
         }
         return middle, last
 
-    def _frame_at(self, messages: list[Message], place: int, content: str) -> Frame | None:
+    def _frame_at(
+        self, messages: list[Message], place: int, content: str, tools: list[Any] | None
+    ) -> Frame | None:
         """What stands around a message of a conversation, None when the template refuses it or shows another text."""
         try:
-            render = self._template.render(messages, None)
+            render = self._template.render(messages, tools)
         except RowFault:
             return None
         if render.owners.count(place) != 1:

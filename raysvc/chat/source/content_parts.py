@@ -41,7 +41,7 @@ def read_parts(content: Any, place: str, media: tuple[Kind, ...] = ()) -> dict[s
             texts.append(media_part(part, medium))
             continue
         kind, text = _kind_and_text(part, place)
-        if kind == "reasoning":
+        if kind in ("reasoning", "thinking"):
             thoughts.append(text)
         elif kind == "tool_call":
             calls += [wrapped(call, set()) for call in calls_of_text(text, "a call")]
@@ -81,7 +81,7 @@ def _kind_and_text(part: Any, place: str) -> tuple[str, str]:
     if not isinstance(part, dict):
         raise RowFault("a content part is not text", f"{place} has a part that is a {type(part).__name__}")
     kind = part.get("type", "text")
-    if kind not in ("text", "reasoning", "tool_call"):
+    if kind not in ("text", "reasoning", "thinking", "tool_call"):
         known = kind_of_part(part)
         why = f": a processor that takes it, and source.media: [{known}], would read it" if known else ""
         raise RowFault("a content part is not text", f"{place} has a part of type {kind!r}{why}")

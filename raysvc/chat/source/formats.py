@@ -34,9 +34,9 @@ from raysvc.chat.source.messages import (
     MessageReader,
     kind_of,
     parse_json,
-    read_tools,
 )
 from raysvc.chat.source.stepwise import read_steps
+from raysvc.chat.source.tools import read_tools
 from raysvc.chat.source.trained_messages import trained_messages
 from raysvc.chat.text_numbers import TRUTHS
 from raysvc.job.config import Format as FormatName
@@ -206,7 +206,8 @@ class Format:
         changes: Changes = set()
         whole = self._turn(self.get(row, "prompt"), "user", self.column("prompt"), changes)
         messages, _ = self._with_system(row, whole.messages)
-        tools, noted = read_tools(self.get(row, "tools")), frozenset(changes)
+        tools = read_tools(self.get(row, "tools"), changes)
+        noted = frozenset(changes)
         return ChatExample(messages, tools, (), False, whole.has_parts, whole.has_calls, noted, prompt=True)
 
     def _stepwise(self, row: Mapping[str, Any]) -> StepsExample:
@@ -310,7 +311,9 @@ class Format:
     def _with_system(self, row: Mapping[str, Any], messages: list[Message]) -> tuple[list[Message], int]:
         """(messages behind the system column, how many came before them)."""
         system = self.get(row, "system")
-        if isinstance(system, str) and system and messages[0]["role"] != "system":
+        if system is not None and not isinstance(system, str):
+            raise RowFault(f"{self.column('system')!r} is not text", f"it is {kind_of(system)}")
+        if system and messages[0]["role"] != "system":
             return [{"role": "system", "content": system}, *messages], 1
         return messages, 0
 
@@ -323,7 +326,8 @@ class Format:
         answer_only: bool = False,
     ) -> ChatExample:
         messages, added = self._with_system(row, whole.messages)
-        tools, parts, calls = read_tools(self.get(row, "tools")), whole.has_parts, whole.has_calls
+        tools = read_tools(self.get(row, "tools"), changes)
+        parts, calls = whole.has_parts, whole.has_calls
         noted = frozenset(changes) if changes else frozenset()
         if self.train_on == "all_tokens":
             return ChatExample(messages, tools, (), True, parts, calls, noted)

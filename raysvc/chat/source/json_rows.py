@@ -12,13 +12,17 @@ Always true:
 from __future__ import annotations
 
 import codecs
+import io
 import json
+import math
 from collections.abc import Iterator
+from itertools import count, islice, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 
 BLOCK_BYTES = 1 << 25
+LINES_AT_ONCE = 64
 _DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
 _LONG_NUMBER = b"0" * 19  # from 2^64 on, orjson makes integers floats
 _STEP = 6
@@ -47,7 +51,7 @@ def load_json(text: bytes | memoryview, allow_nan: bool = False) -> Any:
 
     Args:
         text: UTF-8, with a byte order mark or without.
-        allow_nan: take `NaN` and `Infinity`.
+        allow_nan: take `NaN`, `Infinity`, and numbers that are too large, like `1e400`.
 
     Raises:
         ValueError: it is not JSON.
@@ -62,11 +66,20 @@ def load_json(text: bytes | memoryview, allow_nan: bool = False) -> Any:
         if not allow_nan and not bytes(text[:3]) == codecs.BOM_UTF8:
             raise
     plain = bytes(text).removeprefix(codecs.BOM_UTF8).decode()
-    return json.loads(plain, parse_constant=None if allow_nan else _no_constant)
+    if allow_nan:
+        return json.loads(plain)
+    return json.loads(plain, parse_constant=_no_constant, parse_float=_finite)
 
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text[:40]} is larger than any number of 64 bits")
+    return number
 
 
 def has_long_numbers(text: bytes | memoryview) -> bool:
@@ -81,26 +94,37 @@ def json_rows(data: bytes, first_row: int) -> Iterator[SourceRow]:
     """Rows of complete JSON lines; one that is broken comes with its error."""
     import orjson
 
-    at, number = 0, first_row - 1
+    lines, number = io.BytesIO(data), first_row
     load = load_json if has_long_numbers(data) else orjson.loads
-    while at < len(data):
-        end = data.find(b"\n", at)
-        line = data[at : end if end >= 0 else len(data)]
-        at, number = at + len(line) + 1, number + 1
+    while some := [*islice(lines, LINES_AT_ONCE)]:
         try:
-            value, odd = load(line), False
+            values = [*map(load, some)]
         except (ValueError, RecursionError):
-            if not line.strip():
-                continue
-            try:
-                value, odd = load_json(line, allow_nan=True), True
-            except (ValueError, RecursionError) as broken:
-                yield SourceRow(number, None, f"broken JSON: {broken}")
-                continue
-        if isinstance(value, dict):
-            yield SourceRow(number, value, None, line, odd)
+            values = []
+        if {*map(type, values)} == {dict}:
+            yield from map(SourceRow, count(number), values, repeat(None), some)
         else:
-            yield SourceRow(number, None, f"not a JSON object: it is a {type(value).__name__}")
+            for place, line in enumerate(some):
+                yield from _json_row(line.removesuffix(b"\n"), number + place)
+        number += len(some)
+
+
+def _json_row(line: bytes, number: int) -> Iterator[SourceRow]:
+    """The row of one line, none where it is blank."""
+    try:
+        value, odd = load_json(line), False
+    except (ValueError, RecursionError):
+        if not line.strip():
+            return
+        try:
+            value, odd = load_json(line, allow_nan=True), True
+        except (ValueError, RecursionError) as broken:
+            yield SourceRow(number, None, f"broken JSON: {broken}")
+            return
+    if isinstance(value, dict):
+        yield SourceRow(number, value, None, line, odd)
+    else:
+        yield SourceRow(number, None, f"not a JSON object: it is a {type(value).__name__}")
 
 
 def json_blocks(data: bytes, first_row: int) -> Iterator[tuple[bytes, int]]:

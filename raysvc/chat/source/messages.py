@@ -4,14 +4,16 @@
    `source.columns` declares).
 2. Roles are mapped: those that `source.roles` declares, then the usual other spellings (`ROLES`). A role that nobody
    knows stays as it is: templates have roles of their own.
-3. A call that is a message of its own (`function_call`) becomes an assistant's message with `tool_calls`; calls are read
-   by `tool_calls`, content parts by `parts`.
+3. A call that is a message of its own (`function_call`) becomes an assistant's message with `tool_calls`, and so does a key
+   `function_call`, with the `function` messages that answer it; calls are read by `tool_calls`, content parts by `content_parts`,
+   and those that are calls or results by `call_blocks`.
 4. Keys whose value is None are left out, as `apply_chat_template` does, and reasoning is put under every name that
    templates read it by.
 
 Always true:
 - what came in is not changed;
 - fields we do not know, and the `name` of a tool's message, pass through untouched;
+- a message whose words are in none of the fields that templates show is refused;
 - what was changed, beyond None and names of reasoning, is noted in `changes`.
 """
 
@@ -19,18 +21,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
 
 from raysvc.chat.row_errors import RowFault
+from raysvc.chat.source.call_blocks import read_blocks
 from raysvc.chat.source.content_parts import PARTS_READ, read_parts, text_of_part
 from raysvc.chat.source.json_rows import load_json
-from raysvc.chat.source.tool_calls import CALLS_WRAPPED, calls_of_text, read_calls, wrapped
+from raysvc.chat.source.tool_calls import (
+    CALLS_WRAPPED,
+    LEGACY_CALLS,
+    calls_of_text,
+    read_calls,
+    with_legacy_call,
+    wrapped,
+)
 from raysvc.media.kinds import Kind
 
-NORMAL_FORM = 1  # of messages; another number gives other keys
+NORMAL_FORM = 3  # of messages; another number gives other keys
 Message = dict[str, Any]
 Changes = set[str]
 SYSTEM_ROLES = ("system", "developer")
@@ -56,6 +65,8 @@ ROLES_MAPPED = "roles mapped"
 CALLS_READ = "messages that are calls made tool_calls"
 _PLAIN = (str, int, float, bool)
 _REASONING = frozenset({"reasoning_content", "thinking", "reasoning"})
+_SAYING = _REASONING | {"content", "tool_calls"}
+_UNSHOWN = ("refusal", "audio", "text", "value", "parts")  # fields with words that no template shows
 _ROLE, _CONTENT = itemgetter("role"), itemgetter("content")
 
 
@@ -109,24 +120,44 @@ class MessageReader:
             value = [value]
         if not isinstance(value, list) or not value:
             raise RowFault(f"{column!r} is not a list of messages", f"it is {kind_of(value)}")
-        plain = self._all_plain(value)
-        odd = [n for n, item in enumerate(value) if len(item) != 2] if plain else range(len(value))
+        said = self._what_is_said(value)
+        if said is None and not (self.role_key or self.content_key):
+            value = read_blocks(value, self.roles, changes)
+        if said is list:
+            changes.add(PARTS_READ)
+        odd = [n for n, item in enumerate(value) if len(item) != 2] if said else range(len(value))
         if not odd:
-            return Conversation(value)
+            return Conversation(value, said is list)
         messages = list(value)
         for place in odd:
-            messages[place] = self._message(value[place], f"{column}[{place}]", changes)
-        has_parts = not plain and any(type(message.get("content")) is list for message in messages)
-        return Conversation(messages, has_parts, any("tool_calls" in message for message in messages))
+            item = value[place]
+            messages[place] = (
+                _with_aliases(_cleaned(item, changes))
+                if said
+                else self._message(item, f"{column}[{place}]", changes)
+            )
+        if LEGACY_CALLS in changes:
+            messages = [{**m, "role": "tool"} if m["role"] == "function" else m for m in messages]
+        has_parts = said is not str and any(type(message.get("content")) is list for message in messages)
+        return Conversation(messages, has_parts, any("tool_calls" in messages[place] for place in odd))
 
-    def _all_plain(self, items: list[Any]) -> bool:
-        """Whether all have a text for role and content, and a role that stays; with no other key they are fine as they are."""
+    def _what_is_said(self, items: list[Any]) -> type | None:
+        """`str` or `list` where all contents are texts, or single text parts, and nobody's keys or role change; None elsewhere.
+
+        Then messages with no other key than role and content are fine as they are.
+        """
+        if self.role_key or self.content_key:
+            return None
         try:
-            roles = {*map(_ROLE, items)}
-            kinds = {*map(type, roles), *map(type, map(_CONTENT, items))}
+            roles, contents = {*map(_ROLE, items)}, [*map(_CONTENT, items)]
+            kinds = {*map(type, contents)}
         except (KeyError, TypeError):
-            return False
-        return kinds == {str} and self.roles.keys().isdisjoint(roles)
+            return None
+        if kinds == {list} and None not in map(text_of_part, contents):
+            kinds = {str}
+        if kinds != {str} or {*map(type, roles)} != {str} or not self.roles.keys().isdisjoint(roles):
+            return None
+        return type(contents[0])
 
     def _message(self, item: Any, place: str, changes: Changes) -> Message:
         if not isinstance(item, dict):
@@ -137,16 +168,15 @@ class MessageReader:
             raise RowFault("a message has no role", f"{place} has the keys {sorted(map(str, item))}")
         if message["role"] in self.roles:
             message = self._with_role(message, changes)
-        if None in message.values():
-            message = {key: value for key, value in message.items() if value is not None}
-        if "tool_calls" in message:
-            message = read_calls(message, changes)
+        message = _cleaned(message, changes)
+        if _SAYING.isdisjoint(message):
+            _refuse_unshown(message, place)
         content = message.get("content")
         if content is not None and type(content) is not str:
             changes.add(PARTS_READ)
             if text_of_part(content) is None:
                 message = {**message, **read_parts(content, place, self.media)}
-        return message if _REASONING.isdisjoint(message) else _with_aliases(message)
+        return _with_aliases(message)
 
     def _renamed(self, item: Message, changes: Changes) -> Message:
         """With `role` and `content` for keys that say the same."""
@@ -160,7 +190,10 @@ class MessageReader:
     def _keys_of(self, item: Message) -> tuple[str, str]:
         if self.role_key or self.content_key:
             return self.role_key or "role", self.content_key or "content"
-        return SPELLINGS[0] if "role" in item or "from" not in item else SPELLINGS[1]
+        (role, content), (other_role, other_content) = SPELLINGS
+        if role not in item and other_role in item:
+            return other_role, other_content if other_content in item else content
+        return role, other_content if content not in item and other_content in item else content
 
     def _with_role(self, message: Message, changes: Changes) -> Message:
         role = self.roles[message["role"]]
@@ -174,33 +207,30 @@ class MessageReader:
         return {**message, "role": "assistant", "content": "", "tool_calls": calls}
 
 
+def _refuse_unshown(message: Message, place: str) -> None:
+    name = next((name for name in _UNSHOWN if message.get(name)), None)
+    if name is not None:
+        remedy = f"source.columns: {{content: {name}}} reads it, if it is the content"
+        raise RowFault("a message has words, and no content", f"{place} has them in {name!r}: {remedy}")
+
+
+def _cleaned(message: Message, changes: Changes) -> Message:
+    """Without keys whose value is None, its calls in normal form."""
+    if None in message.values():
+        message = {key: value for key, value in message.items() if value is not None}
+    if "function_call" in message:
+        message = with_legacy_call(message, changes)
+    return read_calls(message, changes) if "tool_calls" in message else message
+
+
 def _with_aliases(message: Message) -> Message:
     """Reasoning under all the names that templates read it by, as `apply_chat_template` gives it to them."""
+    if _REASONING.isdisjoint(message):
+        return message
     from transformers.utils import chat_template_utils as theirs
 
     aliased: Message = theirs._alias_reasoning_fields([message])[0]
     return aliased
-
-
-def read_tools(value: Any) -> list[Any] | None:
-    """Tools from a list or a JSON string; an empty one means no tools.
-
-    Raises:
-        RowFault: they are not a list of tools.
-    """
-    if isinstance(value, str):
-        return _tools_of(value)
-    if value is None:
-        return None
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise RowFault("'tools' is not a list of tools", f"it is {kind_of(value)}")
-    return value or None
-
-
-@lru_cache(maxsize=1024)
-def _tools_of(text: str) -> list[Any] | None:
-    """Rows repeat a few sets of tools; nobody changes what comes out."""
-    return read_tools(parse_json(text, "tools")) if text.strip() else None
 
 
 def parse_json(text: str, column: str) -> Any:

@@ -25,7 +25,8 @@ def raw_example(row: SourceRow, form: Format, example: Example | None) -> Exampl
         return example
     data = row.data if row.line is None else json.loads(row.line.removeprefix(b"\xef\xbb\xbf"))
     assert data is not None
-    messages = [_without_nulls(message) for message in _json_of(form.get(data, "messages"))]
+    given = _json_of(form.get(data, "messages"))
+    messages = [_without_nulls(message) for message in ([given] if isinstance(given, dict) else given)]
     system = form.get(data, "system")
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
@@ -35,7 +36,9 @@ def raw_example(row: SourceRow, form: Format, example: Example | None) -> Exampl
 
 
 def _json_of(value: Any) -> Any:
-    return json.loads(value) if isinstance(value, str) and value.strip() else value or None
+    if not isinstance(value, str):
+        return value or None
+    return json.loads(value) if value.strip() else None
 
 
 def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:

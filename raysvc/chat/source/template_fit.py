@@ -23,6 +23,10 @@ from raysvc.chat.source.tool_calls import arguments_of
 ARGUMENTS_PARSED = "arguments that were JSON text made objects"
 ARGUMENTS_WRITTEN = "arguments that were objects made JSON text"
 PROBE = "raysvc_probe"
+PROBE_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
+}
 _SPEAKERS = (("user",), ("user", "assistant"), ("system", "user", "assistant"))
 _FORMS = ("{'type'", '{"type"')
 Render = Callable[[list[Message]], str]
@@ -67,7 +71,7 @@ class TemplateFit:
         if not any(value is None or type(value) is wrong for value in given):
             return example
         change = self._as_text if self.text_arguments else _as_object
-        noted = {ARGUMENTS_WRITTEN if self.text_arguments else ARGUMENTS_PARSED} if any(given) else set()
+        noted = {ARGUMENTS_WRITTEN if self.text_arguments else ARGUMENTS_PARSED}
         messages = [_with_arguments(message, change) for message in example.messages]
         return replace(example, messages=messages, changes=example.changes | noted)
 

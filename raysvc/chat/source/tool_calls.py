@@ -3,6 +3,8 @@
 Always true:
 - a message without calls has no `tool_calls`: `[]`, `"[]"`, `""` and null are placeholders and are left out;
 - a call that comes flat, `{name, arguments}`, is wrapped, and keeps its id;
+- arguments that are called `parameters` or `input` are `arguments`;
+- a `function_call` beside a content, as OpenAI had it before `tool_calls`, is one of them;
 - `arguments` stay as they are here, text or object: which of them a template takes is `template_fit`'s.
 """
 
@@ -16,8 +18,11 @@ from raysvc.chat.source.json_rows import load_json
 
 CALLS_WRAPPED = "flat tool calls wrapped"
 CALLS_PARSED = "tool_calls that were JSON text"
+ARGUMENTS_NAMED = "arguments under another name"
+LEGACY_CALLS = "function_call made tool_calls"
 PLACEHOLDERS = "empty tool_calls left out"
 _OUTER = ("id", "type", "index")
+_ARGUMENTS = ("parameters", "input")  # other names of them
 
 
 def read_calls(message: dict[str, Any], changes: set[str]) -> dict[str, Any]:
@@ -55,10 +60,37 @@ def wrapped(call: Any, changes: set[str]) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowFault("a tool call has no name", f"it has the keys {sorted(map(str, call))}")
     if function is not call:
-        return call
+        named = _named(function, changes)
+        return call if named is function else {**call, "function": named}
     changes.add(CALLS_WRAPPED)
     outer = {key: call[key] for key in _OUTER if key in call}
-    return {**outer, "type": "function", "function": {k: v for k, v in call.items() if k not in _OUTER}}
+    inner = {key: value for key, value in _named(call, changes).items() if key not in _OUTER}
+    return {**outer, "type": "function", "function": inner}
+
+
+def with_legacy_call(message: dict[str, Any], changes: set[str]) -> dict[str, Any]:
+    """A message that has a key `function_call`, with `tool_calls` for it.
+
+    Raises:
+        RowFault: it has both, or the call has no name.
+    """
+    rest = {key: value for key, value in message.items() if key != "function_call"}
+    changes.add(LEGACY_CALLS)
+    if not message["function_call"]:
+        return rest
+    if message.get("tool_calls"):
+        raise RowFault("a message has both tool_calls and a function_call", "keep one of them")
+    calls = calls_of_text(message["function_call"], "'function_call'")
+    return {**rest, "tool_calls": [wrapped(call, set()) for call in calls]}
+
+
+def _named(function: dict[str, Any], changes: set[str]) -> dict[str, Any]:
+    """With its arguments under `arguments`."""
+    other = next((name for name in _ARGUMENTS if name in function), None)
+    if "arguments" in function or other is None:
+        return function
+    changes.add(ARGUMENTS_NAMED)
+    return {"arguments" if key == other else key: value for key, value in function.items()}
 
 
 def calls_of_text(text: Any, what: str) -> list[Any]:
@@ -81,11 +113,10 @@ def calls_of_text(text: Any, what: str) -> list[Any]:
 
 def arguments_of(messages: Iterable[dict[str, Any]]) -> list[Any]:
     """The arguments of every call, in order, None where a call has none."""
-    return [
-        call["function"].get("arguments") for message in messages for call in message.get("tool_calls", ())
-    ]
+    called = [message["tool_calls"] for message in messages if "tool_calls" in message]
+    return [call["function"].get("arguments") for calls in called for call in calls]
 
 
 def _is_normal(call: Any) -> bool:
     function = call.get("function") if type(call) is dict else None
-    return type(function) is dict and type(function.get("name")) is str
+    return type(function) is dict and type(function.get("name")) is str and "arguments" in function

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.source.messages import Message, unknown_roles
+
+WEIGHTS = ("weight", "loss_weight", "train")
 
 
 def trained_messages(messages: list[Message], train_on: str, start: int) -> tuple[int, ...]:
@@ -11,7 +15,8 @@ def trained_messages(messages: list[Message], train_on: str, start: int) -> tupl
 
     Raises:
         RowDropped: there are none.
-        RowFault: a weight that is not 0 or 1, or one on a message of another role.
+        RowFault: a weight that is not 0 or 1, or one on a message of another role; weight 0 on a message that another
+            `train_on` trains.
     """
     if train_on == "message_weight":
         chosen = [place for place, message in enumerate(messages) if _weight(message)]
@@ -24,7 +29,14 @@ def trained_messages(messages: list[Message], train_on: str, start: int) -> tupl
     if not places:
         _refuse_unknown_roles(messages)
         raise RowDropped("no assistant message")
-    return tuple(places[-1:] if train_on == "last_assistant_message" else places)
+    places = places[-1:] if train_on == "last_assistant_message" else places
+    for place in places:
+        if _given_weight(messages[place]) == 0:
+            raise RowFault(
+                f"a message that train_on: {train_on} trains has weight 0",
+                "train_on: message_weight reads weights",
+            )
+    return tuple(places)
 
 
 def _refuse_unknown_roles(messages: list[Message]) -> None:
@@ -37,8 +49,7 @@ def _refuse_unknown_roles(messages: list[Message]) -> None:
 def _weight(message: Message) -> bool:
     """`weight`, `loss_weight` (0 or 1) or `train`; an assistant message without any counts as 1."""
     assistant = message["role"] == "assistant"
-    names = ("weight", "loss_weight", "train")
-    weight = next((message[name] for name in names if name in message), assistant)
+    weight = _given_weight(message, assistant)
     if weight not in (0, 1):
         raise RowFault("a message weight is not 0 or 1", f"it is {weight!r}")
     if weight and not assistant:
@@ -46,3 +57,7 @@ def _weight(message: Message) -> bool:
             "a weight on a message that is not the assistant's", f"its role is {message['role']!r}"
         )
     return bool(weight)
+
+
+def _given_weight(message: Message, default: Any = None) -> Any:
+    return next((message[name] for name in WEIGHTS if name in message), default)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from raysvc.chat.sequence import CLOSED_TURN, FREE
 from raysvc.chat.text_batch import Batch, Bytes, Spans
@@ -40,12 +41,19 @@ EXTRA_CONTROL = "a trained turn holds a control token"
 
 @dataclass(frozen=True)
 class TokenSpans:
-    """The same stretches in tokens of all rows: [starts, ends), and `within` the number of every token in one."""
+    """The same stretches in tokens of all rows: [starts, ends)."""
 
     starts: Ints64
     ends: Ints64
-    within: Ints64
     faults: dict[int, str]
+
+    def mask(self, tokens: int) -> npt.NDArray[np.uint8]:
+        """uint8 [T], 1 for every token in one of them."""
+        there = self.ends > self.starts
+        steps = np.zeros(tokens + 1, np.int8)
+        np.add.at(steps, self.starts[there], 1)
+        np.add.at(steps, self.ends[there], -1)
+        return (np.cumsum(steps[:tokens], dtype=np.int8) > 0).view(np.uint8)
 
 
 class TokenTable:
@@ -159,8 +167,8 @@ def align(
     starts = np.searchsorted(token_ends, starts_at, "left")
     ends = np.searchsorted(token_ends, ends_at, "left")
     faults: dict[int, str] = {}
-    within = tokens_within(starts, ends)
-    _check_controls(encoded.ids, TokenSpans(starts, ends, within, faults), spans, table)
+    found = TokenSpans(starts, ends, faults)
+    _check_controls(encoded.ids, found, spans, table)
     for index in np.flatnonzero(token_ends[starts] != starts_at).tolist():
         lost = text[spans.starts[index] : token_ends[starts[index]] - shift[index]]
         if not _BLANK[lost].all():
@@ -170,33 +178,24 @@ def align(
         extra = text[spans.ends[index] : token_ends[ends[index]] - shift[index]]
         if not _BLANK[extra].all():
             faults.setdefault(int(spans.rows[index]), OVER_END)
-    return TokenSpans(starts, ends, within, faults)
+    return found
 
 
 def _check_controls(ids: Ints32, found: TokenSpans, spans: Spans, table: TokenTable) -> None:
     """Note the rows whose spans hold other control tokens than one at the end of a closed turn."""
     if not len(ids):
         return
-    ends, faults = found.ends, found.faults
-    sizes = np.maximum(ends - found.starts, 0)
-    behind = np.cumsum(sizes)
-    at = np.flatnonzero(table.is_control[ids[found.within]])
-    held = np.searchsorted(at, behind) - np.searchsorted(at, behind - sizes)
+    starts, ends, faults = found.starts, found.ends, found.faults
+    at = np.flatnonzero(table.is_control[ids])
+    held = np.searchsorted(at, ends) - np.searchsorted(at, starts)
     last = ids[np.maximum(ends - 1, 0)]
-    ended = np.where(sizes > 0, table.ends_turn[last], False)
+    ended = (ends > starts) & table.ends_turn[last]
     closed = spans.kinds == CLOSED_TURN
     too_many = (held > (closed & ended & table.is_control[last])) & (spans.kinds != FREE)
     for index in np.flatnonzero(too_many).tolist():
         faults.setdefault(int(spans.rows[index]), EXTRA_CONTROL)
     for index in np.flatnonzero(closed & ~ended).tolist():
         faults.setdefault(int(spans.rows[index]), NO_EOT)
-
-
-def tokens_within(starts: Ints64, ends: Ints64) -> Ints64:
-    """Indices of all tokens in [starts, ends), one span after the other."""
-    sizes = np.maximum(ends - starts, 0)
-    behind = np.cumsum(sizes)
-    return np.asarray(np.arange(int(sizes.sum())) + np.repeat(starts - behind + sizes, sizes))
 
 
 def align_by_offsets(

@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import numpy as np
-import pyarrow as pa
 
 from raysvc.chat.source.examples import ChatExample, Example
 from raysvc.chat.text_batch import Batch
-from raysvc.chat.tokens.arrow_arrays import numpy_of
 from raysvc.chat.tokens.encoder import ReferenceEncoder
 from raysvc.chat.tokens.token_rows import EncoderDiffers, TokenRows
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
@@ -32,17 +30,13 @@ def sample_places(batch: Batch, seed: int) -> list[int]:
 
     Giants are left out, unless there is nothing else.
     """
-    import pyarrow.compute as pc  # makes three hundred functions, a tenth of a second
-
     lengths = np.diff(batch.offsets)
     fit = np.flatnonzero(lengths <= max(LONGEST_BYTES, int(lengths.min(initial=LONGEST_BYTES))))
     if not len(fit):
         return []
     random = np.random.default_rng(seed)
-    buffers = [None, pa.py_buffer(batch.offsets), pa.py_buffer(batch.data)]
-    texts = pa.Array.from_buffers(pa.large_string(), len(batch), buffers)
-    plain = numpy_of(pc.string_is_ascii(texts))
-    hard = fit[~plain[fit]]
+    beyond = np.searchsorted(np.flatnonzero(batch.data >= 0x80), batch.offsets)  # bytes that are not ASCII
+    hard = fit[np.diff(beyond)[fit] > 0]
     count = min(2 + len(batch) // ROWS_PER_SAMPLE, len(fit))
     chosen = random.choice(fit, count, replace=False)
     chosen[-1] = random.choice(hard) if len(hard) else chosen[-1]

@@ -77,8 +77,7 @@ class RowEncoder:
         encoded = self._encoder.encode_bytes(batch.data, batch.offsets)
         seen, token_ends, odd = self._seen(encoded, batch)
         found = align(encoded, token_ends, seen, self._table, odd)
-        mask = np.zeros(len(encoded.ids), np.uint8)
-        mask[found.within] = 1
+        mask = found.mask(len(encoded.ids))
         rows = TokenRows(
             encoded.ids, mask, encoded.offsets, {r: RowFault(w) for r, w in found.faults.items()}
         )

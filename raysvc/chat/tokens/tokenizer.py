@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from raysvc.chat.source.media_parts import in_parts
-from raysvc.chat.source.template_fit import TemplateFit
+from raysvc.chat.source.template_fit import PROBE_TOOL, TemplateFit
 from raysvc.chat.tokens.backend_parts import refuse_dropped_text
 from raysvc.errors import TokenizerError
 from raysvc.job.config import TokenizerConfig
@@ -52,7 +52,7 @@ class LoadedTokenizer:
         return self.templates.get("default")
 
     def template_name(self, has_tools: bool) -> str:
-        """Which of the templates a row gets.
+        """Which of the templates a row gets, as `get_chat_template` of `transformers` chooses.
 
         Raises:
             TokenizerError: there is none.
@@ -61,14 +61,10 @@ class LoadedTokenizer:
             return "tool_use"
         if "default" in self.templates:
             return "default"
-        what = (
-            f"has templates {sorted(self.templates)} but no default"
-            if self.templates
-            else "has no chat template"
-        )
-        raise TokenizerError(
-            _WHERE, f"{self.config.name!r} {what}", "set tokenizer.chat_template to a file or a text"
-        )
+        names = ", ".join(sorted(self.templates))
+        what = f"has the chat templates {names}, and no default" if names else "has no chat template"
+        remedy = f"set tokenizer.chat_template to {f'one of {names}, ' if names else ''}a file or a text"
+        raise TokenizerError(_WHERE, f"{self.config.name!r} {what}", remedy)
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -135,10 +131,15 @@ class LoadedTokenizer:
         """What the template of a row takes; asked once."""
         name = self.template_name(has_tools)
         if name not in self._fits:
-            self._fits[name] = TemplateFit.of(
-                lambda messages: str(self._apply(name, messages, tokenize=False))
-            )
+            self._fits[name] = TemplateFit.of(lambda messages: self._probed(name, messages))
         return self._fits[name]
+
+    def _probed(self, name: str, messages: list[dict[str, Any]]) -> str:
+        """A render of messages that ask what a template takes; with a tool, where it refuses to go without."""
+        try:
+            return str(self._apply(name, messages, tokenize=False))
+        except Exception:  # noqa: BLE001  a template may raise anything
+            return str(self._apply(name, messages, tools=[PROBE_TOOL], tokenize=False))
 
     def _apply(self, name: str, messages: list[dict[str, Any]], **options: Any) -> Any:
         options = {"tokenize": True, **options, **self.config.template_kwargs}
@@ -256,22 +257,22 @@ def _templates(hf: Any, config: TokenizerConfig) -> dict[str, str]:
     given = config.chat_template
     own = hf.chat_template
     if given is not None:
-        if isinstance(own, dict) and given in own:
-            return {"default": own[given]}
-        return {"default": _template_text(given)}
+        named = own if isinstance(own, dict) else {}
+        return {"default": named[given] if given in named else _template_text(given, sorted(named))}
     if isinstance(own, dict):
         return dict(own)
     return {} if own is None else {"default": own}
 
 
-def _template_text(given: str) -> str:
+def _template_text(given: str, named: list[str]) -> str:
     if "{%" in given or "{{" in given:
         return given
     if not os.path.isfile(given):
+        what = f", and the tokenizer's own are {', '.join(named)}" if named else ""
         raise TokenizerError(
             "tokenizer.chat_template",
-            f"{given!r} is neither a file nor a template",
-            "give a path to a Jinja file, or the template text",
+            f"{given!r} is neither a file nor a template{what}",
+            f"give a path to a Jinja file, {'one of these names, ' if named else ''}or the template text",
         )
     with open(given, encoding="utf-8") as file:
         return file.read()

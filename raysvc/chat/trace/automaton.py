@@ -1,8 +1,8 @@
 """What is known of a template: states, and for each what to do and to ask until the next one.
 
 A state is a place in the template between two steps of a loop, with all variables there. From a state leads a tree
-of questions; a leaf of it holds the texts to write, the next state and the values that this needs. Each state is
-one Python function, written again when its tree has grown.
+of questions with Python between them; at a leaf the Python writes texts, and names the next state and the values that
+this needs. Each state is one Python function, written again when its tree has grown.
 
 Always true:
 - a tree grows by rows that were traced; a question not yet answered raises `Miss`;
@@ -27,135 +27,85 @@ class Miss(Exception):
     """A question whose answer was not met before."""
 
 
-class Let(NamedTuple):
-    """A variable, and Python of what it is."""
-
-    var: str
-    code: str
-
-
 class Ask(NamedTuple):
-    """A decision on a variable, and the answer."""
+    """A decision on a variable, and the answer; on none at the end of a way."""
 
-    var: str
-    answer: bool
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Text in one leaf that is written for one message.
-
-    Attributes:
-        owner: variable that holds the message, or None.
-        generated: it is inside `{% generation %}`.
-        pieces: Python of texts.
-    """
-
-    owner: str | None
-    generated: bool
-    pieces: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """The end of a way through a state."""
-
-    stretches: tuple[Stretch, ...]
-    state: State | None
-    registers: tuple[str, ...]
+    var: str | None
+    answer: bool = True
 
 
 @dataclass
 class Tree:
-    """Variables, and then a question with its answers, or a leaf."""
+    """Lines of Python, and then a question with its answers; a leaf asks nothing."""
 
-    lets: list[Let]
+    lines: list[str]
     asked: str | None = None
     kids: dict[bool, Tree] = field(default_factory=dict)
-    leaf: Leaf | None = None
 
     @property
     def size(self) -> int:
-        """Leaves below."""
-        return 1 if self.leaf else sum(kid.size for kid in self.kids.values())
+        """Lines and questions."""
+        return len(self.lines) + 1 + sum(kid.size for kid in self.kids.values())
+
+
+_MISS = Tree(["raise Miss"])
+_TOO_LONG = Tree(["raise Untraceable('a stretch is too long or too branched for Python')"])
 
 
 class State:
     """One state; `run(messages, tools, out, registers)` gives the next and its registers."""
 
-    def __init__(self, automaton: Automaton, registers: int = 0) -> None:
-        self._automaton, self._registers = automaton, registers
-        self._tree: Tree | None = None
+    def __init__(self, automaton: Automaton) -> None:
+        self._automaton = automaton
+        self._ways: dict[bool, Tree] = {}  # the whole tree is at True
         self.run: Run = self._first_run
 
-    def insert(self, notes: list[Let | Ask], leaf: Leaf) -> None:
-        """Add a way through this state.
+    def insert(self, notes: list[str | Ask]) -> None:
+        """Add a way through this state: lines of Python, and questions.
 
         Raises:
             Untraceable: it is at odds with what is known.
         """
-        ways: dict[Any, Tree] = {None: self._tree} if self._tree else {}
         if len(notes) > MAX_NOTES:
             raise Untraceable("too much happens between two steps of a loop")
-        top, at, lets = ways, None, []
-        for note in notes:
-            if isinstance(note, Let):
-                lets.append(note)
+        ways, at, lines, is_new = self._ways, True, [], False
+        for note in (*notes, Ask(None)):
+            if isinstance(note, str):
+                lines.append(note)
                 continue
-            tree = ways.setdefault(at, Tree(lets, note.var))
-            if (tree.lets, tree.asked) != (lets, note.var):
+            is_new = at not in ways
+            tree = ways.setdefault(at, Tree(lines, note.var))
+            if (tree.lines, tree.asked) != (lines, note.var):
                 raise Untraceable("the template does not depend on the answers alone")
-            ways, at, lets = tree.kids, note.answer, []
-        if at not in ways:
+            ways, at, lines = tree.kids, note.answer, []
+        if is_new:
             self._automaton.leaves += 1
             self.run = self._first_run
-        tree = ways.setdefault(at, Tree(lets, leaf=leaf))
-        if (tree.lets, tree.leaf) != (lets, leaf):
-            raise Untraceable("the template does not depend on the answers alone")
-        self._tree = top[None]
 
     def _first_run(self, *args: Any) -> tuple[State | None, tuple[Any, ...]]:
         """Write the function and run it."""
-        if self._tree is None:
-            raise Miss
-        names = self._automaton.names
-        lines = ["def run(messages, tools, out, registers):"]
-        if self._registers:
-            lines.append(f" {''.join(f'r{n}, ' for n in range(self._registers))} = registers")
+        names, tree = self._automaton.names, self._ways.get(True, _MISS)
         try:
-            exec("\n".join([*lines, *self._lines(self._tree, 1)]), names)
-            self.run = names["run"]
+            exec(
+                "\n".join(["def run(messages, tools, out, registers):", " while True:", *_code(tree, "  ")]),
+                names,
+            )
         except (SyntaxError, RecursionError, MemoryError):
-            self.run = self._refuse
+            self._ways[True] = _TOO_LONG
+            return self._first_run(*args)
+        self.run = names["run"]
         return self.run(*args)
 
-    def _refuse(self, *_: Any) -> tuple[State | None, tuple[Any, ...]]:
-        raise Untraceable("a stretch is too long or too branched for Python")
 
-    def _lines(self, tree: Tree, depth: int) -> list[str]:
-        lets = [f"{' ' * depth}{let.var} = {let.code}" for let in tree.lets]
-        return lets + (
-            self._question(tree, depth) if tree.leaf is None else self._leaf(tree.leaf, " " * depth)
-        )
-
-    def _question(self, tree: Tree, depth: int) -> list[str]:
-        """The smaller answer goes inside the `if`, the other one behind it: so nothing is nested deeply."""
-        small, *others = sorted(tree.kids, key=lambda answer: tree.kids[answer].size)
-        if others:
-            inner = self._lines(tree.kids[small], depth + 1)
-        else:
-            small, others, inner = not small, [small], [f"{' ' * depth} raise Miss"]
-        asks = f"{' ' * depth}if {'' if small else 'not '}{tree.asked}:"
-        return [asks, *inner, *self._lines(tree.kids[others[0]], depth)]
-
-    def _leaf(self, leaf: Leaf, pad: str) -> list[str]:
-        lines = []
-        for stretch in leaf.stretches:
-            text = stretch.pieces[0] if len(stretch.pieces) == 1 else f"join(({', '.join(stretch.pieces)}))"
-            lines.append(f"{pad}out(({stretch.generated}, {stretch.owner}, {text}))")
-        state = self._automaton.constant(leaf.state) if leaf.state else "None"
-        registers = "".join(f"{var}, " for var in leaf.registers)
-        return [*lines, f"{pad}return {state}, ({registers})"]
+def _code(tree: Tree, pad: str) -> list[str]:
+    """Python of a tree. The smaller answer goes inside the `if`, the other one behind it: so nothing is nested deeply."""
+    lines = [pad + line for line in tree.lines]
+    if tree.asked is None:
+        return lines
+    kids = {answer: tree.kids.get(answer, _MISS) for answer in (True, False)}
+    small = kids[True].size <= kids[False].size
+    asks = f"{pad}if {'' if small else 'not '}{tree.asked}:"
+    return [*lines, asks, *_code(kids[small], pad + " "), *_code(kids[not small], pad)]
 
 
 class Automaton:
@@ -163,35 +113,32 @@ class Automaton:
 
     Attributes:
         names: what code of a state can name.
-        start: name of a beginning -> its state.
         leaves: ways through all states.
-        lasting: ids of the environment's globals, which a state may hold.
+        lasting: ids of values that are the same in all rows.
     """
 
     def __init__(self, names: dict[str, Any]) -> None:
-        self.names = {**names, "Miss": Miss, "join": "".join}
-        self._constants: dict[int, str] = {id(value): name for name, value in self.names.items()}
-        self._states: dict[Hashable, State] = {}
+        self.names = {**names, "Miss": Miss, "Untraceable": Untraceable}
+        self._constants = {id(value): name for name, value in self.names.items()}
+        self.lasting = frozenset(self._constants)
         self.leaves = 0
-        self.lasting: frozenset[int] = frozenset()
+        self._states: dict[Hashable, State] = {}
 
     @property
     def is_full(self) -> bool:
         """Whether nothing more may be learned."""
         return self.leaves >= MAX_LEAVES or len(self._states) >= MAX_STATES
 
-    def state(self, key: Hashable, registers: int = 0) -> State:
+    def state(self, key: Hashable) -> State:
         """The state with a key."""
         if key not in self._states:
-            self._states[key] = State(self, registers)
+            self._states[key] = State(self)
         return self._states[key]
 
     def constant(self, value: Any) -> str:
         """A name for a value, which is kept."""
-        name = self._constants.get(id(value))
-        if name is None:
-            name = self._constants[id(value)] = f"c{len(self._constants)}"
-            self.names[name] = value
+        name = self._constants.setdefault(id(value), f"c{len(self._constants)}")
+        self.names[name] = value
         return name
 
     def walk(self, state: State | None, messages: list[Any], tools: Any) -> list[Any]:

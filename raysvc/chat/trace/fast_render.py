@@ -33,10 +33,7 @@ class FastRender:
     """The fast way through one template.
 
     Args:
-        text: Jinja source.
-        variables: what the template sees beside messages and tools.
-        real: the real render, which may raise.
-        now: what `strftime_now` shows.
+        real: the real render, which may raise; the others are its arguments too.
 
     Attributes:
         counts: rows "walked", "rendered" (for real), and of these "learned", "refused" (not traceable), "different".
@@ -58,7 +55,7 @@ class FastRender:
             RowFault: the template raised.
         """
         try:
-            made = self._walk(messages, tools, prompt) if self._is_trusted else None
+            made = render_of(self._walk(messages, tools, prompt), messages) if self._is_trusted else None
         except Miss:
             return self._learn(messages, tools, prompt)
         except Exception:  # noqa: BLE001  the template raises too, or the real render knows better
@@ -68,7 +65,7 @@ class FastRender:
             return self._real(messages, tools, prompt)
         self.counts["walked"] += 1
         if self.counts["walked"] % SAMPLE_EVERY == 0:
-            return self._judge(made, messages, tools, prompt)
+            return self._judge(made, self._real(messages, tools, prompt))
         return made
 
     @property
@@ -77,7 +74,7 @@ class FastRender:
         return not self._is_trusted or (self.counts["walked"] + 1) % SAMPLE_EVERY == 0
 
     def filled_in(self, messages: list[Any]) -> str | None:
-        """The text of a row without tools, None when the words of its texts decide on what is written (`dependence`)."""
+        """The text of a row without tools, None when the words of its texts decide on what is written (`operations`)."""
         try:
             trace = self._template.trace(messages, None, False)
             render = render_of(trace.out, messages)
@@ -89,17 +86,16 @@ class FastRender:
         """What a row writes, None when it has to go to `render`: it is new, or due for the real render."""
         if self.is_due:
             return None
-        self._template.begin_walk()
         try:
-            written = self._automaton.walk(self._automaton.state(False), messages, tools)
+            written = self._walk(messages, tools, False)
         except Exception:  # noqa: BLE001  new, or the template raises: `render` knows which
             return None
         self.counts["walked"] += 1
         return written
 
-    def _walk(self, messages: list[Any], tools: Any, prompt: bool) -> Render:
+    def _walk(self, messages: list[Any], tools: Any, prompt: bool) -> list[Written]:
         self._template.begin_walk()
-        return render_of(self._automaton.walk(self._automaton.state(prompt), messages, tools), messages)
+        return self._automaton.walk(self._automaton.state(prompt), messages, tools)
 
     def _learn(self, messages: list[Any], tools: Any, prompt: bool) -> Render:
         """Render for real, and keep what a trace finds when it says the same."""
@@ -111,17 +107,16 @@ class FastRender:
             trace = self._template.trace(messages, tools, prompt)
             if render_of(trace.out, messages) != real:
                 raise Untraceable("the trace differs from the real render")
-            for way in trace.ways:
-                way.state.insert(way.notes, way.leaf)
+            for state, notes in trace.ways:
+                state.insert(notes)
             self.counts["learned"] += 1
-            return self._judge(self._walk(messages, tools, prompt), messages, tools, prompt)
+            return self._judge(render_of(self._walk(messages, tools, prompt), messages), real)
         except Exception as error:  # noqa: BLE001  what cannot be traced is rendered
             self._note("refused", f"{type(error).__name__}: {error}")
         return real
 
-    def _judge(self, made: Render, messages: list[Any], tools: Any, prompt: bool) -> Render:
+    def _judge(self, made: Render, real: Render) -> Render:
         """The real render; when it is another one, nothing is walked any more."""
-        real = self._real(messages, tools, prompt)
         if made != real:
             self._note("different", f"{made.text[:40]!r} for {real.text[:40]!r}")
             self._is_trusted = False

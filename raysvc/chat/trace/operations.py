@@ -1,55 +1,78 @@
-"""What a template does with values of a row, each operation as one Python expression.
+"""What a template does with values of a row: each operation as a form of Python, and what its result depends on.
 
-The same expression is evaluated when a row is traced and stands in the code that later rows run.
+An expression is evaluated when a row is traced, and stands in the code that later rows run.
+
+Dependence is told for rows whose messages have a role and a text and nothing else. Rows with the same roles take the same
+way through a template when no question on it depends on the words of a text: then it fills the texts into literals.
+Texts are not empty here, and no blank is at their ends: so a text is true, and `trim` takes nothing of it away.
 
 Always true:
 - an expression changes nothing, and reads only its arguments and named constants;
-- what an expression raises, the template would raise too, or the row is rendered for real.
+- what an expression raises, the template would raise too, or the row is rendered for real;
+- what is not listed here depends on the words.
 """
 
 from __future__ import annotations
 
-BINARY = frozenset({"+", "-", "*", "/", "//", "%", "**", "==", "!=", "<", "<=", ">", ">=", "in"})
-PURE_METHODS = frozenset(
-    name for kind in (str, dict, list, tuple) for name in dir(kind) if not name.startswith("_")
-) - {
-    *("format", "format_map", "append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"),
-    *("popitem", "setdefault", "update"),
-}
-_FORMS = {
-    "at": "{0}[{1}]",
-    "slice": "{0}[{1}:{2}:{3}]",
-    "len": "len({0})",
-    "list": "{0} if {0}.__class__ is list else list({0})",
-    "str": "{0} if {0}.__class__ is str else str({0})",
-}
-_ARGUMENTS = {"at": 2, "slice": 4}
+from enum import IntEnum
+from typing import Any
+
+ADD, IN, JOIN = "{} + {}", "{} in {}", "''.join({})"
+AT, SLICE, LENGTH = "{}[{}]", "{}[{}:{}:{}]", "len({})"
+LIST = "{0} if {0}.__class__ is list else list({0})"
+TEXT = "{0} if {0}.__class__ is str else str({0})"
+FIELD = "{0}.get({1}, {2}) if {0}.__class__ is dict else getattr({0}, {1})"
+ITEM = "{0}[{1}] if {0}.__class__ is list and len({0}) > {1} else getitem({0}, {1})"
+
+_FIELDS = (FIELD, ITEM, "getattr({}, {})", "getitem({}, {})", "{}.get({})", "{}.get({}, {})")
+_LENGTHS = (LENGTH, "filter_length({})")
+_TRIMS = ("filter_trim({})", "{}.strip()")
+_TYPES = frozenset(
+    f"test_{name}({{}})"
+    for name in ("string", "defined", "undefined", "none", "mapping", "iterable", "sequence", "number")
+)
 
 
-def expression(op: str, args: list[str], kwargs: dict[str, str]) -> str:
-    """Python for one operation.
+class Needs(IntEnum):
+    """What has to be known of a row to know a value."""
 
-    Args:
-        op: an operator, a word of this module, or "filter NAME", "test NAME", "method NAME", "call CONSTANT",
-            "attribute MISSING", "item MISSING" (name of the constant for what a dict does not have).
-        args: Python of the arguments.
-        kwargs: Python of the named ones.
-    """
-    kind, _, name = op.partition(" ")
-    if op in BINARY:
-        return f"{args[0]} {op} {args[1]}"
-    if op in _FORMS and not kwargs and len(args) == _ARGUMENTS.get(op, 1):
-        return _FORMS[op].format(*args)
-    given = ", ".join([*args, *(f"{key}={value}" for key, value in kwargs.items())])
-    if kind in ("attribute", "item") and name:
-        return f"{args[0]}.get({args[1]}, {name}) if {args[0]}.__class__ is dict else {kind}({given})"
-    if kind == "concat":
-        return f"''.join(({given},))"
-    if kind == "method":
-        rest = ", ".join([*args[1:], *(f"{key}={value}" for key, value in kwargs.items())])
-        return f"{args[0]}.{name}({rest})"
-    if op == "filter tojson" and len(args) == 1 and kwargs.keys() <= {"indent"}:
-        return f"tojson({given})"
-    if kind in ("filter", "test"):
-        return f"{kind}_{name}({given})"
-    return f"{name}({given})" if kind == "call" else f"{op}({given})"
+    ROLES = 0  # the same in all rows with these roles
+    MESSAGES = 1  # the messages, some of them, or one of them
+    TEXT = 2  # what messages say, each whole, and fixed texts around it
+    WORDS = 3  # anything
+
+
+def call_form(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The form of a call, for these arguments and then the values of the named ones."""
+    return f"{name}({', '.join(['{}'] * len(args) + [f'{key}={{}}' for key in kwargs])})"
+
+
+def needs_of(value: Any) -> Needs:
+    """Of a traced value, a container of some, or anything else."""
+    if isinstance(value, list | tuple):
+        return Needs.WORDS if any(map(needs_of, value)) else Needs.ROLES
+    if isinstance(value, dict):
+        return needs_of([*value, *value.values()])
+    return value.needs if hasattr(type(value), "needs") else Needs.ROLES
+
+
+def needs_after(form: str, args: tuple[Any, ...]) -> Needs:
+    """Of what an operation makes."""
+    needs = [*map(needs_of, args[0] if form == JOIN else args)]
+    if not any(needs) or (form == IN and needs == [Needs.ROLES, Needs.MESSAGES]):
+        return Needs.ROLES
+    if form in (ADD, JOIN, TEXT):
+        return Needs.TEXT if {*needs} <= {Needs.ROLES, Needs.TEXT} else Needs.WORDS
+    first, *others = needs
+    if any(others) or first is Needs.WORDS:
+        return Needs.WORDS
+    if form in _TYPES:
+        return Needs.ROLES
+    if first is Needs.TEXT:
+        return Needs.TEXT if form in _TRIMS else Needs.WORDS
+    if form in _LENGTHS:
+        return Needs.ROLES
+    if form in _FIELDS and type(args[1]) is str:
+        return Needs.TEXT if args[1] == "content" else Needs.ROLES
+    is_index = form in _FIELDS and type(getattr(args[1], "value", args[1])) is int
+    return Needs.MESSAGES if is_index or form in (AT, SLICE, LIST) else Needs.WORDS

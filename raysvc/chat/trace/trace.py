@@ -8,31 +8,22 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import groupby
 from operator import itemgetter
 from types import FrameType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2.nodes import EvalContext
-from jinja2.runtime import Context, Macro, Undefined
+from jinja2.runtime import Context, Undefined
 from jinja2.utils import Namespace, missing
 
 from raysvc.chat.render.compiled import CompiledTemplate
-from raysvc.chat.trace.automaton import Ask, Automaton, Leaf, Let, State, Stretch
-from raysvc.chat.trace.dependence import Needs, needs_after, needs_of
-from raysvc.chat.trace.operations import expression
-from raysvc.chat.trace.traced_value import CLOSES, OPENS, Method, Traced, TracedLoop, Untraceable
+from raysvc.chat.trace.automaton import Ask, Automaton, State
+from raysvc.chat.trace.operations import Needs, needs_after, needs_of
+from raysvc.chat.trace.traced_value import Method, Traced, TracedLoop, Untraceable
 
+OPENS, CLOSES = object(), object()  # what the root writes around a `{% generation %}`
 _LOCAL = ("l_", "t_")  # how Jinja begins the names of variables, and of filters and tests
-
-
-class Way(NamedTuple):
-    """A way through one state, as a row took it."""
-
-    state: State
-    notes: list[Let | Ask]
-    leaf: Leaf
 
 
 class Trace:
@@ -46,7 +37,7 @@ class Trace:
 
     Attributes:
         loops: over traced values that are running, outermost first.
-        ways: found so far.
+        ways: (state, notes) of the stretches so far.
         out: (generated, message or None, text) as the row gives it.
         fills_in: no words of the row's texts decide on what is written, so far.
     """
@@ -54,36 +45,32 @@ class Trace:
     def __init__(
         self, compiled: CompiledTemplate, automaton: Automaton, prompt: bool, row: dict[str, Any]
     ) -> None:
-        self._compiled, self._automaton, self._prompt = compiled, automaton, prompt
-        self._state = automaton.state(prompt)
-        self._row, self._epoch = row, 0
+        self._compiled, self._automaton, self._prompt, self._row = compiled, automaton, prompt, row
+        self._state, self._epoch = automaton.state(prompt), 0
         self._generations: list[Traced | None] = []  # that are open: the message of each
         self.loops: list[TracedLoop] = []
-        self.ways: list[Way] = []
+        self.ways: list[tuple[State, list[str | Ask]]] = []
         self.out: list[tuple[bool, Any, str]] = []
         self.fills_in = True
-        self._begin({})
+        self._begin([])
 
-    def _begin(self, registers: dict[str, Any]) -> None:
-        self._notes: list[Let | Ask] = []
-        self._written: list[tuple[bool, str | None, str]] = []
+    def _begin(self, registers: list[Traced]) -> None:
+        self._notes: list[str | Ask] = [f"{self.code(tuple(registers))} = registers"] if registers else []
+        self._written: list[tuple[bool, str, str]] = []
         self._known: dict[str, Traced] = {}
         self._asked: set[str] = set()
-        self._values = {**self._row, **registers}
+        self._values = {**self._row, **{register.var: register.value for register in registers}}
 
-    def given(self, name: str) -> Traced:
-        """The messages or the tools."""
-        return Traced(self, name, self._row[name])
-
-    def let(self, op: str, *args: Any, **kwargs: Any) -> Traced:
-        """Do an operation on the row's values, and note it."""
-        source = expression(op, [*map(self.code, args)], {k: self.code(v) for k, v in kwargs.items()})
+    def let(self, form: str, *args: Any) -> Traced:
+        """Do an operation on the row's values, and note it; `form` as in `operations`."""
+        source = form.format(*map(self.code, args))
         if source not in self._known:
             var = f"v{len(self._known)}"
-            self._values[var] = eval(source, self._automaton.names, self._values)
-            self._notes.append(Let(var, source))
-            made = self._known[source] = Traced(self, var, self._values[var], self._epoch)
-            made.needs = needs_after(op, args, kwargs)
+            value = self._values[var] = eval(source, self._automaton.names, self._values)
+            self._notes.append(f"{var} = {source}")
+            made = self._known[source] = Traced(self, var, value, self._epoch)
+            made.needs = needs_after(form, args)
+            made.of_messages = type(args[0]) is Traced and args[0].of_messages and type(value) is not dict
         return self._known[source]
 
     def ask(self, value: Traced) -> bool:
@@ -107,8 +94,11 @@ class Trace:
             if value.epoch not in (None, self._epoch):
                 raise Untraceable("a value that was taken for dead")
             return str(value.var)
-        if kind in (list, tuple, dict):
-            return self._container(value)
+        if kind is dict:
+            return f"{{{''.join(f'{self.code(key)}: {self.code(item)}, ' for key, item in value.items())}}}"
+        if kind in (list, tuple):
+            inner = "".join(f"{self.code(item)}, " for item in value)
+            return f"[{inner}]" if kind is list else f"({inner})"
         if value is None or kind in (str, bool, int):
             return f"({value!r})" if kind is int and value < 0 else repr(value)
         if kind is Method:
@@ -118,12 +108,6 @@ class Trace:
         elif isinstance(value, EvalContext):
             value = self._compiled.blank.eval_ctx
         return self._automaton.constant(value)
-
-    def _container(self, value: Any) -> str:
-        if type(value) is dict:
-            return f"{{{''.join(f'{self.code(key)}: {self.code(item)}, ' for key, item in value.items())}}}"
-        inner = "".join(f"{self.code(item)}, " for item in value)
-        return f"[{inner}]" if type(value) is list else f"({inner})"
 
     def write(self, piece: Any, line: int) -> None:
         """Note what the root wrote on a line: text, or a mark of `{% generation %}`."""
@@ -137,8 +121,9 @@ class Trace:
         owner = self._generations[0] if generated else self._owner(line)
         text = piece.value if type(piece) is Traced else piece
         self.fills_in &= type(text) is str and needs_of(piece) not in (Needs.MESSAGES, Needs.WORDS)
-        self.out.append((generated, owner.value if owner else None, text))
-        self._written.append((generated, self.code(owner) if owner else None, self.code(piece)))
+        message = None if owner is None else owner.value  # `if owner` were a question
+        self.out.append((generated, message, text))
+        self._written.append((generated, self.code(owner), self.code(piece)))
 
     def _owner(self, line: int) -> Traced | None:
         """The message for whom the root writes on a line: that of the innermost loop over messages around it."""
@@ -158,54 +143,42 @@ class Trace:
             self._cut(frame)
 
     def _cut(self, frame: FrameType) -> None:
-        registers: list[Traced] = []
-        reader = _FrameReader(self._epoch, registers, self._counter, self._automaton)
+        reader = _FrameReader(self, self._epoch, self._automaton.lasting)
+        found = frame.f_locals
+        local = [name for name in found if name.startswith(_LOCAL) and found[name] is not missing]
         # by name: `f_locals` keeps the order in which names were bound, which is another after the first step
-        local = sorted(
-            (
-                each
-                for each in frame.f_locals.items()
-                if each[0].startswith(_LOCAL) and each[1] is not missing
-            ),
-            key=itemgetter(0),
+        variables = [(name, found[name]) for name in sorted(local)] + sorted(
+            found["context"].vars.items(), key=itemgetter(0)
         )
-        variables = sorted(frame.f_locals["context"].vars.items(), key=itemgetter(0))
-        key = (
-            self._prompt,
-            frame.f_lasti,
-            tuple((name, reader.key(value)) for name, value in (*local, *variables)),
-            tuple(reader.key(each) for each in self.loops),
-        )
-        self.close(self._automaton.state(key, len(registers)), registers)
-
-    def _counter(self, number: int) -> Traced:
-        """A number that loops or namespaces count with, as a value: else each count were a state."""
-        return Traced(self, repr(number), number, self._epoch)
+        key = (self._prompt, frame.f_lasti, reader.key(variables), reader.key(self.loops))
+        self.close(self._automaton.state(key), reader.registers)
 
     def close(self, state: State | None, registers: list[Traced]) -> None:
         """End this stretch; what follows begins in `state`."""
-        stretches = [
-            Stretch(owner, generated, tuple(piece for _, _, piece in pieces))
-            for (generated, owner), pieces in groupby(self._written, itemgetter(0, 1))
-        ]
-        leaf = Leaf(tuple(stretches), state, tuple(register.var for register in registers))
-        self.ways.append(Way(self._state, self._notes, leaf))
+        for (generated, owner), written in groupby(self._written, itemgetter(0, 1)):
+            pieces = [piece for _, _, piece in written]
+            text = pieces[0] if len(pieces) == 1 else f"''.join(({', '.join(pieces)}))"
+            self._notes.append(f"out(({generated}, {owner}, {text}))")
+        values = self.code(tuple(registers))
+        if state is self._state:  # a loop that goes on as it was
+            self._notes += [f"registers = {values}", "continue"]
+        else:
+            self._notes.append(f"return {self.code(state)}, {values}")
+        self.ways.append((self._state, self._notes))
         self._epoch += 1
         for index, register in enumerate(registers):
             register.var, register.epoch = f"r{index}", self._epoch
-        self._begin({register.var: register.value for register in registers})
-        if state is not None:
-            self._state = state
+        self._begin(registers)
+        self._state = state or self._state
 
 
 class _FrameReader:
     """Turns the variables of a frame into a key; traced values in it are collected as registers."""
 
-    def __init__(
-        self, epoch: int, registers: list[Traced], counter: Callable[[int], Traced], automaton: Automaton
-    ) -> None:
-        self._epoch, self._registers, self._counter, self._automaton = epoch, registers, counter, automaton
+    def __init__(self, trace: Trace, epoch: int, lasting: frozenset[int]) -> None:
+        self._trace, self._epoch, self._lasting = trace, epoch, lasting
         self._seen: dict[int, int] = {}
+        self.registers: list[Traced] = []
 
     def key(self, value: Any) -> Any:
         """Key of a value.
@@ -214,50 +187,37 @@ class _FrameReader:
             Untraceable: a kind of value that a state cannot hold.
         """
         kind = type(value)
-        if kind is Traced:
-            return self._traced(value)
         if value is missing or value is None or kind in (str, int, float, bool):
-            return (kind.__name__, value)
+            return (kind, value)
+        if kind is Traced and value.epoch != self._epoch:
+            return ("given", value.var) if value.epoch is None else "dead"  # using it fails
         if id(value) in self._seen:
             return ("same", self._seen[id(value)])
         self._seen[id(value)] = len(self._seen)
-        if isinstance(value, Namespace):
-            return self._namespace(value)
-        if kind is TracedLoop:
-            return self._loop(value)
+        if kind is Traced:
+            self.registers.append(value)
+            return "traced"
         if kind in (list, tuple):
-            return (kind.__name__, *map(self.key, value))
+            return (kind, *map(self.key, value))
         if kind is dict:
-            return ("dict", *((name, self.key(item)) for name, item in value.items()))
+            return (kind, *value, *map(self.key, value.values()))
+        if isinstance(value, Namespace):
+            fields = value._Namespace__attrs
+            fields.update({name: self._counted(item) for name, item in fields.items()})
+            return ("namespace", self.key(fields))
+        if kind is TracedLoop:
+            value.at = self._counted(value.at)
+            given = (value.line, value.with_loop, value.items.of_messages)
+            return ("loop", *given, self.key(value.items), self.key(value.at))
         if isinstance(value, Undefined):
             return ("undefined", value._undefined_name)
-        if isinstance(value, Macro):
-            return ("macro", value._func.__code__)
+        value = getattr(value, "_func", value)  # of a macro
         if isinstance(value, FunctionType):
             return ("function", value.__code__, value.__name__)
-        if id(value) in self._automaton.lasting:
-            return ("global", id(value))
+        if id(value) in self._lasting:
+            return ("lasting", id(value))
         raise Untraceable(f"a {kind.__name__} is alive between two steps of a loop")
 
-    def _traced(self, value: Traced) -> Any:
-        if value.epoch is None:
-            return ("given", value.var)
-        if value.epoch != self._epoch:
-            return ("dead",)  # using it fails
-        if id(value) not in self._seen:
-            self._seen[id(value)] = len(self._seen)
-            self._registers.append(value)
-        return ("traced", self._seen[id(value)])
-
-    def _namespace(self, value: Namespace) -> Any:
-        fields = value._Namespace__attrs
-        for name, item in fields.items():
-            if type(item) is int:
-                fields[name] = self._counter(item)
-        return ("namespace", *((name, self.key(item)) for name, item in fields.items()))
-
-    def _loop(self, loop: TracedLoop) -> Any:
-        if type(loop.at) is int:
-            loop.at = self._counter(loop.at)
-        owns = loop.items.of_messages
-        return ("loop", loop.line, loop.with_loop, owns, self.key(loop.items), self.key(loop.at))
+    def _counted(self, value: Any) -> Any:
+        """A number that loops or namespaces count with becomes a value of the row: else each count were a state."""
+        return Traced(self._trace, repr(value), value, self._epoch) if type(value) is int else value

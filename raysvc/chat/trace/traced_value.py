@@ -9,87 +9,65 @@ Always true:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
-from raysvc.chat.trace.dependence import Needs
-from raysvc.chat.trace.operations import BINARY
+from jinja2.runtime import Undefined
 
-OPENS, CLOSES = object(), object()  # what the root writes around a `{% generation %}`
+from raysvc.chat.trace.operations import AT, LENGTH, LIST, SLICE, Needs
 
 
 class Untraceable(Exception):
     """A row that cannot be traced; the argument says why."""
 
 
-class Recorder(Protocol):
-    """What traced values tell their trace; `loops` are those that run, outermost first."""
-
-    loops: list[TracedLoop]
-
-    def ask(self, value: Traced) -> bool:
-        """Note a question, and answer it for the row that is traced."""
-
-    def let(self, op: str, *args: Any, **kwargs: Any) -> Traced:
-        """Note an operation, and do it on the row's values."""
-
-    def step(self, loop: TracedLoop, frame: FrameType) -> None:
-        """Note that a loop goes on."""
-
-
 class Traced:
     """A value that came from the row.
 
     Attributes:
+        trace: the `Trace` that notes what is done.
         var: its variable in the trace.
         value: of the row that is traced.
         epoch: stretch of the trace that the variable belongs to; None for the whole row's.
         needs: what it depends on.
-        of_messages: it is a list of the row's messages.
+        of_messages: when it is a list, it is one of the row's messages.
     """
 
     __slots__ = ("epoch", "needs", "of_messages", "trace", "value", "var")
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, trace: Recorder, var: str, value: Any, epoch: int | None = None) -> None:
+    def __init__(self, trace: Any, var: str, value: Any, epoch: int | None = None) -> None:
         self.trace, self.var, self.value, self.epoch = trace, var, value, epoch
         self.needs = Needs.ROLES
         self.of_messages = False
 
     def __bool__(self) -> bool:
-        return self.trace.ask(self)
-
-    def __contains__(self, item: Any) -> bool:
-        return bool(self.trace.let("in", item, self))
+        return bool(self.trace.ask(self))
 
     def __getitem__(self, key: Any) -> Any:  # compiled templates use it for slices alone
-        made = self.trace.let("slice", self, key.start, key.stop, key.step)
-        made.of_messages = self.of_messages
-        return made
+        return self.trace.let(SLICE, self, key.start, key.stop, key.step)
 
     def __iter__(self) -> Iterator[Any]:
-        return TracedLoop(self.trace, self)
+        return TracedLoop(self)
 
     def _refuse(self, *_: Any) -> Any:
         raise Untraceable("a value of the row went where it cannot be followed")
 
-    __str__ = __len__ = __index__ = __int__ = __float__ = __call__ = __format__ = _refuse
+    __str__ = __len__ = __index__ = __int__ = __float__ = __call__ = __format__ = __contains__ = _refuse
 
 
 def _operator(sign: str, reflected: bool) -> Any:
     def operate(self: Traced, other: Any) -> Any:
-        return self.trace.let(sign, other, self) if reflected else self.trace.let(sign, self, other)
+        return self.trace.let(f"{{}} {sign} {{}}", *((other, self) if reflected else (self, other)))
 
     return operate
 
 
-_NAMES = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod", "**": "pow"}
-_NAMES |= {"==": "eq", "!=": "ne", "<": "lt", "<=": "le", ">": "gt", ">=": "ge"}
-for _sign in BINARY - {"in"}:
-    setattr(Traced, f"__{_NAMES[_sign]}__", _operator(_sign, False))
-    if _sign[0] not in "=!<>":
-        setattr(Traced, f"__r{_NAMES[_sign]}__", _operator(_sign, True))
+_SIGNS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**"}
+_SIGNS |= {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+for _name, _sign in _SIGNS.items():
+    setattr(Traced, f"__{_name}__", _operator(_sign, False))
+    setattr(Traced, f"__r{_name}__", _operator(_sign, True))  # Python calls it for arithmetic alone
 
 
 class Method(Traced):
@@ -113,30 +91,33 @@ class TracedLoop:
         line: of the `for` statement in the root, -1 elsewhere.
     """
 
-    def __init__(self, trace: Recorder, over: Traced, with_loop: bool = False) -> None:
-        self.trace, self.with_loop = trace, with_loop
-        self.items = over if over.var == "messages" else trace.let("list", over)
-        self.items.of_messages = over.of_messages
+    def __init__(self, over: Traced, with_loop: bool = False) -> None:
+        self.trace, self.with_loop = over.trace, with_loop
+        self.items = over if over.var == "messages" else self.trace.let(LIST, over)
         self.at: Any = -1
         self.item: Any = None
         self.line = -1
-        trace.loops.append(self)
+        self.trace.loops.append(self)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        trace = self.trace
-        self.at = self.at + 1
+        trace, self.at = self.trace, self.at + 1
         trace.step(self, sys._getframe(1))
-        if not trace.let("<", self.at, trace.let("len", self.items)):
+        if not self._is_item(self.at):
             trace.loops.remove(self)
             raise StopIteration
-        self.item = trace.let("at", self.items, self.at)
-        item: Any = self.item
+        item = self.item = trace.let(AT, self.items, self.at)
         if type(item.value) is tuple:  # of `.items()`
-            item = tuple(trace.let("at", item, index) for index in range(len(item.value)))
+            item = tuple(trace.let(AT, item, index) for index in range(len(item.value)))
         return (item, self) if self.with_loop else item
+
+    def _count(self) -> Any:
+        return self.trace.let(LENGTH, self.items)
+
+    def _is_item(self, at: Any) -> Any:
+        return self.trace.let("{} < {}", at, self._count())
 
     def field(self, name: str) -> Any:
         """A field of `loop`.
@@ -144,26 +125,27 @@ class TracedLoop:
         Raises:
             Untraceable: a field that is not followed.
         """
-        let, at = self.trace.let, self.at
-        if name in ("previtem", "nextitem"):
-            return self._neighbour(-1 if name == "previtem" else 1)
-        fields: dict[str, Callable[[], Any]] = {
-            "index0": lambda: at,
-            "index": lambda: at + 1,
-            "first": lambda: at == 0,
-            "last": lambda: at + 1 == let("len", self.items),
-            "length": lambda: let("len", self.items),
-        }
-        if name not in fields:
-            raise Untraceable(f"loop.{name}")
-        return fields[name]()
-
-    def _neighbour(self, step: int) -> Any:
-        from jinja2.runtime import Undefined
-
-        let, at = self.trace.let, self.at
-        inside = at > 0 if step < 0 else let("<", at + 1, let("len", self.items))
-        return let("at", self.items, at + step) if inside else Undefined("there is no such item")
+        at = self.at
+        match name:
+            case "index0":
+                return at
+            case "index":
+                return at + 1
+            case "first":
+                return at == 0
+            case "last":
+                return at + 1 == self._count()
+            case "length":
+                return self._count()
+            case "previtem":
+                return self.trace.let(AT, self.items, at - 1) if at > 0 else Undefined("no such item")
+            case "nextitem":
+                return (
+                    self.trace.let(AT, self.items, at + 1)
+                    if self._is_item(at + 1)
+                    else Undefined("no such item")
+                )
+        raise Untraceable(f"loop.{name}")
 
 
 def holds_traced(value: Any) -> bool:

@@ -7,7 +7,6 @@ Always true:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import wraps
@@ -18,29 +17,21 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.nodes import CallBlock, Compare, ExtensionAttribute, Scope
 from jinja2.runtime import LoopContext, Macro, Undefined
 
-from raysvc.chat.render.chat_environment import begin_render
+from raysvc.chat.render.chat_environment import begin_render, chat_environment
 from raysvc.chat.render.compiled import CompiledTemplate
 from raysvc.chat.trace.automaton import Automaton
-from raysvc.chat.trace.dependence import Needs
-from raysvc.chat.trace.operations import PURE_METHODS
-from raysvc.chat.trace.trace import Trace
-from raysvc.chat.trace.traced_value import (
-    CLOSES,
-    OPENS,
-    Method,
-    Traced,
-    TracedLoop,
-    Untraceable,
-    holds_traced,
-)
+from raysvc.chat.trace.operations import FIELD, IN, ITEM, JOIN, TEXT, Needs, call_form
+from raysvc.chat.trace.trace import CLOSES, OPENS, Trace
+from raysvc.chat.trace.traced_value import Method, Traced, TracedLoop, Untraceable, holds_traced
 
-_DICT_FIELDS = frozenset(dir(dict))
-_encode = json.JSONEncoder(ensure_ascii=False).encode
+_CHANGING = frozenset({"append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"})
+_CHANGING |= {"popitem", "setdefault", "update"}
+_PURE_METHODS = frozenset({*dir(str), *dir(dict), *dir(list)} - _CHANGING - {"format", "format_map"})
 _EQUAL = ("equalto", "eq", "==")  # names of one test
 
 
 class _TracedCode(CodeGenerator):
-    """Writes `contains(a, b)` for `a in b`, as texts and dicts of the template cannot be asked for a traced value.
+    """Writes the test for `a in b`, as texts and dicts of the template cannot be asked for a traced value.
 
     What `{% generation %}` wraps stays in the code around it, between two marks: so a loop in it is one of the root's, with
     a state for each step.
@@ -62,7 +53,7 @@ class _TracedCode(CodeGenerator):
         if len(node.ops) > 1 or node.ops[0].op not in ("in", "notin"):
             super().visit_Compare(node, frame)
             return
-        self.write("(not contains(" if node.ops[0].op == "notin" else "(contains(")
+        self.write(f"({'not ' * (node.ops[0].op == 'notin')}environment.tests['in'](")
         self.visit(node.expr, frame)
         self.write(", ")
         self.visit(node.ops[0].expr, frame)
@@ -70,23 +61,13 @@ class _TracedCode(CodeGenerator):
 
 
 class TracingTemplate:
-    """A template that can be traced.
-
-    Args:
-        text: Jinja source.
-        variables: what the template sees beside messages and tools.
-        now: what `strftime_now` shows.
-
-    Attributes:
-        automaton: what the traces found.
-    """
+    """A template that can be traced; the arguments are those of `RealRender`, and `automaton` is what traces found."""
 
     def __init__(self, text: str, variables: Mapping[str, Any], now: datetime) -> None:
         self._variables = {"documents": None, **variables}
-        self._compiled = CompiledTemplate(text, now, _TracedCode)
-        self._plain = CompiledTemplate(text, now).environment
+        self._compiled, self._plain = CompiledTemplate(text, now, _TracedCode), chat_environment(now)
         self._trace: Trace
-        self._missing: dict[str, str] = {}
+        self._missing: dict[str, Undefined] = {}
         self.automaton = Automaton(self._names())
         self._hook()
 
@@ -99,11 +80,10 @@ class TracingTemplate:
         self.begin_walk()
         row = {"messages": messages, "tools": tools}
         trace = self._trace = Trace(self._compiled, self.automaton, prompt, row)
-        given = {name: trace.given(name) for name in row}
+        given = {name: Traced(trace, name, value) for name, value in row.items()}
         given["messages"].of_messages, given["messages"].needs = True, Needs.MESSAGES
-        root = self._compiled.root(
-            self._compiled.context({**self._variables, **given, "add_generation_prompt": prompt})
-        )
+        context = self._compiled.context({**self._variables, **given, "add_generation_prompt": prompt})
+        root = self._compiled.root(context)
         for piece in root:
             trace.write(piece, root.gi_frame.f_lineno)
         trace.close(None, [])
@@ -115,103 +95,87 @@ class TracingTemplate:
 
     def _names(self) -> dict[str, Any]:
         plain = self._plain
-        names = {f"filter_{name}": filter_ for name, filter_ in plain.filters.items()}
+        names = {f"filter_{name}": each for name, each in plain.filters.items()}
         names["filter_selectattr"] = _selecting(names["filter_selectattr"], plain.getitem)
-        names |= {f"test_{name}": test for name, test in plain.tests.items()}
-        calls = {"tojson": _to_json, "attribute": plain.getattr, "item": plain.getitem}
-        return {**names, **calls}
+        names |= {f"test_{name}": each for name, each in plain.tests.items()}
+        names |= {f"global_{name}": each for name, each in self._compiled.environment.globals.items()}
+        return {**names, "range_": plain.globals["range"], "getattr": plain.getattr, "getitem": plain.getitem}
 
     def _hook(self) -> None:
-        environment, compiled = self._compiled.environment, self._compiled
+        environment = self._compiled.environment
         for kind, named in (("filter", environment.filters), ("test", environment.tests)):
-            named.update({name: self._noted(f"{kind} {name}", real) for name, real in named.items()})
+            named.update({name: self._noted(f"{kind}_{name}", real) for name, real in named.items()})
         environment.getattr, environment.getitem = self._getattr, self._getitem
         environment.call, environment.concat = self._call, self._concat
-        compiled.root.__globals__.update(
+        self._compiled.root.__globals__.update(
             str=self._str,
             LoopContext=self._loop,
             str_join=lambda items: self._concat(map(self._str, items)),
-            contains=self._contains,
             OPENS=OPENS,
             CLOSES=CLOSES,
         )
-        self.automaton.lasting = frozenset(map(id, environment.globals.values()))
 
-    def _noted(self, op: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def _let_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        form = IN if name == "test_in" else call_form(name, args, kwargs)
+        return self._trace.let(form, *args, *kwargs.values())
+
+    def _noted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(real)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not holds_traced((args, kwargs)):
-                return real(*args, **kwargs)
-            made = self._trace.let(op, *args, **kwargs)
-            made.of_messages = type(args[0]) is Traced and args[0].of_messages
-            return made
+            if holds_traced((args, kwargs)):
+                return self._let_call(name, args, kwargs)
+            return real(*args, **kwargs)
 
         return run
 
-    def _contains(self, item: Any, value: Any) -> Any:
-        if type(item) is not Traced or type(value) not in (str, dict):
-            return item in value  # asks traced values itself
-        return self._trace.let("in", item, value)
-
     def _getattr(self, value: Any, name: str) -> Any:
-        if type(value) is TracedLoop:
-            return value.field(name)
-        if not isinstance(value, Traced):
-            return self._plain.getattr(value, name)
-        if isinstance(self._plain.getattr(value.value, name), BuiltinMethodType):
+        if type(value) is Traced and isinstance(self._plain.getattr(value.value, name), BuiltinMethodType):
             return Method(value, name)
-        return self._field("attribute", value, name)
+        return self._field("getattr", value, name)
 
     def _getitem(self, value: Any, key: Any) -> Any:
-        if type(value) is TracedLoop:
-            return value.field(key)
-        if not holds_traced((value, key)):
-            return self._plain.getitem(value, key)
-        return self._field("item", value, key)
+        return self._field("getitem", value, key)
 
-    def _field(self, op: str, value: Any, name: Any) -> Any:
+    def _field(self, kind: str, value: Any, name: Any) -> Any:
         """A field; what a dict does not have is one undefined value for each name."""
-        if type(name) is not str or name in _DICT_FIELDS or type(value) is not Traced:
-            return self._trace.let(op, value, name)
-        if name not in self._missing:
-            self._missing[name] = self.automaton.constant(Undefined(obj={}, name=name))
-        return self._trace.let(f"{op} {self._missing[name]}", value, name)
+        if type(value) is TracedLoop:
+            return value.field(name)
+        if not holds_traced((value, name)):
+            return getattr(self._plain, kind)(value, name)
+        if type(value) is Traced and type(name) is str and not hasattr(dict, name):
+            missing = self._missing.setdefault(name, Undefined(obj={}, name=name))
+            return self._trace.let(FIELD, value, name, missing)
+        is_place = type(name) is int and name >= 0
+        return self._trace.let(ITEM if is_place else f"{kind}({{}}, {{}})", value, name)
 
     def _call(self, context: Any, called: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
-        if type(called) is Method and called.name in PURE_METHODS:
-            return self._trace.let(f"method {called.name}", called.owner, *args, **kwargs)
+        if type(called) is Method and called.name in _PURE_METHODS:
+            form = f"{{}}.{call_form(called.name, args, kwargs)}"
+            return self._trace.let(form, called.owner, *args, *kwargs.values())
         if holds_traced(called):
             raise Untraceable("a call of something that is no method of a text, list or dict")
         known = self._compiled.environment.globals
-        if holds_traced((args, kwargs)) and not isinstance(called, Macro):
+        takes_any = isinstance(called, Macro) or called is known["namespace"]
+        if holds_traced((args, kwargs)) and not takes_any:
             if called is known["range"]:
-                bounded = self.automaton.constant(self._plain.globals["range"])
-                return self._trace.let(f"call {bounded}", *args, **kwargs)
-            if called is not known["namespace"]:
-                raise Untraceable(f"a value of the row in a call of {called}")
+                return self._let_call("range_", args, kwargs)
+            raise Untraceable(f"a value of the row in a call of {called}")
         return type(self._plain).call(self._compiled.environment, context, called, *args, **kwargs)
 
     def _concat(self, pieces: Any) -> Any:
-        parts = list(pieces)
-        if not holds_traced(parts):
-            return "".join(parts)
-        return self._trace.let("concat", *parts)
+        parts = tuple(pieces)
+        return self._trace.let(JOIN, parts) if holds_traced(parts) else "".join(parts)
 
     def _str(self, value: Any) -> Any:
-        return self._trace.let("str", value) if type(value) is Traced else str(value)
+        return self._trace.let(TEXT, value) if type(value) is Traced else str(value)
 
     def _loop(self, over: Any, *args: Any) -> Any:
         if type(over) is not Traced:
             return LoopContext(over, *args)
         if len(args) > 1:
             raise Untraceable("a recursive loop")
-        return TracedLoop(self._trace, over, with_loop=True)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """The `tojson` filter of `transformers`, without an encoder for each call."""
-    return _encode(value) if indent is None else json.dumps(value, ensure_ascii=False, indent=indent)
+        return TracedLoop(over, with_loop=True)
 
 
 def _selecting(selectattr: Callable[..., Any], item: Callable[[Any, str], Any]) -> Callable[..., Any]:
