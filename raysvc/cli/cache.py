@@ -226,7 +226,7 @@ def export(
 
     Example: raysvc cache export 3f2a --to rows/
     """
-    from raysvc.cache.parquet_export import export_parquet
+    from raysvc.cache.export.parquet_export import export_parquet
 
     paths = export_parquet(_entry(_store(root, config, storage_option), key), to)
     if as_json:

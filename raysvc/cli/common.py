@@ -81,27 +81,27 @@ def edge(function: Callable[P, R]) -> Callable[..., R]:
     def run(*args: Any, **kwargs: Any) -> R:
         chosen = {name: kwargs.pop(name, False) or _before_the_command[name] for name in LOUDNESS}
         _set_loudness(**chosen)
-        try:
-            with interrupt.twice():
+        with interrupt.twice():  # also while Ray ends
+            try:
                 return function(*args, **_with_job_named(kwargs, default))
-        except UserMistake as error:
-            raise _fail(error, 2) from None
-        except (RaysvcError, TimeoutError) as error:
-            raise _fail(error, 1) from None
-        except OSError as error:
-            if error.errno not in FILE_SYSTEM:
-                raise
-            raise _fail(_as_mistake(error), 2) from None
-        except KeyboardInterrupt as error:
-            said = str(error) or "the same command goes on from what is finished"
-            print(f"interrupted: {said}", file=sys.stderr)
-            raise typer.Exit(130) from None
-        finally:
-            # before the frames of a failed command go: Ray prints the errors of calls whose answers nobody asked for
-            if "ray" in sys.modules:
-                from raysvc.cluster import leave
+            except UserMistake as error:
+                raise _fail(error, 2) from None
+            except (RaysvcError, TimeoutError) as error:
+                raise _fail(error, 1) from None
+            except OSError as error:
+                if error.errno not in FILE_SYSTEM:
+                    raise
+                raise _fail(_as_mistake(error), 2) from None
+            except KeyboardInterrupt as error:
+                said = str(error) or "the same command goes on from what is finished"
+                print(f"interrupted: {said}", file=sys.stderr)
+                raise typer.Exit(130) from None
+            finally:
+                # before the frames of a failed command go: Ray prints the errors of calls whose answers nobody asked for
+                if "ray" in sys.modules:
+                    from raysvc.cluster import leave
 
-                leave()
+                    leave()
 
     signature = inspect.signature(function, eval_str=True)
     default = signature.parameters["config"].default if "config" in signature.parameters else None

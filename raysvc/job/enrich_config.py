@@ -6,26 +6,24 @@ Always true:
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from raysvc.job.section import PositiveInt, Section
 
 Dtype = Literal["float32", "bfloat16"]
 SOURCE = "source"  # `by`: the name of a source of the mixture
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-
-class RefLogprobsConfig(_Section):
+class RefLogprobsConfig(Section):
     """Column `ref_logprobs`: the log-probability of every target under a reference."""
 
     model: str | None = Field(default=None, description="Folder or hub name; None: trainer.model.")
     dtype: Dtype = Field(default="float32", description="Of weights and forward pass.")
 
 
-class TeacherConfig(_Section):
+class TeacherConfig(Section):
     """Columns `teacher_ids` and `teacher_logprobs`: the likeliest entries of a teacher at every target."""
 
     model: str | None = Field(default=None, description="Folder or hub name of the teacher of all rows.")
@@ -34,7 +32,7 @@ class TeacherConfig(_Section):
         description="A carried column whose value names the row's teacher; `source`: the mixture's source does.",
     )
     models: dict[str, str] = Field(default_factory=dict, description="Value of `by` -> folder or hub name.")
-    top_k: Annotated[int, Field(ge=1)] = Field(default=64, description="Entries of a target.")
+    top_k: PositiveInt = Field(default=64, description="Entries of a target.")
     dtype: Dtype = Field(default="float32", description="Of weights and forward pass.")
 
     @model_validator(mode="after")
@@ -44,16 +42,14 @@ class TeacherConfig(_Section):
         return self
 
 
-class EnrichConfig(BaseModel):
+class EnrichConfig(Section):
     """Columns that models compute for the rows of the entry."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     ref_logprobs: RefLogprobsConfig | None = Field(
         default=None,
         description="The reference of dpo, ipo and kto; {} for trainer.model, which they take by themselves.",
     )
     teacher: TeacherConfig | None = Field(default=None, description="The teacher of distill.")
-    micro_batch_tokens: Annotated[int, Field(ge=1)] = Field(
+    micro_batch_tokens: PositiveInt = Field(
         default=8192, description="Tokens of one forward pass, padding included; a longer row is alone."
     )

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from datetime import date
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -82,7 +83,7 @@ def _tree(job: str | Path | Mapping[str, Any] | JobConfig | None) -> dict[str, A
         )
     path = Path(job)
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = _EachKeyOnce(path.read_text()).get_single_data()
     except OSError as error:
         raise ConfigError(
             str(path), f"cannot be read ({error.strerror})", "give the path of a job.yaml"
@@ -96,6 +97,23 @@ def _tree(job: str | Path | Mapping[str, Any] | JobConfig | None) -> dict[str, A
     if not isinstance(tree, dict):
         raise ConfigError(str(path), "has no keys", "begin with source: and tokenizer:")
     return tree
+
+
+class _EachKeyOnce(yaml.SafeLoader):
+    """YAML as it is usually read, but a key that stands twice is refused: PyYAML takes the last, and a section is lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """The mapping of a node.
+
+        Raises:
+            yaml.YAMLError: a key stands twice.
+        """
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value!r} stands twice", problem_mark=key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
 
 
 def _override(text: str) -> dict[str, Any]:
@@ -128,10 +146,20 @@ def _merge(into: dict[str, Any], over: Mapping[str, Any]) -> None:
 
 
 def _explain(error: ValidationError) -> ConfigError:
-    """The first problem, in one line; unknown keys first, since they cause the others."""
-    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    """The first problem, in one line; unknown keys first, since they cause the others.
+
+    The section `source` of a mixture is a copy of its first source, which has the same problem under its own name.
+    """
+    problems = error.errors()
+    mixed = any(problem["loc"][:1] == ("mixture",) for problem in problems)
+    problems.sort(
+        key=lambda problem: (
+            mixed and problem["loc"][:1] == ("source",),
+            problem["type"] != "extra_forbidden",
+        )
+    )
     first = problems[0]
-    path = [str(part) for part in first["loc"]]
+    path = _of_the_user(first["loc"])
     where = ".".join(path) or "job"
     if first["type"] == "extra_forbidden":
         known = _fields_at(path[:-1])
@@ -139,17 +167,77 @@ def _explain(error: ValidationError) -> ConfigError:
         remedy = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
         return ConfigError(where, "unknown key", remedy)
     if first["type"] == "missing":
-        return ConfigError(where, "is missing", "every job needs source and tokenizer")
-    message = first["msg"].removeprefix("Value error, ")
+        remedy = "every job needs source and tokenizer" if len(path) == 1 else "give it a value"
+        return ConfigError(where, "is missing", remedy)
+    told = [_plain(problem["msg"]) for problem in problems if _of_the_user(problem["loc"]) == path]
+    what, semicolon, remedy = " or ".join(dict.fromkeys(told)).rpartition("; ")
     given = first["input"]
-    shown = "" if isinstance(given, Mapping) or "storage_options" in path else f" (given {given!r})"
-    return ConfigError(where, f"{message}{shown}", "change this value")
+    told_already = isinstance(given, str) and repr(given) in (what or remedy)
+    secret = isinstance(given, Mapping) or "storage_options" in path
+    shown = "" if secret or told_already else f" (given {given if isinstance(given, date) else repr(given)})"
+    if given is None:
+        return ConfigError(where, f"{what or remedy}{shown}", "give it a value, or leave the key out")
+    return ConfigError(where, f"{what or remedy}{shown}", remedy if semicolon else "change this value")
+
+
+def _of_the_user(place: Sequence[int | str]) -> list[str]:
+    """The place of a problem, without what pydantic adds: which of a field's types it tried, and that a key is meant."""
+    kind, path = JobConfig, []  # type: tuple[Any, list[str]]
+    for part in place:
+        name = str(part)
+        if part == "[key]" or (kind is None and not isinstance(part, int)):
+            break
+        path.append(name)
+        kind = _inside(kind, name)
+    return path
+
+
+def _plain(message: str) -> str:
+    """What pydantic says, in the words of a job file."""
+    for told, ours in _WORDS:
+        message = re.sub(told, ours, message)
+    return message
+
+
+_WORDS = (
+    ("^Value error, ", ""),
+    (r"a valid dictionary( or instance of \w+)?", "keys with values"),
+    ("a valid tuple", "a list"),
+    ("a valid string", "text; put it in quotes"),
+    ("a valid boolean, unable to interpret input", "true or false"),
+    ("a valid boolean", "true or false"),
+    ("a valid integer, unable to parse string as an integer", "an integer"),
+    ("a valid integer, got a number with a fractional part", "an integer"),
+    ("a valid integer", "an integer"),
+    ("a valid number, unable to parse string as a number", "a number"),
+    ("a valid number", "a number"),
+    ("^Input should be ", "should be "),
+    (
+        r"^String should match pattern .*\{0,99\}.*",
+        "should have letters, digits, '.', '_' and '-', at most 100 of them, and begin with a letter or digit",
+    ),
+    ("^String should match pattern .*:.*", "should be module:function"),
+    ("^.*(date or datetime|zero time).*", "should be a day like 2026-11-23"),
+    ("^Dictionary should have at least 1 item .*", "is empty; name at least one"),
+)
 
 
 def _fields_at(path: Sequence[str]) -> list[str]:
-    model: type[BaseModel] = JobConfig
+    """Keys that are known at a place of the job."""
+    kind: Any = JobConfig
     for name in path:
-        field = model.model_fields.get(name)
-        kinds = [field.annotation, *get_args(field.annotation)] if field else []
-        model = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), JobConfig)
-    return list(model.model_fields)
+        kind = _inside(kind, name)
+    return list(getattr(kind, "model_fields", {}))
+
+
+def _inside(kind: Any, name: str) -> Any:
+    """What a key of a section, or of a mapping whose keys are the user's, holds: a section, a mapping, or None: a value."""
+    fields = getattr(kind, "model_fields", None)
+    if fields is None:
+        held = get_args(kind)[1] if get_origin(kind) is dict else None
+    else:
+        held = fields[name].annotation if name in fields else None
+    for one in (held, *(get_args(held) if get_origin(held) is not dict else ())):
+        if get_origin(one) is dict or (isinstance(one, type) and issubclass(one, BaseModel)):
+            return one
+    return None

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from raysvc import hub
+from raysvc.actors.model.load_model import check_media_model
 from raysvc.actors.model.tiny_vision import NAME as TINY_VISION
 from raysvc.actors.model.tiny_vision import TinyVision
 from raysvc.build.mixed_job import entries_of
@@ -39,7 +40,8 @@ def vision_of(job: JobConfig, entry: CacheEntry) -> TinyVision | None:
     """What `tiny-vision` sees; None of any other model.
 
     Raises:
-        ConfigError: `tiny` for rows with media, or `tiny-vision` for rows without, or that it cannot see.
+        ConfigError: `tiny` for rows with media, `tiny-vision` for rows without or that it cannot see, or a model that was not
+            proved to train on media.
     """
     recipes = [one.recipe for one in entries_of(entry.entry)]
     processors = [one["media"]["processor"] for one in recipes if "media" in one]
@@ -48,6 +50,8 @@ def vision_of(job: JobConfig, entry: CacheEntry) -> TinyVision | None:
         remedy = f"give {TINY_VISION} for images and videos, or the model of the processor"
         raise ConfigError("trainer.model", "tiny reads text alone, and the rows have media", remedy)
     if name != TINY_VISION:
+        if processors:
+            _check_media(name)
         return None
     if not processors:
         raise ConfigError("trainer.model", f"{name} is for rows with media, and these have none", "give tiny")
@@ -55,3 +59,13 @@ def vision_of(job: JobConfig, entry: CacheEntry) -> TinyVision | None:
         what = f"{name} has no head for {job.trainer.objective}"
         raise ConfigError("trainer.model", what, "choose another objective, or a model")
     return TinyVision.of(processors[0], entry.tokenizer.backend_tokenizer.token_to_id)
+
+
+def _check_media(name: str) -> None:
+    """See `check_media_model`; of a folder that only the workers see, the first step says it."""
+    from transformers import AutoConfig
+
+    folder = os.path.expanduser(name)
+    if os.path.isdir(folder) or not os.path.isabs(folder):
+        with hub.answering():
+            check_media_model(AutoConfig.from_pretrained(folder).model_type)

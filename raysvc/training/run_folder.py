@@ -13,21 +13,28 @@ Always true:
 - a checkpoint without `state.json` does not exist for a reader;
 - after a resume at step k the logs hold the steps below k and nothing else, so they end up as if the
   run had never stopped;
-- a checkpoint is removed only when enough newer ones are complete.
+- a checkpoint is removed only when enough newer ones are complete;
+- two processes of one host do not train in one folder.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from raysvc.build.serve_log import FILE as SERVED
+from raysvc.errors import StateMismatch
+
+log = logging.getLogger(__name__)
 
 STATE = "state.json"
 
@@ -133,10 +140,41 @@ class RunFolder:
                 (folder / STATE).unlink(missing_ok=True)  # first stop existing, then go
                 shutil.rmtree(folder)
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes of this host from training here; makes the folder where it is missing.
+
+        The lock is on the folder itself and ends with the process. Where the file system has none for folders, as on NFS, there is none.
+
+        Raises:
+            StateMismatch: another process trains here.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        place = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            try:
+                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                remedy = "wait until it ends, stop it, or give another trainer.run_dir"
+                raise StateMismatch(str(self.path), "another process trains in this folder", remedy) from None
+            except OSError as error:
+                log.debug("no lock on %s: %s", self.path, error)
+            yield
+        finally:
+            os.close(place)
+
     def set_aside(self) -> Path | None:
-        """Move an earlier run out of the way; returns where it is now, None when there was none."""
+        """Move an earlier run out of the way; returns where it is now, None when there was none.
+
+        Raises:
+            StateMismatch: another process trains here.
+        """
         if not self.path.exists():
             return None
+        with self.held():  # nobody writes there
+            return self._moved()
+
+    def _moved(self) -> Path:
         number = 1
         while (target := self.path.with_name(f"{self.path.name}.{number}")).exists():
             number += 1

@@ -85,12 +85,14 @@ def train(
 
     Raises:
         UserMistake: something in the job that the user can fix.
+        StateMismatch: the folder belongs to another job, or another process trains in it.
         WorkerFailed: a worker died; the same call resumes from the last checkpoint.
     """
     begin = time.perf_counter()
     job = load_job(config, **overrides)
     check_installed(job.trainer.report_to)
     _check_collators(job, address)
+    _check_columns(job)
     if job.source.follow and job.trainer.max_steps is None:
         what = "a source that is followed has no end, so the run would have none"
         raise ConfigError("trainer.max_steps", what, "say how many steps to train")
@@ -109,14 +111,15 @@ def train(
         if complete
         else _entry_beside_ray(job, address, progress, step)
     )
-    with building(build):
+    with building(build), folder.held():
         claim(
             folder.path,
             identity_of(job, entry),
             has_checkpoint=checkpoint is not None,
             changed=job.trainer.resume == "changed",
         )
-    if checkpoint is not None and complete:
+        if checkpoint is None or not complete:
+            return _Run(job, folder, entry, build, checkpoint, progress, begin, should_stop).run(address)
         if build is not None:
             build.stop()
         progress(
@@ -128,9 +131,6 @@ def train(
         if known is None:
             return write_summary(folder, entry, checkpoint.step, checkpoint.step, 0.0)
         return {**known, "cache": cache_facts(entry), "resumed_from": checkpoint.step}
-    run = _Run(job, folder, entry, build, checkpoint, progress, begin, should_stop)
-    with building(build):
-        return run.run(address)
 
 
 def _check_collators(job: JobConfig, address: str | None) -> None:
@@ -139,6 +139,16 @@ def _check_collators(job: JobConfig, address: str | None) -> None:
     if count > cpus and starts_own(address):
         what = f"{count} processes of one CPU each, and this machine has {cpus}"
         raise ConfigError("server.collators", what, f"at most {cpus}, or a cluster: --address HOST:PORT")
+
+
+def _check_columns(job: JobConfig) -> None:
+    """The model reads these arrays, and the loss labels."""
+    need = ["input_ids", "position_ids", "labels"]
+    if job.plan.layout.startswith("padded"):
+        need.append("attention_mask")
+    if missing := [name for name in need if name not in job.plan.columns]:
+        what = f"lacks {', '.join(missing)}, and the trainer of raysvc needs {', '.join(need)}"
+        raise ConfigError("plan.columns", what, "add them, or leave the key out")
 
 
 def _entry_beside_ray(

@@ -106,3 +106,36 @@ def test_a_model_folder_is_trained_and_nothing_is_written_over(
     assert (odd.exit_code, odd.stderr.count("\n")) == (2, 1)
     assert "colour" in odd.stderr
     assert not (tmp_path / "odd.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "here", "out"),
+    [
+        ("rows.jsonl", "pictures", "../job.yaml"),
+        (".", "pictures", "../job.yaml"),
+        ("pictures/rows.jsonl", ".", "job.yaml"),  # pictures are named relative to the rows, wherever one is
+    ],
+)
+def test_a_folder_of_pictures_with_rows_about_them_gets_a_job_that_is_tokenized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str, here: str, out: str
+) -> None:
+    from raysvc.cli.demo_images import write_image_job
+    from raysvc.training.model_name import vision_of
+
+    ours = write_image_job(tmp_path / "pictures", 12).parent
+    (ours / "job.yaml").unlink()
+    tokenizer = (ours / "tokenizer").rename(tmp_path / "tokenizer")
+    monkeypatch.chdir(tmp_path / here)
+    result = run(data, "--tokenizer", str(tokenizer), "--out", out, "--json")
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout.splitlines()[-1])
+    assert (said["num_rows"], said["row_counts"]["rows_written"]) == (12, 12)
+    assert said["media"] == {"image": len(list((ours / "images").iterdir()))} == {"image": 11}
+    assert "# They have 11 images." in Path(out).read_text()
+    job = load_job(out)
+    job = job.model_copy(update={"cache": job.cache.model_copy(update={"root": str(tmp_path / "cache")})})
+    assert job.source.media == ("image",)
+    entry = raysvc.tokenize(job)
+    assert entry.num_rows == 12
+    assert job.trainer.model == "tiny-vision"
+    assert vision_of(job, entry) is not None

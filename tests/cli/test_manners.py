@@ -200,6 +200,53 @@ def test_a_second_ctrl_c_leaves_at_once() -> None:
     assert "exited immediately" in process.communicate()[1]
 
 
+STARTS = """
+import logging, sys, threading
+import typer
+from raysvc import cluster
+from raysvc.cli.common import edge
+waited_for = threading.Event()
+class Told(logging.Handler):
+    def emit(self, record):
+        waited_for.set()
+cluster.log.addHandler(Told())
+def start(address, need_cpus):
+    print("starting", flush=True)
+    (waited_for if sys.argv[1] == "ends" else threading.Event()).wait(60)
+    print("started", flush=True)
+cluster._connect = start
+@edge
+def command():
+    cluster.starting().result()
+try:
+    command()
+except typer.Exit as end:
+    sys.exit(end.exit_code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "out", "told"),
+    [("ends", "started\n", "again leaves at once"), ("hangs", "", "exited immediately")],
+)
+def test_ctrl_c_while_ray_starts_waits_for_it_and_a_second_one_does_not(
+    start: str, out: str, told: str
+) -> None:
+    """Nobody may leave in the middle of it: Ray's threads abort the process."""
+    command = [sys.executable, "-c", STARTS, start]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline() == "starting\n"
+    process.send_signal(signal.SIGINT)
+    if start == "hangs":
+        assert process.stderr.readline().startswith("interrupted: ")
+        process.send_signal(signal.SIGINT)
+    rest, said = process.communicate(timeout=50)
+    assert (process.returncode, rest) == (130, out), said
+    assert told in said
+
+
 IMPORTS = """
 import sys
 sys.path.insert(0, sys.argv[1])

@@ -17,6 +17,8 @@ import yaml
 from typer.testing import CliRunner
 
 from raysvc.cli.main import app
+from raysvc.cluster import connect
+from raysvc.errors import AddressError
 
 runner = CliRunner()
 
@@ -40,6 +42,20 @@ def mistake(*arguments: str) -> str:
 
 def test_a_job_file_that_is_not_there(tmp_path: Path) -> None:
     assert "nowhere.yaml" in mistake("train", "-c", str(tmp_path / "nowhere.yaml"))
+
+
+def test_a_ray_of_this_machine_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def late(**_: object) -> None:
+        raise Exception("The current node timed out during startup. GCS has become overloaded.\nMore.")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", late)
+    with pytest.raises(
+        AddressError, match=r"^Ray: did not start on this machine: The current node timed out"
+    ):
+        connect()
 
 
 @pytest.mark.parametrize("command", ["show", "report", "train"])
@@ -224,8 +240,12 @@ def test_a_job_may_be_named_without_an_option_but_only_one(tmp_path: Path, sampl
 
 
 HUB_IS_GONE = """
-import socket, sys
-def nobody(*_, **__): raise socket.gaierror(-2, "Name or service not known")
+import atexit, socket, sys
+asked = []
+def nobody(*_, **__):
+    asked.append(1)
+    raise socket.gaierror(-2, "Name or service not known")
+atexit.register(lambda: print(len(asked)))
 socket.getaddrinfo = nobody
 from raysvc.cli.__main__ import main
 main()
@@ -233,13 +253,12 @@ main()
 
 
 @pytest.mark.parametrize("key", ["tokenizer", "trainer.model", "source"])
-def test_an_unknown_hub_name_is_said_in_seconds_where_the_hub_does_not_answer(
+def test_an_unknown_hub_name_is_said_at_once_where_the_hub_does_not_answer(
     tmp_path: Path, sample: dict[str, str], key: str
 ) -> None:
     job = job_file(tmp_path, source={"path": sample["rows"]}, tokenizer=sample["tokenizer"])
     name = f"{key}=nobody/nothing" if key != "source" else "source={path: [], dataset: nobody/nothing}"
     env = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-    begin = time.process_time(), time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", HUB_IS_GONE, "train" if "trainer" in key else "tokenize", str(job), name],
         capture_output=True, text=True, check=False, timeout=100, env=env,
@@ -248,7 +267,7 @@ def test_an_unknown_hub_name_is_said_in_seconds_where_the_hub_does_not_answer(
     assert "nobody/nothing" in done.stderr.splitlines()[-1]
     assert "Retry" not in done.stderr
     assert "Traceback" not in done.stderr
-    assert time.monotonic() - begin[1] < 60  # 70 to 100 with the retries
+    assert int(done.stdout.splitlines()[-1]) <= 2, "the hub is not asked again and again"
 
 
 def test_what_a_file_system_refuses_is_one_line(tmp_path: Path, sample: dict[str, str]) -> None:

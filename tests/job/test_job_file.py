@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from datetime import date as day
+
 import pytest
 
 from raysvc.errors import ConfigError
 from raysvc.job.job_file import load_job
 
+MIXED = {"tokenizer": "folder"}
 JOB = {"source": {"path": "rows.jsonl"}, "tokenizer": "folder"}
 
 
@@ -31,6 +34,23 @@ def test_the_last_override_wins_and_leaves_its_neighbours():
         ({**JOB, "zzz": 1}, "zzz: unknown key; known are source, mixture, "),
         ({"source": {"path": "rows.jsonl"}}, "tokenizer: is missing; every job needs source and tokenizer"),
         ({**JOB, "plan": {"batch_size": 0}}, "plan.batch_size: "),
+        ({**JOB, "plan": {"cost": [1]}}, "plan.cost.1: is missing; give it a value"),
+        ({**JOB, "evals": {"x": {"path": "y"}}}, "evals.x.path: unknown key; known are source, batch_size"),
+        ({**MIXED, "mixture": {}}, "mixture.sources: is missing; give it a value"),
+        ({**MIXED, "mixture": {"sources": {}}}, "mixture.sources: is empty; name at least one"),
+        ({**MIXED, "mixture": {"sources": {"a": {"weight": 1}}}}, "mixture.sources.a.source: is missing; "),
+        ({**MIXED, "mixture": {"sources": {"a": {"source": {"paths": "x"}, "weight": 1}}}},
+         "mixture.sources.a.source.paths: unknown key; did you mean 'path'?"),
+        ({**MIXED, "mixture": {"sources": {"a": {"source": JOB["source"], "wait": 1}}}},
+         "mixture.sources.a.wait: unknown key; did you mean 'weight'?"),
+        ({**JOB, "plan": None}, "plan: should be keys with values (given None); give it a value, or leave"),
+        ({**JOB, "trainer": {"resume": "maybe"}}, "trainer.resume: should be true or false or should be 'changed' (given 'maybe')"),
+        ({**JOB, "trainer": {"loss": "constant"}}, "belong together; give both or neither"),
+        ({**JOB, "trainer": {"learning_rate": float("inf")}}, "trainer.learning_rate: should be a finite number (given inf)"),
+        ({**JOB, "trainer": {"run_dir": day(2026, 11, 23)}}, "trainer.run_dir: should be text (given 2026-11-23); put it in quotes"),
+        ({**JOB, "server": {"name": "a b"}}, "server.name: should have letters, digits, "),
+        ({**JOB, "plan": {"columns": []}}, "plan.columns: names no column (given []); name each array once"),
+        ({**JOB, "plan": {"columns": ["labels", "labels"]}}, "plan.columns: names a column twice"),
         (7, "job: 7 is not a job; give the path of a job.yaml, a mapping or a JobConfig"),
         ("nowhere.yaml", "nowhere.yaml: cannot be read (No such file or directory); give the path of a job.yaml"),
     ],
@@ -49,6 +69,10 @@ def test_a_mistake_is_one_line_that_says_where_what_and_what_to_do(job, told):
         (
             "source: {path: rows.jsonl}\ntokenizer: {date: 2026-02-31}",
             "is not valid YAML (day is out of range",
+        ),
+        (
+            "source: {path: a.jsonl}\ntokenizer: t\nplan: {seed: 1}\nplan: {epochs: 2}",
+            "is not valid YAML (line 4: 'plan' stands twice)",
         ),
         ("- source", "has no keys; begin with source: and tokenizer:"),
         ("", "has no keys"),
@@ -75,3 +99,16 @@ def test_a_password_in_an_address_is_refused_without_being_repeated(where):
     with pytest.raises(ConfigError, match="holds credentials in its address") as caught:
         load_job(job)
     assert "hunter2" not in str(caught.value)
+
+
+def test_a_key_merged_from_an_anchor_may_be_given_anew(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "source: &a {path: a.jsonl}\ntokenizer: t\nevals: {x: {source: {<<: *a, path: b.jsonl}}}\n"
+    )
+    assert load_job(path).evals["x"].source.path == ("b.jsonl",)
+
+
+def test_a_pad_may_be_no_number():
+    job = load_job({**JOB, "plan": {"pad_values": {"reward": float("-inf")}}})
+    assert job.plan.pad_values == {"reward": float("-inf")}

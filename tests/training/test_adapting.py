@@ -121,7 +121,7 @@ def test_a_planted_source_is_starved_and_kills_change_no_row(
         for trainer_at, server_at, dp_size in kills:
             command = [sys.executable, "-c", KILLED, str(job), *map(str, (trainer_at, server_at, dp_size))]
             environment = {**os.environ, "RAY_ADDRESS": "local"}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
             assert done.returncode == (0 if trainer_at == 99 else -9), done.stderr[-2000:]
         assert decisions_of(tmp_path, run) == [(from_step, weights)]
         assert row_log(tmp_path, run) == log

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from raysvc.cache.store.open import absolute
 from raysvc.errors import ConfigError, StateMismatch
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
+from raysvc.training.run_folder import RunFolder
 from raysvc.training.run_identity import FILE, claim, identity_of
 
 
@@ -117,3 +120,29 @@ def test_a_relative_path_in_the_folder_of_a_submitted_job_is_refused(
         absolute("runs/a")
     assert absolute("/shared/cache") == "/shared/cache"
     assert absolute("s3://bucket/cache") == "s3://bucket/cache"
+
+
+HOLDER = """
+import sys, time
+from raysvc.training.run_folder import RunFolder
+with RunFolder(sys.argv[1]).held():
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_two_processes_do_not_train_in_one_folder_and_a_killed_one_leaves_it_free(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder.path)], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    try:
+        for enter in (folder.held().__enter__, folder.set_aside):
+            with pytest.raises(StateMismatch, match=r"another process trains in this folder; wait until it"):
+                enter()
+    finally:
+        holder.kill()
+        holder.wait()
+    with folder.held():
+        assert folder.path.is_dir()
+    assert folder.set_aside() == tmp_path / "run.1"

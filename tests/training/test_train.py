@@ -60,6 +60,36 @@ def test_a_run_trains_every_row_once_an_epoch_and_its_loss_falls(
         )
 
 
+def test_columns_without_those_that_the_trainer_reads_are_refused_before_a_row_is_read(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    import raysvc
+    from raysvc.errors import ConfigError
+
+    job = make_job(tmp_path, sample, "columns")
+    with pytest.raises(ConfigError, match=r"plan\.columns: lacks position_ids, labels, attention_mask, and"):
+        raysvc.train(job, plan={"columns": ["input_ids"]})
+    with pytest.raises(ConfigError, match=r"lacks labels, and"):
+        raysvc.train(
+            job,
+            plan={"layout": "packed", "micro_batch_tokens": 512, "columns": ["input_ids", "position_ids"]},
+        )
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_run_in_a_folder_where_another_one_trains_is_refused_and_changes_nothing(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    import raysvc
+    from raysvc.errors import StateMismatch
+    from raysvc.training.run_folder import RunFolder
+
+    job = make_job(tmp_path, sample, "twice")
+    with RunFolder(tmp_path / "twice").held(), pytest.raises(StateMismatch, match="another process trains"):
+        raysvc.train(job)
+    assert list((tmp_path / "twice").iterdir()) == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_second_run_hits_the_cache_and_a_finished_run_is_not_run_again(

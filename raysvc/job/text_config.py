@@ -1,0 +1,142 @@
+"""Where rows come from, and what decides their tokens: sections `source` and `tokenizer`, and `TextSpec`."""
+
+from __future__ import annotations
+
+from datetime import date as Day
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from raysvc.job.carried import RESERVED, CarriedColumn
+from raysvc.job.section import PositiveInt, Section
+
+MediaKind = Literal["image", "audio", "video"]
+Format = Literal[
+    "auto",
+    "chat",
+    "alpaca",
+    "question_answer",
+    "prompt_completion",
+    "text",
+    "preference",
+    "kto",
+    "stepwise",
+    "pretokenized",
+    "prompt",
+]
+PAIRED = ("preference", "kto")  # formats whose rows give two sequences that stay together
+TrainOn = Literal[
+    "last_assistant_message",
+    "all_assistant_messages",
+    "each_assistant_turn",
+    "completion",
+    "all_tokens",
+    "message_weight",
+]
+Truncation = Literal["error", "drop", "keep_start", "keep_end_turns"]
+
+
+class SourceConfig(Section):
+    """Where rows come from: files (`path`) or a `datasets` name or folder (`dataset`)."""
+
+    path: tuple[str, ...] = Field(default=(), description="Files, globs or folders; any fsspec URL.")
+    dataset: str | None = Field(default=None, description="A `datasets` hub name or a `save_to_disk` folder.")
+    subset: str | None = Field(default=None, description="Configuration name of the dataset.")
+    stream: bool = Field(
+        default=False,
+        description="Read the files of a `datasets` name by their addresses, slice by slice, without a download.",
+    )
+    follow: bool = Field(
+        default=False,
+        description="The files grow: what appears later is trained after what was there; see docs/howto/follow.md.",
+    )
+    revision: str | None = Field(default=None, description="Commit, tag or branch of the dataset.")
+    split: str | None = Field(default=None, description='Split with an optional slice, like "train[:10%]".')
+    format: Format = Field(
+        default="auto", description="What a row holds; `auto` looks at the first row's columns."
+    )
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description="Our name -> your column, e.g. {messages: talk}; role and content: keys of a message.",
+    )
+    roles: dict[str, str] = Field(
+        default_factory=dict, description="Your role -> ours, e.g. {narrator: system}, before the usual ones."
+    )
+    ignore: tuple[str, ...] = Field(
+        default=(),
+        description="Columns to ignore although they would be refused, because they have no meaning in this job: [label].",
+    )
+    carry: dict[str, CarriedColumn] = Field(
+        default_factory=dict,
+        description="Columns that travel with their row to the worker: [domain, id], or name -> what it holds.",
+    )
+    media: bool | tuple[MediaKind, ...] | None = Field(
+        default=None,
+        description="Whether rows may have media, or the kinds that they may have: [image, video]; None: as the first row shows.",
+    )
+    storage_options: dict[str, Any] = Field(default_factory=dict, repr=False, description="Passed to fsspec.")
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("carry", mode="before")
+    @classmethod
+    def _bare_names(cls, value: object) -> object:
+        if isinstance(value, str):
+            raise ValueError(f"give a list, [{value}], or name -> what it holds")
+        return {name: {} for name in value} if isinstance(value, list | tuple) else value
+
+    @field_validator("carry")
+    @classmethod
+    def _free_names(cls, value: dict[str, CarriedColumn]) -> dict[str, CarriedColumn]:
+        if taken := sorted(RESERVED & value.keys()):
+            raise ValueError(f"{taken[0]!r} is a name that raysvc uses; rename the column in the source")
+        return value
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> SourceConfig:
+        if bool(self.path) == (self.dataset is not None):
+            raise ValueError("give exactly one of `path` and `dataset`")
+        if self.stream and self.dataset is None:
+            raise ValueError("stream is for a `datasets` name; files of `path` are read by slices anyway")
+        if self.follow and self.dataset is not None:
+            raise ValueError("follow is for files that appear; name their folder in `path`, not a dataset")
+        return self
+
+
+class TokenizerConfig(Section):
+    """Which tokenizer, and with which template."""
+
+    name: str = Field(description="Folder or hub name.")
+    revision: str | None = Field(default=None, description="Commit, tag or branch on the hub.")
+    chat_template: str | None = Field(
+        default=None,
+        description="A file, the template text itself, or the name of one of the tokenizer's templates.",
+    )
+    template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Extra variables for the template."
+    )
+    date: Day | None = Field(
+        default=None,
+        description="Date for templates that ask for one (`strftime_now`); required for these.",
+    )
+    trust_remote_code: bool = Field(
+        default=False, description="Run Python code that comes with the tokenizer."
+    )
+
+
+class TextSpec(Section):
+    """What decides the tokens and the mask of a row, and nothing else."""
+
+    format: Format = "auto"
+    columns: dict[str, str] = Field(default_factory=dict)
+    roles: dict[str, str] = Field(default_factory=dict)
+    ignore: tuple[str, ...] = ()
+    carry: dict[str, CarriedColumn] = Field(default_factory=dict)
+    media: tuple[MediaKind, ...] = ()
+    tokenizer: TokenizerConfig
+    train_on: TrainOn = "all_assistant_messages"
+    max_length: PositiveInt | None = None
+    truncation: Truncation = "drop"
