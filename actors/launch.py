@@ -321,4 +321,5 @@ def wait_for(refs: Any, what: str, timeout_s: float = 600.0) -> Any:
             waited_s = time.monotonic() - begin
             if waited_s > timeout_s:
                 raise TimeoutError(f"waited {waited_s:.0f} s for {what}; is the cluster full?") from None
-            log.warning("waiting for=%r since=%.0fs free=%s", what, waited_s, ray.available_resources())
+            free = {name: n for name, n in ray.available_resources().items() if name in ("CPU", "GPU")}
+            log.warning("waiting for=%r since=%.0fs free=%s", what, waited_s, free)

@@ -1,17 +1,19 @@
 """Image rows: built, through collators in rows per second, and bytes that cross nodes.
 
-    python benchmarks/media.py [--quick] [--part build|collators|nodes]
+    python benchmarks/media.py [--quick] [--part build|collators|ceiling|nodes]
 
 Rows have one to three JPEGs of 224 x 168 to 560 x 420 pixels and 20 tokens of text; the processor is that of Qwen2-VL on Pillow and numpy. A
-driver of two ranks takes steps and opens none. The first part builds such rows from JSON lines and files in one process, and the same rows without images. The last part runs two Ray nodes on this machine: the server and the driver are on one, a reader of all shards on the
+driver of two ranks takes steps and opens none. The ceiling is what plain processes give that make the same shards at the same time, without Ray, a server or a store. The first part builds such rows from JSON lines and files in one process, and the same rows without images. The last part runs two Ray nodes on this machine: the server and the driver are on one, a reader of all shards on the
 other, and Ray says which shards lie on more than one node.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -153,19 +155,116 @@ def entry_of(root: Path, processor_at: Path, num_rows: int) -> tuple[str, dict[s
     return writer.uri, facts
 
 
-def served(name: str, uri: str, processor_at: Path, collators: int) -> Any:
-    """A server of that entry."""
-    from raysvc.actors.launch import start_server
+def spec_of(name: str, uri: str, processor_at: Path, collators: int) -> Any:
+    """What is served of that entry."""
     from raysvc.actors.server.spec import ServeSpec
     from raysvc.job.config import PlanConfig
     from raysvc.media.row_pixels import ProcessorSpec
 
     plan = PlanConfig(batch_size=BATCH, layout="packed", micro_batch_tokens=8192, epochs=1000)
-    spec = ServeSpec(
+    return ServeSpec(
         name=name, entry_uri=uri, plan=plan, pad_token_id=0, journal=None, num_cpus=0, collators=collators,
         processor=ProcessorSpec(name=str(processor_at)), lease_ttl_s=120.0,
     )  # fmt: skip
-    return start_server(spec, detached=False)
+
+
+def served(name: str, uri: str, processor_at: Path, collators: int) -> Any:
+    """A server of that entry."""
+    from raysvc.actors.launch import start_server
+
+    return start_server(spec_of(name, uri, processor_at, collators), detached=False)
+
+
+def make_shards(spec_json: str, mine: list[tuple[int, int]], ready: Any) -> None:
+    """What a collator does, without Ray: the shards of some (step, rank), handed to nobody."""
+    from raysvc.actors.server.entry_stream import streams_of
+    from raysvc.actors.server.spec import Part, Role, ServeSpec
+    from raysvc.collate.reused_memory import keep_freed_memory
+
+    keep_freed_memory()
+    (source,) = streams_of(ServeSpec.model_validate_json(spec_json)).values()
+    source.make(*mine[0][:1], (Role(DP_SIZE),), Part(0, mine[0][1]))  # loads the processor
+    ready.wait()
+    for step, rank in mine:
+        _, shards = source.make(step, (Role(DP_SIZE),), Part(0, rank))
+        for shard in shards:
+            shard.to_wire()
+    ready.wait()
+
+
+def ceiling(uri: str, processor_at: Path, processes: int, steps: int) -> float:
+    """Rows a second of plain processes that make the shards of collators at the same time."""
+    import multiprocessing
+
+    spawn = multiprocessing.get_context("spawn")
+    ready = spawn.Barrier(processes + 1)
+    spec_json = spec_of("plain", uri, processor_at, 0).model_dump_json()
+    parts = [(step, rank) for step in range(steps) for rank in range(DP_SIZE)]
+    started = [
+        spawn.Process(target=make_shards, args=(spec_json, parts[number::processes], ready))
+        for number in range(processes)
+    ]
+    for process in started:
+        process.start()
+    ready.wait()
+    begin = time.perf_counter()
+    ready.wait()
+    rows_s = BATCH * steps / (time.perf_counter() - begin)
+    for process in started:
+        process.join()
+    return rows_s
+
+
+def run_on(cpus: set[int]) -> None:
+    """All threads of this process and of those that it started, and what they start from now on."""
+    import psutil
+
+    this = psutil.Process()
+    for process in [this, *this.children(recursive=True)]:
+        for task in Path(f"/proc/{process.pid}/task").glob("*"):
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(task.name), cpus)
+
+
+def one_to_two(uri: str, processor_at: Path, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """Plain processes and collators in turn, one of them and two: how much the second adds.
+
+    And one collator where all processes share one core, which two collators on two cores are compared with.
+    """
+    found = []
+    cpus = os.sched_getaffinity(0)
+    for number in range(rounds):
+        plain = [ceiling(uri, processor_at, count, steps) for count in (1, 2)]
+        run_on({min(cpus)})
+        alone = throughput(uri, processor_at, 1, steps)["rows/s"]
+        run_on(cpus)
+        ours = [(made := throughput(uri, processor_at, count, steps))["rows/s"] for count in (1, 2)]
+        found.append(
+            {
+                "round": number, "1 process": plain[0], "2": plain[1], "ratio": plain[1] / plain[0],
+                "1 collator": ours[0], "2 of them": ours[1], "ratio of them": ours[1] / ours[0],
+                "1 on one core": alone, "ratio of cores": ours[1] / alone, "of the processes' ratio": ours[1] / ours[0] / (plain[1] / plain[0]), "load": os.getloadavg()[0],
+            }
+            | {name: value for name, value in made.items() if name.startswith("CPU")}
+        )  # fmt: skip
+        print(json.dumps({name: round(value, 2) for name, value in found[-1].items()}), flush=True)
+    return found
+
+
+def cpu_seconds() -> dict[str, float]:
+    """CPU seconds so far of this process, of collators, of the server, and of Ray's own processes."""
+    import psutil
+
+    found = dict.fromkeys(("driver", "collators", "server", "ray"), 0.0)
+    this = psutil.Process()
+    for process in [this, *this.children(recursive=True)]:
+        try:
+            name, times = process.name(), process.cpu_times()
+        except psutil.Error:
+            continue
+        who = "collators" if name.startswith("ray::Collator") else "server" if "Server" in name else "ray"
+        found["driver" if process == this else who] += times.user + times.system
+    return found
 
 
 def throughput(uri: str, processor_at: Path, collators: int, steps: int) -> dict[str, Any]:
@@ -175,7 +274,7 @@ def throughput(uri: str, processor_at: Path, collators: int, steps: int) -> dict
     import raysvc
 
     server = served(f"media-{collators}", uri, processor_at, collators)
-    begin = 0.0
+    begin, before = 0.0, cpu_seconds()
     with raysvc.attach(
         f"media-{collators}", DP_SIZE, look_ahead_steps=3, look_ahead_bytes=STORE_BYTES // 2
     ) as client:
@@ -185,11 +284,13 @@ def throughput(uri: str, processor_at: Path, collators: int, steps: int) -> dict
             nbytes = sum(mini.info.nbytes for mini in step.mini_batches)
             client.commit(step.index)
             if step.index == WARM_STEPS - 1:
-                begin = time.perf_counter()
+                begin, before = time.perf_counter(), cpu_seconds()
             del refs, step
-    rows_s = BATCH * steps / (time.perf_counter() - begin)
+        rows_s = BATCH * steps / (time.perf_counter() - begin)
+        cpu = {who: 1e3 * (now - before[who]) / (BATCH * steps) for who, now in cpu_seconds().items()}
     ray.kill(server)
-    return {"collators": collators or "none: the server", "rows/s": rows_s, "MB of a step": nbytes / 1e6}
+    facts = {"collators": collators or "none: the server", "rows/s": rows_s, "MB of a step": nbytes / 1e6}
+    return facts | {f"CPU ms a row, {who}": value for who, value in cpu.items()}
 
 
 class Reader:
@@ -249,14 +350,14 @@ def crossing(uri: str, processor_at: Path, beside: bool, steps: int) -> dict[str
 
 
 def main() -> None:
-    """Print two tables."""
+    """Print the tables."""
     import ray
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer steps, with one and two collators alone")
-    parser.add_argument("--part", choices=("build", "collators", "nodes"), help="this alone")
+    parser.add_argument("--part", choices=("build", "collators", "ceiling", "nodes"), help="this alone")
     args = parser.parse_args()
-    parts = (args.part,) if args.part else ("build", "collators", "nodes")
+    parts = (args.part,) if args.part else ("build", "collators", "ceiling", "nodes")
     steps = 12 if args.quick else 24
     with tempfile.TemporaryDirectory() as folder:
         processor_at = processor_folder(Path(folder) / "processor")
@@ -276,6 +377,13 @@ def main() -> None:
             ray.shutdown()
             one = next(row["rows/s"] for row in rows if row["collators"] == 1)
             show("Image rows by collators", [{**row, "to one": row["rows/s"] / one} for row in rows], **facts)
+        if "ceiling" in parts:
+            quiet_ray(num_cpus=6, object_store_mb=STORE_BYTES // 2**20)
+            show(
+                "The second collator, and the second plain process",
+                one_to_two(uri, processor_at, 1 if args.quick else 5, steps),
+            )
+            ray.shutdown()
         if "nodes" in parts:
             crossed = [crossing(uri, processor_at, beside, 4) for beside in (True, False)]
             show("Bytes between nodes", crossed, **facts)

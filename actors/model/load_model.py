@@ -17,6 +17,18 @@ if TYPE_CHECKING:
     import torch
 
 LARGE_VOCABULARY = 1 << 16
+MEDIA_MODELS = (  # `model_type` of those whose gradient on shards was compared with their own: tests/media/test_vision_gradients.py
+    "idefics3",
+    "internvl",
+    "llava",
+    "llava_next",
+    "qwen2_5_omni_thinker",
+    "qwen2_5_vl",
+    "qwen2_audio",
+    "qwen2_vl",
+    "qwen3_vl",
+    "smolvlm",
+)
 
 
 def load_lm(
@@ -70,6 +82,17 @@ def auto_class(config: Any) -> Any:
         if hasattr(config, name) and type(config) in kind._model_mapping:
             return kind
     return AutoModelForCausalLM
+
+
+def check_media_model(model_type: str) -> None:
+    """Refuse a model that may need more than ids, positions and the arrays of media: it would train on something else, silently.
+
+    Raises:
+        ConfigError: it is not in `MEDIA_MODELS`.
+    """
+    if model_type not in MEDIA_MODELS:
+        what = f"the rows have media, and {model_type} is not among the models that train on them"
+        raise ConfigError("trainer.model", what, f"give tiny-vision, or one of {', '.join(MEDIA_MODELS)}")
 
 
 def tiny_sizes(vocab_size: int) -> dict[str, int]:

@@ -5,31 +5,33 @@ This file imports torch; import it inside the function that needs it.
 Axes: B lines, L width, S rows of a micro-batch, W tokens of the longest row.
 Always true:
 - a row's positions are those that the model computes for the row alone, whatever the layout;
-- for each kind of media that rows may have, a micro-batch without any runs the encoder too, on a blank that counts nothing:
-  ranks wait for each other's gradients, and under FSDP for each other's weights.
+- for each kind of media that rows may have, a micro-batch without any runs the encoder too, on a blank that counts nothing, and
+  encoders run in one order: ranks wait for each other's gradients, and under FSDP for each other's weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from raysvc.actors.model.load_model import check_media_model
 from raysvc.collate.shard import BOUNDS
 from raysvc.errors import ConfigError
 
 BLANK = "blank_media"  # name of the arrays that count nothing, one mapping for each kind
 GRID = "image_grid_thw"
 OF_VIDEOS = {"pixel_values_videos": "pixel_values", "video_grid_thw": GRID}  # name -> of images
-SOUND = "input_features"
+SOUND, SOUND_MASK = "input_features", "feature_attention_mask"
 TILE_MASK = "pixel_attention_mask"
 ENCODER_CONFIGS = ("vision_config", "audio_config")
 IMAGE_SIZES = "image_sizes"  # beside tiles, of which a model takes as many for each image as they say
 KIND_OF = {
     **dict.fromkeys([*OF_VIDEOS, "second_per_grid_ts"], "video"),
     SOUND: "audio",
-    "feature_attention_mask": "audio",
+    SOUND_MASK: "audio",
 }
 
 
@@ -42,7 +44,7 @@ def media_inputs(lm: Any, tensors: Mapping[str, torch.Tensor], row_BL: torch.Ten
         row_BL: number of each token's row.
 
     Raises:
-        ConfigError: the model reads text alone.
+        ConfigError: the model reads text alone, or is not in `MEDIA_MODELS`.
     """
     media = {name: _typed(tensors[name]) for name in tensors if name + BOUNDS in tensors}
     if not media:
@@ -50,10 +52,12 @@ def media_inputs(lm: Any, tensors: Mapping[str, torch.Tensor], row_BL: torch.Ten
     if not any(hasattr(lm.config, name) for name in ENCODER_CONFIGS):
         what = f"the rows have media, and {type(lm).__name__} reads text alone"
         raise ConfigError("trainer.model", what, "give tiny-vision, or the model of the rows' processor")
+    check_media_model(lm.config.model_type)
     kinds: dict[str, dict[str, torch.Tensor]] = {}
     for name, value in media.items():
         kinds.setdefault(KIND_OF.get(name, "image"), {})[name] = value
-    missing = [own for own in kinds.values() if not any(len(value) for value in own.values())]
+    ordered = sorted(kinds.values(), key=lambda own: SOUND not in own)
+    missing = [own for own in ordered if not any(len(value) for value in own.values())]
     found: dict[str, Any] = {name: value for name, value in media.items() if len(value)}
     if found and hasattr(lm.base_model, "get_rope_index"):
         found["position_ids"] = _positions(lm, tensors, found, row_BL)
@@ -61,18 +65,51 @@ def media_inputs(lm: Any, tensors: Mapping[str, torch.Tensor], row_BL: torch.Ten
     return {**found, BLANK: [_blank(lm, own) for own in missing]} if missing else found
 
 
-def encoder_zero(lm: Any, blanks: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-    """0, with a gradient of 0 for each weight of the encoder, which runs once for each blank."""
-    return sum((_zero(lm, blank) for blank in blanks[1:]), _zero(lm, blanks[0]))
+@contextmanager
+def blanks_encoded(
+    lm: Any, blanks: Sequence[Mapping[str, torch.Tensor]], inputs: Mapping[str, Any]
+) -> Iterator[list[torch.Tensor]]:
+    """Run the encoders on blanks, in the order in which a forward pass inside runs them on media: sound first, then the
+    language model.
+
+    Args:
+        lm: the model.
+        blanks: of the kinds of media that are not in the micro-batch.
+        inputs: of the forward pass.
+
+    Yields:
+        A 0 for each blank, with a gradient of 0 for each weight of its encoder; complete after the forward pass.
+    """
+    zeros: list[torch.Tensor] = []
+
+    def run(*_: Any) -> None:
+        zeros.extend(_zero(lm, blank) for blank in blanks)
+
+    if not blanks or SOUND not in inputs:
+        run()
+        yield zeros
+        return
+    hook = lm.base_model.language_model.register_forward_pre_hook(run)
+    try:
+        yield zeros
+    finally:
+        hook.remove()
 
 
 def _zero(lm: Any, blank: Mapping[str, torch.Tensor]) -> torch.Tensor:
     if SOUND in blank:
-        found = lm.base_model.audio_tower(blank[SOUND]).last_hidden_state
-        return lm.base_model.multi_modal_projector(found).sum() * 0.0
+        return _of_sound(lm.base_model, blank).sum() * 0.0
     found = lm.base_model.get_image_features(**blank, return_dict=True).pooler_output
     features = [found] if isinstance(found, torch.Tensor) else found
     return sum((one.sum() for one in features), torch.zeros((), device=features[0].device)) * 0.0
+
+
+def _of_sound(base: Any, blank: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    if hasattr(base, "get_audio_features"):
+        found: torch.Tensor = base.get_audio_features(**blank, return_dict=True).last_hidden_state
+        return found
+    heard: torch.Tensor = base.multi_modal_projector(base.audio_tower(blank[SOUND]).last_hidden_state)
+    return heard
 
 
 def _of_one_text(media: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -126,11 +163,18 @@ def _positions(
     mask_SW = torch.zeros_like(ids_SW)
     ids_SW[row, place] = tensors["input_ids"].long()[there]
     mask_SW[row, place] = 1
-    kinds_SW = (ids_SW == lm.config.image_token_id).int() + 2 * (ids_SW == lm.config.video_token_id).int()
-    sizes = {name: media[name] for name in (GRID, "video_grid_thw", "second_per_grid_ts") if name in media}
     found, _ = lm.base_model.get_rope_index(
-        input_ids=ids_SW, mm_token_type_ids=kinds_SW, attention_mask=mask_SW, **sizes
+        input_ids=ids_SW, attention_mask=mask_SW, **_sizes(lm, media, ids_SW)
     )
     out = place_BL.expand(3, *place_BL.shape).clone()
     out[:, there] = found[:, row, place].to(out.dtype)
     return torch.cat([place_BL[None], out]) if several else out
+
+
+def _sizes(lm: Any, media: Mapping[str, torch.Tensor], ids_SW: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What `get_rope_index` is told of the media: Qwen2.5-Omni asks how long each clip is, others which tokens are whose."""
+    sizes = {name: media[name] for name in (GRID, "video_grid_thw", "second_per_grid_ts") if name in media}
+    if hasattr(lm.config, "audio_config"):
+        return sizes | ({"audio_seqlens": media[SOUND_MASK].sum(-1)} if SOUND_MASK in media else {})
+    kinds_SW = (ids_SW == lm.config.image_token_id).int() + 2 * (ids_SW == lm.config.video_token_id).int()
+    return {**sizes, "mm_token_type_ids": kinds_SW}

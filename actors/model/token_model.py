@@ -20,7 +20,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from raysvc.actors.model.head_logprobs import head_logprobs, head_top_k
-from raysvc.actors.model.media_inputs import BLANK, encoder_zero
+from raysvc.actors.model.media_inputs import BLANK, blanks_encoded
 from raysvc.actors.worker.losses import DistillLoss, Loss, LossSum, StepLoss, Targets
 from raysvc.actors.worker.row_losses import LossRows, RowLoss
 from raysvc.collate.columns import IGNORED
@@ -167,15 +167,14 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
     ) -> tuple[torch.Tensor, torch.nn.Module]:
         """[T, D] what the head makes a target of, at the token before it (`at_target`: at its own); and the head."""
         inputs = dict(inputs)
-        blanks = inputs.pop(BLANK, None)
-        # before the language model, as where there are images: under FSDP the collectives of all ranks must match
-        zero = None if blanks is None else encoder_zero(self.lm, blanks)
-        if not self.plain_head:
-            logits_BLV = self.lm(**inputs, use_cache=False).logits
-            logits_BLV = logits_BLV if zero is None else logits_BLV + zero
-            return logits_BLV[:, :-1].flatten(0, 1), torch.nn.Identity()
-        hidden_BLD = self.lm.base_model(**inputs, use_cache=False).last_hidden_state
-        hidden_BLD = hidden_BLD if zero is None else hidden_BLD + zero
+        blanks = inputs.pop(BLANK, ())
+        # before the language model, as where there are media: under FSDP the collectives of all ranks must match
+        with blanks_encoded(self.lm, blanks, inputs) as zeros:
+            if not self.plain_head:
+                logits_BLV = self.lm(**inputs, use_cache=False).logits
+                return sum(zeros, logits_BLV)[:, :-1].flatten(0, 1), torch.nn.Identity()
+            hidden_BLD = self.lm.base_model(**inputs, use_cache=False).last_hidden_state
+        hidden_BLD = sum(zeros, hidden_BLD)
         head = self.lm.score if self.critic else self.lm.get_output_embeddings()
         return (hidden_BLD[:, 1:] if at_target else hidden_BLD[:, :-1]).flatten(0, 1), head
 

@@ -54,7 +54,13 @@ class _Source:
             value = ray.get(value[0])
         shard = read_shard(value)
         fetch_s = time.perf_counter() - begin
-        return (shard if self.prepare is None else self.prepare(shard)), fetch_s
+        return prepared(shard, self.prepare), fetch_s
+
+
+def prepared(shard: Shard | Wire, prepare: Callable[[Shard], Shard] | None) -> Shard:
+    """A shard as it travels, made into what is copied."""
+    read = read_shard(shard)
+    return read if prepare is None else prepare(read)
 
 
 class Staging:
@@ -82,11 +88,11 @@ class Staging:
 
         `prepare` is what to make of a shard before it is copied. A failure is raised by `take` too.
         """
-        if isinstance(shard, tuple):
-            shard = read_shard(shard)
-        source = _Source(shard, prepare)
         lazy = self._options.timed(key) or not self._options.prefetch
         try:
+            if not isinstance(shard, list):  # prepared here, not in the training thread
+                shard, prepare = prepared(shard, prepare), None
+            source = _Source(shard, prepare)
             lot = source if lazy else self._slots.load(key, *source.opened())
         except Exception as error:
             self._offer(key, error)

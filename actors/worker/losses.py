@@ -227,7 +227,7 @@ class DistillLoss:
         import torch
 
         assert targets.top_k is not None
-        there = targets.columns["teacher_ids"] >= 0
+        there = targets.columns["teacher_ids"].long() >= 0  # torch compares no uint16 to uint64
         temperatures = torch.as_tensor(self.temperatures(targets.columns)).to(targets.top_k)
         scale = temperatures.expand(len(there))
         teacher = targets.columns["teacher_logprobs"].to(targets.top_k.dtype) / scale[:, None]

@@ -148,6 +148,11 @@ class RowScorer:
         import torch
 
         ids_BL, tokens_S, cells_S = _sheet(rows, is_target, batch)
+        num_entries, most = model.lm.config.get_text_config().vocab_size, int(ids_BL.max(initial=0))
+        if most >= num_entries:
+            row = int(rows.row_ids[batch[int(ids_BL.max(1).argmax())]])
+            what = f"has {num_entries} entries, and row {row} the id {most}"
+            raise ConfigError(f"model {name}", what, "give a model of the same tokenizer")
         hidden_TD, head = model.rows_and_head({"input_ids": torch.from_numpy(ids_BL).to(self.spec.device)})
         at_once = max(16, LOGIT_BYTES.get(self.spec.device, 64 << 20) // (4 * model.lm.config.vocab_size))
         total = 0.0

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from raysvc.actors.model.load_model import load_lm
@@ -43,6 +44,7 @@ from raysvc.actors.worker.row_losses import (
 )
 from raysvc.actors.worker.worker import Worker
 from raysvc.chat.garbage import no_collection
+from raysvc.collate.columns import IGNORED
 from raysvc.collate.row_values import RowValues
 from raysvc.collate.shard import BOUNDS, Shard
 from raysvc.errors import ConfigError
@@ -105,6 +107,7 @@ class CausalLMWorker(Worker):
         self._own_loss: Loss | RowLoss | None = self.spec.own_loss or (
             ValueLoss() if self.spec.role == "critic" else None
         )
+        self._num_entries = self.spec.vocab_size  # of the model
         self._shared: dict[str, torch.Tensor] = {}  # numbers of the mini-batch that is trained
 
     def build(self) -> None:
@@ -116,7 +119,9 @@ class CausalLMWorker(Worker):
 
         torch.manual_seed(self.spec.seed)
         critic, of_steps = self.spec.role == "critic", isinstance(self.spec.own_loss, StepLoss)
-        module = TokenModel(self.load_lm().to(self.device).train(), critic, of_steps)
+        lm: Any = self.load_lm()
+        self._num_entries = int(lm.config.get_text_config().vocab_size)
+        module = TokenModel(lm.to(self.device).train(), critic, of_steps)
         if self.spec.role == "reference":
             module.requires_grad_(False)
         self.model = self._spread(module)
@@ -158,11 +163,18 @@ class CausalLMWorker(Worker):
             )
         return LossSum(total, {**known, **metrics})
 
+    def _prepared(self, shard: Shard, columns: RowValues | None, loss_weight: float) -> Shard:
+        if self._num_entries < self.spec.vocab_size:
+            refuse_unknown_ids(shard, self._num_entries)
+        return super()._prepared(shard, columns, loss_weight)
+
     def _accumulate(self, shard: Shard, loss: Loss | RowLoss | None) -> tuple[Metrics, RowValues | None]:
         wanted = self._own_loss if loss is None else loss
         self._shared = {}
         if isinstance(wanted, KtoLoss):
             self._shared = {"mismatched_kl": self._mismatched_kl(shard)}
+        if isinstance(wanted, DistillLoss):
+            refuse_unknown_entries(shard, self._num_entries)
         return super()._accumulate(shard, loss)
 
     def _mismatched_kl(self, shard: Shard) -> torch.Tensor:
@@ -360,6 +372,59 @@ def rows_of(tensors: dict[str, torch.Tensor], columns: tuple[str, ...]) -> dict[
     last_S = last_S.scatter_reduce(0, index_BL[there], cells[there], "amax")
     found = {"row_BL": index_BL, "last_S": last_S, "weights_S": tensors["group_weights"]}
     return found | {name: _known(tensors, name) for name in columns}
+
+
+def refuse_unknown_ids(shard: Shard, num_entries: int) -> None:
+    """Refuse tokens that the model does not have; a tokenizer may have more, which no row uses.
+
+    Args:
+        shard: in host memory.
+        num_entries: of the model.
+
+    Raises:
+        ConfigError: a row or its padding has one.
+    """
+    import torch
+
+    ids_BL = shard.arrays["input_ids"]
+    if not ids_BL.size or int(ids_BL.max()) < num_entries:
+        return
+    line, cell = np.argwhere(ids_BL >= num_entries)[0].tolist()
+    names = ("input_ids", "cu_seqlens", "cu_seqlens_offsets")
+    arrays = {name: torch.from_numpy(shard.arrays[name]) for name in names if name in shard.arrays}
+    index_BL = row_index(arrays)
+    row = int(shard.row_ids[int(index_BL[line, cell])])
+    what = f"has {num_entries} entries, and row {row} or its padding the id {int(ids_BL[line, cell])}"
+    raise ConfigError("trainer.model", what, "give a model of the tokenizer that the rows were made with")
+
+
+def refuse_unknown_entries(shard: Shard, vocab_size: int) -> None:
+    """Refuse a teacher's entries that the model does not have: on a CPU they end in an error of torch that names no row, on
+    CUDA in one that ends the process.
+
+    Args:
+        shard: on any device.
+        vocab_size: of the model that is trained.
+
+    Raises:
+        ConfigError: a target has one.
+    """
+    import torch
+
+    if "teacher_ids" not in shard.arrays:
+        return  # `_known` says so
+    ids_BLK: Any = shard.arrays["teacher_ids"]
+    ids_BLK = ids_BLK if ids_BLK.dtype.is_signed else ids_BLK.long()  # torch compares no uint16 to uint64
+    if not ids_BLK.numel() or int(ids_BLK.max()) < vocab_size:
+        return
+    unknown = (ids_BLK >= vocab_size) & (shard.arrays["labels"] != IGNORED)[..., None]
+    found = torch.nonzero(unknown)
+    if len(found):
+        line, cell, entry = found[0].tolist()
+        row = int(shard.row_ids[int(row_index(shard.arrays)[line, cell])])
+        what = f"row {row} has the id {int(ids_BLK[line, cell, entry])}, and the model that is trained has {vocab_size} entries"
+        remedy = "take a teacher with the tokenizer of the rows, or write -1 for what the model does not have"
+        raise ConfigError("column 'teacher_ids'", what, remedy)
 
 
 def _column(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:

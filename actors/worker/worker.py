@@ -36,7 +36,7 @@ from raysvc.actors.worker.timer import Timer
 from raysvc.chat.garbage import no_collection
 from raysvc.collate.loss_weights import token_weights
 from raysvc.collate.row_values import RowValues, with_columns
-from raysvc.collate.shard import Shard, Wire, read_shard
+from raysvc.collate.shard import Shard, Wire
 from raysvc.errors import ConfigError
 from raysvc.job.config import Reduction
 
@@ -152,8 +152,6 @@ class Worker:
             columns: per-token columns of the mini-batch's rows, laid out like the shard's own.
             loss_weight: factor of the loss.
         """
-        if not isinstance(shard, list):
-            return self._staging.put(key, self._prepared(read_shard(shard), columns, loss_weight))
         return self._staging.put(key, shard, prepare=lambda s: self._prepared(s, columns, loss_weight))
 
     def clear(self) -> None:

@@ -9,11 +9,13 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from raysvc.collate.reused_memory import MEMORY
 from raysvc.collate.shard import BOUNDS, Array, Shard
 from raysvc.errors import ConfigError
 
@@ -44,8 +46,18 @@ def with_media(
                 raise ConfigError(
                     "the processor", what, "use a model whose images have one shape, or patches"
                 )
-        none = np.empty((0, *sample.shape[1:]), sample.dtype)
-        arrays[name] = np.concatenate([none, *pieces])
+        arrays[name] = _joined(pieces, sample)
         counts = [len(row[name]) if name in row else 0 for row in rows]
         arrays[name + BOUNDS] = np.cumsum([0, *counts], dtype=np.int32)
     return replace(shard, arrays=arrays)
+
+
+def _joined(pieces: Sequence[Array], like: Array) -> Array:
+    """All pieces, one after the other, in memory of an earlier step; none has the type and the further axes of `like`."""
+    shape = (sum(map(len, pieces)), *like.shape[1:])
+    out = MEMORY.take(math.prod(shape) * like.itemsize).view(like.dtype).reshape(shape)
+    at = 0
+    for piece in pieces:
+        out[at : at + len(piece)] = piece
+        at += len(piece)
+    return out

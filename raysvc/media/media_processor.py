@@ -24,6 +24,7 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +43,25 @@ TEXT_KEYS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_toke
 PIXELS, MASK, SIZES = "pixel_values", "pixel_attention_mask", "image_sizes"
 PROBES = ((64, 64), (640, 480), (480, 640), (1000, 90), (31, 700))  # width, height
 SIZES_KEPT = 1 << 16
+MODELS_PAGE = "docs/howto/vision.md"
 _WHERE = "tokenizer"
+
+
+class ProcessorFault(ValueError):
+    """What a processor raised, or a medium that it does not take; `str` is its first line."""
+
+
+@contextmanager
+def _asked() -> Iterator[None]:
+    """Around what the processor itself does: an error of ours stays what it is.
+
+    Raises:
+        ProcessorFault: the processor raised something, or gave something else than it should.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
+        raise ProcessorFault(str(error).strip().split("\n")[0]) from error
 
 
 class Replacement(NamedTuple):
@@ -75,12 +94,15 @@ class MediaProcessor:
     """
 
     def __init__(self, hf: Any, kinds: Sequence[Kind], video: VideoPatches | None = None) -> None:
-        """Use `MediaProcessor.load`."""
+        """Use `MediaProcessor.load`, which says what is raised."""
         self.hf, self.kinds, self._video = hf, tuple(kinds), video
         self.tokens: dict[Kind, str] = {kind: str(getattr(hf, f"{kind}_token")) for kind in self.kinds}
-        self.token_ids: dict[Kind, int] = {
-            kind: int(hf.tokenizer.convert_tokens_to_ids(token)) for kind, token in self.tokens.items()
-        }
+        ids = {kind: hf.tokenizer.convert_tokens_to_ids(token) for kind, token in self.tokens.items()}
+        for kind, token in self.tokens.items():
+            if ids[kind] is None:
+                what = f"the tokenizer has no {token!r}, which {type(hf).__name__} puts for {WORDS[kind].one}"
+                raise TokenizerError(_WHERE, what, "use the tokenizer that belongs to the processor")
+        self.token_ids: dict[Kind, int] = ids
         self._silent: dict[int, Replacement] = {}  # by samples: no more than the hops of the longest clip
         self.replacement = lru_cache(SIZES_KEPT)(self._replacement)
 
@@ -118,7 +140,9 @@ class MediaProcessor:
             raise TokenizerError(
                 _WHERE,
                 f"the processor of {name!r} could not be loaded ({type(error).__name__}: {first})",
-                "save it beside the tokenizer with processor.save_pretrained",
+                "install what it names"
+                if isinstance(error, ImportError)
+                else "save it beside the tokenizer with processor.save_pretrained",
             ) from error
         missing = [WORDS[kind].many for kind in kinds if kind not in taken]
         if missing or not taken:
@@ -133,6 +157,38 @@ class MediaProcessor:
     def chat_template(self) -> Any:
         """Template text, name -> text, or None."""
         return getattr(self.hf, "chat_template", None)
+
+    def check(self) -> None:
+        """Refuse a processor whose arrays of two media are not those of each, one after the other, as shards hold them.
+
+        Raises:
+            TokenizerError: they are not, or it does not say what a placeholder becomes.
+        """
+        for kind in self.kinds:
+            if kind != "video":  # `VideoPatches` makes its arrays
+                fault = self._fault(kind)
+                if fault:
+                    what = f"{type(self.hf).__name__} {fault}"
+                    raise TokenizerError(_WHERE, what, f"use one of the models of {MODELS_PAGE}")
+
+    def _fault(self, kind: Kind) -> str:
+        """What is wrong with the arrays of a kind; "" where nothing is."""
+        try:
+            for size in _trials(kind, self)[1]:
+                self.replacement(kind, *size)
+            media: list[tuple[Kind, Any]] = [(kind, one) for one in _trials(kind, self)[0]]
+            each, both = [self.arrays([one]) for one in media], self.arrays(media)
+        except ProcessorFault as error:
+            name = type(error.__cause__ or error).__name__
+            return f"does not say what {WORDS[kind].one} becomes ({name}: {str(error)[:120]})"
+        for name, value in both.items():
+            pieces = [one[name] for one in each if name in one]
+            shapes = sorted({piece.shape[1:] for piece in pieces})
+            if len(shapes) > 1:
+                return f"gives {name} of shapes {', '.join(str(list(one)) for one in shapes)}, which do not lie in one array"
+            if len(pieces) < len(each) or not np.array_equal(value, np.concatenate(pieces)):
+                return f"gives other {name} for two {WORDS[kind].many} than for each of them"
+        return ""
 
     def identity(self) -> dict[str, Any]:
         """What decides texts and pixels, as JSON."""
@@ -174,8 +230,10 @@ class MediaProcessor:
 
     def _made(self, media: Sequence[tuple[Kind, Any]]) -> dict[str, npt.NDArray[Any]]:
         text = "".join(self.tokens[kind] for kind, _ in media)
-        made = self.hf(text=[text], **self._arguments(media), return_tensors="np")
-        return {name: np.asarray(value) for name, value in made.items() if name not in TEXT_KEYS}
+        given = self._arguments(media)
+        with _asked():
+            made = self.hf(text=[text], **given, return_tensors="np")
+            return {name: np.asarray(value) for name, value in made.items() if name not in TEXT_KEYS}
 
     def _of_tiles(self, images: Sequence[tuple[Kind, Any]]) -> dict[str, npt.NDArray[Any]]:
         """Rule 4: `pixel_values` [tiles, C, H, W], and `image_sizes` [images, 2]."""
@@ -253,22 +311,36 @@ class MediaProcessor:
         return Replacement(self.tokens["video"] * tokens, tokens, math.prod(grid))
 
     def _of_image(self, width: int, height: int) -> Replacement:
-        tokens, patches = self._counted(width, height)
         if self._is_plain:
+            tokens, patches = self._counted(width, height)
             return Replacement(self.tokens["image"] * tokens, tokens, patches)
         text = self._by_blank(width, height)
+        if self._counts:
+            patches = self._counted(width, height)[1]
+        else:
+            made = self.arrays([("image", _blank_image(width, height))])
+            with _asked():
+                patches = len(made[PIXELS])
         return Replacement(text, text.count(self.tokens["image"]), patches)
+
+    @property
+    def _counts(self) -> bool:
+        """Whether it counts tokens and patches; SmolVLM's does not."""
+        return hasattr(self.hf, "_get_num_multimodal_tokens")
 
     @cached_property
     def _is_plain(self) -> bool:
         """Rule 2: the replacement is the image token, as often as the processor counts."""
         token = self.tokens["image"]
-        return all(self._by_blank(*size) == token * self._counted(*size)[0] for size in PROBES)
+        return self._counts and all(
+            self._by_blank(*size) == token * self._counted(*size)[0] for size in PROBES
+        )
 
     def _counted(self, width: int, height: int) -> tuple[int, int]:
-        found = self.hf._get_num_multimodal_tokens(image_sizes=[(height, width)])
-        patches = self._tiles(width, height) if self._tile_side else int(found["num_image_patches"][0])
-        return int(found["num_image_tokens"][0]), patches
+        with _asked():
+            found = self.hf._get_num_multimodal_tokens(image_sizes=[(height, width)])
+            tokens, patches = int(found["num_image_tokens"][0]), int(found["num_image_patches"][0])
+        return tokens, self._tiles(width, height) if self._tile_side else patches
 
     def _tiles(self, width: int, height: int) -> int:
         """Those of an image of LLaVA-NeXT, which itself counts 1: a whole view, and the cells of its grid."""
@@ -278,11 +350,9 @@ class MediaProcessor:
         return 1 + math.prod(int(side) // self._tile_side for side in grid)
 
     def _by_blank(self, width: int, height: int) -> str:
-        from PIL import Image
-
-        options = self.hf._merge_kwargs()["images_kwargs"]
-        blank = Image.new("RGB", (width, height))
-        return str(self.hf._process_images([blank], **options)[1][0])
+        blank = _blank_image(width, height)
+        with _asked():
+            return str(self.hf._process_images([blank], **self.hf._merge_kwargs()["images_kwargs"])[1][0])
 
     @property
     def _rate(self) -> int:
@@ -290,13 +360,15 @@ class MediaProcessor:
 
     def _of_audio(self, samples: int, rate: int) -> Replacement:
         if rate != self._rate:
-            raise ValueError(f"the processor takes {self._rate} Hz: ffmpeg -i IN -ar {self._rate} OUT.wav")
+            raise ProcessorFault(
+                f"the processor takes {self._rate} Hz: ffmpeg -i IN -ar {self._rate} OUT.wav"
+            )
         most = getattr(self.hf.feature_extractor, "n_samples", None)
         if most is not None and samples > most:
-            raise ValueError(f"the processor hears the first {most / rate:g} s alone: cut it")
+            raise ProcessorFault(f"the processor hears the first {most / rate:g} s alone: cut it")
         found = self._by_silence(-(-samples // self._hop) * self._hop)
         if found.tokens < 2:  # models tell by two neighbours that placeholders are expanded
-            raise ValueError(f"it is too short: it takes {found.tokens} tokens")
+            raise ProcessorFault(f"it is too short: it takes {found.tokens} tokens")
         return found
 
     @cached_property
@@ -312,11 +384,19 @@ class MediaProcessor:
 
     def _by_silence(self, samples: int) -> Replacement:
         if samples not in self._silent:
-            options = {**self.hf._merge_kwargs()["audio_kwargs"], "sampling_rate": self._rate}
-            made, (text,) = self.hf._process_audio([np.zeros(samples, np.float32)], **options)
-            patches = len(made["input_features"])
+            silence, rate = np.zeros(samples, np.float32), self._rate
+            with _asked():
+                options = {**self.hf._merge_kwargs()["audio_kwargs"], "sampling_rate": rate}
+                made, (text,) = self.hf._process_audio([silence], **options)
+                patches = len(made["input_features"])
             self._silent[samples] = Replacement(str(text), str(text).count(self.tokens["audio"]), patches)
         return self._silent[samples]
+
+
+def _blank_image(width: int, height: int) -> Any:
+    from PIL import Image
+
+    return Image.new("RGB", (width, height))
 
 
 class _BlankVideo(EncodedVideo):
@@ -327,6 +407,23 @@ class _BlankVideo(EncodedVideo):
     def frames(self, wanted: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
         """See `EncodedVideo`."""
         return (np.zeros((self.size.height, self.size.width, 3), np.uint8) for _ in wanted)
+
+
+def _trials(kind: Kind, processor: MediaProcessor) -> tuple[list[Any], list[tuple[int, ...]]]:
+    """Two media of a kind that differ in size, and their sizes."""
+    rng = np.random.default_rng(0)
+    if kind == "audio":
+        rate = processor._rate
+        return [rng.random(rate, np.float32), rng.random(rate // 2, np.float32)], [
+            (rate, rate),
+            (rate // 2, rate),
+        ]
+    from PIL import Image
+
+    sizes = [PROBES[1], PROBES[3]]
+    return [Image.fromarray(rng.integers(0, 255, (high, wide, 3), np.uint8)) for wide, high in sizes], [
+        *sizes
+    ]
 
 
 _IN_IDENTITY: dict[Kind, str] = {"image": "images", "audio": "audio", "video": "videos"}
@@ -383,8 +480,7 @@ def _load(name: str, revision: str | None, trust_remote_code: bool) -> Any:
     if kind is None:
         hf = AutoProcessor.from_pretrained(name, **options)
     else:
-        none = {"video_processor": None} if "video_processor" in kind.get_attributes() else {}
-        hf = _without_video(kind).from_pretrained(name, **none, **options)
+        hf = _without_video(kind).from_pretrained(name, **options)
     images = getattr(hf, "image_processor", None)
     if images is not None and not type(images).__name__.endswith("Pil"):
         hf.image_processor = AutoImageProcessor.from_pretrained(name, backend="pil", **options)
@@ -403,12 +499,23 @@ def _class_of(name: str, revision: str | None) -> Any:
 
 
 def _without_video(kind: Any) -> Any:
-    """The same processor for images alone: video processors need torchvision."""
+    """The same processor with None for its video processor: those need torchvision."""
     wanted = kind.get_attributes()
     if "video_processor" not in wanted:
         return kind
-    left = [name for name in wanted if name != "video_processor"]
-    return type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda cls: left)})
+    place = wanted.index("video_processor")
+    others = [name for name in wanted if name != "video_processor"]
+    loader: Any = type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda cls: others)})
+
+    def arguments(cls: Any, *args: Any, **named: Any) -> list[Any]:
+        found = loader._get_arguments_from_pretrained(*args, **named)
+        return [*found[:place], None, *found[place:]]
+
+    def check(self: Any, name: str, value: Any) -> Any:
+        return None if name == "video_processor" else kind.check_argument_for_proper_class(self, name, value)
+
+    own = {"_get_arguments_from_pretrained": classmethod(arguments), "check_argument_for_proper_class": check}
+    return type(kind.__name__, (kind,), own)
 
 
 def config_files(name: str, revision: str | None = None) -> list[Path]:

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from raysvc.actors.model.head_logprobs import head_top_k
-from raysvc.actors.worker.losses import DistillLoss
+from raysvc.actors.worker.losses import DistillLoss, SftLoss
 from raysvc.actors.worker.torch_worker import CausalLMWorker
 from raysvc.collate import collate_mini_batch
+from raysvc.errors import ConfigError
 from raysvc.job.config import PlanConfig
 from raysvc.plan import Plan
 from raysvc.row_batch import RowBatch, WideRows
@@ -66,7 +67,8 @@ def shards_of(rows: RowBatch, layout: str, dp_size: int) -> Any:
     )
     return collate_mini_batch(
         batch, mini, step=0, mini_index=0, layout=config.layout, pad_token_id=1, align=config.align,
-        columns=[*COLUMNS, "teacher_ids", "teacher_logprobs", "hot", "trust"], pad_values={"teacher_ids": -1},
+        columns=[*COLUMNS, "teacher_ids", "teacher_logprobs", "hot", "trust"],
+        pad_values={"teacher_ids": -1 if rows.wide["teacher_ids"].dtype.kind == "i" else 0},
     )  # fmt: skip
 
 
@@ -125,6 +127,62 @@ def test_ranks_change_nothing(ranks: Ranks, dp_size: int) -> None:
     for layout in PLANS:
         shards = shards_of(rows, layout, dp_size)
         check(ranks.run(tiny_spec(), gradients_of, [([one], LOSSES) for one in shards]), expected)
+
+
+def with_ids(rows: RowBatch, ids: list[np.ndarray]) -> RowBatch:
+    wide = {**rows.wide, "teacher_ids": WideRows(ids[0].dtype, (K,), ids)}
+    return RowBatch(rows.row_ids, rows.offsets, rows.tokens, rows.rows, wide)
+
+
+@pytest.mark.parametrize("layout", PLANS)
+@pytest.mark.parametrize("loss", [None, DistillLoss()])
+def test_an_id_that_the_model_does_not_have_is_refused_by_row_and_number(layout: str, loss: Any) -> None:
+    """At a target alone: what teachers say of other tokens is not looked at."""
+    rows = taught()
+    ids = [piece.copy() for piece in rows.wide["teacher_ids"].pieces]
+    masks = [rows.tokens["loss_mask"][rows.offsets[row] : rows.offsets[row + 1]] for row in range(len(rows))]
+    assert masks[4][1:].any()
+    assert sum(int((mask == 0).sum()) for mask in masks) > 5
+    for row in range(len(rows)):
+        ids[row][masks[row] == 0] = VOCAB + 1
+        ids[row][0] = VOCAB + 2
+    worker = DoubleWorker(0, 1, "cpu", tiny_spec(own_loss=DistillLoss()).model_dump_json())
+    worker.setup("")
+    [_, metrics] = gradients_of(worker, list(shards_of(with_ids(rows, ids), layout, 1)), [loss])[0]
+    assert np.isfinite(metrics["loss"])
+    ids[4][1 + np.flatnonzero(masks[4][1:])[-1], K - 1] = VOCAB
+    expected = rf"column 'teacher_ids': row 4 has the id {VOCAB}, and the model that is trained has {VOCAB} entries; take a"
+    with pytest.raises(ConfigError, match=expected):
+        gradients_of(worker, list(shards_of(with_ids(rows, ids), layout, 1)), [loss])
+
+
+@pytest.mark.parametrize("layout", PLANS)
+def test_tokens_that_the_model_does_not_have_are_refused_by_row(layout: str) -> None:
+    """A tokenizer may have entries that no row uses."""
+    worker = DoubleWorker(0, 1, "cpu", tiny_spec().model_dump_json())
+    worker.setup("")
+    worker.spec = tiny_spec(vocab_size=VOCAB + 1)
+    rows = taught()
+    [_, metrics] = gradients_of(worker, list(shards_of(rows, layout, 1)), [SftLoss()])[0]
+    assert np.isfinite(metrics["loss"])
+    rows.tokens["input_ids"][rows.offsets[4] + 1] = VOCAB
+    expected = rf"trainer.model: has {VOCAB} entries, and row 4 or its padding the id {VOCAB}; give a model"
+    with pytest.raises(ConfigError, match=expected):
+        gradients_of(worker, list(shards_of(rows, layout, 1)), [SftLoss()])
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int16", "uint8", "uint16", "uint32", "uint64"])
+def test_ids_may_be_any_integers(dtype: str) -> None:
+    rows = taught()
+    rng = np.random.default_rng(0)
+    ids = [np.argsort(rng.random((n, VOCAB)))[:, :K].astype(dtype) for n in rows.lengths.tolist()]
+    worker = DoubleWorker(0, 1, "cpu", tiny_spec().model_dump_json())
+    worker.setup("")
+    found, beyond = (with_ids(rows, [one + add for one in ids]) for add in (0, VOCAB))
+    grads = gradients_of(worker, list(shards_of(found, "packed", 1)), LOSSES[:1])
+    assert distance(grads[0][0], dense(found, False)[0]) < EXACT
+    with pytest.raises(ConfigError, match="teacher_ids"):
+        gradients_of(worker, list(shards_of(beyond, "packed", 1)), LOSSES[:1])
 
 
 def test_a_large_vocabulary_gives_the_same_without_its_logits() -> None:

@@ -332,27 +332,24 @@ def test_nobody_who_asks_waits_for_a_slow_store(tmp_path: Path, monkeypatch: pyt
     rollouts = stream(tmp_path, max_staleness=9)
     put(rollouts, group(0))
     publish, slow, begun = PosixStore._publish, threading.Event(), threading.Event()
+    ended: list[bool] = []
 
     def held(self: PosixStore, staged: str, path: str) -> bool:
         begun.set()
-        slow.wait(20)
+        ended.append(slow.wait(20))
         return publish(self, staged, path)
 
     monkeypatch.setattr(PosixStore, "_publish", held)
     putting = threading.Thread(target=put, args=(rollouts, group(1)))
     putting.start()
     assert begun.wait(10)
-    took: list[float] = []
     for _ in range(100):
-        begin = time.perf_counter()
         with rollouts.store.changed:
             rollouts.pool.capacity(0)
         rollouts.store.renew("me")
-        took.append(time.perf_counter() - begin)
-    assert putting.is_alive(), "the store holds the write"
+    assert not ended, "the store holds the write"
     slow.set()
     putting.join(10)
-    assert sorted(took)[50] < 0.005
 
 
 def test_many_small_puts_at_once_share_writes_and_each_is_there(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from raysvc.actors.worker.process_group import threads_of
 from raysvc.actors.worker.torch_worker import CausalLMWorker, ModelSpec
 from raysvc.actors.worker.worker import Worker
 from raysvc.collate import Shard
-from raysvc.errors import ConfigError
+from raysvc.errors import ConfigError, WorkerFailed
 from raysvc.job.config import JobConfig
 from raysvc.training.train_loop import model_spec
 
@@ -143,3 +144,13 @@ def test_a_folder_of_a_model_that_this_node_lacks_is_said() -> None:
     worker.spec = ModelSpec.model_construct(model="/nowhere/model", vocab_size=8)
     with pytest.raises(ConfigError, match="there is no folder /nowhere/model on"):
         worker.load_lm()
+
+
+def test_a_shard_that_cannot_be_prepared_ends_the_step_that_waits_for_it() -> None:
+    shard = shards_of_steps(trained=True)
+    arrays = {name: array for name, array in shard.arrays.items() if name != "labels"}
+    worker = worker_of(take_timeout_s=5.0)
+    with pytest.raises(KeyError, match="labels"):
+        worker.stage((0, 0), replace(shard, arrays=arrays))
+    with pytest.raises(WorkerFailed, match="rank 0 failed in stage: KeyError: 'labels'"):
+        worker.train_step([(0, 0)])

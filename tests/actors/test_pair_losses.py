@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -80,26 +81,31 @@ def check(results: list[Any], expected: list[tuple[dict[str, np.ndarray], float]
             assert distance(rank[number][0], grads) < EXACT, (what, number)
 
 
-def expected_of(rows: RowBatch) -> list[tuple[dict[str, np.ndarray], float]]:
-    out = []
+@functools.cache
+def expected() -> list[tuple[dict[str, np.ndarray], float]]:
+    """Gradient and loss of `pairs()` by each formula."""
+    rows, out = pairs(), []
     for _, formula in LOSSES:
         lm = model_of()
         out.append(pair_reference.gradient(lm, formula(pair_reference.scores(lm, rows), rows)))
     return out
 
 
-def expected_rewards(rows: RowBatch) -> list[tuple[dict[str, np.ndarray], float]]:
+@functools.cache
+def expected_rewards() -> list[tuple[dict[str, np.ndarray], float]]:
     critic = model_of("critic")
-    return [pair_reference.gradient(critic, pair_reference.reward(critic, rows, 0.1))]
+    return [pair_reference.gradient(critic, pair_reference.reward(critic, pairs(), 0.1))]
 
 
-@pytest.mark.parametrize("layout", PLANS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(each, marks=() if each == "packed" else pytest.mark.slow) for each in PLANS]
+)
 def test_the_gradient_of_one_worker_is_that_of_the_formula(layout: str) -> None:
     rows = pairs()
     worker = DoubleWorker(0, 1, "cpu", tiny_spec().model_dump_json())
     worker.setup("")
     found = gradients_of(worker, list(shards_of(rows, layout, 1)), [loss for loss, _ in LOSSES])
-    check([found], expected_of(rows), layout)
+    check([found], expected(), layout)
 
 
 @pytest.mark.parametrize("layout", PLANS)
@@ -108,7 +114,7 @@ def test_a_reward_model_looks_at_the_last_token_of_each_row(layout: str) -> None
     worker = DoubleWorker(0, 1, "cpu", tiny_spec(role="critic").model_dump_json())
     worker.setup("")
     found = gradients_of(worker, list(shards_of(rows, layout, 1)), [RewardLoss(margins=True, center=0.1)])
-    check([found], expected_rewards(rows), layout)
+    check([found], expected_rewards(), layout)
 
 
 @pytest.mark.ray
@@ -117,7 +123,6 @@ def test_a_reward_model_looks_at_the_last_token_of_each_row(layout: str) -> None
 @pytest.mark.parametrize("dp_size", [2, 3])
 def test_ranks_and_layouts_change_no_gradient(ranks: Ranks, dp_size: int, strategy: Any) -> None:
     rows = pairs()
-    expected, rewards = expected_of(rows), expected_rewards(rows)
     for layout in PLANS if strategy == "ddp" else ("tokens", "packed"):
         shards = shards_of(rows, layout, dp_size)
         found = ranks.run(
@@ -125,11 +130,11 @@ def test_ranks_and_layouts_change_no_gradient(ranks: Ranks, dp_size: int, strate
             gradients_of,
             [([one], [loss for loss, _ in LOSSES]) for one in shards],
         )
-        check(found, expected, f"{layout} on {dp_size}, {strategy}")
+        check(found, expected(), f"{layout} on {dp_size}, {strategy}")
         critic = RewardLoss(margins=True, center=0.1)
         spec = tiny_spec(role="critic", strategy=strategy)
         found = ranks.run(spec, gradients_of, [([one], [critic]) for one in shards])
-        check(found, rewards, f"rewards, {layout} on {dp_size}, {strategy}")
+        check(found, expected_rewards(), f"rewards, {layout} on {dp_size}, {strategy}")
 
 
 def some(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

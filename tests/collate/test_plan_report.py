@@ -83,9 +83,9 @@ def test_the_rows_of_a_step_are_listed_with_their_place():
     assert (rows[0].rank, rows[0].micro, rows[0].row_id) == (0, 0, 8)  # the longest comes first
 
 
-def test_a_billion_rows_are_reported_in_a_second():
+def test_a_billion_rows_are_reported_without_a_look_at_each():
     plan = Plan(PlanConfig(batch_size=64), np.broadcast_to(np.int32(700), (10**9,)))
     start = time.perf_counter()
     report = report_of(plan, 8)
     assert report.num_steps == 15_625_000
-    assert time.perf_counter() - start < 1.0
+    assert time.perf_counter() - start < 10  # 0.1 s; all steps take hours

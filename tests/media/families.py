@@ -13,6 +13,7 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}IMAGE{% elif part['type'] == 'video' %}VIDEO"
+    "{% elif part['type'] == 'audio' %}AUDIO"
     "{% elif 'text' in part %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -55,10 +56,43 @@ def qwen(folder: Path) -> Path:
 
 def qwen_2_5(folder: Path) -> Path:
     """Qwen2.5-VL, which also says how many seconds a layer of patches of a video is long."""
+    return _like_qwen(folder, processor_class="Qwen2_5_VLProcessor")
+
+
+def qwen3(folder: Path) -> Path:
+    """Qwen3-VL, whose patches have 16 pixels a side."""
+    size = {"shortest_edge": 32 * 32 * 4, "longest_edge": 32 * 32 * 30}
+    return _like_qwen(folder, processor_class="Qwen3VLProcessor", patch_size=16, size=size)
+
+
+def _like_qwen(folder: Path, **settings: Any) -> Path:
     config = qwen(folder) / "preprocessor_config.json"
-    config.write_text(
-        json.dumps({**json.loads(config.read_text()), "processor_class": "Qwen2_5_VLProcessor"})
-    )
+    config.write_text(json.dumps({**json.loads(config.read_text()), **settings}))
+    return folder
+
+
+INTERNVL = {  # name in the tokenizer -> token
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
+
+
+def internvl(folder: Path) -> Path:
+    """InternVL, which cuts an image into tiles of 56 x 56 pixels, at most four and one of the whole."""
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    special = ["<|im_start|>", "<|im_end|>", *INTERNVL.values()]
+    made = tokenizer(special, eos_token="<|im_end|>", pad_token="<|im_end|>", extra_special_tokens=INTERNVL)
+    made.chat_template = CHATML.replace("IMAGE", "<IMG_CONTEXT>")
+    made.save_pretrained(folder)
+    images = GotOcr2ImageProcessorPil(
+        size={"height": 56, "width": 56}, crop_to_patches=True, min_patches=1, max_patches=4
+    ).to_dict()
+    own = {"processor_class": "InternVLProcessor", "image_seq_length": 4}
+    (folder / "processor_config.json").write_text(json.dumps(own))
+    (folder / "preprocessor_config.json").write_text(json.dumps({**images, **own}, default=str))
     return folder
 
 
@@ -67,16 +101,7 @@ def llava(folder: Path) -> Path:
     from transformers import LlavaProcessor
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-    images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
-    LlavaProcessor(
-        image_processor=images,
-        tokenizer=tokenizer(["<image>", "</s>"], eos_token="</s>", pad_token="</s>"),
-        patch_size=7,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=USER_PARTS,
-    ).save_pretrained(folder)
-    return folder
+    return _of_clip(folder, LlavaProcessor, CLIPImageProcessorPil)
 
 
 def llava_next(folder: Path) -> Path:
@@ -84,11 +109,12 @@ def llava_next(folder: Path) -> Path:
     from transformers import LlavaNextProcessor
     from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 
-    images = LlavaNextImageProcessorPil(
-        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=PINPOINTS
-    )
-    LlavaNextProcessor(
-        image_processor=images,
+    return _of_clip(folder, LlavaNextProcessor, LlavaNextImageProcessorPil, image_grid_pinpoints=PINPOINTS)
+
+
+def _of_clip(folder: Path, kind: Any, images: Any, **more: Any) -> Path:
+    kind(
+        image_processor=images(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, **more),
         tokenizer=tokenizer(["<image>", "</s>"], eos_token="</s>", pad_token="</s>"),
         patch_size=7,
         vision_feature_select_strategy="default",
@@ -116,17 +142,55 @@ def idefics(folder: Path) -> Path:
     return folder
 
 
+def smolvlm(folder: Path) -> Path:
+    """SmolVLM, whose files are those of Idefics3 by other names; num2words, which its videos need, may be missing."""
+    from transformers.models.smolvlm import processing_smolvlm
+
+    processing_smolvlm.num2words = processing_smolvlm.num2words or str
+    for file in idefics(folder).iterdir():
+        file.write_text(file.read_text().replace("Idefics3", "SmolVLM"))
+    return folder
+
+
 def qwen_audio(folder: Path) -> Path:
     """Qwen2-Audio that hears two seconds in 16 mel bands."""
     from transformers import Qwen2AudioProcessor, WhisperFeatureExtractor
 
     special = ["<|im_start|>", "<|im_end|>", "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]
-    template = CHATML.replace("'image'", "'audio'")
     Qwen2AudioProcessor(
         feature_extractor=WhisperFeatureExtractor(feature_size=16, chunk_length=2),
         tokenizer=tokenizer(special, eos_token="<|im_end|>", pad_token="<|im_end|>"),
-        chat_template=template.replace("IMAGE", "<|audio_bos|><|AUDIO|><|audio_eos|>"),
+        chat_template=CHATML.replace("AUDIO", "<|audio_bos|><|AUDIO|><|audio_eos|>"),
     ).save_pretrained(folder)
+    return folder
+
+
+OMNI = {  # name in the tokenizer -> token
+    "image_token": "<|IMAGE|>",
+    "audio_token": "<|AUDIO|>",
+    "video_token": "<|VIDEO|>",
+    "vision_bos_token": "<|vision_bos|>",
+    "vision_eos_token": "<|vision_eos|>",
+    "audio_bos_token": "<|audio_bos|>",
+    "audio_eos_token": "<|audio_eos|>",
+}
+
+
+def qwen_omni(folder: Path) -> Path:
+    """Qwen2.5-Omni, which takes images and audio in one row; without its video processor, which needs torchvision."""
+    from transformers import WhisperFeatureExtractor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    made = tokenizer(
+        ["<|im_start|>", "<|im_end|>", *OMNI.values()], eos_token="<|im_end|>", extra_special_tokens=OMNI
+    )
+    template = CHATML.replace("AUDIO", "<|audio_bos|><|AUDIO|><|audio_eos|>")
+    made.chat_template = template.replace("IMAGE", "<|vision_bos|><|IMAGE|><|vision_eos|>")
+    made.save_pretrained(folder)
+    images = Qwen2VLImageProcessorPil(min_pixels=28 * 28 * 4, max_pixels=28 * 28 * 30).to_dict()
+    heard = WhisperFeatureExtractor(feature_size=16, chunk_length=2).to_dict()
+    both = {**heard, **images, "processor_class": "Qwen2_5OmniProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(both, default=str))
     return folder
 
 

@@ -15,6 +15,7 @@ from .rows import jpeg, openai, write_jsonl
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_workers_make_the_rows_of_one_process(tmp_path: Path, ray_session: None) -> None:
     folder, rows = idefics(tmp_path / "idefics"), []

@@ -14,7 +14,7 @@ from PIL import Image
 from raysvc.errors import TokenizerError
 from raysvc.media.media_processor import TEXT_KEYS, MediaProcessor, has_processor
 
-from .families import PINPOINTS, idefics, llava_next, tokenizer
+from .families import PINPOINTS, idefics, llava_next, smolvlm, tokenizer
 
 SLOW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -86,13 +86,12 @@ def tiled(tmp_path_factory: pytest.TempPathFactory) -> MediaProcessor:
 def test_smolvlm_has_the_arrays_of_idefics3_and_needs_no_processor_of_videos(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = idefics(tmp_path)
-    own = MediaProcessor.load(str(folder))
-    for file in folder.iterdir():
-        file.write_text(file.read_text().replace("Idefics3", "SmolVLM"))
-    with pytest.raises(TokenizerError, match="pip install num2words"):
-        MediaProcessor.load(str(folder))
-    monkeypatch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", str)
+    own = MediaProcessor.load(str(idefics(tmp_path / "idefics")))
+    folder = smolvlm(tmp_path / "smolvlm")
+    with monkeypatch.context() as without:
+        without.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", None)
+        with pytest.raises(TokenizerError, match=r"pip install num2words.*; install what it names"):
+            MediaProcessor.load(str(folder))
     found = MediaProcessor.load(str(folder))
     assert type(found.hf).__name__ == "SmolVLMProcessor"
     images: list[tuple[Any, Any]] = [("image", picture(60, 44)), ("image", picture(90, 200, 1))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import threading
 import time
 import urllib.parse
 import uuid
@@ -85,12 +86,19 @@ def taken(fetched: bytes | Exception = b"", **options: object) -> tuple[MediaDes
 
 
 class SlowStore(PosixStore):
-    """Takes a moment to write, and fails for one path."""
+    """Takes a moment to write, counts who writes at once, and fails for one path."""
 
     broken = ""
+    guard = threading.Lock()  # of the two counts
+    writing = most = 0
 
     def create(self, path: str, data: bytes) -> bool:
+        with self.guard:
+            SlowStore.writing += 1
+            SlowStore.most = max(self.most, self.writing)
         time.sleep(0.05)
+        with self.guard:
+            SlowStore.writing -= 1
         if self.broken and path.endswith(self.broken):
             raise StoreError(self.url, "the disk is full", "free some")
         return super().create(path, data)
@@ -101,12 +109,11 @@ def test_media_are_written_beside_each_other_and_all_are_there_when_the_desk_has
 ) -> None:
     store, photos = SlowStore(str(tmp_path)), [jpeg(60, 44, seed) for seed in range(80)]
     desk = MediaDesk(SimpleNamespace(kinds=("image",)), store, lambda *_: b"")  # type: ignore[arg-type]
-    begin = time.monotonic()
     for _ in range(2):
         found = [desk.take("image", photo) for photo in photos]
     last = desk.bytes_of(found[-1].sha256)
     desk.settle()
-    assert time.monotonic() - begin < 0.5 * 80 * 0.05
+    assert SlowStore.most > 4
     assert last == photos[-1]
     assert [read_medium(store, one.sha256) for one in found] == photos
     monkeypatch.setattr(SlowStore, "broken", digest_of(jpeg(80, 44)))

@@ -21,12 +21,12 @@ from raysvc.media.row_pixels import ProcessorSpec
 from tests.actors.ranks import DoubleWorker, Ranks, gradients_of, tiny_spec
 from tests.actors.reference import distance
 
-from .vision_models import LAYOUTS, build_rows, conversations, given, hf_of, model_folder
+from .vision_models import LAYOUTS, build_rows, conversations, given, hf_of, model_folder, rendered
 
 pytestmark = pytest.mark.ray
-IMAGES = ["qwen2_vl", "llava", "llava_next", "idefics3"]
+IMAGES = ["qwen2_vl", "llava", "llava_next", "idefics3", "smolvlm", "qwen3_vl", "internvl"]
 ENCODERS = ("visual", "vision_tower", "vision_model", "audio_tower")
-TRAINED = [*IMAGES, "qwen2_audio", "qwen2_vl_videos", "qwen2_5_vl_videos"]
+TRAINED = [*IMAGES, "qwen2_audio", "qwen2_5_omni", "qwen2_vl_videos", "qwen2_5_vl_videos"]
 EXACT = 3e-7  # loss weights and pixels travel as float32
 
 
@@ -38,13 +38,15 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder, rows, build_rows(tmp_path_factory.mktemp("cache"), folder, rows)
 
 
-def expected(folder: Path, rows: list[dict[str, Any]]) -> tuple[dict[str, np.ndarray], float]:
+@pytest.fixture(scope="module")
+def expected(family: Any) -> tuple[dict[str, np.ndarray], float]:
     """Gradient and loss of all rows as one mini-batch."""
+    folder, rows, _ = family
     lm, hf = load_lm(str(folder), 0).double(), hf_of(folder)
     targets = sum(row["end"] - row["prompt"] for row in rows)
     total = torch.zeros((), dtype=torch.float64)
     for row in rows:
-        text = hf.apply_chat_template(row["told"], tokenize=False)
+        text = rendered(hf, row["told"])
         media = given(row["media"])
         made = hf(text=[text], **media, add_special_tokens=False, return_tensors="pt")
         logits = lm(**made, use_cache=False).logits[0]
@@ -69,11 +71,12 @@ def shards_of(family: Any, layout: str, dp_size: int) -> list[Any]:
     return list(shards)
 
 
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
-def test_one_rank_has_the_gradient_of_the_raw_images(family: Any, layout: str) -> None:
-    folder, rows, _ = family
-    grads, loss = expected(folder, rows)
-    worker = DoubleWorker(0, 1, "cpu", spec_of(folder).model_dump_json())
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name != "packed")) for name in sorted(LAYOUTS)]
+)
+def test_one_rank_has_the_gradient_of_the_raw_images(family: Any, expected: Any, layout: str) -> None:
+    grads, loss = expected
+    worker = DoubleWorker(0, 1, "cpu", spec_of(family[0]).model_dump_json())
     worker.setup("")
     (shard,) = shards_of(family, layout, 1)
     ((found, metrics),) = gradients_of(worker, [shard], [SftLoss()])
@@ -91,10 +94,9 @@ def ranks(ray_session: None) -> Ranks:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_ranks_have_the_gradient_of_the_raw_images_also_where_one_has_no_image(
-    family: Any, ranks: Ranks, strategy: str
+    family: Any, expected: Any, ranks: Ranks, strategy: str
 ) -> None:
-    folder, rows, _ = family
-    (grads, loss), without = expected(folder, rows), 0
+    folder, (grads, loss), without = family[0], expected, 0
     for layout, dp_size in (("rows", 2), ("packed", 2), ("left", 3)):
         shards = shards_of(family, layout, dp_size)
         micros = [[shard.micro(index) for index in range(len(shard.micro_batches))] for shard in shards]

@@ -46,6 +46,25 @@ def tones(count: int) -> list[dict[str, Any]]:
     return made
 
 
+def talks(count: int) -> list[dict[str, Any]]:
+    """Questions about an image and a sound of one row: half of the answer is in each, and every fourth row lacks one."""
+    made = []
+    for number in range(count):
+        color, tone = list(COLORS)[number % 4], list(TONES)[number // 4 % 4]
+        clip, picture = wav(4000 + 331 * number, TONES[tone]), colored(number, COLORS[color])
+        asked: list[dict[str, Any]] = [
+            {"type": "image_url", "image_url": {"url": data_url(picture)}},
+            {"type": "text", "text": "which?"},
+            {"type": "audio_url", "audio_url": {"url": data_url(clip)}},
+        ]
+        if number % 8 in (3, 6):
+            color, tone = ("none", tone) if number % 8 == 3 else (color, "none")
+            del asked[0 if number % 8 == 3 else 2]
+        answer = {"role": "assistant", "content": [{"type": "text", "text": f"{color} {tone}"}]}
+        made.append({"messages": [{"role": "user", "content": asked}, answer]})
+    return made
+
+
 def films(count: int) -> list[dict[str, Any]]:
     """Questions about the color of a video; an image of another color stands beside every third."""
     made = []
@@ -80,7 +99,7 @@ def rows(count: int) -> list[dict[str, Any]]:
     return made
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "llava", "qwen2_audio", "qwen2_vl_videos"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "llava", "qwen2_audio", "qwen2_5_omni", "qwen2_vl_videos"])
 def test_a_model_learns_from_jpegs_wavs_or_mp4s_through_collators_and_is_exported_with_its_processor(
     family: str, tmp_path: Path, ray_session: None
 ) -> None:
@@ -89,7 +108,8 @@ def test_a_model_learns_from_jpegs_wavs_or_mp4s_through_collators_and_is_exporte
     from raysvc.media.media_processor import MediaProcessor
 
     folder = model_folder(family, tmp_path / "model")
-    made = {"qwen2_audio": tones, "qwen2_vl_videos": films}.get(family, rows)(64)
+    makers = {"qwen2_audio": tones, "qwen2_5_omni": talks, "qwen2_vl_videos": films}
+    made = makers.get(family, rows)(64)
     job = {
         "source": {"path": str(write_jsonl(tmp_path / "rows.jsonl", made))},
         "tokenizer": str(folder),

@@ -11,7 +11,18 @@ import numpy as np
 from raysvc.media.media_processor import MediaProcessor
 from raysvc.media.video_patches import PROCESSORS
 
-from .families import FAMILIES, PINPOINTS, qwen, qwen_2_5, qwen_audio
+from .families import (
+    FAMILIES,
+    OMNI,
+    PINPOINTS,
+    internvl,
+    qwen,
+    qwen3,
+    qwen_2_5,
+    qwen_audio,
+    qwen_omni,
+    smolvlm,
+)
 from .rows import data_url, heard, wav, write_jsonl
 from .videos import mp4, oracle, seen
 
@@ -23,6 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 ALL_FAMILIES = {**FAMILIES, "qwen2_audio": qwen_audio, "qwen2_vl_videos": qwen, "qwen2_5_vl_videos": qwen_2_5}
+ALL_FAMILIES |= {"qwen2_5_omni": qwen_omni, "qwen3_vl": qwen3, "internvl": internvl, "smolvlm": smolvlm}
 
 
 def images(count: int, seed: int = 0) -> list[bytes]:
@@ -52,6 +64,10 @@ def model_folder(family: str, folder: Path) -> Path:
         "llava_next": _llava_next,
         "idefics3": _idefics,
         "qwen2_audio": _qwen_audio,
+        "qwen2_5_omni": _qwen_omni,
+        "qwen3_vl": _qwen_3,
+        "internvl": _internvl,
+        "smolvlm": _smolvlm,
     }
     lm = makers.get(family, _qwen)(folder)
     with torch.no_grad():  # as initialised, an image changes next to nothing
@@ -96,6 +112,32 @@ def _qwen_2_5(folder: Path) -> Any:
         "window_size": 56, "fullatt_block_indexes": [1], "tokens_per_second": 4,
     }  # fmt: skip
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(vision_config=vision, **_text_of_qwen(folder)))
+
+
+def _qwen_3(folder: Path) -> Any:
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    vision = {
+        "depth": 3, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 16,
+        "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1],
+    }  # fmt: skip
+    told = _text_of_qwen(folder)
+    told["text_config"] |= {"head_dim": 8}
+    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(vision_config=vision, **told))
+
+
+def _internvl(folder: Path) -> Any:
+    from transformers import AutoTokenizer, InternVLConfig, InternVLForConditionalGeneration
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    vision = {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": [56, 56], "patch_size": [14, 14],
+    }  # fmt: skip
+    text = {"model_type": "qwen2", **_text(len(tokenizer)), "bos_token_id": None, "eos_token_id": None}
+    token = tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>")
+    config = InternVLConfig(vision_config=vision, text_config=text, image_token_id=token, image_seq_length=4)
+    return InternVLForConditionalGeneration(config)
 
 
 def _text_of_qwen(folder: Path) -> dict[str, Any]:
@@ -145,8 +187,9 @@ def _clip_and_llama(folder: Path) -> dict[str, Any]:
     }
 
 
-def _idefics(folder: Path) -> Any:
-    from transformers import AutoTokenizer, Idefics3Config, Idefics3ForConditionalGeneration
+def _idefics(folder: Path, name: str = "Idefics3") -> Any:
+    import transformers
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     vision = {
@@ -155,9 +198,14 @@ def _idefics(folder: Path) -> Any:
     }  # fmt: skip
     text = {"model_type": "llama", **_text(len(tokenizer)), "pad_token_id": tokenizer.pad_token_id}
     token = tokenizer.convert_tokens_to_ids("<image>")
-    return Idefics3ForConditionalGeneration(
-        Idefics3Config(vision_config=vision, text_config=text, image_token_id=token, scale_factor=2)
+    config = getattr(transformers, f"{name}Config")(
+        vision_config=vision, text_config=text, image_token_id=token, scale_factor=2
     )
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config)
+
+
+def _smolvlm(folder: Path) -> Any:
+    return _idefics(folder, "SmolVLM")
 
 
 def _qwen_audio(folder: Path) -> Any:
@@ -173,6 +221,44 @@ def _qwen_audio(folder: Path) -> Any:
     return Qwen2AudioForConditionalGeneration(
         Qwen2AudioConfig(audio_config=heard, text_config=text, audio_token_index=token)
     )
+
+
+def _qwen_omni(folder: Path) -> Any:
+    from transformers import (
+        AutoTokenizer,
+        Qwen2_5OmniThinkerConfig,
+        Qwen2_5OmniThinkerForConditionalGeneration,
+    )
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    vision = {
+        "depth": 2, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 14,
+        "window_size": 56, "fullatt_block_indexes": [1],
+    }  # fmt: skip
+    heard = {
+        "num_mel_bins": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "d_model": 16,
+        "output_dim": 32, "n_window": 20,
+    }  # fmt: skip
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+    names = {
+        "image_token_id": "image_token", "audio_token_id": "audio_token", "video_token_id": "video_token",
+        "vision_start_token_id": "vision_bos_token", "vision_end_token_id": "vision_eos_token",
+        "audio_start_token_id": "audio_bos_token", "audio_end_token_id": "audio_eos_token",
+    }  # fmt: skip
+    ids = {name: tokenizer.convert_tokens_to_ids(OMNI[own]) for name, own in names.items()}
+    config = Qwen2_5OmniThinkerConfig(
+        vision_config=vision,
+        audio_config=heard,
+        text_config={**_text(len(tokenizer)), "rope_parameters": rope},
+        **ids,
+    )
+    return Qwen2_5OmniThinkerForConditionalGeneration(config)
+
+
+def both(count: int, seed: int = 0) -> list[bytes]:
+    """Images and sounds in turn, so that one row has both."""
+    pairs = zip(images(count, seed), sounds(count, seed), strict=True)
+    return [one for number, pair in enumerate(pairs) for one in (pair if (number + seed) % 2 else pair[::-1])]
 
 
 def sounds(count: int, seed: int = 0) -> list[bytes]:
@@ -204,7 +290,8 @@ def kind_of(encoded: bytes) -> str:
 
 def conversations(family: str, processor: Any, seed: int = 0) -> list[dict[str, Any]]:
     """Seven rows of text, media, and what the processor itself makes of them: `ids`, and where the answer begins and ends."""
-    make = sounds if family == "qwen2_audio" else films if family.endswith("videos") else images
+    makers = {"qwen2_audio": sounds, "qwen2_5_omni": both}
+    make = makers.get(family, films if family.endswith("videos") else images)
     rng, rows = np.random.default_rng(seed), []
     for number, count in enumerate([1, 0, 2, 1, 3, 0, 1]):
         encoded = make(count, seed=100 * seed + number)
@@ -217,7 +304,7 @@ def conversations(family: str, processor: Any, seed: int = 0) -> list[dict[str, 
         media = given(encoded)
 
         def ids(messages: Any, more: bool, media: Any = media) -> list[int]:
-            text = processor.apply_chat_template(messages, add_generation_prompt=more, tokenize=False)
+            text = rendered(processor, messages, more)
             made = processor(text=[text], **media, add_special_tokens=False)
             return [int(one) for one in made["input_ids"][0]]
 
@@ -225,6 +312,16 @@ def conversations(family: str, processor: Any, seed: int = 0) -> list[dict[str, 
         end = whole.index(processor.tokenizer.eos_token_id, prompt) + 1
         rows.append({"media": encoded, "ids": whole, "prompt": prompt, "end": end, "told": told})
     return rows
+
+
+def rendered(processor: Any, messages: Any, more: bool = False) -> str:
+    """A conversation by its template alone: SmolVLM's processor asks its video processor, which may be missing."""
+    template = processor.chat_template or processor.tokenizer.chat_template
+    return str(
+        processor.tokenizer.apply_chat_template(
+            messages, chat_template=template, add_generation_prompt=more, tokenize=False
+        )
+    )
 
 
 def given(encoded: list[bytes]) -> dict[str, Any]:
