@@ -8,6 +8,7 @@ Always true:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from raysvc.build.build_beside import BuildBeside
     from raysvc.job.config import PoolConfig
     from raysvc.plan.schedule import Schedule
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -156,11 +160,11 @@ def entry_or_build(
     Raises:
         UserMistake: as `enrich`.
     """
-    from raysvc.build.build_beside import BuildBeside, entry_of, windowed_sources
+    from raysvc.build.build_beside import BuildBeside, entry_of, known_at_the_end, windowed_sources
     from raysvc.build.find_or_build import build, look
     from raysvc.build.mixed_job import jobs_of
     from raysvc.chat.row_counts import errors_of
-    from raysvc.scoring.job_columns import wanted_of
+    from raysvc.scoring.job_columns import wanted_of, with_columns
 
     if job.source.follow:
         from raysvc.build.follow import FollowBeside
@@ -168,19 +172,24 @@ def entry_or_build(
         following = FollowBeside(look(job, cache_root(job)))
         return following.entry, following
     windowed = windowed_sources(job)
-    if not any(windowed) or any(wanted for _, wanted in wanted_of(job).values()):
-        return enrich(job, address=address, progress=progress), None
+    columns = {name: None for _, wanted in wanted_of(job).values() for one in wanted for name in one.columns}
+    at_the_end = known_at_the_end(job, list(columns))
     looked, hit = [], True
-    for (name, each), may_grow in zip(jobs_of(job).items(), windowed, strict=True):
+    for (name, each), has_window in zip(jobs_of(job).items(), windowed, strict=True):
         with errors_of(name):
             found = look(each, cache_root(each), name)
             hit = hit and found.entry is not None
-            if found.entry is None and not may_grow:
+            if found.entry is None and (at_the_end or not has_window):
+                if any(windowed):
+                    what = f"source {name!r}" if name else "the source"
+                    why = at_the_end or "it has no window"
+                    log.warning("the first step waits until all of %s is tokenized: %s", what, why)
                 found = replace(found, entry=build(found, address, progress))
         looked.append(found)
     there = [found.entry for found in looked if found.entry is not None]
     if len(there) == len(looked):
-        return entry_of(job, there, hit, [found.reason for found in looked]), None
+        entry = entry_of(job, there, hit, [found.reason for found in looked])
+        return with_columns(job, entry, address, progress), None
     growing = BuildBeside(job, looked)
     return growing.entry, growing
 
@@ -244,15 +253,18 @@ def serve_entry(
         trainer_node: id of the node of the trainer's rank 0; None: it is this process.
     """
     from raysvc.actors.launch import start_server, wait_for
+    from raysvc.build.mixed_job import never_trained
     from raysvc.cluster import connect, node_for
     from raysvc.plan.schedule import Schedule
     from raysvc.team import ray_namespace
 
     connect(address, need_cpus=cpus_held(job))
+    spec = serve_spec(job, entry)
+    for name in never_trained(job, spec.mixture.stages if spec.mixture else ()):
+        what = "its share of an epoch is less than half a row; give it a larger share, or 0"
+        log.warning("source %r of the mixture is never trained: %s", name, what)
     node_id = node_for(job.server.placement, entry.uri, trainer_node)
-    actor = start_server(
-        serve_spec(job, entry), detached=detached, node_id=node_id, may_grow=job.trainer.wait_for_nodes
-    )
+    actor = start_server(spec, detached=detached, node_id=node_id, may_grow=job.trainer.wait_for_nodes)
     facts = wait_for(actor.describe.remote(), f"server {job.server.name!r} to start")
     return ServerHandle(
         job.server.name, ray_namespace(), entry.num_rows, Schedule.from_json(facts["schedule"]), actor

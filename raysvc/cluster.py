@@ -20,6 +20,7 @@ from raysvc.errors import AddressError
 
 log = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 5.0
+START_ENDS_S = 15.0  # of a local Ray, where a process wants to end meanwhile
 _connecting = threading.Lock()  # one thread of a process connects it, the others find it connected
 _started: list[str] = []  # addresses of the local Rays that this process has started
 
@@ -32,7 +33,7 @@ def connect(address: str | None = None, *, need_cpus: float = 0) -> str:
         need_cpus: what the actors of a job hold at the same time; a local Ray gets at least this many.
 
     Raises:
-        AddressError: nothing answers at the address.
+        AddressError: nothing answers at the address, or a local Ray does not start.
     """
     with _connecting:
         return _connect(address or os.environ.get("RAY_ADDRESS"), need_cpus)
@@ -55,13 +56,18 @@ def _connect(address: str | None, need_cpus: float) -> str:
         _join(address)
         return address
     cores = max(os.cpu_count() or 1, math.ceil(need_cpus))
-    ray.init(
-        address="local",
-        num_cpus=cores,
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-    )
+    try:
+        ray.init(
+            address="local",
+            num_cpus=cores,
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+        )
+    except Exception as error:  # Ray raises a bare one where its processes are late
+        what = f"did not start on this machine: {_first_line(error)}"
+        remedy = "run the same command again when the machine is less busy, or join a cluster with --address"
+        raise AddressError("Ray", what, remedy) from error
     _started.append(ray.get_runtime_context().gcs_address)
     atexit.register(leave)  # before the one of Ray, which is registered already
     return "local"
@@ -79,17 +85,28 @@ def leave() -> None:
 
     Ray does the same at the exit of the interpreter, half a second later, and then waits a second for its monitor, which
     scales clusters, keeps nothing and does not listen. It is killed first.
+
+    A start in another thread is waited for: an exit in its middle is an abort, and processes of it stay behind.
     """
     import ray
 
-    if not _started or not ray.is_initialized():
-        return
-    if ray.get_runtime_context().gcs_address not in _started:
-        return
-    node = getattr(ray._private.worker, "_global_node", None)
-    for info in getattr(node, "all_processes", {}).get("monitor", ()):
-        info.process.kill()
-    ray.shutdown()
+    if not _connecting.acquire(blocking=False):
+        log.warning("Ray is starting, and is ended when it has started; Ctrl-C again leaves at once")
+        if not _connecting.acquire(timeout=START_ENDS_S):
+            return
+    try:
+        if not _started or not ray.is_initialized():
+            return
+        if ray.get_runtime_context().gcs_address not in _started:
+            return
+        node = getattr(ray._private.worker, "_global_node", None)
+        for info in getattr(node, "all_processes", {}).get("monitor", ()):
+            info.process.kill()
+        # a thread that still asks for an actor would start another Ray
+        ray._private.auto_init_hook.enable_auto_connect = False
+        ray.shutdown()
+    finally:
+        _connecting.release()
 
 
 def starting(address: str | None = None, *, need_cpus: float = 0) -> Future[str]:
@@ -115,6 +132,10 @@ def starting(address: str | None = None, *, need_cpus: float = 0) -> Future[str]
     return done
 
 
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
 def _join(address: str) -> None:
     import ray
 
@@ -122,7 +143,7 @@ def _join(address: str) -> None:
     try:
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first_line = _first_line(error)
         remedy = "check the address, and RAY_AUTH_MODE and the token when the cluster asks for one"
         raise AddressError(f"--address {address}", first_line, remedy) from error
 

@@ -71,7 +71,7 @@ TABLE = (
         "counter",
         "Stall time for other causes, such as a busy server or the network.",
     ),
-    Metric("fetch_seconds", "histogram", "A trainer's wait for a step it needs."),
+    Metric("fetch_seconds", "histogram", "A trainer's wait for a step it needs; 0 where it was there."),
     Metric("read_seconds", "histogram", "Reading the rows of a step from the cache."),
     Metric("collate_seconds", "histogram", "Writing the arrays of a step."),
     Metric(

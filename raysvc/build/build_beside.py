@@ -44,14 +44,22 @@ RATES = ("rows/s", "tokens/s", "MB/s")
 
 
 def windowed_sources(job: JobConfig) -> list[bool]:
-    """Of each source of a job, whether its entry may grow while steps are taken from it: with a window, and nothing that is known only at
-    the end.
-    """
+    """Of each source of a job, whether it is shuffled in a window."""
     if job.mixture is None:
         return [is_windowed(job.plan.shuffle)]
-    if job.mixture.by == "tokens":
-        return [False] * len(job.mixture.sources)
     return [is_windowed(each.shuffle or job.plan.shuffle) for each in job.mixture.sources.values()]
+
+
+def known_at_the_end(job: JobConfig, computed: Sequence[str]) -> str:
+    """Why no entry of a job may grow while steps are taken from it, whatever its shuffle: a plan or rows need what is known only at the
+    end; "" where nothing does.
+
+    Args:
+        computed: columns that a model computes.
+    """
+    if job.mixture is not None and job.mixture.by == "tokens":
+        return "mixture.by: tokens needs the tokens of all rows (by: rows does not wait)"
+    return f"a model computes {', '.join(computed)} of all rows" if computed else ""
 
 
 def entry_of(job: JobConfig, entries: Sequence[Entry], hit: bool, reasons: Sequence[str]) -> CacheEntry:

@@ -12,7 +12,7 @@ from typing import Any, Never
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from raysvc.cache.manifest import REBUILD
+from raysvc.cache.part_info import REBUILD
 from raysvc.errors import EntryError
 
 

@@ -26,11 +26,11 @@ from raysvc.build.explain import HIT, why_missed
 from raysvc.cache.entry import Entry
 from raysvc.cache.find import find_entry, open_entry
 from raysvc.cache.generations import build_generation, next_generation
-from raysvc.cache.key import cache_key
+from raysvc.cache.key import PRIVATE, SHARED, cache_key
 from raysvc.cache.names import folder_of
 from raysvc.cache.store.open import open_store
 from raysvc.cache.store.store import Store
-from raysvc.cache.use_marker import Hold, this_process
+from raysvc.cache.use_marker import Hold, builder
 from raysvc.cache.writer import EntryWriter
 from raysvc.chat.row_counts import errors_of, reasoning_note
 from raysvc.chat.tokens.tokenizer import anchored
@@ -96,7 +96,7 @@ def look(job: JobConfig, root: str, name: str = "") -> Looked:
     job = job.model_copy(update={"tokenizer": anchored(job.tokenizer)})
     plan = plan_build(job, store)
     if not job.cache.enabled:
-        recipe = {**plan.recipe, "private": uuid.uuid4().hex}
+        recipe = {**plan.recipe, PRIVATE: uuid.uuid4().hex, SHARED: plan.key}
         plan = replace(plan, recipe=recipe, key=cache_key(recipe))
         return Looked(job, store, plan, None, "cache.enabled is false", name=name)
     entry = None if job.cache.force else find_entry(store, plan.key)
@@ -149,7 +149,7 @@ def held_generation(store: Store, key: str, generation_of: Callable[[Store, str]
     for _ in range(3):
         generation = generation_of(store, key)
         with contextlib.suppress(EntryError):
-            return generation, Hold(store, folder_of(key, generation), this_process())
+            return generation, Hold(store, folder_of(key, generation), builder())
     raise EntryError(f"{store.url}/{key}", "gc deletes it again and again", "find out which process runs gc")
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raysvc.build.mixed_job import entries_of, shuffles_of, stages_of
-from raysvc.cache.manifest import ADDED
+from raysvc.cache.key import ADDED
 from raysvc.collate.plan_report import PlanReport, plan_report
 from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.collate.text_columns import of_fixed_width, text_widths
@@ -25,6 +25,7 @@ from raysvc.errors import ConfigError
 from raysvc.plan.cost import CostModel
 from raysvc.plan.entry_plan import numbers_by_slice, plan_of_entries
 
+COMPUTED = ("ref_logprobs", "teacher_ids", "teacher_logprobs")  # columns that a job may be given later
 OWN = {  # columns that a format gives its rows
     "preference": {"chosen": {"pad": 0}},
     "kto": {"label": {"pad": 0}, "mismatched": {"pad": 0}},
@@ -61,13 +62,17 @@ def plan_config(job: JobConfig, entry: CacheEntry | None = None) -> PlanConfig:
     columns that the rows carry, and their pads.
 
     Raises:
-        ConfigError: a column that some sources of a mixture carry and others do not, or carry otherwise.
+        ConfigError: a column that some sources of a mixture carry and others do not, or carry otherwise; a pad of no column.
     """
     plan, carried = job.plan, {} if entry is None else _carried(entry)
     pads = {name: column["pad"] for name, column in carried.items()}
     update: dict[str, Any] = {"pad_values": {**pads, **plan.pad_values}}
     if "columns" not in plan.model_fields_set:
         update["columns"] = tuple(dict.fromkeys([*plan.columns, *carried]))
+    known_names = {*update.get("columns", plan.columns), *carried, *COMPUTED}
+    if entry is not None and (unknown := sorted(plan.pad_values.keys() - known_names)):
+        what = f"{unknown[0]!r} is not a column of this job"
+        raise ConfigError("plan.pad_values", what, f"known are {', '.join(sorted(known_names))}")
     known = _model_config(Path(job.trainer.model).expanduser() / "config.json")
     if plan.cost is None and known is not None:
         cost = CostModel.of_model(known)

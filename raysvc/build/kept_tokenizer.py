@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raysvc.cache import names
-from raysvc.cache.manifest import REBUILD
+from raysvc.cache.part_info import REBUILD
 from raysvc.errors import EntryError, TokenizerError
 
 if TYPE_CHECKING:

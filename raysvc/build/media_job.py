@@ -14,7 +14,7 @@ from typing import Any
 from raysvc.chat.source.media_parts import NAMES, in_column, kind_of_part
 from raysvc.errors import TokenizerError
 from raysvc.job.config import JobConfig
-from raysvc.media.kinds import Kind
+from raysvc.media.kinds import WORDS, Kind
 from raysvc.media.media_processor import MediaProcessor, has_processor
 from raysvc.media.pixels import check_pillow
 from raysvc.media.video import check_av
@@ -26,7 +26,7 @@ def processor_of(job: JobConfig, first_row: Mapping[str, Any]) -> MediaProcessor
     """The processor of a job's media; None where it has none.
 
     Raises:
-        TokenizerError: `source.media` is true and there is no processor, or one that cannot be used.
+        TokenizerError: `source.media` is true and there is no processor, or one that cannot be used in shards.
         ConfigError: Pillow is missing, or PyAV where rows have videos.
     """
     wanted, shown = job.source.media, _shown(job, first_row)
@@ -44,9 +44,23 @@ def processor_of(job: JobConfig, first_row: Mapping[str, Any]) -> MediaProcessor
     check_pillow()
     kinds = wanted if isinstance(wanted, tuple) else ()
     found = MediaProcessor.load(config.name, config.revision, config.trust_remote_code, kinds, shown)
+    if not kinds:
+        _refuse_what_it_does_not_take(first_row, found)
+    found.check()
     if "video" in found.kinds:
         check_av()
     return found
+
+
+def _refuse_what_it_does_not_take(row: Mapping[str, Any], found: MediaProcessor) -> None:
+    """Such a row would be quarantined, and most likely those like it."""
+    lists = (value for value in row.values() if not isinstance(value, str))  # a text may only look like parts
+    parts = {kind for value in lists for kind in _kinds_of_parts(value)}
+    for kind in (one for one in NAMES if one in parts and one not in found.kinds):
+        taken = " and ".join(WORDS[one].many for one in found.kinds)
+        what = f"the first row has {WORDS[kind].one}, and of the processor {type(found.hf).__name__} {taken} are used"
+        remedy = f"see docs/howto/media.md for processors of {WORDS[kind].many}, or quarantine such rows with source.media: [{', '.join(found.kinds)}]"
+        raise TokenizerError("source", what, remedy)
 
 
 def with_template(job: JobConfig, processor: MediaProcessor) -> JobConfig:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysvc.cache.growing.growing_entry import GrowingEntry
 from raysvc.cache.joined_entry import JoinedEntry
+from raysvc.cache.key import rows_key
 from raysvc.chat.row_counts import RowCounts
 from raysvc.errors import PlanError
 from raysvc.plan.entry_plan import count_groups, weighted_counts
@@ -81,6 +82,7 @@ def stages_of(job: JobConfig, entries: Sequence[Entry]) -> Stages:
     mixture = job.mixture
     if mixture is None:
         return ()
+    _refuse_twice(dict(zip(mixture.sources, entries, strict=True)))
     stages: list[tuple[int, tuple[int, ...]]] = []
     for step in sorted({each.from_step for each in mixture.sources.values()}):
         first = 0
@@ -89,6 +91,25 @@ def stages_of(job: JobConfig, entries: Sequence[Entry]) -> Stages:
             first = schedule.epoch_of(step) * schedule.num_groups + schedule.position_of(step)
         stages.append((first, _counts(job, mixture, step, entries)))
     return tuple(stages)
+
+
+def _refuse_twice(entries: Mapping[str, Entry]) -> None:
+    """Sources of a mixture are told apart by the rows that they have."""
+    names: dict[str, str] = {}
+    for name, entry in entries.items():
+        other = names.setdefault(rows_key(entry.key, entry.recipe), name)
+        if other != name:
+            remedy = "keep one of them, with the weights or epochs of both added up"
+            raise PlanError("mixture.sources", f"{other!r} and {name!r} have the same rows", remedy)
+
+
+def never_trained(job: JobConfig, stages: Stages) -> list[str]:
+    """Sources whose weight or epochs are above 0 and too small for a single row of an epoch."""
+    if job.mixture is None:
+        return []
+    some = {place for _, counts in stages for place, count in enumerate(counts) if count}
+    sources = enumerate(job.mixture.sources.items())
+    return [name for place, (name, each) in sources if (each.weight or each.epochs) and place not in some]
 
 
 def shuffles_of(job: JobConfig) -> tuple[str | None, ...]:

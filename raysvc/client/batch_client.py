@@ -213,7 +213,7 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         """
         self._refuse_unless_rollouts("set_weight_version")
         told = integer("set_weight_version(version)", version, 0)
-        self._connection.after_commits("set_weight_version", told, self._frontier)
+        self._connection.after_commits("set_weight_version", told, self.frontier)
 
     def forget_below(self, step: int) -> int:
         """Let a rollout server remove what only steps below `step` need; returns how many files went.
@@ -235,7 +235,7 @@ class BatchClient(LeaseClient[_Fetch, Step]):
 
     def _move(self, frontier: int, plan_state: dict[str, Any] | None) -> None:
         super()._move(frontier, plan_state)
-        self._feedback.moved(self._frontier)
+        self._feedback.moved(self.frontier)
 
     def _refuse_rollouts(self, call: str) -> None:
         self._connection.check()

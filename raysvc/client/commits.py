@@ -2,7 +2,6 @@
 
 Always true:
 - a commit that is noted wakes nobody while a thread looks for commits by itself, unless `AT_MOST` wait already;
-- to note one is one call;
 - what is taken says all that was noted: the newest commit covers those before it, and a skipped step stays named;
 - none is lost between the loop that notes, the thread that looks, and its end.
 """
@@ -34,6 +33,7 @@ class Commits:
 
     Attributes:
         moves: of this seat so far.
+        lookers: threads in `looked_for`.
     """
 
     def __init__(self, wake: Callable[[], object]) -> None:
@@ -41,7 +41,7 @@ class Commits:
         self._wake = wake
         self._noted: collections.deque[tuple[int, bool, int]] = collections.deque()
         self._lock = threading.Lock()
-        self._lookers = 0  # guarded by _lock
+        self.lookers = 0  # written under _lock
 
     def __bool__(self) -> bool:
         return bool(self._noted)
@@ -49,7 +49,7 @@ class Commits:
     def note(self, step: int, skipped: bool) -> None:
         """Have a commit sent soon."""
         self._noted.append((step, skipped, self.moves))
-        if not self._lookers or len(self._noted) >= AT_MOST:
+        if not self.lookers or len(self._noted) >= AT_MOST:
             self._wake()
 
     def take(self) -> list[Commit]:
@@ -60,12 +60,12 @@ class Commits:
     def looked_for(self) -> Iterator[None]:
         """While it lasts a thread calls `take` every few milliseconds; look once more after it."""
         with self._lock:
-            self._lookers += 1
+            self.lookers += 1
         try:
             yield
         finally:
             with self._lock:
-                self._lookers -= 1
+                self.lookers -= 1
 
 
 def covering(commits: Sequence[Commit]) -> list[Commit]:

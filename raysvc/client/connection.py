@@ -88,6 +88,7 @@ class Connection:
 
     Attributes:
         report: what heartbeats carry beside the sign of life.
+        settle: has what the loop noted counted: the commits among it are in `commits` then.
         orders: `Plan.order_of` of each epoch of which a step, or a state, was seen.
         commits: that are not sent; a refusal is raised by one of the next calls.
         ended: whether `check` refuses. A loop looks here first: that costs no call.
@@ -99,6 +100,7 @@ class Connection:
         self.server, self.lease, self.rank = server, lease, rank
         self._window, self._pid = window, os.getpid()
         self.report: Callable[[], dict[str, Any]] = dict
+        self.settle: Callable[[], object] = lambda: None
         self.orders: dict[int, str] = {}
         self.ended = False
         self._told: set[int] = set()  # ranks that were logged as behind or silent; only the heart touches it
@@ -230,12 +232,14 @@ class Connection:
             StepOutOfOrder: there is no such step.
         """
         self.check()
+        self.settle()
         self.commits.moves += 1
         named = {"rank": self.rank or 0, "moves": self.commits.moves}
         return int(self.after_commits("move", frontier, plan_state, **named))
 
     def send_commits(self) -> None:
         """Send the commits that nobody sends yet; does not wait for answers."""
+        self.settle()
         if self.commits and self._sending.acquire(blocking=False):
             try:
                 self._send_unsent()
@@ -249,6 +253,7 @@ class Connection:
             with self.commits.looked_for():
                 yield
         finally:
+            self.settle()
             if self.commits and not self.closed:
                 self._sender.submit(self._send_commits)
 
@@ -296,6 +301,7 @@ class Connection:
 
     def _send_after_commits(self, method: str, *args: Any, **named: Any) -> Any:
         with self._sending:
+            self.settle()
             self._send_unsent()
             self._collect(0)
             return self._send(method, *args, **named)

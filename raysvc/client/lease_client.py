@@ -4,11 +4,13 @@ Always true:
 - steps come in order, from the frontier to the last one, each once;
 - look-ahead is bounded in steps and in bytes, and changes no byte of what comes;
 - `state_dict` is the committed frontier, never the look-ahead;
+- what a loop notes, a step that was there or a commit, is counted in its order, before anybody is told of it;
 - after `detach` no thread, ref or lease of this client is left.
 """
 
 from __future__ import annotations
 
+import collections
 import logging
 import threading
 import time
@@ -21,10 +23,11 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from raysvc.client.arguments import flag, integer, mapping, optional_integer, optional_text, text
+from raysvc.client.commits import AT_MOST
 from raysvc.client.connection import Connection
 from raysvc.client.data_state import frontier_of, state_of
 from raysvc.client.look_ahead import F, FormedSizes, Limit, LookAhead, PlannedSizes, Sizes
-from raysvc.client.meter import Given, Meter
+from raysvc.client.meter import Committed, Given, Meter
 from raysvc.client.step_report import StepReport, checked_metrics
 from raysvc.client.steps import ClientStats
 from raysvc.errors import ConfigError, StepOutOfOrder
@@ -68,23 +71,26 @@ class LeaseClient(ABC, Generic[F, S]):
         self.lease: Lease = connection.lease
         self.schedule = Schedule.from_json(self.lease.schedule)
         self._connection, self._roles, self._limit = connection, roles, limit
-        self._frontier = self.lease.frontier
+        # by the loop, which appends: what it was given without a wait; (step, time) of a commit: all up to `step` are trained
+        self._noted: collections.deque[Given | tuple[int, float]] = collections.deque()
+        self._counting = threading.RLock()  # guards what counts them
+        self._frontier = self.lease.frontier  # of what was counted
         self._decided = list(self.lease.decided)
         self._taken = self._frontier  # steps below were handed out, or are committed
         self._window: Window | None = None  # of the newest iteration; an older one is refused
-        self._commit_lock = threading.Lock()  # guards what `commit` reads and writes
         self._uncommitted = 0  # steps handed out since the last commit
         self._steps = 0
         self._wait_s = 0.0
         self._last_wait_s = 0.0
         self._overlaps = False  # workers compute while the caller waits for the next step
         self.meter = Meter(self.lease.name, exports=not connection.rank)
+        self._clock = self.meter.clock
         self._report_of_steps: StepReport | None = None
-        connection.report = self._report
+        connection.report, connection.settle = self._report, self._settle
 
     def __len__(self) -> int:
         """Steps that are left."""
-        return self.schedule.num_steps - self._frontier
+        return self.schedule.num_steps - self.frontier
 
     @property
     def dp_size(self) -> int:
@@ -94,6 +100,7 @@ class LeaseClient(ABC, Generic[F, S]):
     @property
     def frontier(self) -> int:
         """The next step to train; all before it are committed."""
+        self._settle()
         return self._frontier
 
     @property
@@ -112,34 +119,20 @@ class LeaseClient(ABC, Generic[F, S]):
             ConfigError: `step` is no integer, or a metric is not a number.
             StepOutOfOrder: this client was not given that step yet.
         """
-        # few calls: after the compute of a step, the code and objects of each have left the core's caches
-        if type(step) is not int or step < 0:
-            step = integer("commit(step)", step, 0)
-        if skipped is not False:
-            flag("commit(skipped)", skipped)
-        known = {} if metrics is None else checked_metrics(metrics)
+        # few calls and objects: after the compute of a step, all of them have left the core's caches
+        plain = type(step) is int and skipped is False and metrics is None and self._report_of_steps is None
         connection = self._connection
-        if connection.ended:
-            connection.check()
-        with self._commit_lock:
-            if step >= self._taken and step > self._frontier:
-                newest = max(self._frontier, self._taken - 1)
-                expected = f"step {newest} at most, the newest that was handed out or is next"
-                raise StepOutOfOrder(self.lease.name, step, expected)
-            if step >= self._frontier:
-                count = step + 1 - self._frontier
-                if self._report_of_steps is None:
-                    self.meter.noted.append((step, count, self.meter.clock()))
-                else:
-                    told = self.meter.committed(step, count)
-                    self._report_of_steps.committed(step + 1, told, known)
-                self._frontier = step + 1
-                self._uncommitted = 0
-                connection.commits.note(step, skipped)
+        if plain and 0 <= step < self._taken and not connection.ended:
+            noted = self._noted
+            noted.append((step, self._clock()))
+            if not connection.commits.lookers or len(noted) >= AT_MOST:
+                self._settle()
+        else:
+            self._commit(step, skipped, metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """The committed frontier, as small JSON; safe with fetches in flight, equal on all ranks after a step."""
-        state = state_of(self.lease, self.schedule, self._frontier, self.orders, self._decided)
+        state = state_of(self.lease, self.schedule, self.frontier, self.orders, self._decided)
         return {**state, "dp_size": self.dp_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -202,13 +195,14 @@ class LeaseClient(ABC, Generic[F, S]):
         if self._connection.rank:
             return NO_TRACKERS
         check_installed([each for each in trackers if isinstance(each, str)], "report_to")
-        run = tracked_run(Path(where), name, config, self._frontier)
+        run = tracked_run(Path(where), name, config, self.frontier)
         reporter = open_reporter(trackers, run, "report_to")
         self._report_of_steps = StepReport(reporter, self.schedule.steps_per_epoch)
         return reporter
 
     def stats(self) -> ClientStats:
         """Counters since attach."""
+        self._settle()
         window = self._window
         outstanding, nbytes = (window.num_outstanding, window.nbytes) if window else (0, 0)
         return ClientStats(self._steps, self._wait_s, self._last_wait_s, outstanding, nbytes)
@@ -217,11 +211,10 @@ class LeaseClient(ABC, Generic[F, S]):
         """Give the lease (or this rank's seat) back; safe to call twice, and with fetches in flight."""
         self._end_iteration()
         self._record()
-        self.meter.settle()
         self.meter.metrics.write()
         self._connection.close()
         if self._report_of_steps is not None:
-            finished = self._frontier == self.schedule.num_steps
+            finished = self.frontier == self.schedule.num_steps
             self._report_of_steps.reporter.on_end({}, finished)
 
     def __enter__(self) -> Self:
@@ -256,14 +249,14 @@ class LeaseClient(ABC, Generic[F, S]):
         end = min(stop, self.schedule.num_steps)
         self._end_iteration()
         window = self._window = LookAhead(ask, self._sizes(end), self._limit)
-        with closing(window.run(self._frontier, end)) as fetches:
+        with closing(window.run(self.frontier, end)) as fetches:
             while True:
                 self._refuse_older(window)
                 fetch = next(fetches, None)
                 if fetch is None:
                     return
                 step = self._timed(fetch)
-                self._note_taken(fetch.index)
+                self._taken = max(self._taken, fetch.index + 1)
                 if self.lease.forms:  # more groups may have come while we waited
                     window.extend()
                 yield step
@@ -273,23 +266,52 @@ class LeaseClient(ABC, Generic[F, S]):
 
     def _refuse_older(self, window: Window) -> None:
         if self._window is not window:
-            expected = f"a new iteration from step {self._frontier}, after the rewind"
-            raise StepOutOfOrder(self.lease.name, self._frontier, expected)
+            expected = f"a new iteration from step {self.frontier}, after the rewind"
+            raise StepOutOfOrder(self.lease.name, self.frontier, expected)
 
     def _end_iteration(self) -> None:
         window, self._window = self._window, None
         if window is not None:
             window.close()
 
-    def _note_taken(self, index: int) -> None:
-        if index >= self._taken:
-            self._taken = index + 1
-        self._uncommitted += 1
-        if self._uncommitted == WARN_AFTER_STEPS:
-            log.warning(
-                "no commit name=%s steps=%d: call commit(step.index) after each step, or a restart begins at step %d",
-                self.lease.name, self._uncommitted, self._frontier,
-            )  # fmt: skip
+    def _settle(self) -> None:
+        """Count what the loop noted so far."""
+        if self._noted:
+            with self._counting:
+                while self._noted:
+                    # it stays until it is counted: who sees none need not wait for the lock
+                    note = self._noted[0]
+                    if isinstance(note, Given):
+                        self.meter.given(note)
+                        self._count(0.0)
+                    else:
+                        self._committed(*note)
+                    self._noted.popleft()
+
+    def _commit(self, step: int, skipped: bool, metrics: Mapping[str, float] | None) -> None:
+        """`commit`, where something is to be refused or told."""
+        step = integer("commit(step)", step, 0)
+        flag("commit(skipped)", skipped)
+        known = {} if metrics is None else checked_metrics(metrics)
+        self._connection.check()
+        with self._counting:
+            self._settle()
+            if step >= self._taken and step > self._frontier:
+                newest = max(self._frontier, self._taken - 1)
+                expected = f"step {newest} at most, the newest that was handed out or is next"
+                raise StepOutOfOrder(self.lease.name, step, expected)
+            told = self._committed(step, self._clock(), skipped)
+            if told is not None and self._report_of_steps is not None:
+                self._report_of_steps.committed(step + 1, told, known)
+
+    def _committed(self, step: int, at_s: float, skipped: bool = False) -> Committed | None:
+        """Count a commit and have it sent; None: it says nothing new. Called under `_counting`."""
+        if step < self._frontier:
+            return None
+        told = self.meter.committed(step, step + 1 - self._frontier, at_s)
+        self._frontier, self._uncommitted = step + 1, 0
+        self._connection.commits.note(step, skipped)
+        return told
 
     def _eval_limit(self, name: str, look_ahead_steps: int | None) -> Limit:
         """Look-ahead of an eval; None: as in training."""
@@ -309,6 +331,7 @@ class LeaseClient(ABC, Generic[F, S]):
     def _measured(self, wait: Callable[[], tuple[S, Given]]) -> S:
         """A step that the caller waits for, with its wait."""
         begin, given = time.perf_counter(), None
+        self._settle()
         self.meter.wait_begins(overlaps=self._overlaps and self._uncommitted > 0)
         try:
             step, given = wait()
@@ -319,9 +342,16 @@ class LeaseClient(ABC, Generic[F, S]):
         return step
 
     def _count(self, waited_s: float) -> None:
+        """Count a step that was handed out."""
         self._last_wait_s = waited_s
         self._wait_s += waited_s
         self._steps += 1
+        self._uncommitted += 1
+        if self._uncommitted == WARN_AFTER_STEPS:
+            log.warning(
+                "no commit name=%s steps=%d: call commit(step.index) after each step, or a restart begins at step %d",
+                self.lease.name, self._uncommitted, self._frontier,
+            )  # fmt: skip
 
     def _report(self) -> dict[str, Any]:
         """For the server, with each heartbeat."""
@@ -344,7 +374,10 @@ class LeaseClient(ABC, Generic[F, S]):
             raise StepOutOfOrder(self.lease.name, step, f"a step from 0 to {self.schedule.num_steps - 1}")
 
     def _move(self, frontier: int, plan_state: dict[str, Any] | None) -> None:
-        self._frontier = self._taken = self._connection.move(frontier, plan_state)
+        moved = self._connection.move(frontier, plan_state)
+        with self._counting:
+            self._settle()
+            self._frontier = self._taken = moved
         if order := (plan_state or {}).get("order"):
             self._connection.orders = {order["epoch"]: order["digest"]}
         self.meter.moved()

@@ -7,8 +7,7 @@ Always true:
 - where workers compute while the driver waits for the next step (`steps(on_fetch=...)`), its wait counts only when
   every step that was handed out is committed, and not at all when `told_by_workers` is set;
 - the loop that is measured gives no metric to Ray: `report` and the end of the client do;
-- a step that was there, and a commit, are only noted by the loop; `settle` counts them in their order, and so does what counts
-  something else;
+- a step that was there when the caller asked is no wait;
 - `report` is plain JSON: a newer or an older server may leave out what it does not know.
 """
 
@@ -79,14 +78,6 @@ class Committed(NamedTuple):
     stall_s: float
 
 
-class _Trained(NamedTuple):
-    """A commit: all steps up to `step`, `num_steps` of them newly, at a value of the clock."""
-
-    step: int
-    num_steps: int
-    at_s: float
-
-
 class _Look(NamedTuple):
     time_s: float
     stall_s: float
@@ -101,10 +92,6 @@ class Meter:
         server: its name.
         exports: whether to record metrics; one rank speaks for all.
         clock: seconds that only go forward.
-
-    Attributes:
-        noted: by the loop, which appends, and not counted yet: (waited_s, given) of a step that was there when the
-            caller asked; (step, count, clock()) when all steps up to `step` are trained, `count` of them newly.
     """
 
     def __init__(
@@ -113,7 +100,6 @@ class Meter:
         self._server, self._exports, self.clock = server, exports, clock
         self.metrics = LaterRecords()
         self.told_by_workers = False  # `stalled` says all stalls; set it before the first step
-        self.noted: collections.deque[tuple[float, Given] | tuple[int, int, float]] = collections.deque()
         self._lock = threading.Lock()  # guards all below: the heartbeat thread reports
         self._began_s = self._last_commit_s = clock()
         self._since_s: float | None = None  # the caller waits since then, and it counts
@@ -135,7 +121,6 @@ class Meter:
     def wait_ends(self, waited_s: float, given: Given | None) -> None:
         """The caller has its step, or None: it could not be made."""
         with self._lock:
-            self._settle()
             counted = self._since_s is not None
             self._charge()
             self._since_s = None
@@ -146,33 +131,42 @@ class Meter:
                     waits = (given.groups_s, given.build_s)
                     self._blame(StepTimes(given.step, waited_s, *times, "file", *waits))
 
+    def given(self, given: Given) -> None:
+        """The caller has a step that was there when it asked."""
+        with self._lock:
+            self._keep(0.0, given)
+
     def stalled(self, times: StepTimes) -> None:
         """Workers stood still for a step, as they measured it."""
         with self._lock:
             self._add_stall(times.waited_s)
             self._blame(times)
 
-    def committed(self, step: int, count: int) -> Committed:
-        """All steps up to `step` are trained, `count` of them newly."""
+    def committed(self, step: int, count: int, at_s: float) -> Committed:
+        """All steps up to `step` are trained, `count` of them newly, at a value of the clock."""
         with self._lock:
-            self._settle()
-            return self._committed(_Trained(step, count, self.clock()))
-
-    def settle(self) -> None:
-        """Count what was noted so far."""
-        if self.noted:
-            with self._lock:
-                self._settle()
+            step_s, self._last_commit_s = (at_s - self._last_commit_s) / count, at_s
+            shapes = [self._shapes.pop(index) for index in sorted(self._shapes) if index <= step]
+            tokens = sum(shape.tokens for shape in shapes)
+            self._steps += count
+            self._tokens += tokens
+            stall_s, self._stall_told_s = self._stall_s - self._stall_told_s, self._stall_s
+            if self._exports:
+                self.metrics.record("steps", count, server=self._server)
+                self.metrics.record("step_seconds", step_s, server=self._server)
+                self.metrics.record("trained_tokens", tokens, server=self._server)
+                self.metrics.record("cut_rows", sum(shape.cut_rows for shape in shapes), server=self._server)
+                self._show(shapes)
+        padding = shapes[-1].padding if shapes else 0.0
+        return Committed(tokens, sum(shape.input_tokens for shape in shapes), padding, step_s, stall_s)
 
     def moved(self) -> None:
         """The trainer went to another step: what it was given is not trained."""
         with self._lock:
-            self._settle()
             self._shapes.clear()
 
     def report(self) -> dict[str, Any]:
         """Sums since the attach, and shares and rates of the last `RECENT_S`. Writes what was recorded."""
-        self.settle()
         self.metrics.write()
         with self._lock:
             self._charge()
@@ -192,34 +186,6 @@ class Meter:
             "tokens_per_s": (now.tokens - first.tokens) / passed_s,
             "elapsed_s": now.time_s - self._began_s,
         }
-
-    def _settle(self) -> None:
-        """Called under `_lock`."""
-        while self.noted:
-            match self.noted.popleft():
-                case step, count, at_s:
-                    self._committed(_Trained(step, count, at_s))
-                case waited_s, given:
-                    if not self.told_by_workers:
-                        self._add_stall(waited_s)
-                    self._keep(waited_s, given)
-
-    def _committed(self, trained: _Trained) -> Committed:
-        """Called under `_lock`."""
-        step_s, self._last_commit_s = (trained.at_s - self._last_commit_s) / trained.num_steps, trained.at_s
-        shapes = [self._shapes.pop(index) for index in sorted(self._shapes) if index <= trained.step]
-        tokens = sum(shape.tokens for shape in shapes)
-        self._steps += trained.num_steps
-        self._tokens += tokens
-        stall_s, self._stall_told_s = self._stall_s - self._stall_told_s, self._stall_s
-        if self._exports:
-            self.metrics.record("steps", trained.num_steps, server=self._server)
-            self.metrics.record("step_seconds", step_s, server=self._server)
-            self.metrics.record("trained_tokens", tokens, server=self._server)
-            self.metrics.record("cut_rows", sum(shape.cut_rows for shape in shapes), server=self._server)
-            self._show(shapes)
-        padding = shapes[-1].padding if shapes else 0.0
-        return Committed(tokens, sum(shape.input_tokens for shape in shapes), padding, step_s, stall_s)
 
     def _charge(self) -> None:
         """Count the wait so far. Called under `_lock`."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing
-from time import perf_counter
+from queue import Empty
 from typing import TYPE_CHECKING, Any
 
 from raysvc.actors.server.spec import Role
@@ -94,27 +94,33 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
         return self._read_ahead(ask, stop) if self._limit.steps else super()._iterate(ask, stop)
 
     def _read_ahead(self, ask: Callable[[int], RankFetch], stop: int) -> Iterator[RankStep]:
-        steps = range(self._frontier, min(stop, self.schedule.num_steps))
+        steps = range(self.frontier, min(stop, self.schedule.num_steps))
         sizes = self._sizes(steps.stop)
         self._end_iteration()
         ahead = ReadAhead(self._connection, ask, self._brought, sizes, self._limit, steps, self._look_beside)
         self._window = ahead
+        # few calls and objects, as in `commit`; `ReadAhead.take` in other words
+        take, connection, noted = ahead.ready.get_nowait, self._connection, self._noted
         with closing(ahead):
             for index in steps:
                 if self._window is not ahead:
                     self._refuse_older(ahead)
-                begin = perf_counter()
-                taken = ahead.take()
+                if connection.ended:
+                    connection.check()
+                ahead.wanted += 1
+                try:
+                    taken = take()
+                except Empty:
+                    taken = None
                 if taken is None:
                     step = self._measured(ahead.wait)
                 else:
                     step, given = taken
-                    waited_s = perf_counter() - begin
-                    self.meter.noted.append((waited_s, given))
-                    self._count(waited_s)
+                    noted.append(given)
                     del given  # the loop alone holds what it has
-                self._note_taken(index)
                 del taken
+                if index >= self._taken:
+                    self._taken = index + 1
                 yield step
 
     def _brought(self, fetch: RankFetch) -> tuple[RankStep, Given]:
@@ -125,7 +131,6 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
     def _look_beside(self) -> None:
         """In the thread of `ReadAhead`."""
         self._connection.send_commits()
-        self.meter.settle()
         self._record()
 
     def _arrive(self, fetch: RankFetch) -> RankStep:

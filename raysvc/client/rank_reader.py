@@ -105,13 +105,6 @@ def pause_s(taken_s: float, now_s: float) -> float:
     return min(max(LOOK_AFTER * (now_s - taken_s), least_s), most_s)
 
 
-class _Failed:
-    """Comes in the place of a step."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
 class ReadAhead(Generic[T]):
     """Steps of one iteration, asked for, opened and copied in a thread of its own.
 
@@ -126,6 +119,10 @@ class ReadAhead(Generic[T]):
         limit: how far ahead.
         steps: of the iteration.
         beside: called in the thread every few milliseconds: it sends commits (see `Connection.sends_commits`).
+
+    Attributes:
+        ready: steps that are there, in order; None in the place of one that could not be made: `wait` says why.
+        wanted: steps that the loop asked for; the loop alone writes it.
     """
 
     def __init__(
@@ -141,14 +138,15 @@ class ReadAhead(Generic[T]):
         self._connection, self._ask, self._bring, self._steps = connection, ask, bring, steps
         self._look_beside = beside
         self._window = LookAhead(self._asked_for, sizes, limit)
-        self._ready: SimpleQueue[T | _Failed] = SimpleQueue()
+        self.ready: SimpleQueue[T | None] = SimpleQueue()
+        self.wanted = 0
         self._notes: SimpleQueue[None] = (
             SimpleQueue()
         )  # wakes the thread: an answer, a loop that waits, the end
-        self._wanted = 0  # steps that the loop asked for; the loop alone writes it
         self._closed = False
+        self._error: Exception | None = None  # of the None in `ready`
         # the thread alone touches those below
-        self._seen = 0  # of `_wanted`
+        self._seen = 0  # of `wanted`
         self._num_asked = self._num_brought = 0
         self._coming: collections.deque[tuple[RankFetch, Future[Any]]] = collections.deque()
         self._taken_s = time.monotonic()
@@ -158,7 +156,7 @@ class ReadAhead(Generic[T]):
     @property
     def num_outstanding(self) -> int:
         """Steps that were asked for and not taken."""
-        return max(self._num_asked - self._wanted, 0)
+        return max(self._num_asked - self.wanted, 0)
 
     @property
     def nbytes(self) -> int:
@@ -169,42 +167,38 @@ class ReadAhead(Generic[T]):
         """The next step if it is there; None: call `wait`.
 
         Raises:
-            StepFailed: it could not be made.
             LeaseError, ServerError: the connection has ended.
         """
         if self._connection.ended:
             self._connection.check()
-        self._wanted += 1
+        self.wanted += 1
         try:
-            step = self._ready.get_nowait()
+            return self.ready.get_nowait()
         except Empty:
             return None
-        if isinstance(step, _Failed):
-            raise step.error
-        return step
 
     def wait(self) -> T:
         """Wait for the step that `take` had not.
 
         Raises:
-            As `take`.
+            StepFailed: it could not be made.
+            LeaseError, ServerError: the connection has ended.
         """
         self._notes.put(None)
-        while True:
+        while self._error is None or not self.ready.empty():
             try:
-                return self._given(self._ready.get(timeout=POLL_S))
+                step = self.ready.get(timeout=POLL_S)
             except Empty:
                 self._connection.check()
+            else:
+                if step is not None:
+                    return step
+        raise self._error
 
     def close(self) -> None:
         """Give up what was not taken; returns at once."""
         self._closed = True
         self._notes.put(None)
-
-    def _given(self, step: T | _Failed) -> T:
-        if isinstance(step, _Failed):
-            raise step.error
-        return step
 
     def _asked_for(self, index: int) -> RankFetch:
         fetch = self._ask(index)
@@ -221,14 +215,15 @@ class ReadAhead(Generic[T]):
             with commits, closing(window):
                 self._bring_all(window)
         except Exception as error:  # noqa: BLE001 - raised where the step is taken
-            self._ready.put(_Failed(error))
+            self._error = error
+            self.ready.put(None)
         finally:
             self._coming.clear()
             self._held.clear()
 
     def _bring_all(self, window: Generator[RankFetch, None, None]) -> None:
         while self._num_brought < len(self._steps) and not (self._closed or self._connection.closed):
-            if self._seen < self._wanted:
+            if self._seen < self.wanted:
                 next(window)  # asks for those that may be ahead now
                 self._seen += 1
                 if self._seen > 1:  # the loop let go of the step before; its memory is given back here
@@ -237,7 +232,7 @@ class ReadAhead(Generic[T]):
             elif self._coming and self._coming[0][1].done():
                 fetch, _ = self._coming.popleft()
                 self._held.append(self._bring(fetch))
-                self._ready.put(self._held[-1])
+                self.ready.put(self._held[-1])
                 self._num_brought += 1
                 self._window.extend()  # of rollouts more may have come
             else:

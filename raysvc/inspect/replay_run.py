@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raysvc.build.serve_log import FILE, read_served
-from raysvc.errors import ConfigError, EntryError, StepOutOfOrder
+from raysvc.errors import ConfigError, EntryError
 from raysvc.job.carried import BF16
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def replay_job(job: JobConfig, step: int, dp_size: int | None = None) -> Replaye
         dp_size: None: that of the run, else `trainer.dp_size`.
 
     Raises:
-        StepOutOfOrder: there is no such step.
+        ConfigError: there is no such step.
         EntryError: the entry is not built, or gone; the row log has other rows.
     """
     from raysvc.cache.store.open import absolute
@@ -214,7 +214,7 @@ def _rows(spec: ServeSpec, run_dir: str, step: int) -> EntryStream:
         what = f"has no step {step} yet: its rows are not there, or not tokenized"
         raise EntryError(f"the source of {spec.name!r}", what, "run raysvc tokenize, or wait for new files")
     if not 0 <= step < num_steps:
-        raise StepOutOfOrder(spec.name, step, f"a step from 0 to {num_steps - 1}")
+        raise ConfigError("--step", f"{step} is not below the {num_steps} steps", "give a smaller one")
     return stream
 
 
@@ -236,5 +236,6 @@ def _rollouts(spec: ServeSpec, step: int) -> RolloutStream:
     recipe = Recipe(spec.plan, spec.pad_token_id)
     stream = RolloutStream(spec.name, spec.rollouts, recipe, folder, spec.storage_options)
     if step not in stream.pool.steps:
-        raise StepOutOfOrder(spec.name, step, f"one of the {len(stream.pool.steps)} steps that were formed")
+        what = f"{step} is not one of the {len(stream.pool.steps)} steps that were formed"
+        raise ConfigError("--step", what, "give one of them")
     return stream

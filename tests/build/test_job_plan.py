@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from raysvc.build.cache_entry import open_cache
 from raysvc.build.job_plan import plan_config
+from raysvc.errors import ConfigError
 from raysvc.job.config import JobConfig
 from raysvc.plan.cost import CostModel
 
@@ -38,3 +41,11 @@ def test_a_model_that_does_not_tell_its_sizes_leaves_the_plan_as_it_is(
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     assert plan_config(job(tmp_path)) == job(tmp_path).plan
+
+
+def test_a_pad_of_a_column_that_nobody_has_is_refused(entry: Callable[..., str], tmp_path: Path) -> None:
+    rows = open_cache(entry(4))
+    known = job(tmp_path, pad_values={"labels": -1, "ref_logprobs": 0})
+    assert plan_config(known, rows).pad_values == {"labels": -1, "ref_logprobs": 0}
+    with pytest.raises(ConfigError, match=r"pad_values: 'label' is not a column of this job; known are"):
+        plan_config(job(tmp_path, pad_values={"label": -1}), rows)

@@ -185,9 +185,31 @@ def test_carried_text_and_an_entry_of_ones_own_are_not_waited_for(
         assert made[0] == made[1] == made[2]
 
 
+def test_private_entries_have_the_plan_of_shared_ones_also_while_they_grow(
+    tmp_path: Path, sample: dict[str, str], builder: Builder
+) -> None:
+    path = mixed(tmp_path, sample, "private", "private-cache")
+    shared = load_job(path)
+    private = load_job(path, cache={"root": shared.cache.root, "enabled": False})
+    grows, build = entry_or_build(private, None, silent)
+    assert build is not None
+    plans = [plan_of(job, raysvc.tokenize(job)) for job in (shared, private)]
+    assert plan_of(private, grows).identity == plans[0].identity == plans[1].identity
+    for step in range(plans[0].schedule.num_steps):
+        groups = [plan.groups_of(step).tolist() for plan in plans]
+        assert groups[0] == groups[1]
+
+
+def waits(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the log says since it was asked last of sources that the first step waits for."""
+    said = [text for text in caplog.messages if text.startswith("the first step waits")]
+    caplog.clear()
+    return said
+
+
 @pytest.mark.parametrize("by", ["tokens", "epochs"])
-def test_shares_of_tokens_wait_for_the_entries_and_epochs_do_not(
-    tmp_path: Path, sample: dict[str, str], by: str
+def test_shares_of_tokens_wait_for_the_entries_and_say_so_and_epochs_do_not(
+    tmp_path: Path, sample: dict[str, str], by: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = mixed(tmp_path, sample, by, f"{by}-cache")
     data = yaml.safe_load(path.read_text())
@@ -198,8 +220,32 @@ def test_shares_of_tokens_wait_for_the_entries_and_epochs_do_not(
             each["epochs"] = each.pop("weight")
     _, build = entry_or_build(load_job(data), None, silent)
     assert (build is None) == (by == "tokens")
+    said = waits(caplog)
     if build is not None:
         build.stop()
+        assert said == ["the first step waits until all of source 'song' is tokenized: it has no window"]
+        return
+    for text, name in zip(said, ROWS, strict=True):
+        assert text.startswith(f"the first step waits until all of source {name!r} is tokenized: mixture.by")
+    entry_or_build(load_job(data), None, silent)
+    assert not waits(caplog), "all is there"
+
+
+def test_columns_that_a_model_computes_wait_for_the_entry_and_say_so(
+    tmp_path: Path, sample: dict[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {"enrich": {"ref_logprobs": {"model": "/models/sft"}}}
+    monkeypatch.setattr("raysvc.scoring.job_columns.with_columns", lambda job, entry, *more: entry)
+    entry, build = entry_or_build(
+        load_job(windowed(tmp_path, sample, "scored", "cache", **model)), None, silent
+    )
+    assert (build, entry.entry.num_rows > 0) == (None, True)
+    why = "a model computes ref_logprobs of all rows"
+    assert waits(caplog) == [f"the first step waits until all of the source is tokenized: {why}"]
+    entry_or_build(
+        load_job(windowed(tmp_path, sample, "full", "other", plan={"batch_size": 8})), None, silent
+    )
+    assert not waits(caplog), "nobody asked for a window"
 
 
 @pytest.mark.slow

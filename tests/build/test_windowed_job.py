@@ -220,6 +220,7 @@ def test_weights_of_a_mixture_are_shares_of_the_rows_of_the_source(
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_windowed_run_goes_on_in_the_middle_of_a_window_on_other_ranks(
     tmp_path: Path, sample: dict[str, str], ray_session: None
 ) -> None:

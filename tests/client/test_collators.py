@@ -256,8 +256,8 @@ def test_a_killed_trainer_takes_its_collators_with_it(serve: Served, tmp_path: P
     assert stats(server)["frontier"] == 21
 
 
-NODE = """
-import json, sys
+CLUSTER = """
+import json, sys, time
 from ray.cluster_utils import Cluster
 import ray
 
@@ -276,6 +276,10 @@ sys.path.insert(0, sys.argv[2])
 from streams import opened
 
 start_server(ServeSpec.model_validate_json(sys.argv[1]), detached=True)
+"""
+NODE = (
+    CLUSTER
+    + """
 got, lost = {}, {first.node_id}
 with raysvc.attach("node", look_ahead_steps=4) as client:
     client.collate_on([first.node_id])
@@ -293,25 +297,78 @@ print(json.dumps({"got": got, "were_there": on == lost}))
 ray.shutdown()
 cluster.shutdown()
 """
+)
+LEFT = (
+    CLUSTER
+    + """
+import psutil
+from raysvc.actors.server import collator_pool
+
+collator_pool.PATIENCE_STEPS = collator_pool.LEAVING_STEPS = 2
+
+
+def collators():
+    return [one.pid for one in psutil.Process().children(recursive=True) if one.name().startswith("ray::Collator")]
+
+
+got, left = {}, 0
+with raysvc.attach("node", look_ahead_steps=2) as client:
+    client.collate_on([first.node_id])
+    held = []
+    for step in client.steps(stop=24):
+        refs = [shard for mini in step.mini_batches for shard in mini.shards]
+        ray.wait(refs, num_returns=len(refs), fetch_local=False)
+        if step.index < 4:
+            held.append(step)
+        most = max(len(collators()), 0 if step.index < 4 else most)
+        client.commit(step.index)
+        time.sleep(0.1)
+    until = time.monotonic() + 20
+    while len(collators()) == most and time.monotonic() < until:
+        time.sleep(0.1)
+    left = most - len(collators())
+    cluster.add_node(num_cpus=2, **store)
+    cluster.remove_node(first, allow_graceful=False)
+    got = {step.index: opened(step) for step in held}
+print(json.dumps({"got": got, "left": left}))
+ray.shutdown()
+cluster.shutdown()
+"""
+)
+
+
+def run_on_nodes(program: str, entry: str, folder: Path, **plan: Any) -> tuple[dict[str, Any], Any]:
+    """What a program on a cluster of its own says, and what it served."""
+    from raysvc.actors.server.spec import ServeSpec
+    from raysvc.job.config import PlanConfig
+
+    spec = ServeSpec(
+        name="node", entry_uri=entry, pad_token_id=0, journal=str(folder / "j"), num_cpus=0, collators=2,
+        plan=PlanConfig(batch_size=8, mini_batch_size=4, pad_to_multiple=2048, **plan),
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", program, spec.model_dump_json(), str(HERE)],
+        capture_output=True, text=True, check=False, timeout=160,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{"))), spec
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_lost_shard_is_made_again_after_the_collator_that_made_it_has_ended(
+    entry: Callable[..., str], tmp_path: Path, streams: Any
+) -> None:
+    report, spec = run_on_nodes(LEFT, entry(50), tmp_path, epochs=6)
+    assert report["left"] == 1, "one had nothing to do"
+    expected = streams.made_of(spec)
+    assert report["got"] == {step: expected[step] for step in map(str, range(4))}
 
 
 @pytest.mark.slow
 def test_a_lost_node_with_all_collators_and_their_shards_changes_no_byte(
     entry: Callable[..., str], tmp_path: Path, streams: Any
 ) -> None:
-    from raysvc.actors.server.spec import ServeSpec
-    from raysvc.job.config import PlanConfig
-
-    plan = PlanConfig(batch_size=8, mini_batch_size=4, epochs=2, pad_to_multiple=2048)
-    spec = ServeSpec(
-        name="node", entry_uri=entry(50), plan=plan, pad_token_id=0, journal=str(tmp_path / "j"),
-        num_cpus=0, collators=2,
-    )  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", NODE, spec.model_dump_json(), str(HERE)],
-        capture_output=True, text=True, check=False, timeout=110,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    report, spec = run_on_nodes(NODE, entry(50), tmp_path, epochs=2)
     assert report["were_there"], "the shards of the step lay on the node that was lost"
     assert report["got"] == streams.made_of(spec)

@@ -55,7 +55,7 @@ def digests(step: Any) -> list[str]:
     return [read_shard(ray.get(shard)).digest() for mini in step.mini_batches for shard in mini.shards]
 
 
-@pytest.mark.parametrize("collators", [0, 1])
+@pytest.mark.parametrize("collators", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_weights_hold_beyond_the_look_ahead_through_a_killed_server_and_are_replayed(
     mixed: Callable[..., Any], tmp_path: Path, collators: int
 ) -> None:

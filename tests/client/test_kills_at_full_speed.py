@@ -111,6 +111,7 @@ def test_kills_of_the_server_at_full_speed_do_not_reach_the_trainer(
     assert train_under_kills(serve, entry(50), look_ahead, step_ms, kills=3) >= 3
 
 
+@pytest.mark.slow
 def test_kills_of_the_server_at_full_speed_do_not_reach_a_rank(
     serve: Served, entry: Callable[..., str]
 ) -> None:

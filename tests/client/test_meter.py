@@ -76,7 +76,7 @@ def train(meter: Meter, clock: Clock, steps: int, wait_s: float, compute_s: floa
         clock.now_s += wait_s
         meter.wait_ends(wait_s, given(step, read_s=wait_s))
         clock.now_s += compute_s
-        meter.committed(step, 1)
+        meter.committed(step, 1, clock())
 
 
 def test_nine_and_a_half_seconds_of_ten_are_95_percent() -> None:
@@ -161,7 +161,7 @@ def test_steps_that_were_given_again_after_a_rewind_are_trained_once() -> None:
         meter.wait_ends(0.0, given(step))
     meter.moved()
     meter.wait_ends(0.0, given(0, tokens=7))
-    meter.committed(0, 1)
+    meter.committed(0, 1, 101.0)
     assert (meter.report()["steps"], meter.report()["tokens"]) == (1, 7)
 
 
@@ -182,34 +182,13 @@ def test_the_rank_that_waited_most_speaks_for_its_group_and_no_one_for_another_f
     assert reports.of(4) is None
 
 
-def test_what_a_loop_only_notes_counts_as_if_it_were_counted_at_once() -> None:
-    clocks, meters = [Clock(), Clock()], []
-    for clock in clocks:
-        meters.append(Meter("a", clock=clock))
-    told, noted = meters
-    for step in range(5):
-        told.wait_begins()
-        for clock in clocks:
-            clock.now_s += 0.25
-        told.wait_ends(0.25, given(step, tokens=step))
-        noted.noted.append((0.25, given(step, tokens=step)))
-        for clock in clocks:
-            clock.now_s += 2.0
-        told.committed(step, 1)
-        noted.noted.append((step, 1, noted.clock()))
-    expected = told.report()
-    del expected["causes"]  # nobody is blamed for a step that was there
-    assert expected == {name: value for name, value in noted.report().items() if name != "causes"}
-    assert noted.committed(5, 1) == told.committed(5, 1), "the newest commit is known, too"
-
-
-def test_what_was_given_before_a_rewind_and_only_noted_is_not_trained() -> None:
-    meter = Meter("a", clock=Clock())
-    meter.noted.append((0.0, given(1)))
-    meter.moved()
-    meter.noted.append((0.0, given(0, tokens=7)))
-    meter.noted.append((1, 2, meter.clock()))
-    assert (meter.report()["steps"], meter.report()["tokens"]) == (2, 7)
+def test_a_commit_counts_from_the_time_that_it_carries() -> None:
+    clock = Clock()
+    meter = Meter("a", clock=clock)
+    meter.given(given(0))
+    clock.now_s += 9.0
+    assert meter.committed(0, 1, 104.0).step_s == 4.0
+    assert meter.committed(2, 2, 110.0).step_s == 3.0
 
 
 def test_metrics_and_what_a_commit_tells_are_of_the_step_by_hand() -> None:
@@ -220,7 +199,7 @@ def test_metrics_and_what_a_commit_tells_are_of_the_step_by_hand() -> None:
     clock.now_s += 10.0
     meter.wait_ends(10.0, Given(0, infos, read_s=4.0, collate_s=2.0, copy_s=1.5, groups_s=1.2))
     clock.now_s += 5.0
-    told = meter.committed(0, 1)
+    told = meter.committed(0, 1, clock())
     assert told == Committed(tokens=50, input_tokens=55, padding=0.3125, step_s=15.0, stall_s=10.0)
     assert records.values == {
         "stall_seconds": [10.0],
@@ -241,15 +220,11 @@ def test_metrics_and_what_a_commit_tells_are_of_the_step_by_hand() -> None:
     }
     records.values.clear()
     for step in (1, 2):
-        meter.noted.append((0.25, given(step)))
+        meter.given(given(step))
     clock.now_s += 6.0
-    meter.noted.append((2, 2, meter.clock()))
-    clock.now_s += 1.0
-    assert records.values == {}, "the loop that is measured records nothing"
-    meter.settle()
+    meter.committed(2, 2, clock())
     assert records.values == {
-        "stall_seconds": [0.25, 0.25],
-        "fetch_seconds": [0.25, 0.25],
+        "fetch_seconds": [0.0, 0.0],
         "steps": [2],
         "step_seconds": [3.0],
         "trained_tokens": [20],
@@ -259,7 +234,7 @@ def test_metrics_and_what_a_commit_tells_are_of_the_step_by_hand() -> None:
         "imbalance_ratio": [1.2],
     }
     records.values.clear()
-    assert meter.committed(3, 1) == Committed(0, 0, 0.0, 1.0, 0.0), "it was given to nobody"
+    assert meter.committed(3, 1, clock() + 1.0) == Committed(0, 0, 0.0, 1.0, 0.0), "it was given to nobody"
     assert records.values == {"steps": [1], "step_seconds": [1.0], "trained_tokens": [0], "cut_rows": [0]}
     assert records.written == 0
     meter.report()
@@ -294,8 +269,8 @@ def test_one_rank_speaks_for_all_in_metrics_and_all_report() -> None:
 
 def test_a_step_without_mini_batches_is_even_and_has_no_padding() -> None:
     meter, records = recording(Clock())
-    meter.noted.append((0.0, Given(0, [], 0.0, 0.0)))
-    assert meter.committed(0, 1)[:3] == (0, 0, 0.0)
+    meter.given(Given(0, [], 0.0, 0.0))
+    assert meter.committed(0, 1, 101.0)[:3] == (0, 0, 0.0)
     assert (records.values["imbalance_ratio"], records.values["padding_share"]) == ([1.0], [0.0])
 
 
@@ -303,20 +278,20 @@ def test_of_a_trainer_that_never_commits_the_newest_steps_are_kept(monkeypatch: 
     monkeypatch.setattr(meter_module, "MAX_UNCOMMITTED", 3)
     meter = Meter("a", clock=Clock())
     for step in range(5):
-        meter.noted.append((0.0, given(step, tokens=10**step)))
-    assert meter.committed(4, 5).tokens == 11_100
+        meter.given(given(step, tokens=10**step))
+    assert meter.committed(4, 5, 101.0).tokens == 11_100
 
 
-def test_a_wait_belongs_to_the_step_after_the_commit_that_was_noted_before_it() -> None:
+def test_a_wait_belongs_to_the_step_after_the_commit_before_it() -> None:
     clock = Clock()
     meter = Meter("a", clock=clock)
-    meter.noted.append((0.0, given(0)))
+    meter.given(given(0))
+    assert meter.committed(0, 1, clock()).stall_s == 0.0
     meter.wait_begins()
-    meter.noted.append((0, 1, meter.clock()))
     clock.now_s += 2.0
     meter.wait_ends(2.0, given(1))
     clock.now_s += 1.0
-    assert meter.committed(1, 1).stall_s == 2.0
+    assert meter.committed(1, 1, clock()).stall_s == 2.0
 
 
 def test_a_wait_that_ended_without_a_step_counts() -> None:
@@ -336,9 +311,9 @@ def test_rates_are_right_at_once_and_a_share_is_at_most_one() -> None:
     meter = Meter("a", clock=clock)
     empty = meter.report()
     assert (empty["stall"], empty["steps_per_s"], empty["tokens_per_s"], empty["elapsed_s"]) == (0, 0, 0, 0)
-    meter.noted.append((0.0, given(0)))
+    meter.given(given(0))
     clock.now_s += 0.5
-    meter.noted.append((0, 1, meter.clock()))
+    meter.committed(0, 1, clock())
     meter.stalled(StepTimes(0, 0.25))
     report = meter.report()
     assert (report["stall"], report["steps_per_s"], report["tokens_per_s"]) == (0.5, 2.0, 20.0)

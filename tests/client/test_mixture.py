@@ -12,7 +12,7 @@ import pytest
 import raysvc
 from raysvc.build.cache_entry import open_served
 from raysvc.build.job_plan import plan_of
-from raysvc.build.mixed_job import mixture_spec
+from raysvc.build.mixed_job import entries_of, mixture_spec, never_trained, stages_of
 from raysvc.cache.find import open_entry
 from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.errors import ConfigError, PlanError, StateMismatch
@@ -74,6 +74,18 @@ def test_sources_come_by_weight_and_each_is_tokenized_once(
     assert entry.row(40)["input_ids"] == alone.row(0)["input_ids"]
     sources = np.concatenate(steps_of(job, entry))
     assert np.bincount(sources).tolist() == [80, 40]  # all of a twice, half of b in each of two epochs
+
+
+def test_a_source_whose_share_is_too_small_for_a_row_is_named(
+    tmp_path: Path, cache_root: str, sample: dict[str, str], ray_session: None
+) -> None:
+    shares: dict[str, Any] = {"a": {"weight": 100}, "b": {"weight": 1}, "c": {"weight": 0}}
+    job = job_of(tmp_path, cache_root, sample, shares)
+    entry = raysvc.tokenize(job)
+    assert set(np.concatenate(steps_of(job, entry)).tolist()) == {0}
+    assert never_trained(job, stages_of(job, entries_of(entry.entry))) == ["b"]
+    job = job_of(tmp_path, cache_root, sample, {**shares, "b": {"weight": 2}})
+    assert never_trained(job, stages_of(job, entries_of(entry.entry))) == []
 
 
 def test_tokens_can_be_what_weights_share(
@@ -141,8 +153,8 @@ def test_a_mixture_trains_every_row_as_often_as_its_source_says(
     [
         ({"a": {"weight": 1}, "b": {"epochs": 1}}, "every source a weight, or every source epochs"),
         ({"a": {}}, "every source a weight, or every source epochs"),
-        ({"a": {"weight": 1, "from_step": 3}}, "no source begins at step 0"),
-        ({"a": {"weight": 0}}, "no source begins at step 0"),
+        ({"a": {"weight": 1, "from_step": 3}}, "no source with a weight above 0 begins at step 0"),
+        ({"a": {"weight": 0}}, "no source with a weight above 0 begins at step 0"),
         ({"a": {"weight": -1}}, "mixture.sources.a.weight"),
     ],
 )
@@ -168,7 +180,7 @@ def test_a_source_that_stands_twice_is_refused(
 ) -> None:
     job = job_of(tmp_path, cache_root, sample, {"a": {"weight": 1}, "b": {"weight": 1}})
     (tmp_path / "b.jsonl").write_text((tmp_path / "a.jsonl").read_text())
-    with pytest.raises(PlanError, match="comes twice"):
+    with pytest.raises(PlanError, match="'a' and 'b' have the same rows; keep one of them"):
         plan_of(job, raysvc.tokenize(job))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,7 +100,10 @@ def test_what_is_shown_of_a_step_names_rows_turns_and_dummies(job: Path, tmp_pat
     assert "<script" not in page.read_text()
     assert runner.invoke(app, ["show", "-c", str(job), "--step", "0", "--rank", "2"]).exit_code == 2
     assert runner.invoke(app, ["show", "-c", str(job), "--rank", "0"]).exit_code == 2
-    assert runner.invoke(app, ["replay", "-c", str(job), "--step", "999"]).exit_code != 0
+    for command in ("replay", "show"):
+        beyond = runner.invoke(app, [command, "-c", str(job), "--step", "999"])
+        assert beyond.exit_code == 2
+        assert re.search(r"--step: 999 is not below the \d+ steps; give a smaller one", beyond.stderr)
 
 
 def shards_of(layout: str, **plan: Any) -> tuple[Any, ...]:
