@@ -5,8 +5,10 @@ RUN := .venv/.installed
 DEV := .venv/.installed-dev
 COVER ?= 95
 PURE := chat cache plan collate media
-# Number of processes for either tier; each has its own Ray and runs whole files.
-JOBS ?= 2
+# Number of processes for either tier; each has its own Ray and runs whole files. With two, a third of two cores is idle.
+JOBS ?= 3
+# Whole files in the order of tests/conftest.py; by itself xdist begins with the files of many tests.
+XDIST := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # Python that may not write byte code compiles the package again in every test process and every Ray worker.
 # An empty value means unset to Python, whatever the caller's environment says.
 export PYTHONDONTWRITEBYTECODE :=
@@ -39,10 +41,10 @@ docs: dev
 
 # Slow tests are in test-long: kills at full speed, autoscaling, submitted jobs, trained models.
 test: dev
-	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile --durations=10
+	$(BIN)/python -m pytest -m "not slow" $(XDIST) --durations=10
 
 test-long: dev
-	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile --timeout=240 --durations=10
+	$(BIN)/python -m pytest -m slow $(XDIST) --timeout=600 --durations=10
 
 # Coverage of lines and branches of each package that decides, from the tests that need no Ray.
 coverage: dev

@@ -36,10 +36,21 @@ class Head:
     def submit(
         self, *arguments: str, cwd: Path, env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
+        """`ray job submit`, as soon as the head takes jobs: its dashboard answers before its agent has started."""
         command = [RAY, "job", "submit", "--address", self.dashboard, *arguments]
-        return subprocess.run(
-            command, cwd=cwd, env=env or self.env, capture_output=True, text=True, check=False, timeout=280
-        )
+        until = time.monotonic() + 120
+        while True:
+            done = subprocess.run(
+                command,
+                cwd=cwd,
+                env=env or self.env,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=280,
+            )
+            if "No available agent" not in done.stderr or time.monotonic() > until:
+                return done
 
     def servers(self) -> list[str]:
         """Names of the servers of the cluster, as `raysvc ps` of another process sees them."""
@@ -95,7 +106,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
 
 
 def wait_for_dashboard(head: Head, process: subprocess.Popen[bytes]) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 240
     token = (Path(head.env["HOME"]) / ".ray" / "auth_token").read_text().strip()
     ask = urllib.request.Request(f"{head.dashboard}/api/jobs/", headers={"Authorization": f"Bearer {token}"})
     while time.monotonic() < until:
@@ -105,7 +116,7 @@ def wait_for_dashboard(head: Head, process: subprocess.Popen[bytes]) -> None:
             return
         except OSError:
             time.sleep(0.2)
-    raise AssertionError("no dashboard after a minute")
+    raise AssertionError("no dashboard after four minutes")
 
 
 def write_job(folder: Path, sample: dict[str, str], cache: Path, name: str, **sections: object) -> None:

@@ -86,6 +86,7 @@ def test_options_of_trls_sft_that_would_be_ignored_are_refused_by_name(
         trainer.get_train_dataloader()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_was_whatever_is_said_of_skipping_data_or_of_micro_batches(
     tmp_path: Path, sample: dict[str, str]
 ) -> None:

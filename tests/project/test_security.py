@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from raysvc.cache.key import cache_key, canonical_json
-from raysvc.cache.manifest import Manifest, PartInfo, Receipt
+from raysvc.cache.manifest import Manifest, Receipt
+from raysvc.cache.part_info import PartInfo
 from raysvc.errors import ConfigError, EntryError, RaysvcError
 from raysvc.job.config import JobConfig, ServerConfig, TextSpec, TokenizerConfig
 from raysvc.job.job_file import load_job
