@@ -103,15 +103,13 @@ class Staging:
         return nbytes
 
     def take(self, key: Key, timeout_s: float) -> tuple[StagedShard, float]:
-        """The shard under `key`, and the seconds that were waited for it. Called by the training thread.
+        """The shard under `key`, and the seconds that were waited for it: 0 if it was there. Called by the training thread.
 
         Raises:
             WorkerFailed: it did not come within `timeout_s`, or could not be copied.
         """
-        begin = time.perf_counter()
         self.release()
-        found = self._wait_for(key, timeout_s, begin)
-        wait_s = time.perf_counter() - begin
+        found, wait_s = self._wait_for(key, timeout_s)
         if isinstance(found, BaseException):
             raise WorkerFailed(self._rank, "stage", f"{type(found).__name__}: {found}") from found
         lot = found if isinstance(found, Lot) else self._slots.load(key, *found.opened())
@@ -150,8 +148,11 @@ class Staging:
             self._staged[key] = lot
             self._changed.notify_all()
 
-    def _wait_for(self, key: Key, timeout_s: float, begin: float) -> Lot | _Source | BaseException:
+    def _wait_for(self, key: Key, timeout_s: float) -> tuple[Lot | _Source | BaseException, float]:
         with self._changed:
+            if key in self._staged:
+                return self._staged.pop(key), 0.0
+            begin = time.perf_counter()
             self._wanted = key
             self._changed.notify_all()
             try:
@@ -165,7 +166,7 @@ class Staging:
                         log.warning("waiting rank=%d step=%d mini=%d for=%.0fs", self._rank, *key, waited_s)
             finally:
                 self._wanted = None
-            return self._staged.pop(key)
+            return self._staged.pop(key), time.perf_counter() - begin
 
     def _is_kept_out(self) -> bool:
         """Whether the training thread waits for a shard that is not here; then whatever is put has to go on."""
