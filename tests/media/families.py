@@ -71,22 +71,17 @@ def _like_qwen(folder: Path, **settings: Any) -> Path:
     return folder
 
 
-INTERNVL = {  # name in the tokenizer -> token
-    "start_image_token": "<img>",
-    "end_image_token": "</img>",
-    "context_image_token": "<IMG_CONTEXT>",
-    "video_token": "<video>",
-}
-
-
 def internvl(folder: Path) -> Path:
     """InternVL, which cuts an image into tiles of 56 x 56 pixels, at most four and one of the whole."""
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
-    special = ["<|im_start|>", "<|im_end|>", *INTERNVL.values()]
-    made = tokenizer(special, eos_token="<|im_end|>", pad_token="<|im_end|>", extra_special_tokens=INTERNVL)
-    made.chat_template = CHATML.replace("IMAGE", "<IMG_CONTEXT>")
-    made.save_pretrained(folder)
+    named = {
+        "start_image": "<img>",
+        "end_image": "</img>",
+        "context_image": "<IMG_CONTEXT>",
+        "video": "<video>",
+    }
+    _save_tokenizer(folder, named, CHATML.replace("IMAGE", "<IMG_CONTEXT>"))
     images = GotOcr2ImageProcessorPil(
         size={"height": 56, "width": 56}, crop_to_patches=True, min_patches=1, max_patches=4
     ).to_dict()
@@ -94,6 +89,17 @@ def internvl(folder: Path) -> Path:
     (folder / "processor_config.json").write_text(json.dumps(own))
     (folder / "preprocessor_config.json").write_text(json.dumps({**images, **own}, default=str))
     return folder
+
+
+def _save_tokenizer(folder: Path, named: dict[str, str], template: str) -> None:
+    """One that knows tokens by name: `named["image"]` is its `image_token`."""
+    special = {f"{name}_token": token for name, token in named.items()}
+    made = tokenizer(
+        ["<|im_start|>", "<|im_end|>", *special.values()],
+        eos_token="<|im_end|>", pad_token="<|im_end|>", extra_special_tokens=special,
+    )  # fmt: skip
+    made.chat_template = template
+    made.save_pretrained(folder)
 
 
 def llava(folder: Path) -> Path:
@@ -165,28 +171,15 @@ def qwen_audio(folder: Path) -> Path:
     return folder
 
 
-OMNI = {  # name in the tokenizer -> token
-    "image_token": "<|IMAGE|>",
-    "audio_token": "<|AUDIO|>",
-    "video_token": "<|VIDEO|>",
-    "vision_bos_token": "<|vision_bos|>",
-    "vision_eos_token": "<|vision_eos|>",
-    "audio_bos_token": "<|audio_bos|>",
-    "audio_eos_token": "<|audio_eos|>",
-}
-
-
 def qwen_omni(folder: Path) -> Path:
     """Qwen2.5-Omni, which takes images and audio in one row; without its video processor, which needs torchvision."""
     from transformers import WhisperFeatureExtractor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    made = tokenizer(
-        ["<|im_start|>", "<|im_end|>", *OMNI.values()], eos_token="<|im_end|>", extra_special_tokens=OMNI
-    )
+    named = {"image": "<|IMAGE|>", "audio": "<|AUDIO|>", "video": "<|VIDEO|>"}
+    named |= {f"{kind}_{end}": f"<|{kind}_{end}|>" for kind in ("vision", "audio") for end in ("bos", "eos")}
     template = CHATML.replace("AUDIO", "<|audio_bos|><|AUDIO|><|audio_eos|>")
-    made.chat_template = template.replace("IMAGE", "<|vision_bos|><|IMAGE|><|vision_eos|>")
-    made.save_pretrained(folder)
+    _save_tokenizer(folder, named, template.replace("IMAGE", "<|vision_bos|><|IMAGE|><|vision_eos|>"))
     images = Qwen2VLImageProcessorPil(min_pixels=28 * 28 * 4, max_pixels=28 * 28 * 30).to_dict()
     heard = WhisperFeatureExtractor(feature_size=16, chunk_length=2).to_dict()
     both = {**heard, **images, "processor_class": "Qwen2_5OmniProcessor"}

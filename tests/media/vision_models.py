@@ -13,7 +13,6 @@ from raysvc.media.video_patches import PROCESSORS
 
 from .families import (
     FAMILIES,
-    OMNI,
     PINPOINTS,
     internvl,
     qwen,
@@ -241,11 +240,11 @@ def _qwen_omni(folder: Path) -> Any:
     }  # fmt: skip
     rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
     names = {
-        "image_token_id": "image_token", "audio_token_id": "audio_token", "video_token_id": "video_token",
-        "vision_start_token_id": "vision_bos_token", "vision_end_token_id": "vision_eos_token",
-        "audio_start_token_id": "audio_bos_token", "audio_end_token_id": "audio_eos_token",
+        "image_token_id": "<|IMAGE|>", "audio_token_id": "<|AUDIO|>", "video_token_id": "<|VIDEO|>",
+        "vision_start_token_id": "<|vision_bos|>", "vision_end_token_id": "<|vision_eos|>",
+        "audio_start_token_id": "<|audio_bos|>", "audio_end_token_id": "<|audio_eos|>",
     }  # fmt: skip
-    ids = {name: tokenizer.convert_tokens_to_ids(OMNI[own]) for name, own in names.items()}
+    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
     config = Qwen2_5OmniThinkerConfig(
         vision_config=vision,
         audio_config=heard,
