@@ -139,3 +139,17 @@ def test_a_folder_of_pictures_with_rows_about_them_gets_a_job_that_is_tokenized(
     assert entry.num_rows == 12
     assert job.trainer.model == "tiny-vision"
     assert vision_of(job, entry) is not None
+
+
+def test_a_template_that_only_the_processor_has_is_used(tmp_path: Path) -> None:
+    """As `chat_template.json` of early models of images, which tokenizers do not read."""
+    from raysvc.cli.demo_images import write_image_job
+
+    ours = write_image_job(tmp_path / "pictures", 12).parent
+    template = ours / "tokenizer" / "chat_template.jinja"
+    (template.parent / "chat_template.json").write_text(json.dumps({"chat_template": template.read_text()}))
+    template.unlink()
+    out = tmp_path / "job.yaml"
+    result = run(str(ours / "rows.jsonl"), "--tokenizer", str(template.parent), "--out", str(out), "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout.splitlines()[-1])["row_counts"]["rows_written"] == 12
