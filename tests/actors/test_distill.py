@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from raysvc.actors.model import token_model
 from raysvc.actors.model.head_logprobs import head_top_k
 from raysvc.actors.worker.losses import DistillLoss, SftLoss
 from raysvc.actors.worker.torch_worker import CausalLMWorker
@@ -144,8 +145,8 @@ def test_an_id_that_the_model_does_not_have_is_refused_by_row_and_number(layout:
     assert masks[4][1:].any()
     assert sum(int((mask == 0).sum()) for mask in masks) > 5
     for row in range(len(rows)):
-        ids[row][masks[row] == 0] = VOCAB + 1
-        ids[row][0] = VOCAB + 2
+        ids[row][masks[row] == 0] = VOCAB
+        ids[row][0] = VOCAB
     worker = DoubleWorker(0, 1, "cpu", tiny_spec(own_loss=DistillLoss()).model_dump_json())
     worker.setup("")
     [_, metrics] = gradients_of(worker, list(shards_of(with_ids(rows, ids), layout, 1)), [loss])[0]
@@ -172,7 +173,9 @@ def test_tokens_that_the_model_does_not_have_are_refused_by_row(layout: str) -> 
 
 
 @pytest.mark.parametrize("dtype", ["int64", "int16", "uint8", "uint16", "uint32", "uint64"])
-def test_ids_may_be_any_integers(dtype: str) -> None:
+@pytest.mark.parametrize("large", [False, True])
+def test_ids_may_be_any_integers(dtype: str, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_model, "_is_large", lambda head, rows: large)
     rows = taught()
     rng = np.random.default_rng(0)
     ids = [np.argsort(rng.random((n, VOCAB)))[:, :K].astype(dtype) for n in rows.lengths.tolist()]
