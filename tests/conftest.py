@@ -36,6 +36,9 @@ if _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free > 4 << 30:
 # beside other test processes, two threads of a tiny model wait for each other
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# a worker that is alone gives torch all cores, in its own process or the test's; its threads are to sleep while they wait
+# for one that has no core, not to look again and again
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # thousands of test functions and their imports stay to the end: the collector need not look through them again and again
 gc.disable()
 
