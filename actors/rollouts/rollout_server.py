@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from raysvc.actors.rollouts.rollout_stream import RolloutStream
 from raysvc.actors.server.batch_server import BatchServer
 from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.spec import TRAIN, Role, RolloutSpec, ServeSpec, StepInfo
-from raysvc.collate.shard import Wire
+from raysvc.collate.shard import CutWire, Wire
 from raysvc.errors import ConfigError, LeaseError, SourceError, StepFailed, StepNotReady, StepOutOfOrder
 from raysvc.metrics import record
 from raysvc.rl.group import Group
@@ -29,7 +29,7 @@ from raysvc.rl.group_table import table_of
 
 log = logging.getLogger(__name__)
 CHECK_EVERY_S = 0.5
-Made = tuple[StepInfo | Wire, ...]
+W = TypeVar("W")  # how shards travel
 
 
 class RolloutServer(BatchServer):
@@ -219,7 +219,7 @@ class RolloutServer(BatchServer):
 
     def fetch_rank(
         self, fence: int, step: int, rank: int, num_ranks: int, stream: str = TRAIN
-    ) -> tuple[StepInfo | Wire, ...]:
+    ) -> tuple[StepInfo | CutWire, ...]:
         """As `BatchServer.fetch_rank`, once enough groups are there."""
         if stream != TRAIN:
             return super().fetch_rank(fence, step, rank, num_ranks, stream)
@@ -234,7 +234,9 @@ class RolloutServer(BatchServer):
                 self.spec.name, timeline.begin, timeline.version, timeline.number, timeline.abandoned_until,
             )  # fmt: skip
 
-    def _made(self, fence: int, step: int, roles: tuple[Role, ...], make: Callable[[], Made]) -> Made:
+    def _made(
+        self, fence: int, step: int, roles: tuple[Role, ...], make: Callable[[], tuple[StepInfo | W, ...]]
+    ) -> tuple[StepInfo | W, ...]:
         """A step once its groups are there; a group that cannot be collated is quarantined, and the step made again."""
         groups_s = 0.0
         while True:

@@ -36,7 +36,7 @@ from raysvc.actors.server.step_maker import StepMaker, Stream
 from raysvc.actors.server.trainer_feedback import TrainerFeedback
 from raysvc.actors.server.trainer_reports import TrainerReports
 from raysvc.collate.reused_memory import keep_freed_memory
-from raysvc.collate.shard import Wire
+from raysvc.collate.shard import CutWire, Wire, cut
 from raysvc.errors import ConfigError, LeaseHeld, StepOutOfOrder
 from raysvc.feedback.decision import Request
 from raysvc.feedback.feedback_log import RowOutcomes
@@ -285,8 +285,8 @@ class BatchServer:
 
     def fetch_rank(
         self, fence: int, step: int, rank: int, num_ranks: int, stream: str = TRAIN
-    ) -> tuple[StepInfo | Wire, ...]:
-        """The step's info, then this rank's shard of each mini-batch, as it travels; collated once for all ranks.
+    ) -> tuple[StepInfo | CutWire, ...]:
+        """The step's info, then this rank's shard of each mini-batch, as it travels (`shard.cut`); collated once for all ranks.
 
         A step that ranks ask for while they are no further apart than their look-ahead is kept until all have it, however
         small `share_bytes` is.
@@ -299,7 +299,7 @@ class BatchServer:
         pinned = alone and stream == TRAIN and step < lease.frontier + 2 * lease.window
         readers = num_ranks if alone else None
         info, shards = self._maker.make_shared(step, (Role(num_ranks),), stream, readers, pinned)
-        return (info, *(shard.to_wire() for shard in shards[rank::num_ranks]))
+        return (info, *(cut(shard.to_wire()) for shard in shards[rank::num_ranks]))
 
     def admit(self, fence: int, step: int, stream: str = TRAIN) -> AdmittedStep:
         """Let a trainer's collators make a step; they wait for what it returns.

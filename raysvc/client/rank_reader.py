@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from raysvc.actors.server.spec import Role
 from raysvc.client.connection import POLL_S, Connection
 from raysvc.client.look_ahead import Limit, LookAhead, Sizes
-from raysvc.client.steps import RankStep, private
-from raysvc.collate.shard import read_shard
+from raysvc.client.steps import RankStep
+from raysvc.collate.shard import private, read_shard
 from raysvc.errors import StepOutOfOrder
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class RankReader:
             raise StepOutOfOrder(self._connection.lease.name, info.index, f"step {fetch.index}")
         self._connection.note_order(info)
         begin = time.perf_counter()
-        own = tuple(private(read_shard(shard)) for shard in shards)
+        own = tuple(read_shard(private(shard)) for shard in shards)
         times = (info.read_s, info.collate_s, time.perf_counter() - begin, info.groups_s, info.build_s)
         return RankStep(info.index, info.epoch, own, info.mini_batches, *times)
 

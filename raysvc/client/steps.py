@@ -181,12 +181,6 @@ def micros_of(steps: Iterable[RankStep], device: str) -> Iterator[RankMicro]:
                 )
 
 
-def private(shard: Shard) -> Shard:
-    """The shard with memory of its own."""
-    arrays = {name: array.copy() for name, array in shard.arrays.items()}
-    return replace(shard, arrays=arrays, row_ids=shard.row_ids.copy())
-
-
 def _on(device: str, arrays: dict[str, Any]) -> dict[str, torch.Tensor]:
     import torch
 

@@ -19,6 +19,7 @@ and of rows with media, as their processor gives them (`pixel_values`, `image_gr
     <name>_bounds       int32 [S + 1]   where the part of each row begins in <name>
 Always true:
 - `read_shard(shard.to_wire())` is the same shard, without a copy; what travels is built of numpy and text alone (docs/wire.md);
+- `private(cut(shard.to_wire()))` has the same arrays in memory of its own; to cut copies nothing;
 - `micro(i)` copies nothing;
 - the micro-batches cover every line once, in order;
 - denominators are those of the whole mini-batch, the same on every rank.
@@ -41,6 +42,9 @@ from raysvc.plan.fact_table import facts_html, facts_text
 
 Array = npt.NDArray[Any]
 Wire = tuple[str, dict[str, Array]]  # header, arrays: what a ref holds
+CutWire = tuple[str, dict[str, Array | list[Array]]]  # header; arrays, or pieces of them: what a rank gets
+PIECE_BYTES = 1 << 20  # the most that Ray copies into its store without starting six threads
+CUT_BELOW = 8 << 20  # larger arrays stay whole; measured: docs/decisions.md
 WIRE_FORMAT, WIRE_VERSION = "raysvc.shard", 1  # the version grows when an old reader would misread
 BOUNDS = "_bounds"  # ends the name of an array that says where rows begin in another one
 
@@ -196,6 +200,32 @@ def read_shard(value: Wire | Shard) -> Shard:
         arrays["row_ids"], Denominators(**header["denominators"]),
         tuple(MicroBatch(*micro) for micro in header["micro_batches"]), tuple(header["row_vectors"]), header["pad_token_id"],
     )  # fmt: skip
+
+
+def cut(wire: Wire) -> CutWire:
+    """The wire for a rank, which copies it in any case: arrays of 1 to 8 MiB as lists of lines, of 1 MiB together or less."""
+    header, arrays = wire
+    return header, {name: _pieces(array) for name, array in arrays.items()}
+
+
+def private(wire: CutWire) -> Wire:
+    """The wire with whole arrays, in memory of its own."""
+    header, arrays = wire
+    return header, {name: _joined(value) for name, value in arrays.items()}
+
+
+def _pieces(array: Array) -> Array | list[Array]:
+    if not PIECE_BYTES < array.nbytes <= CUT_BELOW:
+        return array
+    lines = max(1, PIECE_BYTES * len(array) // array.nbytes)
+    return [array[first : first + lines] for first in range(0, len(array), lines)]
+
+
+def _joined(value: Array | list[Array]) -> Array:
+    if not isinstance(value, list):
+        return value.copy()
+    own = np.empty((sum(map(len, value)), *value[0].shape[1:]), value[0].dtype)
+    return np.concatenate(value, out=own)
 
 
 def _header_and_arrays(value: Any) -> tuple[dict[str, Any], dict[str, Array]]:

@@ -51,7 +51,7 @@ def info(index: int) -> StepInfo:
 
 
 def reader(answers: Answers, monkeypatch: pytest.MonkeyPatch, stream: str = "") -> RankReader:
-    """A reader whose shards open to ("opened", shard), and private copies of them to ("own", ...)."""
+    """A reader whose shards are copied to ("own", shard), and open to ("opened", ...)."""
     left = [answers.late]
 
     def get(refs: list[str], timeout: float) -> list[Any]:
@@ -64,8 +64,8 @@ def reader(answers: Answers, monkeypatch: pytest.MonkeyPatch, stream: str = "") 
         return list(answers.values)
 
     monkeypatch.setattr(ray, "get", get)
-    monkeypatch.setattr(rank_reader, "read_shard", lambda shard: ("opened", shard))
-    monkeypatch.setattr(rank_reader, "private", lambda shard: ("own", *shard))
+    monkeypatch.setattr(rank_reader, "read_shard", lambda wire: ("opened", *wire))
+    monkeypatch.setattr(rank_reader, "private", lambda wire: ("own", wire))
     return RankReader(answers, 3, stream)  # type: ignore[arg-type]
 
 
@@ -81,7 +81,7 @@ def test_a_step_is_asked_for_waited_for_and_opened_as_private_copies(
     step = own.arrive(fetch)
     assert answers.calls[1:] == [("check",)] * late + [("order of", 7)]
     assert (step.index, step.epoch, step.infos) == (7, 2, ("minis",))
-    assert step.shards == (("own", "opened", "a"), ("own", "opened", "b"))
+    assert step.shards == (("opened", "own", "a"), ("opened", "own", "b"))
     assert (step.read_s, step.collate_s, step.groups_s, step.build_s) == (1.0, 2.0, 4.0, 5.0)
     assert 0 <= step.copy_s < 1
 
@@ -114,7 +114,7 @@ def test_what_the_connection_gets_after_a_broken_answer_is_the_step(monkeypatch:
         raise ray.exceptions.RayError("gone")
 
     monkeypatch.setattr(ray, "get", gone)
-    assert own.arrive(own.ask(7, 1)).shards == (("own", "opened", "a"),)
+    assert own.arrive(own.ask(7, 1)).shards == (("opened", "own", "a"),)
     assert ("get", "ref 0", "ref 1") in answers.calls
 
 
