@@ -54,24 +54,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage among what tests make from here on."""
+    """Look for garbage among what tests make from here on, and for old garbage seldom: imports are most of what is old."""
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
     gc.enable()
 
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """A local Ray of four logical CPUs."""
+    """A local Ray of four logical CPUs, without the processes that read logs for a driver and that ask for more nodes."""
     import ray
+    from ray._private.node import Node
 
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        object_store_memory=200 * 2**20,
-        logging_level="ERROR",
-        log_to_driver=False,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        for unused in ("start_log_monitor", "start_monitor"):
+            patch.setattr(Node, unused, lambda _: None)
+        ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=200 * 2**20,
+            logging_level="ERROR",
+            log_to_driver=False,
+        )
     yield
     ray.shutdown()
 
