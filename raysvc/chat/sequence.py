@@ -53,6 +53,8 @@ class Sequence:
         openings: beginnings of added tokens and tags that the text holds when its spans are right; None when they are
             right whatever it holds.
         media: that the text stands for.
+        removed: trained messages with reasoning that the template left out.
+        head: beginning of the text that other rows may share, up to a token that cuts every text; no span begins in it.
     """
 
     text: str
@@ -63,6 +65,8 @@ class Sequence:
     tokens: TokensExample | None = None
     openings: int | None = None
     media: tuple[MediumPlace, ...] = ()
+    removed: int = 0
+    head: str = ""
 
     @property
     def changes(self) -> frozenset[str]:

@@ -28,8 +28,7 @@ from raysvc.chat.first_rows import FirstRows
 from raysvc.chat.garbage import no_collection
 from raysvc.chat.media_places import FIELDS, Media, media_arrays, place_media, sampled_places, true_ids
 from raysvc.chat.render.renderer import Renderer
-from raysvc.chat.render.shape import AnySequence, JoinedSequence
-from raysvc.chat.render.turn_check import reasoning_of, removed_reasoning
+from raysvc.chat.render.shape import AnySequence
 from raysvc.chat.row_counter import RowCounter
 from raysvc.chat.row_counts import Quarantined, RowCounts
 from raysvc.chat.row_errors import RowDropped, RowFault
@@ -45,6 +44,7 @@ from raysvc.chat.tokens.align import TokenTable
 from raysvc.chat.tokens.encoder import ReferenceEncoder
 from raysvc.chat.tokens.probe import choose_encoder
 from raysvc.chat.tokens.reference_check import RenderDiffers, compare, sample_places
+from raysvc.chat.tokens.shared_heads import SharedHeads
 from raysvc.chat.tokens.token_rows import EncoderDiffers, RowEncoder, TokenRows, rows_of_tokens
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.chat.truncate import fewer_turns
@@ -115,6 +115,7 @@ class SliceTokenizer:
         self._reference = ReferenceEncoder(self.tokenizer)
         self._encoder, self._switched = choose_encoder(self.tokenizer, self._reference)
         self._renderer = self._new_renderer(fast=True)
+        self._heads = SharedHeads(self._encoder)
         self._table = TokenTable(self.tokenizer, self._renderer.control_tokens, self._renderer.inner_tokens)
         self._format: Format | None = None
         self._carrier: Carrier | None = None
@@ -167,6 +168,7 @@ class SliceTokenizer:
                         raise  # it does not give the same ids twice
                     self._switched = f"{self._encoder.name} differs from the reference on {differs}"
                     self._encoder = self._reference
+                    self._heads = SharedHeads(self._encoder)
                 except RenderDiffers as differs:
                     if not self._renderer.fast:
                         raise  # two renders of the same row differ: our reading of it is wrong
@@ -409,7 +411,8 @@ class SliceTokenizer:
     def _encode(self, flat: list[AnySequence], batch: Batch | None) -> TokenRows:
         if batch is None:
             return rows_of_tokens([sequence.tokens for sequence in flat if sequence.tokens is not None])
-        return RowEncoder(self._encoder, self._reference, self._table).encode(batch)
+        encode = RowEncoder(self._encoder, self._reference, self._table).encode
+        return self._heads.encode(batch, encode) or encode(batch)
 
     def _result(self, made: list[tuple[Kept, int]], counter: RowCounter) -> SliceResult:
         kept = [part for part, _ in made]
@@ -468,14 +471,8 @@ def _note_reasoning(
     """Count the reasoning that a template left out of rows that are written."""
     removed: Counter[int] = Counter()
     for number, sequence in zip(numbers.tolist(), flat, strict=True):
-        if isinstance(sequence, JoinedSequence):
-            continue  # its messages have a role and a text
-        example = sequence.example
-        if isinstance(example, ChatExample) and not example.all_tokens:
-            said = [example.messages[place] for place in example.trained]
-            if any(map(reasoning_of, said)):
-                trained = "".join(sequence.text[start:end] for start, end, _ in sequence.spans)
-                removed[number] += removed_reasoning(said, trained)
+        if sequence.removed:
+            removed[number] += sequence.removed
     if removed:
         written = set(kept.source_rows.tolist())
         counter.remove_reasoning(sum(count for number, count in removed.items() if number in written))

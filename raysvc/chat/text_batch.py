@@ -8,6 +8,7 @@ Always true:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from itertools import chain
@@ -20,6 +21,7 @@ from raysvc.chat.render.shape import AnySequence
 Bytes = npt.NDArray[np.uint8]
 Ints64 = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+ROWS_TO_SHARE = 8  # a head is encoded for, and then one row as a whole
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,19 @@ class Spans:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """Beginnings that sequences share.
+
+    Attributes:
+        texts: each once.
+        numbers: int64 [N], which of them a sequence begins with, -1 for none.
+    """
+
+    texts: list[str]
+    numbers: Ints64
+
+
+@dataclass(frozen=True)
 class Batch:
     """N texts.
 
@@ -49,6 +64,7 @@ class Batch:
         spans: what is under loss.
         prefix: ids before every text, without loss.
         suffixes: ids behind each text, with loss; empty when no text has any.
+        heads: where some sequences have one.
     """
 
     data: Bytes
@@ -56,6 +72,7 @@ class Batch:
     spans: Spans
     prefix: tuple[int, ...] = ()
     suffixes: Many[tuple[int, ...]] = field(default=())
+    heads: Heads | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -85,7 +102,20 @@ def batch_of(sequences: Many[AnySequence]) -> Batch:
         offsets, starts, ends = _in_bytes(data, offsets, starts, ends)
     suffixes = [s.suffix for s in sequences] if any(s.suffix for s in sequences) else []
     prefix = sequences[0].prefix if sequences else ()
-    return Batch(data, offsets, Spans(rows, starts, ends, kinds.astype(np.int8)), prefix, suffixes)
+    spans_of_all = Spans(rows, starts, ends, kinds.astype(np.int8))
+    return Batch(data, offsets, spans_of_all, prefix, suffixes, _heads([s.head for s in sequences]))
+
+
+def _heads(texts: list[str]) -> Heads | None:
+    """Of texts, empty where there is none: those that enough rows begin with."""
+    if not any(texts):
+        return None
+    counts = Counter(texts)
+    different = [text for text, count in counts.items() if text and count >= ROWS_TO_SHARE]
+    numbers = {text: number for number, text in enumerate(different)}
+    if not different:
+        return None
+    return Heads(different, np.array([numbers.get(text, -1) for text in texts], np.int64))
 
 
 def _in_bytes(data: Bytes, *places: Ints64) -> list[Ints64]:

@@ -88,7 +88,7 @@ def filled_with_media(sequence: Sequence, render: Render, example: ChatExample, 
         holes.append(_Hole(start, end, made.text, kind))
         places.append(MediumPlace(kind, taken.sha256, taken.size, made.tokens, made.patches, taken.num_bytes))
     text, spans = _filled(sequence, holes)
-    return replace(sequence, text=text, spans=spans, example=example, media=tuple(places))
+    return replace(sequence, text=text, spans=spans, example=example, media=tuple(places), head="")
 
 
 def _replacement(desk: MediaDesk, kind: Kind, taken: Taken) -> Replacement:

@@ -27,19 +27,22 @@ from raysvc.chat.render.plain_rows import PlainRows
 from raysvc.chat.render.rendered import Render
 from raysvc.chat.render.shape import AnySequence, JoinedSequence
 from raysvc.chat.render.template import ChatTemplate
-from raysvc.chat.render.turn_check import is_empty
+from raysvc.chat.render.turn_check import is_empty, removed_reasoning
 from raysvc.chat.render.turn_memory import TurnMemory
 from raysvc.chat.render.turn_spans import ALL_EMPTY, TurnFinder
 from raysvc.chat.row_errors import RowDropped, RowFault
-from raysvc.chat.sequence import CLOSED_TURN, FREE, OPEN_TURN, Sequence
+from raysvc.chat.sequence import CLOSED_TURN, FREE, OPEN_TURN, Sequence, Span
 from raysvc.chat.source.examples import ChatExample, Example, StepsExample, TextExample, TokensExample
 from raysvc.chat.source.formats import Format
 from raysvc.chat.source.media_parts import NAMES
 from raysvc.chat.source.stepwise import STEP_END
 from raysvc.chat.text_batch import Batch
+from raysvc.chat.tokens.shared_heads import cutting_tokens
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.job.config import PAIRED
 from raysvc.media.media_desk import MediaDesk
+
+MIN_HEAD = 256  # characters
 
 
 class Renderer:
@@ -62,6 +65,7 @@ class Renderer:
         self._templates: dict[str, tuple[ChatTemplate, TurnFinder, TurnMemory]] = {}
         self._plain: tuple[Format, PlainRows | None] | None = None
         self._around, self._eos = _added_around(tokenizer.hf)
+        self._cutting = cutting_tokens(tokenizer.hf)
         for has_tools in (False, True) if tokenizer.chat_template else ():
             self._template(has_tools)
 
@@ -199,8 +203,17 @@ class Renderer:
             text = render.text
             return Sequence(text, [(0, len(text), FREE)], example=example), render
         found = (memory if self.fast else finder).spans(render, example)
-        spans = [(s.start, s.end, CLOSED_TURN if s.closed else OPEN_TURN) for s in found]
-        return Sequence(render.text, spans, example=example), render
+        spans = [(start, end, CLOSED_TURN if closed else OPEN_TURN) for start, end, closed in found]
+        text, said = render.text, [example.messages[place] for place in example.trained]
+        removed = removed_reasoning(said, "".join([text[start:end] for start, end, _ in spans]))
+        return Sequence(text, spans, example=example, removed=removed, head=self._head(render, spans)), render
+
+    def _head(self, render: Render, spans: list[Span]) -> str:
+        """The first block, where rows may share it: with all the tools of the row, or a long prompt of the system."""
+        first = render.blocks[0]
+        if len(first) < MIN_HEAD or len(render.blocks) < 2 or spans[0][0] < len(first):
+            return ""
+        return first if render.blocks[1].startswith(self._cutting) else ""
 
     def _text(self, example: TextExample) -> Sequence:
         text = example.context + example.trained

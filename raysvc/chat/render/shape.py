@@ -120,5 +120,13 @@ class JoinedSequence(NamedTuple):
     def media(self) -> tuple[MediumPlace, ...]:
         return ()
 
+    @property
+    def removed(self) -> int:
+        return 0  # its messages have a role and a text, which is in the render
+
+    @property
+    def head(self) -> str:
+        return ""
+
 
 AnySequence = Sequence | JoinedSequence

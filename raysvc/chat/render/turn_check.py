@@ -16,6 +16,7 @@ import html
 import json
 import re
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from raysvc.chat.row_errors import RowFault
@@ -97,8 +98,12 @@ def reasoning_of(message: Message) -> str:
     return content.split("</think>")[0].split("<think>")[-1].strip()
 
 
-def removed_reasoning(messages: Iterable[Message], trained: str) -> int:
+def removed_reasoning(messages: list[Message], trained: str) -> int:
     """How many of some trained messages have reasoning that is not in the trained text."""
+    contents = [message.get("content") for message in messages]
+    fields = chain.from_iterable(messages)
+    if _REASONING.isdisjoint(fields) and not any(type(s) is str and "</think>" in s for s in contents):
+        return 0  # most rows have none
     return sum(1 for message in messages if (thought := reasoning_of(message)) and thought not in trained)
 
 

@@ -13,8 +13,9 @@ Always true:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from functools import cached_property
+from itertools import accumulate, compress, count
 from typing import NamedTuple
 
 from raysvc.chat.render.chat_environment import json_writer
@@ -29,6 +30,7 @@ MAX_KINDS = 1024
 _CALLING = {"role", "content", "tool_calls"}
 _to_json = json_writer(allow_nan=False)
 Key = tuple[object, ...]
+_FOLLOWING = 3  # where a key holds it
 
 
 class _Turn(NamedTuple):
@@ -44,31 +46,32 @@ class _Turn(NamedTuple):
 
 
 class _Row:
-    """One render: where its blocks begin, and which one a message owns; -1 when it owns several."""
+    """One render: where its blocks begin, and which one a message owns; -1 when it owns several.
 
-    def __init__(self, render: Render, messages: list[Message]) -> None:
+    Attributes:
+        words: what each message says, without blanks at its ends.
+    """
+
+    def __init__(self, render: Render, messages: list[Message], contents: list[str]) -> None:
         self.render, self._messages = render, messages
-        self.starts: list[int] = []
-        self.block_of: dict[int, int] = {}
-        at = 0
-        for index, block in enumerate(render.blocks):
-            owner = render.owners[index]
-            self.starts.append(at)
-            self.block_of[owner] = -1 if owner in self.block_of else index
-            at += len(block)
-
-    @cached_property
-    def _words(self) -> list[tuple[int, str]]:
-        """(place, what `TurnFinder` looks for in the turns of others) of each message that it looks for."""
-        said = [
-            (place, message["role"], (message.get("content") or "").strip())
-            for place, message in enumerate(self._messages)
-        ]
-        return [(n, words) for n, role, words in said if len(words) >= 12 or (role == "tool" and words)]
+        self.words = [*map(str.strip, contents)]
+        self.starts = [0, *accumulate(map(len, render.blocks))]
+        self.block_of = dict(zip(render.owners, count()))
+        if len(self.block_of) < len(render.owners):
+            self.block_of |= {owner: -1 for owner, times in Counter(render.owners).items() if times > 1}
+        self._sought: list[int] | None = None
 
     def meets_others(self, place: int, block: str) -> bool:
-        """Whether a block may hold what another message says."""
-        return [other for other, words in self._words if words in block] not in ([], [place])
+        """Whether a block may hold what another message says that `TurnFinder` looks for in the turns of others."""
+        if self._sought is None:
+            said = zip(self._messages, self.words, strict=True)
+            self._sought = [
+                n
+                for n, (message, words) in enumerate(said)
+                if len(words) >= 12 or (words and message["role"] == "tool")
+            ]
+            self._sought_words = [self.words[n] for n in self._sought]
+        return [*compress(self._sought, map(block.__contains__, self._sought_words))] not in ([], [place])
 
 
 class TurnMemory:
@@ -81,6 +84,7 @@ class TurnMemory:
     def __init__(self, finder: TurnFinder) -> None:
         self._finder = finder
         self._known: dict[Key, _Turn] = {}
+        self._alone: dict[Key, _Turn] = {}  # of these, plain ones between two messages, by a part of the key
         self._openings = tuple(sorted(finder.openings))
         self._firsts = frozenset(opening[0] for opening in self._openings)
         self._json_hides = any(_to_json(text) != f'"{text}"' for text in self._openings)
@@ -92,23 +96,34 @@ class TurnMemory:
             RowFault: a turn cannot be found or verified.
             RowDropped: all trained messages are empty.
         """
-        if not self._finder.ends_in_block or not self._is_plain(example.messages):
+        messages = example.messages
+        contents = [message.get("content", "") for message in messages]
+        if not self._finder.ends_in_block or {*map(type, contents)} != {str} or not self._are_clean(contents):
             return self._finder.spans(render, example)
-        row = _Row(render, example.messages)
+        row = _Row(render, messages, contents)
         spans: list[TurnSpan] = []
         for place in example.trained:
-            if not is_empty(example.messages[place]):
-                spans += self._turn(row, example, place)
+            if not row.words[place] and is_empty(messages[place]):
+                continue
+            known = self._plain_turn(row, example, place, contents[place])
+            spans += self._turn(row, example, place) if known is None else (known,)
         if not spans:
             raise RowDropped(ALL_EMPTY)
         return spans
 
-    def _is_plain(self, messages: list[Message]) -> bool:
-        """Whether contents are texts in which no token or tag can begin."""
-        contents = [message.get("content", "") for message in messages]
-        if {*map(type, contents)} != {str}:
-            return False
-        return self._are_clean(contents)
+    def _plain_turn(self, row: _Row, example: ChatExample, place: int, content: str) -> TurnSpan | None:
+        """The span of a text between two messages, where an earlier one was remembered as standing alone."""
+        messages = example.messages
+        if not content or not 0 < place < len(messages) - 1 or len(messages[place]) != 2:
+            return None
+        before, block = messages[place - 1], row.block_of.get(place, -1)
+        known = self._alone.get((before.get("role"), not before.get("tool_calls"), example.tools is None))
+        if known is None or block < 0:
+            return None
+        text, start, (before_it, behind_it) = row.render.blocks[block], row.starts[block], known.literals
+        if text != f"{before_it}{content}{behind_it}":
+            return None
+        return TurnSpan(start + known.start, start + len(text) - known.left, True)
 
     def _are_clean(self, texts: list[str]) -> bool:
         whole = "".join(texts)
@@ -171,7 +186,9 @@ class TurnMemory:
         whole = not any(literal[-1:] in self._firsts for literal in literals[:-1])
         if opens and whole and end <= len(text):
             alone = len(said) == 1 and not first[start:].strip() and tail[:2] in self._openings
-            self._known[key] = _Turn(literals, start, len(text) - end, alone)
+            turn = self._known[key] = _Turn(literals, start, len(text) - end, alone)
+            if alone and key[_FOLLOWING] is None:
+                self._alone[key[:_FOLLOWING]] = turn
 
 
 def _key(example: ChatExample, place: int, pieces: int, following: str | None) -> Key:
@@ -180,10 +197,10 @@ def _key(example: ChatExample, place: int, pieces: int, following: str | None) -
     before = messages[place - 1] if place else {}
     return (
         before.get("role"),
-        bool(before.get("tool_calls")),
-        example.tools is not None,
+        not before.get("tool_calls"),
+        example.tools is None,
         following,
-        bool(messages[place].get("content")),
+        not messages[place].get("content"),
         pieces,
     )
 

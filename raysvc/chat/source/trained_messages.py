@@ -8,6 +8,7 @@ from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.source.messages import Message, unknown_roles
 
 WEIGHTS = ("weight", "loss_weight", "train")
+_WEIGHTS = frozenset(WEIGHTS)
 
 
 def trained_messages(messages: list[Message], train_on: str, start: int) -> tuple[int, ...]:
@@ -31,7 +32,7 @@ def trained_messages(messages: list[Message], train_on: str, start: int) -> tupl
         raise RowDropped("no assistant message")
     places = places[-1:] if train_on == "last_assistant_message" else places
     for place in places:
-        if _given_weight(messages[place]) == 0:
+        if not _WEIGHTS.isdisjoint(messages[place]) and _given_weight(messages[place]) == 0:
             raise RowFault(
                 f"a message that train_on: {train_on} trains has weight 0",
                 "train_on: message_weight reads weights",

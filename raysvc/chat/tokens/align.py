@@ -32,6 +32,8 @@ from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 _BLANK = np.zeros(256, np.bool_)
 _BLANK[[9, 10, 11, 12, 13, 32]] = True
 
+_NARROW = 64  # ids
+
 OVER_START = "a token spans a header and its message"
 OVER_PROMPT = "a token spans the prompt and its completion: let the completion begin with the blank, or end the prompt with a line break"
 OVER_END = "a token spans a message and what follows it"
@@ -41,7 +43,7 @@ EXTRA_CONTROL = "a trained turn holds a control token"
 
 @dataclass(frozen=True)
 class TokenSpans:
-    """The same stretches in tokens of all rows: [starts, ends)."""
+    """The same stretches in tokens of all rows: [starts, ends), ascending."""
 
     starts: Ints64
     ends: Ints64
@@ -50,10 +52,9 @@ class TokenSpans:
     def mask(self, tokens: int) -> npt.NDArray[np.uint8]:
         """uint8 [T], 1 for every token in one of them."""
         there = self.ends > self.starts
-        steps = np.zeros(tokens + 1, np.int8)
-        np.add.at(steps, self.starts[there], 1)
-        np.add.at(steps, self.ends[there], -1)
-        return (np.cumsum(steps[:tokens], dtype=np.int8) > 0).view(np.uint8)
+        cuts = np.zeros(2 * int(there.sum()) + 2, np.int64)
+        cuts[1:-1:2], cuts[2:-1:2], cuts[-1] = self.starts[there], self.ends[there], tokens
+        return np.repeat(np.resize(np.array([0, 1], np.uint8), len(cuts) - 1), np.diff(cuts))
 
 
 class TokenTable:
@@ -81,6 +82,17 @@ class TokenTable:
         self.drops_blanks = drops_blanks(tokenizer.hf.backend_tokenizer)
         for text in set(control_texts) - set(inner_texts):
             self.is_control[tokenizer.hf.backend_tokenizer.token_to_id(text)] = True
+        self._controls = np.flatnonzero(self.is_control).astype(np.int32)
+
+    def places_of_controls(self, ids: Ints32) -> Ints64:
+        """Where control tokens stand, ascending. Most vocabularies have them side by side: then few ids are looked up."""
+        if not len(self._controls):
+            return np.zeros(0, np.int64)
+        first, last = self._controls[[0, -1]]
+        if last - first >= _NARROW:
+            return np.flatnonzero(self.is_control[ids])
+        near = np.flatnonzero((ids - first).view(np.uint32) <= np.uint32(last - first))
+        return near[self.is_control[ids[near]]]
 
     def control_fault(self, ids: Ints32, kind: int) -> str:
         """What is wrong with the control tokens of one span, or nothing."""
@@ -186,7 +198,7 @@ def _check_controls(ids: Ints32, found: TokenSpans, spans: Spans, table: TokenTa
     if not len(ids):
         return
     starts, ends, faults = found.starts, found.ends, found.faults
-    at = np.flatnonzero(table.is_control[ids])
+    at = table.places_of_controls(ids)
     held = np.searchsorted(at, ends) - np.searchsorted(at, starts)
     last = ids[np.maximum(ends - 1, 0)]
     ended = (ends > starts) & table.ends_turn[last]
