@@ -132,7 +132,7 @@ def test_show_and_replay_have_them_and_the_plan_knows_their_bytes(job: JobConfig
         sum(shard.nbytes for shard in again.shards[0]),
         sum(s.nbytes for s in replay_job(job, 1).chosen()),
     ]
-    assert report_of(job, entry).bytes_per_step == sum(sizes) / 2
+    assert report_of(job, entry).bytes_per_step == sum(sizes) // 2
 
 
 def test_datasets_reads_the_entry(job: JobConfig) -> None:
@@ -200,7 +200,7 @@ def test_rows_of_a_mixture_bring_what_their_own_source_says_also_when_a_step_is_
     assert len(seen) == len(rows)
     save(again.chosen(), tmp_path / "step.npz")
     sizes = [sum(shard.nbytes for shard in replay_job(mixed, step).chosen()) for step in range(2)]
-    assert report_of(mixed, entry).bytes_per_step == sum(sizes) / 2
+    assert report_of(mixed, entry).bytes_per_step == sum(sizes) // 2
 
 
 def _padding(shard: Any) -> Any:
