@@ -43,7 +43,6 @@ class FastRender:
     def __init__(self, text: str, variables: Mapping[str, Any], real: Real, now: datetime) -> None:
         self._real = real
         self._template = TracingTemplate(text, variables, now)
-        self._automaton = self._template.automaton
         self._is_trusted = True  # no walk differed from the real render
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
@@ -54,19 +53,21 @@ class FastRender:
         Raises:
             RowFault: the template raised.
         """
+        row = (messages, tools, prompt)
         try:
-            made = render_of(self._walk(messages, tools, prompt), messages) if self._is_trusted else None
-        except Miss:
-            return self._learn(messages, tools, prompt)
-        except Exception:  # noqa: BLE001  the template raises too, or the real render knows better
-            made = None
-        if made is None:
+            if not self._is_trusted:
+                raise Untraceable("a row was different")
+            made = render_of(self._template.walk(*row), messages)
+        except Exception as error:  # noqa: BLE001  the template raises too, or the real render knows better
             self.counts["rendered"] += 1
-            return self._real(messages, tools, prompt)
+            real = self._real(*row)
+            if isinstance(error, Miss) and self.counts["refused"] < MAX_REFUSED:
+                self._learn(real, *row)
+            return real
         self.counts["walked"] += 1
-        if self.counts["walked"] % SAMPLE_EVERY == 0:
-            return self._judge(made, self._real(messages, tools, prompt))
-        return made
+        if self.counts["walked"] % SAMPLE_EVERY:
+            return made
+        return self._judge(made, self._real(*row))
 
     @property
     def is_due(self) -> bool:
@@ -87,33 +88,24 @@ class FastRender:
         if self.is_due:
             return None
         try:
-            written = self._walk(messages, tools, False)
+            written = self._template.walk(messages, tools, False)
         except Exception:  # noqa: BLE001  new, or the template raises: `render` knows which
             return None
         self.counts["walked"] += 1
         return written
 
-    def _walk(self, messages: list[Any], tools: Any, prompt: bool) -> list[Written]:
-        self._template.begin_walk()
-        return self._automaton.walk(self._automaton.state(prompt), messages, tools)
-
-    def _learn(self, messages: list[Any], tools: Any, prompt: bool) -> Render:
-        """Render for real, and keep what a trace finds when it says the same."""
-        self.counts["rendered"] += 1
-        real = self._real(messages, tools, prompt)
-        if self._automaton.is_full or self.counts["refused"] >= MAX_REFUSED:
-            return real
+    def _learn(self, real: Render, messages: list[Any], tools: Any, prompt: bool) -> None:
+        """Keep what a trace of a row finds when it says what the real render says."""
         try:
             trace = self._template.trace(messages, tools, prompt)
             if render_of(trace.out, messages) != real:
                 raise Untraceable("the trace differs from the real render")
-            for state, notes in trace.ways:
-                state.insert(notes)
+            for state, way in trace.ways:
+                state.insert(way)
             self.counts["learned"] += 1
-            return self._judge(render_of(self._walk(messages, tools, prompt), messages), real)
+            self._judge(render_of(self._template.walk(messages, tools, prompt), messages), real)
         except Exception as error:  # noqa: BLE001  what cannot be traced is rendered
             self._note("refused", f"{type(error).__name__}: {error}")
-        return real
 
     def _judge(self, made: Render, real: Render) -> Render:
         """The real render; when it is another one, nothing is walked any more."""

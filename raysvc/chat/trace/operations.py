@@ -19,9 +19,11 @@ from typing import Any
 
 ADD, IN, JOIN = "{} + {}", "{} in {}", "''.join({})"
 AT, SLICE, LENGTH = "{}[{}]", "{}[{}:{}:{}]", "len({})"
+NEAR = "{0}[{1}] if 0 <= {1} < len({0}) else {2}"
 LIST = "{0} if {0}.__class__ is list else list({0})"
 TEXT = "{0} if {0}.__class__ is str else str({0})"
 FIELD = "{0}.get({1}, {2}) if {0}.__class__ is dict else getattr({0}, {1})"
+EQUALS = "[each for each in {1} or () if getitem(each, {2}) == {4}]"  # `selectattr` of a constant
 ITEM = "{0}[{1}] if {0}.__class__ is list and len({0}) > {1} else getitem({0}, {1})"
 
 _FIELDS = (FIELD, ITEM, "getattr({}, {})", "getitem({}, {})", "{}.get({})", "{}.get({}, {})")
@@ -42,17 +44,11 @@ class Needs(IntEnum):
     WORDS = 3  # anything
 
 
-def call_form(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The form of a call, for these arguments and then the values of the named ones."""
-    return f"{name}({', '.join(['{}'] * len(args) + [f'{key}={{}}' for key in kwargs])})"
-
-
 def needs_of(value: Any) -> Needs:
     """Of a traced value, a container of some, or anything else."""
-    if isinstance(value, list | tuple):
-        return Needs.WORDS if any(map(needs_of, value)) else Needs.ROLES
-    if isinstance(value, dict):
-        return needs_of([*value, *value.values()])
+    if isinstance(value, list | tuple | dict):
+        inside = value.values() if isinstance(value, dict) else value
+        return Needs.WORDS if any(map(needs_of, inside)) else Needs.ROLES
     return value.needs if hasattr(type(value), "needs") else Needs.ROLES
 
 
@@ -66,13 +62,11 @@ def needs_after(form: str, args: tuple[Any, ...]) -> Needs:
     first, *others = needs
     if any(others) or first is Needs.WORDS:
         return Needs.WORDS
-    if form in _TYPES:
+    if form in _TYPES or (form in _LENGTHS and first is Needs.MESSAGES):
         return Needs.ROLES
     if first is Needs.TEXT:
         return Needs.TEXT if form in _TRIMS else Needs.WORDS
-    if form in _LENGTHS:
-        return Needs.ROLES
     if form in _FIELDS and type(args[1]) is str:
         return Needs.TEXT if args[1] == "content" else Needs.ROLES
     is_index = form in _FIELDS and type(getattr(args[1], "value", args[1])) is int
-    return Needs.MESSAGES if is_index or form in (AT, SLICE, LIST) else Needs.WORDS
+    return Needs.MESSAGES if is_index or form in (AT, NEAR, SLICE, LIST) else Needs.WORDS

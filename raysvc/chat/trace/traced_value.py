@@ -9,12 +9,14 @@ Always true:
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jinja2.runtime import Undefined
 
-from raysvc.chat.trace.operations import AT, LENGTH, LIST, SLICE, Needs
+from raysvc.chat.trace.operations import AT, LENGTH, LIST, NEAR, SLICE, Needs
+
+_NO_ITEM = Undefined("there is no such item")
 
 
 class Untraceable(Exception):
@@ -33,13 +35,12 @@ class Traced:
         of_messages: when it is a list, it is one of the row's messages.
     """
 
-    __slots__ = ("epoch", "needs", "of_messages", "trace", "value", "var")
+    needs = Needs.ROLES
+    of_messages = False
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, trace: Any, var: str, value: Any, epoch: int | None = None) -> None:
         self.trace, self.var, self.value, self.epoch = trace, var, value, epoch
-        self.needs = Needs.ROLES
-        self.of_messages = False
 
     def __bool__(self) -> bool:
         return bool(self.trace.ask(self))
@@ -53,7 +54,9 @@ class Traced:
     def _refuse(self, *_: Any) -> Any:
         raise Untraceable("a value of the row went where it cannot be followed")
 
-    __str__ = __len__ = __index__ = __int__ = __float__ = __call__ = __format__ = __contains__ = _refuse
+    __str__ = __repr__ = __len__ = __index__ = __int__ = __float__ = __call__ = __format__ = __contains__ = (
+        _refuse
+    )
 
 
 def _operator(sign: str, reflected: bool) -> Any:
@@ -71,13 +74,7 @@ for _name, _sign in _SIGNS.items():
 
 
 class Method(Traced):
-    """A method of a traced value; all that can be done with it is to call it."""
-
-    __slots__ = ("name", "owner")
-
-    def __init__(self, owner: Traced, name: str) -> None:
-        super().__init__(owner.trace, "", None)
-        self.owner, self.name = owner, name
+    """A method of a traced value, by its name in `var`; all that can be done with it is to call it."""
 
 
 class TracedLoop:
@@ -87,17 +84,15 @@ class TracedLoop:
 
     Attributes:
         items: what it goes over.
-        at: index of the item, a traced value after the first step.
-        line: of the `for` statement in the root, -1 elsewhere.
+        at: index of the item, a traced value after the first step in the root.
+        item: the traced value there.
     """
 
-    def __init__(self, over: Traced, with_loop: bool = False) -> None:
-        self.trace, self.with_loop = over.trace, with_loop
+    def __init__(self, over: Traced) -> None:
+        self.trace = over.trace
         self.items = over if over.var == "messages" else self.trace.let(LIST, over)
         self.at: Any = -1
         self.item: Any = None
-        self.line = -1
-        self.trace.loops.append(self)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -105,54 +100,26 @@ class TracedLoop:
     def __next__(self) -> Any:
         trace, self.at = self.trace, self.at + 1
         trace.step(self, sys._getframe(1))
-        if not self._is_item(self.at):
-            trace.loops.remove(self)
+        if not trace.let("{} < {}", self.at, trace.let(LENGTH, self.items)):
             raise StopIteration
         item = self.item = trace.let(AT, self.items, self.at)
         if type(item.value) is tuple:  # of `.items()`
-            item = tuple(trace.let(AT, item, index) for index in range(len(item.value)))
-        return (item, self) if self.with_loop else item
+            return tuple(trace.let(AT, item, index) for index in range(len(item.value)))
+        return item
 
-    def _count(self) -> Any:
-        return self.trace.let(LENGTH, self.items)
 
-    def _is_item(self, at: Any) -> Any:
-        return self.trace.let("{} < {}", at, self._count())
-
-    def field(self, name: str) -> Any:
-        """A field of `loop`.
-
-        Raises:
-            Untraceable: a field that is not followed.
-        """
-        at = self.at
-        match name:
-            case "index0":
-                return at
-            case "index":
-                return at + 1
-            case "first":
-                return at == 0
-            case "last":
-                return at + 1 == self._count()
-            case "length":
-                return self._count()
-            case "previtem":
-                return self.trace.let(AT, self.items, at - 1) if at > 0 else Undefined("no such item")
-            case "nextitem":
-                return (
-                    self.trace.let(AT, self.items, at + 1)
-                    if self._is_item(at + 1)
-                    else Undefined("no such item")
-                )
-        raise Untraceable(f"loop.{name}")
+LOOP_FIELDS: dict[str, Callable[[TracedLoop], Any]] = {
+    "index0": lambda loop: loop.at,
+    "index": lambda loop: loop.at + 1,
+    "first": lambda loop: loop.at == 0,
+    "last": lambda loop: loop.at + 1 == loop.trace.let(LENGTH, loop.items),
+    "length": lambda loop: loop.trace.let(LENGTH, loop.items),
+    "previtem": lambda loop: loop.trace.let(NEAR, loop.items, loop.at - 1, _NO_ITEM),
+    "nextitem": lambda loop: loop.trace.let(NEAR, loop.items, loop.at + 1, _NO_ITEM),
+}
 
 
 def holds_traced(value: Any) -> bool:
     """Whether a value is traced, or a container of one."""
-    kind = type(value)
-    if issubclass(kind, Traced):
-        return True
-    if kind is dict:
-        return any(map(holds_traced, value.values()))
-    return kind in (list, tuple) and any(map(holds_traced, value))
+    inside = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+    return isinstance(value, Traced) or any(map(holds_traced, inside))
