@@ -169,15 +169,15 @@ def test_a_template_that_cannot_be_followed_is_rendered(name: str) -> None:
     same(GIVEN_UP[name])
 
 
-def test_texts_of_a_loop_over_messages_or_tools_have_the_owners_of_the_render() -> None:
-    fast, real = pair(
-        "{% for each in (messages if messages | length > 1 else tools) %}{{ each.content }}{% endfor %}"
-    )
+@pytest.mark.parametrize("lists", ["messages if {} else tools", "messages[1:] if {} else tools | list"])
+def test_texts_of_a_loop_over_messages_or_tools_have_the_owners_of_the_render(lists: str) -> None:
+    over = lists.format("messages | length > 1")
+    fast, real = pair(f"{{% for each in ({over}) %}}{{{{ each.content }}}}{{% endfor %}}")
     for texts in ("a", "ab", "cd", "e", "fgh"):
         assert fast.render(row(*texts), row("x", "y"), False) == real.render(
             row(*texts), row("x", "y"), False
         )
-    assert fast.counts["walked"] == 3
+    assert fast.counts["walked"] >= 2
 
 
 def test_a_text_that_is_searched_in_a_chain_of_comparisons_is_not_taken_for_its_letters() -> None:
