@@ -98,11 +98,19 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     try:
         wait_for_dashboard(found, process)
         yield found
+        assert process.poll() is None, f"the head ended: {last_words(Path(own))}"
     finally:
         # at once: asked politely, `ray start` takes a minute over the actors that are left; workers follow their raylet
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(timeout=60)
         shutil.rmtree(own, ignore_errors=True)
+
+
+def last_words(folder: Path) -> str:
+    """The last lines of a head's node and of what it starts."""
+    names = ("raylet.out", "raylet.err", "gcs_server.out", "dashboard.log", "dashboard_agent.log")
+    logs = sorted(path for name in names for path in folder.glob(f"**/session_2*/logs/{name}"))
+    return "\n".join(f"{path.name}: {path.read_text(errors='replace')[-2000:]}" for path in logs)
 
 
 def wait_for_dashboard(head: Head, process: subprocess.Popen[bytes]) -> None:
