@@ -39,8 +39,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # a worker that is alone gives torch all cores, in its own process or the test's; its threads are to sleep while they wait
 # for one that has no core, not to look again and again
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# a node ends when its agent has not started in time, which on a busy machine is half a minute of imports
-os.environ.setdefault("RAY_agent_register_timeout_ms", "300000")
 # thousands of test functions and their imports stay to the end: the collector need not look through them again and again
 gc.disable()
 
