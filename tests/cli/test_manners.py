@@ -172,7 +172,16 @@ print_rows("t", [{"name": "x" * 300, "n": 1}]); print_table("Run", {"rows": 1234
     assert "┃" in at_a_terminal(code)
 
 
-HANGS = """
+# A signal that comes between the interpreter's last look and the system call in which it then waits does not end the wait.
+# So the child is woken every 50 ms, and looks again.
+WOKEN = """
+import atexit, signal
+signal.signal(signal.SIGALRM, lambda number, frame: None)
+signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)
+"""
+
+HANGS = f"""{WOKEN}
 import time
 from raysvc.cli.common import edge
 @edge
@@ -200,7 +209,7 @@ def test_a_second_ctrl_c_leaves_at_once() -> None:
     assert "exited immediately" in process.communicate()[1]
 
 
-STARTS = """
+STARTS = f"""{WOKEN}
 import logging, sys, threading
 import typer
 from raysvc import cluster
@@ -247,7 +256,7 @@ def test_ctrl_c_while_ray_starts_waits_for_it_and_a_second_one_does_not(
     assert told in said
 
 
-IMPORTS = """
+IMPORTS = f"""{WOKEN}
 import sys
 sys.path.insert(0, sys.argv[1])
 from raysvc.cli.common import edge
@@ -263,7 +272,7 @@ slow()
 
 def test_ctrl_c_in_an_import_ends_the_command_quietly(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
-    starts = "from raysvc.cli import __main__ as m; import sys, signal; signal.signal(signal.SIGINT, m.leave); import waits"
+    starts = f"{WOKEN}from raysvc.cli import __main__ as m; import sys, signal; signal.signal(signal.SIGINT, m.leave); import waits"
     for code in (IMPORTS, f"import sys; sys.path.insert(0, sys.argv[1]); {starts}"):
         process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
         assert process.stdout is not None
