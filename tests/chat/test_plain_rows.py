@@ -422,6 +422,19 @@ def test_a_shape_that_a_row_leaves_serves_the_next_rows_of_its_chunk(
     assert len(whole) <= 5
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_lone_surrogate_in_the_first_row_of_some_roles_stops_no_other_row(
+    mode: str, tokenizer_folder: Any
+) -> None:
+    tokenizer = TokenizerConfig(name=tokenizer_folder(SHAPED[0]))
+    rows = [row("what", "it \ud800"), row("what", "is", "what", "\ud800 is"), *[row("what", "it is")] * 3]
+    result = SliceTokenizer(TextSpec(tokenizer=tokenizer, train_on=mode)).run(
+        [SourceRow(n, each) for n, each in enumerate(rows)]
+    )
+    assert result.table["source_row"].to_pylist() == [2, 3, 4]
+    assert result.row_counts.quarantined == {"a text holds a lone surrogate": 2}
+
+
 def test_rows_with_tools_are_not_looked_through_for_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     alone, looked_at = Alone(CHATML), []
     monkeypatch.setattr(PlainRows, "_plain", lambda self, rows: looked_at.append(rows) or [None])

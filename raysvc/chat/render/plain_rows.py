@@ -41,6 +41,7 @@ from raysvc.chat.trace.fast_render import FastRender
 
 MAX_SHAPES = 1024
 MAX_TRIES = 8  # rows of the same roles that leave no shape; some fail for what they say
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # such a row is quarantined
 
 
 class PlainRows:
@@ -137,6 +138,8 @@ class PlainRows:
         if kind in self._shapes or len(self._shapes) >= MAX_SHAPES:
             return
         if example.messages != _given(plain, example.has_parts) or self._tries[kind] >= MAX_TRIES:
+            return
+        if _LONE_SURROGATE.search(sequence.text):
             return
         self._tries[kind] += 1
         shown = self._shown(example.messages)
