@@ -27,6 +27,9 @@ def threads_of(num_cores: int, dp_size: int) -> int:
 
 def join(device: str, init_method: str, rank: int, dp_size: int) -> None:
     """Join the group of all ranks; a single rank needs none. Ranks on CPUs share the cores of their node."""
+    if device == "cpu":
+        # read when torch is loaded: a thread that waits for one without a core sleeps, instead of taking a core to look again
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
     import torch.distributed as dist
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +64,18 @@ def loss_of(worker: Worker) -> float:
 @pytest.mark.parametrize(("num_cores", "dp_size", "threads"), [(2, 1, 2), (8, 3, 2), (2, 2, 1), (2, 5, 1)])
 def test_the_ranks_of_a_node_share_its_cores(num_cores: int, dp_size: int, threads: int) -> None:
     assert threads_of(num_cores, dp_size) == threads
+
+
+@pytest.mark.parametrize(("given", "spins"), [(None, False), ("ACTIVE", True)])
+def test_threads_of_a_rank_on_cpus_sleep_while_they_wait(given: str | None, spins: bool) -> None:
+    """By what GNU's OpenMP says of itself when torch loads it."""
+    code = "from raysvc.actors.worker.process_group import join; join('cpu', '', 0, 1)"
+    environment = {**os.environ, "OMP_DISPLAY_ENV": "VERBOSE", "OMP_WAIT_POLICY": given or ""}
+    if not given:
+        del environment["OMP_WAIT_POLICY"]
+    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True).stderr  # fmt: skip
+    (count,) = re.findall("GOMP_SPINCOUNT = '(.*)'", told)
+    assert (count != "0") is spins
 
 
 def test_the_constant_reduction_is_staged_and_divides_every_row() -> None:
