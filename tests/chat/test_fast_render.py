@@ -187,6 +187,15 @@ def test_usual_conversations_are_rendered_once(template: str, pairs: Any) -> Non
 COLLECTS = {"captured"}
 
 
+def test_only_rows_are_learned_and_not_what_a_template_is_asked_about_its_turns(slice_tokenizer: Any) -> None:
+    tokenizer = slice_tokenizer("qwen3_like")
+    template = tokenizer._renderer._template(False)[0]
+    assert tokenizer._renderer.control_tokens
+    assert not template.fast.counts
+    run(tokenizer, [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}])
+    assert template.fast.counts["learned"] > 0
+
+
 def test_tools_that_json_cannot_spell_stay_their_rows_own(pairs: Any) -> None:
     def with_tool(described: Any) -> dict[str, Any]:
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

@@ -45,7 +45,7 @@ class CompiledTemplate:
 
         try:
             self.environment: Any = chat_environment(now)
-            source = _source_of(text, generator)  # type: ignore[arg-type]  # mypy: a class has no hash
+            self._source = _source_of(text, generator)  # type: ignore[arg-type]  # mypy: a class has no hash
         except TemplateError as error:
             raise TokenizerError(
                 "tokenizer.chat_template",
@@ -54,15 +54,12 @@ class CompiledTemplate:
             ) from error
         self.environment.filters = dict(self.environment.filters)
         self.environment.tests = dict(self.environment.tests)
-        self._lines = source.split("\n")
-        code = compile(source, "<chat template>", "exec")
         self._template = self.environment.template_class.from_code(
-            self.environment, code, self.environment.make_globals(None)
+            self.environment, self._source.code, self.environment.make_globals(None)
         )
         self.root: Any = self._template.root_render_func
         self.code: CodeType = self.root.__code__
         self.blank = self.context({})
-        self._around: dict[int, tuple[int, ...]] = {}
 
     def context(self, given: dict[str, Any]) -> Any:
         """A context to render with, once."""
@@ -79,11 +76,28 @@ class CompiledTemplate:
 
     def targets(self, line: int) -> tuple[str, ...]:
         """Variables that a `for` on a line binds."""
+        return self._source.targets(line)
+
+    def loops_around(self, line: int) -> tuple[int, ...]:
+        """Lines of the `for` statements that a line is inside of, outermost first."""
+        return self._source.loops_around(line)
+
+
+class _Source:
+    """The Python that Jinja writes for a template, and what is known of its lines."""
+
+    def __init__(self, text: str) -> None:
+        self.code = compile(text, "<chat template>", "exec")
+        self._lines = text.split("\n")
+        self._around: dict[int, tuple[int, ...]] = {}
+
+    def targets(self, line: int) -> tuple[str, ...]:
+        """As `CompiledTemplate.targets`."""
         found = _FOR.match(self._lines[line - 1])
         return tuple(match.group() for match in _TARGET.finditer(found.group(1))) if found else ()
 
     def loops_around(self, line: int) -> tuple[int, ...]:
-        """Lines of the `for` statements that a line is inside of, outermost first."""
+        """As `CompiledTemplate.loops_around`."""
         if line not in self._around:
             found: list[int] = []
             least = _indent(self._lines[line - 1])
@@ -96,14 +110,14 @@ class CompiledTemplate:
         return self._around[line]
 
 
-@lru_cache(maxsize=64)
-def _source_of(text: str, generator: type[Any] | None) -> str:
-    """The Python that Jinja writes for a template: each process needs it of the same few templates again and again."""
+@lru_cache(maxsize=256)
+def _source_of(text: str, generator: type[Any] | None) -> _Source:
+    """Each process needs it of the same few templates again and again."""
     from raysvc.chat.render.chat_environment import chat_environment
 
     environment: Any = chat_environment(None)
     environment.code_generator_class = generator or environment.code_generator_class
-    return str(environment.compile(text, raw=True))
+    return _Source(environment.compile(text, raw=True))
 
 
 def _indent(line: str) -> int:

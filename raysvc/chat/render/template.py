@@ -9,7 +9,8 @@ Always true:
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from itertools import pairwise
 from typing import Any
@@ -58,6 +59,7 @@ class ChatTemplate:
         now = now or datetime.now()
         self.render_really = RealRender(text, variables, now).render
         self._in_parts = in_parts
+        self._learns = True
         fast = fast and tracing_works()
         self.fast = FastRender(text, variables, self.render_really, now) if fast else None
 
@@ -93,12 +95,21 @@ class ChatTemplate:
             return self.render(messages, tools).text
         return "".join([text for _, _, text in written])
 
+    @contextmanager
+    def only_asked(self) -> Iterator[None]:
+        """Render for real within it: to learn the way of a conversation that no row is like costs five renders."""
+        self._learns = False
+        try:
+            yield
+        finally:
+            self._learns = True
+
     def shown(self, messages: list[Message]) -> list[Message]:
         """Messages as the template sees them."""
         return in_parts(messages) if self._in_parts else messages
 
     def _render_once(self, messages: list[Message], tools: list[Any] | None, prompt: bool) -> Render:
-        if self.fast is not None:
+        if self.fast is not None and self._learns:
             return self.fast.render(messages, tools, prompt)
         return self.render_really(messages, tools, prompt)
 

@@ -83,10 +83,11 @@ class TurnFinder:
         self.openings = frozenset(text[:2] for text in (*self._tokens.texts, *self._tags))
         self._prompts: dict[tuple[str, bool, bool], str | None] = {}
         self.inner_tokens: frozenset[str] = frozenset()
-        self._middle, self._last = self._frames()
-        self._frames_known = self._middle is not None or self._last is not None
-        self._writes_end = any(frame.eot for frame in (self._middle, self._last) if frame)
-        self.control_tokens, self.inner_tokens = self._controls()
+        with template.only_asked():
+            self._middle, self._last = self._frames()
+            self._frames_known = self._middle is not None or self._last is not None
+            self._writes_end = any(frame.eot for frame in (self._middle, self._last) if frame)
+            self.control_tokens, self.inner_tokens = self._controls()
 
     @property
     def ends_in_block(self) -> bool:
