@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from raysvc.chat.render.rendered import NOBODY, Render
+from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.job.config import TextSpec, TokenizerConfig
 
 from .test_zoo import MODES, judged
-from .zoo import ROWS, Template, tokenizer_folder
+from .zoo import ROWS, A, Template, U, say, tokenizer_folder
 
 SYSTEM = "{{- '<|im_start|>system\\n' + (tools | tojson if tools else '') + '<|im_end|>\\n' }}"
 CALLS = """\
@@ -44,10 +46,38 @@ OPEN_TURN = f"""\
 {{%- else %}}{{{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}}}{{% endif %}}
 {{%- endfor %}}
 {{%- if add_generation_prompt %}}{{{{ '<|quick|>' if ns.open else '<|im_start|>assistant\\n<|quick|>' }}}}{{% endif %}}"""
+THOUGHT_IN_PROMPT = """\
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' %}[[{{ message.content + '<|im_end|>' }}]]{{ '\\n' }}
+{%- else %}{{ message.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>' }}{% endif %}"""
+GATHERED = f"""\
+{SYSTEM}
+{{%- set ns = namespace(all=[]) %}}
+{{%- for message in messages %}}
+{{%- if message.role == 'tool' or message.role == 'system' %}}{{% set ns.all = ns.all + [message] %}}
+{{%- else %}}{{% set ns.all = ns.all + [{{'role': message.role, 'content': message.content, 'tool_calls': message.tool_calls}}] %}}{{% endif %}}{{% endfor %}}
+{{%- for message in ns.all %}}
+{{%- if message.role == 'assistant' %}}[[{{{{ message.content }}}}{CALLS}{{{{- '<|im_end|>' }}}}]]
+{{%- elif message.role == 'tool' %}}{{{{ '<|result|>' + message.content + '<|result|>' }}}}
+{{%- else %}}{{{{ '<|' + message.role + '|>' + message.content + '<|' + message.role + '|>' }}}}{{% endif %}}{{% endfor %}}"""
+HEADER_BEFORE = f"""\
+{SYSTEM}
+{{%- for message in messages %}}
+{{%- if message.role == 'assistant' %}}[[{{{{ '</think>' + message.content | trim }}}}{CALLS}{{{{- '<|im_end|>' }}}}]]
+{{%- else %}}{{{{ '<|user|>' + message.content }}}}
+    {{%- if add_generation_prompt or not loop.last %}}{{{{ '<|assistant|><think>' }}}}{{% endif %}}{{% endif %}}{{% endfor %}}"""
 RARE = {
     "the last turn is written behind the loop": LAST_OUTSIDE,
     "it refuses rows without tools": ONLY_WITH_TOOLS,
     "a turn goes on after the results of its calls": OPEN_TURN,
+    "the prompt opens the thought that contents begin with": THOUGHT_IN_PROMPT,
+    "some messages are written from a list of its own": GATHERED,
+    "the header of a turn is written with the message before": HEADER_BEFORE,
+}
+SHOWN = {  # rows, where not all
+    "it refuses rows without tools": 3,
+    "the prompt opens the thought that contents begin with": 8,  # it shows no calls
 }
 
 
@@ -65,4 +95,25 @@ def test_a_rare_template_trains_what_its_marks_say(name: str, tmp_path: Path) ->
                 mark, wrong = judged(template, tokenizers[mode], mode, row)
                 assert wrong == [], (kind, mode)
                 marks.append(mark if mode == MODES[0] else "")
-    assert marks.count("=") == (3 if "without tools" in name else len(marks) // 2)
+    assert marks.count("=") == SHOWN.get(name, len(marks) // 2)
+
+
+def test_messages_whose_end_shorter_conversations_do_not_show_share_a_block() -> None:
+    text = (
+        "{% set ns = namespace(all=[]) %}"
+        "{% for m in messages %}{% set ns.all = ns.all + [{'a': m.role == 'assistant', 'c': m.content}] %}{% endfor %}"
+        "{% for m in ns.all %}{% if m.a %}{% generation %}{{ m.c + ('!' if loop.last else '') }}{% endgeneration %}"
+        "{% else %}{{ '<' + m.c + '>' }}{% endif %}{% endfor %}"
+    )
+    messages = [say((U, A)[n % 2], f"t{n}") for n in range(4)]
+    render = ChatTemplate(text, {}).render(messages, None)
+    assert render == Render(["<t0>", "t1<t2>", "t3!"], [0, NOBODY, 3], [(1, 0, 2), (2, 0, 3)])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}"]
+)
+def test_a_template_that_shows_no_answer_gives_it_no_block(text: str) -> None:
+    render = ChatTemplate(text, {}).render([say(U, "t0"), say(A, "t1"), say(U, "t2"), say(A, "t3")], None)
+    assert not {1, 3} & set(render.owners)
+    assert render.text == ("t0t2" if text else "")

@@ -16,7 +16,8 @@ from itertools import pairwise
 from typing import Any
 
 from raysvc.chat.render.real_render import RealRender
-from raysvc.chat.render.rendered import NOBODY, Render
+from raysvc.chat.render.rendered import NOBODY, Render, marks_within
+from raysvc.chat.render.turn_check import is_empty
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.media_parts import in_parts
 from raysvc.chat.source.messages import Message, is_plain
@@ -80,9 +81,10 @@ class ChatTemplate:
         render = self._render_once(messages, tools, prompt)
         if prompt or not messages:
             return render
-        if render.owners in ([], [NOBODY]):
-            return self._by_prefixes(render, messages, tools)
-        return self._with_last(render, messages, tools)
+        render = self._with_last(render, messages, tools)
+        if all(place in render.owners for place, message in enumerate(messages) if _speaks(message)):
+            return render
+        return self._by_prefixes(render, messages, tools)
 
     def rendered_text(self, messages: list[Message], tools: list[Any] | None) -> str:
         """The text of `render`, without the question of who wrote what.
@@ -116,7 +118,7 @@ class ChatTemplate:
     def _with_last(self, render: Render, messages: list[Message], tools: list[Any] | None) -> Render:
         """With the end of the text as the last message's, where the template writes that one outside of its loop."""
         last = len(messages) - 1
-        if not last or render.owners[-1] != NOBODY or last in render.owners:
+        if not last or render.owners[-1:] != [NOBODY] or last in render.owners:
             return render
         try:
             before = self._render_once(messages[:-1], tools, False).text
@@ -127,20 +129,46 @@ class ChatTemplate:
         return Render(render.blocks, [*render.owners[:-1], last], render.marks)
 
     def _by_prefixes(self, render: Render, messages: list[Message], tools: list[Any] | None) -> Render:
-        """Blocks of a template that collects its text before it writes any: from renders of shorter conversations."""
-        text, bounds = render.text, []
+        """Blocks of a template that writes from a list of its own: from renders of shorter conversations.
+
+        Where a shorter one is written differently, the messages around its end share a block of nobody's.
+        """
+        text, bounds = render.text, [(0, 0)]
         for count in range(1, len(messages)):
             try:
                 shorter = self._render_once(messages[:count], tools, False).text
             except RowFault:
-                return render
-            if not text.startswith(shorter):
-                return render
-            bounds.append(len(shorter))
-        cuts = [0, *bounds, len(text)]
-        blocks = [text[a:b] for a, b in pairwise(cuts)]
-        owners = [place for place, block in enumerate(blocks) if block]
-        return Render([block for block in blocks if block], owners)
+                continue
+            if text.startswith(shorter) and len(shorter) >= bounds[-1][1]:
+                bounds.append((count, len(shorter)))
+        blocks: list[str] = []
+        owners: list[int] = []
+        for (first, start), (last, end) in pairwise([*bounds, (len(messages), len(text))]):
+            owner = first if last == first + 1 else NOBODY
+            if start == end:
+                continue
+            if owners[-1:] == [owner]:
+                blocks[-1] += text[start:end]
+            else:
+                blocks.append(text[start:end])
+                owners.append(owner)
+        return Render(blocks, owners, _marks_of(render, blocks))
+
+
+def _speaks(message: Message) -> bool:
+    return message.get("role") == "assistant" and not is_empty(message)
+
+
+def _marks_of(render: Render, blocks: list[str]) -> list[tuple[int, int, int]]:
+    """The marks of a render whose text is cut into other blocks."""
+    marks, begin = [], 0
+    given = marks_within(render, [(0, len(render.text))])
+    for number, block in enumerate(blocks):
+        end = begin + len(block)
+        inside = ((max(a, begin), min(b, end)) for a, b in given)
+        marks += [(number, a - begin, b - begin) for a, b in inside if a < b]
+        begin = end
+    return marks
 
 
 def plain_data(value: Any) -> Any:

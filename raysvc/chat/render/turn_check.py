@@ -37,7 +37,12 @@ def tags_of(template: str, special_tokens: Iterable[str] = ()) -> tuple[str, ...
 
 
 def verify_turn(
-    stretch: str, message: Message, tags: tuple[str, ...], controls: Iterable[str], inner: Iterable[str] = ()
+    stretch: str,
+    message: Message,
+    tags: tuple[str, ...],
+    controls: Iterable[str],
+    inner: Iterable[str] = (),
+    opened: Iterable[str] = (),
 ) -> None:
     """Check the trained text of one turn.
 
@@ -47,6 +52,7 @@ def verify_turn(
         tags: from `tags_of`.
         controls: texts of the tokens that open a header or end a turn.
         inner: of these, the ones that the template writes inside of turns.
+        opened: tags of the generation prompt: a content that begins with one has it in the prompt.
 
     Raises:
         RowFault: with what is missing or too much.
@@ -59,7 +65,11 @@ def verify_turn(
         if (control not in allowed and at + len(control) < len(stretch)) or _said_by(message, control):
             raise RowFault("a trained turn holds a control token", f"{control!r} in {_short(stretch)!r}")
     for text in texts_of(message):
-        if not _says(stretch, text, tags):
+        if not _says(stretch, text, tags) and not any(
+            text.strip().removeprefix(tag).strip() in stretch
+            for tag in opened
+            if text.lstrip().startswith(tag)
+        ):
             raise RowFault(
                 "a trained turn does not hold its message", f"{_short(text)!r} not in {_short(stretch)!r}"
             )

@@ -6,7 +6,8 @@ A turn is everything that the model emits until control returns. The rule:
    only what lies inside the marks of the block is the model's.
 2. The generation prompt is context, as far as the block repeats it, inside of a mark too: in whole tokens, tags, words
    and blanks. A `<think>` that the prompt writes is context, one that the model has to write is trained, and so is a
-   `<think></think>` that the template writes and the prompt does not.
+   `<think></think>` that the template writes and the prompt does not. Where the header is written with the message before,
+   all of the block is the model's.
 3. Everything after it is trained up to the last control token of the block: headers between the parts of one message
    (analysis, call, final), closing tags, and every token of the end of turn. Blanks and text after that are context.
 4. A template that writes no token at the end of its turns stops the model with the token at the head of what follows:
@@ -37,6 +38,7 @@ from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.messages import Message
 from raysvc.chat.source.template_fit import PROBE_TOOL
 
+_TAG = re.compile(r"<[\w:.-]{1,40}>")
 ALL_EMPTY = "every trained message is empty"
 
 
@@ -80,13 +82,15 @@ class TurnFinder:
         self._bos, self._eos = roles.get("bos_token", ""), roles.get("eos_token", "")
         self._stops = frozenset(stop_tokens)
         self._tokens = TokenTexts(added_tokens, self._bos, self._eos)
-        self.openings = frozenset(text[:2] for text in (*self._tokens.texts, *self._tags))
         self._prompts: dict[tuple[str, bool, bool], str | None] = {}
         self.inner_tokens: frozenset[str] = frozenset()
         with template.only_asked():
             self._middle, self._last = self._frames()
             self._frames_known = self._middle is not None or self._last is not None
             self._writes_end = any(frame.eot for frame in (self._middle, self._last) if frame)
+            seen = (*self._tokens.texts, *self._tags, *self._opened)
+            self.openings = frozenset(text[:2] for text in seen)
+            self._at_end = re.compile(rf"(?:(?:{'|'.join(map(re.escape, seen)) or '(?!)'})\s*)+\Z")
             self.control_tokens, self.inner_tokens = self._controls()
 
     @property
@@ -129,7 +133,7 @@ class TurnFinder:
         Raises:
             RowFault: the stretch is not what the message says.
         """
-        verify_turn(stretch, message, self._tags, self.control_tokens, self.inner_tokens)
+        verify_turn(stretch, message, self._tags, self.control_tokens, self.inner_tokens, self._opened)
 
     def header(self, render: Render, example: ChatExample, place: int) -> str:
         """What a message with one block is expected to begin with: the generation prompt, else a plain turn's header.
@@ -188,6 +192,8 @@ class TurnFinder:
         repeated = self._tokens.repeated(prompt or "", text, begin)
         if repeated:
             return begin + repeated
+        if self._is_open(text, begin):
+            return begin
         heads = [frame.head for frame in (self._middle, self._last) if frame and frame.head]
         for head in heads:
             if text.startswith(head, begin):
@@ -203,6 +209,12 @@ class TurnFinder:
         if marked or goes_on or not (prompt or heads):
             return begin
         raise RowFault("a trained turn does not begin with a known header", repr(text[begin : begin + 60]))
+
+    def _is_open(self, text: str, begin: int) -> bool:
+        """Whether what stands before a block opens the turn: a template may write the header with the message before."""
+        end = self._at_end.search(text[max(0, begin - 120) : begin])
+        found = self._tokens.one.finditer(end.group()) if end else ()
+        return any(token.group() in self._opening for token in found)
 
     def _opens(self, prompt: str) -> bool:
         """Whether a generation prompt opens a turn, and does not go on with one that is open, as after a tool's result."""
@@ -339,7 +351,9 @@ class TurnFinder:
         except RowFault:
             asked = bare = ""
         self._has_prompt = asked != bare
-        heads = [asked[common_prefix(asked, bare) :], *(f.head for f in (middle, last) if f)]
+        added = asked[common_prefix(asked, bare) :]
+        self._opened = tuple(dict.fromkeys(_TAG.findall(added)))
+        heads = [added, *(f.head for f in (middle, last) if f)]
         self._opening = {
             token.group() for head in heads for token in [self._tokens.one.search(head)] if token
         }
