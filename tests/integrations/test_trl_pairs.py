@@ -68,14 +68,19 @@ def models(host: str) -> dict[str, Any]:
     return {"model": tiny_lm(), "ref_model": tiny_lm()} if host == "dpo" else {"model": tiny_lm(critic=True)}
 
 
-HOSTS = {"dpo": (trl.DPOTrainer, trl.DPOConfig), "reward": (trl.RewardTrainer, trl.RewardConfig)}
+HOSTS = {"dpo": "DPO", "reward": "Reward"}
+
+
+def trl_classes(name: str) -> tuple[Any, Any]:
+    """(trainer, config); to import them takes seconds, which the processes that only collect these tests save."""
+    return getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
 
 
 def trl_alone(host: str, folder: Path, raw: Raw, tokenizer: Any, **options: Any) -> Any:
     """TRL's own trainer of the raw pairs."""
     from datasets import Dataset
 
-    kind, config = HOSTS[host]
+    kind, config = trl_classes(HOSTS[host])
     return kind(
         **models(host), processing_class=tokenizer, train_dataset=Dataset.from_list(raw),
         args=config(**arguments(folder / "alone"), bf16=False, max_length=None, **options),
@@ -88,7 +93,7 @@ def behind_server(
     """The same trainer on a server's stream; and the batches that its loss gets."""
     from raysvc.integrations.trl_server import PairsFromServer
 
-    base, config = HOSTS[host]
+    base, config = trl_classes(HOSTS[host])
     seen: list[dict[str, Any]] = []
 
     class Watched(base):  # type: ignore[misc,valid-type]

@@ -16,13 +16,13 @@ from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
 
 from .stream_client import StreamClient, arguments, tiny_lm
-from .test_trl_pairs import TURNS, tokenizer_of
+from .test_trl_pairs import TURNS, tokenizer_of, trl_classes
 
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other libraries
 NUM_PROMPTS, EACH = 11, 4
 Raw = list[dict[str, Any]]
-HOSTS = {"grpo": (trl.GRPOTrainer, trl.GRPOConfig), "rloo": (trl.RLOOTrainer, trl.RLOOConfig)}
+HOSTS = {"grpo": "GRPO", "rloo": "RLOO"}
 FACTS = ("loss", "reward", "grad_norm", "entropy", "completions/mean_length", "learning_rate", "epoch")
 # forwards of a generation batch, optimizer steps it is trained in: one; three of two forwards; one and a half
 SPLITS = {
@@ -111,7 +111,7 @@ def config_of(host: str, folder: Path, split: str, **options: Any) -> Any:
         "learning_rate": 1e-2,
         "beta": 0.0,
     }
-    return HOSTS[host][1](**{**known, **options_of(split), **options})
+    return trl_classes(HOSTS[host])[1](**{**known, **options_of(split), **options})
 
 
 def behind_server(
@@ -127,7 +127,9 @@ def behind_server(
     from raysvc.integrations.trl_prompts import PromptsFromServer
 
     seen: list[list[list[int]]] = []
-    kind = type("Mine", (PromptsFromServer, watched(HOSTS[host][0], seen, seeded)), {"client": client})
+    kind = type(
+        "Mine", (PromptsFromServer, watched(trl_classes(HOSTS[host])[0], seen, seeded)), {"client": client}
+    )
     args = config_of(host, folder, split, **options)
     return kind(model=tiny_lm(), reward_funcs=even_ids, processing_class=tokenizer, args=args), seen
 
@@ -140,7 +142,7 @@ def trl_alone(
 
     seen: list[list[list[int]]] = []
     args = config_of(host, folder / "alone", split, shuffle_dataset=False, **options)
-    trainer = watched(HOSTS[host][0], seen, seeded=True)(
+    trainer = watched(trl_classes(HOSTS[host])[0], seen, seeded=True)(
         model=tiny_lm(), reward_funcs=even_ids, processing_class=tokenizer, args=args,
         train_dataset=Dataset.from_list(raw),
     )  # fmt: skip
