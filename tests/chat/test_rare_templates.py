@@ -67,6 +67,26 @@ HEADER_BEFORE = f"""\
 {{%- if message.role == 'assistant' %}}[[{{{{ '</think>' + message.content | trim }}}}{CALLS}{{{{- '<|im_end|>' }}}}]]
 {{%- else %}}{{{{ '<|user|>' + message.content }}}}
     {{%- if add_generation_prompt or not loop.last %}}{{{{ '<|assistant|><think>' }}}}{{% endif %}}{{% endif %}}{{% endfor %}}"""
+END_BEFORE_NEXT = f"""\
+{{{{- '<|bom|>system\\n' + (tools | tojson if tools else '') }}}}
+{{%- for message in messages %}}
+{{%- if loop.previtem is defined and loop.previtem.role == 'assistant' %}}[[{{{{ '<|eom|>' }}}}]]{{% else %}}{{{{ '<|eom|>' }}}}{{% endif %}}
+{{{{- '<|bom|>' + message.role + '\\n' }}}}
+{{%- if message.role == 'assistant' %}}[[{{{{ message.content | trim }}}}{CALLS}]]{{% else %}}{{{{ message.content }}}}{{% endif %}}
+{{%- endfor %}}
+{{%- if add_generation_prompt %}}{{{{ '<|eom|><|bom|>assistant\\n' }}}}{{% endif %}}"""
+END_IS_TEXT = f"""\
+{SYSTEM}
+{{%- for message in messages %}}{{{{ '<' + message.role + '>\\n' }}}}
+{{%- if message.role == 'assistant' %}}[[{{{{ message.content | trim }}}}{CALLS}{{{{- '\\n</assistant>' }}}}]]
+{{%- else %}}{{{{ message.content + '\\n</' + message.role + '>' }}}}{{% endif %}}{{{{ '\\n' }}}}{{% endfor %}}
+{{%- if add_generation_prompt %}}{{{{ '<assistant>\\n' }}}}{{% endif %}}"""
+ASKED_OTHERWISE = f"""\
+{{{{- '<|im_start|>system\\n' + ('asked' if add_generation_prompt else 'said') + (tools | tojson if tools else '') + '<|im_end|>\\n' }}}}
+{{%- for message in messages %}}{{{{ '<|im_start|>' + message.role }}}}
+{{%- if message.role == 'assistant' %}}[[{{{{ ' to=user<|message|>' + message.content | trim }}}}{CALLS}{{{{- '<|im_end|>' }}}}]]
+{{%- else %}}{{{{ '<|message|>' + message.content + '<|im_end|>' }}}}{{% endif %}}{{{{ '\\n' }}}}{{% endfor %}}
+{{%- if add_generation_prompt %}}{{{{ '<|im_start|>assistant' }}}}{{% endif %}}"""
 RARE = {
     "the last turn is written behind the loop": LAST_OUTSIDE,
     "it refuses rows without tools": ONLY_WITH_TOOLS,
@@ -74,6 +94,9 @@ RARE = {
     "the prompt opens the thought that contents begin with": THOUGHT_IN_PROMPT,
     "some messages are written from a list of its own": GATHERED,
     "the header of a turn is written with the message before": HEADER_BEFORE,
+    "a turn ends where the next one begins": END_BEFORE_NEXT,
+    "its own marks end a turn with a text": END_IS_TEXT,
+    "it writes another beginning when it is asked": ASKED_OTHERWISE,
 }
 SHOWN = {  # rows, where not all
     "it refuses rows without tools": 3,
@@ -84,7 +107,7 @@ SHOWN = {  # rows, where not all
 @pytest.mark.parametrize("name", RARE)
 def test_a_rare_template_trains_what_its_marks_say(name: str, tmp_path: Path) -> None:
     marked = RARE[name].replace("[[", "{% generation %}").replace("]]", "{% endgeneration %}")
-    plain = RARE[name].replace("[[", "").replace("]]", "")
+    plain = marked if "own marks" in name else RARE[name].replace("[[", "").replace("]]", "")
     template = Template(name, plain, marked, ("<|endoftext|>", "<|im_end|>"))
     config = TokenizerConfig(name=tokenizer_folder(template, tmp_path), date=date.today())
     tokenizers = {mode: SliceTokenizer(TextSpec(tokenizer=config, train_on=mode)) for mode in MODES}

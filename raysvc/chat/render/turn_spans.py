@@ -236,10 +236,11 @@ class TurnFinder:
     def _end_in_block(
         self, text: str, start: int, stop: int, block_end: int, frame: Frame | None
     ) -> int | None:
-        if frame and frame.trailer.strip() and text[start:block_end].endswith(frame.eot + frame.trailer):
-            return block_end - len(frame.trailer)
-        if frame is not None and not frame.eot and not self._template.marks_generation:
-            return None
+        if frame is not None and not self._template.marks_generation:
+            if frame.trailer.strip() and text[start:block_end].endswith(frame.eot + frame.trailer):
+                return block_end - len(frame.trailer)
+            if not frame.eot:
+                return None
         run = self._tokens.run.search(text, start, block_end)
         if run is None or run.start() > stop:
             return self._tokens.last_end(text, start, stop)
@@ -329,11 +330,18 @@ class TurnFinder:
         try:
             prompted = self._template.render(before, example.tools, prompt=True).text
             written = render.text[:begin]
-            if not prompted.startswith(written):
-                written = self._template.render(before, example.tools).text
+            if prompted.startswith(written):
+                return prompted[len(written) :]
+            blocks = self._template.render(before, example.tools).blocks
         except RowFault:
             return None
-        return prompted[len(written) :] if prompted.startswith(written) else None
+        if prompted.startswith("".join(blocks)):
+            return prompted[len("".join(blocks)) :]
+        end = (
+            blocks[-1] if blocks else ""
+        )  # of a template that also writes something else before it, when it is asked
+        added = prompted.rpartition(end)[2] if end.strip() and end in prompted else ""
+        return added if added.strip() else None
 
     def _frames(self) -> tuple[Frame | None, Frame | None]:
         """Frames of a turn in the middle and of the last one."""
@@ -354,9 +362,11 @@ class TurnFinder:
         added = asked[common_prefix(asked, bare) :]
         self._opened = tuple(dict.fromkeys(_TAG.findall(added)))
         heads = [added, *(f.head for f in (middle, last) if f)]
-        self._opening = {
-            token.group() for head in heads for token in [self._tokens.one.search(head)] if token
-        }
+        first = next((token for token in self._tokens.one.findall(bare) if token != self._bos), "")
+        found = [
+            self._tokens.one.findall(head) for head in heads
+        ]  # what ends the turn before may stand before the opening
+        self._opening = {first if first in tokens else tokens[0] for tokens in found if tokens}
         return middle, last
 
     def _frame_at(
