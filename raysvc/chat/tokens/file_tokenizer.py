@@ -299,7 +299,11 @@ def _template(folder: Path, config: dict[str, Any]) -> Any:
     if path.exists():
         return path.read_text(encoding="utf-8")
     own = config.get("chat_template")
-    return {one["name"]: one["template"] for one in own} if isinstance(own, list) else own
+    if not isinstance(own, list) or not all(
+        isinstance(one, dict) and {"name", "template"} <= {*one} for one in own
+    ):
+        return own
+    return {one["name"]: one["template"] for one in own}
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

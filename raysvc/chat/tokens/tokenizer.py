@@ -8,7 +8,6 @@ Always true:
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from typing import Any
 from raysvc.chat.source.media_parts import in_parts
 from raysvc.chat.source.template_fit import PROBE_TOOL, TemplateFit
 from raysvc.chat.tokens.backend_parts import refuse_dropped_text
+from raysvc.chat.tokens.load_faults import check_templates, load_fault, slow_fault, stop_ids
 from raysvc.errors import TokenizerError
 from raysvc.job.config import TokenizerConfig
 
@@ -77,8 +77,7 @@ class LoadedTokenizer:
         path = _generation_config(self.config)
         if path is None:
             return ()
-        ids = json.loads(path.read_text()).get("eos_token_id")
-        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        ids = stop_ids(path, len(self.hf))
         return tuple(str(token) for token in self.hf.convert_ids_to_tokens(ids) if token is not None)
 
     @property
@@ -207,7 +206,10 @@ def _load(config: TokenizerConfig) -> Any:
     from raysvc.chat.tokens.file_tokenizer import read_folder_once
 
     if os.path.isdir(config.name) and not config.trust_remote_code:
-        found = read_folder_once(Path(config.name))
+        try:
+            found = read_folder_once(Path(config.name))
+        except UnicodeDecodeError as error:
+            raise load_fault(config, error) from error
         if found is not None:
             return found
     return _load_by_transformers(config)
@@ -223,20 +225,11 @@ def _load_by_transformers(config: TokenizerConfig) -> Any:
             hf = AutoTokenizer.from_pretrained(
                 config.name, revision=config.revision, trust_remote_code=config.trust_remote_code
             )
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        first = str(error).strip().split("\n")[0]
-        raise TokenizerError(
-            _WHERE,
-            f"{config.name!r} could not be loaded ({type(error).__name__}: {first})",
-            "give a folder with tokenizer.json, or a hub name that this machine can reach",
-        ) from error
+    except Exception as error:
+        raise load_fault(config, error) from error
     backend = getattr(hf, "backend_tokenizer", None)
     if backend is None:
-        raise TokenizerError(
-            _WHERE,
-            f"{config.name!r} is not a fast tokenizer, so no token can be traced to its text",
-            "use one with a tokenizer.json",
-        )
+        raise slow_fault(config, hf)
     # rows may be long, and whether they are too long is the job's decision
     hf.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     backend.no_truncation()
@@ -256,6 +249,7 @@ def anchored(config: TokenizerConfig) -> TokenizerConfig:
 def _templates(hf: Any, config: TokenizerConfig) -> dict[str, str]:
     given = config.chat_template
     own = hf.chat_template
+    check_templates(config.name, own)
     if given is not None:
         named = own if isinstance(own, dict) else {}
         return {"default": named[given] if given in named else _template_text(given, sorted(named))}

@@ -1,0 +1,104 @@
+"""Why a tokenizer could not be loaded, and what to do about it.
+
+Always true:
+- a file of the folder that is broken is named, and so is code that was not allowed to run or that failed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from raysvc.errors import TokenizerError
+from raysvc.job.config import TokenizerConfig
+
+WHERE = "tokenizer"
+_JSON = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "config.json",
+)
+_TEXTS = ("chat_template.jinja",)
+_LFS = b"version https://git-lfs"
+_USUAL = "give a folder with tokenizer.json, or a hub name that this machine can reach"
+_READ = "read it, and set tokenizer.trust_remote_code to true to run it; or give a folder with tokenizer.json and no auto_map"
+
+
+def load_fault(config: TokenizerConfig, error: Exception) -> TokenizerError:
+    """What `AutoTokenizer` raised, as a mistake with its remedy."""
+    broken = _broken_file(Path(config.name))
+    if broken is not None:
+        return TokenizerError(WHERE, *broken)
+    first = (str(error).strip().split("\n") or [""])[0][:300]
+    what = f"{config.name!r} could not be loaded ({type(error).__name__}: {first})"
+    if "custom code" in first and not config.trust_remote_code:
+        return TokenizerError(WHERE, f"{config.name!r} brings Python code, which was not run", _READ)
+    if config.trust_remote_code and not isinstance(error, OSError | ValueError):
+        return TokenizerError(WHERE, what, "its own Python code may have failed: make it run, or " + _USUAL)
+    return TokenizerError(WHERE, what, _USUAL)
+
+
+def slow_fault(config: TokenizerConfig, hf: Any) -> TokenizerError:
+    """A tokenizer that is Python code alone."""
+    remedy = "give a copy with tokenizer.json: many models have one in Hugging Face's format"
+    if (Path(config.name) / "tokenizer.json").is_file():
+        remedy = "it has a tokenizer.json too: remove auto_map from its tokenizer_config.json, and it is used"
+    what = (
+        f"{config.name!r} is Python code alone ({type(hf).__name__}), which does not say where a token stands"
+    )
+    return TokenizerError(WHERE, what, remedy)
+
+
+def stop_ids(path: Path, size: int) -> list[int]:
+    """The `eos_token_id`s of a `generation_config.json` that a vocabulary of some size has.
+
+    Raises:
+        TokenizerError: the file does not say them.
+    """
+    try:
+        given = json.loads(path.read_bytes())["eos_token_id"] if path.stat().st_size else None
+    except KeyError:
+        return []
+    except (ValueError, TypeError) as error:
+        raise TokenizerError(WHERE, f"{path} is no JSON object ({error})", "repair or remove it") from None
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if any(type(token) is not int for token in ids):
+        raise TokenizerError(WHERE, f"eos_token_id of {path} is {given!r}, and no ids", "repair or remove it")
+    return [token for token in ids if 0 <= token < size]
+
+
+def check_templates(name: str, own: Any) -> None:
+    """Refuse a `chat_template` that is neither a text nor named texts.
+
+    Raises:
+        TokenizerError: it is something else.
+    """
+    texts = own.values() if isinstance(own, dict) else () if own is None else (own,)
+    if not all(isinstance(text, str) for text in texts):
+        raise TokenizerError(
+            WHERE,
+            f"chat_template in the tokenizer_config.json of {name!r} is neither a text nor a list of {{name, template}}",
+            "repair it, or set tokenizer.chat_template",
+        )
+
+
+def _broken_file(folder: Path) -> tuple[str, str] | None:
+    """(what is wrong with a file of a folder, what to do), None when nothing is seen."""
+    for name in (*_JSON, *_TEXTS):
+        path = folder / name
+        if not path.is_file():
+            continue
+        data = path.read_bytes()
+        if data.startswith(_LFS):
+            return f"{path} is a pointer of Git LFS, and not the file", "run git lfs pull in that folder"
+        try:
+            found = data.decode() if name in _TEXTS else json.loads(data)
+        except ValueError as error:
+            kind = "UTF-8" if name in _TEXTS else "JSON"
+            return f"{path} is not {kind} ({error})", "download or write it again"
+        if name in _JSON and not isinstance(found, dict):
+            return f"{path} is no JSON object, but a {type(found).__name__}", "download or write it again"
+    return None
