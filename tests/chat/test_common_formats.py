@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -178,3 +179,49 @@ def test_a_name_that_is_there_is_never_the_nearest_to_itself() -> None:
         resolve_format(spec(format="prompt_completion"), {"prompt": "a", "completions": "b"})
     assert "'prompt' for 'prompt'" not in str(caught.value)
     assert "did you mean 'completions' for 'completion'" in str(caught.value)
+
+
+ASKED, ANSWERED = {"role": "user", "content": 'é "x"\n'}, {"role": "assistant", "content": "so [{"}
+OTHER = {"role": "assistant", "content": "no"}
+WITH_MESSAGES: dict[str, dict[str, Any]] = {
+    "preference": {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [OTHER]},
+    "preference without a prompt": {"chosen": [ASKED, ANSWERED], "rejected": [ASKED, OTHER]},
+    "prompt_completion": {"prompt": [ASKED], "completion": [ANSWERED]},
+    "question_answer": {"question": [ASKED], "answer": [ANSWERED]},
+    "prompt": {"prompt": [ASKED]},
+    "stepwise": {"prompt": [ASKED], "completions": ["one", "two"], "labels": [True, False]},
+    "from and value": {
+        "prompt": [{"from": "human", "value": "q"}],
+        "completion": [{"from": "gpt", "value": "a"}],
+    },
+}
+
+
+@pytest.mark.parametrize("name", WITH_MESSAGES)
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_messages_that_are_json_text_are_the_messages(
+    name: str, ascii_only: bool, slice_tokenizer: Any, tokenize: Any
+) -> None:
+    row = WITH_MESSAGES[name]
+    as_text = {
+        column: json.dumps(value, ensure_ascii=ascii_only) if isinstance(value[0], dict) else value
+        for column, value in row.items()
+    }
+    made = slice_tokenizer("chatml_bare")
+    wanted, result = tokenize(made, row)
+    assert wanted, result.examples
+    found, _ = tokenize(made, as_text)
+    assert [(one.ids, one.mask) for one in found] == [(one.ids, one.mask) for one in wanted]
+
+
+@pytest.mark.parametrize("text", ['[{"a": 1}]', "[]", '[{"role": "x"', '[{"role": "user"}, 1]', "[{'a': 1}]"])
+def test_other_texts_that_look_like_json_stay_texts(text: str, slice_tokenizer: Any, tokenize: Any) -> None:
+    made, _ = tokenize(slice_tokenizer("chatml_bare"), {"prompt": "q", "completion": text})
+    assert made[0].trained == [text + "<|im_end|>"]
+
+
+def test_messages_as_python_prints_them_are_set_aside(slice_tokenizer: Any, tokenize: Any) -> None:
+    row = {"prompt": [ASKED], "chosen": str([ANSWERED]), "rejected": [OTHER]}
+    made, result = tokenize(slice_tokenizer("chatml_bare"), row)
+    assert not made
+    assert dict(result.row_counts.quarantined) == {"'chosen' holds messages as Python prints them": 1}

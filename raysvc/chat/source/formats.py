@@ -34,6 +34,7 @@ from raysvc.chat.source.messages import (
     MessageReader,
     kind_of,
     parse_json,
+    text_or_messages,
 )
 from raysvc.chat.source.stepwise import read_steps
 from raysvc.chat.source.tools import read_tools
@@ -137,6 +138,10 @@ class Format:
         """Value of one of our columns in a source row, None when it is not there."""
         return row.get(self.columns.get(ours, ours))
 
+    def _given(self, row: Mapping[str, Any], ours: str) -> Any:
+        """A text, or messages; these may be JSON text."""
+        return text_or_messages(self.get(row, ours), self.column(ours), self.columns.get("role"))
+
     def maps_any(self, roles: Iterable[str]) -> bool:
         """Whether one of some roles is read as another."""
         return not self._reader.roles.keys().isdisjoint(roles)
@@ -197,14 +202,14 @@ class Format:
 
     def _question_answer(self, row: Mapping[str, Any]) -> ChatExample:
         changes: Changes = set()
-        asked = self._turn(self.get(row, "question"), "user", self.column("question"), changes)
-        answered = self._turn(self.get(row, "answer"), "assistant", self.column("answer"), changes)
+        asked = self._turn(self._given(row, "question"), "user", self.column("question"), changes)
+        answered = self._turn(self._given(row, "answer"), "assistant", self.column("answer"), changes)
         before = Conversation([*self._history(row), *asked.messages], asked.has_parts, asked.has_calls)
         return self._conversation(row, _joined(before, answered), len(before.messages), changes)
 
     def _prompt(self, row: Mapping[str, Any]) -> ChatExample:
         changes: Changes = set()
-        whole = self._turn(self.get(row, "prompt"), "user", self.column("prompt"), changes)
+        whole = self._turn(self._given(row, "prompt"), "user", self.column("prompt"), changes)
         messages, _ = self._with_system(row, whole.messages)
         tools = read_tools(self.get(row, "tools"), changes)
         noted = frozenset(changes)
@@ -213,7 +218,7 @@ class Format:
     def _stepwise(self, row: Mapping[str, Any]) -> StepsExample:
         names = (self.column("completions"), self.column("labels"))
         steps = read_steps(self.get(row, "completions"), self.get(row, "labels"), names)
-        prompt = self.get(row, "prompt")
+        prompt = self._given(row, "prompt")
         return StepsExample(prompt if isinstance(prompt, str) else self._prompt(row), steps)
 
     def _kto(self, row: Mapping[str, Any]) -> Example:
@@ -235,16 +240,16 @@ class Format:
     def _prompt_completion(self, row: Mapping[str, Any], answer_only: bool = False) -> Example:
         if _has_value(self.get(row, "history")):
             raise RowFault(f"column {self.column('history')!r} beside a prompt", "put it into the prompt")
-        completion = self.get(row, "completion")
+        completion = self._given(row, "completion")
         column = self.column("completion")
-        return self._completed(row, self.get(row, "prompt"), completion, column, answer_only)
+        return self._completed(row, self._given(row, "prompt"), completion, column, answer_only)
 
     def _side(self, row: Mapping[str, Any], side: str) -> Example:
         """One answer of a preference row; the prompt may be one, messages, or an instruction."""
-        prompt = self.get(row, "prompt")
+        prompt = self._given(row, "prompt")
         if prompt is None:
-            prompt = self.get(row, "messages")
-        answer, column = self.get(row, side), self.column(side)
+            prompt = self._given(row, "messages")
+        answer, column = self._given(row, side), self.column(side)
         if prompt is not None and _has_value(self.get(row, "history")):
             raise RowFault(f"column {self.column('history')!r} beside a prompt", "put it into the prompt")
         if prompt is None and self.get(row, "instruction") is not None:

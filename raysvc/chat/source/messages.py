@@ -19,6 +19,7 @@ Always true:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -63,6 +64,9 @@ SPELLINGS = (("role", "content"), ("from", "value"))
 KEYS_RENAMED = "messages with other keys than role and content"
 ROLES_MAPPED = "roles mapped"
 CALLS_READ = "messages that are calls made tool_calls"
+_LIST = re.compile(
+    r"""\s*\[\s*\{\s*(?:"|(')(?:role|content|from|value)'\s*:)"""
+)  # how messages begin as JSON, or in Python
 _PLAIN = (str, int, float, bool)
 _REASONING = frozenset({"reasoning_content", "thinking", "reasoning"})
 _SAYING = _REASONING | {"content", "tool_calls"}
@@ -243,6 +247,25 @@ def parse_json(text: str, column: str) -> Any:
         return load_json(text.encode())
     except (ValueError, RecursionError) as broken:
         raise RowFault(f"broken JSON in {column!r}", str(broken)) from None
+
+
+def text_or_messages(value: Any, column: str, role_key: str | None = None) -> Any:
+    """The value of a column that may hold either; messages that are JSON text, as in a CSV file, as a list.
+
+    Raises:
+        RowFault: the text is messages as Python prints them.
+    """
+    found = _LIST.match(value) if isinstance(value, str) else None
+    if found is None:
+        return value
+    if found.group(1) == "'":
+        raise RowFault(f"{column!r} holds messages as Python prints them", "write them as JSON: json.dumps")
+    try:
+        items = load_json(value.encode())
+    except (ValueError, RecursionError):
+        return value
+    keys = {role_key or "role", "from"}
+    return items if all(isinstance(item, dict) and keys & item.keys() for item in items) else value
 
 
 def is_plain(value: Any) -> bool:
