@@ -214,7 +214,7 @@ def test_a_trained_message_outside_of_every_loop_is_refused(pairs: Any) -> None:
     usual = {"messages": row["messages"][1:]}
     lines = "\n".join(json.dumps(each) for each in [usual, row]).encode()
     for result in (run(fast, [usual, row]), run(slow, [usual, row]), fast.run_json_lines(lines, 0)):
-        assert list(result.row_counts.quarantined) == ["the template does not show a trained message"]
+        assert list(result.row_counts.quarantined) == ["a trained turn does not begin with a known header"]
         assert result.table["source_row"].to_pylist() == [0]
 
 
