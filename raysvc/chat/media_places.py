@@ -17,8 +17,8 @@ from itertools import islice
 import numpy as np
 import pyarrow as pa
 
-from raysvc.chat.render.shape import AnySequence
 from raysvc.chat.row_errors import RowDropped, RowFault
+from raysvc.chat.sequence import Sequence
 from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.media_parts import plain_media
 from raysvc.chat.tokens.token_rows import TokenRows
@@ -34,7 +34,7 @@ Media = list[tuple[Medium, ...]]
 
 
 def place_media(
-    flat: list[AnySequence], tokens: TokenRows, processor: MediaProcessor, cut_at: int | None
+    flat: list[Sequence], tokens: TokenRows, processor: MediaProcessor, cut_at: int | None
 ) -> Media:
     """The media of N sequences; what is wrong with one is added to the faults of `tokens`.
 
@@ -58,7 +58,7 @@ def place_media(
 
 
 def _placed(
-    sequence: AnySequence,
+    sequence: Sequence,
     own: dict[Kind, list[int]],
     place: int,
     tokens: TokenRows,
@@ -93,14 +93,14 @@ def media_arrays(media: Iterable[tuple[Medium, ...]]) -> dict[str, pa.Array]:
     }
 
 
-def sampled_places(flat: list[AnySequence], seed: int) -> list[int]:
+def sampled_places(flat: list[Sequence], seed: int) -> list[int]:
     """Some sequences with media, others for every seed."""
     there = [place for place, sequence in enumerate(flat) if sequence.media]
     count = min(SAMPLED, len(there))
     return sorted(np.random.default_rng(seed).choice(there, count, replace=False).tolist()) if count else []
 
 
-def true_ids(sequence: AnySequence, tokenizer: LoadedTokenizer, desk: MediaDesk) -> list[int]:
+def true_ids(sequence: Sequence, tokenizer: LoadedTokenizer, desk: MediaDesk) -> list[int]:
     """What the processor itself makes of the conversation and the decoded media."""
     example = sequence.example
     assert isinstance(example, ChatExample)

@@ -28,11 +28,20 @@ from raysvc.chat.first_rows import FirstRows
 from raysvc.chat.garbage import no_collection
 from raysvc.chat.media_places import FIELDS, Media, media_arrays, place_media, sampled_places, true_ids
 from raysvc.chat.render.renderer import Renderer
-from raysvc.chat.render.shape import AnySequence
+from raysvc.chat.render.shape import (
+    JoinedRows,
+    Sequences,
+    apart,
+    count_of,
+    kinds_of,
+    nth,
+    one_by_one,
+)
 from raysvc.chat.row_counter import RowCounter
 from raysvc.chat.row_counts import Quarantined, RowCounts
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.select import Kept, keep
+from raysvc.chat.sequence import Sequence
 from raysvc.chat.source.detect import format_of, resolve_format
 from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.formats import Format
@@ -213,20 +222,22 @@ class SliceTokenizer:
 
     def _sequences(
         self, rows: Iterator[SourceRow], counter: RowCounter
-    ) -> tuple[list[AnySequence], list[SourceRow], int]:
+    ) -> tuple[Sequences, list[SourceRow], int]:
         """(sequences of the rows of a chunk, the row of each, how many rows were read)."""
-        flat: list[AnySequence] = []
+        flat: Sequences = []
         origins: list[SourceRow] = []
         num_read = 0
         while num_read < ROWS_PER_CHUNK and (
             some := list(islice(rows, min(ROWS_AT_ONCE, ROWS_PER_CHUNK - num_read)))
         ):
             num_read += len(some)
-            for row, known in zip(some, self._known(some), strict=True):
-                if known is not None and self._carrier is None and known.text.isascii():
+            rest = iter(some)
+            for known in self._known(some):
+                if isinstance(known, JoinedRows):
                     flat.append(known)
-                    origins.append(row)
+                    origins += islice(rest, len(known))
                     continue
+                row = next(rest)
                 try:
                     sequences = self._prepare(row, known)
                 except (RowFault, RowDropped) as why:
@@ -237,27 +248,30 @@ class SliceTokenizer:
         return flat, origins, num_read
 
     def _again(
-        self, flat: list[AnySequence], origins: list[SourceRow], doubtful: set[int], counter: RowCounter
-    ) -> tuple[list[AnySequence], list[SourceRow]]:
+        self, flat: Sequences, origins: list[SourceRow], doubtful: set[int], counter: RowCounter
+    ) -> tuple[Sequences, list[SourceRow]]:
         """The same with the doubtful ones, whose rows have no others, made as if nothing were known."""
-        made: list[AnySequence] = []
+        made: Sequences = []
         kept: list[SourceRow] = []
-        for place, (row, sequence) in enumerate(zip(origins, flat, strict=True)):
+        place = 0
+        for one in apart(flat, doubtful):
+            own = origins[place : place + count_of(one)]
             try:
-                made += self._prepare(row, None) if place in doubtful else [sequence]
-                kept.append(row)
+                made += self._prepare(own[0], None) if place in doubtful else [one]
+                kept += own
             except (RowFault, RowDropped) as why:
-                counter.leave_out(row.source_row, why)
+                counter.leave_out(own[0].source_row, why)
+            place += len(own)
         return made, kept
 
     def _with_mismatched(
-        self, flat: list[AnySequence], origins: list[SourceRow], counter: RowCounter
-    ) -> tuple[list[AnySequence], list[SourceRow]]:
+        self, flat: Sequences, origins: list[SourceRow], counter: RowCounter
+    ) -> tuple[Sequences, list[SourceRow]]:
         """Beside each row's one sequence that of its prompt with the completion of the row before; of the chunk's last before its first."""
         form = self._format
         assert form is not None
         completion = form.column("completion")
-        made: list[AnySequence] = []
+        made: Sequences = []
         kept: list[SourceRow] = []
         for place, (row, own) in enumerate(zip(origins, flat, strict=True)):
             other = origins[place - 1].data
@@ -277,19 +291,22 @@ class SliceTokenizer:
         return made, kept
 
     def _chunk(
-        self, flat: list[AnySequence], origins: list[SourceRow], batch: Batch | None, counter: RowCounter
+        self, flat: Sequences, origins: list[SourceRow], batch: Batch | None, counter: RowCounter
     ) -> tuple[Kept, int]:
         tokens, numbers = self._encode(flat, batch), np.array([row.source_row for row in origins], np.int64)
         compared, form = 0, self._format
         assert form is not None
         if batch is not None:
+            sampled = {place: nth(flat, place) for place in sample_places(batch, int(numbers[0]))}
             compared = compare(
-                sample_places(batch, int(numbers[0])),
+                sampled,
                 tokens,
                 lambda place: (
-                    None if flat[place].media else raw_example(origins[place], form, flat[place].example)
+                    None
+                    if sampled[place].media
+                    else raw_example(origins[place], form, sampled[place].example)
                 ),
-                lambda place: (flat[place].prefix, flat[place].text, flat[place].suffix),
+                lambda place: (sampled[place].prefix, sampled[place].text, sampled[place].suffix),
                 self.tokenizer,
                 self._reference,
             )
@@ -298,14 +315,14 @@ class SliceTokenizer:
         if self.spec.truncation == "keep_end_turns" and lengths.max() > (
             self.spec.max_length or lengths.max()
         ):
-            shorter = [self._shortened(flat[n], int(lengths[n])) for n in range(len(flat))]
-            if any(a is not b for a, b in zip(shorter, flat, strict=True)):
+            whole = [*one_by_one(flat)]
+            shorter: Sequences = [*map(self._shortened, whole, lengths.tolist())]
+            if any(a is not b for a, b in zip(shorter, whole, strict=True)):
                 flat, tokens = shorter, self._encode(shorter, _batch(shorter))
         media = self._media(flat, tokens)
         kept = keep(tokens, numbers, self.spec, counter)
         kept = _with_cut_turns(kept, numbers, lengths, np.diff(tokens.offsets), counter)
-        _note_changes(flat, numbers, kept, counter)
-        _note_reasoning(flat, numbers, kept, counter)
+        _note(flat, numbers, kept, counter)
         if self._carrier is not None:
             kept = replace(kept, carried=self._carrier.arrays(kept))
         if media is not None:
@@ -315,13 +332,13 @@ class SliceTokenizer:
             kept = replace(kept, carried={**kept.carried, **media_arrays(left)})
         return kept, compared
 
-    def _media(self, flat: list[AnySequence], tokens: TokenRows) -> Media | None:
+    def _media(self, flat: Sequences, tokens: TokenRows) -> Media | None:
         if self.desk is None:
             return None
         cut_at = self.spec.max_length if self.spec.truncation == "keep_start" else None
-        return place_media(flat, tokens, self.desk.processor, cut_at)
+        return place_media([*one_by_one(flat)], tokens, self.desk.processor, cut_at)
 
-    def _compare_media(self, flat: list[AnySequence], tokens: TokenRows, seed: int) -> int:
+    def _compare_media(self, sequences: Sequences, tokens: TokenRows, seed: int) -> int:
         """Hold some rows with media against the processor itself; how many.
 
         Raises:
@@ -329,6 +346,7 @@ class SliceTokenizer:
         """
         if self.desk is None:
             return 0
+        flat = [*one_by_one(sequences)]
         places = sampled_places(flat, seed)
         for place in places:
             ids = tokens.ids[tokens.offsets[place] : tokens.offsets[place + 1]].tolist()
@@ -340,7 +358,7 @@ class SliceTokenizer:
                 raise RenderDiffers(f"{flat[place].text[:80]!r}, a row with media")
         return len(places)
 
-    def _shortened(self, sequence: AnySequence, length: int) -> AnySequence:
+    def _shortened(self, sequence: Sequence, length: int) -> Sequence:
         """`keep_end_turns`: the render of as many whole last turns as fit, the sequence itself when none does."""
         limit, example = self.spec.max_length, sequence.example
         if limit is None or length <= limit or not isinstance(example, ChatExample):
@@ -360,17 +378,20 @@ class SliceTokenizer:
                 low = middle + 1
         return best
 
-    def _known(self, some: list[SourceRow]) -> Iterator[AnySequence | None]:
-        """Of each row, once it is asked for, its sequence if it is known; the first row of all decides on the format."""
+    def _known(self, some: list[SourceRow]) -> Iterator[Sequence | JoinedRows | None]:
+        """As of `Renderer.known`, one by one where columns are carried; the first row of all decides on the format."""
         rows = [row.data or {} for row in some]
         first = next((row.data for row in some if row.data is not None), None)
         if self._format is None and first is not None:
             self._format = self._resolved(first)
             self._carrier = self._new_carrier(self._format, first)
         self._names.update(*{*map(tuple, rows)})
-        return self._renderer.known(rows, self._format) if self._format else repeat(None, len(rows))
+        if self._format is None:
+            return repeat(None, len(rows))
+        known = self._renderer.known(rows, self._format)
+        return known if self._carrier is None else one_by_one(known)
 
-    def _prepare(self, row: SourceRow, known: AnySequence | None) -> list[AnySequence]:
+    def _prepare(self, row: SourceRow, known: Sequence | None) -> list[Sequence]:
         if row.data is None:
             reason, _, detail = (row.error or "no data").partition(": ")
             raise RowFault(reason, detail)
@@ -379,8 +400,7 @@ class SliceTokenizer:
             self.desk.go_to(row.source_row)
         if row.odd:
             self._format.check_values(row.data)
-        sequences: list[AnySequence]
-        sequences = [known] if known else [*self._renderer.sequences(row.data, self._format)]
+        sequences = [known] if known else self._renderer.sequences(row.data, self._format)
         for sequence in sequences:
             if not sequence.text.isascii():
                 _check_text(sequence.text)
@@ -408,9 +428,9 @@ class SliceTokenizer:
         self.spec = self.spec.model_copy(update={"format": form.name, "columns": dict(form.columns)})
         return form
 
-    def _encode(self, flat: list[AnySequence], batch: Batch | None) -> TokenRows:
+    def _encode(self, flat: Sequences, batch: Batch | None) -> TokenRows:
         if batch is None:
-            return rows_of_tokens([sequence.tokens for sequence in flat if sequence.tokens is not None])
+            return rows_of_tokens([one.tokens for one in one_by_one(flat) if one.tokens is not None])
         encode = RowEncoder(self._encoder, self._reference, self._table).encode
         return self._heads.encode(batch, encode) or encode(batch)
 
@@ -453,29 +473,20 @@ def _with_cut_turns(
     return replace(kept, rendered=kept.rendered + int((before - after)[cut].sum()))
 
 
-def _note_changes(
-    flat: list[AnySequence], numbers: npt.NDArray[np.int64], kept: Kept, counter: RowCounter
-) -> None:
-    """Count what the normal form changed in rows that are written."""
+def _note(flat: Sequences, numbers: npt.NDArray[np.int64], kept: Kept, counter: RowCounter) -> None:
+    """Count what the normal form changed, and the reasoning that a template left out, in rows that are written."""
     changed: dict[int, frozenset[str]] = {}
-    for number, sequence in zip(numbers.tolist(), flat, strict=True):
-        if sequence.changes:
-            changed[number] = changed.get(number, frozenset()) | sequence.changes
-    for number in changed.keys() & set(kept.source_rows.tolist()) if changed else ():
-        counter.note(changed[number])
-
-
-def _note_reasoning(
-    flat: list[AnySequence], numbers: npt.NDArray[np.int64], kept: Kept, counter: RowCounter
-) -> None:
-    """Count the reasoning that a template left out of rows that are written."""
     removed: Counter[int] = Counter()
-    for number, sequence in zip(numbers.tolist(), flat, strict=True):
-        if sequence.removed:
-            removed[number] += sequence.removed
+    for number, kind in zip(numbers.tolist(), kinds_of(flat), strict=True):
+        if kind.changes:
+            changed[number] = changed.get(number, frozenset()) | kind.changes
+        if kind.removed:
+            removed[number] += kind.removed
+    written = set(kept.source_rows.tolist()) if changed or removed else set()
+    for number in changed.keys() & written:
+        counter.note(changed[number])
     if removed:
-        written = set(kept.source_rows.tolist())
-        counter.remove_reasoning(sum(count for number, count in removed.items() if number in written))
+        counter.remove_reasoning(sum(removed[number] for number in removed.keys() & written))
 
 
 class _DamagedInside(Exception):
@@ -486,9 +497,9 @@ class _DamagedInside(Exception):
         self.place, self.fault = place, fault
 
 
-def _batch(flat: list[AnySequence]) -> Batch | None:
+def _batch(flat: Sequences) -> Batch | None:
     """Of texts; None of rows that came as tokens."""
-    return batch_of(flat) if flat and flat[0].tokens is None else None
+    return batch_of(flat) if flat and (isinstance(flat[0], JoinedRows) or flat[0].tokens is None) else None
 
 
 def _check_text(text: str) -> None:

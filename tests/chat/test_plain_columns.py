@@ -17,7 +17,7 @@ from raysvc.chat.source.json_rows import SourceRow
 from raysvc.chat.text_batch import batch_of
 
 FIRSTS = frozenset("<~")
-texts = st.sampled_from(["a", "b <", " padded ~\n", "", " \n", "é"])
+texts = st.sampled_from(["a", "b <", " padded ~\n", "", " \n", "é", "\ud800 é"])
 parts = st.sampled_from(["a", "b"]).map(lambda text: [{"type": "text", "text": text}])
 contents = texts | parts | st.sampled_from([None, 1, [], ["a"], [{"type": "image", "text": "a"}]])
 roles = st.sampled_from(["user", "assistant", None, 1, ["user"]])
@@ -50,6 +50,8 @@ def expected(row: dict[str, Any]) -> Any:
         return None  # fmt: skip
     said, named = [*map(text_of, contents)], [message["role"] for message in given_messages]
     if not all(type(each) is str for each in (*said, *named)) or not all(text.strip() for text in said):
+        return None
+    if any("\ud800" in text for text in said):
         return None
     padded = any(text != text.strip() for text in said)
     opens = any(text.strip().endswith(tuple(FIRSTS)) for text in said)

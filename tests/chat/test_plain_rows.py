@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from raysvc.chat import slice_tokenizer
 from raysvc.chat.render import plain_rows
 from raysvc.chat.render.plain_rows import MAX_TRIES, PlainRows
 from raysvc.chat.render.renderer import Renderer
-from raysvc.chat.render.shape import AnySequence
+from raysvc.chat.render.shape import Sequences, apart, count_of, kinds_of, nth, one_by_one
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.render.turn_spans import TurnFinder
 from raysvc.chat.row_errors import RowDropped, RowFault
@@ -24,6 +25,7 @@ from raysvc.chat.source.formats import Format
 from raysvc.chat.source.json_rows import SourceRow
 from raysvc.chat.text_batch import batch_of
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
+from raysvc.chat.trace import fast_render
 from raysvc.chat.trace.fast_render import SAMPLE_EVERY
 from raysvc.job.config import TextSpec, TokenizerConfig
 
@@ -82,12 +84,13 @@ def outcome(renderer: Renderer, given_row: dict[str, Any], own: Format) -> Any:
     return sequence.text, sequence.spans
 
 
-def made_known(renderer: Renderer, given_row: dict[str, Any], own: Format) -> AnySequence | None:
-    (found,) = renderer.known([given_row], own)
-    return found
+def made_known(renderer: Renderer, given_row: dict[str, Any], own: Format) -> Sequence | None:
+    found: list[Sequence | None] = [*one_by_one(renderer.known([given_row], own))]
+    assert len(found) == 1
+    return found[0]
 
 
-def known(renderer: Renderer, given_row: dict[str, Any], own: Format) -> AnySequence | None:
+def known(renderer: Renderer, given_row: dict[str, Any], own: Format) -> Sequence | None:
     """The sequence that is joined from a shape and not doubted."""
     found = made_known(renderer, given_row, own)
     return found if found and not renderer.doubtful([found], batch_of([found])) else None
@@ -245,11 +248,12 @@ class Alone:
             self.plain.learn(made := row(*texts), self.whole(made))
         return self
 
-    def joined(self, given_row: dict[str, Any]) -> AnySequence | None:
-        (found,) = self.plain.sequences([given_row])
-        return found
+    def joined(self, given_row: dict[str, Any]) -> Sequence | None:
+        found: list[Sequence | None] = [*one_by_one(self.plain.sequences([given_row]))]
+        assert len(found) == 1
+        return found[0]
 
-    def known(self, *texts: str) -> AnySequence | None:
+    def known(self, *texts: str) -> Sequence | None:
         found = self.joined(row(*texts))
         return found if found and not self.plain.doubtful([found], batch_of([found])) else None
 
@@ -260,6 +264,7 @@ class Alone:
         (CHATML, (*TOKENS, "~"), ("a", "x ~ y")),  # a token of one letter
         (CHATML, TOKENS, ("a <|im_end|>", "b")),
         (CHATML, TOKENS, ("words of both <", "words of both ")),
+        (CHATML, TOKENS, ("words of both <", "words of both")),
         (CHATML, TOKENS, ("words of both < ", "words of both ")),
         (CHATML, TOKENS, ("a", "b <|im_start|>user\n")),
         (CHATML.replace("message.content", "message.content | trim"), TOKENS, ("a", " b ")),
@@ -420,6 +425,118 @@ def test_a_shape_that_a_row_leaves_serves_the_next_rows_of_its_chunk(
     assert result.table["source_row"].to_pylist() == [n for n in range(50) if n not in (20, 30)]
     assert sorted(result.row_counts.quarantined.values()) == [1, 1]
     assert len(whole) <= 5
+
+
+SAID = (
+    "a",
+    "b <",
+    "é > 2",
+    "你 \U0001f600",
+    "<|im_end|>",
+    "<|im_start|>user",
+    " padded\n",
+    "it \ud800",
+    "",
+    "same",
+    "x" * 300,
+)
+ROLES = (
+    ("user", "assistant"),
+    ("user", "assistant") * 2,
+    ("system", "user", "assistant"),
+    ("tool", "assistant"),
+)
+some_row = st.sampled_from(ROLES).flatmap(
+    lambda roles: st.tuples(
+        st.just(roles), st.tuples(*[st.sampled_from(SAID)] * len(roles)), st.sampled_from([0, 0, 0, 1, 2])
+    )
+)
+
+
+def row_of(roles: tuple[str, ...], texts: tuple[str, ...], kind: int) -> dict[str, Any]:
+    made = {"messages": [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]}
+    return in_parts(made) if kind == 1 else {**made, "label": True} if kind == 2 else made
+
+
+def tokens_of(tokenizer: SliceTokenizer, rows: list[dict[str, Any]]) -> tuple[Any, ...]:
+    made = tokenizer.run([SourceRow(n, each) for n, each in enumerate(rows)])
+    assert not made.switched
+    return made.table.to_pydict(), made.row_counts
+
+
+@pytest.fixture(scope="module")
+def sliced(tokenizer_folder: Any) -> Any:
+    """(template, mode) -> a tokenizer that knows some shapes, and one that renders every row."""
+
+    @cache
+    def pair(name: str, mode: str) -> tuple[SliceTokenizer, SliceTokenizer]:
+        spec = TextSpec(tokenizer=TokenizerConfig(name=tokenizer_folder(name)), train_on=mode)
+        fast, real = SliceTokenizer(spec), SliceTokenizer(spec)
+        real._renderer = real._new_renderer(fast=False)
+        for word in ("first", "next", "last"):
+            said = [tuple(f"{word} words of {n}" for n in range(len(roles))) for roles in ROLES]
+            for kind in (0, 1):
+                tokens_of(fast, [row_of(*each, kind) for each in zip(ROLES, said, strict=True)])
+        return fast, real
+
+    return pair
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", [*SHAPED, "takes_parts"])
+@given(rows=st.lists(some_row, min_size=1, max_size=24), at_once=st.sampled_from([3, 128]))
+@settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+def test_rows_of_any_shapes_side_by_side_have_the_tokens_that_real_renders_give(
+    name: str, mode: str, sliced: Any, rows: list[Any], at_once: int
+) -> None:
+    fast, real = sliced(name, mode)
+    given_rows = [row_of(*each) for each in rows]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slice_tokenizer, "ROWS_AT_ONCE", at_once)
+        patch.setattr(fast_render, "SAMPLE_EVERY", 7)  # rows amid others are rendered for real
+        assert tokens_of(fast, given_rows) == tokens_of(real, given_rows)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_that_come_together_are_in_a_batch_as_each_alone(mode: str) -> None:
+    alone = Alone(CHATML, mode).learn("what is it", "it is so").learn("who", "me", "why", "so")
+    texts = [
+        ("a", "é 你"),
+        ("b", "c", "d", "e"),
+        ("\U0001f600", " padded"),
+        ("f", "g"),
+        ("h", "i", "j"),
+        ("k", "l"),
+    ]
+    (first, nothing, second) = alone.plain.sequences([row(*each) for each in texts])
+    assert nothing is None
+    assert (len(first), len(second)) == (4, 1)
+    between = [alone.whole(row("é", "x", "y")), alone.whole(row("m", "n", "o"))]
+    between[1].head = head = "<|im_start|>"
+    mixed: Sequences = [first, *[between[1]] * 8, between[0], second]
+    together, each = batch_of(mixed), batch_of([*one_by_one(mixed)])
+    assert (together.heads.texts, each.heads.texts) == ([head], [head])  # type: ignore[union-attr]
+    columns = [
+        (one.data, one.offsets, *vars(one.spans).values(), one.heads.numbers)  # type: ignore[union-attr]
+        for one in (together, each)
+    ]
+    assert all(a.dtype == b.dtype and a.tolist() == b.tolist() for a, b in zip(*columns, strict=True))
+    assert [kind.openings for kind in kinds_of(mixed)] == [one.openings for one in one_by_one(mixed)]
+    assert [nth(mixed, n) for n in range(14)] == [*one_by_one(mixed)]
+    cut = apart(mixed, {3, 8, 10, 13})
+    assert [count_of(one) for one in cut] == [3] + [1] * 11
+    assert [*one_by_one(cut)] == [*one_by_one(mixed)]
+    assert [count_of(one) for one in apart(mixed, {1})] == [1, 1, 2] + [1] * 10
+
+
+def test_a_row_amid_many_is_due_for_a_real_render_when_it_would_be_alone() -> None:
+    alone = Alone(CHATML).learn("what is it", "it is so")
+    before = alone.template.fast.counts["walked"]  # type: ignore[union-attr]
+    found = [*alone.plain.sequences([row("a", f"b {n}") for n in range(SAMPLE_EVERY)])]
+    due = SAMPLE_EVERY - 1 - before
+    assert [one and len(one) for one in found[:2]] == [due, None]
+    assert found[2:] == [None] * (SAMPLE_EVERY - due - 1)  # nobody has rendered it
+    assert alone.template.fast.counts["walked"] == SAMPLE_EVERY - 1  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("mode", MODES)

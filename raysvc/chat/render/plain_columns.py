@@ -4,12 +4,13 @@ A row is plain when its messages have a role and a text and nothing else, and no
 texts may be lists of one text part.
 
 Always true:
-- every message of a plain row says something;
+- every message of a plain row says something, without a lone surrogate;
 - a row is plain whatever rows stand beside it.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain, compress, count, pairwise
@@ -19,12 +20,21 @@ from typing import Any
 from raysvc.chat.source.content_parts import text_of_part
 from raysvc.chat.source.messages import Message
 
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _NOTHING: tuple[Any, ...] = (None, "", [])
 
 
 PlainRow = tuple[list[Message], tuple[str, ...], list[str], bool, bool, bool]
 """Messages of a plain row: those of the source, the role and text of each; whether the texts are parts, whether some text has
 blanks at its ends, and whether some text ends, but for blanks, with the first character of a token or tag."""
+
+
+def given_to(row: PlainRow, takes_parts: bool) -> list[Message]:
+    """Messages of a row for a template that takes parts, or texts."""
+    messages, _, said, in_parts, *_ = row
+    if takes_parts == in_parts:
+        return messages
+    return [{**message, "content": text} for message, text in zip(messages, said, strict=True)]
 
 
 def plain_rows_of(
@@ -59,6 +69,10 @@ def plain_rows_of(
         fields = zip(stripped, roles, messages, strict=True)
         odd = (not text or type(role) is not str or len(message) != 2 for text, role, message in fields)
         left_out |= _rows_where(odd, bounds)
+    try:
+        "".join([text for text in stripped if not text.isascii()]).encode()
+    except UnicodeEncodeError:
+        left_out |= _rows_where(map(LONE_SURROGATE.search, stripped), bounds)
     padded = _rows_where(map(ne, said, stripped), bounds) if said != stripped else ()
     opens = _rows_where([text[-1:] in firsts for text in stripped], bounds)
     return [
@@ -69,6 +83,6 @@ def plain_rows_of(
     ]
 
 
-def _rows_where(marks: Iterable[bool], bounds: list[int]) -> set[int]:
+def _rows_where(marks: Iterable[Any], bounds: list[int]) -> set[int]:
     """The rows of messages that are marked."""
     return {bisect_right(bounds, place) - 1 for place in compress(count(), marks)}

@@ -7,7 +7,7 @@
    messages, its spans are at the same literals.
 4. When a row of a known shape is due for a real render, the shape is looked at closer. Where a trace shows that the words of
    the texts decide on nothing, later rows are the literals with their own texts in between, as long as these have no blanks
-   at their ends.
+   at their ends. As many of these as stand side by side are made at once.
 
 Always true:
 - the text is what the template's automaton writes for this row, and the rows that are due for a real render get one;
@@ -21,15 +21,16 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Many
-from itertools import accumulate
+from dataclasses import replace
+from itertools import accumulate, repeat, takewhile
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.chat.render.plain_columns import PlainRow, plain_rows_of
+from raysvc.chat.render.plain_columns import LONE_SURROGATE, PlainRow, given_to, plain_rows_of
 from raysvc.chat.render.rendered import NOBODY, Render, Written, extents_of, render_of
-from raysvc.chat.render.shape import AnySequence, JoinedSequence, Shape, Turn
+from raysvc.chat.render.shape import JoinedRows, Sequences, Shape, Turn, kinds_of
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.render.turn_spans import TurnFinder, common_prefix
 from raysvc.chat.sequence import CLOSED_TURN, Sequence
@@ -41,7 +42,10 @@ from raysvc.chat.trace.fast_render import FastRender
 
 MAX_SHAPES = 1024
 MAX_TRIES = 8  # rows of the same roles that leave no shape; some fail for what they say
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # such a row is quarantined
+
+
+Kind = tuple[bool, tuple[str, ...]]
+"""Whether the texts of a row are parts, and its roles."""
 
 
 class PlainRows:
@@ -64,41 +68,72 @@ class PlainRows:
         self._firsts = frozenset(opening[0] for opening in finder.openings)
         self._column = form.column("messages")
         self._others = frozenset((*map(form.column, USED), *form.refused)) - {self._column}
-        self._shapes: dict[tuple[bool, tuple[str, ...]], Shape] = {}
+        self._shapes: dict[Kind, Shape] = {}
+        self._safe: dict[Kind | None, Shape] = {}  # filled in by texts, without a look at the row
         self._may_fill_in = True  # no shape was found that texts do not fill in
-        self._tries: Counter[tuple[bool, tuple[str, ...]]] = Counter()
+        self._tries: Counter[Kind] = Counter()
 
-    def sequences(self, rows: Many[Mapping[str, Any]]) -> Iterator[JoinedSequence | None]:
-        """Of each row, once it is asked for, the sequence of a plain one whose shape is known, None of any other."""
-        return map(self._sequence, self._plain(rows))
+    def sequences(self, rows: Many[Mapping[str, Any]]) -> Iterator[JoinedRows | None]:
+        """Of each row, once it is asked for, the sequence of a plain one whose shape is known, None of any other.
+
+        Those of rows side by side come together.
+        """
+        plain = self._plain(rows)
+        if not any(plain):
+            yield from repeat(None, len(plain))
+            return
+        kinds = [(row[3], row[1]) if row and not row[4] and not row[5] else None for row in plain]
+        made, place = JoinedRows(), 0
+        while place < len(plain):
+            shapes = self._filled_in(kinds, place) if kinds[place] in self._safe else []
+            own = plain[place : place + (len(shapes) or 1)]
+            found = (shapes, [row[2] for row in own if row]) if shapes else self._looked_at(own[0])
+            if found:
+                made.rows += own
+                made.shapes += found[0]
+                made.said += found[1]
+            else:
+                if made:
+                    yield made
+                yield None
+                made = JoinedRows()
+            place += len(own)
+        if made:
+            yield made
+
+    def _filled_in(self, kinds: list[Kind | None], first: int) -> list[Shape]:
+        """From the first on shapes of as many rows as texts fill in, before one is due for a real render."""
+        assert self._fast is not None
+        own = kinds[first : first + self._fast.rows_to_go]
+        shapes = [shape for shape in takewhile(bool, map(self._safe.get, own)) if shape]
+        self._fast.counts["walked"] += len(shapes)
+        return shapes
 
     def _plain(self, rows: Many[Mapping[str, Any]]) -> list[PlainRow | None]:
         return plain_rows_of(rows, self._column, self._others, self._firsts)
 
-    def _sequence(self, plain: PlainRow | None) -> JoinedSequence | None:
+    def _looked_at(self, plain: PlainRow | None) -> tuple[list[Shape], list[list[str]]] | None:
+        """(shape of one row, what it says), None where the shape is not known or cannot say it."""
         fast = self._fast
         if plain is None or fast is None:
             return None
-        messages, roles, said, in_parts, padded, opens = plain
+        _, roles, said, in_parts, padded, opens = plain
         shape = self._shapes.get((in_parts, roles))
         if shape is None:
             return None
-        if shape.example.has_parts != in_parts:
-            messages = _given(plain, shape.example.has_parts)
-        if shape.fills_in and not padded and not fast.is_due:
+        if shape.fills_in and shape.openings is not None and not padded and fast.rows_to_go:
             fast.counts["walked"] += 1
             text = shape.filled_in(said)
         else:
-            walked = self._walked(fast, shape, said, self._shown(messages))
+            walked = self._walked(fast, shape, said, self._shown(given_to(plain, shape.example.has_parts)))
             if walked is None:
                 return None
             text = walked
-        if shape.openings is not None:
-            # alone, only what goes on as a token behind a text can be another message's
-            seen = opens if shape.alone else any(text.count(words.strip()) > 1 for words in said)
-            if seen:
-                return None
-        return JoinedSequence(text, shape.openings, shape, messages, said)
+        if shape.openings is None:
+            return [shape], [[text]]
+        # alone, only what goes on as a token behind a text can be another message's
+        seen = opens if shape.alone else any(text.count(words.strip()) > 1 for words in said)
+        return None if seen else ([shape], [said])
 
     def _walked(self, fast: FastRender, shape: Shape, said: list[str], shown: list[Message]) -> str | None:
         """What the template writes for a row, None when that is not the shape's literals around its texts."""
@@ -115,9 +150,9 @@ class PlainRows:
         same = owners == tuple([them[place] for place in shape.owners])
         return text if same and shape.has_sizes(said, texts) else None
 
-    def doubtful(self, sequences: list[AnySequence], batch: Batch) -> list[int]:
+    def doubtful(self, sequences: Sequences, batch: Batch) -> list[int]:
         """Sequences of known shapes in which more tokens or tags may stand than the shape has."""
-        expected = [sequence.openings for sequence in sequences]
+        expected = [one.openings for one in kinds_of(sequences)]
         if expected.count(None) == len(expected):
             return []
         found = np.diff(np.searchsorted(self._begins(batch.data), batch.offsets)).tolist()
@@ -137,9 +172,9 @@ class PlainRows:
             self._look_closer(kind)
         if kind in self._shapes or len(self._shapes) >= MAX_SHAPES:
             return
-        if example.messages != _given(plain, example.has_parts) or self._tries[kind] >= MAX_TRIES:
+        if example.messages != given_to(plain, example.has_parts) or self._tries[kind] >= MAX_TRIES:
             return
-        if _LONE_SURROGATE.search(sequence.text):
+        if LONE_SURROGATE.search(sequence.text):
             return
         self._tries[kind] += 1
         shown = self._shown(example.messages)
@@ -158,7 +193,7 @@ class PlainRows:
         written: list[Written],
     ) -> Shape | None:
         if example.all_tokens:
-            return Shape([], (), (), [], None, (), True, example)
+            return Shape(["", None, ""], (), (), [], None, (), True, example)
         literals = _literals(sequence.text, said)
         if literals is None or any(message["role"] == "tool" for message in example.messages):
             return None
@@ -177,15 +212,18 @@ class PlainRows:
         parts = _around_texts(literals)
         return Shape(parts, owners, marks, sizes, openings, turns, alone, example)
 
-    def _look_closer(self, kind: tuple[bool, tuple[str, ...]]) -> None:
+    def _look_closer(self, kind: Kind) -> None:
         """Trace whether texts fill in a shape that has been walked often: a row of it was due for a real render."""
         shape = self._shapes[kind]
         if shape.fills_in or shape.example.has_parts or not self._may_fill_in:
             return
         literals = self._literals(shape.example)
         parts = _around_texts(literals or [])
-        self._may_fill_in = fills_in = bool(literals) and (shape.openings is None or parts == shape.parts)
-        self._shapes[kind] = shape._replace(parts=parts if fills_in else shape.parts, fills_in=fills_in)
+        self._may_fill_in = bool(literals) and (shape.openings is None or parts == shape.parts)
+        if self._may_fill_in:
+            self._shapes[kind] = replace(shape, fills_in=True)
+            if shape.openings is None or shape.alone:
+                self._safe[kind] = replace(shape, parts=parts, fills_in=True)
 
     def _literals(self, example: ChatExample) -> list[str] | None:
         """What is around the texts of all rows with these roles, None when the words of the texts decide on anything."""
@@ -238,14 +276,6 @@ class PlainRows:
         """Whether a literal alone says how much of the prompt is repeated: a text cannot go on with a token or tag."""
         same = common_prefix(prompt, literal)
         return same < len(literal) or same == len(prompt) or prompt[same : same + 2] in self._finder.openings
-
-
-def _given(plain: PlainRow, has_parts: bool) -> list[Message]:
-    """Messages for a template that takes parts, or texts."""
-    messages, _, said, in_parts, *_ = plain
-    if has_parts == in_parts:
-        return messages
-    return [{**message, "content": text} for message, text in zip(messages, said, strict=True)]
 
 
 def _around_texts(literals: list[str]) -> list[str | None]:

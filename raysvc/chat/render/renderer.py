@@ -25,7 +25,7 @@ from typing import Any
 from raysvc.chat.render.media_text import check_media, filled_with_media, plain_example
 from raysvc.chat.render.plain_rows import PlainRows
 from raysvc.chat.render.rendered import Render
-from raysvc.chat.render.shape import AnySequence, JoinedSequence
+from raysvc.chat.render.shape import JoinedRows, Sequences, one_by_one
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.render.turn_check import is_empty, removed_reasoning
 from raysvc.chat.render.turn_memory import TurnMemory
@@ -80,10 +80,10 @@ class Renderer:
         """Of these, the ones that a template writes inside of turns."""
         return frozenset(text for _, finder, _ in self._templates.values() for text in finder.inner_tokens)
 
-    def known(self, rows: Many[Mapping[str, Any]], form: Format) -> Iterator[AnySequence | None]:
+    def known(self, rows: Many[Mapping[str, Any]], form: Format) -> Iterator[Sequence | JoinedRows | None]:
         """Of each row, once it is asked for, its sequence when it is built like an earlier one, None of any other.
 
-        `doubtful` may doubt it.
+        `doubtful` may doubt it. Those of rows side by side may come together.
         """
         plain = self._plain_rows(form)
         if plain is None:
@@ -91,21 +91,20 @@ class Renderer:
         made = plain.sequences(rows)
         if self._desk is None:
             return made
-        return (self._without_media(one, row, form) for one, row in zip(made, rows, strict=True))
+        made_alone = zip(one_by_one(made), rows, strict=True)
+        return (self._without_media(one, row, form) for one, row in made_alone)
 
-    def _without_media(
-        self, made: JoinedSequence | None, row: Mapping[str, Any], form: Format
-    ) -> Sequence | None:
+    def _without_media(self, made: Sequence | None, row: Mapping[str, Any], form: Format) -> Sequence | None:
         """A known sequence where rows may have media, if this one has none and names none."""
         assert self._desk is not None
         tokens = self._desk.processor.tokens
         marks = (*tokens.values(), *(NAMES[kind].placeholder for kind in tokens))
         if made is None or form.media_of(row) or any(mark in made.text for mark in marks):
             return None
-        prefix = self._before(made.text)
-        return Sequence(made.text, made.spans, prefix, example=made.example, openings=made.openings)
+        made.prefix = self._before(made.text)
+        return made
 
-    def doubtful(self, sequences: list[AnySequence], batch: Batch) -> list[int]:
+    def doubtful(self, sequences: Sequences, batch: Batch) -> list[int]:
         """Places of known sequences that have to be made by `sequences`."""
         plain = self._plain[1] if self._plain else None
         return plain.doubtful(sequences, batch) if plain else []

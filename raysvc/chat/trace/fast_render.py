@@ -70,9 +70,9 @@ class FastRender:
         return self._judge(made, self._real(*row))
 
     @property
-    def is_due(self) -> bool:
-        """Whether the next row has to go to `render`, where it gets a real render."""
-        return not self._is_trusted or (self.counts["walked"] + 1) % SAMPLE_EVERY == 0
+    def rows_to_go(self) -> int:
+        """Rows before the next one that has to go to `render`, where it gets a real render."""
+        return (-1 - self.counts["walked"]) % SAMPLE_EVERY if self._is_trusted else 0
 
     def filled_in(self, messages: list[Any]) -> str | None:
         """The text of a row without tools, None when the words of its texts decide on what is written (`operations`)."""
@@ -85,7 +85,7 @@ class FastRender:
 
     def stretches(self, messages: list[Any], tools: Any = None) -> list[Written] | None:
         """What a row writes, None when it has to go to `render`: it is new, or due for the real render."""
-        if self.is_due:
+        if not self.rows_to_go:
             return None
         try:
             written = self._template.walk(messages, tools, False)
