@@ -391,3 +391,24 @@ def test_messages_are_read_together_as_they_are_one_by_one(name: str, reader: Me
     assert (found.messages, together) == (alone, one_by_one)
     assert found.has_parts == any(isinstance(each["content"], list) for each in alone)
     assert found.has_calls == any("tool_calls" in each for each in alone)
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_arguments_are_taken_to_a_depth_and_deeper_ones_are_set_aside(
+    as_text: bool, slice_tokenizer: Any, tokenize: Any
+) -> None:
+    def calling(depth: int) -> dict[str, Any]:
+        nested = '{"a": ' * depth + "1" + "}" * depth
+        given = nested if as_text else json.loads(nested)
+        function = {"name": "f", "arguments": given}
+        asked = {"role": "user", "content": "q"}
+        call = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": function}],
+        }
+        return {"messages": [asked, call]}
+
+    made, result = tokenize(slice_tokenizer("merges_tools"), calling(100), calling(101), calling(400))
+    assert len(made) == 1
+    assert dict(result.row_counts.quarantined) == {"the arguments of a tool call are nested too deep": 2}

@@ -27,6 +27,7 @@ PROBE_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
 }
+MAX_DEPTH = 100  # of arguments; Python itself writes and compares a few hundred
 _SPEAKERS = (("user",), ("user", "assistant"), ("system", "user", "assistant"))
 _FORMS = ("{'type'", '{"type"')
 Render = Callable[[list[Message]], str]
@@ -60,7 +61,7 @@ class TemplateFit:
         """The same conversation as the template takes it.
 
         Raises:
-            RowFault: arguments that are not the JSON text of an object.
+            RowFault: arguments that are not the JSON text of an object, or nested too deep.
         """
         if example.has_parts and not self.parts:
             example = replace(example, messages=flatten_parts(example.messages), has_parts=False)
@@ -68,6 +69,8 @@ class TemplateFit:
             return example
         wrong = dict if self.text_arguments else str
         given = arguments_of(example.messages)
+        for value in given:
+            _refuse_deep(value)
         if not any(value is None or type(value) is wrong for value in given):
             return example
         change = self._as_text if self.text_arguments else _as_object
@@ -102,7 +105,18 @@ def _as_object(value: Any) -> Any:
         raise RowFault("the arguments of a tool call are not JSON", f"{broken}: {value[:60]}") from None
     if not isinstance(found, dict):
         raise RowFault("the arguments of a tool call are not an object", f"they are {value[:60]}")
+    _refuse_deep(found)
     return found
+
+
+def _refuse_deep(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inside = (item for item in level if type(item) is dict or type(item) is list)
+        level = [part for item in inside for part in (item.values() if type(item) is dict else item)]
+        if not level:
+            return
+    raise RowFault("the arguments of a tool call are nested too deep", f"more than {MAX_DEPTH} levels")
 
 
 def _takes_parts(render: Render) -> bool:
