@@ -232,3 +232,19 @@ def test_no_more_turns_are_remembered_than_the_limit(preparers: Any, monkeypatch
     render = template.render(example.messages, None)
     assert memory.spans(render, example) == memory.spans(render, example) == finder.spans(render, example)
     assert not memory._known
+
+
+LONGER_PROMPT = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\nWell' }}{% endif %}"
+)
+
+
+def test_an_answer_that_goes_on_with_its_head_is_looked_at_closely() -> None:
+    template = ChatTemplate(LONGER_PROMPT, {})
+    finder = TurnFinder(template, TOKENS, {"eos_token": "<|eot|>"})
+    memory = TurnMemory(finder)
+    for said in ("No.", "No way.", "Well then"):
+        example = chat("one", said)
+        render = template.render(example.messages, None)
+        assert outcome(memory.spans, render, example) == outcome(finder.spans, render, example)
