@@ -485,7 +485,7 @@ def sliced(tokenizer_folder: Any) -> Any:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [*SHAPED, "takes_parts"])
 @given(rows=st.lists(some_row, min_size=1, max_size=24), at_once=st.sampled_from([3, 128]))
-@settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
 def test_rows_of_any_shapes_side_by_side_have_the_tokens_that_real_renders_give(
     name: str, mode: str, sliced: Any, rows: list[Any], at_once: int
 ) -> None:

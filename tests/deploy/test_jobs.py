@@ -14,6 +14,7 @@ import time
 import urllib.request
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ import yaml
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 RAY = str(Path(sys.executable).parent / "ray")
+STARTS = 3  # tries to start a head
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,11 @@ def free_ports(count: int) -> list[int]:
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     home = tmp_path_factory.mktemp("home")
-    # own folder, with a short name for its sockets: /tmp/ray holds one "current cluster" for the whole machine
-    own = tempfile.mkdtemp(prefix="rj", dir="/tmp")
     env = {
         **os.environ,
         "HOME": str(home),
         "RAY_AUTH_MODE": "token",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_TMPDIR": own,
     }
     env.pop("PYTHONPATH", None)  # it would win over the code that a job brings
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
@@ -87,23 +86,46 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
         [RAY, "get-auth-token", "--generate"], env=env, capture_output=True, text=True, check=True
     )
     assert made.stdout.strip()
-    port, dashboard, client = free_ports(3)
-    command = [
-        RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=2",
-        "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}",
-        "--object-store-memory=150000000", "--disable-usage-stats", "--dashboard-agent-listen-port=0",
-    ]  # fmt: skip
-    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
-    found = Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", env)
-    try:
-        wait_for_dashboard(found, process)
-        yield found
-        assert process.poll() is None, f"the head ended: {last_words(Path(own))}"
-    finally:
-        # at once: asked politely, `ray start` takes a minute over the actors that are left; workers follow their raylet
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=60)
-        shutil.rmtree(own, ignore_errors=True)
+    for others in reversed(range(STARTS)):
+        # own folder, with a short name for its sockets: /tmp/ray holds one "current cluster" for the whole machine
+        own = tempfile.mkdtemp(prefix="rj", dir="/tmp")
+        port, dashboard, client = free_ports(3)
+        command = [
+            RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=2",
+            "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}",
+            "--object-store-memory=150000000", "--disable-usage-stats", "--dashboard-agent-listen-port=0",
+        ]  # fmt: skip
+        said = Path(own, "said")
+        found = Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", {**env, "RAY_TMPDIR": own})
+        with said.open("wb") as out:
+            process = subprocess.Popen(command, env=found.env, stdout=out, stderr=out, start_new_session=True)
+        try:
+            if (
+                not wait_for_start(process, said)
+                and others
+                and "timed out during startup" in said.read_text()
+            ):
+                continue
+            wait_for_dashboard(found, process, said)
+            yield found
+            assert process.poll() is None, f"the head ended: {last_words(Path(own))}"
+            return
+        finally:
+            # at once: asked politely, `ray start` takes a minute over the actors that are left; workers follow their raylet
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(timeout=60)
+            shutil.rmtree(own, ignore_errors=True)
+
+
+def wait_for_start(process: subprocess.Popen[bytes], said: Path) -> bool:
+    """Whether the head starts. `ray start` gives its node 30 s, which no setting changes: a busy machine needs more, though
+    the dashboard may answer before."""
+    while process.poll() is None:
+        if "Ray runtime started" in said.read_text():
+            return True
+        time.sleep(0.2)
+    return False
 
 
 def last_words(folder: Path) -> str:
@@ -113,12 +135,12 @@ def last_words(folder: Path) -> str:
     return "\n".join(f"{path.name}: {path.read_text(errors='replace')[-2000:]}" for path in logs)
 
 
-def wait_for_dashboard(head: Head, process: subprocess.Popen[bytes]) -> None:
+def wait_for_dashboard(head: Head, process: subprocess.Popen[bytes], said: Path) -> None:
     until = time.monotonic() + 240
     token = (Path(head.env["HOME"]) / ".ray" / "auth_token").read_text().strip()
     ask = urllib.request.Request(f"{head.dashboard}/api/jobs/", headers={"Authorization": f"Bearer {token}"})
     while time.monotonic() < until:
-        assert process.poll() is None, "ray start ended"
+        assert process.poll() is None, f"ray start ended: {said.read_text()[-2000:]}"
         try:
             urllib.request.urlopen(ask, timeout=5).close()
             return
