@@ -20,7 +20,7 @@ from typing import Any
 from raysvc.chat.source.content_parts import text_of_part
 from raysvc.chat.source.messages import Message
 
-LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _NOTHING: tuple[Any, ...] = (None, "", [])
 
 
@@ -72,7 +72,7 @@ def plain_rows_of(
     try:
         "".join([text for text in stripped if not text.isascii()]).encode()
     except UnicodeEncodeError:
-        left_out |= _rows_where(map(LONE_SURROGATE.search, stripped), bounds)
+        left_out |= _rows_where(map(_LONE_SURROGATE.search, stripped), bounds)
     padded = _rows_where(map(ne, said, stripped), bounds) if said != stripped else ()
     opens = _rows_where([text[-1:] in firsts for text in stripped], bounds)
     return [

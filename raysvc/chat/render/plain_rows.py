@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.chat.render.plain_columns import LONE_SURROGATE, PlainRow, given_to, plain_rows_of
+from raysvc.chat.render.plain_columns import PlainRow, given_to, plain_rows_of
 from raysvc.chat.render.rendered import NOBODY, Render, Written, extents_of, render_of
 from raysvc.chat.render.shape import JoinedRows, Sequences, Shape, Turn, kinds_of
 from raysvc.chat.render.template import ChatTemplate
@@ -173,8 +173,6 @@ class PlainRows:
         if kind in self._shapes or len(self._shapes) >= MAX_SHAPES:
             return
         if example.messages != given_to(plain, example.has_parts) or self._tries[kind] >= MAX_TRIES:
-            return
-        if LONE_SURROGATE.search(sequence.text):
             return
         self._tries[kind] += 1
         shown = self._shown(example.messages)
