@@ -46,7 +46,7 @@ THINKS = """\
 
 
 def made(folder: str, *rows: Any, **options: Any) -> Any:
-    tokenizer = SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=folder), **options))
+    tokenizer = SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=folder, date="2026-01-31"), **options))
     result = tokenizer.run([SourceRow(n, {"messages": row}) for n, row in enumerate(rows)])
     return hugging_face(folder), result
 
@@ -190,3 +190,30 @@ def test_a_conversation_may_begin_with_the_assistant(name: str, says: list[str],
     assert faults(hf, {"messages": row}, [0, 2], found, ids, mask) == []
     assert (found.mask is None) == (name == "kimi_k2")
     assert [hf.decode(ids[start:end]) for start, end in runs(mask)] == says
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("glm4moe", "tool_calls"),  # writes a text of a call as it is, with its line ends
+        ("gemma4", "tool_calls"),
+        ("qwen2_5", "tool_calls"),
+        ("gptoss", "thinking"),
+        ("qwen3", "reasoning_content"),
+    ],
+)
+def test_a_turn_may_repeat_what_others_said(name: str, field: str, tmp_path: Path) -> None:
+    said = "Write this to the file:\n\x8c it's <b>\\d+</b>"
+    call = {"type": "function", "function": {"name": "write", "arguments": {"text": said}}}
+    own: Any = [call] if field == "tool_calls" else f"They want {said!s} and that is easy."
+    row = [
+        say(U, said),
+        {**say(A, ""), "tool_calls": [call]} if own == [call] else {**say(A, "Done."), field: own},
+    ]
+    hf, result = made(tokenizer_folder(TEMPLATES[name], tmp_path), row)
+    assert result.row_counts.quarantined == {}
+    trained = [
+        hf.decode(result.table["input_ids"][0].as_py()[a:b])
+        for a, b in runs(result.table["loss_mask"][0].as_py())
+    ]
+    assert "it's" in "".join(trained)

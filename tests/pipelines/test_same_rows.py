@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from raysvc.chat.slice_tokenizer import SliceResult, SliceTokenizer
@@ -71,6 +71,7 @@ FIRST = row(
     [{"city": "Oslo", "days": 1, "rate": 0.5, "flags": [True], "place": {"name": "x", "floor": 1}}],
     "s",
 )
+SAID = "a call says \x93 it's <too>"  # which a user or a tool's result said before
 chats = st.lists(
     st.builds(row, st.lists(words, min_size=3, max_size=3), st.lists(arguments, max_size=2), words),
     max_size=4,
@@ -156,6 +157,7 @@ def content(results: list[SliceResult]) -> list[Json]:
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
+@example(rows=[FIRST, row([SAID, SAID, "c"], [{"city": SAID, "place": {"name": SAID}}], "")])
 @given(rows=chats)
 def test_the_same_rows_give_the_same_tokens_in_every_kind_of_file(
     rows: list[Json], tokenizer: Callable[[], SliceTokenizer], tmp_path_factory: pytest.TempPathFactory

@@ -108,6 +108,15 @@ def reasoning_of(message: Message) -> str:
     return content.split("</think>")[0].split("<think>")[-1].strip()
 
 
+def all_said(message: Message) -> str:
+    """Everything that a message says, each value of its calls in every form that templates write."""
+    calls = message.get("tool_calls") or ()
+    forms = (form for call in calls for leaf in _leaves(call) for form in _forms(leaf))
+    thoughts = (str(message[name]) for name in _REASONING_ORDER if message.get(name))
+    whole = (str(calls), json.dumps(calls, ensure_ascii=False, default=str)) if calls else ()
+    return "\n".join((*texts_of(message), *thoughts, *whole, *forms))
+
+
 def removed_reasoning(messages: list[Message], trained: str) -> int:
     """How many of some trained messages have reasoning that is not in the trained text."""
     contents = [message.get("content") for message in messages]

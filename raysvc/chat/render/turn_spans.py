@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from raysvc.chat.render.rendered import Extent, Render, extents_of, marks_within
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.render.token_texts import TokenTexts
-from raysvc.chat.render.turn_check import is_empty, tags_of, texts_of, verify_turn
+from raysvc.chat.render.turn_check import all_said, is_empty, tags_of, texts_of, verify_turn
 from raysvc.chat.render.turn_probes import PROBES, QUIET, say
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.source.examples import ChatExample
@@ -295,13 +295,12 @@ class TurnFinder:
             RowFault: it is.
         """
         stretch = "".join(text[span.start : span.end] for span in found)
-        own = "\n".join(_all_words(example.messages[place]))
         for other, message in enumerate(example.messages):
             if abs(other - place) > 8 or other == place:
                 continue
             for said in texts_of(message):
                 words = said.strip()
-                if len(words) >= 12 and words in stretch and words not in own:
+                if len(words) >= 12 and words in stretch and words not in all_said(example.messages[place]):
                     raise RowFault("a trained turn holds text of another message", repr(words[:60]))
 
     def _prompt(self, render: Render, example: ChatExample, place: int, begin: int) -> str | None:
@@ -423,12 +422,3 @@ def common_prefix(left: str, right: str) -> int:
     """Characters that two texts begin with alike."""
     size = min(len(left), len(right))
     return next((n for n in range(size) if left[n] != right[n]), size)
-
-
-def _all_words(message: Message) -> list[str]:
-    """All texts of a message, those of its calls too."""
-    return [
-        *texts_of(message),
-        str(message.get("reasoning_content") or ""),
-        str(message.get("tool_calls") or ""),
-    ]
