@@ -177,15 +177,13 @@ def of_kind(kind: str, folder: str, data: bytes, rows: list[Any]) -> dict[str, A
 
 
 def _one_encoder(folder: str) -> Callable[..., Any]:
-    """In place of `choose_encoder`: the choice for a tokenizer, made once."""
-    from raysvc.chat.tokens.encoder import ReferenceEncoder
-    from raysvc.chat.tokens.probe import choose_encoder
+    """In place of `encoders_of`: those of one tokenizer."""
+    from raysvc.chat.tokens.probe import encoders_of
     from raysvc.chat.tokens.tokenizer import LoadedTokenizer
     from raysvc.job.config import TokenizerConfig
 
-    tokenizer = LoadedTokenizer(TokenizerConfig(name=folder))
-    chosen = choose_encoder(tokenizer, ReferenceEncoder(tokenizer))
-    return lambda *_: chosen
+    found = encoders_of(LoadedTokenizer(TokenizerConfig(name=folder)))
+    return lambda _: found
 
 
 def main() -> None:
@@ -210,7 +208,7 @@ def main() -> None:
         print(json.dumps({"date": time.strftime("%Y-%m-%d"), "results": sentencepiece(given)}))
         return
     given.hf = AutoTokenizer.from_pretrained(given.tokenizer)
-    slice_tokenizer.choose_encoder = _one_encoder(given.tokenizer)  # no template changes it
+    slice_tokenizer.encoders_of = _one_encoder(given.tokenizer)  # no template changes it
     results = []
     print(
         "| template | data | rows run by the template | text, times apply | whole, times apply | whole rows/s |"

@@ -50,8 +50,7 @@ from raysvc.chat.source.raw_rows import raw_example
 from raysvc.chat.source.stepwise import STEP_LABELS
 from raysvc.chat.text_batch import Batch, batch_of
 from raysvc.chat.tokens.align import TokenTable
-from raysvc.chat.tokens.encoder import ReferenceEncoder
-from raysvc.chat.tokens.probe import choose_encoder
+from raysvc.chat.tokens.probe import encoders_of
 from raysvc.chat.tokens.reference_check import RenderDiffers, compare, sample_places
 from raysvc.chat.tokens.shared_heads import SharedHeads
 from raysvc.chat.tokens.token_rows import EncoderDiffers, RowEncoder, TokenRows, rows_of_tokens
@@ -121,8 +120,7 @@ class SliceTokenizer:
         self.tokenizer = tokenizer or LoadedTokenizer(spec.tokenizer)
         self.desk = desk
         self._label = dataset_label
-        self._reference = ReferenceEncoder(self.tokenizer)
-        self._encoder, self._switched = choose_encoder(self.tokenizer, self._reference)
+        self._reference, self._encoder, self._switched = encoders_of(self.tokenizer)
         self._renderer = self._new_renderer(fast=True)
         self._heads = SharedHeads(self._encoder)
         self._table = TokenTable(self.tokenizer, self._renderer.control_tokens, self._renderer.inner_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -323,14 +324,25 @@ def special_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, s
 
 
 @pytest.fixture(scope="session")
-def slice_tokenizer(tokenizer_folder: Callable[[str], str]) -> Callable[..., Any]:
-    """Name of a template (or a folder) and options of a spec -> a `SliceTokenizer`."""
+def loaded() -> Callable[[str], Any]:
+    """Folder -> its `LoadedTokenizer`; made once, so nothing of it may be changed."""
+    from raysvc.chat.tokens.tokenizer import LoadedTokenizer
+    from raysvc.job.config import TokenizerConfig
+
+    return lru_cache(maxsize=None)(lambda folder: LoadedTokenizer(TokenizerConfig(name=folder)))
+
+
+@pytest.fixture(scope="session")
+def slice_tokenizer(
+    tokenizer_folder: Callable[[str], str], loaded: Callable[[str], Any]
+) -> Callable[..., Any]:
+    """Name of a template (or a folder) and options of a spec -> a `SliceTokenizer` of its own."""
     from raysvc.chat.slice_tokenizer import SliceTokenizer
-    from raysvc.job.config import TextSpec, TokenizerConfig
+    from raysvc.job.config import TextSpec
 
     def tokenizer(name: str, folder: str | None = None, **options: Any) -> Any:
-        config = TokenizerConfig(name=folder or tokenizer_folder(name))
-        return SliceTokenizer(TextSpec(tokenizer=config, **options), "test")
+        found = loaded(folder or tokenizer_folder(name))
+        return SliceTokenizer(TextSpec(tokenizer=found.config, **options), "test", found)
 
     return tokenizer
 

@@ -114,10 +114,11 @@ def test_a_template_code_that_differs_switches_to_jinjas_own(slice_tokenizer: An
 
 
 def test_a_difference_that_stays_with_the_reference_is_an_error_and_no_loop(
-    slice_tokenizer: Any, tokenize: Any
+    slice_tokenizer: Any, tokenize: Any, monkeypatch: Any
 ) -> None:
     tokenizer = slice_tokenizer(CHATML)
-    tokenizer._reference.encode_bytes = Wrong(ReferenceEncoder(tokenizer.tokenizer), "three").encode_bytes
+    wrong = Wrong(ReferenceEncoder(tokenizer.tokenizer), "three")
+    monkeypatch.setattr(tokenizer._reference, "encode_bytes", wrong.encode_bytes)
     tokenizer._encoder = tokenizer._reference
     with pytest.raises(EncoderDiffers):
         tokenize(tokenizer, *rows(["three"]))
@@ -152,6 +153,27 @@ def test_a_fast_encoder_has_to_be_equal_on_the_probes(tokenizer_folder: Any, mon
     monkeypatch.setattr(encoder, "GigatokenEncoder", Off)
     chosen, why = choose_encoder(tokenizer, reference)
     assert (chosen.name, why) == ("tokenizers", "gigatoken differs on a probe text")
+
+
+def test_sources_that_share_a_loaded_tokenizer_share_its_encoders(
+    tokenizer_folder: Any, monkeypatch: Any
+) -> None:
+    from raysvc.chat.tokens import encoder
+
+    made: list[Any] = []
+
+    class Counted(encoder.GigatokenEncoder):
+        def __init__(self, tokenizer: LoadedTokenizer) -> None:
+            super().__init__(tokenizer)
+            made.append(tokenizer)
+
+    monkeypatch.setattr(encoder, "GigatokenEncoder", Counted)
+    config = TokenizerConfig(name=tokenizer_folder(CHATML))
+    first, other = LoadedTokenizer(config), LoadedTokenizer(config)
+    for tokenizer in (first, first, other):
+        source = SliceTokenizer(TextSpec(tokenizer=config), tokenizer=tokenizer)
+        assert source.encoder_name == "gigatoken"
+    assert made == [first, other]
 
 
 def test_a_fast_encoder_is_not_needed(tokenizer_folder: Any, monkeypatch: Any) -> None:

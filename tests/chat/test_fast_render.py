@@ -15,7 +15,6 @@ from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
-from raysvc.job.config import TextSpec, TokenizerConfig
 
 FAST = [
     "chatml_default_system",
@@ -110,15 +109,14 @@ def conversation(draw: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def pairs(tokenizer_folder: Any) -> Any:
+def pairs(slice_tokenizer: Any) -> Any:
     """Template -> (tokenizer with everything, one that only renders and uses the reference encoder)."""
     made: dict[str, tuple[SliceTokenizer, SliceTokenizer]] = {}
 
     def pair(name: str, **options: Any) -> tuple[SliceTokenizer, SliceTokenizer]:
         key = name + json.dumps(options)
         if key not in made:
-            spec = TextSpec(tokenizer=TokenizerConfig(name=tokenizer_folder(name)), **options)
-            fast, slow = SliceTokenizer(spec), SliceTokenizer(spec)
+            fast, slow = slice_tokenizer(name, **options), slice_tokenizer(name, **options)
             slow._renderer = Renderer(slow.tokenizer, fast=False)
             slow._encoder = slow._reference
             made[key] = (fast, slow)

@@ -465,13 +465,12 @@ def tokens_of(tokenizer: SliceTokenizer, rows: list[dict[str, Any]]) -> tuple[An
 
 
 @pytest.fixture(scope="module")
-def sliced(tokenizer_folder: Any) -> Any:
+def sliced(slice_tokenizer: Any) -> Any:
     """(template, mode) -> a tokenizer that knows some shapes, and one that renders every row."""
 
     @cache
     def pair(name: str, mode: str) -> tuple[SliceTokenizer, SliceTokenizer]:
-        spec = TextSpec(tokenizer=TokenizerConfig(name=tokenizer_folder(name)), train_on=mode)
-        fast, real = SliceTokenizer(spec), SliceTokenizer(spec)
+        fast, real = slice_tokenizer(name, train_on=mode), slice_tokenizer(name, train_on=mode)
         real._renderer = real._new_renderer(fast=False)
         for word in ("first", "next", "last"):
             said = [tuple(f"{word} words of {n}" for n in range(len(roles))) for roles in ROLES]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import date
 from pathlib import Path
 
 import pytest
 
 from raysvc.chat.render.rendered import NOBODY, Render
 from raysvc.chat.render.template import ChatTemplate
-from raysvc.chat.slice_tokenizer import SliceTokenizer
-from raysvc.job.config import TextSpec, TokenizerConfig
 
-from .test_zoo import MODES, judged
-from .zoo import ROWS, A, Template, U, say, tokenizer_folder
+from .test_zoo import MODES, judged, tokenizers_of
+from .zoo import ROWS, A, Template, U, say
 
 SYSTEM = "{{- '<|im_start|>system\\n' + (tools | tojson if tools else '') + '<|im_end|>\\n' }}"
 CALLS = """\
@@ -109,8 +106,7 @@ def test_a_rare_template_trains_what_its_marks_say(name: str, tmp_path: Path) ->
     marked = RARE[name].replace("[[", "{% generation %}").replace("]]", "{% endgeneration %}")
     plain = marked if "own marks" in name else RARE[name].replace("[[", "").replace("]]", "")
     template = Template(name, plain, marked, ("<|endoftext|>", "<|im_end|>"))
-    config = TokenizerConfig(name=tokenizer_folder(template, tmp_path), date=date.today())
-    tokenizers = {mode: SliceTokenizer(TextSpec(tokenizer=config, train_on=mode)) for mode in MODES}
+    tokenizers = tokenizers_of(template, tmp_path)
     marks = []
     for kind, rows in ROWS.items():
         for row in rows:

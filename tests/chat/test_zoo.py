@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from dataclasses import replace
 from datetime import date
 from functools import lru_cache
 from pathlib import Path
@@ -12,10 +14,11 @@ import pytest
 
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
+from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.job.config import TextSpec, TokenizerConfig
 
 from .zoo import ROWS, Row, Template, as_taken, in_parts, tokenizer_folder, trl_folder, zoo
-from .zoo_judge import faults, refusal_is_right, truth
+from .zoo_judge import Truth, faults, refusal_is_right, truth
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "templates.md"
 NAMES = [template.name for template in zoo()]
@@ -24,9 +27,12 @@ MODES = ("all_assistant_messages", "last_assistant_message")
 
 
 def tokenizers_of(template: Template, folder: Path) -> dict[str, Any]:
-    """Mode -> slice tokenizer."""
+    """Mode -> slice tokenizer; what a row of one mode shows of the template, the other one knows."""
     config = TokenizerConfig(name=tokenizer_folder(template, folder), date=date.today())
-    return {mode: SliceTokenizer(TextSpec(tokenizer=config, train_on=mode)) for mode in MODES}
+    loaded = LoadedTokenizer(config)
+    made = {mode: SliceTokenizer(TextSpec(tokenizer=config, train_on=mode), "", loaded) for mode in MODES}
+    made[MODES[1]]._renderer = copy.copy(made[MODES[0]]._renderer)
+    return made
 
 
 def row_of_table(template: Template, tokenizers: dict[str, Any]) -> tuple[str, list[str]]:
@@ -51,11 +57,18 @@ def hugging_face(folder: str) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
+@lru_cache(maxsize=1)
+def true_of(hf: Any, template: Template, row: str) -> Truth:
+    """The truth of one row, in JSON, for all modes."""
+    oracle = template.text if "endgeneration" in template.text else template.marked
+    return truth(hf, as_taken(template, json.loads(row)), oracle)
+
+
 def judged(template: Template, tokenizer: Any, mode: str, row: Row) -> tuple[str, list[str]]:
     """(`=` equal to the marks, `+` right, `-` refused by the template; what is wrong) of one row."""
     hf = hugging_face(tokenizer.spec.tokenizer.name)
-    oracle = template.text if "endgeneration" in template.text else template.marked
-    found = truth(hf, as_taken(template, row), oracle if mode == MODES[0] else "")
+    found = true_of(hf, template, json.dumps(row))
+    found = found if mode == MODES[0] else replace(found, mask=None)
     result = tokenizer.run([SourceRow(0, copy.deepcopy(row))])
     if not result.table.num_rows:
         why = refusal_is_right(row, found)
