@@ -4,8 +4,8 @@ This file imports torch; import it inside the function that builds a model.
 
 Axes: B lines, L tokens of a line, T targets, D hidden, V vocabulary.
 Always true:
-- the head is applied to targets alone, some at a time, and computed again in the backward pass: a vocabulary of 150 k
-  costs megabytes instead of gigabytes (where the head is no plain projection, checked here, the model's own logits
+- the head is applied to targets alone, some at a time, and computed again in the backward pass (but for the last ones, where
+  that pass begins): a vocabulary of 150 k costs megabytes instead of gigabytes (where the head is no plain projection, checked here, the model's own logits
   are taken);
 - a micro-batch without a target gives zero and still takes part in the backward pass;
 - losses are computed in float32 or wider, whatever the forward pass ran in.
@@ -13,7 +13,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -85,10 +85,8 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
         metrics: dict[str, torch.Tensor] = {}
         for some in pieces if len(targets) else ():
             there = {name: column[some] for name, column in columns.items()}
-            part = checkpoint(
-                self._loss, loss, head, rows_TD[some], labels_T[some], weights_T[some], there,
-                use_reentrant=False,
-            )  # fmt: skip
+            arguments = (loss, head, rows_TD[some], labels_T[some], weights_T[some], there)
+            part = _piece(some is pieces[-1], self._loss, *arguments)
             total, metrics = total + part.total, merge_metrics(metrics, part.metrics)
         return total, metrics
 
@@ -139,10 +137,10 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
         if len(targets) and _is_large(head, rows_TD):
             parts.append(head_logprobs(rows_TD[targets], head.weight, labels_T[targets], False)[0])
         else:
-            for some in targets.split(self.at_once) if len(targets) else ():
-                parts.append(
-                    checkpoint(self._label_logprobs, head, rows_TD[some], labels_T[some], use_reentrant=False)
-                )
+            pieces: tuple[torch.Tensor, ...] = targets.split(self.at_once) if len(targets) else ()
+            for some in pieces:
+                arguments = (head, rows_TD[some], labels_T[some])
+                parts.append(_piece(some is pieces[-1], self._label_logprobs, *arguments))
         logprobs_T = torch.cat(parts)
 
         def sums(values_T: torch.Tensor) -> torch.Tensor:
@@ -229,6 +227,15 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
             name: torch.nn.functional.pad(values.view(lines, width - 1), (1, 0))
             for name, values in out.items()
         }
+
+
+def _piece(last: bool, function: Callable[..., Any], *arguments: Any) -> Any:
+    """`function` of a piece; what it keeps for the backward pass is computed again there, but for the last piece.
+
+    The backward pass begins with the last one: it would have the same numbers in memory at once. And `checkpoint` imports
+    `torch._dynamo`, which a first step waits for.
+    """
+    return function(*arguments) if last else checkpoint(function, *arguments, use_reentrant=False)
 
 
 def _dense_top_k(

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from raysvc.chat.garbage import no_collection
+
 if TYPE_CHECKING:
     import torch
 
@@ -32,10 +34,11 @@ def save(
     folder: Path, rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, steps: int
 ) -> None:
     """Write this rank's part; all ranks call it together."""
-    import torch
-    import torch.distributed.checkpoint as dcp
+    with no_collection():
+        import torch
+        import torch.distributed.checkpoint as dcp
 
-    dcp.save(_state(model, optimizer), checkpoint_id=folder, no_dist=_alone())
+    dcp.save(_saved_state(model, optimizer), checkpoint_id=folder, no_dist=_alone())
     torch.save(random_state(), folder / f"rng-{rank:05d}.pt")
     if rank == 0:
         (folder / PROGRESS).write_text(json.dumps({"optimizer_steps": steps}))
@@ -43,9 +46,11 @@ def save(
 
 def load(folder: Path, rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     """Read what `save` wrote, with any dp_size; returns the optimizer steps done. All ranks call it together."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+    with no_collection():
+        import torch
+        import torch._dynamo  # the functions of the last line import it
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
     state = _state(model, optimizer)
     dcp.load(state, checkpoint_id=folder, no_dist=_alone())
@@ -60,6 +65,8 @@ def load(folder: Path, rank: int, model: torch.nn.Module, optimizer: torch.optim
 
 def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The whole model in host memory; with several ranks on rank 0 only, empty elsewhere. All ranks call it."""
+    if _is_whole(model):
+        return {name: weight.cpu() for name, weight in model.state_dict().items()} if _is_first() else {}
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -108,6 +115,38 @@ def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> d
     if optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)
     return state
+
+
+def _is_whole(model: torch.nn.Module) -> bool:
+    """Whether every rank has a plain module with all weights."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return not isinstance(model, DistributedDataParallel) and not hasattr(model, "set_requires_gradient_sync")
+
+
+def _saved_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """As `_state`; of a whole module without `torch._dynamo`, whose import takes longer than to save a small model."""
+    stepped = optimizer is None or all(
+        weight in optimizer.state for group in optimizer.param_groups for weight in group["params"]
+    )
+    if not (stepped and _is_whole(model)):
+        return _state(model, optimizer)  # it makes the state that a first step would
+    state: dict[str, Any] = {"model": model.state_dict()}
+    if optimizer is not None:
+        name_of = {weight: name for name, weight in model.named_parameters()}
+        groups = [
+            {**group, "params": [name_of[weight] for weight in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        by_name = {name_of[weight]: values for weight, values in optimizer.state.items()}
+        state["optimizer"] = {"state": by_name, "param_groups": groups}
+    return state
+
+
+def _is_first() -> bool:
+    import torch.distributed as dist
+
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _alone() -> bool:

@@ -113,9 +113,9 @@ class CausalLMWorker(Worker):
     def build(self) -> None:
         with no_collection():
             import torch
-            import torch._dynamo  # DDP and optimizers import it at their first use
 
             from raysvc.actors.model.token_model import TokenModel
+            from raysvc.actors.worker.adamw import PlainAdamW
 
         torch.manual_seed(self.spec.seed)
         critic, of_steps = self.spec.role == "critic", isinstance(self.spec.own_loss, StepLoss)
@@ -126,7 +126,7 @@ class CausalLMWorker(Worker):
             module.requires_grad_(False)
         self.model = self._spread(module)
         if self.spec.role != "reference":
-            self.optimizer = torch.optim.AdamW(
+            self.optimizer = PlainAdamW(
                 self.model.parameters(), lr=self.spec.learning_rate, weight_decay=self.spec.weight_decay
             )
 
@@ -272,6 +272,13 @@ class CausalLMWorker(Worker):
 
         if self.dp_size == 1:
             return module
+        if self._averages:
+            from raysvc.actors.worker.replicas import share_weights
+
+            share_weights(module)
+            return module
+        with no_collection():
+            import torch._dynamo  # DDP and FSDP import it
         if self.spec.strategy == "ddp":
             if self.spec.role == "reference":
                 return module  # DDP refuses a module without gradients
@@ -299,6 +306,17 @@ class CausalLMWorker(Worker):
             return nullcontext()  # FSDP has its own
         context: AbstractContextManager[Any] = torch.autocast(self.device.split(":")[0], torch.bfloat16)
         return context
+
+    @property
+    def _averages(self) -> bool:
+        """Whether the ranks average their gradients themselves, after the backward pass."""
+        return self.dp_size > 1 and self.spec.strategy == "ddp" and self.device == "cpu"
+
+    def _reduce(self) -> None:
+        if self._averages:
+            from raysvc.actors.worker.replicas import average_gradients
+
+            average_gradients(self.model)
 
     def _no_sync(self) -> AbstractContextManager[None]:
         if hasattr(self.model, "set_requires_gradient_sync"):

@@ -314,6 +314,8 @@ class Worker:
             for name in by_row.keys() & part.metrics.keys():
                 by_row[name].append(part.metrics[name])
             total = merge_metrics(total, {"loss": part.total.detach(), **shares})
+        with self._timer.span("backward"):
+            self._reduce()
         metrics = {name: self._share(name, float(value)) for name, value in total.items()}
         losses, counts = (_together(parts) if len(parts) == last + 1 else None for parts in by_row.values())
         return metrics, None if losses is None else row_losses(shard, losses, counts)
@@ -326,6 +328,9 @@ class Worker:
         """Within it a backward pass reduces nothing over ranks."""
         context: Any = getattr(self.model, "no_sync", nullcontext)
         return context()  # type: ignore[no-any-return]
+
+    def _reduce(self) -> None:
+        """Average the gradient over the ranks, where the last backward pass has not."""
 
     def _clip(self) -> float:
         """Clip by the norm of the whole, reduced gradient; the norm before."""

@@ -1,0 +1,37 @@
+"""Ranks on CPUs with a copy of the weights each: equal at the start, and kept equal by averaged gradients.
+
+This file imports torch; import it inside the function that builds a model.
+
+`DistributedDataParallel` does this while the backward pass still runs, which pays where the pass runs on a device. On CPUs there is
+nobody to do it meanwhile, and the class imports `torch._dynamo`: nearly as much processor time as torch itself.
+
+Always true:
+- a gradient is the mean over the ranks of what each has accumulated; where a rank has none, it counts as zero;
+- a weight that no rank has a gradient of has none afterwards.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def share_weights(module: torch.nn.Module) -> None:
+    """Take over the weights and buffers of rank 0; all ranks call it."""
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            dist.broadcast(tensor, 0)
+
+
+def average_gradients(module: torch.nn.Module) -> None:
+    """Replace every gradient by its mean over the ranks; all ranks call it."""
+    weights = [weight for weight in module.parameters() if weight.requires_grad]
+    have = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.uint8)
+    dist.all_reduce(have, dist.ReduceOp.MAX)
+    running = []
+    for weight, there in zip(weights, have.tolist(), strict=True):
+        if there:
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            running.append(dist.all_reduce(weight.grad.div_(dist.get_world_size()), async_op=True))
+    for work in running:
+        work.wait()

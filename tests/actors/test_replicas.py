@@ -1,0 +1,121 @@
+"""Ranks on CPUs, in two processes: how gradients are averaged, what is imported for a step; and the optimizer in this one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raysvc.actors.model.load_model import load_lm
+from raysvc.actors.worker import checkpoint
+from raysvc.actors.worker.adamw import PlainAdamW
+
+ROOT = Path(__file__).parents[2]
+RANK = """
+import json, sys, torch
+from tests.actors.ranks import tiny_spec
+from tests.actors.shards import minis_of, random_rows
+from raysvc.actors.worker.replicas import average_gradients, share_weights
+from raysvc.actors.worker.torch_worker import CausalLMWorker
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+worker = CausalLMWorker(rank, 2, "cpu", tiny_spec().model_dump_json())
+worker.setup("file://" + folder + "/meet")
+plan = {"batch_size": 4, "micro_batch_size": 1, "shuffle": "none"}
+((_, shards, _),) = minis_of(random_rows(4, seed=5), plan, 2)
+worker.stage((0, 0), shards[rank])
+worker.train_step([(0, 0)])
+worker.save_checkpoint(folder)
+worker.save_hf_model(folder)
+names = sorted(name for name in ("torch._dynamo", "transformers", "datasets", "pandas") if name in sys.modules)
+
+module = torch.nn.ParameterList([torch.full((2,), float(rank + 1)) for _ in range(4)])
+module[3].requires_grad_(False)
+share_weights(module)
+module[0].grad = torch.tensor([1.0, 2.0]) * (rank + 1)
+if rank == 1:
+    module[1].grad = torch.tensor([4.0, 0.0])
+average_gradients(module)
+grads = [None if weight.grad is None else weight.grad.tolist() for weight in module]
+print(json.dumps({"names": names, "weights": [weight.tolist() for weight in module], "grads": grads}))
+"""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks says of itself."""
+    command = [sys.executable, "-W", "ignore", "-c", RANK]
+    folder = str(tmp_path_factory.mktemp("replicas"))
+    running = [
+        subprocess.Popen([*command, str(rank), folder], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    told = [process.communicate(timeout=120)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    return [json.loads(text.splitlines()[-1]) for text in told]
+
+
+def test_a_rank_steps_saves_and_exports_without_the_compiler_of_torch(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["names"] for rank in ranks] == [[], []]
+
+
+def test_all_ranks_start_with_the_weights_of_the_first(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["weights"] for rank in ranks] == [[[1.0, 1.0]] * 4] * 2
+
+
+def test_a_gradient_is_the_mean_over_the_ranks_and_one_that_nobody_has_stays_away(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert [rank["grads"] for rank in ranks] == [[[1.5, 3.0], [2.0, 0.0], None, None]] * 2
+
+
+def stepped(kind: Any, steps: int) -> tuple[Any, Any]:
+    """`tiny` after some steps with random gradients."""
+    torch.manual_seed(0)
+    model = load_lm("tiny", 64, critic=False, vision=None)
+    optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.1)
+    step(model, optimizer, steps)
+    return model, optimizer
+
+
+def step(model: Any, optimizer: Any, steps: int) -> None:
+    for _ in range(steps):
+        for weight in model.parameters():
+            weight.grad = torch.randn_like(weight)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_optimizer_is_that_of_torch_bit_by_bit_and_each_loads_the_others_state() -> None:
+    expected, of_torch = stepped(torch.optim.AdamW, 3)
+    model, plain = stepped(PlainAdamW, 3)
+    states = deepcopy([plain.state_dict(), of_torch.state_dict()])  # loading copies no tensor
+    of_torch.load_state_dict(states[0])
+    plain.load_state_dict(states[1])
+    torch.manual_seed(1)
+    step(expected, of_torch, 2)
+    torch.manual_seed(1)
+    step(model, plain, 2)
+    assert all(torch.equal(*pair) for pair in zip(expected.parameters(), model.parameters(), strict=True))
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_what_is_saved_of_a_whole_module_is_what_torch_says_of_it() -> None:
+    for steps in (0, 2):  # before a first step the state is made
+        model, optimizer = stepped(PlainAdamW, steps)
+        saved, expected = checkpoint._saved_state(model, optimizer), checkpoint._state(model, optimizer)
+        assert saved["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+        assert saved["model"].keys() == expected["model"].keys()
+        for name, tensor in expected["model"].items():
+            assert torch.equal(saved["model"][name], tensor)
+        assert saved["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys() != set()
+        for name, values in expected["optimizer"]["state"].items():
+            found = saved["optimizer"]["state"][name]
+            assert found.keys() == values.keys()
+            assert all(torch.equal(found[key], value) for key, value in values.items())
