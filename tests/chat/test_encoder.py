@@ -163,9 +163,9 @@ def test_sources_that_share_a_loaded_tokenizer_share_its_encoders(
     made: list[Any] = []
 
     class Counted(encoder.GigatokenEncoder):
-        def __init__(self, tokenizer: LoadedTokenizer) -> None:
-            super().__init__(tokenizer)
-            made.append(tokenizer)
+        def __init__(self, content: bytes) -> None:
+            super().__init__(content)
+            made.append(self)
 
     monkeypatch.setattr(encoder, "GigatokenEncoder", Counted)
     config = TokenizerConfig(name=tokenizer_folder(CHATML))
@@ -173,7 +173,7 @@ def test_sources_that_share_a_loaded_tokenizer_share_its_encoders(
     for tokenizer in (first, first, other):
         source = SliceTokenizer(TextSpec(tokenizer=config), tokenizer=tokenizer)
         assert source.encoder_name == "gigatoken"
-    assert made == [first, other]
+    assert len(made) == 2
 
 
 def test_a_fast_encoder_is_not_needed(tokenizer_folder: Any, monkeypatch: Any) -> None:
@@ -320,11 +320,8 @@ def test_gigatoken_gives_the_ids_of_the_reference_for_every_code_point_of_new_sc
     class Loaded:
         hf = PreTrainedTokenizerFast(tokenizer_object=backend)
 
-        def content(self) -> bytes:
-            return backend.to_str().encode()
-
     reference = ReferenceEncoder(Loaded())  # type: ignore[arg-type]
-    fast = GigatokenEncoder(Loaded())  # type: ignore[arg-type]
+    fast = GigatokenEncoder(backend.to_str().encode())
     texts = [f"  {a}{b}{a}{a}'s {b}1" for a in digits for b in digits]
     raw, wanted = fast.encode(texts), reference.encode(texts)
     found = GuardedEncoder(fast, reference).encode(texts)
@@ -355,6 +352,6 @@ def test_a_tokenizer_that_splits_its_special_tokens_has_the_reference(tokenizer_
 def test_no_text_has_no_ids(tokenizer_folder: Any) -> None:
     tokenizer = LoadedTokenizer(TokenizerConfig(name=tokenizer_folder(CHATML)))
     nothing = np.zeros(0, np.uint8), np.zeros(1, np.int64)
-    for each in (GigatokenEncoder(tokenizer), ReferenceEncoder(tokenizer)):
+    for each in (GigatokenEncoder(tokenizer.content()), ReferenceEncoder(tokenizer)):
         for made in (each.encode([]), each.encode_bytes(*nothing)):
             assert (len(made.ids), made.offsets.tolist()) == (0, [0])

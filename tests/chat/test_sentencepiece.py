@@ -17,8 +17,6 @@ from raysvc.chat.tokens.align import differing_rows
 from raysvc.chat.tokens.encoder import Encoded, ReferenceEncoder
 from raysvc.chat.tokens.normal_text import NormalText
 from raysvc.chat.tokens.token_rows import RowEncoder
-from raysvc.chat.tokens.tokenizer import LoadedTokenizer
-from raysvc.chat.tokens.word_encoder import WordEncoder, word_encoder
 from raysvc.job.config import TextSpec, TokenizerConfig
 
 from .sentencepiece_like import INST, KINDS, MARKED, save, small_model
@@ -60,13 +58,14 @@ BITS = [
     ),
     *("<0x41>", "<0xE2>", "<s", "/s>", "[INST]", "[/INST]", "ABC", "aBc\u00c5Z", "2 + 2"),
 ]
+TOKENS_AND_NEAR = ("</s>", "<s>", "<unk>", "\uff1cs\uff1e", "\uff1c/s>", "</S>", "<S>", "\u0338", "s>")
 text = (
     st.lists(st.sampled_from(BITS), min_size=1, max_size=6)
     .map("".join)
     .filter(lambda made: bool(made.strip()) and "<s>" not in made and "</s>" not in made)
 )
 chats = st.lists(st.tuples(text, text), min_size=1, max_size=3)
-WORDWISE = ("nfc", "nfkc", "lowercase", "unigram")  # gigatoken refuses them
+NORMALIZED = ("nfc", "nfkc", "lowercase")  # gigatoken does not take these normalizers
 SLOW = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 
 
@@ -79,13 +78,6 @@ def kind(request: Any) -> str:
 def marked(kind: str, tmp_path_factory: pytest.TempPathFactory) -> SliceTokenizer:
     folder = save(tmp_path_factory.mktemp(kind), KINDS[kind](small_model()), MARKED)
     return SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=folder)))
-
-
-@pytest.fixture(scope="module")
-def words(marked: SliceTokenizer) -> WordEncoder:
-    made = word_encoder(marked.tokenizer, ReferenceEncoder(marked.tokenizer))
-    assert made is not None
-    return made
 
 
 def messages(chat: list[tuple[str, str]]) -> list[dict[str, str]]:
@@ -171,44 +163,20 @@ def test_both_ways_of_alignment_give_the_same_mask(tmp_path: Any, monkeypatch: A
     assert fast.table.equals(slow.table)
 
 
-@given(
-    texts=st.lists(st.lists(st.sampled_from([*BITS, "</s>", "<s>", "<unk>", ""]), max_size=8).map("".join))
-)
+@given(texts=st.lists(st.lists(st.sampled_from([*BITS, *TOKENS_AND_NEAR, ""]), max_size=8).map("".join)))
 @example(texts=["", " </s>", "", "</s> a", "a b", "", "</s>", " ", "\u2581 a", "a\u00a0 b", ""])
+@example(texts=["</s>\u0338", "\u00e9 </S>", "\uff1cs\uff1e", "a\uff1c/s\uff1e<s>", "\u212b</s>\u212b"])
 @SLOW
-def test_ids_by_words_and_by_the_fast_encoder_are_those_of_the_whole_text(
-    marked: SliceTokenizer, words: WordEncoder, texts: list[str]
-) -> None:
+def test_ids_of_the_fast_encoder_are_those_of_the_library(marked: SliceTokenizer, texts: list[str]) -> None:
     wanted = ReferenceEncoder(marked.tokenizer).encode(texts)
-    for encoder in (marked._encoder, words, words):  # of new words, and of words that are remembered
-        found = encoder.encode(texts)
-        assert found.ids.tolist() == wanted.ids.tolist()
-        assert found.offsets.tolist() == wanted.offsets.tolist()
+    found = marked._encoder.encode(texts)
+    assert found.ids.tolist() == wanted.ids.tolist()
+    assert found.offsets.tolist() == wanted.offsets.tolist()
 
 
-def test_texts_are_cut_into_words_only_for_tokenizers_that_gigatoken_refuses(
+def test_gigatoken_encodes_normalized_texts_where_it_does_not_take_the_normalizer(
     kind: str, marked: SliceTokenizer
 ) -> None:
     pytest.importorskip("gigatoken")
-    assert marked.encoder_name == ("tokenizers by words" if kind in WORDWISE else "gigatoken")
-
-
-@pytest.mark.parametrize("piece", ["a\u2581", "\u2581a\u2581b"])
-def test_a_vocabulary_with_a_blank_inside_a_token_is_not_encoded_by_words(piece: str, tmp_path: Any) -> None:
-    model = small_model()
-    vocab = {**model["vocab"], piece: len(model["vocab"])}
-    for vocabulary, is_by_words in ((model["vocab"], True), (vocab, False)):
-        made = KINDS["llama2"]({**model, "vocab": vocabulary})
-        tokenizer = LoadedTokenizer(TokenizerConfig(name=save(tmp_path / str(is_by_words), made, INST)))
-        assert (word_encoder(tokenizer, ReferenceEncoder(tokenizer)) is not None) == is_by_words
-
-
-def test_words_are_forgotten_when_they_are_too_many(tmp_path: Any, monkeypatch: Any) -> None:
-    tokenizer = LoadedTokenizer(TokenizerConfig(name=save(tmp_path, KINDS["gemma"](small_model()), INST)))
-    reference = ReferenceEncoder(tokenizer)
-    encoder = word_encoder(tokenizer, reference)
-    assert encoder is not None
-    monkeypatch.setattr("raysvc.chat.tokens.word_encoder._MOST_IDS", 3)
-    for text in ("one two three", "four five six", "one two four"):
-        assert encoder.encode([text]).ids.tolist() == reference.encode([text]).ids.tolist()
-        assert len(encoder._words.numbers) == 3
+    names = {**dict.fromkeys(NORMALIZED, "gigatoken of normalized texts"), "unigram": "tokenizers"}
+    assert marked.encoder_name == names.get(kind, "gigatoken")

@@ -87,14 +87,14 @@ class ReferenceEncoder:
 
 
 class GigatokenEncoder:
-    """`gigatoken`, from the same serialized tokenizer; one thread unless RAYON_NUM_THREADS says more."""
+    """`gigatoken`, from the content of a `tokenizer.json`; one thread unless RAYON_NUM_THREADS says more."""
 
     name = "gigatoken"
 
-    def __init__(self, tokenizer: LoadedTokenizer) -> None:
+    def __init__(self, content: bytes) -> None:
         import gigatoken
 
-        self._inner = gigatoken.Tokenizer.from_json(tokenizer.content())
+        self._inner = gigatoken.Tokenizer.from_json(content)
         self._parallel = int(os.environ.get("RAYON_NUM_THREADS", "1") or 1) > 1
 
     def encode(self, texts: Sequence[str]) -> Encoded:

@@ -19,8 +19,8 @@ import numpy as np
 from raysvc.chat.tokens import encoder
 from raysvc.chat.tokens.code_points import GuardedEncoder
 from raysvc.chat.tokens.encoder import Encoder, ReferenceEncoder
+from raysvc.chat.tokens.normalizing_encoder import normalizing_encoder
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
-from raysvc.chat.tokens.word_encoder import word_encoder
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +86,6 @@ def choose_encoder(tokenizer: LoadedTokenizer, reference: ReferenceEncoder) -> t
     fast, why = _gigatoken(tokenizer, reference, texts)
     if fast is not None:
         return fast, ""
-    words = word_encoder(tokenizer, reference)
-    if words is not None and first_difference(words, reference, texts) is None:
-        return words, ""
     logger.warning("encoder=%s is used: %s", reference.name, why)
     return reference, why
 
@@ -98,16 +95,29 @@ def _gigatoken(
 ) -> tuple[Encoder | None, str]:
     """(gigatoken, or None; why not)."""
     try:
-        fast = encoder.GigatokenEncoder(tokenizer)
+        fast = _taken(tokenizer, reference)
     except ImportError:
         return None, "gigatoken is not installed (pip install gigatoken)"
     except Exception as error:  # noqa: BLE001  a native package may refuse a tokenizer in any way
-        return None, f"gigatoken refused the tokenizer: {error}"
+        return None, f"gigatoken refused the tokenizer: {str(error).partition(chr(10))[0]}"
     different = first_difference(fast, reference, texts)
     if different is None:
         return GuardedEncoder(fast, reference), ""
     logger.warning("encoder=%s differs from the reference on a probe: %r", fast.name, texts[different][:80])
     return None, f"{fast.name} differs on a probe text"
+
+
+def _taken(tokenizer: LoadedTokenizer, reference: ReferenceEncoder) -> Encoder:
+    """gigatoken, of normalized texts where it does not take the normalizer."""
+    try:
+        return encoder.GigatokenEncoder(tokenizer.content())
+    except ImportError:
+        raise
+    except Exception:
+        normalizing = normalizing_encoder(tokenizer, reference)
+        if normalizing is None:
+            raise
+        return normalizing
 
 
 def first_difference(fast: Encoder, reference: Encoder, texts: Sequence[str]) -> int | None:

@@ -1,0 +1,113 @@
+"""Ids of a tokenizer whose normalizer gigatoken does not take: the texts are normalized first.
+
+`tokenizers` cuts a text around its added tokens, normalizes each stretch between them, and goes on with what came out. So
+gigatoken, with the same tokenizer but without these normalizers, gives the same ids for the stretches normalized here.
+
+1. The normalizers at the head of the list that change letters are taken: NFC, NFD, NFKC, NFKD, Lowercase.
+2. Texts with other characters than ASCII are normalized stretch by stretch, by the tokenizer's own normalizers. ASCII
+   is changed by Lowercase alone.
+3. gigatoken encodes the new texts. A text in which an added token appeared that was not there, as fullwidth letters may
+   make one, gets the reference's ids.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from raysvc.chat.tokens import encoder
+from raysvc.chat.tokens.backend_parts import parts_of
+from raysvc.chat.tokens.code_points import replaced
+from raysvc.chat.tokens.encoder import Bytes, Encoded, Encoder, Ints64
+from raysvc.chat.tokens.tokenizer import LoadedTokenizer
+
+_KNOWN = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase")
+
+
+def normalizing_encoder(tokenizer: LoadedTokenizer, reference: Encoder) -> NormalizingEncoder | None:
+    """One for this tokenizer; None where its normalizers are others, or its added tokens swallow what is around them.
+
+    Raises:
+        Exception: gigatoken does not take the tokenizer without its normalizers either.
+    """
+    parts = parts_of(tokenizer.hf.backend_tokenizer.normalizer)
+    taken = next((n for n, part in enumerate(parts) if part["type"] not in _KNOWN), len(parts))
+    state = json.loads(tokenizer.content())
+    flags = ("normalized", "lstrip", "rstrip", "single_word")
+    if not taken or any(token[flag] for token in state["added_tokens"] for flag in flags):
+        return None
+    state["normalizer"] = _sequence(parts[taken:])
+    inner = encoder.GigatokenEncoder(json.dumps(state).encode())
+    added = [token["content"] for token in state["added_tokens"]]
+    return NormalizingEncoder(inner, reference, parts[:taken], added)
+
+
+class NormalizingEncoder:
+    """Normalizes texts for an encoder that does not.
+
+    Args:
+        inner: encodes normalized texts.
+        reference: for texts in which normalizing makes an added token.
+        parts: normalizers as JSON, of `_KNOWN`.
+        added: all added tokens.
+    """
+
+    def __init__(
+        self, inner: Encoder, reference: Encoder, parts: list[dict[str, Any]], added: list[str]
+    ) -> None:
+        from tokenizers import Tokenizer, models
+
+        state = json.loads(Tokenizer(models.BPE()).to_str())
+        state["normalizer"] = _sequence(parts)
+        self._normalizer = Tokenizer.from_str(json.dumps(state)).normalizer
+        self._lowers = any(part["type"] == "Lowercase" for part in parts)
+        self._inner, self._reference = inner, reference
+        longest_first = sorted(added, key=len, reverse=True)
+        self._added = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self.name = f"{inner.name} of normalized texts"
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """Ids of the texts."""
+        pieces = [text.encode() for text in texts]
+        offsets = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
+        return self.encode_bytes(np.frombuffer(b"".join(pieces), np.uint8), offsets)
+
+    def encode_bytes(self, data: Bytes, offsets: Ints64) -> Encoded:
+        """Ids of N texts in UTF-8."""
+        whole, bounds = data.tobytes(), offsets.tolist()
+        made, odd = [whole[a:b] for a, b in pairwise(bounds)], {}
+        for row, text in enumerate(made):
+            if self._lowers or not text.isascii():
+                before = text.decode()
+                normal = self._normalized(before)
+                if normal is None:
+                    odd[row], normal = before, ""
+                made[row] = normal.encode()
+        ends = np.cumsum([0, *map(len, made)], dtype=np.int64)
+        found = self._inner.encode_bytes(np.frombuffer(b"".join(made), np.uint8), ends)
+        return replaced(found, list(odd), self._reference.encode(list(odd.values()))) if odd else found
+
+    def _normalized(self, text: str) -> str | None:
+        """A text normalized between its added tokens; None where that makes other added tokens."""
+        pieces, tokens, at, size = [], [], 0, 0
+        for match in self._added.finditer(text):
+            pieces += [self._stretch(text[at : match.start()]), match.group()]
+            size += len(pieces[-2]) + len(pieces[-1])
+            tokens.append(size)
+            at = match.end()
+        made = "".join([*pieces, self._stretch(text[at:])])
+        return made if [match.end() for match in self._added.finditer(made)] == tokens else None
+
+    def _stretch(self, text: str) -> str:
+        if text.isascii():
+            return text.lower() if self._lowers else text
+        return str(self._normalizer.normalize_str(text))
+
+
+def _sequence(parts: list[dict[str, Any]]) -> dict[str, Any] | None:
+    return {"type": "Sequence", "normalizers": parts} if parts else None
