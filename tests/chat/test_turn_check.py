@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.chat.render.turn_check import is_empty, reasoning_of, removed_reasoning, tags_of, verify_turn
+from raysvc.chat.render.turn_check import (
+    is_empty,
+    reasoning_of,
+    removed_reasoning,
+    tags_of,
+    unescaped,
+    verify_turn,
+)
 from raysvc.chat.row_errors import RowFault
 
 NESTED = {"cities": ["Oslo", "Bergen"], "days": 3, "deep": {"a": [None, True]}}
@@ -306,3 +313,37 @@ def test_the_end_of_turn_is_no_text_of_a_call_that_does_not_say_it() -> None:
     verify_turn("f a b<end>", calling({"a": "b"}), (), ["<end>"])
     with pytest.raises(RowFault, match="a trained turn holds a control token: "):
         verify_turn("f a b<end>", calling({"a": ["b", {"c": "b<end>"}]}), (), ["<end>"])
+
+
+ESCAPES: list[Callable[[str], str]] = [
+    str,
+    json.dumps,
+    repr,
+    html.escape,
+    lambda text: json.dumps(text, ensure_ascii=False),
+    lambda text: json.dumps(json.dumps({"a": text})),
+    lambda text: json.dumps(text).replace("<", "\\u003c").replace("&", "\\u0026"),
+    lambda text: (
+        text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n").replace("\r", "\\r")
+    ),  # LFM2's
+    lambda text: html.escape(json.dumps(text)),
+]
+
+
+@pytest.mark.parametrize("escape", ESCAPES)
+@given(text=st.text(st.sampled_from("ab \n\t\r\x1b\x00é\U0001f600'\"\\<>/0u") | st.characters(codec="utf-8")))
+@settings(deadline=None, max_examples=60)
+def test_a_text_is_found_however_it_is_escaped(escape: Callable[[str], str], text: str) -> None:
+    assert unescaped(text) in unescaped(f'write("{escape(text)}")')
+    verify_turn(f'f a="{escape(text)}"', calling({"a": text}), (), ())
+
+
+@pytest.mark.parametrize("text", ["a\\nb", "&lt;b&gt;", "\\" * 3000, "&" + "amp;" * 3000])
+def test_texts_that_look_escaped_are_found_and_others_are_not(text: str) -> None:
+    verify_turn(f"f {json.dumps({'x': text})[1:]}", calling({"x": text}), (), ())
+    with pytest.raises(RowFault, match="does not hold its tool call"):
+        verify_turn("f x: a nb lt b gt", calling({"x": text + "c"}), (), ())
+
+
+def test_a_pair_of_surrogates_is_one_character_and_a_lone_one_is_itself() -> None:
+    assert unescaped("\\ud83d\\ude00 \\uD83D \\x41 \\q") == "\U0001f600 \ud83d A q"

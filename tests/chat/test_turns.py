@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ THINKS = """\
 
 
 def made(folder: str, *rows: Any, **options: Any) -> Any:
-    tokenizer = SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=folder, date="2026-01-31"), **options))
+    tokenizer = SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=folder, date=date.today()), **options))
     result = tokenizer.run([SourceRow(n, {"messages": row}) for n, row in enumerate(rows)])
     return hugging_face(folder), result
 
@@ -217,3 +218,46 @@ def test_a_turn_may_repeat_what_others_said(name: str, field: str, tmp_path: Pat
         for a, b in runs(result.table["loss_mask"][0].as_py())
     ]
     assert "it's" in "".join(trained)
+
+
+def calling(name: str, text: str, *results: str, says: str = "") -> list[dict[str, Any]]:
+    call = {"type": "function", "id": "callid001", "function": {"name": name, "arguments": {"text": text}}}
+    return [
+        say(U, "Do it, please."),
+        say(A, says, tool_calls=[call]),
+        *(say(T, result, tool_call_id="callid001", name=name) for result in results),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        # empty results in the block of their call, and one that is a part of any block
+        ("diffusion_gemma", [*calling("mkdir", "x", ""), say(A, "It was made.")]),
+        ("gemma4", [*calling("mkdir", "x", "\n"), say(A, "It was made.")]),
+        ("muse_glimmer", [*calling("count", "a b", "a"), say(A, "One a.")]),
+        ("lfm2_2_5_vl", [*calling("write", "if a:\n\tb = 'c\\d'\n", "fine"), say(A, "Written.")]),
+        ("diffusion_gemma", [say(U, "Hello."), say(A, "First part."), say(A, "Second part.")]),
+        ("diffusion_gemma", [say(U, "Hello."), say(A, "First part."), *calling("mkdir", "x", "ok")[1:]]),
+    ],
+)
+def test_what_agents_do_is_trained(name: str, row: list[dict[str, Any]], tmp_path: Path) -> None:
+    template = TEMPLATES[name]
+    hf, result = made(tokenizer_folder(template, tmp_path), row)
+    assert result.examples == ()
+    ids, mask = (result.table[column][0].as_py() for column in ("input_ids", "loss_mask"))
+    places = [place for place, message in enumerate(row) if message["role"] == A]
+    oracle = template.text if "endgeneration" in template.text else template.marked
+    found = truth(hf, {"messages": row}, oracle)
+    wrong = faults(hf, {"messages": row}, places, found, ids, mask)
+    assert [each for each in wrong if not each.startswith("trained: ")] == []  # a short result is in any text
+    assert (found.mask is None) == (name == "gemma4")
+
+
+@pytest.mark.parametrize("says", ["I look.", "x"])
+def test_a_text_behind_the_results_of_its_calls_is_refused(says: str, tmp_path: Path) -> None:
+    folder, row = tokenizer_folder(TEMPLATES["gemma4_v5"], tmp_path), calling("cat", "x", "y", says=says)
+    _, result = made(folder, [*row, say(A, "Seen.")])
+    assert result.row_counts.quarantined == {"the template writes a text behind the results of its calls": 1}
+    _, result = made(folder, [*row, say(A, "Seen.")], train_on="each_assistant_turn")
+    assert result.table.num_rows == 2

@@ -23,6 +23,12 @@ from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.messages import Message
 
 _CLOSING = re.compile(r"</([\w:.-]{1,40})>|\[/(\w{1,40})\]")
+_ESCAPED = re.compile(
+    r"\\(?:u([dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})|(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|U00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4})|(.))",
+    re.DOTALL,
+)
+_MAX_ESCAPED = 8  # times
+_LETTERS = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f"}
 _DECODER = json.JSONDecoder()
 _REASONING_ORDER = ("reasoning_content", "reasoning", "thinking")
 _REASONING = frozenset(_REASONING_ORDER)
@@ -109,12 +115,12 @@ def reasoning_of(message: Message) -> str:
 
 
 def all_said(message: Message) -> str:
-    """Everything that a message says, each value of its calls in every form that templates write."""
+    """Everything that a message says, unescaped."""
     calls = message.get("tool_calls") or ()
-    forms = (form for call in calls for leaf in _leaves(call) for form in _forms(leaf))
+    leaves = (leaf for call in calls for leaf in _leaves(call))
     thoughts = (str(message[name]) for name in _REASONING_ORDER if message.get(name))
     whole = (str(calls), json.dumps(calls, ensure_ascii=False, default=str)) if calls else ()
-    return "\n".join((*texts_of(message), *thoughts, *whole, *forms))
+    return "\n".join(map(unescaped, (*texts_of(message), *thoughts, *whole, *leaves)))
 
 
 def removed_reasoning(messages: list[Message], trained: str) -> int:
@@ -169,6 +175,7 @@ def _holds(text: str, value: Any) -> bool:
     """Whether a value is in a text: as one JSON value, or as its parts in order, that of its keys or as a template sorts them."""
     if isinstance(value, dict | list) and any(found == value for found in _json_values(text)):
         return True
+    text = unescaped(text)
     return _has_parts(text, value) or _has_parts(text, _sorted(value))
 
 
@@ -212,21 +219,27 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _forms(value: Any) -> set[str]:
-    """How templates write a scalar."""
+    """How templates write a scalar, unescaped."""
     if isinstance(value, str):
-        quoted = json.dumps(value, ensure_ascii=False)[1:-1]
-        escaped = json.dumps(value)[1:-1]
-        forms = {
-            value,
-            value.strip(),
-            quoted,
-            escaped,
-            repr(value)[1:-1],
-            html.escape(value),
-            quoted.replace("'", "\\'"),
-        }
-        return {form for form in forms if form} or {""}
+        plain = unescaped(value)
+        return {plain.strip() or plain}
     return {str(value), json.dumps(value, default=str)}
+
+
+def unescaped(text: str) -> str:
+    """A text without escapes, however often and in whatever language: the same of a value and of its escaped forms."""
+    for _ in range(_MAX_ESCAPED):
+        if "\\" not in text and "&" not in text:
+            break
+        text = html.unescape(_ESCAPED.sub(_character, text))
+    return text.replace("\\", "")  # one at the end of a value would take what the template writes behind it
+
+
+def _character(found: re.Match[str]) -> str:
+    high, code, letter = found.groups()
+    if high:
+        return chr(0x10000 + (int(high[:4], 16) - 0xD800 << 10) + int(high[-4:], 16) - 0xDC00)
+    return chr(int(code[1:], 16)) if code else _LETTERS.get(letter, letter)
 
 
 def _leaves(value: Any) -> Iterator[str]:

@@ -12,6 +12,7 @@ A turn is everything that the model emits until control returns. The rule:
    (analysis, call, final), closing tags, and every token of the end of turn. Blanks and text after that are context.
 4. A template that writes no token at the end of its turns stops the model with the token at the head of what follows:
    that token is trained too. When the tokenizer comes with a `generation_config.json`, only a token that it names.
+   Of messages of the assistant that follow each other and are written as one turn, the first has no end and the next no header.
 5. The end of sequence that a template writes after its last block belongs to the turn that is there.
 6. What a template writes of tool results inside the block of their call is context.
 
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 from raysvc.chat.render.rendered import Extent, Render, extents_of, marks_within
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.render.token_texts import TokenTexts
-from raysvc.chat.render.turn_check import all_said, is_empty, tags_of, texts_of, verify_turn
+from raysvc.chat.render.turn_check import all_said, is_empty, tags_of, texts_of, unescaped, verify_turn
 from raysvc.chat.render.turn_probes import PROBES, QUIET, say
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.source.examples import ChatExample
@@ -206,9 +207,16 @@ class TurnFinder:
         goes_on |= (
             opened is not None and opened.group() in self.inner_tokens - self._opening
         )  # no header at all
+        goes_on |= self._follows_itself(example, place) and not self._tokens.closes(text[:begin].rstrip())
         if marked or goes_on or not (prompt or heads):
             return begin
         raise RowFault("a trained turn does not begin with a known header", repr(text[begin : begin + 60]))
+
+    @staticmethod
+    def _follows_itself(example: ChatExample, place: int) -> bool:
+        """Whether a message and the one before it are the assistant's."""
+        pair = example.messages[max(0, place - 1) : place + 1]
+        return [message["role"] for message in pair] == ["assistant", "assistant"]
 
     def _is_open(self, text: str, begin: int) -> bool:
         """Whether what stands before a block opens the turn: a template may write the header with the message before."""
@@ -227,7 +235,8 @@ class TurnFinder:
         end = self._end_in_block(text, start, stop, block_end, frame)
         if end is None:
             end = start + len(text[start:stop].rstrip())
-            if frame is not None and frame.eot and not self._template.marks_generation:
+            ends_here = not self._follows_itself(example, place + 1)  # else it may go on in the next message
+            if frame is not None and frame.eot and ends_here and not self._template.marks_generation:
                 raise RowFault("a trained turn has no end of turn", repr(text[max(start, stop - 60) : stop]))
         if self._writes_end or self._template.marks_generation:
             return self._with_end_of_sequence(text, end, block_end, example, place)
@@ -274,10 +283,9 @@ class TurnFinder:
         after = place + 1
         while after < len(messages) and messages[after].get("role") == "tool":
             after += 1
-        results = [said.strip() for message in messages[place + 1 : after] for said in texts_of(message)]
-        start, end = extents[0][0], extents[-1][1]
-        if not any(said and said in text[start:end] for said in results) or len(extents) > 1:
+        if len(extents) > 1 or all(other in render.owners for other in range(place + 1, after)):
             return extents
+        start, end = extents[0][0], extents[-1][1]
         without = self._template.render([*messages[: place + 1], *messages[after:]], example.tools)
         other = extents_of(without, place)
         if len(other) != 1:
@@ -285,6 +293,9 @@ class TurnFinder:
         mine, bare = text[start:end], without.text[other[0][0] : other[0][1]]
         prefix = common_prefix(mine, bare)
         suffix = common_prefix(mine[prefix:][::-1], bare[prefix:][::-1])
+        if bare[prefix : len(bare) - suffix].strip():
+            left = repr(bare[prefix:][:60])
+            raise RowFault("the template writes a text behind the results of its calls", left)
         parts = [(start, start + prefix), (end - suffix, end)]
         return [(a, b) for a, b in parts if text[a:b].strip()]
 
@@ -300,7 +311,9 @@ class TurnFinder:
                 continue
             for said in texts_of(message):
                 words = said.strip()
-                if len(words) >= 12 and words in stretch and words not in all_said(example.messages[place]):
+                if len(words) < 12 or words not in stretch:
+                    continue
+                if unescaped(words) not in all_said(example.messages[place]):
                     raise RowFault("a trained turn holds text of another message", repr(words[:60]))
 
     def _prompt(self, render: Render, example: ChatExample, place: int, begin: int) -> str | None:
