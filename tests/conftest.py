@@ -43,6 +43,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 gc.disable()
 
 ROOT = Path(__file__).parents[1]
+_left_out = 0  # modules whose objects the collector does not look at
 Served = Callable[..., Any]
 
 
@@ -55,9 +56,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Look for garbage among what tests make from here on, and for old garbage seldom: imports are most of what is old."""
-    gc.freeze()
+    _leave_out_of_collections()
     gc.set_threshold(20_000, 10, 10)
     gc.enable()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Leave out what a test imported, too: `transformers` and TRL let the collector look through all of it again and again."""
+    if len(sys.modules) > _left_out + 200:
+        _leave_out_of_collections()
+
+
+def _leave_out_of_collections() -> None:
+    global _left_out
+    gc.freeze()
+    _left_out = len(sys.modules)
 
 
 @pytest.fixture(scope="session")
