@@ -1,6 +1,6 @@
 """SIGKILLs of the server while commits and fetches are under way: the trainer does not notice, the frontier is exact.
 
-The fast subset is a few kills in the cells that failed before commits were cumulative; the matrix marked slow is all of it.
+The small subset is a few kills in the cells that failed before commits were cumulative; the matrix is all of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 Served = Callable[..., Any]
 LOOK_AHEADS = (0, 2, 12, 40)
 STEP_MS = (0.0, 0.5, 5.0)
@@ -102,23 +102,19 @@ def train_under_kills(
     return expected
 
 
-@pytest.mark.parametrize(
-    ("look_ahead", "step_ms"), [(12, 0.5), pytest.param(40, 0.0, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("look_ahead", "step_ms"), [(12, 0.5), (40, 0.0)])
 def test_kills_of_the_server_at_full_speed_do_not_reach_the_trainer(
     look_ahead: int, step_ms: float, serve: Served, entry: Callable[..., str]
 ) -> None:
     assert train_under_kills(serve, entry(50), look_ahead, step_ms, kills=3) >= 3
 
 
-@pytest.mark.slow
 def test_kills_of_the_server_at_full_speed_do_not_reach_a_rank(
     serve: Served, entry: Callable[..., str]
 ) -> None:
     assert train_under_kills(serve, entry(50), 2, 0.5, kills=3, rank=True) >= 3
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("step_ms", STEP_MS)
 @pytest.mark.parametrize("look_ahead", LOOK_AHEADS)
@@ -128,7 +124,6 @@ def test_two_hundred_kills_over_look_aheads_and_step_times(
     train_under_kills(serve, entry(50), look_ahead, step_ms, KILLS_PER_CELL)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("look_ahead", "step_ms"), [(0, 0.5), (1, 5.0), (2, 0.0), (12, 20.0)])
 def test_fifty_kills_of_the_server_under_a_rank(
@@ -160,7 +155,6 @@ print(json.dumps({"rows": rows, "frontier": facts["frontier"], "holder": facts["
 """
 
 
-@pytest.mark.slow
 def test_lost_requests_and_lost_answers_of_actor_calls_change_nothing(
     entry: Callable[..., str], tmp_path: Path
 ) -> None:

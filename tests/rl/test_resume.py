@@ -158,7 +158,9 @@ def test_the_documented_loop_goes_on_from_any_checkpoint(
     assert marks == [[1, 2, 2, 6], [2, 0, 0, 6], [3, 5, 5, 6]], "number, from, version, void until"
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(36, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kills", [4, 36])
 def test_kills_of_trainer_server_and_producers_change_no_trained_row(
     served: Callable[..., Any], tmp_path: Path, kills: int
 ) -> None:
