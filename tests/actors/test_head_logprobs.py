@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -13,12 +17,47 @@ from raysvc.actors.model.token_model import TokenModel
 from raysvc.actors.worker.losses import PolicyLoss, SftLoss
 
 
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets the threads of torch for a test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 16])
+def test_each_thread_takes_a_share_of_the_entries_and_computes_alone(
+    count: int, threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(under_test, "ENTRIES", 100)
+    threads(count)
+
+    def work(share: slice) -> torch.Tensor:
+        assert torch.get_num_threads() == 1
+        return torch.tensor([share.start, share.stop, threading.get_ident()])
+
+    shares = torch.stack(under_test._of_shares(301, work))
+    assert (int(shares[0, 0]), int(shares[-1, 1])) == (0, 301)
+    assert torch.equal(shares[1:, 0], shares[:-1, 1])
+    assert len(shares) == min(count, 4)  # no share is smaller than a tile, but the last
+    assert (threading.get_ident() in shares[:, 2]) is (count == 1)
+    with ThreadPoolExecutor(1) as later:
+        assert later.submit(torch.get_num_threads).result() == torch.get_num_threads() == count
+
+
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("targets", [1, 15, 16, 50])
 @pytest.mark.parametrize("low", [False, True], ids=["float32", "autocast"])
 def test_values_and_gradients_are_those_of_log_softmax_in_float32(
-    targets: int, entropy: bool, low: bool, monkeypatch: pytest.MonkeyPatch
+    targets: int,
+    entropy: bool,
+    low: bool,
+    count: int,
+    threads: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    threads(count)
     monkeypatch.setattr(under_test, "TARGETS", 16)  # several tiles, the last ones short
     monkeypatch.setattr(under_test, "ENTRIES", 100)
     torch.manual_seed(targets)
