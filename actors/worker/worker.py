@@ -16,7 +16,9 @@ Always true:
 
 from __future__ import annotations
 
+import gc
 import logging
+import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -133,8 +135,13 @@ class Worker:
 
     def setup(self, init_method: str) -> None:
         """Join the process group and build the model."""
+        first = "torch" not in sys.modules
         with no_collection():  # it imports torch
             join(self.device, init_method, self.rank, self.dp_size)
+            if (
+                first
+            ):  # no model can be in this process yet: the collector need not look through what is there, ever
+                gc.freeze()
         self.build()
 
     def stage(

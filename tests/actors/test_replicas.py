@@ -18,15 +18,19 @@ from raysvc.actors.worker.adamw import PlainAdamW
 
 ROOT = Path(__file__).parents[2]
 RANK = """
-import json, sys, torch
+import gc, json, sys
 from tests.actors.ranks import tiny_spec
 from tests.actors.shards import minis_of, random_rows
-from raysvc.actors.worker.replicas import average_gradients, share_weights
 from raysvc.actors.worker.torch_worker import CausalLMWorker
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 worker = CausalLMWorker(rank, 2, "cpu", tiny_spec().model_dump_json())
+assert "torch" not in sys.modules
 worker.setup("file://" + folder + "/meet")
+import torch
+from raysvc.actors.worker.replicas import average_gradients, share_weights
+frozen, model_id = gc.get_freeze_count(), id(worker.model)
+looked_at = {id(thing) for thing in gc.get_objects()}
 plan = {"batch_size": 4, "micro_batch_size": 1, "shuffle": "none"}
 ((_, shards, _),) = minis_of(random_rows(4, seed=5), plan, 2)
 worker.stage((0, 0), shards[rank])
@@ -43,7 +47,7 @@ if rank == 1:
     module[1].grad = torch.tensor([4.0, 0.0])
 average_gradients(module)
 grads = [None if weight.grad is None else weight.grad.tolist() for weight in module]
-print(json.dumps({"names": names, "weights": [weight.tolist() for weight in module], "grads": grads}))
+print(json.dumps({"names": names, "frozen": frozen, "sees_model": model_id in looked_at, "sees_torch": id(vars(torch)) in looked_at, "weights": [weight.tolist() for weight in module], "grads": grads}))
 """
 
 
@@ -63,6 +67,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_a_rank_steps_saves_and_exports_without_the_compiler_of_torch(ranks: list[dict[str, Any]]) -> None:
     assert [rank["names"] for rank in ranks] == [[], []]
+
+
+def test_the_collector_looks_through_a_model_and_not_through_torch(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["frozen"] > 100_000
+        assert (rank["sees_model"], rank["sees_torch"]) == (True, False)
 
 
 def test_all_ranks_start_with_the_weights_of_the_first(ranks: list[dict[str, Any]]) -> None:

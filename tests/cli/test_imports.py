@@ -61,6 +61,15 @@ def test_a_listing_of_the_cache_opens_no_entry(job: Path) -> None:
     assert imported("cache", "ls", "--root", str(job.parent / "cache")) <= {"rich.console"}
 
 
+@pytest.mark.parametrize("module", ["raysvc.actors.worker.torch_worker", "raysvc.actors.server.batch_server"])
+def test_a_rank_and_a_server_import_only_numpy_and_the_config_until_they_know_what_they_do(
+    module: str,
+) -> None:
+    code = LISTS_MODULES.replace("from raysvc.cli.main import main\nmain()", f"import {module}")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stderr.rpartition("MODULES ")[2]) == ["numpy"]
+
+
 @pytest.mark.parametrize(
     "command",
     [
