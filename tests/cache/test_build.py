@@ -9,6 +9,7 @@ import sys
 import threading
 import uuid
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,20 +47,21 @@ def run_builders(action: str, **options: Any) -> Any:
     return json.loads(done.stdout)
 
 
-def undisturbed(sizes: tuple[int, ...]) -> Manifest:
-    """What a build that nobody disturbs makes."""
-    return build(open_store(f"memory://{uuid.uuid4().hex}"), make_slices(sizes))
-
-
 def content(manifest: Manifest) -> list[tuple[int, str]]:
     return [(part.num_bytes, part.checksum) for part in manifest.parts]
+
+
+@cache
+def undisturbed(sizes: tuple[int, ...]) -> list[tuple[int, str]]:
+    """The content that a build which nobody disturbs makes."""
+    return content(build(open_store(f"memory://{uuid.uuid4().hex}"), make_slices(sizes)))
 
 
 def assert_one_good_entry(store: Store, sizes: tuple[int, ...]) -> Manifest:
     entry = find_entry(store, KEY)
     assert entry is not None
     assert entry.verify() == []
-    assert content(entry.manifest) == content(undisturbed(sizes))
+    assert content(entry.manifest) == undisturbed(sizes)
     assert [item.state for item in list_entries(store)] == ["finished"]
     return entry.manifest
 
@@ -76,7 +78,7 @@ class TestKilled:
         listed = [name for name in store.list(KEY) if names.PART.fullmatch(name)]
         assert len(listed) - len(kept) <= 1
         made = build(store, make_slices(sizes))
-        assert content(made) == content(undisturbed(sizes))
+        assert content(made) == undisturbed(sizes)
         after = Counter(name.split("-")[1] for name in store.list(KEY) if names.PART.fullmatch(name))
         assert all(after[f"{index:05d}"] == 1 for index in kept)
         assert_one_good_entry(store, sizes)

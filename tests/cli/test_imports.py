@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,14 +14,63 @@ import yaml
 
 import raysvc
 
-LISTS_MODULES = """
-import atexit, json, sys
-heavy = ("ray", "torch", "transformers", "datasets", "numpy", "pyarrow", "awkward", "gigatoken", "pandas",
-         "rich.console")
-atexit.register(lambda: print("MODULES", json.dumps([name for name in heavy if name in sys.modules]), file=sys.stderr))
+HEAVY = [
+    "ray",
+    "torch",
+    "transformers",
+    "datasets",
+    "numpy",
+    "pyarrow",
+    "awkward",
+    "gigatoken",
+    "pandas",
+    "rich.console",
+]
+FORKS = f"""
+import json, os, sys, traceback
 from raysvc.cli.main import main
-main()
+for line in sys.stdin:
+    words, folder, shown = json.loads(line)
+    if child := os.fork():
+        os.waitpid(child, 0)
+        print(flush=True)
+        continue
+    os.chdir(folder)
+    os.dup2(os.open(shown, os.O_WRONLY | os.O_CREAT), 1)
+    os.dup2(1, 2)
+    sys.argv, code = ["raysvc", *words], 1
+    try:
+        main()
+    except SystemExit as left:
+        code = left.code or 0
+    except BaseException:
+        traceback.print_exc()
+    found = [name for name in {HEAVY} if name in sys.modules]
+    print("MODULES", json.dumps([code, found]), flush=True)
+    os._exit(0)
 """
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., set[str]]]:
+    """Runs a command in a fork of a process that has imported the command line and nothing else; gives what is imported then."""
+    shown = tmp_path_factory.mktemp("shown")
+    command = [sys.executable, "-c", FORKS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        told, done, numbers = process.stdin, process.stdout, itertools.count()
+
+        def run(*words: str, cwd: Path = Path()) -> set[str]:
+            path = shown / str(next(numbers))
+            print(json.dumps([words, str(cwd.absolute()), str(path)]), file=told, flush=True)
+            assert done.readline() == "\n"
+            text = path.read_text()
+            code, found = json.loads(text.rpartition("MODULES ")[2] or "[1, []]")
+            assert code == 0, text
+            return set(found)
+
+        yield run
 
 
 @pytest.fixture(scope="module")
@@ -37,26 +88,16 @@ def job(tmp_path_factory: pytest.TempPathFactory, sample: dict[str, str]) -> Pat
     return path
 
 
-def imported(*arguments: str, cwd: Path | None = None) -> set[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", LISTS_MODULES, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=cwd,
-    )
-    assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stderr.rpartition("MODULES ")[2].splitlines()[0]))
-
-
 @pytest.mark.parametrize(
     "names", [(), ("train",), ("doctor",), ("cache",), ("cache", "ls"), ("show",), ("top",)]
 )
-def test_help_imports_no_library_but_that_of_the_command_line(names: tuple[str, ...]) -> None:
+def test_help_imports_no_library_but_that_of_the_command_line(
+    imported: Callable[..., set[str]], names: tuple[str, ...]
+) -> None:
     assert imported(*names, "--help") == set()
 
 
-def test_a_listing_of_the_cache_opens_no_entry(job: Path) -> None:
+def test_a_listing_of_the_cache_opens_no_entry(imported: Callable[..., set[str]], job: Path) -> None:
     assert imported("cache", "ls", "--root", str(job.parent / "cache"), "--json") == set()
     assert imported("cache", "ls", "--root", str(job.parent / "cache")) <= {"rich.console"}
 
@@ -65,9 +106,9 @@ def test_a_listing_of_the_cache_opens_no_entry(job: Path) -> None:
 def test_a_rank_and_a_server_import_only_numpy_and_the_config_until_they_know_what_they_do(
     module: str,
 ) -> None:
-    code = LISTS_MODULES.replace("from raysvc.cli.main import main\nmain()", f"import {module}")
+    code = f"import json, sys, {module}; print(json.dumps([name for name in {HEAVY} if name in sys.modules]))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(done.stderr.rpartition("MODULES ")[2]) == ["numpy"]
+    assert json.loads(done.stdout) == ["numpy"]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +126,7 @@ def test_a_rank_and_a_server_import_only_numpy_and_the_config_until_they_know_wh
     ids=" ".join,
 )
 def test_looking_at_a_job_imports_neither_ray_nor_torch_nor_transformers(
-    job: Path, command: tuple[str, ...]
+    imported: Callable[..., set[str]], job: Path, command: tuple[str, ...]
 ) -> None:
     words = (
         [*command[:2], "-c", str(job), *command[2:]]
