@@ -159,17 +159,15 @@ with_system = st.tuples(content, plain).map(
 )
 
 
-@pytest.mark.parametrize("train_on", ["all_assistant_messages", "last_assistant_message", "all_tokens"])
 @pytest.mark.parametrize("template", FAST + SLOW)
 @given(rows=st.lists(plain | with_system, min_size=1, max_size=6))
 @example(rows=[{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\x1c"}]}])
 @settings(deadline=None, max_examples=20, suppress_health_check=list(HealthCheck))
-def test_json_lines_give_what_rows_give(
-    template: str, train_on: str, pairs: Any, rows: list[dict[str, Any]]
-) -> None:
-    fast, slow = pairs(template, train_on=train_on)
+def test_json_lines_give_what_rows_give(template: str, pairs: Any, rows: list[dict[str, Any]]) -> None:
     lines = "\n".join(json.dumps(row) for row in rows).encode()
-    same(fast.run_json_lines(lines, 0), run(slow, rows))
+    for train_on in ("all_assistant_messages", "last_assistant_message", "all_tokens"):
+        fast, slow = pairs(template, train_on=train_on)
+        same(fast.run_json_lines(lines, 0), run(slow, rows))
 
 
 @pytest.mark.parametrize("template", FAST + SLOW)
