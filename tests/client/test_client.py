@@ -20,12 +20,12 @@ PLANS = {
 
 
 @pytest.fixture(params=sorted(PLANS))
-def server(request: pytest.FixtureRequest, serve: Served, entry: Callable[..., str]) -> str:
+def server(request: pytest.FixtureRequest, shared: Served, entry: Callable[..., str]) -> str:
     from raysvc.actors.server.spec import EvalSpec
 
     name = f"stream-{request.param}"
     evals = {"valid": EvalSpec(entry_uri=entry(13, seed=5), batch_size=4)}
-    serve(name, plan=PLANS[request.param], evals=evals)
+    shared(name, plan=PLANS[request.param], evals=evals)
     return name
 
 
@@ -95,12 +95,11 @@ def test_an_eval_gives_every_row_once_padded_to_the_ranks(server: str) -> None:
             client.eval("test")
 
 
-def test_a_wrong_step_number_is_a_typed_error(serve: Served) -> None:
+def test_a_wrong_step_number_is_a_typed_error(plain: Any) -> None:
     import raysvc
     from raysvc.errors import StepOutOfOrder
 
-    serve("numbers")
-    with raysvc.attach("numbers") as client:
+    with raysvc.attach("plain") as client:
         for wrong in (-1, 21, 10**9):
             for ask in (client.fetch, client.peek):
                 with pytest.raises(StepOutOfOrder, match="a step from 0 to 20"):

@@ -47,17 +47,15 @@ def attach_ranks(name: str, num_ranks: int = 2, **options: Any) -> list[Any]:
     ]
 
 
-def test_ranks_get_the_bytes_of_the_controller_and_a_step_is_collated_once(
-    serve: Served, streams: Any
-) -> None:
+def test_ranks_get_the_bytes_of_the_controller_and_a_step_is_collated_once(plain: Any, streams: Any) -> None:
     import raysvc
 
-    server, threads = serve("ranks"), streams.threads()
-    with raysvc.attach("ranks", dp_size=3) as client:
+    server, threads = plain, streams.threads()
+    with raysvc.attach("plain", dp_size=3) as client:
         expected = streams.take(client)
         client.rewind(0)
     made = stats(server)["made"]
-    ranks = attach_ranks("ranks", 3, look_ahead_steps=2)
+    ranks = attach_ranks("plain", 3, look_ahead_steps=2)
     got: dict[int, Any] = {}
     for steps in zip(*(rank.steps() for rank in ranks), strict=True):
         index = steps[0].index
@@ -77,11 +75,11 @@ def test_ranks_get_the_bytes_of_the_controller_and_a_step_is_collated_once(
     assert streams.threads() <= threads, "a detached rank leaves no thread"
 
 
-def test_a_holder_of_several_ranks_is_shown_with_the_process_of_its_first_rank(serve: Served) -> None:
+def test_a_holder_of_several_ranks_is_shown_with_the_process_of_its_first_rank(plain: Any) -> None:
     import os
 
-    server = serve("held-by-ranks")
-    ranks = attach_ranks("held-by-ranks")
+    server = plain
+    ranks = attach_ranks("plain")
     holder = stats(server)["holder"]
     assert holder.startswith("g (")
     assert f":{os.getpid()}:" in holder
@@ -97,22 +95,21 @@ def eventually_frontier(server: Any, frontier: int) -> None:
         assert time.monotonic() - begin < 30
 
 
-def test_a_process_of_another_group_or_on_a_taken_seat_is_refused_or_fences_all_ranks(serve: Served) -> None:
+def test_a_process_of_another_group_or_on_a_taken_seat_is_refused_or_fences_all_ranks(plain: Any) -> None:
     import raysvc
     from raysvc.errors import ConfigError, FencedError, LeaseHeld
 
-    serve("seats")
-    old = attach_ranks("seats")
+    old = attach_ranks("plain")
     assert old[0].lease.fence == old[1].lease.fence
     with pytest.raises(LeaseHeld, match="rank 1"):
-        raysvc.attach("seats", dp_size=2, rank=1, group="g")
+        raysvc.attach("plain", dp_size=2, rank=1, group="g")
     with pytest.raises(LeaseHeld):
-        raysvc.attach("seats", dp_size=2, rank=0, group="other")
+        raysvc.attach("plain", dp_size=2, rank=0, group="other")
     with pytest.raises(LeaseHeld):
-        raysvc.attach("seats", dp_size=2)
+        raysvc.attach("plain", dp_size=2)
     with pytest.raises(ConfigError, match=r"2 must be in \[0, 2\)"):
-        raysvc.attach("seats", dp_size=2, rank=2)
-    new = [raysvc.attach("seats", dp_size=2, rank=rank, group="g", takeover=True) for rank in (1, 0)]
+        raysvc.attach("plain", dp_size=2, rank=2)
+    new = [raysvc.attach("plain", dp_size=2, rank=rank, group="g", takeover=True) for rank in (1, 0)]
     assert {client.lease.fence for client in new} == {old[0].lease.fence + 1}
     for client in old:
         with pytest.raises(FencedError):
@@ -185,13 +182,12 @@ def test_a_state_in_the_middle_of_a_step_fits_the_same_split_alone_and_at_its_en
     alone.detach()
 
 
-def test_a_worker_process_of_a_loader_is_refused(serve: Served) -> None:
+def test_a_worker_process_of_a_loader_is_refused(plain: Any) -> None:
     from torch.utils.data import DataLoader
 
     import raysvc
 
-    serve("workers")
-    with raysvc.attach("workers", rank=0, group="g") as client:
+    with raysvc.attach("plain", rank=0, group="g") as client:
         from raysvc.client.torch_dataset import RankDataset
 
         dataset = client.as_torch_dataset()
@@ -201,7 +197,9 @@ def test_a_worker_process_of_a_loader_is_refused(serve: Served) -> None:
             next(iter(loader))
 
 
-def test_trainers_of_a_sweep_read_one_stream_each_at_its_own_pace(serve: Served, streams: Any) -> None:
+def test_trainers_of_a_sweep_read_one_stream_each_at_its_own_pace(
+    serve: Served, plain: Any, streams: Any
+) -> None:
     import raysvc
     from raysvc.errors import ServerError
 
@@ -218,9 +216,8 @@ def test_trainers_of_a_sweep_read_one_stream_each_at_its_own_pace(serve: Served,
     for reader in readers:
         reader.detach()
     assert stats(server)["shared_bytes"] == 0
-    serve("alone")
     with pytest.raises(ServerError, match="is not shared"):
-        raysvc.attach("alone", reader="trial-1")
+        raysvc.attach("plain", reader="trial-1")
 
 
 class Boom(Exception):
@@ -345,9 +342,9 @@ def test_ranks_evaluate_every_row_once_in_the_middle_of_an_epoch_and_training_do
     assert streams.threads() <= threads
 
 
-def test_a_commit_reaches_the_server_while_its_loop_computes_or_holds_the_next_step(serve: Served) -> None:
-    server = serve("quiet")
-    (rank,) = attach_ranks("quiet", 1, look_ahead_steps=2)
+def test_a_commit_reaches_the_server_while_its_loop_computes_or_holds_the_next_step(plain: Any) -> None:
+    server = plain
+    (rank,) = attach_ranks("plain", 1, look_ahead_steps=2)
     with rank:
         steps = rank.steps()
         next(steps)
@@ -363,9 +360,8 @@ def test_a_commit_reaches_the_server_while_its_loop_computes_or_holds_the_next_s
     assert stats(server)["frontier"] == 4, "those of an iteration that was left are sent, too"
 
 
-def test_a_step_that_is_ready_costs_its_loop_few_calls_no_message_and_no_wake(serve: Served) -> None:
-    serve("ready")
-    (rank,) = attach_ranks("ready", 1, look_ahead_steps=2)
+def test_a_step_that_is_ready_costs_its_loop_few_calls_no_message_and_no_wake(plain: Any) -> None:
+    (rank,) = attach_ranks("plain", 1, look_ahead_steps=2)
     calls: list[tuple[str, str]] = []  # module and name, of this thread alone
 
     def seen(frame: FrameType, event: str, argument: Any) -> None:
@@ -398,9 +394,9 @@ def brought(rank: Any) -> None:
         time.sleep(0.001)
 
 
-def test_a_rank_goes_on_from_another_step_with_commits_and_fetches_under_way(serve: Served) -> None:
-    server = serve("back")
-    (rank,) = attach_ranks("back", 1, look_ahead_steps=3)
+def test_a_rank_goes_on_from_another_step_with_commits_and_fetches_under_way(plain: Any) -> None:
+    server = plain
+    (rank,) = attach_ranks("plain", 1, look_ahead_steps=3)
     with rank:
         for _ in range(6):
             old = rank.steps()

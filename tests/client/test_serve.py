@@ -52,20 +52,19 @@ def test_a_server_that_can_serve_nothing_says_why_and_leaves_no_actor(serve: Ser
 
 
 def test_a_second_trainer_is_refused_until_it_takes_over_and_then_the_first_one_is_fenced(
-    serve: Served,
+    plain: Any,
 ) -> None:
     import raysvc
     from raysvc.errors import FencedError, LeaseHeld
 
-    serve("held")
-    first = raysvc.attach("held", dp_size=2)
+    first = raysvc.attach("plain", dp_size=2)
     with pytest.raises(LeaseHeld, match="has been held by") as caught:
-        raysvc.attach("held")
+        raysvc.attach("plain")
     assert (caught.value.holder.split(":")[1], caught.value.since_s >= 0) == (
         str(__import__("os").getpid()),
         True,
     )
-    with raysvc.attach("held", dp_size=2, takeover=True) as second:
+    with raysvc.attach("plain", dp_size=2, takeover=True) as second:
         for method in (lambda: next(iter(first)), lambda: first.rewind(0), lambda: first.fetch(0)):
             with pytest.raises(FencedError, match=f"the newest is {second.lease.fence}"):
                 method()
@@ -74,10 +73,10 @@ def test_a_second_trainer_is_refused_until_it_takes_over_and_then_the_first_one_
         first.detach()
 
 
-def test_of_two_that_attach_at_once_exactly_one_wins(serve: Served) -> None:
+def test_of_two_that_attach_at_once_exactly_one_wins(plain: Any) -> None:
     from raysvc.errors import LeaseHeld
 
-    server = serve("race")
+    server = plain
 
     def attach(number: int) -> str:
         try:
