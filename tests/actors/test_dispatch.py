@@ -177,13 +177,13 @@ def behind(gate: Path, data: Mini) -> Mini:
     """The mini-batch, its shards not there before `gate` is."""
     import ray
 
-    @ray.remote(num_cpus=0)
-    def when_open(shard: Any) -> Any:
+    @ray.remote(num_cpus=0, num_returns=len(data.shards))
+    def when_open(*shards: Any) -> Any:
         while not gate.exists():
             time.sleep(0.005)
-        return shard
+        return shards
 
-    return Mini(tuple(when_open.remote(ref) for ref in data.shards), data.info)
+    return Mini(tuple(when_open.remote(*data.shards)), data.info)
 
 
 def ask_everything(dispatch: WorkerDispatch, name: str, data: Mini) -> dict[str, Pending[Any]]:
