@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,29 +16,9 @@ INTEGERS = ("3", 1.0, None, True, [1], float("nan"))
 
 
 @pytest.fixture(scope="module")
-def entry_uri(tmp_path_factory: pytest.TempPathFactory) -> str:
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("conf", f"{os.path.dirname(__file__)}/../conftest.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return str(module.write_entry(tmp_path_factory.mktemp("cache"), 50))
-
-
-@pytest.fixture(scope="module")
-def server(entry_uri: str, tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Iterator[Any]:
+def server(shared: Served) -> Any:
     """One server for the whole table: nothing in it takes or moves anything."""
-    from raysvc.actors.launch import start_server, stop_server
-    from raysvc.actors.server.spec import ServeSpec
-    from raysvc.job.config import PlanConfig
-
-    plan = PlanConfig(batch_size=8, mini_batch_size=4, epochs=3)
-    journal = str(tmp_path_factory.mktemp("journal"))
-    spec = ServeSpec(name=NAME, entry_uri=entry_uri, plan=plan, pad_token_id=0, journal=journal, num_cpus=0)
-    yield start_server(spec, detached=True)
-    stop_server(NAME)
+    return shared(NAME)
 
 
 def facts(server: Any) -> tuple[Any, ...]:
