@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+BUCKET_BYTES = 32 << 20
+
 
 def share_weights(module: torch.nn.Module) -> None:
     """Take over the weights and buffers of rank 0; all ranks call it."""
@@ -28,10 +30,22 @@ def average_gradients(module: torch.nn.Module) -> None:
     weights = [weight for weight in module.parameters() if weight.requires_grad]
     have = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.uint8)
     dist.all_reduce(have, dist.ReduceOp.MAX)
-    running = []
-    for weight, there in zip(weights, have.tolist(), strict=True):
-        if there:
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            running.append(dist.all_reduce(weight.grad.div_(dist.get_world_size()), async_op=True))
-    for work in running:
-        work.wait()
+    for bucket in _buckets([weight for weight, there in zip(weights, have.tolist(), strict=True) if there]):
+        grads = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in bucket]
+        flat = torch.cat([grad.flatten() for grad in grads]).div_(dist.get_world_size())
+        dist.all_reduce(flat)
+        for weight, mean in zip(bucket, flat.split([weight.numel() for weight in bucket]), strict=True):
+            weight.grad = mean.view_as(weight)
+
+
+def _buckets(weights: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Weights of one dtype that follow each other, up to `BUCKET_BYTES` or one: an exchange costs 0.2 ms however small it is."""
+    buckets: list[list[torch.Tensor]] = []
+    for weight in weights:
+        last = buckets[-1] if buckets else []
+        nbytes = sum(other.nbytes for other in (*last, weight))
+        if last and last[0].dtype == weight.dtype and nbytes <= BUCKET_BYTES:
+            last.append(weight)
+        else:
+            buckets.append([weight])
+    return buckets

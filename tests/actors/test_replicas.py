@@ -28,7 +28,7 @@ worker = CausalLMWorker(rank, 2, "cpu", tiny_spec().model_dump_json())
 assert "torch" not in sys.modules
 worker.setup("file://" + folder + "/meet")
 import torch
-from raysvc.actors.worker.replicas import average_gradients, share_weights
+from raysvc.actors.worker import replicas
 frozen, model_id = gc.get_freeze_count(), id(worker.model)
 looked_at = {id(thing) for thing in gc.get_objects()}
 plan = {"batch_size": 4, "micro_batch_size": 1, "shuffle": "none"}
@@ -39,13 +39,16 @@ worker.save_checkpoint(folder)
 worker.save_hf_model(folder)
 names = sorted(name for name in ("torch._dynamo", "transformers", "datasets", "pandas") if name in sys.modules)
 
-module = torch.nn.ParameterList([torch.full((2,), float(rank + 1)) for _ in range(4)])
+module = torch.nn.ParameterList([torch.full((2,), float(rank + 1)) for _ in range(5)])
 module[3].requires_grad_(False)
-share_weights(module)
+replicas.share_weights(module)
 module[0].grad = torch.tensor([1.0, 2.0]) * (rank + 1)
 if rank == 1:
     module[1].grad = torch.tensor([4.0, 0.0])
-average_gradients(module)
+module[4].grad = torch.tensor([8.0, 8.0])
+replicas.BUCKET_BYTES = 16  # two weights
+replicas.average_gradients(module)
+torch.distributed.destroy_process_group()
 grads = [None if weight.grad is None else weight.grad.tolist() for weight in module]
 print(json.dumps({"names": names, "frozen": frozen, "sees_model": model_id in looked_at, "sees_torch": id(vars(torch)) in looked_at, "weights": [weight.tolist() for weight in module], "grads": grads}))
 """
@@ -76,13 +79,13 @@ def test_the_collector_looks_through_a_model_and_not_through_torch(ranks: list[d
 
 
 def test_all_ranks_start_with_the_weights_of_the_first(ranks: list[dict[str, Any]]) -> None:
-    assert [rank["weights"] for rank in ranks] == [[[1.0, 1.0]] * 4] * 2
+    assert [rank["weights"] for rank in ranks] == [[[1.0, 1.0]] * 5] * 2
 
 
 def test_a_gradient_is_the_mean_over_the_ranks_and_one_that_nobody_has_stays_away(
     ranks: list[dict[str, Any]],
 ) -> None:
-    assert [rank["grads"] for rank in ranks] == [[[1.5, 3.0], [2.0, 0.0], None, None]] * 2
+    assert [rank["grads"] for rank in ranks] == [[[1.5, 3.0], [2.0, 0.0], None, None, [8.0, 8.0]]] * 2
 
 
 def stepped(kind: Any, steps: int) -> tuple[Any, Any]:
