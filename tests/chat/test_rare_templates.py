@@ -8,9 +8,13 @@ import pytest
 
 from raysvc.chat.render.rendered import NOBODY, Render
 from raysvc.chat.render.template import ChatTemplate
+from raysvc.chat.slice_tokenizer import SliceTokenizer
+from raysvc.chat.source.json_rows import SourceRow
+from raysvc.job.config import TextSpec, TokenizerConfig
 
-from .test_zoo import MODES, judged, tokenizers_of
-from .zoo import ROWS, A, Template, U, say
+from .test_zoo import MODES, hugging_face, judged, tokenizers_of
+from .zoo import ROWS, A, Template, U, say, tokenizer_folder
+from .zoo_judge import runs
 
 SYSTEM = "{{- '<|im_start|>system\\n' + (tools | tojson if tools else '') + '<|im_end|>\\n' }}"
 CALLS = """\
@@ -84,7 +88,36 @@ ASKED_OTHERWISE = f"""\
 {{%- if message.role == 'assistant' %}}[[{{{{ ' to=user<|message|>' + message.content | trim }}}}{CALLS}{{{{- '<|im_end|>' }}}}]]
 {{%- else %}}{{{{ '<|message|>' + message.content + '<|im_end|>' }}}}{{% endif %}}{{{{ '\\n' }}}}{{% endfor %}}
 {{%- if add_generation_prompt %}}{{{{ '<|im_start|>assistant' }}}}{{% endif %}}"""
+BLANKS_BEFORE = f"""\
+{SYSTEM}
+{{%- for message in messages %}}{{{{ '\\n \\n' if '</think>' in message.content }}}}{{{{ '<|im_start|>' + message.role + '\\n' }}}}
+{{%- if message.role == 'assistant' %}}[[{{{{ message.content.split('</think>')[-1] | trim }}}}{CALLS}{{{{- '<|im_end|>' }}}}]]
+{{%- else %}}{{{{ message.content + '<|im_end|>' }}}}{{% endif %}}{{{{ '\\n' }}}}{{% endfor %}}
+{{%- if add_generation_prompt %}}{{{{ '<|im_start|>assistant\\n' }}}}{{% endif %}}"""
+RESULTS_INSIDE = f"""\
+{SYSTEM}
+{{%- for message in messages if message.role != 'tool' %}}
+{{%- set place = messages.index(message) %}}{{% set ns = namespace(at=place + 1) %}}
+{{%- if messages[place - 1].role != 'tool' %}}{{{{ '<|im_start|>' + message.role + '\\n' }}}}{{% endif %}}
+{{%- if message.role == 'assistant' %}}[[{CALLS}]]
+{{%- for other in range(place + 1, messages | length) %}}{{% if other == ns.at and messages[other].role == 'tool' %}}
+    {{%- set ns.at = other + 1 %}}
+    {{%- if other == place + 1 %}}[[{{{{ '<|result|>' }}}}]]{{% else %}}{{{{ '<|result|>' }}}}{{% endif %}}{{{{ messages[other].content + '<|result_end|>' }}}}{{% endif %}}{{% endfor %}}
+{{%- if message.content or ns.at == place + 1 %}}[[{{{{ message.content | trim + '<|im_end|>' }}}}]]{{{{ '\\n' }}}}{{% endif %}}
+{{%- else %}}{{{{ message.content + '<|im_end|>\\n' }}}}{{% endif %}}{{% endfor %}}
+{{%- if add_generation_prompt and messages[-1].role != 'tool' %}}{{{{ '<|im_start|>assistant\\n' }}}}{{% endif %}}"""
+END_BY_USER = """\
+{%- set ns = namespace(open=false) %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}{{ '' if ns.open else '<|assistant|>' }}{% set ns.open = true %}
+    {{- ']' if loop.previtem.role == 'tool' }}{{ message.content }}
+    {%- for call in message.tool_calls or [] %}{{ '<|calls|>' + call.function.name + (call.function.arguments | tojson) + '<|calls_end|>' }}{% endfor %}
+{%- elif message.role == 'tool' %}{{ '[' + message.content }}
+{%- else %}{{ '<|assistant_end|>' if ns.open }}{% set ns.open = false %}{{ '<|user|>' + message.content + '<|user_end|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ ']' if messages[-1].role == 'tool' }}{{ '<|assistant|>' }}{% endif %}"""
 RARE = {
+    "blanks stand before a header": BLANKS_BEFORE,
+    "results stand in the block of their calls": RESULTS_INSIDE,
     "the last turn is written behind the loop": LAST_OUTSIDE,
     "it refuses rows without tools": ONLY_WITH_TOOLS,
     "a turn goes on after the results of its calls": OPEN_TURN,
@@ -115,6 +148,19 @@ def test_a_rare_template_trains_what_its_marks_say(name: str, tmp_path: Path) ->
                 assert wrong == [], (kind, mode)
                 marks.append(mark if mode == MODES[0] else "")
     assert marks.count("=") == SHOWN.get(name, len(marks) // 2)
+
+
+def test_messages_of_the_assistant_that_are_one_turn_do_not_share_a_token(tmp_path: Path) -> None:
+    template = Template("end by user", END_BY_USER, "", ("<s>", "</s>"))
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    said = [say(U, "t0"), say(A, "t1"), say(A, "", tool_calls=[call]), say("tool", "t3"), say(A, "t4")]
+    row = {"messages": [*said, say(U, "t5"), say(A, "t6")]}
+    folder = tokenizer_folder(template, tmp_path)
+    result = SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=folder))).run([SourceRow(0, row)])
+    assert result.examples == ()
+    [ids], [mask] = (result.table[name].to_pylist() for name in ("input_ids", "loss_mask"))
+    trained = [hugging_face(folder).decode(ids[start:end]) for start, end in runs(mask)]
+    assert trained == ["t1<|calls|>f{}<|calls_end|>", "t4<|assistant_end|>", "t6"]
 
 
 def test_messages_whose_end_shorter_conversations_do_not_show_share_a_block() -> None:

@@ -50,6 +50,11 @@ class TokenTexts:
             last = token.end()
         return last if last is not None and not self.lead.sub("", text[last:stop]).strip() else None
 
+    def around(self, text: str, at: int) -> tuple[int, int]:
+        """[start, end) of the token that a place is inside of; the place itself when it is in none."""
+        near = self.one.finditer(text, max(0, at - len(self.texts[0]))) if self.texts else ()
+        return next((token.span() for token in near if token.start() < at < token.end()), (at, at))
+
     def place_of(self, prompt: str, text: str, start: int, stop: int) -> int:
         """Where most of the prompt stands in [start, stop), the first such place; `start` when its first piece is nowhere."""
         first = self._piece.match(prompt)

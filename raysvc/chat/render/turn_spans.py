@@ -14,7 +14,7 @@ A turn is everything that the model emits until control returns. The rule:
    that token is trained too. When the tokenizer comes with a `generation_config.json`, only a token that it names.
    Of messages of the assistant that follow each other and are written as one turn, the first has no end and the next no header.
 5. The end of sequence that a template writes after its last block belongs to the turn that is there.
-6. What a template writes of tool results inside the block of their call is context.
+6. What a template writes of tool results inside the block of their call is context, but for a stop token of 4.
 
 Always true:
 - a span holds nothing of another message but the stop token of 4;
@@ -190,9 +190,10 @@ class TurnFinder:
         prompt = self._prompt(render, example, place, begin)
         if not place and prompt:  # the first block may begin with what the template writes before any message
             begin = self._tokens.place_of(prompt, text, begin, extents_of(render, place)[0][1])
-        repeated = self._tokens.repeated(prompt or "", text, begin)
-        if repeated:
-            return begin + repeated
+        for at in (begin, _behind_blanks(text, begin)):
+            repeated = self._tokens.repeated(prompt or "", text, at)
+            if repeated:
+                return at + repeated
         if self._is_open(text, begin):
             return begin
         heads = [frame.head for frame in (self._middle, self._last) if frame and frame.head]
@@ -208,7 +209,7 @@ class TurnFinder:
             opened is not None and opened.group() in self.inner_tokens - self._opening
         )  # no header at all
         goes_on |= self._follows_itself(example, place) and not self._tokens.closes(text[:begin].rstrip())
-        if marked or goes_on or not (prompt or heads):
+        if marked or goes_on or not ((prompt or "").strip() or heads):
             return begin
         raise RowFault("a trained turn does not begin with a known header", repr(text[begin : begin + 60]))
 
@@ -232,15 +233,17 @@ class TurnFinder:
     def _end(self, text: str, start: int, stop: int, block_end: int, example: ChatExample, place: int) -> int:
         """Rules 3 to 5: behind the last token that the model must produce."""
         frame = self._last if place == len(example.messages) - 1 else self._middle
+        marked, goes_on = self._template.marks_generation, self._follows_itself(example, place + 1)
         end = self._end_in_block(text, start, stop, block_end, frame)
         if end is None:
             end = start + len(text[start:stop].rstrip())
-            ends_here = not self._follows_itself(example, place + 1)  # else it may go on in the next message
-            if frame is not None and frame.eot and ends_here and not self._template.marks_generation:
+            if frame is not None and frame.eot and not goes_on and not marked:
                 raise RowFault("a trained turn has no end of turn", repr(text[max(start, stop - 60) : stop]))
-        if self._writes_end or self._template.marks_generation:
+        if stop < block_end and not marked:  # the results of its calls follow
+            return self._with_next_stop(text, end, stop)
+        if self._writes_end or marked:
             return self._with_end_of_sequence(text, end, block_end, example, place)
-        return self._with_next_stop(text, end, block_end)
+        return end if goes_on else self._with_next_stop(text, end, block_end)
 
     def _end_in_block(
         self, text: str, start: int, stop: int, block_end: int, frame: Frame | None
@@ -269,8 +272,7 @@ class TurnFinder:
         """Rule 4."""
         if text[end:block_end].strip():
             return end
-        following = re.compile(r"\s*").match(text, block_end)
-        token = self._tokens.one.match(text, following.end() if following else block_end)
+        token = self._tokens.one.match(text, _behind_blanks(text, block_end))
         if token is None:
             return end
         if self._stops:
@@ -291,11 +293,12 @@ class TurnFinder:
         if len(other) != 1:
             raise RowFault("a trained message and the results of its calls cannot be told apart")
         mine, bare = text[start:end], without.text[other[0][0] : other[0][1]]
-        prefix = common_prefix(mine, bare)
+        prefix = self._tokens.around(mine, common_prefix(mine, bare))[0]
         suffix = common_prefix(mine[prefix:][::-1], bare[prefix:][::-1])
-        if bare[prefix : len(bare) - suffix].strip():
-            left = repr(bare[prefix:][:60])
-            raise RowFault("the template writes a text behind the results of its calls", left)
+        suffix = len(mine) - self._tokens.around(mine, len(mine) - suffix)[1]
+        left = bare[prefix : len(bare) - suffix]
+        if self._tokens.one.sub("", left).strip():
+            raise RowFault("the template writes a text behind the results of its calls", repr(left[:60]))
         parts = [(start, start + prefix), (end - suffix, end)]
         return [(a, b) for a, b in parts if text[a:b].strip()]
 
@@ -429,6 +432,12 @@ class TurnFinder:
         ]
         controls = tuple(t for t in dict.fromkeys([*heads, *eots, *ends]) if t not in self._tags)
         return controls, frozenset(inner)
+
+
+def _behind_blanks(text: str, at: int) -> int:
+    while text[at : at + 1].isspace():
+        at += 1
+    return at
 
 
 def common_prefix(left: str, right: str) -> int:
