@@ -103,3 +103,12 @@ def test_a_turn_without_an_end_stops_with_the_token_that_comes_next(
     messages = [say(U, "t0"), say(A, "t1"), say(U, "t2"), say(A, "t3"), say(A, "t4")]
     assert trained(no_end(between), messages, 1, stops) == f"t1{stop}"
     assert trained(no_end(between), messages, 3, stops) == "t3"  # a header of its own ends no turn
+
+
+def test_a_prompt_of_blanks_is_no_header() -> None:
+    text = (
+        "{% for m in messages %}{{ '<|user|>' + m.content + '<|assistant|>' if m.role == 'user' else m.content + '<|im_end|>' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ ' \\n' }}{% endif %}"
+    )
+    messages = [say((U, A)[n % 2], f"t{n}") for n in range(4)]
+    assert [trained(text, messages, place) for place in (1, 3)] == ["t1<|im_end|>", "t3<|im_end|>"]
