@@ -16,6 +16,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import HealthCheck, settings
+
+# an example may take long beside other processes: a test that fails then has found nothing
+settings.register_profile("raysvc", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("raysvc")
 
 # set before anything imports ray: token files of the user's home must not decide what a test sees
 os.environ["RAY_AUTH_MODE"] = "disabled"

@@ -15,7 +15,7 @@ from raysvc.actors.server import collator_pool
 from raysvc.actors.server.collator_pool import LEAVING_STEPS, PATIENCE_STEPS, NodeCollators
 
 STARTS_S = 5.0
-FEW = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
 class Clock:

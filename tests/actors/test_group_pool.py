@@ -20,7 +20,7 @@ ACTS = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.lists(ACTS, max_size=80), st.integers(1, 4), st.integers(0, 3))
 def test_no_group_is_trained_twice_or_too_old_and_capacity_is_never_lost(
     acts: list[tuple[str, int, int]], batch_size: int, max_staleness: int

@@ -378,7 +378,7 @@ ACTS = st.lists(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ACTS)
 def test_a_restart_at_any_point_gives_the_same_pool(
     tmp_path_factory: Any, acts: list[tuple[str, int]]

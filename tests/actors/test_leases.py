@@ -96,7 +96,7 @@ def test_a_commit_from_before_a_rewind_changes_nothing() -> None:
     assert lease.commit(1, 2, 0, 0.0, moves=1).frontier == 3
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.data())
 def test_calls_of_a_holder_converge_in_any_order_and_however_often_they_arrive(data: st.DataObject) -> None:
     moves, frontier, calls = 0, 0, []
@@ -145,7 +145,7 @@ CALLS = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.lists(CALLS, max_size=40), st.lists(st.floats(0, 20), min_size=40, max_size=40))
 def test_whatever_is_called_fences_never_repeat_and_only_the_newest_moves_the_frontier(
     calls: list[tuple[str, object, object]], gaps: list[float]

@@ -63,7 +63,7 @@ def test_what_is_missing_is_named(bundles: Any, said: str | None) -> None:
             raise ValueError(found)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.integers(1, 8), st.integers(1, 4))
 def test_whole_gpus_fit_exactly_when_there_are_enough(sizes: list[int], gpus: int, num_nodes: int) -> None:
     needs = {f"g{i}": GroupNeed(size, num_cpus=0, num_gpus=1) for i, size in enumerate(sizes)}

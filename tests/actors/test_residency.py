@@ -23,7 +23,7 @@ def apply(devices: dict[str, set[Part]], moves: list[Move]) -> None:
             devices[group].discard(part)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(["init", *NEEDS])), min_size=1, max_size=30)
 )

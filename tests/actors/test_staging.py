@@ -197,7 +197,7 @@ def test_clearing_gives_the_room_back() -> None:
     assert same(staging.take((5, 0), 1.0)[0].shard.arrays, 5)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.one_of(st.none(), st.just(1024)), st.lists(st.tuples(st.booleans(), st.integers(1, 500)), max_size=40)
 )

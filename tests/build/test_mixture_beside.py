@@ -249,7 +249,7 @@ def test_columns_that_a_model_computes_wait_for_the_entry_and_say_so(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 20), st.lists(st.integers(0, 9), max_size=3), st.randoms(use_true_random=False))
 def test_a_build_that_was_killed_goes_on_and_its_entries_are_those_of_a_build_ahead(
     tmp_path_factory: Any,

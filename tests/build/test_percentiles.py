@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from raysvc.build.build_report import percentiles
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.lists(st.integers(0, 3000), max_size=30), max_size=5))
 def test_percentiles_of_slices_are_those_of_all_rows(slices: list[list[int]]) -> None:
     whole = [length for lengths in slices for length in lengths]

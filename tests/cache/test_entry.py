@@ -74,7 +74,7 @@ def test_an_entry_says_what_it_holds(store):
 
 
 @given(st.lists(st.integers(0, 12), max_size=30))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_rows_come_in_the_order_asked_for(ids):
     store = open_store("memory://rows-in-order")
     slices = make_slices(SIZES)

@@ -107,7 +107,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slice_receipts, "MOST_LOOK_S", 0.004)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(SLICES, st.sampled_from(["rows", "turns"]), st.data())
 def test_steps_of_a_growing_entry_are_those_of_the_finished_one(
     tmp_path_factory: Any, slices, kind, data

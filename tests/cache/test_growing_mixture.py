@@ -60,7 +60,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slice_receipts, "MOST_LOOK_S", 0.004)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(st.lists(SLICES, min_size=2, max_size=3), st.sampled_from(["rows", "turns"]), st.data())
 def test_steps_of_a_mixture_that_grows_are_those_of_the_finished_one(
     tmp_path_factory: Any, sources_slices, kind, data

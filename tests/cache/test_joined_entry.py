@@ -60,7 +60,7 @@ def test_the_key_follows_from_the_keys_of_the_entries_and_their_order(joined):
     assert joined.key != JoinedEntry(joined.entries[::-1]).key
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(ids=st.lists(st.integers(0, sum(map(sum, SIZES)) - 1), max_size=20))
 def test_any_rows_in_any_order_are_those_of_their_entries(joined, rows, ids):
     joined.prefetch(np.array(ids, np.int64))

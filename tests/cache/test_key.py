@@ -25,7 +25,7 @@ values = st.recursive(
     max_leaves=12,
 )
 recipes = st.dictionaries(st.text(), values, max_size=5)
-quick = settings(deadline=None, max_examples=100)
+quick = settings(max_examples=100)
 
 
 def shuffled(value: Any, rng: random.Random) -> Any:

@@ -280,7 +280,7 @@ def nobody_left(world: World) -> None:
 
 @pytest.mark.slow
 @given(st.lists(step, max_size=25))
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 def test_what_is_used_stays_and_what_nobody_uses_goes(tmp_path_factory, history):
     run_history(World(open_store(str(tmp_path_factory.mktemp("root")))), history)
 
@@ -306,6 +306,6 @@ def test_a_use_at_any_moment_of_gc_is_respected(tmp_path, other, grace_s):
 
 @pytest.mark.slow
 @given(st.lists(step, max_size=12))
-@settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 def test_the_same_on_s3(s3, history):
     run_history(World(s3.store(f"live-{uuid.uuid4().hex}-")), history)

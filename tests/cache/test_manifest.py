@@ -44,7 +44,7 @@ def test_what_was_written_is_read():
 
 
 @given(st.integers(0, len(MANIFEST.to_json()) - 1), st.integers(0, 7))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_any_flipped_bit_is_found(place, bit):
     data = bytearray(MANIFEST.to_json())
     data[place] ^= 1 << bit
@@ -53,7 +53,7 @@ def test_any_flipped_bit_is_found(place, bit):
 
 
 @given(st.binary(max_size=200) | st.text(max_size=50).map(str.encode) | st.just(b"[" * 100_000))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_anything_else_is_an_entry_error(data):
     for kind in (Manifest, Receipt):
         with pytest.raises(EntryError, match="here"):
@@ -152,13 +152,13 @@ def test_a_key_cannot_leave_the_root(key):
 
 
 @given(st.from_regex(names.KEY, fullmatch=True), st.integers(0, 999_999))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_a_folder_tells_its_key_and_generation(key, generation):
     assert names.split_folder(folder_of(key, generation)) == (key, generation)
 
 
 @given(st.integers(0, 10**8))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_fresh_names_have_the_shapes_that_are_accepted(index):
     part_name, receipt_name = new_part(index)
     assert names.PART.fullmatch(part_name)[1] == names.RECEIPT.fullmatch(receipt_name)[1]

@@ -85,7 +85,7 @@ PARTS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(parts=st.lists(PARTS, min_size=1, max_size=20), told=st.booleans())
 def test_a_table_gives_back_what_was_written(tmp_path_factory, parts, told):
     parts = [replace(part, name=names.new_part(index)[0]) for index, part in enumerate(parts)]
@@ -172,7 +172,7 @@ def built_once(tmp_path_factory) -> tuple[PosixStore, Path, bytes]:
     return store, table_file(root), table_file(root).read_bytes()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_flipped_bit_of_a_table_is_found_before_a_part_is_used(built_once, data):
     store, path, right = built_once
@@ -186,7 +186,7 @@ def test_any_flipped_bit_of_a_table_is_found_before_a_part_is_used(built_once, d
     assert [(one.name, one.kind) for one in verify_folder(store, KEY)] == [(path.name, "content")]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_hostile_table_ends_in_a_typed_error_or_in_plausible_parts(built_once, tmp_path_factory, data):
     """With right checksums: whoever can write the table can write the manifest too."""
@@ -224,7 +224,7 @@ def test_an_entry_whose_table_is_not_whole_is_built_anew_beside_it(tmp_path, how
     assert find_entry(store, KEY).folder == f"{KEY}.1"
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(field=st.sampled_from(list(TableInfo.__dataclass_fields__)), value=st.one_of(
     st.none(), st.integers(-3, 9), st.text(max_size=5), st.lists(st.integers(-1, 9), max_size=4), st.just("../x"),
 ))  # fmt: skip
@@ -352,7 +352,7 @@ def test_only_entries_of_many_parts_have_a_table_and_older_versions_read_the_oth
     assert read.source_rows.tolist() == [1] * 20_000
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     sizes=st.lists(st.integers(0, 6), min_size=1, max_size=9),
     ids=st.lists(st.integers(0, 1 << 30), max_size=20),

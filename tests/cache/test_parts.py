@@ -16,7 +16,7 @@ from .helpers import make_table
 
 NAME = "part-00000-0123456789abcdef.arrow"
 sizes = st.integers(0, 12)
-quick = settings(deadline=None, max_examples=50)
+quick = settings(max_examples=50)
 
 
 def assert_contract(table: pa.Table, view: PartView) -> None:
@@ -146,7 +146,7 @@ def test_text_may_be_missing():
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_a_file_that_is_not_the_part_is_refused_and_never_crashes(data):
     part = encode_part(NAME, make_table(6, 1))
     damaged = bytearray(part.data)

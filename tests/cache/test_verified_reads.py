@@ -218,7 +218,7 @@ def test_lists_of_other_lengths_and_nulls_are_refused():
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_a_manifest_with_any_field_changed_is_a_typed_error_or_whole(data):
     """Structure-aware: a field somewhere in the tree is replaced, and the checksum made right again."""
     part = PartInfo(new_part(0)[0], 1, 1, 4096, "0" * 32, 64, "1" * 32, "2" * 16)
@@ -253,7 +253,7 @@ def test_a_manifest_with_any_field_changed_is_a_typed_error_or_whole(data):
         st.sampled_from(["paths", "row_counts", "examples", "verification", "encoders", "seconds"]), JSON
     )
 )
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_a_report_of_any_shape_is_a_typed_error_or_usable(fields):
     try:
         report = Report(fields, "here")

@@ -26,7 +26,7 @@ from raysvc.chat.tokens.encoder import Encoded
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.job.config import TokenizerConfig
 
-QUICK = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=200, suppress_health_check=list(HealthCheck))
 Offsets = list[tuple[int, int]]
 
 

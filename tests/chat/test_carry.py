@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raysvc.chat.carry import Carrier, arrow_values, resolved
@@ -38,7 +38,6 @@ def nested(draw: Any, shape: tuple[int, ...]) -> Any:
     return [nested(draw, shape[1:]) for _ in range(shape[0])]
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_a_value_per_token_lies_at_the_token_it_is_about_and_is_cut_with_it(data: Any) -> None:
     mask = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=7))

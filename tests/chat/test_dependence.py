@@ -124,7 +124,7 @@ texts = st.text("ab!'\n 9\u00e9", min_size=1, max_size=5).filter(lambda text: te
     said=st.lists(texts, min_size=1, max_size=4).map(tuple),
     roles=st.sampled_from([("user", "assistant"), ("system", "user", "assistant"), ("content", "tool")]),
 )
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_what_is_filled_in_is_what_the_template_writes(
     template: str, said: tuple[str, ...], roles: tuple[str, ...]
 ) -> None:

@@ -138,7 +138,7 @@ def same(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("template", FAST + SLOW)
 @given(rows=st.lists(conversation(), min_size=1, max_size=4))
-@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 def test_a_walk_gives_what_the_render_gives(template: str, pairs: Any, rows: list[dict[str, Any]]) -> None:
     fast, slow = pairs(template)
     same(run(fast, rows), run(slow, rows))
@@ -146,7 +146,7 @@ def test_a_walk_gives_what_the_render_gives(template: str, pairs: Any, rows: lis
 
 @pytest.mark.parametrize("template", ["merges_tools", "qwen3_like", "llama3_trimming", "deferred_tool_end"])
 @given(rows=st.lists(conversation(), min_size=1, max_size=4))
-@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 def test_turns_are_cut_alike(template: str, pairs: Any, rows: list[dict[str, Any]]) -> None:
     fast, slow = pairs(template, max_length=60, truncation="keep_end_turns")
     same(run(fast, rows), run(slow, rows))
@@ -162,7 +162,7 @@ with_system = st.tuples(content, plain).map(
 @pytest.mark.parametrize("template", FAST + SLOW)
 @given(rows=st.lists(plain | with_system, min_size=1, max_size=6))
 @example(rows=[{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\x1c"}]}])
-@settings(deadline=None, max_examples=20, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
 def test_json_lines_give_what_rows_give(template: str, pairs: Any, rows: list[dict[str, Any]]) -> None:
     lines = "\n".join(json.dumps(row) for row in rows).encode()
     for train_on in ("all_assistant_messages", "last_assistant_message", "all_tokens"):
@@ -234,7 +234,7 @@ CHOOSES = [
         st.lists(st.lists(PART, max_size=3) | st.none() | content, min_size=1, max_size=3), min_size=3
     )
 )
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_filters_of_parts_and_texts_give_what_jinja_gives(chooses: str, rows: list[Any]) -> None:
     text = (
         "{% for message in messages %}{{ message.role | capitalize }}{{ message.content | capitalize }}"

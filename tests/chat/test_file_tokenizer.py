@@ -153,7 +153,7 @@ PIECES = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pieces=st.lists(PIECES, max_size=8))
 def test_any_text_has_the_ids_and_the_text_of_transformers(pairs: list[Pair], pieces: list[str]) -> None:
     text = "".join(pieces).encode(errors="ignore").decode()

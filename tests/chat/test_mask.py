@@ -47,7 +47,7 @@ def run(tokenizer: SliceTokenizer, made: list[tuple[str, str]]) -> tuple[list[in
 
 
 @given(made=turns)
-@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 def test_marks_give_the_mask_of_transformers(tokenizers: dict[str, SliceTokenizer], made: Any) -> None:
     for name in ("generation_marks", "metaspace_marks"):
         tokenizer = tokenizers[name]
@@ -60,7 +60,7 @@ def test_marks_give_the_mask_of_transformers(tokenizers: dict[str, SliceTokenize
 
 
 @given(made=turns)
-@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 def test_what_is_found_is_what_is_marked(tokenizers: dict[str, SliceTokenizer], made: Any) -> None:
     found = run(tokenizers["chatml_bare"], made)
     assert found == run(tokenizers["generation_marks"], made) == run(tokenizers["marks_without_eot"], made)
@@ -68,7 +68,7 @@ def test_what_is_found_is_what_is_marked(tokenizers: dict[str, SliceTokenizer], 
 
 @pytest.mark.parametrize("kind", ["chatml_bare", "nfc", "metaspace"])
 @given(made=turns)
-@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 def test_every_trained_run_lies_between_its_header_and_its_end_of_turn(
     kind: str, tokenizers: dict[str, SliceTokenizer], made: Any
 ) -> None:

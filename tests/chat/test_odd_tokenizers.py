@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[Callable[[], Tokenizer], str]] = {
     "numbers": (lambda: on_bytes(None, P.Split(Regex(r"\d+"), "removed")), r"drops '0123456789'"),
 }
 TEMPLATE = {"chatml": TEMPLATES["generation_marks"], "inst": MARKED}
-SLOW = settings(deadline=None, max_examples=12, suppress_health_check=list(HealthCheck))
+SLOW = settings(max_examples=12, suppress_health_check=list(HealthCheck))
 
 
 def contents(bits: list[str]) -> Any:

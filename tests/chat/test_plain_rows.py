@@ -99,7 +99,7 @@ def known(renderer: Renderer, given_row: dict[str, Any], own: Format) -> Sequenc
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [*TEMPLATES, "takes_parts"])
 @given(texts=st.tuples(said, said) | st.tuples(said, said, said, said), parts=st.booleans())
-@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 def test_a_row_joined_from_a_shape_is_the_rendered_and_verified_one(
     name: str, mode: str, renderers: Any, texts: tuple[str, ...], parts: bool
 ) -> None:
@@ -484,7 +484,7 @@ def sliced(slice_tokenizer: Any) -> Any:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [*SHAPED, "takes_parts"])
 @given(rows=st.lists(some_row, min_size=1, max_size=24), at_once=st.sampled_from([3, 128]))
-@settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 def test_rows_of_any_shapes_side_by_side_have_the_tokens_that_real_renders_give(
     name: str, mode: str, sliced: Any, rows: list[Any], at_once: int
 ) -> None:
@@ -603,7 +603,7 @@ def composed(head: str, add: str, end: str, mark: str, behind: str, user: str) -
     taught=st.lists(st.tuples(words, words) | st.tuples(words, words, words, words), min_size=1, max_size=3),
     asked=st.lists(st.tuples(words, words) | st.tuples(words, words, words, words), min_size=4, max_size=4),
 )
-@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 def test_whatever_a_template_writes_around_turns_a_joined_row_has_the_spans_that_are_found(
     built: tuple[str, ...], taught: list[tuple[str, ...]], asked: list[tuple[str, ...]]
 ) -> None:
@@ -651,7 +651,6 @@ def tokens_of_odd_kinds() -> Alone:
 
 
 @given(st.lists(st.text("<|/~aé", max_size=6), min_size=1, max_size=4))
-@settings(deadline=None)  # the first example makes the tokenizer
 def test_beginnings_of_tokens_and_tags_are_counted_in_each_row(texts: list[str]) -> None:
     plain = tokens_of_odd_kinds().plain
     sequences = [Sequence(text, [], openings=0) for text in texts]

@@ -7,7 +7,7 @@ import pickle
 from contextlib import nullcontext
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raysvc.chat.first_rows import FirstRows
@@ -30,7 +30,6 @@ def row_counts(draw: st.DrawFn) -> RowCounts:
 
 
 @given(row_counts(), row_counts(), row_counts())
-@settings(deadline=None)
 def test_row_counts_add_up_in_any_grouping_and_stay_balanced(
     one: RowCounts, two: RowCounts, three: RowCounts
 ) -> None:
@@ -40,7 +39,6 @@ def test_row_counts_add_up_in_any_grouping_and_stay_balanced(
 
 
 @given(row_counts())
-@settings(deadline=None)
 def test_row_counts_come_back_from_json(one: RowCounts) -> None:
     assert RowCounts.from_json(json.loads(json.dumps(one.to_json()))) == one
 

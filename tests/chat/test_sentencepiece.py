@@ -66,7 +66,7 @@ text = (
 )
 chats = st.lists(st.tuples(text, text), min_size=1, max_size=3)
 NORMALIZED = ("nfc", "nfkc", "lowercase")  # gigatoken does not take these normalizers
-SLOW = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+SLOW = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module", params=list(KINDS))

@@ -114,7 +114,7 @@ def test_keep_end_turns_does_not_part_messages_of_the_user_that_follow_each_othe
     st.sampled_from(["drop", "keep_start", "keep_end_turns"]),
     st.sampled_from(["all_assistant_messages", "last_assistant_message", "all_tokens"]),
 )
-@settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 def test_no_row_is_left_without_loss_and_all_tokens_are_accounted_for(
     slice_tokenizer: Any, tokenize: Any, sizes: list[int], limit: int, policy: str, train_on: str
 ) -> None:

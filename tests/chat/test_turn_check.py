@@ -256,7 +256,7 @@ def leaves(value: Any) -> list[Any]:
 
 @pytest.mark.parametrize("write", WRITERS)
 @given(arguments=GIVEN, name=st.sampled_from(["f", "a", "get.b"]), around=st.sampled_from(["", " ", "[{("]))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_a_call_that_is_written_leaf_by_leaf_is_found_and_one_without_a_leaf_is_not(
     write: Callable[[Any], str], arguments: Any, name: str, around: str
 ) -> None:
@@ -332,7 +332,7 @@ ESCAPES: list[Callable[[str], str]] = [
 
 @pytest.mark.parametrize("escape", ESCAPES)
 @given(text=st.text(st.sampled_from("ab \n\t\r\x1b\x00é\U0001f600'\"\\<>/0u") | st.characters(codec="utf-8")))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_text_is_found_however_it_is_escaped(escape: Callable[[str], str], text: str) -> None:
     assert unescaped(text) in unescaped(f'write("{escape(text)}")')
     verify_turn(f'f a="{escape(text)}"', calling({"a": text}), (), ())

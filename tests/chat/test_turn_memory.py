@@ -82,7 +82,7 @@ def outcome(find: Any, render: Any, example: ChatExample) -> Any:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(row=conversation())
-@settings(deadline=None, max_examples=120, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, suppress_health_check=list(HealthCheck))
 def test_remembered_spans_are_those_that_are_found(name: str, preparers: Any, row: Any) -> None:
     template, finder, memory = preparers(name)._template(row[1])
     try:
@@ -194,7 +194,7 @@ parts = st.tuples(*map(st.sampled_from, (HEADS, CALLS, ENDS, QUOTES, BEHIND)), s
 
 
 @given(built=parts, rows=st.lists(conversation(), min_size=2, max_size=5))
-@settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 def test_whatever_a_template_writes_around_turns_remembered_spans_are_those_that_are_found(
     built: tuple[Any, ...], rows: list[Any]
 ) -> None:

@@ -26,7 +26,7 @@ def make(sizes: list[int], limit: Limit, asked: list[int]) -> LookAhead[Fetch]:
     return LookAhead(ask, PlannedSizes(ask_sizes, len(sizes)), limit)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.lists(st.integers(1, 20), min_size=1, max_size=40),
     st.integers(0, 5),
@@ -65,7 +65,7 @@ def test_an_iteration_that_is_left_holds_nothing() -> None:
     assert window.num_outstanding == 0
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.lists(st.integers(1, 20), min_size=1, max_size=30), st.integers(0, 5), st.integers(0, 40), st.data()
 )

@@ -139,7 +139,7 @@ def test_who_asks_for_the_frontier_the_counters_or_a_report_is_told_of_all_that_
     assert rank._report()["steps"] == 3
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.sampled_from(["take", "commit", "commit the one before", "count"]), max_size=30))
 def test_whenever_it_is_counted_steps_tokens_and_the_frontier_are_those_that_were_committed(
     calls: list[str],

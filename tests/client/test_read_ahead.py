@@ -129,7 +129,7 @@ class Loop:
         return not any(thread.is_alive() for thread in self.link.threads)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=12),
     st.integers(1, 4),

@@ -70,7 +70,7 @@ def sequence(data, config, mini, row, number, column):
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=25).filter(any)
 
 
-@settings(deadline=None, max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(LENGTHS, st.sampled_from([1, 2, 3, 5, 8]), st.sampled_from(SHAPES), st.integers(0, 3))
 def test_every_cell_is_what_the_slow_collator_says(make_data, make_shards, lengths, dp_size, shape, seed):
     data = make_data(lengths, seed)
@@ -124,7 +124,7 @@ def check_counts(data, config, mini, shards):
         assert sum(int(shard.arrays["row_tokens"].sum()) for shard in shards) == denominators.tokens
 
 
-@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(LENGTHS, st.sampled_from([1, 3, 4]), st.sampled_from(SHAPES))
 def test_micro_batches_hold_every_token_and_boundaries_fit(make_data, make_shards, lengths, dp_size, shape):
     data = make_data(lengths)

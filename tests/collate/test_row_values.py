@@ -32,7 +32,7 @@ def values_of(data, mini) -> RowValues:
     )
 
 
-@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(LENGTHS, st.sampled_from([1, 2, 3]), st.sampled_from(SHAPES), st.randoms(use_true_random=False))
 def test_what_goes_into_shards_comes_out_at_the_same_tokens(
     make_data, make_shards, lengths, dp_size, shape, random

@@ -83,7 +83,7 @@ def shards_of(batch: RowBatch, config: PlanConfig, dp_size: int, pads: dict[str,
             yield mini, shards
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_every_value_lies_at_its_token_and_the_pad_elsewhere(data: Any) -> None:
     lengths = data.draw(st.lists(st.integers(1, 20), min_size=2, max_size=9))
@@ -126,7 +126,7 @@ def check_shard(
         assert micro["vector"].shape == (len(micro["seq_lengths"]), 3)
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(st.data())
 def test_a_column_of_any_type_keeps_its_bits_and_its_pads_are_the_bits_of_the_pad(data: Any) -> None:
     lengths = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=9))

@@ -70,7 +70,7 @@ def known_already(server: BatchServer, request: Request) -> bool:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_whatever_is_decided_killed_and_resumed_the_rows_are_those_that_the_journal_says(
     seed: int, uris: list[str], tmp_path_factory: pytest.TempPathFactory
@@ -128,7 +128,7 @@ def test_whatever_is_decided_killed_and_resumed_the_rows_are_those_that_the_jour
     assert [Trainer(server_of(spec)).rows(step) for step in range(STEPS)] == expected
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     weights=st.lists(st.integers(0, 50), min_size=3, max_size=3).filter(any),
     from_step=st.integers(0, STEPS - 1),

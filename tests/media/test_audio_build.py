@@ -31,7 +31,7 @@ from .test_media_build import build
 
 CLIP, OTHER = wav(8000), wav(20001, 300.0, channels=2)
 ANSWER = {"role": "assistant", "content": "A tone."}
-FEW = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=8, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from raysvc.media.medium import COLUMNS, media_of
 from .rows import data_url, jpeg, openai, sharegpt, write_jsonl
 
 PHOTO, OTHER = jpeg(60, 44), jpeg(90, 200, 1)
-FEW = settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=6, suppress_health_check=list(HealthCheck))
 
 
 def build(tmp_path: Path, folder: Path | str, rows: list[dict[str, Any]], **options: Any) -> Any:

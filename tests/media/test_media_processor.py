@@ -16,7 +16,7 @@ from raysvc.media.media_processor import TEXT_KEYS, MediaProcessor, has_processo
 
 from .families import PINPOINTS, idefics, llava_next, smolvlm, tokenizer
 
-SLOW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+SLOW = settings(max_examples=25, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")

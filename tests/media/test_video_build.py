@@ -34,7 +34,7 @@ pytest.importorskip("av")
 CLIP, OTHER = mp4(20), mp4(9, 56, 112, fps=6, seed=1)
 PHOTO = jpeg(84, 56)
 ANSWER = {"role": "assistant", "content": "A thing."}
-FEW = settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=6, suppress_health_check=list(HealthCheck))
 BOTH = {"media": ["image", "video"]}
 
 

@@ -223,7 +223,7 @@ def encoded(kind: str, texts: list[str]) -> bytes:
     return bytes(packers[kind.rpartition(".")[2]](lines(texts)))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_rows_are_those_of_the_scanned_bytes_or_the_read_fails_by_name(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
@@ -278,7 +278,7 @@ def mutate(fs: Any, path: str, data: st.DataObject) -> None:
     fs.pipe_file(path, bytes(held))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(data=st.binary(max_size=300), block=st.integers(1, 40), steps=st.integers(1, 60))
 def test_digests_do_not_depend_on_how_the_bytes_arrive(data: bytes, block: int, steps: int) -> None:
     hasher = PinHasher(block)
@@ -346,7 +346,7 @@ def test_a_line_over_the_limit_is_one_quarantined_row_and_is_never_held(
     assert source.first_row() == {"text": "one"}
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     sizes=st.lists(st.integers(0, 60), max_size=12),
     last_newline=st.booleans(),
@@ -481,7 +481,7 @@ def test_slices_of_a_remote_file_read_their_own_ranges_and_keep_no_copy(tmp_path
     assert asked < size + len(source.slices) * (3 << 20)  # whole blocks, and the foot of a Parquet file
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(groups=st.lists(st.integers(0, 40), max_size=12), slices=st.integers(1, 20))
 def test_rows_of_groups_are_cut_between_them_unless_a_group_is_large(groups: list[int], slices: int) -> None:
     cuts = group_cuts(groups, slices)

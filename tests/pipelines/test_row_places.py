@@ -33,7 +33,7 @@ def rows_of(pieces: tuple[Slice, ...]) -> list[tuple[int, Any]]:
     return [(row.source_row, row.data) for piece in pieces for row in read_rows(piece, {})]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     rows=st.lists(
         st.tuples(st.text('a,"\n\r é日', max_size=8), st.text(max_size=8)), min_size=1, max_size=25

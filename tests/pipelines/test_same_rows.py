@@ -152,7 +152,6 @@ def content(results: list[SliceResult]) -> list[Json]:
 
 
 @settings(
-    deadline=None,
     max_examples=15,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],

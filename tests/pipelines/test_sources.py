@@ -129,7 +129,7 @@ def test_31_rows_over_16_slices_are_balanced() -> None:
     assert (sum(sizes), max(sizes), min(sizes)) == (31, 2, 1)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     data=st.lists(st.binary(max_size=30).map(lambda b: b.replace(b"\n", b"")), max_size=40),
     last_newline=st.booleans(),

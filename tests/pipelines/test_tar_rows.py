@@ -19,7 +19,7 @@ from raysvc.pipelines.reading.readers import read_rows
 from raysvc.pipelines.sources.look import look_at
 from tests.media.rows import jpeg, wav
 
-SLOW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+SLOW = settings(max_examples=25, suppress_health_check=list(HealthCheck))
 FORMATS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
 
 

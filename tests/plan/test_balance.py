@@ -17,7 +17,7 @@ def items(draw):
     return np.argsort(-costs, kind="stable").astype(np.int32), costs, num_ranks
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(items())
 def test_every_rank_gets_as_many_items_costliest_first_and_swaps_never_hurt(case):
     order, costs, num_ranks = case

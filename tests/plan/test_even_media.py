@@ -43,7 +43,7 @@ def over_the_mean(ranks, values):
     return loads.max() / loads.mean()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.sampled_from(sorted(LAYOUTS)), st.sampled_from([2, 3, 4, 8, 16]), st.integers(0, 2**32 - 1))
 def test_encoder_and_language_model_are_both_even_over_ranks(layout, dp_size, seed):
     rules = LAYOUTS[layout]
@@ -65,7 +65,7 @@ def shapes(ranks):
     return [tuple(np.diff(one.lines)[start:stop]) for one in ranks for start, stop in one.micro_batches]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(rank_plans.LENGTHS, rank_plans.DP_SIZES, rank_plans.rules(), st.data())
 def test_swaps_keep_every_promise_of_a_rank_plan(lengths, dp_size, rules, data):
     patches = data.draw(st.lists(st.integers(0, 5000), min_size=len(lengths), max_size=len(lengths)))

@@ -10,7 +10,7 @@ from raysvc.plan.groups import Groups
 from raysvc.ragged import offsets_of
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=40), st.data())
 def test_groups_gather_the_rows_of_a_uid_by_first_appearance(uids, data):
     groups = Groups.of_uids(uids)
@@ -22,7 +22,7 @@ def test_groups_gather_the_rows_of_a_uid_by_first_appearance(uids, data):
     assert list(zip(rows.tolist(), index.tolist(), strict=True)) == want
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=12), st.data())
 def test_runs_are_the_groups_of_uids_that_lie_together(sizes, data):
     uids = [str(group) for group, size in enumerate(sizes) for _ in range(size)]

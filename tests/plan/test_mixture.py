@@ -44,7 +44,7 @@ def stream(mixture: Mixture, length: int) -> tuple[np.ndarray, np.ndarray]:
     return source, groups - offsets[source]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(mixtures(max_stages=1), st.integers(1, 3))
 def test_every_period_has_exactly_the_counts(mixture, epochs):
     source, _ = stream(mixture, mixture.num_groups * epochs)
@@ -53,7 +53,7 @@ def test_every_period_has_exactly_the_counts(mixture, epochs):
         assert tuple(np.bincount(row, minlength=len(mixture.sources))) == mixture.stages[0].counts
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(mixtures(max_stages=1))
 def test_every_prefix_is_close_to_the_shares(mixture):
     source, _ = stream(mixture, mixture.num_groups)
@@ -63,7 +63,7 @@ def test_every_prefix_is_close_to_the_shares(mixture):
     assert np.abs(so_far - exact).max() <= len(counts) / 2
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(mixtures(), st.integers(1, 200))
 def test_a_source_comes_whole_before_any_of_it_comes_again(mixture, length):
     source, group = stream(mixture, length)
@@ -74,7 +74,7 @@ def test_a_source_comes_whole_before_any_of_it_comes_again(mixture, length):
             assert len(set(part.tolist())) == len(part)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(mixtures(max_stages=2), st.integers(0, 100), st.integers(1, 30))
 def test_a_source_added_later_moves_nothing_that_came_before(mixture, later, size):
     first = mixture.stages[-1].first + 1 + later
@@ -95,7 +95,7 @@ def test_a_source_has_an_order_of_its_own_wherever_it_stands_in_the_list():
     assert again[turned == 1].tolist() == group[source == 0].tolist()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=6).filter(any), st.integers(0, 1000))
 def test_apportioned_counts_sum_up_and_are_within_one_of_exact(weights, total):
     counts = apportion(weights, total)

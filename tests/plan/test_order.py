@@ -23,13 +23,13 @@ def whole(size: int, shuffle: str, seed: int = 0, epoch: int = 0) -> np.ndarray:
     return Order(size, seed, parse_shuffle(shuffle)).at(epoch, np.arange(size))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SIZES, SHUFFLES, st.integers(0, 2**40), st.integers(0, 3))
 def test_every_group_comes_exactly_once_in_an_epoch(size, shuffle, seed, epoch):
     assert np.array_equal(np.sort(whole(size, shuffle, seed, epoch)), np.arange(size))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(SIZES, SHUFFLES, st.data())
 def test_positions_can_be_asked_for_in_any_order(size, shuffle, data):
     order = Order(size, 3, parse_shuffle(shuffle))
@@ -37,7 +37,7 @@ def test_positions_can_be_asked_for_in_any_order(size, shuffle, data):
     assert np.array_equal(order.at(1, positions), order.at(1, np.arange(size))[positions])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 10**12), st.text(max_size=5), st.data())
 def test_a_permutation_of_any_size_is_undone_by_find(size, key, data):
     positions = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20)))
@@ -96,7 +96,7 @@ def test_small_permutations_are_all_reached_alike():
     assert min(seen.values()) > 50
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 500), st.integers(1, 60))
 def test_blocks_keep_their_rows_together(size, block):
     order = Order(size, 5, block).at(0, np.arange(size))

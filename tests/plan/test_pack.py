@@ -22,7 +22,7 @@ def check(packs, lengths, capacity, align):
         assert sizes[pack].sum() <= capacity or len(pack) == 1
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(LENGTHS, st.integers(1, 150), ALIGNS, st.sampled_from([pack_first_fit, pack_best_fit]))
 def test_packs_hold_every_sequence_once_within_the_capacity(lengths, capacity, align, packer):
     packs = packer(lengths, capacity, align)
@@ -60,7 +60,7 @@ def test_best_fit_is_within_one_pack_of_the_optimum_for_small_cases(align):
         assert len(pack_best_fit(lengths, 20, align)) <= fewest_packs(aligned(lengths, align), 20) + 1
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(LENGTHS, st.integers(100, 300), ALIGNS, st.integers(1, 20))
 def test_spread_keeps_to_the_capacity_or_says_that_it_cannot(lengths, capacity, align, num_packs):
     packs = spread(lengths, num_packs, capacity, align, CostModel(1, 0))
@@ -69,7 +69,7 @@ def test_spread_keeps_to_the_capacity_or_says_that_it_cannot(lengths, capacity, 
         check(packs, lengths, capacity, align)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(LENGTHS, st.integers(1, 9), st.booleans())
 def test_splitting_reaches_the_multiple_unless_every_pack_is_single(lengths, multiple, in_order):
     packs = pack_best_fit(lengths, 200)

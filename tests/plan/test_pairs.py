@@ -31,7 +31,7 @@ def pairs_of(lengths: np.ndarray, config: PlanConfig) -> Plan:
     return Plan(config, lengths, groups=Groups.of_runs(bounds, are_pairs=True))
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.data())
 def test_the_two_rows_of_a_pair_are_neighbours_in_one_micro_batch(data: Any) -> None:
     num_pairs, dp_size = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 3))

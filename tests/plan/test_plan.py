@@ -46,7 +46,7 @@ def members(plan: Plan, dp_size: int = 1) -> list[list[list[int]]]:
     return [[mini.row_ids.tolist() for mini in step.mini_batches] for step in steps]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(runs())
 def test_every_row_comes_once_per_epoch_and_the_tail_is_as_stated(run):
     lengths, uids, config = run
@@ -74,7 +74,7 @@ def test_every_row_comes_once_per_epoch_and_the_tail_is_as_stated(run):
     assert [len(step) for step in sizes] == [schedule.mini_batches_at(k) for k in range(schedule.num_steps)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(runs(), st.sampled_from([2, 3, 8]), st.sampled_from(SHAPES))
 def test_membership_does_not_depend_on_ranks_layout_or_packing(run, dp_size, shape):
     lengths, uids, config = run
@@ -84,7 +84,7 @@ def test_membership_does_not_depend_on_ranks_layout_or_packing(run, dp_size, sha
     assert plain.hash == other.hash
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(runs())
 def test_groups_are_whole_and_numbered_in_their_mini_batch(run):
     lengths, uids, config = run
@@ -101,7 +101,7 @@ def test_groups_are_whole_and_numbered_in_their_mini_batch(run):
             assert np.array_equal(mini.lengths, lengths[mini.row_ids])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(runs(), st.sampled_from(SHAPES), st.randoms())
 def test_a_step_is_the_same_whenever_it_is_asked_for(run, shape, random):
     lengths, uids, config = run
@@ -122,7 +122,7 @@ def as_bytes(step):
     return [array.tobytes() for array in arrays]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(runs(), st.sets(st.integers(0, 59), max_size=20))
 def test_a_skipped_row_leaves_a_hole_and_moves_nothing(run, skip):
     lengths, uids, config = run

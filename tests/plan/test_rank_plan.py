@@ -65,7 +65,7 @@ def check_micro_batch(rows, lengths, rules):
         assert width * len(real) <= rules.tokens
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(LENGTHS, DP_SIZES, rules())
 def test_ranks_keep_every_promise(lengths, dp_size, rules):
     ranks = deal(lengths, dp_size, rules)
@@ -126,7 +126,7 @@ def test_micro_batches_come_costliest_first():
         assert longest == sorted(longest, reverse=True)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 4), max_size=12), DP_SIZES, st.integers(1, 3))
 def test_windows_stay_whole_and_even_out_over_ranks(sizes, dp_size, per_micro):
     window_of = np.repeat(np.arange(len(sizes)), sizes).astype(np.int32)

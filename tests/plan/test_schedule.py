@@ -31,7 +31,7 @@ def simulate(schedule: Schedule) -> list[list[int]]:
     return steps
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.integers(1, 60), st.integers(1, 20), st.integers(1, 20), st.integers(1, 3), TAILS, st.integers(1, 3)
 )

@@ -13,7 +13,7 @@ from raysvc.plan.windows import Windows
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=30).filter(any)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(LENGTHS, st.integers(1, 40), st.data())
 def test_windows_hold_the_concatenated_tokens_and_each_once(lengths, window, data):
     windows = Windows(np.array(lengths), window)
@@ -36,7 +36,7 @@ def test_windows_hold_the_concatenated_tokens_and_each_once(lengths, window, dat
     assert windows.num_windows == -(-len(owner) // window)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(LENGTHS, st.integers(1, 20), st.integers(1, 4))
 def test_an_epoch_of_windows_trains_every_token_once(lengths, window, dp_size):
     config = PlanConfig(layout="stream", window=window, batch_size=3, mini_batch_size=2)

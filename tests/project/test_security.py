@@ -65,7 +65,7 @@ def test_nothing_that_is_read_from_storage_can_run() -> None:
                 assert words.get("weights_only") == "True", path
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.sampled_from(["key", "parts", "columns", "recipe", "report", "num_rows", "format", "readable_since"]),
     JSON,
@@ -83,7 +83,7 @@ def test_a_hostile_manifest_with_a_right_checksum_is_refused_or_harmless(field: 
     assert all(part.name == Path(part.name).name for part in manifest.parts)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.sampled_from(list(PartInfo.__dataclass_fields__)), JSON)
 def test_a_hostile_receipt_is_refused_or_harmless(field: str, value: Any) -> None:
     raw = json.loads(Receipt(0, PART, MANIFEST.columns).to_json())
@@ -126,7 +126,7 @@ def part_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, PartInfo
     return next(root.rglob(receipt.part.name)).read_bytes(), receipt.part
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_a_hostile_part_ends_in_a_typed_error(part_file: tuple[bytes, PartInfo], data: st.DataObject) -> None:
     """With the size right: whoever can write the part can write the manifest's checksum too."""
@@ -155,7 +155,7 @@ def tokenizer(sample: dict[str, str]) -> Any:
     return SliceTokenizer(TextSpec(format="chat", tokenizer=TokenizerConfig(name=sample["tokenizer"])))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(lines=st.lists(LINE, min_size=1, max_size=6))
 def test_hostile_rows_are_set_aside_and_the_row_counts_balance(tokenizer: Any, lines: list[bytes]) -> None:
     good = b'{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}'

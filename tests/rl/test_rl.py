@@ -73,7 +73,7 @@ def test_a_group_that_breaks_a_rule_is_refused_by_name(change: dict[str, Any], r
         table_of([Group(**good), Group(**{**good, **change})])
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.lists(st.lists(st.floats(-9, 9), min_size=1, max_size=5), min_size=1, max_size=6), st.integers(0, 4)
 )

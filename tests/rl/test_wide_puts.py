@@ -44,7 +44,7 @@ def group(uid: str, lengths: list[int], shape: tuple[int, ...], dtype: Any, seed
     )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.data())
 def test_a_put_comes_back_as_it_was_and_as_rows_of_a_step(data: Any) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)))

@@ -36,7 +36,7 @@ def test_a_wait_has_its_causes(times: StepTimes, line: str | None) -> None:
     assert verdict(times) == line
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(SECONDS, SECONDS, SECONDS, SECONDS), max_size=60))
 def test_totals_hold_every_step_and_no_cause_takes_longer_than_the_waits(
     steps: list[tuple[float, float, float, float]],

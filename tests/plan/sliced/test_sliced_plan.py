@@ -143,7 +143,7 @@ def config_of(draw: Any, **more: Any) -> PlanConfig:
     return PlanConfig(**{**known, **more})
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(SLICES, KINDS, st.data())
 def test_every_group_comes_whole_and_once_an_epoch_with_its_lengths(slices, kind, data):
     entry = FakeEntry(slices, kind)
@@ -162,7 +162,7 @@ def test_every_group_comes_whole_and_once_an_epoch_with_its_lengths(slices, kind
                 assert mini.lengths.tolist() == tokens(place.slice, place.row).tolist()
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(SLICES, KINDS, st.sampled_from([2, 3, 8]), SHAPES, st.data())
 def test_membership_does_not_depend_on_ranks_layout_or_packing(slices, kind, dp_size, shape, data):
     entry = FakeEntry(slices, kind)
@@ -178,7 +178,7 @@ def test_membership_does_not_depend_on_ranks_layout_or_packing(slices, kind, dp_
     assert plain.hash == other.hash
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SLICES, KINDS, st.data())
 def test_a_step_is_the_same_after_a_resume_on_other_ranks(slices, kind, data):
     entry = FakeEntry(slices, kind)
@@ -194,7 +194,7 @@ def test_a_step_is_the_same_after_a_resume_on_other_ranks(slices, kind, data):
         assert groups_of_step(again, step, 4) == groups_of_step(plan, step)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SLICES, st.data())
 def test_skipped_rows_leave_a_hole_and_nothing_else_moves(slices, data):
     entry = FakeEntry(slices, "rows")
@@ -210,7 +210,7 @@ def test_skipped_rows_leave_a_hole_and_nothing_else_moves(slices, data):
         assert groups_of_step(holed, step) == kept
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(SLICES, st.sampled_from(["rows", "turns"]), st.booleans()), min_size=1, max_size=3),
     st.data(),
@@ -277,7 +277,7 @@ def test_the_first_step_of_conversations_opens_one_slice():
     assert len(set(entry.opened)) == 1
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SLICES, KINDS, st.data())
 def test_a_row_of_the_source_that_is_left_out_leaves_a_hole_and_nothing_else_moves(slices, kind, data):
     """The oracle is the same source with every row kept: which row of the source comes where does not change."""
@@ -310,7 +310,7 @@ def test_rows_that_do_not_lie_where_the_slices_say_are_refused():
         plan.step(0, 1)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(SLICES, KINDS, SHAPES, st.integers(1, 4), st.booleans(), st.data())
 def test_rows_with_media_are_dealt_by_the_patches_of_their_slices(slices, kind, shape, dp_size, mixed, data):
     entry = FakeEntry(slices, kind, media=True)

@@ -30,14 +30,14 @@ def whole(sizes: list[int], window: int, seed: int = 0, epoch: int = 0) -> list[
     return list(zip(place.slice.tolist(), place.row.tolist(), strict=True))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(SIZES, WINDOWS, SEEDS, st.integers(0, 3))
 def test_every_group_comes_exactly_once_in_an_epoch(sizes, window, seed, epoch):
     found = whole(sizes, window, seed, epoch)
     assert sorted(found) == [(number, group) for number, size in enumerate(sizes) for group in range(size)]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(SIZES, WINDOWS, SEEDS, st.data())
 def test_positions_can_be_asked_for_in_any_order_and_in_batches(sizes, window, seed, data):
     total = sum(sizes)
@@ -51,7 +51,7 @@ def test_positions_can_be_asked_for_in_any_order_and_in_batches(sizes, window, s
         assert np.array_equal(order.at(1, np.array(positions)), known[positions])
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(SIZES, WINDOWS, SEEDS, st.data())
 def test_a_position_follows_from_the_slices_that_were_reached_alone(sizes, window, seed, data):
     total = sum(sizes)
@@ -78,7 +78,7 @@ def cells(sizes: list[int], pi: list[int], window: int, stage: int) -> dict[int,
     return {n: (j + 1) * sizes[n] // window - j * sizes[n] // window for n, j in here.items()}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SIZES, WINDOWS, SEEDS)
 def test_a_group_of_the_slice_at_place_p_comes_in_the_stages_p_to_p_plus_w_minus_1(sizes, window, seed):
     found = whole(sizes, window, seed)
@@ -97,7 +97,7 @@ def test_a_group_of_the_slice_at_place_p_comes_in_the_stages_p_to_p_plus_w_minus
     assert at == len(found)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SIZES, WINDOWS, SEEDS, st.integers(0, 2), st.data())
 def test_slices_are_named_in_the_order_in_which_the_rest_of_an_epoch_needs_them(
     sizes, window, seed, epoch, data
