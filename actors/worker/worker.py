@@ -138,10 +138,8 @@ class Worker:
         first = "torch" not in sys.modules
         with no_collection():  # it imports torch
             join(self.device, init_method, self.rank, self.dp_size)
-            if (
-                first
-            ):  # no model can be in this process yet: the collector need not look through what is there, ever
-                gc.freeze()
+            if first:
+                gc.freeze()  # no model is in this process yet: the collector need not look through what is there
         self.build()
 
     def stage(
