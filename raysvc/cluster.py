@@ -13,14 +13,19 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from raysvc.errors import AddressError
 
 log = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 5.0
 START_ENDS_S = 15.0  # of a local Ray, where a process wants to end meanwhile
+NODE_POLL_S = 0.02
+NODE_LATE_S = 25.0  # Ray itself gives up after 30
 _connecting = threading.Lock()  # one thread of a process connects it, the others find it connected
 _started: list[str] = []  # addresses of the local Rays that this process has started
 
@@ -57,13 +62,14 @@ def _connect(address: str | None, need_cpus: float) -> str:
         return address
     cores = max(os.cpu_count() or 1, math.ceil(need_cpus))
     try:
-        ray.init(
-            address="local",
-            num_cpus=cores,
-            include_dashboard=False,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-        )
+        with _node_seen_at_once():
+            ray.init(
+                address="local",
+                num_cpus=cores,
+                include_dashboard=False,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+            )
     except Exception as error:  # Ray raises a bare one where its processes are late
         what = f"did not start on this machine: {_first_line(error)}"
         remedy = "run the same command again when the machine is less busy, or join a cluster with --address"
@@ -71,6 +77,32 @@ def _connect(address: str | None, need_cpus: float) -> str:
     _started.append(ray.get_runtime_context().gcs_address)
     atexit.register(leave)  # before the one of Ray, which is registered already
     return "local"
+
+
+@contextmanager
+def _node_seen_at_once() -> Iterator[None]:
+    """`ray.init` looks for its node once a second; here it looks when the node has registered.
+
+    A Ray that has no such names any more starts as it does by itself.
+    """
+    from ray._private import services
+    from ray._private.state import GlobalState
+
+    look: Any = getattr(services, "get_node", None)
+
+    def look_when_there(gcs_address: str, node_id: str) -> Any:
+        state, late = GlobalState(), time.monotonic() + NODE_LATE_S
+        with suppress(AttributeError):
+            state._initialize_global_state(services._get_gcs_client_options(gcs_address))
+            while all(node["NodeID"] != node_id for node in state.node_table()) and time.monotonic() < late:
+                time.sleep(NODE_POLL_S)
+        return look(gcs_address, node_id)
+
+    services.get_node = look_when_there
+    try:
+        yield
+    finally:
+        services.get_node = look
 
 
 def _import_ray(address: str | None) -> None:
