@@ -261,3 +261,25 @@ def test_a_text_behind_the_results_of_its_calls_is_refused(says: str, tmp_path: 
     assert result.row_counts.quarantined == {"the template writes a text behind the results of its calls": 1}
     _, result = made(folder, [*row, say(A, "Seen.")], train_on="each_assistant_turn")
     assert result.table.num_rows == 2
+
+
+@pytest.mark.parametrize(  # the results as blocks of their own, or as a part of the call's
+    ("each", "content"),
+    [
+        ("other in messages if other", "other.content"),
+        ("k in range(messages | length) if messages[k]", "messages[k].content"),
+    ],
+)
+def test_a_text_that_stays_behind_its_results_without_them_is_refused_too(
+    each: str, content: str, tmp_path: Path
+) -> None:
+    text = (
+        "{% for m in messages if m.role != 'tool' %}<|im_start|>{{ m.role }}\n"
+        "{% for call in m.tool_calls or () %}<tool_call>{{ call.function | tojson }}</tool_call>"
+        f"{{% for {each}.tool_call_id == call.id %}}<tool_response>{{{{ {content} }}}}</tool_response>{{% endfor %}}"
+        "{% endfor %}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    folder = tokenizer_folder(Template("calls first", text, "", ("<s>", "<|im_end|>")), tmp_path)
+    for says, refused in {"I look.": 1, "": 0}.items():
+        _, result = made(folder, [*calling("cat", "x", "y", says=says), say(A, "Seen.")])
+        assert sum(result.row_counts.quarantined.values()) == refused, says

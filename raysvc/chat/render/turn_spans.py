@@ -285,7 +285,10 @@ class TurnFinder:
         after = place + 1
         while after < len(messages) and messages[after].get("role") == "tool":
             after += 1
-        if len(extents) > 1 or all(other in render.owners for other in range(place + 1, after)):
+        results = [extents_of(render, other) for other in range(place + 1, after)]
+        if len(extents) > 1 or all(results):
+            first = min((begin for shown in results for begin, _ in shown), default=len(text))
+            self._refuse_behind_results("".join(text[a:b] for a, b in extents if a > first))
             return extents
         start, end = extents[0][0], extents[-1][1]
         without = self._template.render([*messages[: place + 1], *messages[after:]], example.tools)
@@ -293,14 +296,17 @@ class TurnFinder:
         if len(other) != 1:
             raise RowFault("a trained message and the results of its calls cannot be told apart")
         mine, bare = text[start:end], without.text[other[0][0] : other[0][1]]
-        prefix = self._tokens.around(mine, common_prefix(mine, bare))[0]
+        prefix = common_prefix(mine, bare)
+        prefix = min(self._tokens.around(each, prefix)[0] for each in (mine, bare))
         suffix = common_prefix(mine[prefix:][::-1], bare[prefix:][::-1])
         suffix = len(mine) - self._tokens.around(mine, len(mine) - suffix)[1]
-        left = bare[prefix : len(bare) - suffix]
-        if self._tokens.one.sub("", left).strip():
-            raise RowFault("the template writes a text behind the results of its calls", repr(left[:60]))
+        self._refuse_behind_results(bare[prefix:])
         parts = [(start, start + prefix), (end - suffix, end)]
         return [(a, b) for a, b in parts if text[a:b].strip()]
+
+    def _refuse_behind_results(self, text: str) -> None:
+        if self._tokens.one.sub("", text).strip():
+            raise RowFault("the template writes a text behind the results of its calls", repr(text[:60]))
 
     def _check_foreign(self, text: str, found: list[TurnSpan], example: ChatExample, place: int) -> None:
         """Nothing that another message says is trained, unless this one says it too.
