@@ -73,8 +73,10 @@ class AddedBlanks:
         if self._rule is Rule.NONE or not len(encoded.ids):
             return token_ends, decoded
         at = self._places(encoded)
-        if self._rule is not Rule.EVERY:
+        if self._rule is not Rule.EVERY and len(at):
             at = self._unless_blank(at, encoded, token_ends, batch)
+        if not len(at):
+            return token_ends, decoded
         taken = np.zeros(len(token_ends), np.int64)
         taken[at + 1] = 1
         return token_ends - np.cumsum(taken), np.delete(decoded, token_ends[at])

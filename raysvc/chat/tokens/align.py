@@ -118,10 +118,9 @@ class TokenTable:
                 made[byte] = normal[0]
         return made if (made != np.arange(256)).any() else None
 
-    def decode_texts(self, encoded: Encoded, batch: Batch) -> tuple[Ints64, Bytes]:
-        """(int64 [T + 1] byte offsets of the tokens in their texts, these texts joined), as far as the ids say."""
-        token_ends, decoded = self.decode(encoded.ids)
-        return self._blanks.removed(encoded, token_ends, decoded, batch)
+    def texts_of(self, encoded: Encoded, decoded: tuple[Ints64, Bytes], batch: Batch) -> tuple[Ints64, Bytes]:
+        """(int64 [T + 1] byte offsets of the tokens in their texts, these texts joined), as far as the decoded ids say."""
+        return self._blanks.removed(encoded, *decoded, batch)
 
     def decode(self, ids: Ints32) -> tuple[Ints64, Bytes]:
         """(int64 [T + 1] byte offsets of the tokens, their bytes joined)."""

@@ -89,13 +89,14 @@ class RowEncoder:
 
     def _seen(self, encoded: Encoded, batch: Batch) -> tuple[Batch, Ints64, set[int]]:
         """(texts that the ids decode to, int64 [T + 1] ends of the tokens in them, rows for which there is no such text)."""
-        token_ends, decoded = self._table.decode_texts(encoded, batch)
+        ids_said = self._table.decode(encoded.ids)
+        token_ends, decoded = self._table.texts_of(encoded, ids_said, batch)
         folded = self._table.folded
         changed = differing_rows(encoded, token_ends, decoded, batch, folded).tolist()
         if not changed:
             return batch, token_ends, set()
         batch = self._table.normal_text.batch(batch, changed)
-        token_ends, decoded = self._table.decode_texts(encoded, batch)
+        token_ends, decoded = self._table.texts_of(encoded, ids_said, batch)
         odd = set(differing_rows(encoded, token_ends, decoded, batch, folded).tolist())
         if odd:
             logger.debug("rows=%d of %d aligned one by one", len(odd), len(batch))
