@@ -163,8 +163,8 @@ def test_sources_that_share_a_loaded_tokenizer_share_its_encoders(
     made: list[Any] = []
 
     class Counted(encoder.GigatokenEncoder):
-        def __init__(self, content: bytes) -> None:
-            super().__init__(content)
+        def __init__(self, content: bytes, free_id: int) -> None:
+            super().__init__(content, free_id)
             made.append(self)
 
     monkeypatch.setattr(encoder, "GigatokenEncoder", Counted)
@@ -321,7 +321,7 @@ def test_gigatoken_gives_the_ids_of_the_reference_for_every_code_point_of_new_sc
         hf = PreTrainedTokenizerFast(tokenizer_object=backend)
 
     reference = ReferenceEncoder(Loaded())  # type: ignore[arg-type]
-    fast = GigatokenEncoder(backend.to_str().encode())
+    fast = GigatokenEncoder(backend.to_str().encode(), len(backend.get_vocab()))
     texts = [f"  {a}{b}{a}{a}'s {b}1" for a in digits for b in digits]
     raw, wanted = fast.encode(texts), reference.encode(texts)
     found = GuardedEncoder(fast, reference).encode(texts)
@@ -352,6 +352,6 @@ def test_a_tokenizer_that_splits_its_special_tokens_has_the_reference(tokenizer_
 def test_no_text_has_no_ids(tokenizer_folder: Any) -> None:
     tokenizer = LoadedTokenizer(TokenizerConfig(name=tokenizer_folder(CHATML)))
     nothing = np.zeros(0, np.uint8), np.zeros(1, np.int64)
-    for each in (GigatokenEncoder(tokenizer.content()), ReferenceEncoder(tokenizer)):
+    for each in (GigatokenEncoder(tokenizer.content(), tokenizer.free_id), ReferenceEncoder(tokenizer)):
         for made in (each.encode([]), each.encode_bytes(*nothing)):
             assert (len(made.ids), made.offsets.tolist()) == (0, [0])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
 
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
 from raysvc.chat.text_batch import Batch, Spans
+from raysvc.chat.tokens import joined_texts
 from raysvc.chat.tokens.added_blanks import Rule
 from raysvc.chat.tokens.align import differing_rows
 from raysvc.chat.tokens.encoder import Encoded, ReferenceEncoder
@@ -172,6 +175,27 @@ def test_ids_of_the_fast_encoder_are_those_of_the_library(marked: SliceTokenizer
     found = marked._encoder.encode(texts)
     assert found.ids.tolist() == wanted.ids.tolist()
     assert found.offsets.tolist() == wanted.offsets.tolist()
+
+
+@pytest.mark.parametrize("limit", ["", "MOST_BYTES", "TEXT_PER_CONTENT"])
+def test_texts_that_gigatoken_encodes_together_keep_their_ids(
+    kind: str, marked: SliceTokenizer, monkeypatch: Any, limit: str
+) -> None:
+    pytest.importorskip("gigatoken")
+    if kind in (*NORMALIZED, "unigram"):
+        pytest.skip("gigatoken does not take it as it is")
+    if limit:
+        monkeypatch.setattr(joined_texts, limit, 0)
+    backend = Tokenizer.from_str(marked.tokenizer.hf.backend_tokenizer.to_str())
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in ("\0\0", "\x01")])
+    joined = joined_texts.JoinedTexts(backend.to_str().encode(), backend.get_vocab_size())
+    loaded = joined._inner
+    texts = ["a b", "", " a", "\u2581a", "a\0", "\0b", "<s>a", "a </s>", "\0\0", "\x01", "a  \u00e9"]
+    for _ in range(2):
+        ids, offsets = joined.encode([text.encode() for text in texts])
+        wanted = [backend.encode(text, add_special_tokens=False).ids for text in texts]
+        assert [ids[a:b].tolist() for a, b in pairwise(offsets)] == wanted
+    assert (joined._inner is loaded) == (limit != "TEXT_PER_CONTENT")
 
 
 def test_gigatoken_encodes_normalized_texts_where_it_does_not_take_the_normalizer(

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from raysvc.chat.tokens.joined_texts import JoinedTexts, ids_and_offsets, is_sentencepiece
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 
 Ints32 = npt.NDArray[np.int32]
@@ -87,28 +88,44 @@ class ReferenceEncoder:
 
 
 class GigatokenEncoder:
-    """`gigatoken`, from the content of a `tokenizer.json`; one thread unless RAYON_NUM_THREADS says more."""
+    """`gigatoken`, from the content of a `tokenizer.json`; one thread unless RAYON_NUM_THREADS says more.
+
+    Args:
+        content: of the file.
+        free_id: that no token has.
+    """
 
     name = "gigatoken"
 
-    def __init__(self, content: bytes) -> None:
+    def __init__(self, content: bytes, free_id: int) -> None:
         import gigatoken
 
-        self._inner = gigatoken.Tokenizer.from_json(content)
         self._parallel = int(os.environ.get("RAYON_NUM_THREADS", "1") or 1) > 1
+        self._joined: JoinedTexts | None = None
+        if is_sentencepiece(content) and not self._parallel:
+            self._joined = JoinedTexts(content, free_id)
+        else:
+            self._inner = gigatoken.Tokenizer.from_json(content)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Ids of the texts."""
+        return self.encode_pieces([text.encode() for text in texts])
+
+    def encode_pieces(self, texts: list[bytes]) -> Encoded:
+        """Ids of texts in UTF-8."""
         if not texts:
             return joined([])
-        return self._encoded(list(texts))
+        if self._joined:
+            return Encoded(*self._joined.encode(texts))
+        return self._encoded(texts)
 
     def encode_bytes(self, data: Bytes, offsets: Ints64) -> Encoded:
         """Ids of N texts in UTF-8, without an object per text."""
         import awkward as ak
 
-        if len(offsets) == 1:
-            return joined([])
+        if self._joined or len(offsets) == 1:
+            whole = data.tobytes()
+            return self.encode_pieces([whole[a:b] for a, b in pairwise(offsets.tolist())])
         chars = ak.contents.NumpyArray(data, parameters={"__array__": "char"})
         strings = ak.contents.ListOffsetArray(
             ak.index.Index64(offsets), chars, parameters={"__array__": "string"}
@@ -116,10 +133,7 @@ class GigatokenEncoder:
         return self._encoded(ak.Array(strings))
 
     def _encoded(self, texts: Any) -> Encoded:
-        layout: Any = self._inner.encode_batch(texts, parallel=self._parallel).layout
-        offsets = np.asarray(layout.offsets.data, dtype=np.int64)
-        ids = np.asarray(layout.content.data)[offsets[0] : offsets[-1]]
-        return Encoded(ids.astype(np.int32, copy=False).view(np.int32), offsets - offsets[0])
+        return Encoded(*ids_and_offsets(self._inner.encode_batch(texts, parallel=self._parallel)))
 
 
 def joined(lists: list[list[int]]) -> Encoded:

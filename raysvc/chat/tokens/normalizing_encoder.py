@@ -42,7 +42,7 @@ def normalizing_encoder(tokenizer: LoadedTokenizer, reference: Encoder) -> Norma
     if not taken or any(token[flag] for token in state["added_tokens"] for flag in flags):
         return None
     state["normalizer"] = _sequence(parts[taken:])
-    inner = encoder.GigatokenEncoder(json.dumps(state).encode())
+    inner = encoder.GigatokenEncoder(json.dumps(state).encode(), tokenizer.free_id)
     added = [token["content"] for token in state["added_tokens"]]
     return NormalizingEncoder(inner, reference, parts[:taken], added)
 

@@ -110,7 +110,7 @@ def _gigatoken(
 def _taken(tokenizer: LoadedTokenizer, reference: ReferenceEncoder) -> Encoder:
     """gigatoken, of normalized texts where it does not take the normalizer."""
     try:
-        return encoder.GigatokenEncoder(tokenizer.content())
+        return encoder.GigatokenEncoder(tokenizer.content(), tokenizer.free_id)
     except ImportError:
         raise
     except Exception:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, time
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,13 @@ class LoadedTokenizer:
     def _content(self) -> bytes:
         text: str = self.hf.backend_tokenizer.to_str()
         return text.encode()
+
+    @property
+    def free_id(self) -> int:
+        """An id that no token has."""
+        backend = self.hf.backend_tokenizer
+        free: int = next(n for n in count(backend.get_vocab_size()) if backend.id_to_token(n) is None)
+        return free
 
     def identity(self) -> dict[str, Any]:
         """What decides the bytes, as JSON."""
