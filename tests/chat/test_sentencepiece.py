@@ -204,3 +204,6 @@ def test_gigatoken_encodes_normalized_texts_where_it_does_not_take_the_normalize
     pytest.importorskip("gigatoken")
     names = {**dict.fromkeys(NORMALIZED, "gigatoken of normalized texts"), "unigram": "tokenizers"}
     assert marked.encoder_name == names.get(kind, "gigatoken")
+    if kind in NORMALIZED:
+        marked._encoder.encode(["".join(map(chr, range(0x80, 0x500)))])
+        assert not marked._encoder.different  # type: ignore[attr-defined]

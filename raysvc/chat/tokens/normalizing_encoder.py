@@ -4,8 +4,9 @@
 gigatoken, with the same tokenizer but without these normalizers, gives the same ids for the stretches normalized here.
 
 1. The normalizers at the head of the list that change letters are taken: NFC, NFD, NFKC, NFKD, Lowercase.
-2. Texts with other characters than ASCII are normalized stretch by stretch, by the tokenizer's own normalizers. ASCII
-   is changed by Lowercase alone.
+2. In texts with other characters than ASCII, each run of these, with the character before it, is normalized by the
+   tokenizer's own normalizers: nothing joins an ASCII character to what stands before it. Other ASCII is changed by
+   Lowercase alone, in all texts at once where that makes no other added tokens.
 3. gigatoken encodes the new texts. A text in which an added token appeared that was not there, as fullwidth letters may
    make one, gets the reference's ids.
 """
@@ -26,6 +27,8 @@ from raysvc.chat.tokens.code_points import replaced
 from raysvc.chat.tokens.encoder import Bytes, Encoded, Encoder, Ints64
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 
+MOST_COUNTED = 32  # added tokens that are looked for one by one
+_BEYOND_ASCII = re.compile("[^\x00-\x7f]+")
 _KNOWN = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase")
 
 
@@ -58,7 +61,11 @@ class NormalizingEncoder:
     """
 
     def __init__(
-        self, inner: Encoder, reference: Encoder, parts: list[dict[str, Any]], added: list[str]
+        self,
+        inner: encoder.GigatokenEncoder,
+        reference: Encoder,
+        parts: list[dict[str, Any]],
+        added: list[str],
     ) -> None:
         from tokenizers import Tokenizer, models
 
@@ -69,6 +76,7 @@ class NormalizingEncoder:
         self._inner, self._reference = inner, reference
         longest_first = sorted(added, key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._countable = _countable([token.encode() for token in added])
         self.name = f"{inner.name} of normalized texts"
 
     def encode(self, texts: Sequence[str]) -> Encoded:
@@ -80,17 +88,28 @@ class NormalizingEncoder:
     def encode_bytes(self, data: Bytes, offsets: Ints64) -> Encoded:
         """Ids of N texts in UTF-8."""
         whole, bounds = data.tobytes(), offsets.tolist()
-        made, odd = [whole[a:b] for a, b in pairwise(bounds)], {}
+        lowered = self._lowered(whole)
+        made, odd = [(lowered or whole)[a:b] for a, b in pairwise(bounds)], {}
         for row, text in enumerate(made):
-            if self._lowers or not text.isascii():
-                before = text.decode()
+            if lowered is None or not text.isascii():
+                before = whole[bounds[row] : bounds[row + 1]].decode()
                 normal = self._normalized(before)
                 if normal is None:
                     odd[row], normal = before, ""
                 made[row] = normal.encode()
-        ends = np.cumsum([0, *map(len, made)], dtype=np.int64)
-        found = self._inner.encode_bytes(np.frombuffer(b"".join(made), np.uint8), ends)
+        found = self._inner.encode_pieces(made)
         return replaced(found, list(odd), self._reference.encode(list(odd.values()))) if odd else found
+
+    def _lowered(self, whole: bytes) -> bytes | None:
+        """Texts one after the other with their ASCII as it has to be; None where that may make other added tokens."""
+        if not self._lowers:
+            return whole
+        lowered = whole.lower()  # what is a token before is one after
+        if self._countable is None or any(
+            whole.count(token) != lowered.count(token) for token in self._countable
+        ):
+            return None
+        return lowered
 
     def _normalized(self, text: str) -> str | None:
         """A text normalized between its added tokens; None where that makes other added tokens."""
@@ -106,7 +125,23 @@ class NormalizingEncoder:
     def _stretch(self, text: str) -> str:
         if text.isascii():
             return text.lower() if self._lowers else text
-        return str(self._normalizer.normalize_str(text))
+        pieces, at = [], 0
+        for found in _BEYOND_ASCII.finditer(text):
+            begin = max(found.start() - 1, 0)  # a mark may change the character before it
+            run = text[begin : found.end()]
+            pieces += [self._stretch(text[at:begin]), self._normalizer.normalize_str(run)]
+            at = found.end()
+        return "".join([*pieces, self._stretch(text[at:])])
+
+
+def _countable(tokens: list[bytes]) -> list[bytes] | None:
+    """Some tokens, if lowering leaves them as they are and their number says where they are: none begins as it ends."""
+    few = len(tokens) <= MOST_COUNTED
+    return tokens if few and not any(token != token.lower() or _overlaps(token) for token in tokens) else None
+
+
+def _overlaps(token: bytes) -> bool:
+    return any(token.endswith(token[:size]) for size in range(1, len(token)))
 
 
 def _sequence(parts: list[dict[str, Any]]) -> dict[str, Any] | None:
