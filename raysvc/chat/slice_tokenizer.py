@@ -27,6 +27,7 @@ from raysvc.chat.carry import Carrier, resolved, text_widths
 from raysvc.chat.first_rows import FirstRows
 from raysvc.chat.garbage import no_collection
 from raysvc.chat.media_places import FIELDS, Media, media_arrays, place_media, sampled_places, true_ids
+from raysvc.chat.reference_check import RenderDiffers, compare, sample_places
 from raysvc.chat.render.renderer import Renderer
 from raysvc.chat.render.shape import (
     JoinedRows,
@@ -51,7 +52,6 @@ from raysvc.chat.source.stepwise import STEP_LABELS
 from raysvc.chat.text_batch import Batch, batch_of
 from raysvc.chat.tokens.align import TokenTable
 from raysvc.chat.tokens.probe import encoders_of
-from raysvc.chat.tokens.reference_check import RenderDiffers, compare, sample_places
 from raysvc.chat.tokens.shared_heads import SharedHeads
 from raysvc.chat.tokens.token_rows import EncoderDiffers, RowEncoder, TokenRows, rows_of_tokens
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer

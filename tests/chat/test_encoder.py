@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raysvc.chat.reference_check import RenderDiffers
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
 from raysvc.chat.tokens.code_points import GuardedEncoder
 from raysvc.chat.tokens.encoder import Encoded, GigatokenEncoder, ReferenceEncoder
 from raysvc.chat.tokens.probe import choose_encoder, probe_texts
-from raysvc.chat.tokens.reference_check import RenderDiffers
 from raysvc.chat.tokens.token_rows import EncoderDiffers
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.job.config import TextSpec, TokenizerConfig

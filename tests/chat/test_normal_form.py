@@ -356,8 +356,8 @@ def test_a_part_that_is_reasoning_is_the_reasoning_of_its_message(
 def test_the_sample_compares_with_the_row_and_not_with_our_reading(
     slice_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from raysvc.chat.reference_check import RenderDiffers
     from raysvc.chat.source import json_rows
-    from raysvc.chat.tokens.reference_check import RenderDiffers
 
     row = talk([{"type": "function", "function": {"name": "f", "arguments": {"id": 2**64 + 1}}}])
     monkeypatch.setattr(json_rows, "has_long_numbers", lambda text: False)  # our reading is wrong now
