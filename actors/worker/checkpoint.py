@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,10 +54,21 @@ def load(folder: Path, rank: int, model: torch.nn.Module, optimizer: torch.optim
         from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
     state = _state(model, optimizer)
-    dcp.load(state, checkpoint_id=folder, no_dist=_alone())
-    set_model_state_dict(model, state["model"])
-    if optimizer is not None:
+    if optimizer is None:
+        dcp.load(state, checkpoint_id=folder, no_dist=_alone())
+    else:
+        fresh = state["optimizer"]["state"]
+        missing = _never_stepped(fresh, dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+        state["optimizer"]["state"] = {name: fresh[name] for name in fresh if name not in missing}
+        dcp.load(state, checkpoint_id=folder, no_dist=_alone())
+        state["optimizer"]["state"] |= missing
+        names = [name for group in state["optimizer"]["param_groups"] for name in group["params"]]
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        for name, weight in zip(names, weights, strict=True):
+            if name in missing:
+                optimizer.state.pop(weight, None)  # what a first step makes, as in the run that saved
+    set_model_state_dict(model, state["model"])
     rng = folder / f"rng-{rank:05d}.pt"
     if rng.exists():
         set_random_state(torch.load(rng, weights_only=True))
@@ -117,17 +129,31 @@ def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> d
     return state
 
 
+def _never_stepped(fresh: dict[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of weights that a checkpoint has none of: they had no gradient in any step."""
+    return {
+        name: values
+        for name, values in fresh.items()
+        if not any(f"optimizer.state.{name}.{field}" in saved for field in values)
+    }
+
+
 def _is_whole(model: torch.nn.Module) -> bool:
-    """Whether every rank has a plain module with all weights."""
+    """Whether every rank has a plain module with all weights, under names that no wrapper changes."""
     from torch.nn.parallel import DistributedDataParallel
 
-    return not isinstance(model, DistributedDataParallel) and not hasattr(model, "set_requires_gradient_sync")
+    if isinstance(model, DistributedDataParallel) or hasattr(model, "set_requires_gradient_sync"):
+        return False
+    return not any(name.endswith("_orig_mod") for name, _ in model.named_modules())  # of `torch.compile`
 
 
 def _saved_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """As `_state`; of a whole module without `torch._dynamo`, whose import takes longer than to save a small model."""
-    stepped = optimizer is None or all(
-        weight in optimizer.state for group in optimizer.param_groups for weight in group["params"]
+    from raysvc.actors.worker.adamw import PlainAdamW
+
+    stepped = optimizer is None or (
+        type(optimizer) is PlainAdamW  # others have imported it, and may say their state in their own way
+        and all(weight in optimizer.state for group in optimizer.param_groups for weight in group["params"])
     )
     if not (stepped and _is_whole(model)):
         return _state(model, optimizer)  # it makes the state that a first step would

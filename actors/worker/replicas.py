@@ -7,7 +7,8 @@ nobody to do it meanwhile, and the class imports `torch._dynamo`: nearly as much
 
 Always true:
 - a gradient is the mean over the ranks of what each has accumulated; where a rank has none, it counts as zero;
-- a weight that no rank has a gradient of has none afterwards.
+- a weight that no rank has a gradient of has none afterwards;
+- buffers that a checkpoint holds are those of rank 0 after each mini-batch, as in `DistributedDataParallel`.
 """
 
 from __future__ import annotations
@@ -38,14 +39,23 @@ def average_gradients(module: torch.nn.Module) -> None:
             weight.grad = mean.view_as(weight)
 
 
+def share_buffers(module: torch.nn.Module) -> None:
+    """Take over the buffers of rank 0 that a checkpoint holds, such as running means; most models have none. All ranks call it."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                dist.broadcast(buffer, 0)
+
+
 def _buckets(weights: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Weights of one dtype that follow each other, up to `BUCKET_BYTES` or one: an exchange costs 0.2 ms however small it is."""
     buckets: list[list[torch.Tensor]] = []
+    left = 0
     for weight in weights:
-        last = buckets[-1] if buckets else []
-        nbytes = sum(other.nbytes for other in (*last, weight))
-        if last and last[0].dtype == weight.dtype and nbytes <= BUCKET_BYTES:
-            last.append(weight)
+        left -= weight.nbytes
+        if buckets and left >= 0 and buckets[-1][0].dtype == weight.dtype:
+            buckets[-1].append(weight)
         else:
             buckets.append([weight])
+            left = BUCKET_BYTES - weight.nbytes
     return buckets

@@ -314,9 +314,10 @@ class CausalLMWorker(Worker):
 
     def _reduce(self) -> None:
         if self._averages:
-            from raysvc.actors.worker.replicas import average_gradients
+            from raysvc.actors.worker.replicas import average_gradients, share_buffers
 
             average_gradients(self.model)
+            share_buffers(self.model)
 
     def _no_sync(self) -> AbstractContextManager[None]:
         if hasattr(self.model, "set_requires_gradient_sync"):
