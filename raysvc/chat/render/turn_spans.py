@@ -150,7 +150,7 @@ class TurnFinder:
         message = example.messages[place]
         last = place == len(example.messages) - 1
         frame, content = self._last if last else self._middle, message.get("content")
-        if frame is None or not frame.eot or frame.trailer.strip() or self._template.marks_generation:
+        if frame is None or not frame.eot or self._template.marks_generation:
             return None
         if type(content) is not str or "tool_calls" in message or render.owners.count(place) != 1:
             return None
@@ -240,29 +240,26 @@ class TurnFinder:
             if frame is not None and frame.eot and not goes_on and not marked:
                 raise RowFault("a trained turn has no end of turn", repr(text[max(start, stop - 60) : stop]))
         if stop < block_end and not marked:  # the results of its calls follow
-            return self._with_next_stop(text, end, stop)
+            ended = frame is not None and frame.eot and text.endswith(frame.eot, start, end)
+            return end if ended else self._with_next_stop(text, end, stop)
         if self._writes_end or marked:
-            return self._with_end_of_sequence(text, end, block_end, example, place)
+            return self._with_end_of_sequence(text, end, example, place)
         return end if goes_on else self._with_next_stop(text, end, block_end)
 
     def _end_in_block(
         self, text: str, start: int, stop: int, block_end: int, frame: Frame | None
     ) -> int | None:
-        if frame is not None and not self._template.marks_generation:
-            if frame.trailer.strip() and text[start:block_end].endswith(frame.eot + frame.trailer):
-                return block_end - len(frame.trailer)
-            if not frame.eot:
-                return None
+        behind = frame.trailer if frame and not self._template.marks_generation else ""
+        if frame and behind.strip() and text.endswith(frame.eot + behind, start, block_end):
+            return block_end - len(behind)
         run = self._tokens.run.search(text, start, block_end)
         if run is None or run.start() > stop:
             return self._tokens.last_end(text, start, stop)
         return self._tokens.last_end(text, run.start(), block_end)
 
-    def _with_end_of_sequence(
-        self, text: str, end: int, block_end: int, example: ChatExample, place: int
-    ) -> int:
+    def _with_end_of_sequence(self, text: str, end: int, example: ChatExample, place: int) -> int:
         """Rule 5."""
-        if place != len(example.messages) - 1 or not self._eos or end < block_end - 2:
+        if place != len(example.messages) - 1 or not self._eos:
             return end
         run = self._tokens.run.fullmatch(text, end)
         last = text.rfind(self._eos, end) if run else -1
@@ -277,7 +274,7 @@ class TurnFinder:
             return end
         if self._stops:
             return token.end() if token.group() in self._stops else end
-        return end if token.group() in (self._bos, *self._opening) else token.end()
+        return end if token.group() == self._bos else token.end()
 
     def _own(self, render: Render, example: ChatExample, place: int, extents: list[Extent]) -> list[Extent]:
         """Rule 6: the block without the tool results that the template writes into it."""
@@ -289,7 +286,7 @@ class TurnFinder:
         if len(extents) > 1 or all(results):
             first = min((begin for shown in results for begin, _ in shown), default=len(text))
             self._refuse_behind_results("".join(text[a:b] for a, b in extents if a > first))
-            return extents
+            return [(a, b) for a, b in extents if text[a:b].strip()]
         start, end = extents[0][0], extents[-1][1]
         without = self._template.render([*messages[: place + 1], *messages[after:]], example.tools)
         other = extents_of(without, place)
@@ -358,11 +355,9 @@ class TurnFinder:
             return None
         if prompted.startswith("".join(blocks)):
             return prompted[len("".join(blocks)) :]
-        end = (
-            blocks[-1] if blocks else ""
-        )  # of a template that also writes something else before it, when it is asked
-        added = prompted.rpartition(end)[2] if end.strip() and end in prompted else ""
-        return added if added.strip() else None
+        # a template that also writes something else before its last block, when it is asked
+        _, found, added = prompted.rpartition(blocks[-1])
+        return added if found and added.strip() else None
 
     def _frames(self) -> tuple[Frame | None, Frame | None]:
         """Frames of a turn in the middle and of the last one."""
@@ -404,11 +399,11 @@ class TurnFinder:
         if not found:
             return None
         head = head if head.strip() else ""  # a blank is no header: the model writes it
-        end = self._tokens.one.search(tail) and self._tokens.last_end(tail, 0, len(tail))
+        end = self._tokens.last_end(tail, 0, len(tail))
         if end is None:
             token = self._tokens.one.search(tail)
             end = token.end() if token else 0
-        return Frame(head, tail[:end], tail[end:]) if end else Frame(head, "", tail)
+        return Frame(head, tail[:end], tail[end:])
 
     def _controls(self) -> tuple[tuple[str, ...], frozenset[str]]:
         """(tokens that open a header or end a turn, those of them that also stand inside a turn)."""
