@@ -6,10 +6,12 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.slice_tokenizer import SliceTokenizer
-from raysvc.chat.source.json_rows import SourceRow
+from raysvc.chat.source.json_rows import SourceRow, has_long_numbers
 from raysvc.chat.source.messages import MessageReader
 from raysvc.chat.source.template_fit import TemplateFit
 from raysvc.job.config import TextSpec, TokenizerConfig
@@ -295,6 +297,13 @@ def test_integers_of_any_size_reach_the_template(slice_tokenizer: Any) -> None:
         result = slice_tokenizer(TOOLS).run_json_lines(line, 0)
         text = slice_tokenizer(TOOLS).tokenizer.hf.decode(result.table["input_ids"][0].as_py())
         assert f'{{"id": {big}}}' in text
+
+
+@given(before=st.integers(0, 12), digits=st.integers(17, 21), behind=st.integers(0, 12))
+def test_numbers_of_19_digits_are_seen_wherever_they_stand(before: int, digits: int, behind: int) -> None:
+    text = b"1 2 3" * before + b"," * before + b"7" * digits + b" " * behind + b"45 67 8" * behind
+    assert has_long_numbers(text) == (digits >= 19)
+    assert not has_long_numbers(text.replace(b"7777777", b"7777.77"))
 
 
 def test_roles_are_declared_or_the_row_says_how(slice_tokenizer: Any, tokenize: Any) -> None:

@@ -84,10 +84,14 @@ def _finite(text: str) -> float:
 
 def has_long_numbers(text: bytes | memoryview) -> bool:
     """Whether digits stand together that may be an integer beyond 64 bits."""
-    digit = np.frombuffer(text, np.uint8)[::_STEP] - np.uint8(48) < 10
-    if not (digit[:-2] & digit[1:-1] & digit[2:]).any():
-        return False  # three in so many steps stand in any number of this length
-    return _LONG_NUMBER in bytes(text).translate(_DIGITS)
+    data = np.frombuffer(text, np.uint8)
+    digit = data[::_STEP] - np.uint8(48) < 10
+    at = _STEP * np.flatnonzero(
+        digit[:-2] & digit[1:-1] & digit[2:]
+    )  # three stand in any number of this length
+    for step in set(range(2 * _STEP)) - {0, _STEP}:
+        at = at[data[at + step] - np.uint8(48) < 10]  # so do all that are between them
+    return bool(len(at)) and _LONG_NUMBER in bytes(text).translate(_DIGITS)
 
 
 def json_rows(data: bytes, first_row: int) -> Iterator[SourceRow]:
