@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from raysvc.chat.source.examples import ChatExample, Example, TokensExample
+from raysvc.chat.source.examples import ChatExample, Example, StepsExample, TokensExample
 from raysvc.media.kinds import Kind
 
 FREE = 0  # text under loss that is no turn: any token may be in it
@@ -71,4 +71,5 @@ class Sequence:
     @property
     def changes(self) -> frozenset[str]:
         """What the normal form changed."""
-        return self.example.changes if isinstance(self.example, ChatExample) else frozenset()
+        said = self.example.prompt if isinstance(self.example, StepsExample) else self.example
+        return said.changes if isinstance(said, ChatExample) else frozenset()

@@ -421,3 +421,44 @@ def test_arguments_are_taken_to_a_depth_and_deeper_ones_are_set_aside(
     made, result = tokenize(slice_tokenizer("merges_tools"), calling(100), calling(101), calling(400))
     assert len(made) == 1
     assert dict(result.row_counts.quarantined) == {"the arguments of a tool call are nested too deep": 2}
+
+
+TALK = json.dumps([USER])
+PARSED = "messages that were JSON text"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": TALK, "completion": "hi there"},
+        {"prompt": "hello", "completion": json.dumps([ANSWER])},
+        {"prompt": TALK, "chosen": "hi there", "rejected": "go away"},
+        {"prompt": [USER], "chosen": json.dumps([ANSWER]), "rejected": [ANSWER]},
+        {"question": TALK, "answer": "hi there"},
+        {"question": "hello", "answer": json.dumps([ANSWER])},
+        {"prompt": TALK},
+        {"prompt": TALK, "completions": ["one", "two"], "labels": [True, False]},
+    ],
+)
+def test_messages_that_are_text_are_counted_once_a_row(
+    row: dict[str, Any], slice_tokenizer: Any, tokenize: Any
+) -> None:
+    parsed = {
+        name: json.loads(value) if str(value).startswith("[{") and isinstance(value, str) else value
+        for name, value in row.items()
+    }
+    (made, result), (wanted, other) = (
+        tokenize(slice_tokenizer(TOOLS, format=of_columns(row)), each) for each in (row, parsed)
+    )
+    assert [one.ids for one in made] == [one.ids for one in wanted] != []
+    assert (result.row_counts.normalized, other.row_counts.normalized) == ({PARSED: 1}, {})
+
+
+def of_columns(row: dict[str, Any]) -> str:
+    names = {
+        "completion": "prompt_completion",
+        "chosen": "preference",
+        "question": "question_answer",
+        "labels": "stepwise",
+    }
+    return next((name for column, name in names.items() if column in row), "prompt")

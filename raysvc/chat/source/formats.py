@@ -28,6 +28,7 @@ from raysvc.chat.source.examples import (
 )
 from raysvc.chat.source.given_tokens import read_tokens
 from raysvc.chat.source.messages import (
+    MESSAGES_PARSED,
     Changes,
     Conversation,
     Message,
@@ -138,9 +139,13 @@ class Format:
         """Value of one of our columns in a source row, None when it is not there."""
         return row.get(self.columns.get(ours, ours))
 
-    def _given(self, row: Mapping[str, Any], ours: str) -> Any:
+    def _given(self, row: Mapping[str, Any], ours: str, changes: Changes) -> Any:
         """A text, or messages; these may be JSON text."""
-        return text_or_messages(self.get(row, ours), self.column(ours), self.columns.get("role"))
+        given = self.get(row, ours)
+        read = text_or_messages(given, self.column(ours), self.columns.get("role"))
+        if read is not given:
+            changes.add(MESSAGES_PARSED)
+        return read
 
     def maps_any(self, roles: Iterable[str]) -> bool:
         """Whether one of some roles is read as another."""
@@ -202,14 +207,16 @@ class Format:
 
     def _question_answer(self, row: Mapping[str, Any]) -> ChatExample:
         changes: Changes = set()
-        asked = self._turn(self._given(row, "question"), "user", self.column("question"), changes)
-        answered = self._turn(self._given(row, "answer"), "assistant", self.column("answer"), changes)
+        asked = self._turn(self._given(row, "question", changes), "user", self.column("question"), changes)
+        answered = self._turn(
+            self._given(row, "answer", changes), "assistant", self.column("answer"), changes
+        )
         before = Conversation([*self._history(row), *asked.messages], asked.has_parts, asked.has_calls)
         return self._conversation(row, _joined(before, answered), len(before.messages), changes)
 
     def _prompt(self, row: Mapping[str, Any]) -> ChatExample:
         changes: Changes = set()
-        whole = self._turn(self._given(row, "prompt"), "user", self.column("prompt"), changes)
+        whole = self._turn(self._given(row, "prompt", changes), "user", self.column("prompt"), changes)
         messages, _ = self._with_system(row, whole.messages)
         tools = read_tools(self.get(row, "tools"), changes)
         noted = frozenset(changes)
@@ -218,7 +225,7 @@ class Format:
     def _stepwise(self, row: Mapping[str, Any]) -> StepsExample:
         names = (self.column("completions"), self.column("labels"))
         steps = read_steps(self.get(row, "completions"), self.get(row, "labels"), names)
-        prompt = self._given(row, "prompt")
+        prompt = self._given(row, "prompt", set())  # `_prompt` notes it
         return StepsExample(prompt if isinstance(prompt, str) else self._prompt(row), steps)
 
     def _kto(self, row: Mapping[str, Any]) -> Example:
@@ -240,23 +247,24 @@ class Format:
     def _prompt_completion(self, row: Mapping[str, Any], answer_only: bool = False) -> Example:
         if _has_value(self.get(row, "history")):
             raise RowFault(f"column {self.column('history')!r} beside a prompt", "put it into the prompt")
-        completion = self._given(row, "completion")
-        column = self.column("completion")
-        return self._completed(row, self._given(row, "prompt"), completion, column, answer_only)
+        changes: Changes = set()
+        prompt, completion = self._given(row, "prompt", changes), self._given(row, "completion", changes)
+        return self._completed(row, prompt, completion, self.column("completion"), changes, answer_only)
 
     def _side(self, row: Mapping[str, Any], side: str) -> Example:
         """One answer of a preference row; the prompt may be one, messages, or an instruction."""
-        prompt = self._given(row, "prompt")
+        changes: Changes = set()
+        prompt = self._given(row, "prompt", changes)
         if prompt is None:
-            prompt = self._given(row, "messages")
-        answer, column = self._given(row, side), self.column(side)
+            prompt = self._given(row, "messages", changes)
+        answer, column = self._given(row, side, changes), self.column(side)
         if prompt is not None and _has_value(self.get(row, "history")):
             raise RowFault(f"column {self.column('history')!r} beside a prompt", "put it into the prompt")
         if prompt is None and self.get(row, "instruction") is not None:
             history, user = self._history(row), {"role": "user", "content": self._instruction(row)}
             prompt = [*history, user]
             answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-        return self._completed(row, prompt, answer, column, answer_only=True)
+        return self._completed(row, prompt, answer, column, changes, answer_only=True)
 
     def _text(self, row: Mapping[str, Any]) -> TextExample:
         return TextExample("", self._text_of(row, "text"))
@@ -288,13 +296,18 @@ class Format:
         return read_tokens(ids, attention, mask, labels, all_tokens=self.train_on == "all_tokens")
 
     def _completed(
-        self, row: Mapping[str, Any], prompt: Any, completion: Any, column: str, answer_only: bool = False
+        self,
+        row: Mapping[str, Any],
+        prompt: Any,
+        completion: Any,
+        column: str,
+        changes: Changes,
+        answer_only: bool = False,
     ) -> Example:
         if isinstance(completion, str) and (prompt is None or isinstance(prompt, str)):
             if self.train_on == "all_tokens":
                 return TextExample("", (prompt or "") + completion)
             return TextExample(prompt or "", completion)
-        changes: Changes = set()
         before = Conversation([])
         if prompt is not None:
             before = self._turn(prompt, "user", self.column("prompt"), changes)

@@ -62,6 +62,7 @@ ROLES: Mapping[str, str] = MappingProxyType(
 )
 SPELLINGS = (("role", "content"), ("from", "value"))
 KEYS_RENAMED = "messages with other keys than role and content"
+MESSAGES_PARSED = "messages that were JSON text"
 ROLES_MAPPED = "roles mapped"
 CALLS_READ = "messages that are calls made tool_calls"
 _LIST = re.compile(
