@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -291,6 +294,28 @@ def test_rows_with_a_code_point_that_differs_get_the_ids_of_the_reference(tokeni
         assert found.ids.tolist() == wanted.ids.tolist()
         assert found.offsets.tolist() == wanted.offsets.tolist()
     assert guarded.different == set(range(0x11D80, 0x11E00)), "the block, and no other"
+
+
+def test_a_text_waits_for_its_code_points_that_another_thread_is_trying(tokenizer_folder: Any) -> None:
+    reference = ReferenceEncoder(LoadedTokenizer(TokenizerConfig(name=tokenizer_folder(CHATML))))
+    trying, go_on = threading.Event(), threading.Event()
+
+    class Slow(Newer):
+        def encode(self, texts: Any) -> Encoded:
+            if "\U00011de3" in texts[0]:
+                trying.set()
+                assert go_on.wait(60)
+            return super().encode(texts)
+
+    guarded = GuardedEncoder(Slow(reference), reference)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(guarded.encode, ["a \U00011de4"])
+        assert trying.wait(60)
+        second = pool.submit(guarded.encode, ["b \U00011de3"])
+        time.sleep(0.05)  # the second would be in the fast encoder by now
+        go_on.set()
+    for found, text in ((first, "a \U00011de4"), (second, "b \U00011de3")):
+        assert found.result().ids.tolist() == reference.encode([text]).ids.tolist()
 
 
 def test_gigatoken_gives_the_ids_of_the_reference_for_every_code_point_of_new_scripts() -> None:

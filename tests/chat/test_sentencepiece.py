@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ from raysvc.chat.tokens.added_blanks import Rule
 from raysvc.chat.tokens.align import differing_rows
 from raysvc.chat.tokens.encoder import Encoded, ReferenceEncoder
 from raysvc.chat.tokens.normal_text import NormalText
+from raysvc.chat.tokens.probe import encoders_of
 from raysvc.chat.tokens.token_rows import RowEncoder
+from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.job.config import TextSpec, TokenizerConfig
 
 from .sentencepiece_like import INST, KINDS, MARKED, save, small_model
@@ -207,3 +210,16 @@ def test_gigatoken_encodes_normalized_texts_where_it_does_not_take_the_normalize
     if kind in NORMALIZED:
         marked._encoder.encode(["".join(map(chr, range(0x80, 0x500)))])
         assert not marked._encoder.different  # type: ignore[attr-defined]
+
+
+def test_a_token_that_grows_to_its_left_when_its_text_is_normalized_has_the_ids_of_the_library(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("gigatoken")
+    backend = KINDS["nfkc"](small_model())
+    backend.add_tokens([AddedToken("s>", normalized=False)])
+    folder = save(tmp_path, backend, MARKED)
+    found = encoders_of(LoadedTokenizer(TokenizerConfig(name=folder)))
+    assert found.best.name == "gigatoken of normalized texts"
+    texts = ["a s> b", "a \uff1cs> b", "a \uff1cs\uff1e b", "\uff1c/s>"]
+    assert found.best.encode(texts).ids.tolist() == found.reference.encode(texts).ids.tolist()

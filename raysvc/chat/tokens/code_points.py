@@ -10,7 +10,7 @@ An encoder's tables of Unicode may be newer or older than the reference's, and t
 4. Rows that hold such a code point get the reference's ids.
 
 Always true:
-- no code point beyond ASCII reaches the fast encoder before it was tried in this process;
+- no code point beyond ASCII reaches the fast encoder before it was tried in this process, whichever thread has the text;
 - rows keep their order.
 """
 
@@ -20,6 +20,7 @@ import logging
 import re
 from collections.abc import Sequence
 from itertools import pairwise
+from threading import Lock
 
 import numpy as np
 
@@ -44,6 +45,7 @@ class GuardedEncoder:
         self._tried = {0}  # blocks; the first is in the probe texts and is tried below
         self._different: set[int] = set()
         self._pattern: re.Pattern[str] | None = None
+        self._lock = Lock()  # while a block is tried
         self._try(0)
 
     @property
@@ -75,10 +77,13 @@ class GuardedEncoder:
         """Try every block of code points that stands in a text for the first time."""
         points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         blocks = np.flatnonzero(np.bincount(points >> BLOCK_BITS))
-        for block in blocks.tolist():
-            if block not in self._tried:
-                self._tried.add(block)
-                self._try(block)
+        if self._tried.issuperset(blocks.tolist()):
+            return
+        with self._lock:
+            for block in blocks.tolist():
+                if block not in self._tried:
+                    self._try(block)
+                    self._tried.add(block)  # from here on other threads encode it
 
     def _try(self, block: int) -> None:
         found = different_points(self._fast, self._reference, block_points(block))

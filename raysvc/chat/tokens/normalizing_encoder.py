@@ -117,10 +117,10 @@ class NormalizingEncoder:
         for match in self._added.finditer(text):
             pieces += [self._stretch(text[at : match.start()]), match.group()]
             size += len(pieces[-2]) + len(pieces[-1])
-            tokens.append(size)
+            tokens.append((size - len(pieces[-1]), size))  # one that grew to its left ends where it did
             at = match.end()
         made = "".join([*pieces, self._stretch(text[at:])])
-        return made if [match.end() for match in self._added.finditer(made)] == tokens else None
+        return made if [match.span() for match in self._added.finditer(made)] == tokens else None
 
     def _stretch(self, text: str) -> str:
         if text.isascii():
