@@ -85,6 +85,47 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "a text for a stop": (written(STOPS, '{"eos_token_id": "2"}'), NO_ID),
     "a text among stops": (written(STOPS, '{"eos_token_id": [1, null]}'), NO_ID),
 }
+
+
+def with_only(name: str = "", data: str = "") -> Change:
+    def change(folder: Path) -> None:
+        for path in folder.iterdir():
+            path.unlink()
+        if name:
+            (folder / name).write_text(data)
+
+    return change
+
+
+def with_model(**model: Any) -> Change:
+    def change(folder: Path) -> None:
+        made = json.loads((folder / "tokenizer.json").read_text())
+        made["model"] = model
+        (folder / "tokenizer.json").write_text(json.dumps(made))
+
+    return change
+
+
+BROKEN |= {
+    "tekken alone": (
+        with_only("tekken.json", "{}"),
+        r"own has tekken.json and no tokenizer.json; .*mistral-common.*save_pretrained",
+    ),
+    "sentencepiece alone": (
+        with_only("tokenizer.model", "x"),
+        r"own has tokenizer.model and no tokenizer.json; .*sentencepiece.*save_pretrained",
+    ),
+    "nothing": (with_only(), r"own is an empty folder; give a folder"),
+    "cut": (written("tokenizer.json", '{"model": {"vo'), r"own/tokenizer.json is not JSON .*download"),
+    "words without the unknown one": (
+        with_model(type="WordLevel", vocab={"hello": 0}, unk_token="[UNK]"),
+        r"lacks its unknown token '\[UNK\]', .*add '\[UNK\]' to model.vocab",
+    ),
+    "letters without the unknown one": (
+        with_model(type="BPE", vocab={"a": 0}, merges=[], unk_token="[UNK]"),
+        r"lacks its unknown token '\[UNK\]', .*add '\[UNK\]' to model.vocab",
+    ),
+}
 CODE: dict[str, tuple[Change, bool, str]] = {
     "not allowed": (with_code(SLOW), False, r"brings Python code, which was not run; .*trust_remote_code"),
     "alone": (with_code(SLOW), True, r"is Python code alone \(Own\), .*; give a copy with tokenizer.json"),

@@ -23,6 +23,12 @@ _JSON = (
 )
 _TEXTS = ("chat_template.jinja",)
 _LFS = b"version https://git-lfs"
+_RARE = "\u0e5b \U0001f9ff \U000f0000"
+_SAVE = "save one with transformers' AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+_OTHERS = {
+    "tekken.json": f"pip install mistral-common and {_SAVE}",
+    "tokenizer.model": f"pip install sentencepiece protobuf tiktoken and {_SAVE}",
+}
 _USUAL = "give a folder with tokenizer.json, or a hub name that this machine can reach"
 _READ = "read it, and set tokenizer.trust_remote_code to true to run it; or give a folder with tokenizer.json and no auto_map"
 
@@ -38,7 +44,7 @@ def load_fault(config: TokenizerConfig, error: Exception) -> TokenizerError:
         return TokenizerError(WHERE, f"{config.name!r} brings Python code, which was not run", _READ)
     if config.trust_remote_code and not isinstance(error, OSError | ValueError):
         return TokenizerError(WHERE, what, "its own Python code may have failed: make it run, or " + _USUAL)
-    return TokenizerError(WHERE, what, _USUAL)
+    return TokenizerError(WHERE, *(_no_file(Path(config.name)) or (what, _USUAL)))
 
 
 def slow_fault(config: TokenizerConfig, hf: Any) -> TokenizerError:
@@ -50,6 +56,23 @@ def slow_fault(config: TokenizerConfig, hf: Any) -> TokenizerError:
         f"{config.name!r} is Python code alone ({type(hf).__name__}), which does not say where a token stands"
     )
     return TokenizerError(WHERE, what, remedy)
+
+
+def check_unknown(name: str, backend: Any) -> None:
+    """Refuse a vocabulary that lacks its unknown token and needs it: `tokenizers` would raise at some row.
+
+    Raises:
+        TokenizerError: it does.
+    """
+    unknown = getattr(backend.model, "unk_token", None)
+    if not unknown or backend.model.token_to_id(unknown) is not None:
+        return
+    try:
+        backend.encode(_RARE, add_special_tokens=False)
+    except Exception as error:  # noqa: BLE001  `tokenizers` raises nothing narrower
+        what = f"the vocabulary of {name!r} lacks its unknown token {unknown!r}, so it encodes no unknown word ({error})"
+        remedy = f"add {unknown!r} to model.vocab in tokenizer.json, or name one there that it has as model.unk_token"
+        raise TokenizerError(WHERE, what, remedy) from None
 
 
 def stop_ids(path: Path, size: int) -> list[int]:
@@ -83,6 +106,19 @@ def check_templates(name: str, own: Any) -> None:
             f"chat_template in the tokenizer_config.json of {name!r} is neither a text nor a list of {{name, template}}",
             "repair it, or set tokenizer.chat_template",
         )
+
+
+def _no_file(folder: Path) -> tuple[str, str] | None:
+    """(what a folder has instead of tokenizer.json, what to do), None where it has that, or is not there."""
+    if not folder.is_dir() or (folder / "tokenizer.json").is_file():
+        return None
+    other = next((name for name in _OTHERS if (folder / name).is_file()), None)
+    if other is not None:
+        return (
+            f"{folder} has {other} and no tokenizer.json",
+            f"give a copy with tokenizer.json, or {_OTHERS[other]}",
+        )
+    return None if any(folder.iterdir()) else (f"{folder} is an empty folder", _USUAL)
 
 
 def _broken_file(folder: Path) -> tuple[str, str] | None:
