@@ -95,9 +95,23 @@ def test_no_more_objects_are_kept_than_the_limit(monkeypatch: pytest.MonkeyPatch
         assert (id(value), forms) == (ident, {})
 
 
-def test_tools_nested_deeply_are_a_fault_of_their_row_at_most() -> None:
-    deep: Any = json.loads("[" * 900 + "]" * 900)
-    text = f'[{{"a": {json.dumps(deep)}}}]'
-    assert read_tools(text, set()) == [{"a": deep}]
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_are_taken_to_a_depth_and_deeper_ones_are_set_aside(
+    as_text: bool, slice_tokenizer: Any, tokenize: Any
+) -> None:
+    def row(objects: int) -> dict[str, Any]:
+        schema: Any = {"type": "string"}
+        for _ in range(objects):
+            schema = {"type": "object", "properties": {"a": schema}}
+        given: Any = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        said = [*ASKED, {"role": "assistant", "content": "It is so."}]
+        return {"messages": said, "tools": json.dumps(given) if as_text else given}
+
+    made, result = tokenize(slice_tokenizer("merges_tools"), row(120), row(160), row(300))
+    assert len(made) == 1
+    assert dict(result.row_counts.quarantined) == {"the tools are nested too deep": 2}
+
+
+def test_tools_that_are_no_json_for_python_are_a_fault_of_their_row() -> None:
     with pytest.raises(RowFault, match="broken JSON in 'tools'"):
         read_tools(f'[{{"a": {"[" * 5000 + "]" * 5000}}}]', set())

@@ -279,6 +279,21 @@ def is_plain(value: Any) -> bool:
     return kind is list and all(is_plain(item) for item in value)
 
 
+def refuse_deep(value: Any, levels: int, what: str) -> None:
+    """Python itself writes and compares values of a few hundred levels.
+
+    Raises:
+        RowFault: there are more than these.
+    """
+    level = [value]
+    for _ in range(levels + 1):
+        inside = (item for item in level if type(item) is dict or type(item) is list)
+        level = [part for item in inside for part in (item.values() if type(item) is dict else item)]
+        if not level:
+            return
+    raise RowFault(f"{what} are nested too deep", f"more than {levels} levels")
+
+
 def unknown_roles(messages: Iterable[Message]) -> list[str]:
     """Roles that stand in no table, in order."""
     known = {*SYSTEM_ROLES, "user", "assistant", "tool", "function", "ipython"}

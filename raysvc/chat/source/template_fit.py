@@ -17,7 +17,7 @@ from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.content_parts import flatten_parts
 from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.json_rows import load_json
-from raysvc.chat.source.messages import Message
+from raysvc.chat.source.messages import Message, refuse_deep
 from raysvc.chat.source.tool_calls import arguments_of
 
 ARGUMENTS_PARSED = "arguments that were JSON text made objects"
@@ -27,7 +27,7 @@ PROBE_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
 }
-MAX_DEPTH = 100  # of arguments; Python itself writes and compares a few hundred
+MAX_DEPTH = 100  # of arguments
 _SPEAKERS = (("user",), ("user", "assistant"), ("system", "user", "assistant"))
 _FORMS = ("{'type'", '{"type"')
 Render = Callable[[list[Message]], str]
@@ -70,7 +70,7 @@ class TemplateFit:
         wrong = dict if self.text_arguments else str
         given = arguments_of(example.messages)
         for value in given:
-            _refuse_deep(value)
+            refuse_deep(value, MAX_DEPTH, "the arguments of a tool call")
         if not any(value is None or type(value) is wrong for value in given):
             return example
         change = self._as_text if self.text_arguments else _as_object
@@ -105,18 +105,8 @@ def _as_object(value: Any) -> Any:
         raise RowFault("the arguments of a tool call are not JSON", f"{broken}: {value[:60]}") from None
     if not isinstance(found, dict):
         raise RowFault("the arguments of a tool call are not an object", f"they are {value[:60]}")
-    _refuse_deep(found)
+    refuse_deep(found, MAX_DEPTH, "the arguments of a tool call")
     return found
-
-
-def _refuse_deep(value: Any) -> None:
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        inside = (item for item in level if type(item) is dict or type(item) is list)
-        level = [part for item in inside for part in (item.values() if type(item) is dict else item)]
-        if not level:
-            return
-    raise RowFault("the arguments of a tool call are nested too deep", f"more than {MAX_DEPTH} levels")
 
 
 def _takes_parts(render: Render) -> bool:

@@ -14,9 +14,10 @@ from typing import Any
 
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.call_blocks import TOOLS_READ, as_function
-from raysvc.chat.source.messages import Changes, kind_of, parse_json
+from raysvc.chat.source.messages import Changes, kind_of, parse_json, refuse_deep
 
 MAX_TEXTS = 1024
+MAX_DEPTH = 250  # a schema of some 120 objects
 MAX_OBJECTS = 1 << 17
 _written: dict[
     int, tuple[Any, dict[str, str]]
@@ -73,4 +74,5 @@ def _as_tools(value: Any) -> list[Any] | None:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise RowFault("'tools' is not a list of tools", f"it is {kind_of(value)}")
+    refuse_deep(value, MAX_DEPTH, "the tools")
     return value or None
