@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raysvc.chat.render import turn_check
 from raysvc.chat.render.turn_check import (
     is_empty,
     reasoning_of,
@@ -347,3 +348,16 @@ def test_texts_that_look_escaped_are_found_and_others_are_not(text: str) -> None
 
 def test_a_pair_of_surrogates_is_one_character_and_a_lone_one_is_itself() -> None:
     assert unescaped("\\ud83d\\ude00 \\uD83D \\x41 \\q") == "\U0001f600 \ud83d A q"
+
+
+def test_brackets_are_not_tried_one_by_one_where_they_are_nested_too_deep(monkeypatch: Any) -> None:
+    class Counting(json.JSONDecoder):
+        def raw_decode(self, text: str, at: int = 0) -> Any:
+            tried.append(at)
+            return super().raw_decode(text, at)
+
+    tried: list[int] = []
+    monkeypatch.setattr(turn_check, "_DECODER", Counting())
+    said = {"code": "[" * 30_000}
+    verify_turn(f"f code: {said['code']}", calling(said), (), ())
+    assert len(tried) < 10

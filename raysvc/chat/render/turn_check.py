@@ -197,12 +197,14 @@ def _sorted(value: Any) -> Any:
 
 
 def _json_values(text: str) -> Iterator[Any]:
-    """JSON objects and lists that begin anywhere in a text."""
+    """JSON objects and lists that begin anywhere in a text, as far as none is nested too deep."""
     for found in re.finditer(r"[{\[]", text):
         try:
             yield _DECODER.raw_decode(text, found.start())[0]
-        except (ValueError, RecursionError):
+        except ValueError:
             continue
+        except RecursionError:
+            return  # deeper than a call's arguments may be, and so would the next thousand beginnings be
 
 
 def _parts(value: Any) -> Iterator[Any]:
