@@ -201,6 +201,13 @@ def test_texts_that_gigatoken_encodes_together_keep_their_ids(
     assert (joined._inner is loaded) == (limit != "TEXT_PER_CONTENT")
 
 
+def test_texts_are_joined_for_small_sentencepiece_like_tokenizers_alone() -> None:
+    model = b'{"model": {"byte_fallback":%s}}'
+    small, no_bytes = model % b"true", model % b"false"
+    large = small.ljust(joined_texts.MOST_CONTENT + 1)
+    assert [joined_texts.gains(content) for content in (small, no_bytes, large)] == [True, False, False]
+
+
 def test_gigatoken_encodes_normalized_texts_where_it_does_not_take_the_normalizer(
     kind: str, marked: SliceTokenizer
 ) -> None:

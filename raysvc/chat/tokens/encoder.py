@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.chat.tokens.joined_texts import JoinedTexts, ids_and_offsets, is_sentencepiece
+from raysvc.chat.tokens.joined_texts import JoinedTexts, gains, ids_and_offsets
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 
 Ints32 = npt.NDArray[np.int32]
@@ -102,7 +102,7 @@ class GigatokenEncoder:
 
         self._parallel = int(os.environ.get("RAYON_NUM_THREADS", "1") or 1) > 1
         self._joined: JoinedTexts | None = None
-        if is_sentencepiece(content) and not self._parallel:
+        if gains(content) and not self._parallel:
             self._joined = JoinedTexts(content, free_id)
         else:
             self._inner = gigatoken.Tokenizer.from_json(content)
