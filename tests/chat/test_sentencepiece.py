@@ -181,12 +181,13 @@ def test_ids_of_the_fast_encoder_are_those_of_the_library(marked: SliceTokenizer
 
 
 @pytest.mark.parametrize("limit", ["", "MOST_BYTES", "TEXT_PER_CONTENT"])
+@pytest.mark.parametrize(
+    "kind", [each for each in KINDS if each not in (*NORMALIZED, "unigram")], indirect=True
+)
 def test_texts_that_gigatoken_encodes_together_keep_their_ids(
-    kind: str, marked: SliceTokenizer, monkeypatch: Any, limit: str
+    marked: SliceTokenizer, monkeypatch: Any, limit: str
 ) -> None:
     pytest.importorskip("gigatoken")
-    if kind in (*NORMALIZED, "unigram"):
-        pytest.skip("gigatoken does not take it as it is")
     if limit:
         monkeypatch.setattr(joined_texts, limit, 0)
     backend = Tokenizer.from_str(marked.tokenizer.hf.backend_tokenizer.to_str())
