@@ -242,7 +242,7 @@ def test_one_message_and_blank_tools_are_compared_as_they_are_read(
 ) -> None:
     made, result = tokenize(slice_tokenizer(TOOLS), row)
     assert made[0].trained == ["hi there<|im_end|>"]
-    assert result.row_counts.normalized == {}
+    assert result.row_counts.normalized == ({PARSED: 1} if isinstance(row["messages"], str) else {})
 
 
 def test_a_system_column_that_is_not_text_sets_the_row_aside(slice_tokenizer: Any, tokenize: Any) -> None:
@@ -438,6 +438,8 @@ PARSED = "messages that were JSON text"
         {"question": "hello", "answer": json.dumps([ANSWER])},
         {"prompt": TALK},
         {"prompt": TALK, "completions": ["one", "two"], "labels": [True, False]},
+        {"messages": json.dumps([USER, ANSWER])},
+        {"messages": TALK, "chosen": "hi there", "rejected": "go away"},
     ],
 )
 def test_messages_that_are_text_are_counted_once_a_row(
@@ -460,5 +462,6 @@ def of_columns(row: dict[str, Any]) -> str:
         "chosen": "preference",
         "question": "question_answer",
         "labels": "stepwise",
+        "messages": "chat",
     }
     return next((name for column, name in names.items() if column in row), "prompt")

@@ -121,6 +121,7 @@ class MessageReader:
         """
         if isinstance(value, str):
             value = parse_json(value, column)
+            changes.add(MESSAGES_PARSED)
         if isinstance(value, dict):
             value = [value]
         if not isinstance(value, list) or not value:
