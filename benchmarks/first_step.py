@@ -78,7 +78,7 @@ def own_mb(root: int) -> dict[str, float]:
 def child(job: str) -> None:
     """One run; prints when steps were trained."""
     begin, at = float(os.environ["FIRST_STEP_BEGIN"]), []
-    from raysvc.training.train_loop import train
+    from raysvc.training.train import train
 
     def stop() -> bool:
         at.append(time.time() - begin)

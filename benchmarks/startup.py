@@ -39,7 +39,7 @@ def child(job: str) -> None:
     import raysvc.cli.train as command
     from raysvc import cluster
     from raysvc.cli.__main__ import main
-    from raysvc.training import train_loop
+    from raysvc.training import train as door
 
     def note(name: str, since: float) -> None:
         spans.setdefault(name, (since, time.time() - begin))
@@ -58,21 +58,7 @@ def child(job: str) -> None:
 
     note("python and imports", 0.0)
     timed(cluster, "_connect", "Ray starts")
-    timed(train_loop, "entry_or_build", "the entry is looked up")
-    timed(train_loop, "serve_entry", "the server opens")
-    timed(train_loop, "_attach_when_free", "the driver attaches")
-    real_run = train_loop._Run._run
-
-    def run(*args: Any) -> Any:
-        from raysvc.actors.dispatch.worker_group import (
-            WorkerGroup,
-        )  # only here: its import is part of what is measured
-
-        timed(WorkerGroup, "wait_for_setup", "waiting for the workers")
-        return real_run(*args)
-
-    train_loop._Run._run = run  # type: ignore[method-assign]
-    real_train, real_summary = train_loop.train, command.show_summary
+    real_train, real_starting, real_summary = door.train, door.starting, command.show_summary
 
     def train(*args: Any, progress: Any, **kwargs: Any) -> Any:
         def seen(tick: Any) -> None:
@@ -82,12 +68,23 @@ def child(job: str) -> None:
 
         return real_train(*args, progress=seen, **kwargs)
 
+    def starting(*args: Any, **kwargs: Any) -> Any:
+        ray_there = real_starting(*args, **kwargs)
+        from raysvc.actors.dispatch.worker_group import WorkerGroup  # only here: their imports are measured
+        from raysvc.training import train_loop
+
+        timed(train_loop, "entry_or_build", "the entry is looked up")
+        timed(train_loop, "serve_entry", "the server opens")
+        timed(train_loop, "_attach_when_free", "the driver attaches")
+        timed(WorkerGroup, "wait_for_setup", "waiting for the workers")
+        return ray_there
+
     def summary(*args: Any) -> None:
         real_summary(*args)
         spans["end"] = (time.time() - begin, 0.0)
         print(json.dumps(spans), flush=True)
 
-    train_loop.train, command.show_summary = train, summary
+    door.train, door.starting, command.show_summary = train, starting, summary
     sys.argv = ["raysvc", "train", "-c", job]
     main()
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from raysvc.collate.loss_weights import loss_scale
     from raysvc.collate.shard import read_shard
     from raysvc.rl.group import Group
-    from raysvc.training.train_loop import train
+    from raysvc.training.train import train
 
 __version__ = "0.1.0"
 __all__ = [
@@ -60,7 +60,7 @@ _HOMES = {
     "serve": "raysvc.api",
     "serve_rollouts": "raysvc.client.rollout_serving",
     "tokenize": "raysvc.api",
-    "train": "raysvc.training.train_loop",
+    "train": "raysvc.training.train",
 }
 
 

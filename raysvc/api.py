@@ -22,7 +22,7 @@ from raysvc.cache.growing.growing_entry import GrowingEntry
 from raysvc.cache.store.open import absolute, default_root
 from raysvc.client.arguments import flag, optional_text
 from raysvc.errors import RaysvcError
-from raysvc.job.config import JobConfig
+from raysvc.job.config import JobConfig, cpus_held
 from raysvc.job.job_file import load_job
 from raysvc.progress import Progress, silent
 
@@ -332,18 +332,6 @@ def _processor_of(job: JobConfig, entry: CacheEntry) -> Any:
 def _eval_entry(job: JobConfig, name: str) -> CacheEntry:
     """The entry of one of the job's evals, tokenized like the training rows."""
     return tokenize(job.model_copy(update={"source": job.evals[name].source, "mixture": None}))
-
-
-def held_beside(job: JobConfig) -> list[dict[str, float]]:
-    """What a job's server and collators hold, beside its workers."""
-    server = [{"CPU": job.server.num_cpus}] if job.server.num_cpus else []
-    return server + [{"CPU": 1.0}] * job.server.collators
-
-
-def cpus_held(job: JobConfig) -> float:
-    """CPUs that a job's server, collators and workers hold at the same time."""
-    beside = sum(each["CPU"] for each in held_beside(job))
-    return beside + job.trainer.dp_size * job.trainer.cpus_per_worker
 
 
 def cache_root(job: JobConfig) -> str:

@@ -27,7 +27,7 @@ import numpy as np
 from raysvc.actors.staging.device import Device, Event, open_device
 from raysvc.collate.shard import Shard
 from raysvc.errors import ConfigError
-from raysvc.job.carried import dtype_name
+from raysvc.job.column_dtypes import dtype_name
 
 if TYPE_CHECKING:
     import torch

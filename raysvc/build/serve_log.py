@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import fsspec
-
 from raysvc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,6 +45,8 @@ def served_line(step: int, dp_size: int | None, spec: ServeSpec) -> dict[str, An
 
 def write_served(run_dir: str, spec: ServeSpec) -> None:
     """Say how a run is served whose trainer is not ours."""
+    import fsspec
+
     line = json.dumps(served_line(0, None, spec), separators=(",", ":")) + "\n"
     with fsspec.open(f"{run_dir}/{FILE}", "wt", auto_mkdir=True, **spec.storage_options) as file:
         file.write(line)
@@ -58,6 +58,8 @@ def read_served(run_dir: str, step: int, storage_options: Mapping[str, Any] | No
     Raises:
         ConfigError: the file is damaged.
     """
+    import fsspec
+
     from raysvc.actors.server.spec import ServeSpec
 
     path = f"{run_dir}/{FILE}"

@@ -25,7 +25,8 @@ from raysvc.cache.local.checksum import BLOCK, block_checksums, checksum_of
 from raysvc.cache.manifest import REQUIRED, is_column_type
 from raysvc.cache.part_info import PartInfo
 from raysvc.errors import EntryError
-from raysvc.job.carried import BF16, MARK
+from raysvc.job.carried import MARK
+from raysvc.job.column_dtypes import BF16
 from raysvc.row_batch import Array
 
 WHOLE_BELOW = 4 * BLOCK  # a part this small is compared when it is mapped

@@ -27,7 +27,8 @@ from raysvc.chat.select import Kept
 from raysvc.chat.source.examples import TokensExample
 from raysvc.chat.text_numbers import value_of_text
 from raysvc.errors import ConfigError
-from raysvc.job.carried import BF16, MARK, CarriedColumn, bf16_of, numpy_dtype, pad_of
+from raysvc.job.carried import MARK, CarriedColumn, pad_of
+from raysvc.job.column_dtypes import BF16, bf16_of, numpy_dtype
 
 Array = npt.NDArray[Any]
 KINDS = {"b": "b", "i": "biu", "u": "biu", "f": "biuf", "V": "biuf"}

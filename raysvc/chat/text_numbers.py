@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.chat.row_errors import RowFault
-from raysvc.job.carried import CarriedColumn, numpy_dtype
+from raysvc.job.carried import CarriedColumn
+from raysvc.job.column_dtypes import numpy_dtype
 
 INTEGER = re.compile(r"[+-]?[0-9]+")
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")

@@ -26,7 +26,7 @@ def demo(rows: Rows = 3000, images: Images = False, address: Address = None, as_
     Example: raysvc demo --rows 5000
     """
     from raysvc.job.job_file import load_job
-    from raysvc.training import train_loop
+    from raysvc.training.train import train as run_job
 
     job_path = write_image_job(Path(f"{FOLDER}-images"), rows) if images else write_job(FOLDER, rows)
     print(f"demo job: {job_path} (run it yourself: raysvc train -c {job_path})", file=sys.stderr)
@@ -34,7 +34,7 @@ def demo(rows: Rows = 3000, images: Images = False, address: Address = None, as_
     if (Path(job.run_dir) / "summary.json").exists():  # a finished demo starts again, a killed one goes on
         shutil.rmtree(job.run_dir)
     with View() as view:
-        summary = train_loop.train(job, address=address, progress=view, should_stop=asked_to_stop)
+        summary = run_job(job, address=address, progress=view, should_stop=asked_to_stop)
     show_summary(job.run_dir, summary, as_json)
     say_if_stopped(summary["steps"])
 

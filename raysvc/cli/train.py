@@ -42,7 +42,7 @@ def train(
     Example: raysvc train -c job.yaml --headroom 10
     """
     from raysvc.job.job_file import load_job
-    from raysvc.training import train_loop
+    from raysvc.training.train import train as run_job
 
     job = load_job(config, overrides or ())
     if headroom is not None:
@@ -50,7 +50,7 @@ def train(
         return
     try:
         with View() as view:
-            summary = train_loop.train(job, address=address, progress=view, should_stop=asked_to_stop)
+            summary = run_job(job, address=address, progress=view, should_stop=asked_to_stop)
     except WorkerFailed as error:
         again = shlex.join(["raysvc", *sys.argv[1:]])
         raise WorkerFailed(error.rank, error.call, error.cause, again) from error

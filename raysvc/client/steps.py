@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from raysvc.job.carried import BF16
+from raysvc.job.column_dtypes import BF16
 from raysvc.plan.fact_table import facts_html, facts_text
 
 if TYPE_CHECKING:

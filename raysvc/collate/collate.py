@@ -32,7 +32,7 @@ from raysvc.collate.flat_rows import FlatRows
 from raysvc.collate.geometry import Geometry, geometry_of
 from raysvc.collate.reused_memory import MEMORY
 from raysvc.collate.shard import Array, Shard
-from raysvc.job.carried import scalar_of
+from raysvc.job.column_dtypes import scalar_of
 from raysvc.job.config import Layout
 from raysvc.plan.plan import MiniBatchPlan
 from raysvc.row_batch import RowBatch

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from raysvc.collate.flat_rows import FlatRows
 from raysvc.collate.shard import Array
 from raysvc.errors import ConfigError
-from raysvc.job.carried import BF16, scalar_of
+from raysvc.job.column_dtypes import BF16, scalar_of
 from raysvc.row_batch import RowBatch
 
 IGNORED = -100

@@ -20,7 +20,7 @@ import numpy as np
 
 from raysvc.build.serve_log import FILE, read_served
 from raysvc.errors import ConfigError, EntryError
-from raysvc.job.carried import BF16
+from raysvc.job.column_dtypes import BF16
 
 if TYPE_CHECKING:
     from pathlib import Path

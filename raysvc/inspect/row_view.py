@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.collate.row_values import cells_of
-from raysvc.job.carried import dtype_name
+from raysvc.job.column_dtypes import dtype_name
 from raysvc.media.medium import COLUMNS
 
 if TYPE_CHECKING:

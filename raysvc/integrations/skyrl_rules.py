@@ -18,7 +18,7 @@ from raysvc.collate.columns import IGNORED
 from raysvc.collate.flat_rows import FlatRows
 from raysvc.collate.shard import BOUNDS, Array, Shard
 from raysvc.errors import ConfigError
-from raysvc.job.carried import dtype_name
+from raysvc.job.column_dtypes import dtype_name
 from raysvc.job.config import Reduction as OurReduction
 from raysvc.ragged import Int64s
 from raysvc.row_batch import RowBatch

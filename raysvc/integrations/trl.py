@@ -17,7 +17,7 @@ from raysvc.build.job_plan import declared_columns
 from raysvc.cache.find import open_entry
 from raysvc.collate.columns import IGNORED
 from raysvc.errors import ConfigError
-from raysvc.job.carried import BF16, scalar_of
+from raysvc.job.column_dtypes import BF16, scalar_of
 
 if TYPE_CHECKING:
     from datasets import Dataset

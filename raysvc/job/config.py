@@ -187,3 +187,15 @@ class JobConfig(Section):
             "trainer": self.trainer.model_dump(mode="json", include=set(trainer)),
         }
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def held_beside(job: JobConfig) -> list[dict[str, float]]:
+    """What a job's server and collators hold, beside its workers."""
+    server = [{"CPU": job.server.num_cpus}] if job.server.num_cpus else []
+    return server + [{"CPU": 1.0}] * job.server.collators
+
+
+def cpus_held(job: JobConfig) -> float:
+    """CPUs that a job's server, collators and workers hold at the same time."""
+    beside = sum(each["CPU"] for each in held_beside(job))
+    return beside + job.trainer.dp_size * job.trainer.cpus_per_worker

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.errors import SourceError
-from raysvc.job.carried import BF16, RESERVED
+from raysvc.job.carried import RESERVED
+from raysvc.job.column_dtypes import BF16
 
 KEYS = ("uid", "attempt", "weight_version")
 GROWTH = ("first_row", "closed")  # where the rows lie in their group, and whether it is whole then

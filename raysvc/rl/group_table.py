@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.job.carried import BF16
+from raysvc.job.column_dtypes import BF16
 from raysvc.rl.group import GROWTH, KEYS, Group, check_keys, checked, group_error, row_column, vector_of
 
 if TYPE_CHECKING:

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysvc.api import cpus_held, enrich, held_beside, serve_spec
+from raysvc.api import enrich, serve_spec
 from raysvc.build.cache_entry import CacheEntry
 from raysvc.cache.store.open import absolute
 from raysvc.client.batch_client import BatchClient, attach
 from raysvc.errors import PlanError
-from raysvc.job.config import JobConfig
+from raysvc.job.config import JobConfig, cpus_held, held_beside
 from raysvc.job.job_file import load_job
 from raysvc.progress import Progress, Tick, silent
 from raysvc.training.run_folder import Checkpoint, RunFolder

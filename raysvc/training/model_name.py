@@ -9,7 +9,6 @@ from raysvc import hub
 from raysvc.actors.model.load_model import check_media_model
 from raysvc.actors.model.tiny_vision import NAME as TINY_VISION
 from raysvc.actors.model.tiny_vision import TinyVision
-from raysvc.build.mixed_job import entries_of
 from raysvc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,6 +42,8 @@ def vision_of(job: JobConfig, entry: CacheEntry) -> TinyVision | None:
         ConfigError: `tiny` for rows with media, `tiny-vision` for rows without or that it cannot see, or a model that was not
             proved to train on media.
     """
+    from raysvc.build.mixed_job import entries_of
+
     recipes = [one.recipe for one in entries_of(entry.entry)]
     processors = [one["media"]["processor"] for one in recipes if "media" in one]
     name = job.trainer.model

@@ -29,10 +29,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raysvc.build.serve_log import FILE as SERVED
 from raysvc.errors import StateMismatch
+
+if TYPE_CHECKING:
+    from raysvc.job.config import JobConfig
 
 log = logging.getLogger(__name__)
 
@@ -227,3 +230,8 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def goal(job: JobConfig) -> dict[str, Any]:
+    """What makes a finished run the one that was asked for."""
+    return {"max_steps": job.trainer.max_steps, "epochs": job.plan.epochs}

@@ -1,53 +1,34 @@
-"""`raysvc train`: tokenize, enrich, serve, attach, and train the built-in worker; goes on where it stopped.
-
-Always true:
-- after a kill at any moment, the same call ends with the row log and weights of a run that was never stopped;
-- what this run started (server, workers) ends with it; a server that was there before stays.
-"""
+"""A run from its first to its last step: it starts the server and the workers, trains, saves, and ends what it started."""
 
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import wait
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysvc.api import (
-    ServerHandle,
-    building,
-    cpus_held,
-    entry_or_build,
-    held_beside,
-    serve_entry,
-    serve_spec,
-    start_build,
-)
+from raysvc.api import ServerHandle, building, entry_or_build, serve_entry, serve_spec, start_build
 from raysvc.build.cache_entry import CacheEntry
 from raysvc.build.job_plan import numbered
 from raysvc.build.serve_log import read_served, served_line
-from raysvc.cache.store.open import absolute
 from raysvc.chat.tokens.token_bytes import count_bytes
 from raysvc.client.batch_client import BatchClient, Step, attach
-from raysvc.cluster import starting, starts_own
-from raysvc.errors import ConfigError, LeaseHeld, TokenizerError
-from raysvc.job.config import JobConfig
-from raysvc.job.job_file import load_job
-from raysvc.progress import Progress, Tick, silent
-from raysvc.trackers.known_trackers import check_installed
+from raysvc.errors import LeaseHeld, TokenizerError
+from raysvc.job.config import JobConfig, cpus_held, held_beside
+from raysvc.progress import Progress, Tick
 from raysvc.trackers.reporter import NO_TRACKERS, Reporter, open_reporter
 from raysvc.trackers.tracker import tracked_run
 from raysvc.training.adapting import Adapting
 from raysvc.training.evaluation import Evals, HeldBack
 from raysvc.training.export import export, tokenizer_beside, write_model
 from raysvc.training.loss_shares import LossShares
-from raysvc.training.model_name import check_model, vision_of
+from raysvc.training.model_name import vision_of
 from raysvc.training.objective import OF_A_CRITIC, objective_of
-from raysvc.training.run_folder import Checkpoint, RunFolder, StepLog
+from raysvc.training.run_folder import Checkpoint, RunFolder, StepLog, goal
 from raysvc.training.run_identity import claim, identity_of
 from raysvc.training.run_log import RunLog, cache_facts, write_summary
 from raysvc.training.stalls import StallBook
@@ -66,51 +47,27 @@ log = logging.getLogger(__name__)
 GROUP = "policy"
 
 
-def _never() -> bool:
-    return False
-
-
-def train(
-    config: str | Path | Mapping[str, Any] | JobConfig | None = None,
-    *,
-    address: str | None = None,
-    progress: Progress = silent,
-    should_stop: Callable[[], bool] = _never,
-    **overrides: Any,
+def run_job(
+    job: JobConfig,
+    folder: RunFolder,
+    checkpoint: Checkpoint | None,
+    address: str | None,
+    ray_there: Future[str] | None,
+    progress: Progress,
+    should_stop: Callable[[], bool],
+    begin: float,
 ) -> dict[str, Any]:
-    """Run a whole job; returns the summary that is also written to `<run_dir>/summary.json`.
+    """The summary of a run that goes on from `checkpoint`.
 
     Args:
-        should_stop: asked after every step; True ends the run there, with a checkpoint.
-
-    Raises:
-        UserMistake: something in the job that the user can fix.
-        StateMismatch: the folder belongs to another job, or another process trains in it.
-        WorkerFailed: a worker died; the same call resumes from the last checkpoint.
+        ray_there: Ray, which is starting; None: the checkpoint is the end of the job.
+        begin: of the command, by `time.perf_counter`.
     """
-    begin = time.perf_counter()
-    job = load_job(config, **overrides)
-    check_installed(job.trainer.report_to)
-    _check_collators(job, address)
-    _check_columns(job)
-    if job.source.follow and job.trainer.max_steps is None:
-        what = "a source that is followed has no end, so the run would have none"
-        raise ConfigError("trainer.max_steps", what, "say how many steps to train")
-    folder = RunFolder(absolute(job.run_dir))
-    if not job.trainer.resume:
-        moved = folder.set_aside()
-        if moved is not None:
-            log.warning("trainer.resume is false: the earlier run is now in %s", moved)
-    checkpoint = folder.newest()
-    complete = checkpoint is not None and checkpoint.state.get("done_for") == _goal(job)
-    if not complete:
-        check_model(job.trainer.model)
-    step = 0 if checkpoint is None else checkpoint.step
-    entry, build = (
-        entry_or_build(job, address, progress)
-        if complete
-        else _entry_beside_ray(job, address, progress, step)
-    )
+    if ray_there is None:
+        entry, build = entry_or_build(job, address, progress)
+    else:
+        step = 0 if checkpoint is None else checkpoint.step
+        entry, build = _entry_beside_ray(job, address, progress, step, ray_there)
     with building(build), folder.held():
         claim(
             folder.path,
@@ -118,7 +75,7 @@ def train(
             has_checkpoint=checkpoint is not None,
             changed=job.trainer.resume == "changed",
         )
-        if checkpoint is None or not complete:
+        if checkpoint is None or ray_there is not None:
             return _Run(job, folder, entry, build, checkpoint, progress, begin, should_stop).run(address)
         if build is not None:
             build.stop()
@@ -133,29 +90,10 @@ def train(
         return {**known, "cache": cache_facts(entry), "resumed_from": checkpoint.step}
 
 
-def _check_collators(job: JobConfig, address: str | None) -> None:
-    """A Ray of this process has as many CPUs as a job asks for, and no autoscaler: nothing else bounds them."""
-    count, cpus = job.server.collators, os.cpu_count() or 1
-    if count > cpus and starts_own(address):
-        what = f"{count} processes of one CPU each, and this machine has {cpus}"
-        raise ConfigError("server.collators", what, f"at most {cpus}, or a cluster: --address HOST:PORT")
-
-
-def _check_columns(job: JobConfig) -> None:
-    """The model reads these arrays, and the loss labels."""
-    need = ["input_ids", "position_ids", "labels"]
-    if job.plan.layout.startswith("padded"):
-        need.append("attention_mask")
-    if missing := [name for name in need if name not in job.plan.columns]:
-        what = f"lacks {', '.join(missing)}, and the trainer of raysvc needs {', '.join(need)}"
-        raise ConfigError("plan.columns", what, "add them, or leave the key out")
-
-
 def _entry_beside_ray(
-    job: JobConfig, address: str | None, progress: Progress, step: int
+    job: JobConfig, address: str | None, progress: Progress, step: int, ray_there: Future[str]
 ) -> tuple[CacheEntry, BuildBeside | None]:
-    """As `entry_or_build`; Ray starts while the entry is looked up, its first slice is made, and what the run needs is imported."""
-    ray_there = starting(address, need_cpus=cpus_held(job))
+    """As `entry_or_build`; the first slice is made, and what workers need is imported, while Ray starts."""
     try:
         found = entry_or_build(job, address, progress)
         if found[1] is not None:
@@ -167,11 +105,6 @@ def _entry_beside_ray(
         wait([ray_there])
     ray_there.result()
     return found
-
-
-def _goal(job: JobConfig) -> dict[str, Any]:
-    """What makes a finished run the one that was asked for."""
-    return {"max_steps": job.trainer.max_steps, "epochs": job.plan.epochs}
 
 
 @dataclass(frozen=True)
@@ -186,7 +119,7 @@ class _Started:
 
 @dataclass
 class _Run:
-    """One process's share of a run: from its first to its last step."""
+    """One process's share of a run."""
 
     job: JobConfig
     folder: RunFolder
@@ -368,7 +301,7 @@ class _Run:
         state = client.state_dict()
         folder = self.folder.new_checkpoint(state["frontier"])
         group.save_checkpoint(str(folder))
-        done = {"done_for": _goal(self.job)} if state["frontier"] == stop else {}
+        done = {"done_for": goal(self.job)} if state["frontier"] == stop else {}
         self.folder.publish(folder, {"data": state, **done})
         books.checkpoint(state["frontier"], folder)
         self.folder.prune(self.job.trainer.keep_checkpoints)

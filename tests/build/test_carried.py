@@ -21,7 +21,7 @@ from raysvc.collate.row_values import cells_of
 from raysvc.errors import ConfigError
 from raysvc.inspect.replay_run import replay_job, save
 from raysvc.inspect.row_view import columns_of_row, shard_pictures
-from raysvc.job.carried import bf16_of
+from raysvc.job.column_dtypes import bf16_of
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
 

@@ -15,7 +15,8 @@ from raysvc.chat.row_errors import RowFault
 from raysvc.chat.select import Kept
 from raysvc.chat.source.examples import TokensExample
 from raysvc.errors import ConfigError
-from raysvc.job.carried import BF16, CarriedColumn, bf16_of
+from raysvc.job.carried import CarriedColumn
+from raysvc.job.column_dtypes import BF16, bf16_of
 from raysvc.job.config import SourceConfig, TextSpec, TokenizerConfig
 
 CHATML = "chatml_bare"

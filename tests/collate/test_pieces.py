@@ -9,7 +9,7 @@ import pytest
 
 from raysvc.collate import shard as travelling
 from raysvc.collate.shard import CUT_BELOW, PIECE_BYTES, cut, private, read_shard
-from raysvc.job.carried import BF16
+from raysvc.job.column_dtypes import BF16
 from raysvc.job.config import PlanConfig
 
 SHAPES = [{}, {"layout": "packed", "micro_batch_tokens": 64}]

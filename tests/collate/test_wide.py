@@ -16,7 +16,7 @@ from raysvc.collate.geometry import geometry_of
 from raysvc.collate.row_values import cells_of
 from raysvc.collate.shard_bytes import ColumnBytes, bytes_by_rank
 from raysvc.collate.text_columns import of_fixed_width
-from raysvc.job.carried import BF16, bf16_of, numpy_dtype
+from raysvc.job.column_dtypes import BF16, bf16_of, numpy_dtype
 from raysvc.job.config import PlanConfig
 from raysvc.plan import Plan
 from raysvc.row_batch import RowBatch, WideRows

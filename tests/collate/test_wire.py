@@ -13,7 +13,7 @@ import pytest
 
 from raysvc.collate import read_shard
 from raysvc.errors import ConfigError
-from raysvc.job.carried import BF16
+from raysvc.job.column_dtypes import BF16
 from raysvc.job.config import PlanConfig
 
 ROOT = Path(__file__).parents[2]

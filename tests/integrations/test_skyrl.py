@@ -25,7 +25,7 @@ from raysvc.errors import ConfigError
 from raysvc.integrations.skyrl import BatchRules
 from raysvc.integrations.skyrl_rules import REDUCTIONS, THEIR_NAMES, WHOLE_ROW
 from raysvc.integrations.skyrl_tensors import BatchShard, TrainingInput, training_input
-from raysvc.job.carried import BF16, bf16_of
+from raysvc.job.column_dtypes import BF16, bf16_of
 from raysvc.job.config import PlanConfig
 from raysvc.plan import Plan
 from raysvc.plan.plan import MiniBatchPlan

@@ -18,7 +18,7 @@ from raysvc.build.serve_log import write_served
 from raysvc.collate.row_values import cells_of
 from raysvc.errors import SourceError
 from raysvc.inspect.replay_run import replay_run, save
-from raysvc.job.carried import BF16, bf16_of
+from raysvc.job.column_dtypes import BF16, bf16_of
 from raysvc.job.config import PlanConfig
 from raysvc.rl.group import Group
 from raysvc.rl.group_table import groups_of, late_table, table_of

@@ -39,7 +39,7 @@ def test_a_cluster_is_asked_for_as_many_as_are_wanted(
     tmp_path: Path, sample: dict[str, str], address: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from raysvc.job.job_file import load_job
-    from raysvc.training.train_loop import _check_collators
+    from raysvc.training.train import _check_collators
 
     monkeypatch.setattr("ray.is_initialized", lambda: address is None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

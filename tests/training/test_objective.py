@@ -80,7 +80,7 @@ def test_pairs_and_margins_give_their_losses(tmp_path: Path, sample: dict[str, s
 def test_a_run_of_pairs_or_steps_learns_to_tell_them_apart(
     ray_session: None, tmp_path: Path, sample: dict[str, str], objective: str
 ) -> None:
-    from raysvc.training.train_loop import train
+    from raysvc.training.train import train
 
     job, _ = entry_of(
         tmp_path, sample, STEPS if objective == "process" else PAIR, plan={"batch_size": 4, "epochs": 30, "layout": "packed"},

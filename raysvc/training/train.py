@@ -1,0 +1,93 @@
+"""`raysvc train`: tokenize, enrich, serve, attach, and train the built-in worker; goes on where it stopped.
+
+Always true:
+- after a kill at any moment, the same call ends with the row log and weights of a run that was never stopped;
+- what this run started (server, workers) ends with it; a server that was there before stays.
+
+A run waits longest for Ray, so this module imports little and starts it; what a run needs is imported meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from raysvc.cache.store.open import absolute
+from raysvc.cluster import starting, starts_own
+from raysvc.errors import ConfigError
+from raysvc.job.config import JobConfig, cpus_held
+from raysvc.job.job_file import load_job
+from raysvc.progress import Progress, silent
+from raysvc.trackers.known_trackers import check_installed
+from raysvc.training.model_name import check_model
+from raysvc.training.run_folder import RunFolder, goal
+
+log = logging.getLogger(__name__)
+
+
+def _never() -> bool:
+    return False
+
+
+def train(
+    config: str | Path | Mapping[str, Any] | JobConfig | None = None,
+    *,
+    address: str | None = None,
+    progress: Progress = silent,
+    should_stop: Callable[[], bool] = _never,
+    **overrides: Any,
+) -> dict[str, Any]:
+    """Run a whole job; returns the summary that is also written to `<run_dir>/summary.json`.
+
+    Args:
+        should_stop: asked after every step; True ends the run there, with a checkpoint.
+
+    Raises:
+        UserMistake: something in the job that the user can fix.
+        StateMismatch: the folder belongs to another job, or another process trains in it.
+        WorkerFailed: a worker died; the same call resumes from the last checkpoint.
+    """
+    begin = time.perf_counter()
+    job = load_job(config, **overrides)
+    check_installed(job.trainer.report_to)
+    _check_collators(job, address)
+    _check_columns(job)
+    if job.source.follow and job.trainer.max_steps is None:
+        what = "a source that is followed has no end, so the run would have none"
+        raise ConfigError("trainer.max_steps", what, "say how many steps to train")
+    folder = RunFolder(absolute(job.run_dir))
+    if not job.trainer.resume:
+        moved = folder.set_aside()
+        if moved is not None:
+            log.warning("trainer.resume is false: the earlier run is now in %s", moved)
+    checkpoint = folder.newest()
+    complete = checkpoint is not None and checkpoint.state.get("done_for") == goal(job)
+    if not complete:
+        check_model(job.trainer.model)
+    ray_there = None if complete else starting(address, need_cpus=cpus_held(job))
+
+    from raysvc.training.train_loop import run_job
+
+    return run_job(job, folder, checkpoint, address, ray_there, progress, should_stop, begin)
+
+
+def _check_collators(job: JobConfig, address: str | None) -> None:
+    """A Ray of this process has as many CPUs as a job asks for, and no autoscaler: nothing else bounds them."""
+    count, cpus = job.server.collators, os.cpu_count() or 1
+    if count > cpus and starts_own(address):
+        what = f"{count} processes of one CPU each, and this machine has {cpus}"
+        raise ConfigError("server.collators", what, f"at most {cpus}, or a cluster: --address HOST:PORT")
+
+
+def _check_columns(job: JobConfig) -> None:
+    """The model reads these arrays, and the loss labels."""
+    need = ["input_ids", "position_ids", "labels"]
+    if job.plan.layout.startswith("padded"):
+        need.append("attention_mask")
+    if missing := [name for name in need if name not in job.plan.columns]:
+        what = f"lacks {', '.join(missing)}, and the trainer of raysvc needs {', '.join(need)}"
+        raise ConfigError("plan.columns", what, "add them, or leave the key out")
