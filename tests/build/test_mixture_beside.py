@@ -85,11 +85,11 @@ class Builder:
 
     def __init__(self) -> None:
         self.dies_after = 10**9
-        self.made: list[tuple[int, int]] = []
+        self.made: list[tuple[str, int]] = []
 
     def receipts(self, makings: Sequence[Any], left: Sequence[Any]) -> Iterator[Any]:
         for number, receipt in receipts_here([making.task() for making in makings], left):
-            self.made.append((number, receipt.slice_index))
+            self.made.append((makings[number].name, receipt.slice_index))
             if len(self.made) > self.dies_after:
                 raise KeyboardInterrupt
             yield number, receipt
@@ -147,7 +147,7 @@ def test_one_that_is_there_is_used_and_only_the_others_are_built(
     assert not entry.hit
     assert entry.entry.entries[0].uri == alone.uri  # type: ignore[union-attr]
     build_now(build, job, 0)
-    assert {number for number, _ in builder.made} == {0}  # of the one that was missing
+    assert {name for name, _ in builder.made} == {"tale"}  # the one that was missing
     assert "talk: same" in entry.reason
 
 
@@ -261,7 +261,7 @@ def test_a_build_that_was_killed_goes_on_and_its_entries_are_those_of_a_build_ah
 ) -> None:
     folder = tmp_path_factory.mktemp("killed")
     beside, ahead = (load_job(mixed(folder, sample, name, name)) for name in ("beside", "ahead"))
-    made: list[tuple[int, int]] = []
+    made: list[tuple[str, int]] = []
     for death in [*deaths, 10**9]:
         builder.dies_after, builder.made = death, []
         _, build = entry_or_build(beside, None, silent)
