@@ -20,6 +20,7 @@ from raysvc.chat.tokens.added_blanks import Rule
 from raysvc.chat.tokens.align import differing_rows
 from raysvc.chat.tokens.encoder import Encoded, ReferenceEncoder
 from raysvc.chat.tokens.normal_text import NormalText
+from raysvc.chat.tokens.normalizing_encoder import makes_any
 from raysvc.chat.tokens.probe import encoders_of
 from raysvc.chat.tokens.token_rows import RowEncoder
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
@@ -128,6 +129,19 @@ def test_rows_that_differ_only_in_the_case_of_ascii_letters_are_not_normalized_a
     result = tokenizer.run([SourceRow(n, {"messages": messages(chat)}) for n, chat in enumerate(chats)])
     assert normalized == [1, 3]
     assert result.row_counts.rows_written == 4
+
+
+@given(
+    tokens=st.lists(st.text("ab<", min_size=1, max_size=4), max_size=3), text=st.text("aAbB<", max_size=12)
+)
+@example(tokens=["aba"], text="abaBa")  # one that lies over another
+@SLOW
+def test_a_token_that_lowering_makes_is_found_wherever_it_lies(tokens: list[str], text: str) -> None:
+    def places(token: str, within: str) -> list[int]:
+        return [at for at in range(len(within)) if within.startswith(token, at)]
+
+    made = any(places(token, text) != places(token, text.lower()) for token in tokens)
+    assert makes_any([token.encode() for token in tokens], text.encode(), text.lower().encode()) == made
 
 
 @given(rows=st.lists(st.tuples(st.binary(max_size=3), st.binary(max_size=3) | st.none()), max_size=6))

@@ -149,10 +149,10 @@ def differing_rows(
     there = sizes == own
     if not there.all():
         text, decoded = text[np.repeat(there, sizes)], decoded[np.repeat(there, own)]
-    wrong = decoded != text
-    if folded is not None and wrong.any():
-        wrong &= decoded != folded[text]
-    at = np.searchsorted(np.cumsum(sizes[there]), np.flatnonzero(wrong), "right")
+    wrong = np.flatnonzero(decoded != text)
+    if folded is not None:
+        wrong = wrong[decoded[wrong] != folded[text[wrong]]]
+    at = np.searchsorted(np.cumsum(sizes[there]), wrong, "right")
     there[np.flatnonzero(there)[at]] = False
     return np.flatnonzero(~there)
 

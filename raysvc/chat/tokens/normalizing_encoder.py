@@ -27,7 +27,7 @@ from raysvc.chat.tokens.code_points import replaced
 from raysvc.chat.tokens.encoder import Bytes, Encoded, Encoder, Ints64
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 
-MOST_COUNTED = 32  # added tokens that are looked for one by one
+MOST_LOOKED_FOR = 32  # added tokens that are looked for one by one
 _BEYOND_ASCII = re.compile("[^\x00-\x7f]+")
 _KNOWN = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase")
 
@@ -76,7 +76,7 @@ class NormalizingEncoder:
         self._inner, self._reference = inner, reference
         longest_first = sorted(added, key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._countable = _countable([token.encode() for token in added])
+        self._lower = _few_lower([token.encode() for token in added])
         self.name = f"{inner.name} of normalized texts"
 
     def encode(self, texts: Sequence[str]) -> Encoded:
@@ -104,12 +104,8 @@ class NormalizingEncoder:
         """Texts one after the other with their ASCII as it has to be; None where that may make other added tokens."""
         if not self._lowers:
             return whole
-        lowered = whole.lower()  # what is a token before is one after
-        if self._countable is None or any(
-            whole.count(token) != lowered.count(token) for token in self._countable
-        ):
-            return None
-        return lowered
+        lowered = whole.lower()
+        return None if self._lower is None or makes_any(self._lower, whole, lowered) else lowered
 
     def _normalized(self, text: str) -> str | None:
         """A text normalized between its added tokens; None where that makes other added tokens."""
@@ -134,14 +130,28 @@ class NormalizingEncoder:
         return "".join([*pieces, self._stretch(text[at:])])
 
 
-def _countable(tokens: list[bytes]) -> list[bytes] | None:
-    """Some tokens, if lowering leaves them as they are and their number says where they are: none begins as it ends."""
-    few = len(tokens) <= MOST_COUNTED
-    return tokens if few and not any(token != token.lower() or _overlaps(token) for token in tokens) else None
+def _few_lower(tokens: list[bytes]) -> list[bytes] | None:
+    """Tokens that lowering leaves as they are, None where it does not or they are many."""
+    few = len(tokens) <= MOST_LOOKED_FOR
+    return tokens if few and all(token == token.lower() for token in tokens) else None
 
 
-def _overlaps(token: bytes) -> bool:
-    return any(token.endswith(token[:size]) for size in range(1, len(token)))
+def makes_any(tokens: list[bytes], text: bytes, lowered: bytes) -> bool:
+    """Whether some token stands in a lowered text that was not there: a capital was where it has a letter."""
+    made = np.frombuffer(lowered, np.uint8)
+    changed = np.flatnonzero(made != np.frombuffer(text, np.uint8))
+    letters = made[changed]
+    for token in tokens:
+        for place, letter in enumerate(token):
+            starts = changed[letters == letter] - place
+            starts = starts[(starts >= 0) & (starts <= len(made) - len(token))]
+            for at, byte in enumerate(token):
+                if not len(starts):
+                    break
+                starts = starts[made[starts + at] == byte]
+            if len(starts):
+                return True
+    return False
 
 
 def _sequence(parts: list[dict[str, Any]]) -> dict[str, Any] | None:
