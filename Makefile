@@ -39,12 +39,13 @@ demo: install
 docs: dev
 	$(BIN)/mkdocs build --strict
 
-# Slow tests are in test-long: kills at full speed, autoscaling, submitted jobs, trained models.
+# Slow tests are in test-long: kills at full speed, autoscaling, submitted jobs, trained models. Property tests are in both:
+# the first tier tries an eighth of their examples (tests/conftest.py).
 test: dev
 	$(BIN)/python -m pytest -m "not slow" $(XDIST) --durations=10
 
 test-long: dev
-	$(BIN)/python -m pytest -m slow $(XDIST) --timeout=600 --durations=10
+	$(BIN)/python -m pytest -m "slow or hypothesis" $(XDIST) --timeout=600 --durations=10
 
 # Coverage of lines and branches of each package that decides, from the tests that need no Ray.
 coverage: dev

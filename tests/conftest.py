@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 # an example may take long beside other processes: a test that fails then has found nothing
 settings.register_profile("raysvc", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -53,10 +53,24 @@ Served = Callable[..., Any]
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files whose tests use Ray most begin first: a file is one process's, and a long one at the end has nothing beside it."""
+    if config.option.markexpr == "not slow":
+        _try_fewer_examples(items)
     uses = Counter(item.path for item in items if "ray_session" in getattr(item, "fixturenames", ()))
     items.sort(key=lambda item: -uses[item.path])
+
+
+def _try_fewer_examples(items: list[pytest.Item]) -> None:
+    """The first tier tries an eighth of the examples of a test, and not fewer than five; the second tier tries all.
+
+    Hypothesis has no public way to change the settings of a test that has some; `tests/project/test_tiers.py` holds this one.
+    """
+    tests = {item.function for item in items if isinstance(item, pytest.Function)}
+    for test in filter(is_hypothesis_test, tests):
+        full = test._hypothesis_internal_use_settings  # type: ignore[attr-defined]
+        few = min(full.max_examples, max(full.max_examples // 8, 5))
+        test._hypothesis_internal_use_settings = settings(full, max_examples=few)  # type: ignore[attr-defined]
 
 
 def pytest_collection_finish() -> None:
