@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +12,11 @@ from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.messages import Message
 from raysvc.chat.source.template_fit import TemplateFit
 
-from .zoo import ONLY_PARTS
+from .zoo import ONLY_PARTS, in_tiers, trl_folder
 
-trl = pytest.importorskip("trl")
-FOLDER = Path(trl.__file__).parent / "chat_templates"
+FOLDER = trl_folder()
+if FOLDER is None:
+    pytest.skip("TRL is not installed", allow_module_level=True)
 ZOO = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.jinja"))}
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 TEXTS = [
@@ -142,7 +142,7 @@ def outcome(render: Any, *row: Any) -> Any:
     return made.blocks, made.owners, made.marks
 
 
-@pytest.mark.parametrize("name", [name for name in ZOO if not name.startswith(ONLY_PARTS)])
+@pytest.mark.parametrize("name", in_tiers(name for name in ZOO if not name.startswith(ONLY_PARTS)))
 def test_hostile_rows_are_rendered_as_the_template_does(name: str) -> None:
     template = ChatTemplate(ZOO[name], VARIABLES)
     assert template.fast is not None
@@ -183,7 +183,8 @@ USUAL = ["ua", "sua", "uaua", "suauaua", "uCtaua", "suCttaua", "uR", "uRuR"]
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, text in ZOO.items() if "{%- generation" in text or "{% generation" in text]
+    "name",
+    in_tiers(name for name, text in ZOO.items() if "{%- generation" in text or "{% generation" in text),
 )
 def test_generation_spans_are_those_of_transformers(name: str) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from .conftest import byte_level, save
 from .zoo_families import FAMILIES
@@ -36,8 +39,34 @@ _ROLES = {
     "idefics3": ("<|begin_of_text|>", "<end_of_utterance>"),
     "smolvlm": ("<|im_start|>", "<end_of_utterance>"),
 }
-
-
+FIRST_TIER = {  # one template of each family
+    "cohere2_training",
+    "command_r7b",
+    "deepseek_r1_distill_training",
+    "deepseekv3",
+    "diffusion_gemma",
+    "gemma3",
+    "gemma4_v5",
+    "glm4moe",
+    "gptoss_training",
+    "granite3",
+    "idefics3",
+    "kimi_k2",
+    "lfm2_v2_training",
+    "llama2",
+    "llama3_training",
+    "llava_next",
+    "mistral_v3",
+    "muse_glimmer",
+    "nemotron_3_nano_training",
+    "olmo2",
+    "phi3_5",
+    "qwen2_5_vl",
+    "qwen3_training",
+    "qwen3_8",
+    "smollm3",
+    "smolvlm_training",
+}
 ONLY_PARTS = ("idefics3", "llava_next", "smolvlm")  # take contents apart by letters, or refuse texts
 
 
@@ -56,6 +85,11 @@ class Template:
         """Special tokens of this family."""
         found = dict.fromkeys(_TOKENS.findall(self.text + self.marked))
         return [token for token in dict.fromkeys([*self.roles, *found]) if token]
+
+
+def in_tiers(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test of these templates: one of each family is in the first tier, the others are in the second."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in FIRST_TIER)) for name in names]
 
 
 def trl_folder() -> Path | None:
