@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import raysvc
 from raysvc.errors import QuarantineExceeded, UserMistake
 
-from .families import CHATML, qwen
+from .families import CHATML, FAMILIES, qwen
 from .rows import data_url, jpeg, openai, sharegpt, write_jsonl
 from .test_media_build import build
 from .test_pixels import bomb
@@ -49,23 +50,39 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+def as_chat(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with its turns as messages."""
+    if "conversations" not in row:
+        return row
+    user, answer = (turn["value"] for turn in row["conversations"])
+    messages = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+    return {"messages": messages, "images": row["images"]}
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        pytest.param(family, name, marks=[pytest.mark.slow] * (family != "qwen2_vl"))
+        for family in sorted(FAMILIES)
+        for name in BAD
+    ],
+    indirect=["family"],
+)
 def test_a_row_with_a_bad_image_is_quarantined_with_its_reason(
     name: str, tmp_path: Path, family: Path
 ) -> None:
-    bad, reason = BAD[name]
-    if "conversations" in bad:
-        bad = {
-            "messages": [
-                {"role": "user", "content": bad["conversations"][0]["value"]},
-                {"role": "assistant", "content": bad["conversations"][1]["value"]},
-            ],
-            "images": bad["images"],
-        }
+    bad, reason = as_chat(BAD[name][0]), BAD[name][1]
     entry = build(tmp_path, family, [GOOD, bad, GOOD])
     assert entry.report["row_counts"]["quarantined"] == {reason: 1}
     assert [entry.row(row)["source_row"] for row in range(entry.num_rows)] == [0, 2]
     assert entry.report["examples"][0]["source_row"] == 1
+
+
+def test_bad_images_side_by_side_are_quarantined_each_with_its_reason(tmp_path: Path, family: Path) -> None:
+    rows = [each for bad, _ in BAD.values() for each in (GOOD, as_chat(bad))]
+    entry = build(tmp_path, family, rows)
+    assert entry.report["row_counts"]["quarantined"] == Counter(reason for _, reason in BAD.values())
+    assert [entry.row(row)["source_row"] for row in range(entry.num_rows)] == list(range(0, len(rows), 2))
 
 
 def test_a_size_that_the_processor_refuses_is_quarantined(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,24 @@ WINDOWED = {
 }  # of one slice: rows keep their numbers
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "llava", "qwen2_audio", "qwen2_vl_videos"])
+SERVED = ["qwen2_vl", "llava", "qwen2_audio", "qwen2_vl_videos"]
+
+
+def in_layouts(layouts: Iterable[str]) -> pytest.MarkDecorator:
+    """Every family in each of the layouts; the first tier has one family in all of them, and the others packed."""
+    pairs = [(name, layout) for name in SERVED for layout in sorted(layouts)]
+    first = [name == SERVED[0] or layout == "packed" for name, layout in pairs]
+    return pytest.mark.parametrize(
+        ("served", "layout"),
+        [
+            pytest.param(*pair, marks=[pytest.mark.slow] * (not quick))
+            for pair, quick in zip(pairs, first, strict=True)
+        ],
+        indirect=["served"],
+    )
+
+
+@pytest.fixture(scope="module", params=SERVED)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(processor folder, rows, uri of their entry)."""
     folder = ALL_FAMILIES[request.param](tmp_path_factory.mktemp(request.param))
@@ -73,7 +90,7 @@ def arrays_of(folder: Path, row: dict[str, Any]) -> dict[str, np.ndarray]:
     return {name: made[name] for name in ARRAYS if name in made}
 
 
-@pytest.mark.parametrize("layout", sorted(WINDOWED))
+@in_layouts(WINDOWED)
 def test_each_row_has_the_arrays_of_the_processor_in_shards_and_micro_batches(
     served: Any, layout: str
 ) -> None:
@@ -105,7 +122,7 @@ def test_each_row_has_the_arrays_of_the_processor_in_shards_and_micro_batches(
     assert sorted(seen) == list(range(7))
 
 
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@in_layouts(LAYOUTS)
 def test_parts_made_one_by_one_are_those_made_together(served: Any, layout: str) -> None:
     roles = (Role(2), Role(3, ("input_ids", "labels", "media")), Role(1, ("input_ids",)))
     info, together = stream(served, layout, mini_batch_size=4).make(0, roles)

@@ -27,10 +27,15 @@ pytestmark = pytest.mark.ray
 IMAGES = ["qwen2_vl", "llava", "llava_next", "idefics3", "smolvlm", "qwen3_vl", "internvl"]
 ENCODERS = ("visual", "vision_tower", "vision_model", "audio_tower")
 TRAINED = [*IMAGES, "qwen2_audio", "qwen2_5_omni", "qwen2_vl_videos", "qwen2_5_vl_videos"]
+# the second tier has the others: each is read as one of these is
+FIRST_TIER = ["qwen2_vl", "llava_next", "idefics3", "qwen3_vl", "qwen2_audio", "qwen2_vl_videos"]
 EXACT = 3e-7  # loss weights and pixels travel as float32
 
 
-@pytest.fixture(scope="module", params=TRAINED)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] * (name not in FIRST_TIER)) for name in TRAINED],
+)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(model folder, rows, uri of their entry)."""
     folder = model_folder(request.param, tmp_path_factory.mktemp(request.param))

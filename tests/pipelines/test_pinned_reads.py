@@ -452,11 +452,11 @@ def test_slices_of_a_remote_file_read_their_own_ranges_and_keep_no_copy(tmp_path
     www = tmp_path / "www"
     www.mkdir()
     rng = np.random.default_rng(0)
-    texts = [rng.bytes(2000).hex() for _ in range(8000)]
+    texts = [rng.bytes(2000).hex() for _ in range(4000)]
     path = www / f"rows.{kind}"
     if kind == "parquet":
         table = pa.table({"text": texts})
-        pq.write_table(table, path, row_group_size=500, compression="none", use_dictionary=False)
+        pq.write_table(table, path, row_group_size=250, compression="none", use_dictionary=False)
     elif kind == "tar":
         with tarfile.open(path, "w") as tar:
             for number, text in enumerate(texts):
@@ -468,7 +468,7 @@ def test_slices_of_a_remote_file_read_their_own_ranges_and_keep_no_copy(tmp_path
         path.write_bytes(lines(texts))
     server = WebServer(handler_of(www, ranges=True, stamped=True))
     try:
-        source = look(f"{server.url}/rows.{kind}", 5_000_000)
+        source = look(f"{server.url}/rows.{kind}", 2_500_000)
         assert len(source.slices) >= 5
         size, asked, found = path.stat().st_size, 0, []
         for piece in source.slices:
