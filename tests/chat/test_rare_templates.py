@@ -115,7 +115,26 @@ END_BY_USER = """\
 {%- elif message.role == 'tool' %}{{ '[' + message.content }}
 {%- else %}{{ '<|assistant_end|>' if ns.open }}{% set ns.open = false %}{{ '<|user|>' + message.content + '<|user_end|>' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ ']' if messages[-1].role == 'tool' }}{{ '<|assistant|>' }}{% endif %}"""
+BY_PLACE = f"""\
+{SYSTEM}
+{{%- set ns = namespace(asked=0) %}}
+{{%- for message in messages %}}{{% if message.role == 'user' %}}{{% set ns.asked = loop.index0 %}}{{% endif %}}{{% endfor %}}
+{{%- for n in range(messages | length) %}}{{% set message = messages[n] %}}
+{{{{- '<|im_start|>' + message.role + '\\n' }}}}
+{{%- if message.role == 'assistant' %}}[[{{{{ 'Hm: ' if n > ns.asked }}}}{{{{ message.content }}}}
+    {{%- for place in range((message.tool_calls or []) | length) %}}{{% set call = message.tool_calls[place] %}}
+    {{{{- call.function.name + (call.function.arguments | tojson if call.function.arguments is mapping else call.function.arguments) }}}}{{% endfor %}}{{{{ '<|im_end|>' }}}}]]
+{{%- else %}}{{{{ message.content + '<|im_end|>' }}}}{{% endif %}}{{{{ '\\n' }}}}{{% endfor %}}
+{{%- if add_generation_prompt %}}{{{{ '<|im_start|>assistant\\n' }}}}{{% endif %}}"""
+BLANKS_DIFFER = f"""\
+{SYSTEM}
+{{%- for message in messages %}}{{{{ '  \\n<|im_start|> ' + message.role + '\\n' }}}}
+{{%- if message.role == 'assistant' %}}{{{{ '  ' if message.tool_calls }}}}{{{{ '\\n<think></think>' }}}}[[{{{{ message.content }}}}{CALLS}{{{{- '<|im_end|>' }}}}]]
+{{%- else %}}{{{{ message.content + '<|im_end|>' }}}}{{% endif %}}{{% endfor %}}
+{{%- if add_generation_prompt %}}{{{{ ' <|im_start|>assistant\\n\\n<think> </think>' }}}}{{% endif %}}"""
 RARE = {
+    "messages are taken by their places, and change with those behind them": BY_PLACE,
+    "the prompt has other blanks than the header of a turn": BLANKS_DIFFER,
     "blanks stand before a header": BLANKS_BEFORE,
     "results stand in the block of their calls": RESULTS_INSIDE,
     "the last turn is written behind the loop": LAST_OUTSIDE,
@@ -182,3 +201,29 @@ def test_a_template_that_shows_no_answer_gives_it_no_block(text: str) -> None:
     render = ChatTemplate(text, {}).render([say(U, "t0"), say(A, "t1"), say(U, "t2"), say(A, "t3")], None)
     assert not {1, 3} & set(render.owners)
     assert render.text == ("t0t2" if text else "")
+
+
+TURN = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+ASKS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+QUESTION = "{{ '<|im_start|>user\\n' + messages[n - 1].content + '<|im_end|>\\n' }}"
+MIXED = {
+    "pairs": "{% for m in messages %}{% if m.role == 'assistant' %}{% set n = loop.index0 %}"
+    f"{QUESTION}{TURN}{{% endif %}}{{% endfor %}}{ASKS}",
+    "pairs by their places": "{% for n in range(messages | length) %}{% set m = messages[n] %}"
+    f"{{% if m.role == 'assistant' %}}{QUESTION}{TURN}{{% endif %}}{{% endfor %}}{ASKS}",
+    "it repeats the question": "{% for m in messages %}{% set n = loop.index0 %}"
+    "{{ '<|im_start|>' + m.role + '\\n' + (messages[n - 1].content if n > 1 and m.role == 'assistant' else '') }}"
+    f"{{{{ m.content + '<|im_end|>\\n' }}}}{{% endfor %}}{ASKS}",
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_template_that_writes_a_question_into_the_answer_is_refused_however_short_it_is(
+    name: str, tmp_path: Path
+) -> None:
+    template = Template(name, MIXED[name], "", ("<s>", "<|im_end|>"))
+    tokenizer = tokenizers_of(template, tmp_path)[MODES[0]]
+    row = {"messages": [say(U, "q"), say(A, "r"), say(U, "s"), say(A, "t")]}
+    result = tokenizer.run([SourceRow(0, row)])
+    assert result.table.num_rows == 0
+    assert "writes other messages into an assistant's turn" in str(result.examples[0])

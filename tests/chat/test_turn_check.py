@@ -361,3 +361,27 @@ def test_brackets_are_not_tried_one_by_one_where_they_are_nested_too_deep(monkey
     said = {"code": "[" * 30_000}
     verify_turn(f"f code: {said['code']}", calling(said), (), ())
     assert len(tried) < 10
+
+
+@pytest.mark.parametrize(
+    ("content", "fine"),
+    [
+        ("<think>\nmaybe\n</think>\n\n", True),
+        ("maybe\n</think>", True),  # the prompt wrote the beginning
+        ("<think>maybe</think> I look", False),
+        ("<think>maybe</think><think>not</think>", False),
+        ("<think>maybe", False),
+    ],
+)
+def test_a_content_that_only_thinks_may_be_stripped_beside_calls(content: str, fine: bool) -> None:
+    stretch, tags = 'call f with {"a": 1}', ("<think>", "</think>")
+    calls = [{"function": {"name": "f", "arguments": {"a": 1}}}]
+    message = {"role": "assistant", "content": content}
+    with pytest.raises(RowFault, match="does not hold its message"):
+        verify_turn(stretch, message, tags, ())
+    if fine:
+        verify_turn(stretch, {**message, "tool_calls": calls}, tags, ())
+        assert removed_reasoning([message], stretch) == 1
+    else:
+        with pytest.raises(RowFault, match="does not hold its message"):
+            verify_turn(stretch, {**message, "tool_calls": calls}, tags, ())

@@ -25,9 +25,9 @@ TOKENS = (
     "<|y|>",
 )
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-QUOTES = (  # each answer quotes the first message
+QUOTES = (  # each answer quotes the first message, but not in conversations as long as the probe
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
-    "{{ ' (' + messages[0].content + ')' if m.role == 'assistant' and loop.length > 2 }}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{{ ' (' + messages[0].content + ')' if m.role == 'assistant' and loop.length not in (2, 4) }}{{ '<|im_end|>\\n' }}{% endfor %}"
     + PROMPT
 )
 PLAIN = (

@@ -8,7 +8,7 @@ Always true:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import lru_cache
 from types import CodeType
@@ -81,6 +81,11 @@ class CompiledTemplate:
     def loops_around(self, line: int) -> tuple[int, ...]:
         """Lines of the `for` statements that a line is inside of, outermost first."""
         return self._source.loops_around(line)
+
+    def set_in(self, line: int, variables: Mapping[str, Any]) -> list[Any]:
+        """Values of the variables that were set in the body of the `for` on a line."""
+        levels = tuple(target[: target.index("_", 2) + 1] for target in self.targets(line))
+        return [value for name, value in variables.items() if name.startswith(levels)]
 
 
 class _Source:

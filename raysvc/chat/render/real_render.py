@@ -2,7 +2,8 @@
 
 Always true:
 - what the template raises comes out as `RowFault`;
-- text belongs to the message of the innermost loop over messages that the writing line stands in, or to nobody.
+- text belongs to the message of the innermost loop over messages that the writing line stands in, or to nobody;
+- outside of those, in loops over numbers whose bodies set one variable to a message, it belongs to that message; with two, to nobody.
 """
 
 from __future__ import annotations
@@ -59,12 +60,15 @@ class RealRender:
         return render_of(written, messages)
 
     def _owner(self, frame: FrameType, places: set[int]) -> Any:
+        seen, taken = frame.f_locals, []
         for line in reversed(self._compiled.loops_around(frame.f_lineno)):
             for target in self._compiled.targets(line):
-                value = frame.f_locals.get(target)
+                value = seen.get(target)
                 if id(value) in places:
                     return value
-        return None
+                if type(value) is int:
+                    taken += [each for each in self._compiled.set_in(line, seen) if id(each) in places]
+        return taken[0] if len(taken) == 1 else None
 
 
 class _Generated(str):

@@ -66,15 +66,24 @@ class TokenTexts:
         )
 
     def repeated(self, prompt: str, text: str, begin: int) -> int:
-        """Characters of the prompt that stand at `begin`, in whole pieces; none when they are blank."""
+        """Characters from `begin` on that say as much of the prompt as is there, in whole pieces and whatever the blanks; none when they are blank."""
         if prompt and text.startswith(prompt, begin):
             return len(prompt) if prompt.strip() else 0
-        at = 0
-        for piece in self._piece.finditer(prompt):
-            word = piece.group()
-            behind = text[begin + piece.end() : begin + piece.end() + 1]
-            split = word[-1:].isalnum() and behind.isalnum()
-            if not text.startswith(word, begin + at) or split:
+        at = begin
+        for word in self._piece.findall(prompt):
+            if word.isspace():
+                at += len(word) * text.startswith(word, at)
+                continue
+            start = at if text.startswith(word, at) else behind_blanks(text, at)
+            end = start + len(word)
+            if not text.startswith(word, start) or (word[-1].isalnum() and text[end : end + 1].isalnum()):
                 break
-            at = piece.end()
-        return at if prompt[:at].strip() else 0
+            at = end
+        return at - begin if text[begin:at].strip() else 0
+
+
+def behind_blanks(text: str, at: int) -> int:
+    """Where the first character that is no blank stands, from `at` on."""
+    while text[at : at + 1].isspace():
+        at += 1
+    return at

@@ -6,6 +6,7 @@ from raysvc.chat.source.messages import Message
 from raysvc.chat.source.template_fit import PROBE_TOOL
 
 QUIET = "Seven quiet words that nobody ever writes"
+ASKED = "Five odd words nobody asks"
 
 
 def say(role: str, content: str, **fields: object) -> Message:
@@ -18,7 +19,7 @@ _TEXT_CALL = {"type": "function", "id": "callid001", "function": {"name": "f", "
 _RESULT = say("tool", "c", name="f", tool_call_id="callid001")
 _THOUGHT = {"reasoning_content": "c d", "thinking": "c d", "reasoning": "c d"}
 PROBES: list[tuple[list[Message], list[object] | None]] = [
-    ([say("user", "a"), say("assistant", "b"), say("user", "c"), say("assistant", "d")], None),
+    ([say("user", ASKED), say("assistant", "b"), say("user", ASKED[::-1]), say("assistant", "d")], None),
     ([say("user", "a"), say("assistant", "b", **_THOUGHT)], None),
     ([say("user", "a"), say("assistant", "", tool_calls=[_CALL]), _RESULT], [PROBE_TOOL]),
     ([say("user", "a"), say("assistant", "", tool_calls=[_CALL], **_THOUGHT), _RESULT], [PROBE_TOOL]),

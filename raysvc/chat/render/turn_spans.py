@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from raysvc.chat.render.rendered import Extent, Render, extents_of, marks_within
 from raysvc.chat.render.template import ChatTemplate
-from raysvc.chat.render.token_texts import TokenTexts
+from raysvc.chat.render.token_texts import TokenTexts, behind_blanks
 from raysvc.chat.render.turn_check import all_said, is_empty, tags_of, texts_of, unescaped, verify_turn
 from raysvc.chat.render.turn_probes import PROBES, QUIET, say
 from raysvc.chat.row_errors import RowDropped, RowFault
@@ -85,6 +85,7 @@ class TurnFinder:
         self._tokens = TokenTexts(added_tokens, self._bos, self._eos)
         self._prompts: dict[tuple[str, bool, bool], str | None] = {}
         self.inner_tokens: frozenset[str] = frozenset()
+        self._mixes = False  # messages of others into a turn
         with template.only_asked():
             self._middle, self._last = self._frames()
             self._frames_known = self._middle is not None or self._last is not None
@@ -123,9 +124,14 @@ class TurnFinder:
         plain = self._plain(render, example, place)
         if plain is not None:
             return [plain]
-        text, found = render.text, self._found(render, example, place)
-        self.verify("".join(text[span.start : span.end] for span in found), example.messages[place])
-        self._check_foreign(text, found, example, place)
+        if self._mixes:
+            raise RowFault("the template writes other messages into an assistant's turn")
+        found = self._found(render, example, place)
+        stretch = "".join(render.text[span.start : span.end] for span in found)
+        self.verify(stretch, example.messages[place])
+        foreign = self._foreign(stretch, example, place)
+        if foreign:
+            raise RowFault("a trained turn holds text of another message", repr(foreign[:60]))
         return found
 
     def verify(self, stretch: str, message: Message) -> None:
@@ -190,10 +196,9 @@ class TurnFinder:
         prompt = self._prompt(render, example, place, begin)
         if not place and prompt:  # the first block may begin with what the template writes before any message
             begin = self._tokens.place_of(prompt, text, begin, extents_of(render, place)[0][1])
-        for at in (begin, _behind_blanks(text, begin)):
-            repeated = self._tokens.repeated(prompt or "", text, at)
-            if repeated:
-                return at + repeated
+        repeated = self._tokens.repeated(prompt or "", text, begin)
+        if repeated:
+            return begin + repeated
         if self._is_open(text, begin):
             return begin
         heads = [frame.head for frame in (self._middle, self._last) if frame and frame.head]
@@ -269,7 +274,7 @@ class TurnFinder:
         """Rule 4."""
         if text[end:block_end].strip():
             return end
-        token = self._tokens.one.match(text, _behind_blanks(text, block_end))
+        token = self._tokens.one.match(text, behind_blanks(text, block_end))
         if token is None:
             return end
         if self._stops:
@@ -305,13 +310,9 @@ class TurnFinder:
         if self._tokens.one.sub("", text).strip():
             raise RowFault("the template writes a text behind the results of its calls", repr(text[:60]))
 
-    def _check_foreign(self, text: str, found: list[TurnSpan], example: ChatExample, place: int) -> None:
-        """Nothing that another message says is trained, unless this one says it too.
-
-        Raises:
-            RowFault: it is.
-        """
-        stretch = "".join(text[span.start : span.end] for span in found)
+    @staticmethod
+    def _foreign(stretch: str, example: ChatExample, place: int) -> str:
+        """What another message says and the trained text of this one holds, unless this one says it too; empty without."""
         for other, message in enumerate(example.messages):
             if abs(other - place) > 8 or other == place:
                 continue
@@ -320,7 +321,8 @@ class TurnFinder:
                 if len(words) < 12 or words not in stretch:
                     continue
                 if unescaped(words) not in all_said(example.messages[place]):
-                    raise RowFault("a trained turn holds text of another message", repr(words[:60]))
+                    return words
+        return ""
 
     def _prompt(self, render: Render, example: ChatExample, place: int, begin: int) -> str | None:
         """What the generation prompt adds before a message, asked once for each kind of message before it.
@@ -422,7 +424,9 @@ class TurnFinder:
                     spans = self._found(render, example, place)
                 except RowFault:
                     continue
-                tokens = self._tokens.one.findall("".join(render.text[s.start : s.end] for s in spans))
+                stretch = "".join(render.text[s.start : s.end] for s in spans)
+                self._mixes |= tools is None and bool(self._foreign(stretch, example, place))
+                tokens = self._tokens.one.findall(stretch)
                 ends += tokens[-1:]
                 inner |= set(tokens[:-1])
         heads = [
@@ -433,12 +437,6 @@ class TurnFinder:
         ]
         controls = tuple(t for t in dict.fromkeys([*heads, *eots, *ends]) if t not in self._tags)
         return controls, frozenset(inner)
-
-
-def _behind_blanks(text: str, at: int) -> int:
-    while text[at : at + 1].isspace():
-        at += 1
-    return at
 
 
 def common_prefix(left: str, right: str) -> int:

@@ -113,23 +113,33 @@ class Trace:
             raise Untraceable(f"a {kind.__name__} went where it cannot be followed")
         return self._automaton.constant(value)
 
-    def write(self, piece: Any, line: int) -> None:
-        """Note what the root wrote on a line: text, or whether a `{% generation %}` begins or ends."""
+    def write(self, piece: Any, frame: FrameType) -> None:
+        """Note what the root's frame writes: text, or whether a `{% generation %}` begins or ends."""
         if piece is True:
-            self._generations.append(self._owner(line))
+            self._generations.append(self._owner(frame))
         elif piece is False:
             self._generations.pop()
         else:
             generated = bool(self._generations)
-            owner = self._generations[0] if generated else self._owner(line)
+            owner = self._generations[0] if generated else self._owner(frame)
             self.fills_in &= needs_of(piece) not in (Needs.MESSAGES, Needs.WORDS)
             self._written.append((generated, self.code(owner), self.code(piece)))
 
-    def _owner(self, line: int) -> Traced | None:
-        """The message for whom the root writes on a line: that of the innermost loop over messages around it."""
-        around = [self._loops[each] for each in self._compiled.loops_around(line) if each in self._loops]
-        items = [loop.item for loop in around if loop.items.of_messages]
-        return items[-1] if items else None
+    def _owner(self, frame: FrameType) -> Traced | None:
+        """The message for whom the root writes, as the real render says."""
+        taken: list[Traced] = []
+        places = {id(message) for message in self._row["messages"]}
+        for line in reversed(self._compiled.loops_around(frame.f_lineno)):
+            loop = self._loops.get(line)
+            if loop is None or loop.item is None:
+                continue
+            item: Traced = loop.item
+            if type(item.value) is dict and loop.items.of_messages:
+                return item
+            if type(item.value) is int:
+                inside = self._compiled.set_in(line, frame.f_locals)
+                taken += [each for each in inside if type(each) is Traced and id(each.value) in places]
+        return taken[0] if len(taken) == 1 else None
 
     def step(self, loop: TracedLoop, frame: FrameType) -> None:
         """A loop takes a step: in the root a stretch ends here, when the loops around are traced too."""

@@ -81,7 +81,7 @@ class TracingTemplate:
         context = self._compiled.context({**self._variables, **given, "add_generation_prompt": prompt})
         root = self._compiled.root(context)
         for piece in root:
-            trace.write(piece, root.gi_frame.f_lineno)
+            trace.write(piece, root.gi_frame)
         trace.close(None, [])
         return trace
 
