@@ -227,3 +227,17 @@ def test_a_template_that_writes_a_question_into_the_answer_is_refused_however_sh
     result = tokenizer.run([SourceRow(0, row)])
     assert result.table.num_rows == 0
     assert "writes other messages into an assistant's turn" in str(result.examples[0])
+
+
+@pytest.mark.parametrize("names", ["m following", "following m"])
+def test_a_loop_over_numbers_that_takes_two_messages_gives_neither_its_text(names: str) -> None:
+    first, second = names.split()
+    taken = {"m": "messages[n]", "following": "messages[[n + 1, messages | length - 1] | min]"}
+    text = f"{{% for n in range(messages | length) %}}{{% set {first} = {taken[first]} %}}{{% set {second} = {taken[second]} %}}"
+    template = ChatTemplate(text + TURN + "{% endfor %}", {})
+    messages = [say(U, "one"), say(A, "two"), say(U, "three")]
+    render = template.render_really(messages, None, False)
+    assert render.text.count("<|im_start|>") == 3
+    assert render.owners == [NOBODY]
+    assert template.fast is not None
+    assert template.fast.render(messages, None, False) == render
