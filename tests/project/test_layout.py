@@ -10,10 +10,13 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 import raysvc
 
@@ -220,3 +223,20 @@ def test_every_public_name_is_there() -> None:
         assert getattr(raysvc, name) is not None
     with pytest.raises(AttributeError, match="public names are"):
         _ = raysvc.nonsense  # type: ignore[attr-defined]
+
+
+def test_the_pinned_versions_install_with_the_first_release_of_every_python() -> None:
+    """With one that does not, pip's resolver tries other versions for hours and says nothing."""
+    pins = dict(re.findall(r"^([\w.-]+)==([\w.+!-]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    pinned = {canonicalize_name(name): version for name, version in pins.items()}
+    project = (ROOT / "pyproject.toml").read_text()
+    pythons = [f"{version}.0" for version in re.findall(r"Python :: (3\.\d+)", project)]
+    assert pythons
+    looked_at, refused = 0, []
+    for found in distributions():
+        if pinned.get(canonicalize_name(found.name)) == found.version:
+            takes = SpecifierSet(found.metadata.get("Requires-Python") or "")
+            looked_at += 1
+            refused += [f"{found.name} {takes}" for python in pythons if not takes.contains(python)]
+    assert looked_at > 100  # of the pins
+    assert not refused
