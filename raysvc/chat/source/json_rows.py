@@ -106,7 +106,8 @@ def json_rows(data: bytes, first_row: int) -> Iterator[SourceRow]:
         except (ValueError, RecursionError):
             values = []
         if {*map(type, values)} == {dict}:
-            yield from map(SourceRow, count(number), values, repeat(None), some)
+            fields = zip(count(number), values, repeat(None), some, repeat(False))
+            yield from map(SourceRow._make, fields)
         else:
             for place, line in enumerate(some):
                 yield from _json_row(line.removesuffix(b"\n"), number + place)
