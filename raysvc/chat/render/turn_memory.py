@@ -36,7 +36,7 @@ _FOLLOWING = 3  # where a key holds it
 class _Turn(NamedTuple):
     """Literals around what is said, where the span begins, and how far before the block's end it ends.
 
-    `alone`: whether no other message can have a part in it: only a header stands before its text, and a token behind it.
+    `alone`: whether no other message can have a part in it: only a header stands before its text, and only tokens behind it.
     """
 
     literals: tuple[str, ...]
@@ -181,11 +181,11 @@ class TurnMemory:
         if literals is None or len(self._known) >= MAX_KINDS:
             return
         (start, end), first, last = span, literals[0], literals[-1]
-        tail = text[len(text) - len(last) : end].lstrip()
+        tail = text[len(text) - len(last) : end]
         opens = (not header or header.strip()) and first.startswith(header) and start <= len(first)
         whole = not any(literal[-1:] in self._firsts for literal in literals[:-1])
         if opens and whole and end <= len(text):
-            alone = len(said) == 1 and not first[start:].strip() and tail[:2] in self._openings
+            alone = len(said) == 1 and not first[start:].strip() and self._finder.is_end(tail)
             turn = self._known[key] = _Turn(literals, start, len(text) - end, alone)
             if alone and key[_FOLLOWING] is None:
                 self._alone[key[:_FOLLOWING]] = turn

@@ -100,6 +100,10 @@ class TurnFinder:
         """Whether a turn that is not the last ends inside its own block, and no marks say where."""
         return self._writes_end and not self._template.marks_generation
 
+    def is_end(self, text: str) -> bool:
+        """Whether a text is added tokens and the blanks around them, and nothing else."""
+        return self._tokens.run.fullmatch(text) is not None
+
     def spans(self, render: Render, example: ChatExample) -> list[TurnSpan]:
         """Spans of the trained messages of one row, in order.
 
