@@ -148,7 +148,7 @@ class TurnMemory:
         if known is not None and is_known and (known.alone or not row.meets_others(place, text)):
             return [TurnSpan(start + known.start, start + len(text) - known.left, True)]
         found = self._finder.turn(row.render, example, place)
-        if not is_known and len(found) == 1 and found[0].closed and not row.meets_others(place, text):
+        if len(found) == 1 and found[0].closed and not row.meets_others(place, text):
             header = self._finder.header(row.render, example, place)
             self._keep(key, text, said, (found[0].start - start, found[0].end - start), header)
         return found
@@ -182,7 +182,7 @@ class TurnMemory:
             return
         (start, end), first, last = span, literals[0], literals[-1]
         tail = text[len(text) - len(last) : end]
-        opens = (not header or header.strip()) and first.startswith(header) and start <= len(first)
+        opens = (not header or header.strip()) and first.startswith(header)
         whole = not any(literal[-1:] in self._firsts for literal in literals[:-1])
         if opens and whole and end <= len(text):
             alone = len(said) == 1 and not first[start:].strip() and self._finder.is_end(tail)
@@ -200,7 +200,6 @@ def _key(example: ChatExample, place: int, pieces: int, following: str | None) -
         not before.get("tool_calls"),
         example.tools is None,
         following,
-        not messages[place].get("content"),
         pieces,
     )
 
