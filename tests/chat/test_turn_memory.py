@@ -114,12 +114,12 @@ def test_turns_that_are_built_alike_are_found_once(
     assert len(found) == 1
 
 
-def calling(place: str, echo: str) -> ChatExample:
+def calling(place: str, echo: str, says: str = "") -> ChatExample:
     function = {"name": "f", "arguments": {"city": place}}
     call = {"type": "function", "function": function}
     messages = [
         {"role": "user", "content": "where?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": says, "tool_calls": [call]},
         {"role": "tool", "content": echo},
         {"role": "assistant", "content": "there"},
     ]
@@ -216,8 +216,8 @@ def test_calls_that_are_built_alike_are_found_once(
     memory, found = TurnMemory(finder), []
     real = finder.turn
     monkeypatch.setattr(finder, "turn", lambda *args: found.append(args[2]) or real(*args))
-    for number, place in enumerate(("Oslo", "Bergen", "Rome")):
-        example = calling(place, f"result {number}")
+    for place, result in (("Oslo", "so"), ("Bergen", ""), ("Rome", "and so")):
+        example = calling(place, result, f"I look at {place}.")
         memory.spans(template.render(example.messages, example.tools), example)
     assert found in (
         [1, 3],
