@@ -139,6 +139,10 @@ USUAL = "'<|im_start|>assistant\\n'"
 OTHER = f"('<|x|>bot\\n' if before == 'system' else {USUAL})"
 FOUR = [say((U, A)[n % 2], f"t{n}") for n in range(4)]
 ANSWERS = ["t1<|im_end|>", "t3<|im_end|>"]
+ENDS_BEFORE = chatml(  # the prompt ends the turn before, too, and the header's token also stands in a turn
+    f"('' if before == 'system' else '<|im_end|>') ~ {USUAL} ~ (m.reasoning_content ~ {USUAL} if m.reasoning_content else '')",
+    prompt="{% if add_generation_prompt %}{{ '<|im_end|><|im_start|>assistant\\n' }}{% endif %}",
+)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +153,9 @@ ANSWERS = ["t1<|im_end|>", "t3<|im_end|>"]
         chatml(OTHER, prompt="{% if add_generation_prompt %}{{ raise_exception('never') }}{% endif %}"),
         "{{ 'asked' if add_generation_prompt else 'said' }}" + chatml(OTHER, prompt=""),
         chatml(OTHER).replace("<|im_start|>", "### ").replace("<|x|>", "::: "),  # headers without a token
-        chatml(  # the prompt ends the turn before, too, and the header's token also stands in a turn
-            f"('' if before == 'system' else '<|im_end|>') ~ {USUAL} ~ (m.reasoning_content ~ {USUAL} if m.reasoning_content else '')",
-            prompt="{% if add_generation_prompt %}{{ '<|im_end|><|im_start|>assistant\\n' }}{% endif %}",
-        ),
+        ENDS_BEFORE,
+        "<s>" + ENDS_BEFORE,
+        ENDS_BEFORE.replace("{% if add_generation_prompt %}", "{% if false %}"),
     ],
 )
 def test_a_header_that_is_not_known_is_refused_and_never_trained(text: str) -> None:

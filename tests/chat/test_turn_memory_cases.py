@@ -113,6 +113,7 @@ OPENS_BY_ROLE = "('<|x|>' if m.role == 'system' else '<|im_start|>')"
 SHOWN_AGAIN = f"{{% for m in messages if m.content == 'again' %}}{{{{ {TEXT} }}}}{{% endfor %}}"
 BOT = "('\\n' if before == 'tool' else '\\n<|y|>' if not loop.last else '\\nBot: ')"
 BOT_PROMPT = "('\\n' if before == 'tool' else '\\n<|y|>')"
+NO_BOT, NO_BOT_PROMPT = (header.replace("\\n", "") for header in (BOT, BOT_PROMPT))
 NO_PROMPT = "''"
 
 
@@ -258,6 +259,11 @@ CASES = {
     ),
     "a header of a blank, and a text that goes on as another header": Case(
         chatml(f"{BOT} ~ m.content ~ {END}", BOT_PROMPT),
+        (after_result("one"), after_result("Bot: two")),
+        refused=LOST,
+    ),
+    "no header, and a text that goes on as another header": Case(
+        chatml(f"{NO_BOT} ~ m.content ~ {END}", NO_BOT_PROMPT),
         (after_result("one"), after_result("Bot: two")),
         refused=LOST,
     ),
