@@ -429,7 +429,7 @@ class TurnFinder:
                 except RowFault:
                     continue
                 stretch = "".join(render.text[s.start : s.end] for s in spans)
-                self._mixes |= tools is None and bool(self._foreign(stretch, example, place))
+                self._mixes |= bool(self._foreign(stretch, example, place))
                 tokens = self._tokens.one.findall(stretch)
                 ends += tokens[-1:]
                 inner |= set(tokens[:-1])
