@@ -144,6 +144,15 @@ CASES = {
     "marks of a turn that misses its end": Case(
         marked(USUAL, behind="'' if before == 'system' else '<|im_end|>\\n'"), BEHIND_SYSTEM, 2, "t1"
     ),
+    "a mark of a header with more blanks than the prompt": Case(
+        marked("''", behind="'\\n'").replace(
+            "{% generation %}",
+            "{% generation %}{{ '<|im_start|>assistant\\n\\n' }}{% endgeneration %}{{ '<|x|>' }}{% generation %}",
+        ),
+        FOUR,
+        1,
+        "t1",
+    ),
     "marks where no turn has an end": Case(marked(USUAL, behind="''"), FOUR, 1, "t1"),
     "an end of sequence behind marks": Case(
         marked(USUAL, prompt=PROMPT + unless_asked("</s>")), FOUR, 3, "t3<|im_end|>\n</s>"
@@ -218,6 +227,20 @@ REFUSED = {
         BEHIND_SYSTEM,
         2,
         "holds a control token",
+    ),
+    "every text is shown twice": (
+        chatml(USUAL, behind="{{ '' if add_generation_prompt else '|' }}" + SHOWN_TWICE),
+        FOUR,
+        1,
+        "where an assistant's turn begins",
+    ),
+    "a text behind results that begins as they do": (
+        with_results("true", "'<|x|>' ~ r.content")
+        .replace(" ~ '<|im_end|>' }}", " }}")
+        .replace("{% else %}", "{{ '<<|im_end|>' }}{% else %}"),
+        CALLED,
+        1,
+        "behind the results",
     ),
     "a header alone": (
         chatml(USUAL, end="").replace(
