@@ -79,6 +79,8 @@ class SourceConfig(Section):
     @field_validator("path", mode="before")
     @classmethod
     def _one_or_many(cls, value: object) -> object:
+        if not isinstance(value, str | list | tuple):
+            raise ValueError("should be a path or a list of paths")
         return (value,) if isinstance(value, str) else value
 
     @field_validator("carry", mode="before")

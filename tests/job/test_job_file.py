@@ -47,6 +47,7 @@ def test_the_last_override_wins_and_leaves_its_neighbours():
         ({**JOB, "trainer": {"resume": "maybe"}}, "trainer.resume: should be true or false or should be 'changed' (given 'maybe')"),
         ({**JOB, "trainer": {"loss": "constant"}}, "belong together; give both or neither"),
         ({**JOB, "trainer": {"learning_rate": float("inf")}}, "trainer.learning_rate: should be a finite number (given inf)"),
+        ({**JOB, "source": {"path": 5}}, "source.path: should be a path or a list of paths (given 5); change this value"),
         ({**JOB, "trainer": {"run_dir": day(2026, 11, 23)}}, "trainer.run_dir: should be text (given 2026-11-23); put it in quotes"),
         ({**JOB, "server": {"name": "a b"}}, "server.name: should have letters, digits, "),
         ({**JOB, "plan": {"columns": []}}, "plan.columns: names no column (given []); name each array once"),
