@@ -241,3 +241,13 @@ def test_a_loop_over_numbers_that_takes_two_messages_gives_neither_its_text(name
     assert render.owners == [NOBODY]
     assert template.fast is not None
     assert template.fast.render(messages, None, False) == render
+
+
+def test_two_messages_of_the_assistant_teach_nothing_about_one(tmp_path: Path) -> None:
+    text = "{% for m in messages %}{{ m.role + ': ' + m.content + bos_token }}{% endfor %}assistant:"
+    template = Template("what begins a sequence ends turns", text, "", ("<s>", "</s>"))
+    tokenizer = tokenizers_of(template, tmp_path)[MODES[0]]
+    one = [say(U, "a"), say(A, "b"), say(U, "c")]
+    rows = [one, [say(U, "a"), say(A, "b"), say(A, "c"), say(U, "d")], one]
+    fates = [tokenizer.run([SourceRow(0, {"messages": row})]).row_counts.rows_written for row in rows]
+    assert fates[0] == fates[2]

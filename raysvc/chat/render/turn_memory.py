@@ -30,7 +30,7 @@ MAX_KINDS = 1024
 _CALLING = {"role", "content", "tool_calls"}
 _to_json = json_writer(allow_nan=False)
 Key = tuple[object, ...]
-_FOLLOWING = 3  # where a key holds it
+_FOLLOWING, _GOES_ON = 3, 4  # where a key holds them
 
 
 class _Turn(NamedTuple):
@@ -187,12 +187,15 @@ class TurnMemory:
         if opens and whole and end <= len(text):
             alone = len(said) == 1 and not first[start:].strip() and self._finder.is_end(tail)
             turn = self._known[key] = _Turn(literals, start, len(text) - end, alone)
-            if alone and key[_FOLLOWING] is None:
+            if alone and key[_FOLLOWING] is None and not key[_GOES_ON]:
                 self._alone[key[:_FOLLOWING]] = turn
 
 
 def _key(example: ChatExample, place: int, pieces: int, following: str | None) -> Key:
-    """All that decides on a span beside the text of the block; what follows it, where no other message does."""
+    """All that decides on a span beside the text of the block; what follows it, where no other message does.
+
+    The turn of a message may go on with the next one, if that is the assistant's too.
+    """
     messages = example.messages
     before = messages[place - 1] if place else {}
     return (
@@ -200,6 +203,7 @@ def _key(example: ChatExample, place: int, pieces: int, following: str | None) -
         not before.get("tool_calls"),
         example.tools is None,
         following,
+        following is None and messages[place + 1].get("role") == messages[place].get("role"),
         pieces,
     )
 
