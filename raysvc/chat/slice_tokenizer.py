@@ -63,7 +63,7 @@ from raysvc.media.medium import COLUMN
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 ROWS_PER_CHUNK = 2048
 ROWS_AT_ONCE = 128  # read and rendered while what was parsed of them is in the processor's cache
 

@@ -10,10 +10,11 @@ from raysvc.chat.render.rendered import NOBODY, Render
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
+from raysvc.chat.source.messages import Message
 from raysvc.job.config import TextSpec, TokenizerConfig
 
 from .test_zoo import MODES, hugging_face, judged, tokenizers_of
-from .zoo import ROWS, A, Template, U, say, tokenizer_folder
+from .zoo import ROWS, TOOL, A, Template, U, say, tokenizer_folder
 from .zoo_judge import runs
 
 SYSTEM = "{{- '<|im_start|>system\\n' + (tools | tojson if tools else '') + '<|im_end|>\\n' }}"
@@ -241,6 +242,37 @@ def test_a_loop_over_numbers_that_takes_two_messages_gives_neither_its_text(name
     assert render.owners == [NOBODY]
     assert template.fast is not None
     assert template.fast.render(messages, None, False) == render
+
+
+def trained_texts(tokenizer: SliceTokenizer, *rows: list[Message]) -> list[list[str]]:
+    """The trained stretches of each row, all of them written."""
+    result = tokenizer.run([SourceRow(n, {"messages": row, "tools": [TOOL]}) for n, row in enumerate(rows)])
+    assert result.examples == ()
+    table = (result.table[name].to_pylist() for name in ("input_ids", "loss_mask"))
+    hf = hugging_face(tokenizer.spec.tokenizer.name)
+    return [[hf.decode(ids[a:b]) for a, b in runs(mask)] for ids, mask in zip(*table, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("head", "prompt"),
+    [
+        ("<|im_start|>", "\\n<|im_start|>assistant\\n"),
+        ("  <|im_start|>", "\\n  <|im_start|>assistant\\n\\n"),
+        ("<|im_start|>", " \\n"),
+    ],
+)
+def test_a_first_message_of_the_assistant_is_trained_where_the_prompt_begins_with_a_blank(
+    head: str, prompt: str, tmp_path: Path
+) -> None:
+    text = (
+        "{{ '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}"
+        f"{{% for m in messages %}}{{{{ '{head}' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}}}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{{{{ '{prompt}' }}}}{{% endif %}}"
+    )
+    tokenizer = tokenizers_of(Template("", text, "", ("<s>", "<|im_end|>")), tmp_path)[MODES[0]]
+    said = [say(A, "one \nor two"), say(U, "three"), say(A, "four, or five")]
+    expected = ["one \nor two<|im_end|>", "four, or five<|im_end|>"]
+    assert trained_texts(tokenizer, said) == [expected]
 
 
 def test_two_messages_of_the_assistant_teach_nothing_about_one(tmp_path: Path) -> None:

@@ -56,14 +56,11 @@ class TokenTexts:
         return next((token.span() for token in near if token.start() < at < token.end()), (at, at))
 
     def place_of(self, prompt: str, text: str, start: int, stop: int) -> int:
-        """Where most of the prompt stands in [start, stop), the first such place; `start` when its first piece is nowhere."""
-        first = self._piece.match(prompt)
-        places = re.finditer(re.escape(first.group()), text[start:stop]) if first else ()
-        return max(
-            (start + found.start() for found in places),
-            key=lambda place: self.repeated(prompt, text, place),
-            default=start,
-        )
+        """Where most of the prompt stands in [start, stop), the first such place; `start` where none of it does but blanks."""
+        first, shown = self._piece.match(prompt), text[:stop]
+        found = re.finditer(re.escape(first.group()), shown[start:]) if first else ()
+        places = (start, *(start + each.start() for each in found))
+        return max(places, key=lambda place: self.repeated(prompt, shown, place))
 
     def repeated(self, prompt: str, text: str, begin: int) -> int:
         """Characters from `begin` on that say as much of the prompt as is there, in whole pieces and whatever the blanks; none when they are blank."""
