@@ -275,6 +275,32 @@ def test_a_first_message_of_the_assistant_is_trained_where_the_prompt_begins_wit
     assert trained_texts(tokenizer, said) == [expected]
 
 
+THOUGHTS = """\
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}{{ '<|im_start|>model\\n' if loop.previtem.role != 'tool' }}
+    {{- '<|channel>' + (m.reasoning_content or '') + '<channel|>' if m.reasoning_content or loop.previtem.role != 'tool' }}{{ m.content }}
+    {%- for call in m.tool_calls or [] %}{{ '<|call>' + call.function.name + (call.function.arguments | tojson) + '<call|>' }}{% endfor %}
+    {{- '<|im_end|>' if not m.tool_calls }}
+{%- elif m.role == 'tool' %}{{ '<|result>' + m.content + '<result|>' }}
+{%- else %}{{ '<|im_start|>user\\n' + m.content + '<|im_end|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|im_start|>model\\n<|channel><channel|>' }}{% endif %}"""
+
+
+def test_a_thought_between_two_calls_of_one_turn_is_trained(tmp_path: Path) -> None:
+    tokenizer = tokenizers_of(Template("", THOUGHTS, "", ("<s>", "<|im_end|>")), tmp_path)[MODES[0]]
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    row = [
+        say(U, "one"),
+        say(A, "", tool_calls=[call]),
+        say("tool", "two"),
+        say(A, "", tool_calls=[call], reasoning_content="three"),
+        say("tool", "four"),
+        say(A, "five"),
+    ]
+    called = "<|call>f{}<call|>"
+    assert trained_texts(tokenizer, row) == [[called, f"<|channel>three<channel|>{called}", "five<|im_end|>"]]
+
+
 def test_two_messages_of_the_assistant_teach_nothing_about_one(tmp_path: Path) -> None:
     text = "{% for m in messages %}{{ m.role + ': ' + m.content + bos_token }}{% endfor %}assistant:"
     template = Template("what begins a sequence ends turns", text, "", ("<s>", "</s>"))

@@ -27,6 +27,16 @@ PROBES: list[tuple[list[Message], list[object] | None]] = [
         [say("user", "a"), say("assistant", "", tool_calls=[_CALL]), _RESULT, say("assistant", "d")],
         [PROBE_TOOL],
     ),
+    (
+        [
+            say("user", "a"),
+            say("assistant", "", tool_calls=[_CALL]),
+            _RESULT,
+            say("assistant", "", tool_calls=[_CALL], **_THOUGHT),
+            _RESULT,
+        ],
+        [PROBE_TOOL],
+    ),
     ([say("user", "a"), say("assistant", "", tool_calls=[_TEXT_CALL]), _RESULT], [PROBE_TOOL]),
     ([say("user", "a"), say("assistant", "", tool_calls=[_CALL])], [PROBE_TOOL]),
 ]
