@@ -275,6 +275,13 @@ def test_a_first_message_of_the_assistant_is_trained_where_the_prompt_begins_wit
     assert trained_texts(tokenizer, said) == [expected]
 
 
+def test_an_end_that_the_next_block_begins_with_ends_the_first_of_two_messages_too(tmp_path: Path) -> None:
+    text = END_BEFORE_NEXT.replace("[[", "").replace("]]", "")
+    tokenizer = tokenizers_of(Template("", text, "", ("<s>", "<|eom|>")), tmp_path)[MODES[0]]
+    said = [say(U, "one"), say(A, "two"), say(A, "three"), say(U, "four"), say(A, "five")]
+    assert trained_texts(tokenizer, said) == [["two<|eom|>", "three<|eom|>", "five"]]
+
+
 THOUGHTS = """\
 {%- for m in messages %}
 {%- if m.role == 'assistant' %}{{ '<|im_start|>model\\n' if loop.previtem.role != 'tool' }}

@@ -228,6 +228,11 @@ class TurnFinder:
         pair = example.messages[max(0, place - 1) : place + 1]
         return [message["role"] for message in pair] == ["assistant", "assistant"]
 
+    def _ends_behind(self, text: str, block_end: int) -> bool:
+        """Whether the next block begins with a token that neither opens a turn nor stands inside of one."""
+        token = self._tokens.one.match(text, behind_blanks(text, block_end))
+        return token is not None and token.group() not in self._opening | self.inner_tokens
+
     def _is_open(self, text: str, begin: int) -> bool:
         """Whether what stands before a block opens the turn: a template may write the header with the message before."""
         end = self._at_end.search(text[max(0, begin - 120) : begin])
@@ -242,17 +247,18 @@ class TurnFinder:
     def _end(self, text: str, start: int, stop: int, block_end: int, example: ChatExample, place: int) -> int:
         """Rules 3 to 5: behind the last token that the model must produce."""
         frame = self._last if place == len(example.messages) - 1 else self._middle
-        marked, goes_on = self._template.marks_generation, self._follows_itself(example, place + 1)
+        marked, follows = self._template.marks_generation, self._follows_itself(example, place + 1)
         end = self._end_in_block(text, start, stop, block_end, frame)
         if end is None:
             end = start + len(text[start:stop].rstrip())
-            if frame is not None and frame.eot and not goes_on and not marked:
+            if frame is not None and frame.eot and not follows and not marked:
                 raise RowFault("a trained turn has no end of turn", repr(text[max(start, stop - 60) : stop]))
         if stop < block_end and not marked:  # the results of its calls follow
             ended = frame is not None and frame.eot and text.endswith(frame.eot, start, end)
             return end if ended else self._with_next_stop(text, end, stop)
         if self._writes_end or marked:
             return self._with_end_of_sequence(text, end, example, place)
+        goes_on = follows and not self._ends_behind(text, block_end)
         return end if goes_on else self._with_next_stop(text, end, block_end)
 
     def _end_in_block(
