@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from raysvc.chat.source.messages import Message
 from raysvc.job.config import TextSpec, TokenizerConfig
 
 from .test_zoo import MODES, hugging_face, judged, tokenizers_of
-from .zoo import ROWS, TOOL, A, Template, U, say, tokenizer_folder
+from .zoo import ROWS, TOOL, A, Row, Template, U, in_parts, say, tokenizer_folder
 from .zoo_judge import runs
 
 SYSTEM = "{{- '<|im_start|>system\\n' + (tools | tojson if tools else '') + '<|im_end|>\\n' }}"
@@ -316,3 +317,30 @@ def test_two_messages_of_the_assistant_teach_nothing_about_one(tmp_path: Path) -
     rows = [one, [say(U, "a"), say(A, "b"), say(A, "c"), say(U, "d")], one]
     fates = [tokenizer.run([SourceRow(0, {"messages": row})]).row_counts.rows_written for row in rows]
     assert fates[0] == fates[2]
+
+
+PARTS_ALONE = """\
+{%- for m in messages if m.role != 'system' %}{{ '<|' + m.role + '|>' }}
+{%- for part in m.content %}{{ part.text if part.type == 'text' }}{% endfor %}{{ '<|im_end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+PARTS_OF_USERS = """\
+{%- for m in messages %}{{ '<|' + m.role + '|>' }}
+{%- if m.role == 'user' and m.content is not string %}{% for part in m.content %}{{ part.text }}{% endfor %}
+{%- else %}{{ m.content.strip() }}{% endif %}{{ '<|im_end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("given", [dict, in_parts])
+@pytest.mark.parametrize(
+    ("text", "shown"), [(PARTS_ALONE, in_parts), (PARTS_OF_USERS, dict)], ids=["no system", "of users"]
+)
+def test_contents_are_given_as_all_messages_of_a_template_show_them(
+    text: str, shown: Callable[[Row], Row], given: Callable[[Row], Row], tmp_path: Path
+) -> None:
+    tokenizer = tokenizers_of(Template("", text, "", ("<s>", "<|im_end|>")), tmp_path)[MODES[0]]
+    row: Row = {"messages": [say("system", "Be kind."), say(U, "one"), say(A, "two")]}
+    result = tokenizer.run([SourceRow(0, given(row))])
+    expected = hugging_face(tokenizer.spec.tokenizer.name).apply_chat_template(
+        shown(row)["messages"], return_dict=False
+    )
+    assert result.table["input_ids"].to_pylist() == [expected], result.examples

@@ -110,16 +110,22 @@ def _as_object(value: Any) -> Any:
 
 
 def _takes_parts(render: Render) -> bool:
-    """Whether a template shows the text of content parts whoever speaks, and neither their Python form nor their JSON."""
-    texts = [_try(render, [_in_parts(role) for role in roles]) for roles in _SPEAKERS]
-    shown = [text.count(PROBE) == len(roles) for roles, text in zip(_SPEAKERS, texts, strict=True) if text]
-    return bool(shown) and all(shown) and not any(form in text for form in _FORMS for text in texts)
+    """Whether a template shows the text of content parts wherever it shows texts, and neither their Python form nor their JSON."""
+    in_parts = [_try(render, [_in_parts(role) for role in roles]) for roles in _SPEAKERS]
+    in_text = [_try(render, [_in_text(role) for role in roles]) for roles in _SPEAKERS]
+    shown = [text.count(PROBE) for text in in_parts]
+    as_texts = [text.count(PROBE) for text in in_text]  # none of a role that the template skips
+    if not any(shown) or any(form in text for form in _FORMS for text in in_parts):
+        return False
+    return all(times in (shown[n], 0) for n, times in enumerate(as_texts))
 
 
 def _takes_text(render: Render) -> bool:
-    return any(
-        PROBE in _try(render, [{"role": role, "content": PROBE} for role in roles]) for roles in _SPEAKERS
-    )
+    return any(PROBE in _try(render, [_in_text(role) for role in roles]) for roles in _SPEAKERS)
+
+
+def _in_text(role: str) -> Message:
+    return {"role": role, "content": PROBE}
 
 
 def _in_parts(role: str) -> Message:
