@@ -344,3 +344,13 @@ def test_contents_are_given_as_all_messages_of_a_template_show_them(
         shown(row)["messages"], return_dict=False
     )
     assert result.table["input_ids"].to_pylist() == [expected], result.examples
+
+
+def test_a_mark_around_nothing_marks_nothing(tmp_path: Path) -> None:
+    text = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
+        "{% generation %} {%- endgeneration %}{% endif %}"
+    )
+    tokenizer = tokenizers_of(Template("", text, "", ("<s>", "<|im_end|>")), tmp_path)[MODES[0]]
+    assert trained_texts(tokenizer, [say(U, "one"), say(A, "two")]) == [["two<|im_end|>"]]

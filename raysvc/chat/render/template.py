@@ -24,7 +24,7 @@ from raysvc.chat.source.messages import Message, is_plain
 from raysvc.chat.trace.fast_render import FastRender
 from raysvc.chat.trace.self_test import tracing_works
 
-_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}(?!\s*\{%[-+]?\s*endgeneration\b)")
 
 
 class ChatTemplate:
@@ -39,7 +39,7 @@ class ChatTemplate:
 
     Attributes:
         text: Jinja source.
-        marks_generation: it has `{% generation %}`.
+        marks_generation: it has `{% generation %}` around something.
         fast: the fast way, None when there is none.
         render_really: renders (messages, tools, prompt) by the template itself.
 
