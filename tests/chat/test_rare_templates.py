@@ -354,3 +354,14 @@ def test_a_mark_around_nothing_marks_nothing(tmp_path: Path) -> None:
     )
     tokenizer = tokenizers_of(Template("", text, "", ("<s>", "<|im_end|>")), tmp_path)[MODES[0]]
     assert trained_texts(tokenizer, [say(U, "one"), say(A, "two")]) == [["two<|im_end|>"]]
+
+
+@pytest.mark.parametrize("content", ["", "two"])
+def test_a_call_that_the_template_leaves_out_is_named(content: str, tmp_path: Path) -> None:
+    text = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}"
+    )
+    tokenizer = tokenizers_of(Template("", text, "", ("<s>", "<|im_end|>")), tmp_path)[MODES[0]]
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {}}}
+    result = tokenizer.run([SourceRow(0, {"messages": [say(U, "one"), say(A, content, tool_calls=[call])]})])
+    assert "the template leaves out the call of 'look_up'" in str(result.examples[0])

@@ -130,6 +130,7 @@ class TurnFinder:
             return [plain]
         if self._mixes:
             raise RowFault("the template writes other messages into an assistant's turn")
+        _refuse_left_out(render, example, place)
         found = self._found(render, example, place)
         stretch = "".join(render.text[span.start : span.end] for span in found)
         self.verify(stretch, example.messages[place])
@@ -447,6 +448,17 @@ class TurnFinder:
         ]
         controls = tuple(t for t in dict.fromkeys([*heads, *eots, *ends]) if t not in self._tags)
         return controls, frozenset(inner)
+
+
+def _refuse_left_out(render: Render, example: ChatExample, place: int) -> None:
+    calls = example.messages[place].get("tool_calls") or ()
+    block = "".join(render.text[start:end] for start, end in extents_of(render, place)) if calls else ""
+    for call in calls:
+        name = str(call["function"].get("name") or "")
+        if name not in block:
+            raise RowFault(
+                "a trained turn does not hold its tool call", f"the template leaves out the call of {name!r}"
+            )
 
 
 def common_prefix(left: str, right: str) -> int:
