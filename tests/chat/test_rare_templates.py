@@ -365,3 +365,20 @@ def test_a_call_that_the_template_leaves_out_is_named(content: str, tmp_path: Pa
     call = {"type": "function", "function": {"name": "look_up", "arguments": {}}}
     result = tokenizer.run([SourceRow(0, {"messages": [say(U, "one"), say(A, content, tool_calls=[call])]})])
     assert "the template leaves out the call of 'look_up'" in str(result.examples[0])
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [
+        ("{{ messages[-1].content }}", "does not show where an assistant's turn begins and ends"),
+        ("", "does not show a trained message"),
+    ],
+)
+def test_a_message_of_no_loop_is_not_called_one_that_is_not_shown(
+    last: str, reason: str, tmp_path: Path
+) -> None:
+    text = "{% for m in messages[:1] %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}" + last
+    tokenizer = tokenizers_of(Template("", text, "", ("<s>", "<|im_end|>")), tmp_path)[MODES[1]]
+    said = [say(U, "one"), say(A, "two"), say(U, "three"), say(A, "four")]
+    result = tokenizer.run([SourceRow(0, {"messages": said})])
+    assert reason in str(result.examples[0])

@@ -178,10 +178,11 @@ class TurnFinder:
 
     def _found(self, render: Render, example: ChatExample, place: int) -> list[TurnSpan]:
         text, extents = render.text, extents_of(render, place)
-        if not extents:
+        said = texts_of(example.messages[place])
+        if not extents and not any(words and words in text for words in map(str.strip, said)):
             raise RowFault("the template does not show a trained message")
         marked = self._template.marks_generation
-        if not marked and not self._frames_known:
+        if not extents or (not marked and not self._frames_known):
             raise RowFault("the template does not show where an assistant's turn begins and ends")
         parts = marks_within(render, extents) if marked else self._own(render, example, place, extents)
         if marked and not parts:
