@@ -283,6 +283,17 @@ def test_an_end_that_the_next_block_begins_with_ends_the_first_of_two_messages_t
     assert trained_texts(tokenizer, said) == [["two<|eom|>", "three<|eom|>", "five"]]
 
 
+def test_an_answer_alone_is_trained_where_only_the_last_message_has_an_end(tmp_path: Path) -> None:
+    text = (
+        "{% for m in messages %}{{ m.role + ':' + m.content + (eos_token if loop.last else '') }}{% endfor %}"
+    )
+    tokenizer = tokenizers_of(Template("", text, "", ("<s>", "</s>")), tmp_path)[MODES[0]]
+    assert trained_texts(tokenizer, [say(A, "one")], [say(U, "two"), say(A, "three")]) == [
+        ["one</s>"],
+        ["three</s>"],
+    ]
+
+
 THOUGHTS = """\
 {%- for m in messages %}
 {%- if m.role == 'assistant' %}{{ '<|im_start|>model\\n' if loop.previtem.role != 'tool' }}

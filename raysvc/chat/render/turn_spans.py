@@ -200,7 +200,7 @@ class TurnFinder:
         """Rule 2: where the repeated part of the generation prompt ends."""
         text = render.text
         prompt = self._prompt(render, example, place, begin)
-        if not place and prompt:  # the first block may begin with what the template writes before any message
+        if not place and prompt and self._has_prompt:  # text before any message may begin the first block
             begin = self._tokens.place_of(prompt, text, begin, extents_of(render, place)[0][1])
         repeated = self._tokens.repeated(prompt or "", text, begin)
         if repeated:
