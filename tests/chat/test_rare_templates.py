@@ -367,15 +367,23 @@ def test_a_mark_around_nothing_marks_nothing(tmp_path: Path) -> None:
     assert trained_texts(tokenizer, [say(U, "one"), say(A, "two")]) == [["two<|im_end|>"]]
 
 
-@pytest.mark.parametrize("content", ["", "two"])
-def test_a_call_that_the_template_leaves_out_is_named(content: str, tmp_path: Path) -> None:
-    text = (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}{% endfor %}"
-    )
+@pytest.mark.parametrize(
+    ("shown", "left_out"),
+    [
+        ("", "the call of 'look_up'"),
+        ("{{ m.content }}", "the call of 'look_up'"),
+        (
+            "{% for c in m.tool_calls %}{{ c.id ~ c.function.arguments | tojson }}{% endfor %}",
+            "the name 'look_up' of a call",
+        ),
+    ],
+)
+def test_what_a_template_leaves_out_of_a_call_is_said(shown: str, left_out: str, tmp_path: Path) -> None:
+    text = f"{{% for m in messages %}}{{{{ '<|im_start|>' + m.role + '\\n' }}}}{shown}{{{{ '<|im_end|>' }}}}{{% endfor %}}"
     tokenizer = tokenizers_of(Template("", text, "", ("<s>", "<|im_end|>")), tmp_path)[MODES[0]]
-    call = {"type": "function", "function": {"name": "look_up", "arguments": {}}}
-    result = tokenizer.run([SourceRow(0, {"messages": [say(U, "one"), say(A, content, tool_calls=[call])]})])
-    assert "the template leaves out the call of 'look_up'" in str(result.examples[0])
+    call = {"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": {"what": "it"}}}
+    result = tokenizer.run([SourceRow(0, {"messages": [say(U, "one"), say(A, "two", tool_calls=[call])]})])
+    assert f"the template leaves out {left_out}" in str(result.examples[0])
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,16 @@ def _missing_of_call(stretch: str, call: dict[str, Any]) -> str:
     return f"the call of {name!r} with {json.dumps(arguments, ensure_ascii=False, default=str)}"
 
 
+def left_out(block: str, call: dict[str, Any]) -> str:
+    """What a template leaves out of a call whose name is nowhere in the block, which may show its arguments with an id; else empty."""
+    name, arguments = str(call["function"].get("name") or ""), call["function"].get("arguments")
+    if name in block:
+        return ""
+    arguments = _parsed(arguments) if isinstance(arguments, str) else arguments
+    is_there = not arguments or _holds(block, arguments)
+    return f"the name {name!r} of a call" if is_there else f"the call of {name!r}"
+
+
 def _parsed(text: str) -> Any:
     """Arguments that are JSON in a string, parsed; any other text as it is."""
     try:

@@ -32,7 +32,15 @@ from typing import Any, NamedTuple
 from raysvc.chat.render.rendered import Extent, Render, extents_of, marks_within
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.render.token_texts import TokenTexts, behind_blanks
-from raysvc.chat.render.turn_check import all_said, is_empty, tags_of, texts_of, unescaped, verify_turn
+from raysvc.chat.render.turn_check import (
+    all_said,
+    is_empty,
+    left_out,
+    tags_of,
+    texts_of,
+    unescaped,
+    verify_turn,
+)
 from raysvc.chat.render.turn_probes import PROBES, QUIET, say
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.source.examples import ChatExample
@@ -130,7 +138,9 @@ class TurnFinder:
             return [plain]
         if self._mixes:
             raise RowFault("the template writes other messages into an assistant's turn")
-        _refuse_left_out(render, example, place)
+        missing = self._left_out(render, example, place)
+        if missing:
+            raise RowFault("a trained turn does not hold its tool call", f"the template leaves out {missing}")
         found = self._found(render, example, place)
         stretch = "".join(render.text[span.start : span.end] for span in found)
         self.verify(stretch, example.messages[place])
@@ -138,6 +148,12 @@ class TurnFinder:
         if foreign:
             raise RowFault("a trained turn holds text of another message", repr(foreign[:60]))
         return found
+
+    @staticmethod
+    def _left_out(render: Render, example: ChatExample, place: int) -> str:
+        calls = example.messages[place].get("tool_calls") or ()
+        block = "".join(render.text[start:end] for start, end in extents_of(render, place)) if calls else ""
+        return next(filter(None, (left_out(block, call) for call in calls)), "")
 
     def verify(self, stretch: str, message: Message) -> None:
         """`verify_turn` with what this template needs; the stretch includes its end of turn.
@@ -449,17 +465,6 @@ class TurnFinder:
         ]
         controls = tuple(t for t in dict.fromkeys([*heads, *eots, *ends]) if t not in self._tags)
         return controls, frozenset(inner)
-
-
-def _refuse_left_out(render: Render, example: ChatExample, place: int) -> None:
-    calls = example.messages[place].get("tool_calls") or ()
-    block = "".join(render.text[start:end] for start, end in extents_of(render, place)) if calls else ""
-    for call in calls:
-        name = str(call["function"].get("name") or "")
-        if name not in block:
-            raise RowFault(
-                "a trained turn does not hold its tool call", f"the template leaves out the call of {name!r}"
-            )
 
 
 def common_prefix(left: str, right: str) -> int:
