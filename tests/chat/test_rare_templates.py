@@ -283,6 +283,30 @@ def test_an_end_that_the_next_block_begins_with_ends_the_first_of_two_messages_t
     assert trained_texts(tokenizer, said) == [["two<|eom|>", "three<|eom|>", "five"]]
 
 
+ENDS_TWICE = """\
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{ '<|im_start|>user\\n' + m.content + '<|im_end|>' }}{% endif %}
+{%- for call in m.tool_calls or [] %}{{ '<|im_start|>assistant\\n' if loop.first }}{{ '<|call|>' + call.function.name + (call.function.arguments | tojson) }}
+    {{- '<|im_end|>' if loop.last }}{% endfor %}
+{%- if m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' + m.content + '<|im_end|>' }}
+{%- elif m.role == 'tool' %}{{ '<|result|>' + m.content }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("content", ["", "two"])
+def test_a_template_that_ends_calls_and_then_their_text_trains_no_second_turn(
+    content: str, tmp_path: Path
+) -> None:
+    tokenizer = tokenizers_of(Template("", ENDS_TWICE, "", ("<s>", "<|im_end|>")), tmp_path)[MODES[0]]
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    row = [say(U, "one"), say(A, content, tool_calls=[call, call]), say("tool", "three"), say(A, "four")]
+    if content:
+        result = tokenizer.run([SourceRow(0, {"messages": row})])
+        assert "a trained turn holds a control token" in str(result.examples[0])
+    else:
+        assert trained_texts(tokenizer, row) == [["<|call|>f{}<|call|>f{}<|im_end|>", "four<|im_end|>"]]
+
+
 def test_an_answer_alone_is_trained_where_only_the_last_message_has_an_end(tmp_path: Path) -> None:
     text = (
         "{% for m in messages %}{{ m.role + ':' + m.content + (eos_token if loop.last else '') }}{% endfor %}"

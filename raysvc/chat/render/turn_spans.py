@@ -209,6 +209,7 @@ class TurnFinder:
             raise RowFault("a trained message has no text after its header")
         start, stop = parts[-1]
         end = self._end(text, start, stop, extents[-1][1], example, place)
+        end = end if marked else self._first_end(text, start, end)
         parts = [*parts[:-1], (start, end)]
         return [TurnSpan(a, b, self._tokens.closes(text[a:b])) for a, b in parts if text[a:b].strip()]
 
@@ -245,6 +246,17 @@ class TurnFinder:
         """Whether a message and the one before it are the assistant's."""
         pair = example.messages[max(0, place - 1) : place + 1]
         return [message["role"] for message in pair] == ["assistant", "assistant"]
+
+    def _first_end(self, text: str, start: int, end: int) -> int:
+        """Where the sequence ends first, if a second, empty turn is all that the template writes behind that."""
+        first = text.find(self._eos, start, end) if self._eos else -1
+        stop = first + len(self._eos)
+        if first < 0 or self._eos not in text[stop:end]:
+            return end
+        behind = text[stop:end]
+        for frame in (self._middle, self._last):
+            behind = behind.replace(frame.head, "") if frame else behind
+        return end if self._tokens.one.sub("", behind).strip() else stop
 
     def _ends_behind(self, text: str, block_end: int) -> bool:
         """Whether the next block begins with a token that neither opens a turn nor stands inside of one."""
