@@ -253,10 +253,10 @@ class TurnFinder:
         stop = first + len(self._eos)
         if first < 0 or self._eos not in text[stop:end]:
             return end
-        behind = text[stop:end]
-        for frame in (self._middle, self._last):
-            behind = behind.replace(frame.head, "") if frame else behind
-        return end if self._tokens.one.sub("", behind).strip() else stop
+        heads = {frame.head for frame in (self._middle, self._last) if frame and frame.head.strip()}
+        behind = re.sub("|".join(map(re.escape, heads)) or "(?!)", "", text[stop:end])
+        is_turn = len(behind) < end - stop and not self._tokens.one.sub("", behind).strip()
+        return stop if is_turn else end
 
     def _ends_behind(self, text: str, block_end: int) -> bool:
         """Whether the next block begins with a token that neither opens a turn nor stands inside of one."""
