@@ -90,14 +90,13 @@ class BatchServer:
             EntryError: the entry cannot be opened.
             PlanError: no plan can satisfy rows and config.
         """
-        evals = {name: self._maker.stream(name).schedule.to_json() for name in self.spec.evals}
-        rows = self._train.num_rows
-        return {
-            "name": self.spec.name,
-            "num_rows": rows,
-            "schedule": self._train.schedule.to_json(),
-            "evals": evals,
-        }
+        with self._orphans.visit():
+            return {
+                "name": self.spec.name,
+                "num_rows": self._train.num_rows,
+                "schedule": self._train.schedule.to_json(),
+                "evals": {name: self._maker.stream(name).schedule.to_json() for name in self.spec.evals},
+            }
 
     def eval_schedule(self, name: str) -> dict[str, Any]:
         """JSON of the schedule of an eval.
@@ -140,29 +139,31 @@ class BatchServer:
         Raises:
             LeaseHeld: another trainer, or another process on that seat, holds a living lease.
         """
-        train, window = self._train, look_ahead_steps + 1
-        plan_hash, schedule = train.plan_hash, train.schedule.to_json()
-        try:
-            lease = self._leases.attach(reader, plan_hash, group, holder, rank, num_ranks, takeover, window)
-        except LeaseHeld:
-            record("leases_refused", 1, server=self.spec.name)
-            raise
-        record("leases_granted", 1, server=self.spec.name)
-        self._planned_steps = None if train.schedule.is_endless else self.num_steps
-        self._orphans.seen()
-        log.info("attached name=%s holder=%s fence=%d", self.spec.name, holder, lease.fence)
-        return Lease(
-            name=self.spec.name,
-            fence=lease.fence,
-            ttl_s=self.spec.lease_ttl_s,
-            frontier=lease.seats[rank].frontier or 0,
-            plan_hash=plan_hash,
-            identity=train.identity,
-            entry_key=train.entry_key,
-            schedule=schedule,
-            collators=self.spec.collators,
-            decided=tuple(one.mark for one in self._feedback.decisions),
-        )
+        with self._orphans.visit():
+            train, window = self._train, look_ahead_steps + 1
+            plan_hash, schedule = train.plan_hash, train.schedule.to_json()
+            try:
+                lease = self._leases.attach(
+                    reader, plan_hash, group, holder, rank, num_ranks, takeover, window
+                )
+            except LeaseHeld:
+                record("leases_refused", 1, server=self.spec.name)
+                raise
+            record("leases_granted", 1, server=self.spec.name)
+            self._planned_steps = None if train.schedule.is_endless else self.num_steps
+            log.info("attached name=%s holder=%s fence=%d", self.spec.name, holder, lease.fence)
+            return Lease(
+                name=self.spec.name,
+                fence=lease.fence,
+                ttl_s=self.spec.lease_ttl_s,
+                frontier=lease.seats[rank].frontier or 0,
+                plan_hash=plan_hash,
+                identity=train.identity,
+                entry_key=train.entry_key,
+                schedule=schedule,
+                collators=self.spec.collators,
+                decided=tuple(one.mark for one in self._feedback.decisions),
+            )
 
     def heartbeat(self, fence: int, rank: int = 0, report: dict[str, Any] | None = None) -> Peers:
         """A sign of life; returns what a rank should know of the others.

@@ -2,6 +2,7 @@
 
 Always true:
 - data are freed when no lease lived for `orphan_ttl_s`; with `reap` the server ends then, its commits written;
+- while somebody who starts or attaches waits for an answer, neither happens, however long the answer takes;
 - a round that fails ends nothing: the next one tries again.
 """
 
@@ -10,7 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from raysvc.actors.server.lease_store import LeaseStore
 from raysvc.actors.server.spec import ServeSpec
@@ -35,13 +37,23 @@ class OrphanWatch:
         self, spec: ServeSpec, leases: LeaseStore, maker: StepMaker, export: Callable[[], None]
     ) -> None:
         self._spec, self._leases, self._maker, self._export_more = spec, leases, maker, export
-        self._idle_since_s = time.monotonic()  # when a living lease was last seen
+        self._idle_since_s = time.monotonic()  # when a living lease or a visitor was last seen
+        self._visitors = 0  # calls that are being answered
+        self._lock = threading.Lock()  # guards the visitors
         self._ended = threading.Event()
         threading.Thread(target=self._watch, name="raysvc-orphans", daemon=True).start()
 
-    def seen(self) -> None:
-        """Somebody came."""
-        self._idle_since_s = time.monotonic()
+    @contextmanager
+    def visit(self) -> Iterator[None]:
+        """Somebody is here, until what they asked for is answered."""
+        with self._lock:
+            self._visitors += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._visitors -= 1
+                self._idle_since_s = time.monotonic()
 
     def _watch(self) -> None:
         period_s = min(LOOK_EVERY_S, self._spec.orphan_ttl_s / 4)
@@ -53,8 +65,8 @@ class OrphanWatch:
 
     def _look(self) -> None:
         self._export()
-        if self._leases.lives():
-            self.seen()
+        if self._visitors or self._leases.lives():
+            self._idle_since_s = time.monotonic()
         elif time.monotonic() - self._idle_since_s > self._spec.orphan_ttl_s:
             self._orphaned()
 

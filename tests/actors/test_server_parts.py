@@ -6,18 +6,25 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from raysvc.actors.rollouts.group_log import Spool
 from raysvc.actors.rollouts.rollout_stream import RolloutStream
+from raysvc.actors.server.batch_server import BatchServer
 from raysvc.actors.server.journal import Journal
+from raysvc.actors.server.lease_store import LeaseStore
+from raysvc.actors.server.leases import Leases
 from raysvc.actors.server.make_step import Recipe
+from raysvc.actors.server.orphan_watch import OrphanWatch
 from raysvc.actors.server.spec import RolloutSpec, ServeSpec
 from raysvc.actors.server.step_cache import SharedSteps
+from raysvc.actors.server.step_maker import Stream
 from raysvc.job.config import PlanConfig
 
 
@@ -81,6 +88,65 @@ def test_the_gauges_of_a_server_are_set_again_and_again(
     server = rollout_server.RolloutServer(spec.model_dump_json(), "first")
     try:
         assert twice.wait(20), rounds
+    finally:
+        server._orphans._ended.set()
+
+
+def test_a_server_is_no_orphan_while_who_started_it_waits_for_an_answer(tmp_path: Path) -> None:
+    """On a busy machine a first answer took longer than `orphan_ttl_s`, and the server was reaped under its driver."""
+    freed = threading.Event()
+
+    class Maker:
+        def free(self) -> bool:
+            freed.set()
+            return False
+
+    spec = ServeSpec(
+        name="s",
+        entry_uri=None,
+        plan=PlanConfig(batch_size=2),
+        pad_token_id=0,
+        journal=None,
+        orphan_ttl_s=0.2,
+    )
+    leases = LeaseStore(Leases("s"), 10.0, "first", None)
+    watch = OrphanWatch(spec, leases, Maker(), lambda: None)  # type: ignore[arg-type]
+    try:
+        with watch.visit():
+            with watch.visit():
+                assert not freed.wait(1.0)
+            assert not freed.wait(1.0), "the first visitor is still here"
+        assert freed.wait(20)
+    finally:
+        watch._ended.set()
+
+
+@pytest.mark.parametrize("ask", [lambda server: server.describe(), lambda server: server.attach("me")])
+def test_a_slow_answer_to_who_starts_or_attaches_is_a_visit(
+    ask: Callable[[BatchServer], Any],
+    tmp_path: Path,
+    entry: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reaped = threading.Event()
+
+    class Slow(BatchServer):
+        """Opens its entry longer than `orphan_ttl_s`."""
+
+        @property
+        def _train(self) -> Stream:
+            reaped.wait(1.5)
+            return super()._train
+
+    monkeypatch.setattr(OrphanWatch, "_end", lambda watch: reaped.set())
+    spec = ServeSpec(
+        name="s", entry_uri=entry(8), plan=PlanConfig(batch_size=2), pad_token_id=0, journal=str(tmp_path / "j"),
+        orphan_ttl_s=1.0, reap=True,
+    )  # fmt: skip
+    server = Slow(spec.model_dump_json(), "first")
+    try:
+        ask(server)
+        assert not reaped.is_set()
     finally:
         server._orphans._ended.set()
 

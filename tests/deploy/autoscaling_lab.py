@@ -139,7 +139,7 @@ def main(rows: str, tokenizer: str, folder: str) -> dict[str, Any]:
             "min": 2,
         },  # so small a source needs no cluster otherwise
         "plan": {"batch_size": 16, "micro_batch_tokens": 1024},
-        "server": {"name": "scaled", "orphan_ttl_s": 2.0, "reap": True, "lease_ttl_s": 10.0},
+        "server": {"name": "scaled", "orphan_ttl_s": 10.0, "reap": True, "lease_ttl_s": 10.0},
         "trainer": {"run_dir": f"{folder}/run", "wait_for_nodes": True},
     }
     killed: list[str] = []
