@@ -2,7 +2,7 @@
 
 Always true:
 - exit code 0 only on success, 2 for a user's mistake (one line on stderr, no traceback), 1 for what raysvc
-  raised otherwise, 130 for Ctrl-C;
+  raised otherwise, 130 for Ctrl-C and 143 for SIGTERM;
 - what a file system refuses is a user's mistake;
 - a job.yaml may stand where overrides stand;
 - with `--json` the last line of stdout is one JSON object, everything else goes to stderr;
@@ -95,7 +95,7 @@ def edge(function: Callable[P, R]) -> Callable[..., R]:
             except KeyboardInterrupt as error:
                 said = str(error) or "the same command goes on from what is finished"
                 print(f"interrupted: {said}", file=sys.stderr)
-                raise typer.Exit(130) from None
+                raise typer.Exit(interrupt.exit_code()) from None
             finally:
                 # before the frames of a failed command go: Ray prints the errors of calls whose answers nobody asked for
                 if "ray" in sys.modules:

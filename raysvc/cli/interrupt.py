@@ -1,7 +1,8 @@
-"""Ctrl-C: once to end in order, twice to leave at once.
+"""Ctrl-C: once to end in order, twice to leave at once. SIGTERM, which clusters send before they take a node, the same.
 
 Always true:
 - the first one asks a loop that listens to stop after its step; where none listens it is a KeyboardInterrupt;
+- SIGTERM means this to a loop that listens; elsewhere it ends the process, as ever;
 - while a module is imported it ends the process: libraries swallow the exception, or turn it into one of theirs;
 - the second one ends the process, whatever it is doing; what was saved stays saved.
 """
@@ -15,12 +16,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-EXIT_CODE = 130
-
 
 class _State:
     presses = 0
     listening = False
+    signal: int = signal.SIGINT  # the last one
 
 
 _state = _State()
@@ -38,28 +38,38 @@ def twice() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+        if _state.listening:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _state.listening = False
 
 
 def asked_to_stop() -> bool:
     """Whether to stop now; a loop that asks after every step is one that listens."""
+    if not _state.listening and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _pressed)  # in place of Ray's, which prints its stack and dies
     _state.listening = True
     return _state.presses > 0
+
+
+def exit_code() -> int:
+    """Of a process that was interrupted."""
+    return 128 + _state.signal
 
 
 def leave(number: int, frame: FrameType | None) -> None:
     """End the process here; what was saved stays saved."""
     os.write(2, b"\nexited immediately\n" if _state.presses > 1 else b"\ninterrupted\n")
-    os._exit(EXIT_CODE)
+    os._exit(128 + number)
 
 
 def _pressed(number: int, frame: FrameType | None) -> None:
     _state.presses += 1
+    _state.signal = number
     if _state.presses > 1 or (not _state.listening and _importing(frame)):
         leave(number, frame)
     if not _state.listening:
         raise KeyboardInterrupt
-    os.write(2, b"\nstopping after this step, with everything saved; Ctrl-C again leaves at once\n")
+    os.write(2, b"\nstopping after this step, with everything saved; once more leaves at once\n")
 
 
 def _importing(frame: FrameType | None) -> bool:

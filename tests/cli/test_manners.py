@@ -290,8 +290,9 @@ def test_the_version_is_said() -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_ctrl_c_ends_a_run_after_its_step_and_the_same_command_goes_on(
-    tmp_path: Path, sample: dict[str, str], ray_session: None
+    sent: signal.Signals, tmp_path: Path, sample: dict[str, str], ray_session: None
 ) -> None:
     import raysvc
     from raysvc.training.run_folder import RunFolder
@@ -312,10 +313,14 @@ def test_the_first_ctrl_c_ends_a_run_after_its_step_and_the_same_command_goes_on
     while not folder.rows.exists() or folder.rows.read_bytes().count(b"\n") < 3:
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: workers and servers of a local Ray get it too
+    if sent == signal.SIGINT:
+        os.killpg(process.pid, sent)  # as a terminal does: workers and servers of a local Ray get it too
+    else:
+        process.terminate()  # as clusters do, to the one command of a container
     said = process.communicate(timeout=90)[1]
-    assert process.returncode == 130, said
+    assert process.returncode == 128 + sent, said
     assert "stopping after this step" in said
+    assert "***" not in said, "Ray's own handler"
     checkpoint = folder.newest()
     assert checkpoint is not None
     assert checkpoint.step >= 3
