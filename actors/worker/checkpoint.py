@@ -148,15 +148,22 @@ def _is_whole(model: torch.nn.Module) -> bool:
 
 
 def _saved_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """As `_state`; of a whole module without `torch._dynamo`, whose import takes longer than to save a small model."""
+    """As `_state`, but before a first step without what torch makes of an optimizer then: it counts as a step.
+
+    Of a whole module it is made without `torch._dynamo`, whose import takes longer than to save a small model.
+    """
     from raysvc.actors.worker.adamw import PlainAdamW
 
+    if optimizer is not None and not optimizer.state:
+        made = _state(model, optimizer)
+        optimizer.state.clear()
+        return {**made, "optimizer": {**made["optimizer"], "state": {}}}
     stepped = optimizer is None or (
         type(optimizer) is PlainAdamW  # others have imported it, and may say their state in their own way
         and all(weight in optimizer.state for group in optimizer.param_groups for weight in group["params"])
     )
     if not (stepped and _is_whole(model)):
-        return _state(model, optimizer)  # it makes the state that a first step would
+        return _state(model, optimizer)
     state: dict[str, Any] = {"model": model.state_dict()}
     if optimizer is not None:
         name_of = {weight: name for name, weight in model.named_parameters()}

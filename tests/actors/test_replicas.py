@@ -143,18 +143,33 @@ def test_the_optimizer_is_that_of_torch_bit_by_bit_and_each_loads_the_others_sta
 
 
 def test_what_is_saved_of_a_whole_module_is_what_torch_says_of_it() -> None:
-    for steps in (0, 2):  # before a first step the state is made
-        model, optimizer = stepped(PlainAdamW, steps)
-        saved, expected = checkpoint._saved_state(model, optimizer), checkpoint._state(model, optimizer)
-        assert saved["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
-        assert saved["model"].keys() == expected["model"].keys()
-        for name, tensor in expected["model"].items():
-            assert torch.equal(saved["model"][name], tensor)
-        assert saved["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys() != set()
-        for name, values in expected["optimizer"]["state"].items():
-            found = saved["optimizer"]["state"][name]
-            assert found.keys() == values.keys()
-            assert all(torch.equal(found[key], value) for key, value in values.items())
+    model, optimizer = stepped(PlainAdamW, 2)
+    saved, expected = checkpoint._saved_state(model, optimizer), checkpoint._state(model, optimizer)
+    assert saved["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+    assert saved["model"].keys() == expected["model"].keys()
+    for name, tensor in expected["model"].items():
+        assert torch.equal(saved["model"][name], tensor)
+    assert saved["optimizer"]["state"].keys() == expected["optimizer"]["state"].keys() != set()
+    for name, values in expected["optimizer"]["state"].items():
+        found = saved["optimizer"]["state"][name]
+        assert found.keys() == values.keys()
+        assert all(torch.equal(found[key], value) for key, value in values.items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", [PlainAdamW, torch.optim.AdamW])
+def test_a_checkpoint_before_the_first_step_changes_no_later_one(
+    kind: type[torch.optim.AdamW], tmp_path: Path
+) -> None:
+    """torch makes the state of an optimizer by a step with gradients of zero, which counts as its first."""
+    never_saved, saving, loading = (stepped(kind, 0) for _ in range(3))
+    checkpoint.save(tmp_path, 0, *saving, steps=0)
+    assert checkpoint.load(tmp_path, 0, *loading) == 0
+    for model, optimizer in (never_saved, saving, loading):
+        torch.manual_seed(1)
+        step(model, optimizer, 2)
+        pairs = zip(never_saved[0].parameters(), model.parameters(), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
 
 
 class Halving(PlainAdamW):

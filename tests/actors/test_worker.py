@@ -146,6 +146,25 @@ def test_a_checkpoint_goes_on_exactly_with_other_ranks_and_another_strategy(
         assert distance(weights, saved[0][2]) < 1e-6
 
 
+def save_train(worker: Any, shards: list[Shard], folder: str) -> Any:
+    """Save before the first step, then train: weights after."""
+    worker.save_checkpoint(folder)
+    return train(worker, shards)[1]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_checkpoint_before_the_first_step_of_several_ranks_changes_no_later_one(
+    ranks: Ranks, tmp_path: Path, strategy: str
+) -> None:
+    mine = shards_of(random_rows(12, seed=22), 2)
+    spec, folder = tiny_spec(schedule=RATE, strategy=strategy), str(RunFolder(tmp_path).new_checkpoint(0))
+    never_saved = ranks.run(spec, train, [(shards,) for shards in mine])[0][1]
+    saved = ranks.run(spec, save_train, [(shards, folder) for shards in mine])[0]
+    *_, loaded = ranks.run(spec, load_train, [(folder, shards) for shards in mine])[0]
+    assert distance(saved, never_saved) < 1e-12
+    assert distance(loaded, never_saved) < 1e-12
+
+
 def test_only_the_newest_checkpoints_stay_and_a_torn_one_goes(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     for step in (1, 2, 3):
