@@ -19,7 +19,7 @@ from raysvc.actors.worker.adamw import PlainAdamW
 
 ROOT = Path(__file__).parents[2]
 RANK = """
-import gc, json, sys
+import gc, json, os, sys
 from tests.actors.ranks import tiny_spec
 from tests.actors.shards import minis_of, random_rows
 from raysvc.actors.worker.torch_worker import CausalLMWorker
@@ -56,7 +56,8 @@ replicas.share_buffers(norm)
 buffers = {name: buffer.tolist() for name, buffer in norm.named_buffers()}
 torch.distributed.destroy_process_group()
 grads = [None if weight.grad is None else weight.grad.tolist() for weight in module]
-print(json.dumps({"names": names, "frozen": frozen, "sees_model": model_id in looked_at, "sees_torch": id(vars(torch)) in looked_at, "weights": [weight.tolist() for weight in module], "grads": grads, "buffers": buffers}))
+print(json.dumps({"names": names, "frozen": frozen, "sees_model": model_id in looked_at, "sees_torch": id(vars(torch)) in looked_at, "weights": [weight.tolist() for weight in module], "grads": grads, "buffers": buffers}), flush=True)
+os._exit(0)  # a thread of gloo may still hold the last tensor, and aborts a Python that is ending
 """
 
 
