@@ -1,7 +1,7 @@
 """Every template that TRL ships beside `apply_chat_template`: rows per second and how many times faster, on one core.
 
     python benchmarks/templates.py [--only qwen3 gptoss | --part 1/2] [--sets gsm8k_train] [--rows 2048] [--out results.json]
-    python benchmarks/templates.py --sentencepiece [--rows 4096]
+    python benchmarks/templates.py --sentencepiece [--rows 4096] [--model tokenizer.model.v1]
 
 Two measures, with the same rows, in one process:
 - text: messages -> text, ours beside `apply_chat_template(tokenize=False)`;
@@ -9,8 +9,8 @@ Two measures, with the same rows, in one process:
   that are already parsed. All tokens are under loss, as one tokenizer serves all templates and does not have their
   control tokens.
 
-With `--sentencepiece`: tokenizers configured as Llama-2, Mistral, Gemma and normalizing ones are, trained on GSM8K, with Mistral's
-first template. `tokens` is the part behind the render: encode, align and verify, beside the library's encoding, row by row.
+With `--sentencepiece`: tokenizers configured as Llama-2, Mistral, Gemma and normalizing ones are, with Mistral's first template
+and 16,000 tokens trained on GSM8K, or with the tokens of a SentencePiece model, such as the package mistral-common holds. `tokens` is the part behind the render: encode, align and verify, beside the library's encoding, row by row.
 Contenders have seen 2,048 other rows before, and none of those that are measured: encoders remember words.
 
 2,048 rows are one chunk of a slice; what a slice costs once is a larger part of fewer. Templates that take contents in
@@ -144,9 +144,11 @@ def sentencepiece(given: argparse.Namespace) -> list[dict[str, Any]]:
 
     lines = (given.data / "gsm8k_train.jsonl").read_bytes().splitlines(keepends=True)
     lines = lines[: SEEN_BEFORE + given.rows]
-    model = like.trained(
-        (message["content"] for row in parsed(b"".join(lines)) for message in row["messages"]), 16_000
-    )
+    if given.model:
+        model = of_sentencepiece(given.model)
+    else:
+        texts = (message["content"] for row in parsed(b"".join(lines)) for message in row["messages"])
+        model = like.trained(texts, 16_000)
     print("| tokenizer | encoder | tokens, times the library | whole, times apply | whole rows/s |")
     print("|---|---|---|---|---|")
     results = []
@@ -159,6 +161,17 @@ def sentencepiece(given: argparse.Namespace) -> list[dict[str, Any]]:
             flush=True,
         )
     return results
+
+
+def of_sentencepiece(path: Path) -> dict[str, Any]:
+    """Tokens and merges of a SentencePiece model of type BPE, as transformers converts it."""
+    from transformers.convert_slow_tokenizer import generate_merges, import_protobuf
+
+    proto = import_protobuf().ModelProto()
+    proto.ParseFromString(path.read_bytes())
+    vocab = {piece.piece: number for number, piece in enumerate(proto.pieces)}
+    scores = {piece.piece: piece.score for piece in proto.pieces}
+    return {"vocab": vocab, "merges": generate_merges(vocab, scores)}
 
 
 def of_kind(kind: str, folder: str, lines: list[bytes]) -> dict[str, Any]:
@@ -237,6 +250,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=400)
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     parser.add_argument("--sentencepiece", action="store_true", help="tokenizers instead of templates")
+    parser.add_argument(
+        "--model", type=Path, help="with --sentencepiece: a SentencePiece model with its tokens"
+    )
     given = parser.parse_args()
     if given.sentencepiece:
         print(json.dumps({"date": time.strftime("%Y-%m-%d"), "results": sentencepiece(given)}))
