@@ -2,7 +2,9 @@
 
 Always true:
 - nothing is guessed: `007`, `1e3`, a date and an empty field are these texts;
-- a quoted field may hold line ends; one over `MOST_FIELD_BYTES`, as an open quote makes it, is an error;
+- a quoted field may hold line ends; one over `MOST_FIELD_BYTES` is an error;
+- a quote that no writer of CSV leaves behind (one that stays open to the end of the file, or a quoted field that goes on behind its
+  closing quote) is an error that names its line: a lenient reader swallows the rows behind it, or writes other texts;
 - a row that has more or fewer fields than the header comes with an error, and keeps its number;
 - empty lines are no rows and have no number.
 """
@@ -74,19 +76,28 @@ def csv_rows(path: str, stream: Any, kind: str, counted: Counted | None = None) 
     csv.field_size_limit(MOST_FIELD_BYTES)
     counted = counted or Counted()
     text = io.TextIOWrapper(io.BufferedReader(stream, READ_BYTES), "utf-8", newline="")
-    lines = csv.reader(counted.lines(text), delimiter=DELIMITERS[kind])
+    lines = csv.reader(counted.lines(text), delimiter=DELIMITERS[kind], strict=True)
+    begin = 1  # the line where the open row begins
     try:
         header = next(lines, [])
         counted.end_header()
         _check_header(path, header)
         count = len(header)
+        begin = lines.line_num + 1
         for number, fields in enumerate(fields for fields in lines if fields):
             counted.end_row()
+            begin = lines.line_num + 1
             if len(fields) == count:
                 yield SourceRow(number, dict(zip(header, fields, strict=True)))
             else:
                 yield SourceRow(number, None, f"fields and header differ: {len(fields)} fields for {count}")
-    except (csv.Error, UnicodeDecodeError) as error:
+    except csv.Error as error:
+        what = f"cannot be read as {kind}: {error}, in the row that begins at line {begin}"
+        remedy = (
+            "put such a field into double quotes, with every quote in it written twice, as csv.writer does"
+        )
+        raise SourceError(f"source file {path!r}", what, remedy) from error
+    except UnicodeDecodeError as error:
         remedy = "save it as UTF-8 with fields in double quotes"
         raise SourceError(f"source file {path!r}", f"cannot be read as {kind}: {error}", remedy) from error
     finally:

@@ -316,6 +316,25 @@ def test_a_row_with_other_fields_than_the_header_is_named_and_keeps_its_number(
     assert result.row_counts.quarantined == {"fields and header differ": 2}
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("open.csv", 'question,answer\na,b\nc,"d\ne,f\ng,h\n'),
+        ("backslash.csv", 'question,answer\na,b\nc,"say \\"d\\" again"\ne,f\n'),
+        ("unquoted.tsv", 'question\tanswer\na\tb\nc\t"d" he said\ne\tf\n'),
+    ],
+)
+def test_a_quote_that_no_writer_leaves_is_an_error_and_never_other_rows(
+    name: str, text: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    kind = name.partition(".")[2]
+    with pytest.raises(
+        SourceError, match=rf"{name}.*cannot be read as {kind}.*begins at line 3.*written twice"
+    ):
+        _ = look_at(SourceConfig(path=(str(tmp_path / name),))).slices
+
+
 def test_lines_of_a_text_file_are_texts(tokenizer: Callable[[], SliceTokenizer], tmp_path: Path) -> None:
     (tmp_path / "rows.txt").write_bytes(BOM + b"one\r\n\n{two}\n")
     made = SliceTokenizer(TextSpec(tokenizer=tokenizer().spec.tokenizer))
