@@ -1,6 +1,7 @@
 """Rows of a range of an Arrow file or stream.
 
 A file is a stream behind eight bytes, with a footer that nothing here needs: both are read as streams, from any batch on.
+Polars writes the schema of a file without the length that a stream has before it; it gets one here.
 
 Always true:
 - what is held is one batch and the rows that were asked for;
@@ -9,6 +10,7 @@ Always true:
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Iterator
 from typing import Any
@@ -16,20 +18,58 @@ from typing import Any
 import pyarrow as pa
 
 MAGIC = b"ARROW1\0\0"
+_MARK = b"\xff\xff\xff\xff"  # before the length of each message
+_LEAST_SCHEMA_BYTES = 32  # a length is more than this; a schema without one begins with a small offset
 
 
-def skip_magic(stream: Any) -> int:
-    """Go to where the stream begins; the place."""
-    begin = len(MAGIC) if stream.peek(len(MAGIC))[: len(MAGIC)] == MAGIC else 0
-    stream.read(begin)
-    return begin
+@contextlib.contextmanager
+def opened(stream: io.BufferedReader[Any]) -> Iterator[tuple[pa.RecordBatchStreamReader, bool]]:
+    """A reader of the batches of a file or stream, and whether it is a file.
+
+    Args:
+        stream: at its beginning; behind each batch it stands where the batch ends.
+    """
+    is_file = stream.peek(len(MAGIC))[: len(MAGIC)] == MAGIC
+    stream.read(len(MAGIC) if is_file else 0)
+    bare = is_file and int.from_bytes(stream.peek(4)[:4], "little") < _LEAST_SCHEMA_BYTES
+    source = _Behind(_with_length(stream), stream) if bare else stream
+    with pa.ipc.open_stream(pa.PythonFile(source, mode="r")) as reader:
+        yield reader, is_file
+
+
+def _with_length(stream: io.BufferedReader[Any]) -> bytes:
+    """A schema that lacks its length, with it, and the mark of the message behind it, which ends it."""
+    words: list[bytes] = []
+    while (word := stream.read(8))[:4] != _MARK:
+        if not word:
+            raise pa.ArrowInvalid("the file ends before its first batch")
+        words.append(word)
+    schema = b"".join(words)
+    return _MARK + len(schema).to_bytes(4, "little") + schema + word
+
+
+class _Behind(io.RawIOBase):
+    """Bytes, and then a stream."""
+
+    def __init__(self, head: bytes, stream: io.BufferedReader[Any]) -> None:
+        super().__init__()
+        self._head, self._stream = io.BytesIO(head), stream
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, num_bytes: int = -1) -> bytes:
+        """So many bytes; fewer only at the end."""
+        begin = self._head.read(num_bytes)
+        return (
+            begin + self._stream.read(max(num_bytes - len(begin), -1)) if len(begin) != num_bytes else begin
+        )
 
 
 def batches_from_start(stream: Any) -> Iterator[pa.RecordBatch]:
     """The batches of a file or stream, one at a time."""
     buffered = io.BufferedReader(stream, 1 << 16)
-    skip_magic(buffered)
-    with pa.ipc.open_stream(pa.PythonFile(buffered, mode="r")) as reader:
+    with opened(buffered) as (reader, _):
         yield from reader
     buffered.detach()
 

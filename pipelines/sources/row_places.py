@@ -17,7 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from raysvc.pipelines.reading.arrow_file import MAGIC, skip_magic
+from raysvc.pipelines.reading.arrow_file import MAGIC, opened
 from raysvc.pipelines.reading.csv_rows import Counted, csv_rows
 from raysvc.pipelines.reading.tar_rows import sample_ends
 from raysvc.pipelines.sources.cuts import MAX_LINE_BYTES, Cut, even_cuts
@@ -75,15 +75,14 @@ def arrow_places(stream: io.RawIOBase, slice_bytes: int) -> Places:
         ArrowInvalid: it is damaged, or a file that lacks its end.
     """
     buffered = io.BufferedReader(stream, 1 << 16)
-    begin = skip_magic(buffered)
-    with pa.ipc.open_stream(pa.PythonFile(buffered, mode="r")) as reader:
+    with opened(buffered) as (reader, is_file):
         schema = reader.schema
         batches = list(_batches(reader, buffered))
     tail = b""
     while block := buffered.read(1 << 20):  # what stands behind the batches belongs to the content too
         tail = (tail + block)[-len(MAGIC) :]
     size = buffered.tell()
-    if begin and not tail.endswith(MAGIC.rstrip(b"\0")):
+    if is_file and not tail.endswith(MAGIC.rstrip(b"\0")):
         raise pa.ArrowInvalid("the file ends before its footer")
     buffered.detach()
     if any(_has_dictionary(field.type) for field in schema):

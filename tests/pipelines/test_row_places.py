@@ -91,6 +91,29 @@ def test_slices_of_an_arrow_file_are_its_rows(
         assert len(pieces) > 5
 
 
+@pytest.mark.parametrize("compression", ["uncompressed", "zstd"])
+@pytest.mark.parametrize("slice_bytes", [300, 1 << 20])
+def test_an_arrow_file_of_polars_is_its_rows(tmp_path: Path, compression: str, slice_bytes: int) -> None:
+    import polars
+
+    path = tmp_path / "rows.arrow"
+    polars.from_arrow(TABLE).write_ipc(path, compression=compression, record_batch_size=40)
+    pieces = slices_of(path, slice_bytes)
+    assert rows_of(pieces) == list(enumerate(pa.ipc.open_file(path).read_all().to_pylist()))
+    assert len(pieces) > 3 or slice_bytes > 1000
+
+
+def test_a_schema_without_a_length_is_read_as_polars_writes_it(tmp_path: Path) -> None:
+    path = arrow_file(tmp_path / "rows.arrow", TABLE, "file", 40)
+    data = path.read_bytes()
+    assert data[8:12] == b"\xff" * 4
+    path.write_bytes(data[:8] + data[16:])  # without the mark and the length
+    assert rows_of(slices_of(path, 300)) == list(enumerate(TABLE.to_pylist()))
+    path.write_bytes(data[:8] + data[16:40])
+    with pytest.raises(SourceError, match="ends before its first batch"):
+        slices_of(path, 300)
+
+
 @pytest.fixture
 def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of each read of a file's content, compressed or not."""
