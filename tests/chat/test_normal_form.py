@@ -272,7 +272,7 @@ def test_a_message_has_one_kind_of_calls(slice_tokenizer: Any, tokenize: Any) ->
     assert list(result.row_counts.quarantined) == ["a message has both tool_calls and a function_call"]
 
 
-@pytest.mark.parametrize("weight", [{"weight": 0}, {"loss_weight": 0.0}, {"train": False}])
+@pytest.mark.parametrize("weight", [{"weight": 0}, {"loss_weight": 0.0}, {"train": False}, {"loss": False}])
 def test_a_weight_of_zero_is_read_or_the_row_is_set_aside(
     weight: dict[str, Any], slice_tokenizer: Any, tokenize: Any
 ) -> None:
@@ -283,11 +283,34 @@ def test_a_weight_of_zero_is_read_or_the_row_is_set_aside(
         "last_assistant_message": ["hi there<|im_end|>"],
         "all_assistant_messages": [],
         "each_assistant_turn": [],
+        "all_tokens": [],
     }
     for train_on, trained in wanted.items():
         made, result = tokenize(slice_tokenizer(TOOLS, train_on=train_on), row)
         assert [text for one in made for text in one.trained] == trained, train_on
         assert bool(result.row_counts.quarantined) == (not trained), train_on
+
+
+@pytest.mark.parametrize("train_on", ["message_weight", "last_assistant_message", "all_assistant_messages"])
+@pytest.mark.parametrize(
+    ("weight", "reason"),
+    [
+        ({"weight": 0.5}, "a message weight is not 0 or 1"),
+        ({"weight": "0"}, "a message weight is not 0 or 1"),
+        ({"weight": 1, "train": False}, "the weights of a message contradict each other"),
+        (
+            {"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]},
+            "'train_detail' trains a part",
+        ),
+    ],
+)
+def test_a_weight_that_is_not_followed_sets_the_row_aside(
+    train_on: str, weight: dict[str, Any], reason: str, slice_tokenizer: Any, tokenize: Any
+) -> None:
+    rows = ({"messages": [USER, {**ANSWER, **more}]} for more in (weight, {"loss": 2.31}))
+    made, result = tokenize(slice_tokenizer(TOOLS, train_on=train_on), *rows)
+    assert len(made) == 1  # a loss that somebody measured says nothing about what is trained
+    assert [name.startswith(reason) for name in result.row_counts.quarantined] == [True]
 
 
 def test_integers_of_any_size_reach_the_template(slice_tokenizer: Any) -> None:

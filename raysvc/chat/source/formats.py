@@ -39,7 +39,7 @@ from raysvc.chat.source.messages import (
 )
 from raysvc.chat.source.stepwise import read_steps
 from raysvc.chat.source.tools import read_tools
-from raysvc.chat.source.trained_messages import trained_messages
+from raysvc.chat.source.trained_messages import check_weights, trained_messages
 from raysvc.chat.text_numbers import TRUTHS
 from raysvc.job.config import Format as FormatName
 from raysvc.media.kinds import WORDS, Kind
@@ -348,6 +348,7 @@ class Format:
         parts, calls = whole.has_parts, whole.has_calls
         noted = frozenset(changes) if changes else frozenset()
         if self.train_on == "all_tokens":
+            check_weights((one for one in messages if one["role"] == "assistant"), self.train_on)
             return ChatExample(messages, tools, (), True, parts, calls, noted)
         train_on = "completion" if answer_only else self.train_on
         trained = trained_messages(messages, train_on, start + added)

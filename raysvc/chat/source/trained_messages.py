@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.source.messages import Message, unknown_roles
 
 WEIGHTS = ("weight", "loss_weight", "train")
-_WEIGHTS = frozenset(WEIGHTS)
+WITHIN = ("train_detail", "training_detail")  # which characters of a message are trained, as Axolotl has it
+_WEIGHTS = frozenset((*WEIGHTS, "loss", *WITHIN))
 
 
 def trained_messages(messages: list[Message], train_on: str, start: int) -> tuple[int, ...]:
@@ -16,8 +17,8 @@ def trained_messages(messages: list[Message], train_on: str, start: int) -> tupl
 
     Raises:
         RowDropped: there are none.
-        RowFault: a weight that is not 0 or 1, or one on a message of another role; weight 0 on a message that another
-            `train_on` trains.
+        RowFault: a weight that is not 0 or 1, weights that contradict each other, or one on a message of another role;
+            weight 0 on a message that another `train_on` trains; a message of which only a part is trained.
     """
     if train_on == "message_weight":
         chosen = [place for place, message in enumerate(messages) if _weight(message)]
@@ -31,13 +32,22 @@ def trained_messages(messages: list[Message], train_on: str, start: int) -> tupl
         _refuse_unknown_roles(messages)
         raise RowDropped("no assistant message")
     places = places[-1:] if train_on == "last_assistant_message" else places
-    for place in places:
-        if not _WEIGHTS.isdisjoint(messages[place]) and _given_weight(messages[place]) == 0:
+    check_weights((messages[place] for place in places), train_on)
+    return tuple(places)
+
+
+def check_weights(trained: Iterable[Message], train_on: str) -> None:
+    """Look at the weights of the assistant's messages that a policy trains which does not read weights.
+
+    Raises:
+        RowFault: as `trained_messages`.
+    """
+    for message in trained:
+        if not _WEIGHTS.isdisjoint(message) and not _weight(message):
             raise RowFault(
                 f"a message that train_on: {train_on} trains has weight 0",
                 "train_on: message_weight reads weights",
             )
-    return tuple(places)
 
 
 def _refuse_unknown_roles(messages: list[Message]) -> None:
@@ -48,17 +58,24 @@ def _refuse_unknown_roles(messages: list[Message]) -> None:
 
 
 def _weight(message: Message) -> bool:
-    """`weight`, `loss_weight` (0 or 1) or `train`; an assistant message without any counts as 1."""
+    """`weight`, `loss_weight` (0 or 1), `train`, or `loss` where it is true or false; an assistant message without any counts as 1."""
     assistant = message["role"] == "assistant"
-    weight = _given_weight(message, assistant)
-    if weight not in (0, 1):
-        raise RowFault("a message weight is not 0 or 1", f"it is {weight!r}")
+    given = [message[name] for name in WEIGHTS if name in message]
+    if isinstance(message.get("loss"), bool):  # ms-swift's; a number is what somebody measured
+        given.append(message["loss"])
+    for weight in given:
+        if not isinstance(weight, bool | int | float) or weight not in (0, 1):
+            raise RowFault("a message weight is not 0 or 1", f"it is {weight!r}")
+    if len({bool(weight) for weight in given}) > 1:
+        raise RowFault(
+            "the weights of a message contradict each other", ", ".join(sorted(_WEIGHTS & message.keys()))
+        )
+    weight = given[0] if given else assistant
+    within = next((name for name in WITHIN if message.get(name)), None)
+    if within and weight:
+        raise RowFault(f"{within!r} trains a part of a message", "messages are trained whole")
     if weight and not assistant:
         raise RowFault(
             "a weight on a message that is not the assistant's", f"its role is {message['role']!r}"
         )
     return bool(weight)
-
-
-def _given_weight(message: Message, default: Any = None) -> Any:
-    return next((message[name] for name in WEIGHTS if name in message), default)
