@@ -11,6 +11,7 @@ import base64
 import codecs
 import contextlib
 import io
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from raysvc.pipelines.sources.slices import Piece, Slice
 
 FIRST_BYTES = 1 << 16  # of a file whose first row is wanted
 MOST_READ_BYTES = 8 << 20
+ROWS_NEAR = 64  # rows whose columns are seen
 
 
 def read_lines(piece: Slice, storage_options: dict[str, Any]) -> bytes:
@@ -107,10 +109,17 @@ def _lines_of(piece: Piece, storage_options: dict[str, Any]) -> bytes:
 
 
 def first_row(path: str, kind: Kind, storage_options: dict[str, Any]) -> dict[str, Any] | None:
-    """The first readable row of a file: what the format is told from; None when there is none."""
+    """The first readable row of a file, with nulls for columns that only rows near it have; None when there is none.
+
+    The format is told from it. In a table every row has all columns, and so it has here where JSON leaves them out.
+    """
     with reading(path):
-        rows = _first_rows(path, kind, storage_options)
-        return next((row for row in rows if isinstance(row, dict)), None)
+        found = (row for row in _first_rows(path, kind, storage_options) if isinstance(row, dict))
+        first = next(found, None)
+        if first is None or kind not in ("lines", "json"):
+            return first
+        near = itertools.islice(found, ROWS_NEAR - 1)
+        return first | {name: None for row in near for name in row if name not in first}
 
 
 def _first_rows(path: str, kind: Kind, storage_options: dict[str, Any]) -> Iterator[Any]:
@@ -118,9 +127,12 @@ def _first_rows(path: str, kind: Kind, storage_options: dict[str, Any]) -> Itera
     import pyarrow.parquet as pq
 
     if kind == "lines":
-        for line in first_lines(path, storage_options):
-            with contextlib.suppress(ValueError, RecursionError):
-                yield load_json(line, allow_nan=True)
+        for lines in _first_blocks(path, storage_options):
+            parsed = (row for row in map(_parsed, lines) if isinstance(row, dict))
+            rows = list(itertools.islice(parsed, ROWS_NEAR))
+            if rows:  # those near the first were read with it
+                yield from rows
+                return
         return
     if kind == "text":
         texts = (line for line in first_lines(path, storage_options) if line.strip())
@@ -142,20 +154,32 @@ def _first_rows(path: str, kind: Kind, storage_options: dict[str, Any]) -> Itera
             yield from (row.data for row in csv_rows(path, stream, kind))
 
 
+def _parsed(line: bytes) -> Any:
+    try:
+        return load_json(line, allow_nan=True)
+    except (ValueError, RecursionError):
+        return None
+
+
 def first_lines(path: str, storage_options: dict[str, Any]) -> Iterator[bytes]:
     """Lines from the beginning of a file; what is over the limit is left out."""
+    return itertools.chain.from_iterable(_first_blocks(path, storage_options))
+
+
+def _first_blocks(path: str, storage_options: dict[str, Any]) -> Iterator[list[bytes]]:
+    """The same, those of each read together."""
     held, skip = b"", False
     with ContentStream(path, storage_options) as stream:
         block = stream.read(FIRST_BYTES).removeprefix(codecs.BOM_UTF8)
         while block:
             lines = (held + block).split(b"\n")
             held = lines.pop()
-            yield from lines[1:] if skip else lines
+            yield lines[1:] if skip else lines
             skip = (skip and not lines) or len(held) > MAX_LINE_BYTES
             held = b"" if skip else held
             block = stream.read(MOST_READ_BYTES)
     if held:
-        yield held
+        yield [held]
 
 
 def row_groups(piece: Piece, storage_options: dict[str, Any]) -> list[int]:

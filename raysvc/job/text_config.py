@@ -53,7 +53,7 @@ class SourceConfig(Section):
     revision: str | None = Field(default=None, description="Commit, tag or branch of the dataset.")
     split: str | None = Field(default=None, description='Split with an optional slice, like "train[:10%]".')
     format: Format = Field(
-        default="auto", description="What a row holds; `auto` looks at the first row's columns."
+        default="auto", description="What a row holds; `auto` looks at the first rows' columns."
     )
     columns: dict[str, str] = Field(
         default_factory=dict,

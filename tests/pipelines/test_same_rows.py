@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from raysvc.chat.slice_tokenizer import SliceResult, SliceTokenizer
+from raysvc.chat.source.detect import resolve_format
 from raysvc.errors import SourceError
 from raysvc.job.config import SourceConfig, TextSpec, TokenizerConfig
 from raysvc.pipelines.sources.look import look_at
@@ -174,6 +175,23 @@ def test_the_same_rows_give_the_same_tokens_in_every_kind_of_file(
 def _with_system(one: Json) -> list[Json]:
     system = one.get("system")
     return [{"role": "system", "content": system}, *one["messages"]] if system else one["messages"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_columns_that_only_later_rows_have_are_used_in_every_kind_of_file(
+    name: str, tokenizer: Callable[[], SliceTokenizer], tmp_path: Path
+) -> None:
+    rows = [{"instruction": "a", "response": "b"}, {"instruction": "c", "context": "you", "response": "d"}]
+    (tmp_path / name).write_bytes(FILES[name](rows))
+    source = SourceConfig(path=(str(tmp_path / name),))
+    first = look_at(source).first_row()
+    assert first is not None
+    spec = TextSpec(tokenizer=tokenizer().spec.tokenizer)
+    form = resolve_format(spec, first)
+    spec = spec.model_copy(update={"format": form.name, "columns": dict(form.columns)})
+    (result,) = tokens_of(SliceTokenizer(spec), source)
+    texts = [tokenizer().tokenizer.hf.decode(ids) for ids in result.table["input_ids"].to_pylist()]
+    assert ["you" in text for text in texts] == [False, True]
 
 
 def test_a_saved_dataset_gives_them_too(tokenizer: Callable[[], SliceTokenizer], tmp_path: Path) -> None:

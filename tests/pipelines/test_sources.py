@@ -118,6 +118,24 @@ def test_the_first_row_skips_lines_that_are_no_objects(tmp_path: Path) -> None:
     assert look_at(SourceConfig(path=(str(tmp_path / "a.jsonl"),))).first_row() == {"text": "good"}
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "list.json", "a.parquet"])
+def test_a_first_row_has_the_columns_of_the_rows_near_it_as_in_a_table(tmp_path: Path, name: str) -> None:
+    rows = [{"prompt": "a"}, {"prompt": "b", "completion": "c"}, {"prompt": "d", "label": True}]
+    if name.endswith("parquet"):
+        pq.write_table(
+            pa.Table.from_pylist(
+                [{**dict.fromkeys(("prompt", "completion", "label")), **row} for row in rows]
+            ),
+            tmp_path / name,
+        )
+    else:
+        (tmp_path / name).write_bytes(json.dumps(rows).encode() if "list" in name else lines_of(rows))
+    source = look_at(SourceConfig(path=(str(tmp_path / name),)))
+    assert source.first_row() == {"prompt": "a", "completion": None, "label": None}
+    found = [row.data for piece in source.slices for row in read_rows(piece, {})]
+    assert found == rows  # which stay as they are
+
+
 def test_an_unknown_ending_says_which_are_known(tmp_path: Path) -> None:
     (tmp_path / "rows.xlsx").write_text("x")
     with pytest.raises(SourceError, match=r"\.jsonl"):

@@ -39,7 +39,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {  # columns beside those, that may ha
 
 
 def resolve_format(spec: TextSpec, first_row: Mapping[str, Any]) -> Format:
-    """The format of a source, from the columns of its first row.
+    """The format of a source, from the columns of its first row, which has nulls for those that only the rows near it have.
 
     Raises:
         SourceError: a column that is needed is missing, or one is there that cannot be used yet.
