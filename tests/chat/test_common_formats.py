@@ -64,6 +64,18 @@ ROWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], int]] = {
         [{"role": "user", "content": "hello\n\nyou"}, ANSWER],
         1,
     ),
+    "OpenOrca": (
+        {"id": "x", "system_prompt": "Be brief.", "question": "hello", "response": "hi there"},
+        [SYSTEM, USER, ANSWER],
+        1,
+    ),
+    "OpenHermes": (
+        {"conversations": [HUMAN, GPT], "system_prompt": "Be brief.", "category": None},
+        [SYSTEM, USER, ANSWER],
+        1,
+    ),
+    "input and output": ({"input": "hello", "output": "hi there"}, [USER, ANSWER], 1),
+    "prompt and output": ({"prompt": "hello", "output": "hi there"}, [USER, ANSWER], 1),
     "UltraChat": ({"prompt": "hello", "prompt_id": "1", "messages": [USER, ANSWER]}, [USER, ANSWER], 1),
 }
 
@@ -92,6 +104,11 @@ PAIRS: dict[str, dict[str, Any]] = {
         "chosen_messages": [USER, ANSWER],
         "rejected_messages": [USER, {"role": "assistant", "content": "go away"}],
     },
+    "OpenAI": {
+        "input": {"messages": [USER], "tools": [], "parallel_tool_calls": True},
+        "preferred_output": [ANSWER],
+        "non_preferred_output": [{"role": "assistant", "content": "go away"}],
+    },
     "UltraFeedback": {
         "prompt": "hello",
         "messages": [USER, ANSWER],
@@ -109,6 +126,34 @@ def test_a_pair_is_two_answers_to_one_prompt(name: str, slice_tokenizer: Any, to
     assert [row.trained for row in made] == [["hi there<|im_end|>"], ["go away<|im_end|>"]]
     assert result.table["chosen"].to_pylist() == [1, 0]
     assert made[0].ids == tokenizer.tokenizer.hf.apply_chat_template([USER, ANSWER], return_dict=False)
+
+
+def test_what_the_input_of_a_pair_says_has_a_place_or_is_refused(slice_tokenizer: Any, tokenize: Any) -> None:
+    pair = PAIRS["OpenAI"]
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    rows = [
+        {**pair, "input": {"messages": [USER], "tools": [tool]}},
+        {**pair, "input": json.dumps({"messages": [USER], "tools": [tool]})},  # as in a CSV file
+        {**pair, "input": {"messages": [USER], "seed": 3}},
+        {**pair, "input": "hello"},
+    ]
+    made, result = tokenize(slice_tokenizer("qwen3_like"), *rows)
+    truth = made[0].hf.apply_chat_template([USER, ANSWER], tools=[tool], return_dict=False)
+    assert [row.ids for row in made[::2]] == [truth, truth]
+    assert sorted(result.row_counts.quarantined) == [
+        "'input' has keys that have no place",
+        "broken JSON in 'input'",
+    ]
+
+
+def test_functions_as_openai_had_them_are_tools(slice_tokenizer: Any, tokenize: Any) -> None:
+    function = {"name": "look", "description": "d", "parameters": {"type": "object", "properties": {}}}
+    made, result = tokenize(
+        slice_tokenizer("qwen3_like"), {"messages": [USER, ANSWER], "functions": [function]}
+    )
+    tools = [{"type": "function", "function": function}]
+    assert made[0].ids == made[0].hf.apply_chat_template([USER, ANSWER], tools=tools, return_dict=False)
+    assert (result.left_out, result.row_counts.normalized) == ((), {"functions made tools": 1})
 
 
 @pytest.mark.parametrize("prompt", ["hello", [USER]])

@@ -16,7 +16,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from raysvc.chat.source.formats import NEEDS, OPTIONAL, Format, refused_why
+from raysvc.chat.source.formats import BESIDE, FUNCTIONS, NEEDS, OPTIONAL, PREFERRED, Format, refused_why
 from raysvc.chat.source.media_parts import NAMES
 from raysvc.errors import ConfigError, SourceError
 from raysvc.job.config import Format as FormatName
@@ -24,17 +24,19 @@ from raysvc.job.config import TextSpec
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations", "conversation"),
-    "chosen": ("chosen", "chosen_messages"),
-    "rejected": ("rejected", "rejected_messages"),
+    "chosen": ("chosen", "chosen_messages", PREFERRED),
+    "rejected": ("rejected", "rejected_messages", "non_preferred_output"),
     "output": ("output", "response"),
-    "question": ("question", "query", "prompt"),
-    "answer": ("answer", "response"),
+    "question": ("question", "query", "prompt", "input"),
+    "answer": ("answer", "response", "output"),
     "input": ("input", "context"),
+    "system": ("system", "system_prompt"),
+    "tools": ("tools", FUNCTIONS),
 }
 MESSAGE_KEYS = ("role", "content")  # in source.columns they name keys of a message
 OTHER_NAMES: dict[str, tuple[str, ...]] = {  # columns beside those, that may have one of the usual names
-    "preference": ("messages", "instruction", "input"),
-    "alpaca": ("input",),
+    name: tuple(ours for ours in beside if ours in ("messages", "instruction", "input", "system", "tools"))
+    for name, beside in BESIDE.items()
 }
 
 
@@ -93,7 +95,10 @@ def _theirs(spec: TextSpec, ours: str, columns: list[str]) -> str:
     """The source's name of a column: declared, else the first usual one that is there."""
     if ours in spec.columns:
         return spec.columns[ours]
-    return next((name for name in ALIASES.get(ours, ()) if name in columns), ours)
+    names = ALIASES.get(ours, ())
+    if ours == "question" and "instruction" in columns:
+        names = tuple(name for name in names if name != "input")  # which is the instruction's
+    return next((name for name in names if name in columns), ours)
 
 
 def _refuse_payload(form: Format, row: Mapping[str, Any]) -> None:
@@ -137,7 +142,8 @@ def _missing(what: str, wanted: tuple[str, ...], columns: list[str]) -> SourceEr
     return SourceError(
         "source",
         f"{what}; the rows have the columns {', '.join(columns) or '(none)'}{_nearest(wanted, columns)}",
-        "set source.format, or map a column with source.columns: {messages: your_column}",
+        "set source.format, or map columns with source.columns: {messages: your_column}, or "
+        "{question: your_column, answer: another}",
     )
 
 

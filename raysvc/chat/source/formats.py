@@ -72,6 +72,11 @@ KTO = ("label", "kto_tag")
 MEDIA = ("images", "image", "videos", "video", "audios", "audio", "pixel_values")
 PAIR = ("chosen", "rejected", "chosen_messages", "rejected_messages")
 WEIGHT = ("weight", "margin")
+FUNCTIONS = "functions"  # OpenAI's name of tools, before these were called so
+PREFERRED = (
+    "preferred_output"  # OpenAI's name of the chosen side; `input` has the messages and tools beside it
+)
+FUNCTIONS_READ = "functions made tools"
 
 
 @dataclass(frozen=True)
@@ -166,6 +171,7 @@ class Format:
                 raise RowFault(f"column {name!r} is not used by format {self.name}", refused_why(name))
         examples: tuple[Example, ...]
         if self.name == "preference":
+            row = self._opened(row) if self.column("chosen") == PREFERRED else row
             examples = tuple(self._side(row, side) for side in ("chosen", "rejected"))
         else:
             examples = (getattr(self, f"_{self.name}")(row),)
@@ -218,7 +224,7 @@ class Format:
         changes: Changes = set()
         whole = self._turn(self._given(row, "prompt", changes), "user", self.column("prompt"), changes)
         messages, _ = self._with_system(row, whole.messages)
-        tools = read_tools(self.get(row, "tools"), changes)
+        tools = self._tools(row, changes)
         noted = frozenset(changes)
         return ChatExample(messages, tools, (), False, whole.has_parts, whole.has_calls, noted, prompt=True)
 
@@ -265,6 +271,20 @@ class Format:
             prompt = [*history, user]
             answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
         return self._completed(row, prompt, answer, column, changes, answer_only=True)
+
+    def _opened(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A pair as OpenAI has it, with what stands in its input as columns."""
+        column = self.column("input")
+        given = row.get(column)
+        given = parse_json(given, column) if isinstance(given, str) else given
+        if not isinstance(given, dict) or "messages" not in given:
+            raise RowFault(f"{column!r} has no messages", f"it is {kind_of(given)}")
+        said = {name: value for name, value in given.items() if value is not None}
+        odd = sorted(said.keys() - {"messages", "tools", "parallel_tool_calls"})
+        if odd:
+            raise RowFault(f"{column!r} has keys that have no place", ", ".join(odd))
+        opened = {self.column(ours): said[ours] for ours in ("messages", "tools") if ours in said}
+        return {name: value for name, value in row.items() if name != column} | opened
 
     def _text(self, row: Mapping[str, Any]) -> TextExample:
         return TextExample("", self._text_of(row, "text"))
@@ -335,6 +355,13 @@ class Format:
             return [{"role": "system", "content": system}, *messages], 1
         return messages, 0
 
+    def _tools(self, row: Mapping[str, Any], changes: Changes) -> list[Any] | None:
+        tools = read_tools(self.get(row, "tools"), changes)
+        if tools is None or self.column("tools") != FUNCTIONS:
+            return tools
+        changes.add(FUNCTIONS_READ)
+        return [one if "function" in one else {"type": "function", "function": one} for one in tools]
+
     def _conversation(
         self,
         row: Mapping[str, Any],
@@ -344,7 +371,7 @@ class Format:
         answer_only: bool = False,
     ) -> ChatExample:
         messages, added = self._with_system(row, whole.messages)
-        tools = read_tools(self.get(row, "tools"), changes)
+        tools = self._tools(row, changes)
         parts, calls = whole.has_parts, whole.has_calls
         noted = frozenset(changes) if changes else frozenset()
         if self.train_on == "all_tokens":
