@@ -37,7 +37,7 @@ from raysvc.pipelines.reading.pinned_file import (
 from raysvc.pipelines.reading.pins import changed
 from raysvc.pipelines.reading.tar_rows import rows_of_stream, tar_rows
 from raysvc.pipelines.sources.cuts import MAX_LINE_BYTES
-from raysvc.pipelines.sources.files import CSV_KINDS, Kind
+from raysvc.pipelines.sources.files import CSV_KINDS, Kind, check_text
 from raysvc.pipelines.sources.slices import Piece, Slice
 
 FIRST_BYTES = 1 << 16  # of a file whose first row is wanted
@@ -171,6 +171,7 @@ def _first_blocks(path: str, storage_options: dict[str, Any]) -> Iterator[list[b
     held, skip = b"", False
     with ContentStream(path, storage_options) as stream:
         block = stream.read(FIRST_BYTES).removeprefix(codecs.BOM_UTF8)
+        check_text(path, block)
         while block:
             lines = (held + block).split(b"\n")
             held = lines.pop()
@@ -211,6 +212,8 @@ def load_dataset_rows(config: SourceConfig) -> Any:
             return _saved_split(datasets.load_from_disk(name), split)
         with hub.answering():
             data = datasets.load_dataset(name, config.subset, split=split, revision=config.revision)
+    except SourceError:
+        raise
     except (OSError, ValueError, KeyError, ConnectionError) as error:
         first_line = str(error).strip().split("\n")[0]
         remedy = "check the name, the subset and HF_TOKEN, or download it first"
@@ -248,7 +251,8 @@ def split_parts(data: Any, split: str | None) -> list[tuple[Any, int, int]]:
             {name: len(one) for name, one in data.items()}
         )
     except (AssertionError, ValueError, KeyError) as error:
-        what = f"{split!r} is not in the folder ({', '.join(data)})"
+        names = ", ".join(data)
+        what = f"{split!r} is not in the folder ({names})" if split else f"is needed: the folder has {names}"
         raise SourceError("source.split", what, "name one of them, or several with +") from error
     ends = (len(data[part.splitname]) if part.to is None else part.to for part in parts)
     return [(data[part.splitname], part.from_ or 0, end) for part, end in zip(parts, ends, strict=True)]

@@ -25,6 +25,13 @@ KINDS: dict[str, Kind] = {
 }
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 ENDINGS = ", ".join(KINDS)
+NO_TEXT = {  # how files begin that are no text in UTF-8 -> what they are, and what to do
+    b"\xff\xfe": ("text in UTF-16", "save it as UTF-8"),
+    b"\xfe\xff": ("text in UTF-16", "save it as UTF-8"),
+    b"\x1f\x8b": ("compressed", "add .gz to its name"),
+    b"\x28\xb5\x2f\xfd": ("compressed", "add .zst to its name"),
+    b"PAR1": ("a Parquet file", "let its name end in .parquet"),
+}
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,17 @@ def kind_of(path: str) -> Kind:
     if kind is None:
         raise SourceError("source.path", f"{path!r} is of no known kind", f"name files that end in {ENDINGS}")
     return kind
+
+
+def check_text(path: str, begin: bytes) -> None:
+    """Look at the first bytes of a file of text.
+
+    Raises:
+        SourceError: no text in UTF-8 begins so.
+    """
+    for mark, (what, remedy) in NO_TEXT.items():
+        if begin.startswith(mark):
+            raise SourceError(f"source file {path!r}", f"is {what}", remedy)
 
 
 def resolve_path(path: str) -> str:

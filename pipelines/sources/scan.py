@@ -18,7 +18,7 @@ from raysvc.pipelines.reading.pins import BLOCK_BYTES, PinHasher, Pins, changed
 from raysvc.pipelines.reading.readers import row_groups
 from raysvc.pipelines.sources.cuts import Cut, LineCutter, group_cuts
 from raysvc.pipelines.sources.file_stamp import store_tag
-from raysvc.pipelines.sources.files import BYTE_KINDS, CSV_KINDS, LINE_KINDS, Kind, kind_of
+from raysvc.pipelines.sources.files import BYTE_KINDS, CSV_KINDS, LINE_KINDS, Kind, check_text, kind_of
 from raysvc.pipelines.sources.row_places import Places, arrow_places, csv_places, tar_places
 from raysvc.pipelines.sources.slices import Piece
 
@@ -134,7 +134,7 @@ def scan_file(
         elif kind == "tar":
             places = tar_places(watched, slice_bytes)
         else:
-            kind, cuts = _line_cuts(watched, kind, slice_bytes)
+            kind, cuts = _line_cuts(path, watched, kind, slice_bytes)
             places = Places(cuts)
     pins = watched.hasher.finish()
     if kind not in BYTE_KINDS:
@@ -146,11 +146,13 @@ def scan_file(
     return replace(found, head=head)
 
 
-def _line_cuts(watched: _Watched, kind: Kind, slice_bytes: int) -> tuple[Kind, list[Cut]]:
+def _line_cuts(path: str, watched: _Watched, kind: Kind, slice_bytes: int) -> tuple[Kind, list[Cut]]:
     """Read to the end; the kind, as the first bytes say, and the cuts of a file of lines."""
     cutter = LineCutter(slice_bytes)
     wanted = PEEK_BYTES  # most of many files are small
     while block := watched.next_block(wanted):
+        if wanted == PEEK_BYTES and kind != "parquet":
+            check_text(path, block)
         if kind == "json" and wanted == PEEK_BYTES:
             kind = kind_of_json(block)
         if kind in LINE_KINDS:

@@ -121,10 +121,32 @@ def _first_row(job: JobConfig, source: Source) -> dict[str, Any]:
     row = source.first_row()
     if row is None:
         where = ", ".join(job.source.path) or str(job.source.dataset)
-        raise SourceError(
-            "source", f"{where} holds no row that can be read", "give files with one JSON object per line"
-        )
+        raise no_row("source", f"{where} holds", source, job.source.storage_options)
     return row
+
+
+def no_row(where: str, who: str, source: Source, storage_options: dict[str, Any]) -> SourceError:
+    """What to tell of a source without a row that can be read: what is wrong with the first of its rows.
+
+    Args:
+        where: for the error.
+        who: what it says begins with this.
+    """
+    from raysvc.pipelines.reading.readers import read_rows
+
+    rows = (row for row in read_rows(source.slices[0], storage_options) if row.error)
+    first = next(rows, None)
+    if first is None:
+        return SourceError(where, f"{who} no row", "give files with at least one row")
+    what = f"{who} no row that can be read; row {first.source_row}: {first.error}"
+    lines = "write one JSON object per line; a file that is one list ends in .json"
+    remedies = {
+        "broken JSON": lines,
+        "not a JSON object": lines,
+        "fields and header differ": "let the first line name the columns, and fields have commas (.csv) or tabs (.tsv) between them",
+    }
+    remedy = next((text for reason, text in remedies.items() if str(first.error).startswith(reason)), None)
+    return SourceError(where, what, remedy or "let every row be an object of columns")
 
 
 def _identity(tokenizer: LoadedTokenizer, kind: Format) -> dict[str, Any]:

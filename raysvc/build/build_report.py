@@ -43,9 +43,8 @@ def make_report(
     examples = [item for one in receipts for item in one.meta["examples"]]
     check_share(job, {"row_counts": row_counts.to_json(), "examples": examples})
     if row_counts.rows_written == 0:
-        reasons = (
-            ", ".join(f"{name}: {count}" for name, count in row_counts.dropped.items()) or "none were read"
-        )
+        left_out = (*row_counts.dropped.items(), *row_counts.quarantined.items())
+        reasons = ", ".join(f"{name}: {count}" for name, count in left_out) or "none were read"
         raise SourceError(
             "source", f"no row is left to train on ({reasons})", "check train_on, max_length and truncation"
         )

@@ -23,6 +23,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from raysvc.actors.model.tiny_vision import NAME as TINY_VISION
+from raysvc.build.build_plan import no_row
 from raysvc.build.media_job import processor_of, with_template
 from raysvc.chat.row_counts import RowCounts
 from raysvc.chat.slice_tokenizer import SliceTokenizer
@@ -103,7 +104,7 @@ def look(path: str, tokenizer: str) -> Look:
     source = look_at(job.source)
     row = source.first_row()
     if row is None:
-        raise SourceError(path, "holds no row that can be read", "give files with one JSON object per line")
+        raise no_row(path, "holds", source, {})
     processor = processor_of(job, row)
     spec = job.text
     if processor is not None:

@@ -213,6 +213,8 @@ def test_a_saved_dataset_gives_them_too(tokenizer: Callable[[], SliceTokenizer],
         assert [one["input_ids"] for one in found] == [wanted[n]["input_ids"] for n in expected], name
     with pytest.raises(SourceError, match="is not in the folder"):
         look_at(SourceConfig(dataset=str(tmp_path / "saved"), split="train+dev"))
+    with pytest.raises(SourceError, match=r"^source\.split: is needed: the folder has train, test; name one"):
+        look_at(SourceConfig(dataset=str(tmp_path / "saved")))
 
 
 def pairs(folder: Path, name: str, data: bytes, tokenizer: SliceTokenizer) -> list[str]:
