@@ -339,6 +339,29 @@ def test_roles_are_declared_or_the_row_says_how(slice_tokenizer: Any, tokenize: 
     assert made[0].ids == tokenize(slice_tokenizer(TOOLS), {"messages": [USER, ANSWER]})[0][0].ids
 
 
+SKIPS_OTHERS = """\
+{%- for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("train_on", ["all_assistant_messages", "all_tokens"])
+@pytest.mark.parametrize("role", ["Human", "developer", "critic", "tool"])
+def test_a_message_that_the_template_leaves_out_sets_its_row_aside(
+    role: str, train_on: str, slice_tokenizer: Any, tokenize: Any
+) -> None:
+    said = {"role": role, "content": "hello"}  # which another message says too
+    rows = [
+        {"messages": messages} for messages in ([USER, ANSWER], [said, USER, ANSWER], [USER, said, ANSWER])
+    ]
+    plain = slice_tokenizer("chatml_bare", train_on=train_on)
+    config = TokenizerConfig(name=plain.spec.tokenizer.name, chat_template=SKIPS_OTHERS)
+    made, result = tokenize(SliceTokenizer(TextSpec(tokenizer=config, train_on=train_on)), *rows)
+    assert len(made) == 1
+    assert result.row_counts.quarantined == {f"the chat template shows no message of role {role!r}": 2}
+    made, _ = tokenize(plain, *rows)
+    assert len(made) == 3  # this one writes the role as it is
+
+
 def test_plain_lines_with_other_roles_are_mapped_too(slice_tokenizer: Any) -> None:
     lines = [
         {"messages": [{"role": a, "content": "hello"}, {"role": b, "content": "hi there"}]}

@@ -43,6 +43,9 @@ from raysvc.job.config import PAIRED
 from raysvc.media.media_desk import MediaDesk
 
 MIN_HEAD = 256  # characters
+_SHOWN = frozenset(
+    {"system", "user", "assistant"}
+)  # roles that a template has a word for, or means to leave out
 
 
 class Renderer:
@@ -185,7 +188,19 @@ class Renderer:
         return Sequence(text, [(0, len(text), FREE)], example=example)
 
     def _fitted(self, example: ChatExample) -> ChatExample:
-        """The example with what the template takes of parts and calls."""
+        """The example with what the template takes of parts and calls.
+
+        Raises:
+            RowFault: it takes messages of a role, and shows none of them.
+        """
+        has_tools = example.tools is not None
+        for role in {message["role"] for message in example.messages} - _SHOWN:
+            if self._tokenizer.hides_role(role, has_tools):
+                ours = "system" if role == "developer" else "user"
+                raise RowFault(
+                    f"the chat template shows no message of role {role!r}",
+                    f"source.roles: {{{role}: {ours}}} maps it, if it is one",
+                )
         if example.has_parts or example.has_calls:
             return self._tokenizer.fit(example.tools is not None).fitted(example)
         return example

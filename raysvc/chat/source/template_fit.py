@@ -109,6 +109,22 @@ def _as_object(value: Any) -> Any:
     return found
 
 
+def hides_role(render: Render, role: str) -> bool:
+    """Whether a template takes messages of a role, and shows none of them."""
+    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    call = {"id": "a12345678", "type": "function", "function": {"name": "f", "arguments": {}}}
+    probe = {"role": role, "name": "f", "tool_call_id": "a12345678", "content": PROBE}
+    tries: list[list[Message]] = [
+        [asked, {"role": "assistant", "content": "", "tool_calls": [call]}, probe, said],
+        [probe, asked, said],
+        [asked, probe, said],
+        [asked, said, probe, asked, said],
+        [probe, said],
+    ]
+    shown = [_try(render, messages) for messages in tries]
+    return any(shown) and not any(PROBE in text for text in shown)
+
+
 def _takes_parts(render: Render) -> bool:
     """Whether a template shows the text of content parts wherever it shows texts, and neither their Python form nor their JSON."""
     in_parts = [_try(render, [_in_parts(role) for role in roles]) for roles in _SPEAKERS]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from raysvc.chat.source.media_parts import in_parts
-from raysvc.chat.source.template_fit import PROBE_TOOL, TemplateFit
+from raysvc.chat.source.template_fit import PROBE_TOOL, TemplateFit, hides_role
 from raysvc.chat.tokens.backend_parts import refuse_dropped_text
 from raysvc.chat.tokens.load_faults import check_templates, check_unknown, load_fault, slow_fault, stop_ids
 from raysvc.errors import TokenizerError
@@ -47,6 +47,9 @@ class LoadedTokenizer:
         check_unknown(config.name, self.hf.backend_tokenizer)
         self.templates = _templates(self.hf, config)
         self._fits: dict[str, TemplateFit] = {}
+        self._hidden: dict[
+            tuple[str, str], bool
+        ] = {}  # (template, role) -> whether it shows none of its messages
 
     @property
     def chat_template(self) -> str | None:
@@ -134,6 +137,14 @@ class LoadedTokenizer:
         if name not in self._fits:
             self._fits[name] = TemplateFit.of(lambda messages: self._probed(name, messages))
         return self._fits[name]
+
+    def hides_role(self, role: str, has_tools: bool) -> bool:
+        """Whether the template of a row leaves messages of this role out without a word; asked once."""
+        name = self.template_name(has_tools)
+        if (name, role) not in self._hidden:
+            asked_in = in_parts if self.fit(has_tools).only_parts else list
+            self._hidden[name, role] = hides_role(lambda some: self._probed(name, asked_in(some)), role)
+        return self._hidden[name, role]
 
     def _probed(self, name: str, messages: list[dict[str, Any]]) -> str:
         """A render of messages that ask what a template takes; with a tool, where it refuses to go without."""
