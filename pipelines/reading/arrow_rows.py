@@ -8,10 +8,12 @@
 | map | object |
 | text, integer, boolean, list | the same |
 | NaN, infinite, bytes, duration | the same; a row that uses it is quarantined (`odd`) |
+| what Python has no value for: a year beyond 9999, an unknown time zone, text that is not UTF-8 | `Unreadable`, which is odd |
 
 Always true:
 - a null inside a list stays;
-- columns whose type needs no change are not looked through.
+- columns whose type needs no change are not looked through;
+- no column has the name of another: one of them would be gone without a word.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import pyarrow as pa
 import pyarrow.types as types
 
 from raysvc.chat.source.json_rows import SourceRow
+from raysvc.errors import SourceError
 
 Convert = Callable[[Any], Any]
 LISTS = (
@@ -35,18 +38,48 @@ LISTS = (
 )
 
 
+class Unreadable:
+    """A value that Python cannot hold."""
+
+
 def rows_of_table(table: pa.Table, first_row: int) -> Iterator[SourceRow]:
-    """The rows of a table, numbered."""
+    """The rows of a table, numbered.
+
+    Raises:
+        SourceError: two columns of one name.
+    """
+    names = table.schema.names
+    if len({*names}) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise SourceError("source", f"has the column {twice!r} twice", "give every column a name of its own")
     converts = {field.name: convert for field in table.schema if (convert := _convert(field.type))}
     odd = any(_may_be_odd(field.type) for field in table.schema)
     number = first_row
     for batch in table.to_batches():
-        for row in batch.to_pylist():
+        rows, is_odd = python_rows(batch)
+        for row in rows:
             data = {name: value for name, value in row.items() if value is not None}
             for name in converts.keys() & data.keys():
-                data[name] = converts[name](data[name])
-            yield SourceRow(number, data, None, None, odd)
+                if not is_odd or not isinstance(data[name], Unreadable):
+                    data[name] = converts[name](data[name])
+            yield SourceRow(number, data, None, None, odd or is_odd)
             number += 1
+
+
+def python_rows(batch: pa.RecordBatch | pa.Table) -> tuple[list[dict[str, Any]], bool]:
+    """Rows of Python values, and whether some value is none of Python's."""
+    try:
+        return batch.to_pylist(), False
+    except (ValueError, OverflowError, ImportError, pa.ArrowException):
+        columns = [[_value(item) for item in column] for column in batch.columns]
+        return [dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True)], True
+
+
+def _value(item: pa.Scalar) -> Any:
+    try:
+        return item.as_py()
+    except (ValueError, OverflowError, ImportError, pa.ArrowException):
+        return Unreadable()
 
 
 def _convert(kind: pa.DataType) -> Convert | None:

@@ -22,6 +22,7 @@ from raysvc.chat.slice_tokenizer import SliceResult, SliceTokenizer
 from raysvc.chat.source.detect import resolve_format
 from raysvc.errors import SourceError
 from raysvc.job.config import SourceConfig, TextSpec, TokenizerConfig
+from raysvc.pipelines.reading.readers import read_rows
 from raysvc.pipelines.sources.look import look_at
 from raysvc.pipelines.tokenize import tokenize_slice
 
@@ -101,7 +102,11 @@ def parquet(rows: list[Json]) -> bytes:
 
 
 def arrow(rows: list[Json]) -> bytes:
-    table, sink = pa.Table.from_pylist(_aligned(rows)), io.BytesIO()
+    return arrow_of(pa.Table.from_pylist(_aligned(rows)))
+
+
+def arrow_of(table: pa.Table) -> bytes:
+    sink = io.BytesIO()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
     return sink.getvalue()
@@ -276,6 +281,37 @@ def test_every_kind_of_list_holds_the_same_messages(
     assert text.endswith('look {"day": "2024-01-05", "days": 2}<|im_end|>\n')
 
 
+def test_a_column_that_is_there_twice_is_refused_as_in_csv(tmp_path: Path) -> None:
+    table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "rows.parquet")
+    (tmp_path / "rows.arrow").write_bytes(arrow_of(table))
+    for name in ("rows.parquet", "rows.arrow"):
+        (piece,) = look_at(SourceConfig(path=(str(tmp_path / name),))).slices
+        with pytest.raises(SourceError, match="has the column 'text' twice"):
+            list(read_rows(piece, {}))
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
+def test_what_python_has_no_value_for_sets_aside_only_rows_that_use_it(
+    name: str, tokenizer: Callable[[], SliceTokenizer], tmp_path: Path
+) -> None:
+    far = pa.array([0, 300_000_000_000], pa.timestamp("s"))  # in the year 11476
+    odd = pa.array([0, 0], pa.timestamp("us", "Mars/Base"))
+    texts = {"question": ["a", "b"], "answer": ["c", "d"]}
+    for columns, quarantined in (({"at": far, "zone": odd}, 0), ({"system": far}, 1)):
+        table = pa.table({**texts, **columns})
+        if name == "rows.arrow":
+            (tmp_path / name).write_bytes(arrow_of(table))
+        else:
+            pq.write_table(table, tmp_path / name)
+        made = SliceTokenizer(TextSpec(tokenizer=tokenizer().spec.tokenizer))
+        source = SourceConfig(path=(str(tmp_path / name),))
+        assert look_at(source).first_row() is not None
+        (result,) = tokens_of(made, source)
+        assert sum(result.row_counts.quarantined.values()) == quarantined
+        assert result.row_counts.rows_written == 2 - quarantined
+
+
 def test_what_json_does_not_have_sets_aside_only_rows_that_use_it(
     tokenizer: Callable[[], SliceTokenizer], tmp_path: Path
 ) -> None:
@@ -319,8 +355,6 @@ def test_a_large_csv_file_with_line_ends_in_its_fields_is_read_whole(
     assert (tmp_path / "rows.csv").stat().st_size > 5 << 20
     slices = look_at(SourceConfig(path=(str(tmp_path / "rows.csv"),)), 1 << 20).slices
     assert len(slices) > 1
-    from raysvc.pipelines.reading.readers import read_rows
-
     found = [one for piece in slices for one in read_rows(piece, {})]
     assert [one.data for one in found] == rows
     assert [one.source_row for one in found] == list(range(300))
