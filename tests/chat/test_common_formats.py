@@ -180,6 +180,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [USER, ANSWER], "kto_tag": True}, "kto_tag"),
     ({"messages": [USER, ANSWER], "images": ["a.png"]}, "images"),
     ({"messages": [USER, ANSWER], "chosen": ANSWER}, "chosen"),
+    ({"messages": [USER, ANSWER], "rejected_response": "go away"}, "rejected_response"),
+    (
+        {"messages": [USER, ANSWER], "chat_template_kwargs": {"enable_thinking": False}},
+        "chat_template_kwargs",
+    ),
 ]
 
 

@@ -193,8 +193,9 @@ def test_the_system_column_comes_first_unless_there_is_a_system_message(
         {"messages": [system, USER, ANSWER], "system": "Be long."},
         {"messages": [system, USER, ANSWER], "system": None},
     ]
-    made, _ = tokenize(slice_tokenizer(CHATML), *rows)
+    made, result = tokenize(slice_tokenizer(CHATML), *rows)
     assert made[0].ids == made[1].ids == made[2].ids
+    assert result.row_counts.normalized == {"system columns left out beside another system message": 1}
 
 
 def test_messages_may_be_a_json_string_and_unknown_columns_change_nothing(

@@ -16,7 +16,16 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from raysvc.chat.source.formats import BESIDE, FUNCTIONS, NEEDS, OPTIONAL, PREFERRED, Format, refused_why
+from raysvc.chat.source.formats import (
+    BESIDE,
+    FUNCTIONS,
+    NEEDS,
+    NO_VALUES,
+    OPTIONAL,
+    PREFERRED,
+    Format,
+    refused_why,
+)
 from raysvc.chat.source.media_parts import NAMES
 from raysvc.errors import ConfigError, SourceError
 from raysvc.job.config import Format as FormatName
@@ -103,7 +112,7 @@ def _theirs(spec: TextSpec, ours: str, columns: list[str]) -> str:
 
 def _refuse_payload(form: Format, row: Mapping[str, Any]) -> None:
     for name in form.refused:
-        if row.get(name) not in (None, "", []):
+        if row.get(name) not in NO_VALUES:
             raise SourceError(
                 "source",
                 f"the rows have a column {name!r}, which format {form.name} does not use",

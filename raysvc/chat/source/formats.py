@@ -72,11 +72,15 @@ KTO = ("label", "kto_tag")
 MEDIA = ("images", "image", "videos", "video", "audios", "audio", "pixel_values")
 PAIR = ("chosen", "rejected", "chosen_messages", "rejected_messages")
 WEIGHT = ("weight", "margin")
+TEMPLATE_KWARGS = "chat_template_kwargs"  # TRL gives those of each row to the template
+REJECTED_RESPONSE = "rejected_response"  # ms-swift's, beside messages that end with the chosen one
+NO_VALUES: tuple[Any, ...] = (None, "", [], {})
 FUNCTIONS = "functions"  # OpenAI's name of tools, before these were called so
 PREFERRED = (
     "preferred_output"  # OpenAI's name of the chosen side; `input` has the messages and tools beside it
 )
 FUNCTIONS_READ = "functions made tools"
+SYSTEM_UNUSED = "system columns left out beside another system message"
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,10 @@ class Format:
         """Columns that change the meaning of a row, and that this format does not use."""
         labels = KTO if self.name not in ("prompt", "text") else ()  # there a label is about no answer
         known = {*labels, *PAIR, *MEDIA, *WEIGHT, "history"}
+        if self.name not in ("text", "pretokenized"):
+            known.add(TEMPLATE_KWARGS)
+        if self.name != "preference":
+            known.add(REJECTED_RESPONSE)
         return known - self.known_columns
 
     @property
@@ -167,7 +175,7 @@ class Format:
             if self.get(row, ours) is None:
                 raise RowFault(f"no value in column {self.column(ours)!r}", _columns(row))
         for name in () if self._refused_names.isdisjoint(row) else self.refused:
-            if name in row and row[name] not in (None, "", []):
+            if name in row and row[name] not in NO_VALUES:
                 raise RowFault(f"column {name!r} is not used by format {self.name}", refused_why(name))
         examples: tuple[Example, ...]
         if self.name == "preference":
@@ -223,7 +231,7 @@ class Format:
     def _prompt(self, row: Mapping[str, Any]) -> ChatExample:
         changes: Changes = set()
         whole = self._turn(self._given(row, "prompt", changes), "user", self.column("prompt"), changes)
-        messages, _ = self._with_system(row, whole.messages)
+        messages, _ = self._with_system(row, whole.messages, changes)
         tools = self._tools(row, changes)
         noted = frozenset(changes)
         return ChatExample(messages, tools, (), False, whole.has_parts, whole.has_calls, noted, prompt=True)
@@ -346,13 +354,17 @@ class Format:
             return Conversation([{"role": role, "content": value}])
         return self._reader.read(value, column, changes)
 
-    def _with_system(self, row: Mapping[str, Any], messages: list[Message]) -> tuple[list[Message], int]:
+    def _with_system(
+        self, row: Mapping[str, Any], messages: list[Message], changes: Changes
+    ) -> tuple[list[Message], int]:
         """(messages behind the system column, how many came before them)."""
         system = self.get(row, "system")
         if system is not None and not isinstance(system, str):
             raise RowFault(f"{self.column('system')!r} is not text", f"it is {kind_of(system)}")
         if system and messages[0]["role"] != "system":
             return [{"role": "system", "content": system}, *messages], 1
+        if system and messages[0].get("content") != system:
+            changes.add(SYSTEM_UNUSED)
         return messages, 0
 
     def _tools(self, row: Mapping[str, Any], changes: Changes) -> list[Any] | None:
@@ -370,7 +382,7 @@ class Format:
         changes: Changes,
         answer_only: bool = False,
     ) -> ChatExample:
-        messages, added = self._with_system(row, whole.messages)
+        messages, added = self._with_system(row, whole.messages, changes)
         tools = self._tools(row, changes)
         parts, calls = whole.has_parts, whole.has_calls
         noted = frozenset(changes) if changes else frozenset()
@@ -396,7 +408,9 @@ def refused_why(name: str) -> str:
     nothing = f"source.ignore: [{name}] says that it has no meaning here"
     if name in KTO:
         return f"a label (KTO) belongs to a prompt and a completion; {nothing}"
-    if name in PAIR:
+    if name == TEMPLATE_KWARGS:
+        return f"tokenizer.template_kwargs are the same for all rows of a job; {nothing}"
+    if name in (*PAIR, REJECTED_RESPONSE):
         return f"a pair is of format preference; {nothing}"
     if name in MEDIA:
         kind = next((kind for kind, names in media_parts.NAMES.items() if name in names.columns), None)
