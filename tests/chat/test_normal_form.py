@@ -198,10 +198,12 @@ def test_what_a_template_does_with_arguments_decides_what_it_gets(
         ("{broken", "the arguments of a tool call are not JSON"),
         ("[1]", "the arguments of a tool call are not an object"),
         ('{"x": NaN}', "the arguments of a tool call are not JSON"),
+        ([1], "the arguments of a tool call are not an object"),
+        (5, "the arguments of a tool call are not an object"),
     ],
 )
 def test_arguments_that_are_no_object_set_the_row_aside(
-    arguments: str, reason: str, slice_tokenizer: Any, tokenize: Any
+    arguments: Any, reason: str, slice_tokenizer: Any, tokenize: Any
 ) -> None:
     _, result = tokenize(slice_tokenizer(TOOLS), talk([{"name": "f", "arguments": arguments}]))
     assert list(result.row_counts.quarantined) == [reason]

@@ -67,11 +67,11 @@ class TemplateFit:
             example = replace(example, messages=flatten_parts(example.messages), has_parts=False)
         if not example.has_calls:
             return example
-        wrong = dict if self.text_arguments else str
+        wanted = str if self.text_arguments else dict
         given = arguments_of(example.messages)
         for value in given:
             refuse_deep(value, MAX_DEPTH, "the arguments of a tool call")
-        if not any(value is None or type(value) is wrong for value in given):
+        if all(type(value) is wanted for value in given):
             return example
         change = self._as_text if self.text_arguments else _as_object
         noted = {ARGUMENTS_WRITTEN if self.text_arguments else ARGUMENTS_PARSED}
@@ -80,7 +80,7 @@ class TemplateFit:
 
     @staticmethod
     def _as_text(value: Any) -> str:
-        return value if isinstance(value, str) else json.dumps(value or {}, ensure_ascii=False)
+        return value if isinstance(value, str) else json.dumps(_as_object(value), ensure_ascii=False)
 
 
 def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
@@ -97,8 +97,10 @@ def _as_object(value: Any) -> Any:
     """Of JSON text, its object; of nothing, an empty one."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return {}
-    if not isinstance(value, str):
+    if isinstance(value, dict):
         return value
+    if not isinstance(value, str):
+        raise RowFault("the arguments of a tool call are not an object", f"they are {value!r}"[:80])
     try:
         found = load_json(value.encode())
     except (ValueError, RecursionError) as broken:
