@@ -67,7 +67,7 @@ def rows_of_table(table: pa.Table, first_row: int) -> Iterator[SourceRow]:
 
 
 def python_rows(batch: pa.RecordBatch | pa.Table) -> tuple[list[dict[str, Any]], bool]:
-    """Rows of Python values, and whether some value is none of Python's."""
+    """Rows of Python values, and whether Python has no value for some of them."""
     try:
         return batch.to_pylist(), False
     except (ValueError, OverflowError, ImportError, pa.ArrowException):
