@@ -128,6 +128,32 @@ def test_a_pair_is_two_answers_to_one_prompt(name: str, slice_tokenizer: Any, to
     assert made[0].ids == tokenizer.tokenizer.hf.apply_chat_template([USER, ANSWER], return_dict=False)
 
 
+@pytest.mark.parametrize(
+    ("texts", "trained"),
+    [
+        (("\n\nHuman: hi\n\nAssistant: Thanks a lot", "\n\nHuman: hi\n\nAssistant: That is it"), (" Thanks a lot", " That is it")),
+        (("Q: a b\nA: I think so", "Q: a b\nA: I do not"), (" think so", " do not")),
+        (("Q: a\n\n b", "Q: a\n\n c"), ("\n\n b", "\n\n c")),
+        (("say it", "say it again"), (" it", " it again")),
+        (("say it", "say it"), (" it", " it")),
+        (("yes", "yesterday"), ("yes", "yesterday")),
+        (("one", "two"), ("one", "two")),
+    ],
+)  # fmt: skip
+def test_the_words_that_two_texts_without_a_prompt_begin_with_are_the_prompt(
+    texts: tuple[str, str], trained: tuple[str, str], slice_tokenizer: Any, tokenize: Any
+) -> None:
+    from trl import extract_prompt
+
+    row = dict(zip(("chosen", "rejected"), texts, strict=True))
+    made, _ = tokenize(slice_tokenizer(CHATML), row)
+    assert tuple("".join(side.trained).removesuffix("<|im_end|>") for side in made) == trained
+    theirs = extract_prompt(row)
+    for text, own, side in zip(texts, trained, ("chosen", "rejected"), strict=True):
+        assert text.endswith(own)
+        assert own.endswith(theirs[side]), "no less than TRL trains, which may cut inside a word"
+
+
 def test_what_the_input_of_a_pair_says_has_a_place_or_is_refused(slice_tokenizer: Any, tokenize: Any) -> None:
     pair = PAIRS["OpenAI"]
     tool = {"type": "function", "function": {"name": "look", "parameters": {}}}

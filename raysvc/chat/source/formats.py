@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 from raysvc.chat.row_errors import RowFault
@@ -278,6 +279,11 @@ class Format:
             history, user = self._history(row), {"role": "user", "content": self._instruction(row)}
             prompt = [*history, user]
             answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+        if prompt is None and isinstance(answer, str):
+            prompt = _shared_words(
+                answer, self._given(row, "rejected" if side == "chosen" else "chosen", changes)
+            )
+            answer = answer[len(prompt) :]
         return self._completed(row, prompt, answer, column, changes, answer_only=True)
 
     def _opened(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -401,6 +407,18 @@ MEDIA_WHY = (
 OTHERS_WHY = "images, audio and videos are carried to a model as files; pixels are not"
 OPTIONAL = tuple(sorted({name for beside in BESIDE.values() for name in beside}))
 USED = tuple(sorted({*OPTIONAL, *(name for needs in NEEDS.values() for name in needs)} - {"input_ids"}))
+
+
+def _shared_words(text: str, other: Any) -> str:
+    """The words that two texts begin with, without the blank behind them: the prompt of a pair that has no column for it."""
+    if not isinstance(other, str):
+        return ""
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False))
+    shared = text[: sum(1 for _ in alike)]
+    if shared in (text, other):
+        shared = shared.rstrip()  # one says no more than the other begins with: its last word is the answer
+    cuts = [place for place, letter in enumerate(shared) if letter.isspace()]
+    return shared[: cuts[-1]].rstrip() if cuts else ""
 
 
 def refused_why(name: str) -> str:
