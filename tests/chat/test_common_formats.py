@@ -69,6 +69,11 @@ ROWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], int]] = {
         [SYSTEM, USER, ANSWER],
         1,
     ),
+    "Bedrock": (
+        {"system": [{"type": "text", "text": "Be "}, {"text": "brief."}], "messages": [USER, ANSWER]},
+        [SYSTEM, USER, ANSWER],
+        1,
+    ),
     "OpenHermes": (
         {"conversations": [HUMAN, GPT], "system_prompt": "Be brief.", "category": None},
         [SYSTEM, USER, ANSWER],

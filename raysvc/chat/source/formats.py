@@ -20,6 +20,7 @@ from typing import Any
 
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source import media_parts
+from raysvc.chat.source.content_parts import PARTS_READ, flatten_parts, read_parts
 from raysvc.chat.source.examples import (
     ChatExample,
     Example,
@@ -365,6 +366,10 @@ class Format:
     ) -> tuple[list[Message], int]:
         """(messages behind the system column, how many came before them)."""
         system = self.get(row, "system")
+        if isinstance(system, list) and all(isinstance(part, dict) for part in system):  # as Anthropic has it
+            (said,) = flatten_parts([read_parts(system, self.column("system"))])
+            system = said["content"]
+            changes.add(PARTS_READ)
         if system is not None and not isinstance(system, str):
             raise RowFault(f"{self.column('system')!r} is not text", f"it is {kind_of(system)}")
         if system and messages[0]["role"] != "system":
