@@ -15,15 +15,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice, repeat
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from raysvc.chat.arrow import PAIR_COLUMN, table_of
-from raysvc.chat.carry import Carrier, resolved, text_widths
+from raysvc.chat.carry import text_widths
 from raysvc.chat.first_rows import FirstRows
 from raysvc.chat.garbage import no_collection
 from raysvc.chat.media_places import FIELDS, Media, media_arrays, place_media, sampled_places, true_ids
@@ -32,8 +30,6 @@ from raysvc.chat.render.renderer import Renderer
 from raysvc.chat.render.shape import (
     JoinedRows,
     Sequences,
-    apart,
-    count_of,
     kinds_of,
     nth,
     one_by_one,
@@ -41,14 +37,12 @@ from raysvc.chat.render.shape import (
 from raysvc.chat.row_counter import RowCounter
 from raysvc.chat.row_counts import Quarantined, RowCounts
 from raysvc.chat.row_errors import RowDropped, RowFault
+from raysvc.chat.row_sequences import RowSequences
 from raysvc.chat.select import Kept, keep
 from raysvc.chat.sequence import Sequence
-from raysvc.chat.source.detect import format_of, resolve_format
 from raysvc.chat.source.examples import ChatExample
-from raysvc.chat.source.formats import Format
 from raysvc.chat.source.json_rows import SourceRow, json_blocks, json_rows
 from raysvc.chat.source.raw_rows import raw_example
-from raysvc.chat.source.stepwise import STEP_LABELS
 from raysvc.chat.text_batch import Batch, batch_of
 from raysvc.chat.tokens.align import TokenTable
 from raysvc.chat.tokens.probe import encoders_of
@@ -56,7 +50,6 @@ from raysvc.chat.tokens.shared_heads import SharedHeads
 from raysvc.chat.tokens.token_rows import EncoderDiffers, RowEncoder, TokenRows, rows_of_tokens
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.chat.truncate import fewer_turns
-from raysvc.job.carried import CarriedColumn
 from raysvc.job.config import TextSpec
 from raysvc.media.media_desk import MediaDesk
 from raysvc.media.medium import COLUMN
@@ -64,8 +57,6 @@ from raysvc.media.medium import COLUMN
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 10
-ROWS_PER_CHUNK = 2048
-ROWS_AT_ONCE = 128  # read and rendered while what was parsed of them is in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -116,18 +107,20 @@ class SliceTokenizer:
         desk: MediaDesk | None = None,
     ) -> None:
         assert spec.media == (desk.processor.kinds if desk else ())
-        self.spec = spec
         self.tokenizer = tokenizer or LoadedTokenizer(spec.tokenizer)
         self.desk = desk
         self._label = dataset_label
         self._reference, self._encoder, self._switched = encoders_of(self.tokenizer)
-        self._renderer = self._new_renderer(fast=True)
+        renderer = self._new_renderer(fast=True)
+        self._rows = RowSequences(spec, self.tokenizer, renderer, desk)
         self._heads = SharedHeads(self._encoder)
-        self._table = TokenTable(self.tokenizer, self._renderer.control_tokens, self._renderer.inner_tokens)
-        self._format: Format | None = None
-        self._carrier: Carrier | None = None
-        self._names: set[str] = set()  # columns of the slice's rows
+        self._table = TokenTable(self.tokenizer, renderer.control_tokens, renderer.inner_tokens)
         self._digests: set[str] = set()  # of the slice's media
+
+    @property
+    def spec(self) -> TextSpec:
+        """What decides tokens and mask; with the format and columns of the source once they are known."""
+        return self._rows.spec
 
     @property
     def encoder_name(self) -> str:
@@ -166,7 +159,7 @@ class SliceTokenizer:
         with no_collection():
             while True:
                 counter = RowCounter(self._label, first_rows)
-                self._names.clear()
+                self._rows.names.clear()
                 self._digests.clear()
                 try:
                     return self._result(list(make(counter)), counter)
@@ -177,10 +170,10 @@ class SliceTokenizer:
                     self._encoder = self._reference
                     self._heads = SharedHeads(self._encoder)
                 except RenderDiffers as differs:
-                    if not self._renderer.fast:
+                    if not self._rows.renderer.fast:
                         raise  # two renders of the same row differ: our reading of it is wrong
                     self._switched = f"the short template code differs from the reference on {differs}"
-                    self._renderer = self._new_renderer(fast=False)
+                    self._rows.renderer = self._new_renderer(fast=False)
                 logger.warning("dataset=%s switched to the reference: %s", self._label, self._switched)
 
     def _new_renderer(self, fast: bool) -> Renderer:
@@ -192,17 +185,15 @@ class SliceTokenizer:
 
     def _made_of_rows(self, rows: Iterator[SourceRow], counter: RowCounter) -> Iterator[tuple[Kept, int]]:
         while True:
-            if self._carrier is not None:
-                self._carrier.clear()
-            flat, origins, num_read = self._sequences(rows, counter)
+            flat, origins, num_read = self._rows.chunk(rows, counter)
             if not num_read:
                 return
-            if self._format is not None and self._format.name == "kto":
-                flat, origins = self._with_mismatched(flat, origins, counter)
+            if self._rows.format is not None and self._rows.format.name == "kto":
+                flat, origins = self._rows.with_mismatched(flat, origins, counter)
             batch = _batch(flat)
-            doubtful = set(self._renderer.doubtful(flat, batch)) if batch else set()
+            doubtful = set(self._rows.renderer.doubtful(flat, batch)) if batch else set()
             if doubtful:
-                flat, origins = self._again(flat, origins, doubtful, counter)
+                flat, origins = self._rows.again(flat, origins, doubtful, counter)
                 batch = _batch(flat)
             while flat:
                 try:
@@ -218,81 +209,11 @@ class SliceTokenizer:
                     break
             counter.read(num_read)
 
-    def _sequences(
-        self, rows: Iterator[SourceRow], counter: RowCounter
-    ) -> tuple[Sequences, list[SourceRow], int]:
-        """(sequences of the rows of a chunk, the row of each, how many rows were read)."""
-        flat: Sequences = []
-        origins: list[SourceRow] = []
-        num_read = 0
-        while num_read < ROWS_PER_CHUNK and (
-            some := list(islice(rows, min(ROWS_AT_ONCE, ROWS_PER_CHUNK - num_read)))
-        ):
-            num_read += len(some)
-            rest = iter(some)
-            for known in self._known(some):
-                if isinstance(known, JoinedRows):
-                    flat.append(known)
-                    origins += islice(rest, len(known))
-                    continue
-                row = next(rest)
-                try:
-                    sequences = self._prepare(row, known)
-                except (RowFault, RowDropped) as why:
-                    counter.leave_out(row.source_row, why)
-                    continue
-                flat += sequences
-                origins += [row] * len(sequences)
-        return flat, origins, num_read
-
-    def _again(
-        self, flat: Sequences, origins: list[SourceRow], doubtful: set[int], counter: RowCounter
-    ) -> tuple[Sequences, list[SourceRow]]:
-        """The same with the doubtful ones, whose rows have no others, made as if nothing were known."""
-        made: Sequences = []
-        kept: list[SourceRow] = []
-        place = 0
-        for one in apart(flat, doubtful):
-            own = origins[place : place + count_of(one)]
-            try:
-                made += self._prepare(own[0], None) if place in doubtful else [one]
-                kept += own
-            except (RowFault, RowDropped) as why:
-                counter.leave_out(own[0].source_row, why)
-            place += len(own)
-        return made, kept
-
-    def _with_mismatched(
-        self, flat: Sequences, origins: list[SourceRow], counter: RowCounter
-    ) -> tuple[Sequences, list[SourceRow]]:
-        """Beside each row's one sequence that of its prompt with the completion of the row before; of the chunk's last before its first."""
-        form = self._format
-        assert form is not None
-        completion = form.column("completion")
-        made: Sequences = []
-        kept: list[SourceRow] = []
-        for place, (row, own) in enumerate(zip(origins, flat, strict=True)):
-            other = origins[place - 1].data
-            assert row.data is not None
-            assert other is not None
-            try:
-                if len(origins) == 1:
-                    raise RowDropped("no other row whose completion could be its mismatched one")
-                if self.desk is not None:
-                    self.desk.go_to(row.source_row)
-                wrong = self._renderer.sequences({**row.data, completion: other[completion]}, form)
-            except (RowFault, RowDropped) as why:
-                counter.leave_out(row.source_row, why)
-                continue
-            made += [own, *wrong]
-            kept += [row] * (1 + len(wrong))
-        return made, kept
-
     def _chunk(
         self, flat: Sequences, origins: list[SourceRow], batch: Batch | None, counter: RowCounter
     ) -> tuple[Kept, int]:
         tokens, numbers = self._encode(flat, batch), np.array([row.source_row for row in origins], np.int64)
-        compared, form = 0, self._format
+        compared, form = 0, self._rows.format
         assert form is not None
         if batch is not None:
             sampled = {place: nth(flat, place) for place in sample_places(batch, int(numbers[0]))}
@@ -321,8 +242,8 @@ class SliceTokenizer:
         kept = keep(tokens, numbers, self.spec, counter)
         kept = _with_cut_turns(kept, numbers, lengths, np.diff(tokens.offsets), counter)
         _note(flat, numbers, kept, counter)
-        if self._carrier is not None:
-            kept = replace(kept, carried=self._carrier.arrays(kept))
+        if self._rows.carrier is not None:
+            kept = replace(kept, carried=self._rows.carrier.arrays(kept))
         if media is not None:
             written = np.flatnonzero(np.isin(numbers, kept.source_rows)).tolist()
             left = [media[place] for place in written]
@@ -366,7 +287,7 @@ class SliceTokenizer:
         while low < high:  # the fewer turns the shorter
             middle = (low + high) // 2
             try:
-                made = self._renderer.sequence(choices[middle])
+                made = self._rows.renderer.sequence(choices[middle])
             except (RowFault, RowDropped):
                 low = middle + 1  # the template refuses this beginning
                 continue
@@ -375,56 +296,6 @@ class SliceTokenizer:
             else:
                 low = middle + 1
         return best
-
-    def _known(self, some: list[SourceRow]) -> Iterator[Sequence | JoinedRows | None]:
-        """As of `Renderer.known`, one by one where columns are carried; the first row of all decides on the format."""
-        rows = [row.data or {} for row in some]
-        first = next((row.data for row in some if row.data is not None), None)
-        if self._format is None and first is not None:
-            self._format = self._resolved(first)
-            self._carrier = self._new_carrier(self._format, first)
-        self._names.update(*{*map(tuple, rows)})
-        if self._format is None:
-            return repeat(None, len(rows))
-        known = self._renderer.known(rows, self._format)
-        return known if self._carrier is None else one_by_one(known)
-
-    def _prepare(self, row: SourceRow, known: Sequence | None) -> list[Sequence]:
-        if row.data is None:
-            reason, _, detail = (row.error or "no data").partition(": ")
-            raise RowFault(reason, detail)
-        assert self._format is not None
-        if self.desk is not None:
-            self.desk.go_to(row.source_row)
-        if row.odd:
-            self._format.check_values(row.data)
-        sequences = [known] if known else self._renderer.sequences(row.data, self._format)
-        for sequence in sequences:
-            if not sequence.text.isascii():
-                _check_text(sequence.text)
-        if self._carrier is not None:
-            form, data = self._format, row.data
-            if form.name == "kto":
-                data = {**data, form.column("label"): form.label_of(data)}
-            self._carrier.take(row.source_row, data, sequences[0].tokens)
-        return sequences
-
-    def _new_carrier(self, form: Format, row: Mapping[str, Any]) -> Carrier | None:
-        columns, sources = resolved(self.spec.carry, row), {}
-        if form.name == "kto":
-            columns["label"], sources["label"] = CarriedColumn(dtype="uint8"), form.column("label")
-        if form.name == "stepwise":
-            labels = CarriedColumn(dtype="float32", per="token", align="response", pad=-1)
-            columns[STEP_LABELS], sources[STEP_LABELS] = labels, form.column("labels")
-        return Carrier(columns, form.name, sources) if columns else None
-
-    def _resolved(self, row: Mapping[str, Any]) -> Format:
-        """Of a spec that names it; else of a row."""
-        form = resolve_format(self.spec, row) if self.spec.format == "auto" else format_of(self.spec)
-        if form.name not in ("text", "pretokenized"):
-            self.tokenizer.check_date()
-        self.spec = self.spec.model_copy(update={"format": form.name, "columns": dict(form.columns)})
-        return form
 
     def _encode(self, flat: Sequences, batch: Batch | None) -> TokenRows:
         if batch is None:
@@ -438,7 +309,7 @@ class SliceTokenizer:
         tokens = sum(len(part.ids) for part in kept)
         rendered, rows = sum(part.rendered for part in kept), sum(part.rows for part in kept)
         row_counts = counter.row_counts(rows, rendered, trained, tokens - trained)
-        form, carrier = self._format, self._carrier
+        form, carrier = self._rows.format, self._rows.carrier
         pair = PAIR_COLUMN.get(form.name) if form is not None else None
         compared = sum(count for _, count in made)
         fields = [*(carrier.schema if carrier is not None else ()), *(FIELDS if self.desk else ())]
@@ -450,7 +321,7 @@ class SliceTokenizer:
             self._encoder.name,
             self._switched,
             compared,
-            tuple(sorted(self._names - form.known_columns)) if form is not None else (),
+            tuple(sorted(self._rows.names - form.known_columns)) if form is not None else (),
             {name: width for name, width in text_widths(table).items() if name != COLUMN},
             tuple(sorted(self._digests)),
         )
@@ -498,10 +369,3 @@ class _DamagedInside(Exception):
 def _batch(flat: Sequences) -> Batch | None:
     """Of texts; None of rows that came as tokens."""
     return batch_of(flat) if flat and (isinstance(flat[0], JoinedRows) or flat[0].tokens is None) else None
-
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise RowFault("a text holds a lone surrogate") from None

@@ -102,7 +102,7 @@ def test_a_difference_on_a_slice_switches_to_the_reference_and_makes_the_slice_a
 def test_a_template_code_that_differs_switches_to_jinjas_own(slice_tokenizer: Any, tokenize: Any) -> None:
     tokenizer = slice_tokenizer(CHATML)
     good, _ = tokenize(tokenizer, *rows(["one", "two"]))
-    fast = tokenizer._renderer._template(False)[0].fast
+    fast = tokenizer._rows.renderer._template(False)[0].fast
     honest = fast.render
 
     def lying(*row: Any) -> Any:
@@ -242,13 +242,13 @@ def test_a_byte_order_mark_is_no_fault(slice_tokenizer: Any) -> None:
 
 
 def test_a_slice_of_many_blocks_gives_what_one_block_gives(slice_tokenizer: Any, monkeypatch: Any) -> None:
-    from raysvc.chat import slice_tokenizer as tokenizing
+    from raysvc.chat import row_sequences
     from raysvc.chat.source import json_rows
 
     data = "\n".join(json.dumps(row) for row in rows([f"number {n} \u00e9" for n in range(50)])).encode()
     once = slice_tokenizer(CHATML).run_json_lines(data, 7)
     monkeypatch.setattr(json_rows, "BLOCK_BYTES", 300)
-    monkeypatch.setattr(tokenizing, "ROWS_PER_CHUNK", 3)
+    monkeypatch.setattr(row_sequences, "ROWS_PER_CHUNK", 3)
     many = slice_tokenizer(CHATML).run_json_lines(data, 7)
     assert once.table.to_pydict() == many.table.to_pydict()
     assert once.row_counts == many.row_counts

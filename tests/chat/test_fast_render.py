@@ -117,7 +117,7 @@ def pairs(slice_tokenizer: Any) -> Any:
         key = name + json.dumps(options)
         if key not in made:
             fast, slow = slice_tokenizer(name, **options), slice_tokenizer(name, **options)
-            slow._renderer = Renderer(slow.tokenizer, fast=False)
+            slow._rows.renderer = Renderer(slow.tokenizer, fast=False)
             slow._encoder = slow._reference
             made[key] = (fast, slow)
         return made[key]
@@ -172,7 +172,7 @@ def test_json_lines_give_what_rows_give(template: str, pairs: Any, rows: list[di
 
 @pytest.mark.parametrize("template", FAST + SLOW)
 def test_usual_conversations_are_rendered_once(template: str, pairs: Any) -> None:
-    fast = pairs(template)[0]._renderer._template(False)[0]
+    fast = pairs(template)[0]._rows.renderer._template(False)[0]
     messages = [{"role": role, "content": "It is so."} for role in ("user", "assistant", "user", "assistant")]
     before = dict(fast.fast.counts)
     for text in ("one", "two", "three", "four"):
@@ -185,8 +185,8 @@ COLLECTS = {"captured"}
 
 def test_only_rows_are_learned_and_not_what_a_template_is_asked_about_its_turns(slice_tokenizer: Any) -> None:
     tokenizer = slice_tokenizer("qwen3_like")
-    template = tokenizer._renderer._template(False)[0]
-    assert tokenizer._renderer.control_tokens
+    template = tokenizer._rows.renderer._template(False)[0]
+    assert tokenizer._rows.renderer.control_tokens
     assert not template.fast.counts
     run(tokenizer, [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}])
     assert template.fast.counts["learned"] > 0

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raysvc.chat import slice_tokenizer
+from raysvc.chat import row_sequences
 from raysvc.chat.render import plain_rows
 from raysvc.chat.render.plain_rows import MAX_TRIES, PlainRows
 from raysvc.chat.render.renderer import Renderer
@@ -471,7 +471,7 @@ def sliced(slice_tokenizer: Any) -> Any:
     @cache
     def pair(name: str, mode: str) -> tuple[SliceTokenizer, SliceTokenizer]:
         fast, real = slice_tokenizer(name, train_on=mode), slice_tokenizer(name, train_on=mode)
-        real._renderer = real._new_renderer(fast=False)
+        real._rows.renderer = real._new_renderer(fast=False)
         for word in ("first", "next", "last"):
             said = [tuple(f"{word} words of {n}" for n in range(len(roles))) for roles in ROLES]
             for kind in (0, 1):
@@ -491,7 +491,7 @@ def test_rows_of_any_shapes_side_by_side_have_the_tokens_that_real_renders_give(
     fast, real = sliced(name, mode)
     given_rows = [row_of(*each) for each in rows]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slice_tokenizer, "ROWS_AT_ONCE", at_once)
+        patch.setattr(row_sequences, "ROWS_AT_ONCE", at_once)
         patch.setattr(fast_render, "SAMPLE_EVERY", 7)  # rows amid others are rendered for real
         assert tokens_of(fast, given_rows) == tokens_of(real, given_rows)
 

@@ -42,7 +42,7 @@ def tokenizers_of(template: Template, folder: Path) -> dict[str, Any]:
     config = TokenizerConfig(name=tokenizer_folder(template, folder), date=date.today())
     loaded = LoadedTokenizer(config)
     made = {mode: SliceTokenizer(TextSpec(tokenizer=config, train_on=mode), "", loaded) for mode in MODES}
-    made[MODES[1]]._renderer = copy.copy(made[MODES[0]]._renderer)
+    made[MODES[1]]._rows.renderer = copy.copy(made[MODES[0]]._rows.renderer)
     return made
 
 

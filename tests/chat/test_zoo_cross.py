@@ -48,7 +48,7 @@ def _tokenizer(folder: str, train_on: str) -> SliceTokenizer:
 def tokenizer(folder: str, train_on: str = ALL, **options: Any) -> SliceTokenizer:
     """The one of a template and mode, set to a policy: to make one takes longer than a row."""
     made = _tokenizer(folder, train_on)
-    made.spec = made.spec.model_copy(update={"max_length": None, "truncation": "drop", **options})
+    made._rows.spec = made.spec.model_copy(update={"max_length": None, "truncation": "drop", **options})
     return made
 
 

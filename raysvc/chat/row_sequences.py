@@ -1,0 +1,187 @@
+"""Rows of a source -> sequences to encode, a chunk at a time.
+
+Always true:
+- sequences are in the order of their rows, each with the row that it is of;
+- a row that fails is counted and left out, and stops nothing;
+- the first row that can be read decides on the format, and what is carried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice, repeat
+from typing import Any
+
+from raysvc.chat.carry import Carrier, resolved
+from raysvc.chat.render.renderer import Renderer
+from raysvc.chat.render.shape import JoinedRows, Sequences, apart, count_of, one_by_one
+from raysvc.chat.row_counter import RowCounter
+from raysvc.chat.row_errors import RowDropped, RowFault
+from raysvc.chat.sequence import Sequence
+from raysvc.chat.source.detect import format_of, resolve_format
+from raysvc.chat.source.formats import Format
+from raysvc.chat.source.json_rows import SourceRow
+from raysvc.chat.source.stepwise import STEP_LABELS
+from raysvc.chat.tokens.tokenizer import LoadedTokenizer
+from raysvc.job.carried import CarriedColumn
+from raysvc.job.config import TextSpec
+from raysvc.media.media_desk import MediaDesk
+
+ROWS_PER_CHUNK = 2048
+ROWS_AT_ONCE = 128  # read and rendered while what was parsed of them is in the processor's cache
+
+
+class RowSequences:
+    """See the module.
+
+    Attributes:
+        spec: what decides tokens and mask; with the format and columns of the source once they are known.
+        format: of the rows, None before the first one.
+        carrier: of the columns that go with them, if any.
+        names: columns of the slice's rows.
+        renderer: as given; another one may take its place.
+
+    Args:
+        spec: of the source.
+        tokenizer: that of the spec.
+        renderer: of the same tokenizer.
+        desk: takes the media of rows, where there may be some.
+    """
+
+    def __init__(
+        self, spec: TextSpec, tokenizer: LoadedTokenizer, renderer: Renderer, desk: MediaDesk | None
+    ) -> None:
+        self.spec, self.renderer = spec, renderer
+        self.format: Format | None = None
+        self.carrier: Carrier | None = None
+        self.names: set[str] = set()
+        self._tokenizer, self._desk = tokenizer, desk
+
+    def chunk(self, rows: Iterator[SourceRow], counter: RowCounter) -> tuple[Sequences, list[SourceRow], int]:
+        """(sequences of the rows of a chunk, the row of each, how many rows were read)."""
+        if self.carrier is not None:
+            self.carrier.clear()
+        flat: Sequences = []
+        origins: list[SourceRow] = []
+        num_read = 0
+        while num_read < ROWS_PER_CHUNK and (
+            some := list(islice(rows, min(ROWS_AT_ONCE, ROWS_PER_CHUNK - num_read)))
+        ):
+            num_read += len(some)
+            rest = iter(some)
+            for known in self._known(some):
+                if isinstance(known, JoinedRows):
+                    flat.append(known)
+                    origins += islice(rest, len(known))
+                    continue
+                row = next(rest)
+                try:
+                    sequences = self._prepare(row, known)
+                except (RowFault, RowDropped) as why:
+                    counter.leave_out(row.source_row, why)
+                    continue
+                flat += sequences
+                origins += [row] * len(sequences)
+        return flat, origins, num_read
+
+    def again(
+        self, flat: Sequences, origins: list[SourceRow], doubtful: set[int], counter: RowCounter
+    ) -> tuple[Sequences, list[SourceRow]]:
+        """The same with the doubtful ones, whose rows have no others, made as if nothing were known."""
+        made: Sequences = []
+        kept: list[SourceRow] = []
+        place = 0
+        for one in apart(flat, doubtful):
+            own = origins[place : place + count_of(one)]
+            try:
+                made += self._prepare(own[0], None) if place in doubtful else [one]
+                kept += own
+            except (RowFault, RowDropped) as why:
+                counter.leave_out(own[0].source_row, why)
+            place += len(own)
+        return made, kept
+
+    def with_mismatched(
+        self, flat: Sequences, origins: list[SourceRow], counter: RowCounter
+    ) -> tuple[Sequences, list[SourceRow]]:
+        """Beside each row's one sequence that of its prompt with the completion of the row before; of the chunk's last before its first."""
+        form = self.format
+        assert form is not None
+        completion = form.column("completion")
+        if len(origins) == 1:
+            why = RowDropped("no other row whose completion could be its mismatched one")
+            counter.leave_out(origins[0].source_row, why)
+            return [], []
+        made: Sequences = []
+        kept: list[SourceRow] = []
+        for place, (row, own) in enumerate(zip(origins, flat, strict=True)):
+            other = origins[place - 1].data
+            assert row.data is not None
+            assert other is not None
+            try:
+                if self._desk is not None:
+                    self._desk.go_to(row.source_row)
+                wrong = self.renderer.sequences({**row.data, completion: other[completion]}, form)
+            except (RowFault, RowDropped) as why:
+                counter.leave_out(row.source_row, why)
+                continue
+            made += [own, *wrong]
+            kept += [row] * (1 + len(wrong))
+        return made, kept
+
+    def _known(self, some: list[SourceRow]) -> Iterator[Sequence | JoinedRows | None]:
+        """As of `Renderer.known`, one by one where columns are carried; the first row of all decides on the format."""
+        rows = [row.data or {} for row in some]
+        first = next((row.data for row in some if row.data is not None), None)
+        if self.format is None and first is not None:
+            self.format = self._resolved(first)
+            self.carrier = self._new_carrier(self.format, first)
+        self.names.update(*{*map(tuple, rows)})
+        if self.format is None:
+            return repeat(None, len(rows))
+        known = self.renderer.known(rows, self.format)
+        return known if self.carrier is None else one_by_one(known)
+
+    def _prepare(self, row: SourceRow, known: Sequence | None) -> list[Sequence]:
+        if row.data is None:
+            reason, _, detail = (row.error or "no data").partition(": ")
+            raise RowFault(reason, detail)
+        assert self.format is not None
+        if self._desk is not None:
+            self._desk.go_to(row.source_row)
+        if row.odd:
+            self.format.check_values(row.data)
+        sequences = [known] if known else self.renderer.sequences(row.data, self.format)
+        for sequence in sequences:
+            if not sequence.text.isascii():
+                _check_text(sequence.text)
+        if self.carrier is not None:
+            form, data = self.format, row.data
+            if form.name == "kto":
+                data = {**data, form.column("label"): form.label_of(data)}
+            self.carrier.take(row.source_row, data, sequences[0].tokens)
+        return sequences
+
+    def _new_carrier(self, form: Format, row: Mapping[str, Any]) -> Carrier | None:
+        columns, sources = resolved(self.spec.carry, row), {}
+        if form.name == "kto":
+            columns["label"], sources["label"] = CarriedColumn(dtype="uint8"), form.column("label")
+        if form.name == "stepwise":
+            labels = CarriedColumn(dtype="float32", per="token", align="response", pad=-1)
+            columns[STEP_LABELS], sources[STEP_LABELS] = labels, form.column("labels")
+        return Carrier(columns, form.name, sources) if columns else None
+
+    def _resolved(self, row: Mapping[str, Any]) -> Format:
+        """Of a spec that names it; else of a row."""
+        form = resolve_format(self.spec, row) if self.spec.format == "auto" else format_of(self.spec)
+        if form.name not in ("text", "pretokenized"):
+            self._tokenizer.check_date()
+        self.spec = self.spec.model_copy(update={"format": form.name, "columns": dict(form.columns)})
+        return form
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RowFault("a text holds a lone surrogate") from None
