@@ -425,3 +425,28 @@ def test_a_message_of_no_loop_is_not_called_one_that_is_not_shown(
     said = [say(U, "one"), say(A, "two"), say(U, "three"), say(A, "four")]
     result = tokenizer.run([SourceRow(0, {"messages": said})])
     assert reason in str(result.examples[0])
+
+
+SOFT_SWITCH = """\
+{%- set ns = namespace(quiet=false) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.quiet = '/no_think' in m.content %}{% endif %}
+{{- '<|im_start|>' + m.role + '\\n' + ('<think></think>' if m.role == 'assistant' else '') + m.content + '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' + ('<think></think>' if ns.quiet else '<think>') }}{% endif %}"""
+
+
+@pytest.mark.parametrize("tools", [[], [TOOL]], ids=["no tools", "tools"])
+def test_words_that_change_the_generation_prompt_change_what_is_context(
+    tools: list[Row], tmp_path: Path
+) -> None:
+    template = Template("soft switch", SOFT_SWITCH, "", ("<s>", "<|im_end|>"))
+    tokenizer = tokenizers_of(template, tmp_path)[MODES[0]]
+    thinks = [say(U, "one"), say(A, "two"), say(U, "three"), say(A, "four")]
+    quiet = [say(U, "one /no_think"), *thinks[1:]]
+    ends = "</think>two<|im_end|>", "</think>four<|im_end|>"
+    expected = {"one": [*ends], "one /no_think": ["two<|im_end|>", ends[1]]}
+    rows = [thinks, quiet, quiet, thinks, thinks, quiet]
+    result = tokenizer.run([SourceRow(n, {"messages": row, "tools": tools}) for n, row in enumerate(rows)])
+    decode = hugging_face(tokenizer.spec.tokenizer.name).decode
+    pairs = zip(result.table["input_ids"].to_pylist(), result.table["loss_mask"].to_pylist(), strict=True)
+    trained = [[decode(ids[a:b]) for a, b in runs(mask)] for ids, mask in pairs]
+    assert trained == [expected[row[0]["content"]] for row in rows]

@@ -150,7 +150,8 @@ class Renderer:
             rows = None
             if self.fast and form.name == "chat" and form.train_on != "each_assistant_turn":
                 template, finder, _ = self._template(False)
-                rows = PlainRows(template, finder, form) if template.fast or self._desk is None else None
+                if (template.fast or self._desk is None) and not template.words_decide_prompt:
+                    rows = PlainRows(template, finder, form)
             self._plain = (form, rows)
         return self._plain[1]
 

@@ -15,6 +15,7 @@ from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
+from raysvc.chat.render.prompt_words import words_decide
 from raysvc.chat.render.real_render import RealRender
 from raysvc.chat.render.rendered import NOBODY, Render, marks_within
 from raysvc.chat.render.turn_check import is_empty
@@ -40,6 +41,7 @@ class ChatTemplate:
     Attributes:
         text: Jinja source.
         marks_generation: it has `{% generation %}` around something.
+        words_decide_prompt: the generation prompt may be another one with other words in the messages.
         fast: the fast way, None when there is none.
         render_really: renders (messages, tools, prompt) by the template itself.
 
@@ -59,6 +61,7 @@ class ChatTemplate:
         self.marks_generation = bool(_MARK.search(text))
         now = now or datetime.now()
         self.render_really = RealRender(text, variables, now).render
+        self.words_decide_prompt = words_decide(text)
         self._in_parts = in_parts
         self._learns = True
         fast = fast and tracing_works()

@@ -116,6 +116,8 @@ class TurnMemory:
         messages = example.messages
         if not content or not 0 < place < len(messages) - 1 or len(messages[place]) != 2:
             return None
+        if self._finder.words_decide_prompt:
+            return None
         before, block = messages[place - 1], row.block_of.get(place, -1)
         known = self._alone.get((before.get("role"), not before.get("tool_calls"), example.tools is None))
         if known is None or block < 0:
@@ -142,7 +144,8 @@ class TurnMemory:
         text, start = row.render.blocks[block], row.starts[block]
         is_last = place == len(example.messages) - 1
         following = "".join(row.render.blocks[block + 1 :]) if is_last else None
-        key = _key(example, place, len(said), following)
+        prompt = self._finder.prompt_by_words(row.render, example, place, start)
+        key = _key(example, place, len(said), following, prompt)
         known = self._known.get(key)
         is_known = known is not None and text == _joined(known.literals, said)
         if known is not None and is_known and (known.alone or not row.meets_others(place, text)):
@@ -191,7 +194,7 @@ class TurnMemory:
                 self._alone[key[:_FOLLOWING]] = turn
 
 
-def _key(example: ChatExample, place: int, pieces: int, following: str | None) -> Key:
+def _key(example: ChatExample, place: int, pieces: int, following: str | None, prompt: str | None) -> Key:
     """All that decides on a span beside the text of the block; what follows it, where no other message does.
 
     The turn of a message may go on with the next one, if that is the assistant's too.
@@ -205,6 +208,7 @@ def _key(example: ChatExample, place: int, pieces: int, following: str | None) -
         following,
         following is None and messages[place + 1].get("role") == messages[place].get("role"),
         pieces,
+        prompt,
     )
 
 

@@ -172,6 +172,15 @@ class TurnFinder:
         heads = (frame.head for frame in (self._middle, self._last) if frame and frame.head)
         return prompt or next(heads, "")
 
+    @property
+    def words_decide_prompt(self) -> bool:
+        """Whether turns that are written alike may have other prompts."""
+        return self._template.words_decide_prompt
+
+    def prompt_by_words(self, render: Render, example: ChatExample, place: int, begin: int) -> str | None:
+        """The generation prompt of a message whose block begins there, where words decide on it; else None."""
+        return self._prompt(render, example, place, begin) if self.words_decide_prompt else None
+
     def _plain(self, render: Render, example: ChatExample, place: int) -> TurnSpan | None:
         """The usual turn, verified by equality: prompt, content, end of turn and blanks are the block."""
         message = example.messages[place]
@@ -365,13 +374,13 @@ class TurnFinder:
         return ""
 
     def _prompt(self, render: Render, example: ChatExample, place: int, begin: int) -> str | None:
-        """What the generation prompt adds before a message, asked once for each kind of message before it.
+        """What the generation prompt adds before a message, asked once for each kind of message before it unless words decide on it.
 
         Where that cannot be told, what it adds behind a user's message; None: that neither.
         """
         before = example.messages[place - 1] if place else {}
         key = (str(before.get("role", "")), bool(before.get("tool_calls")), example.tools is not None)
-        if key not in self._prompts:
+        if key not in self._prompts or (place and self.words_decide_prompt):
             asked = self._ask_prompt(render, example, place, begin) if place else None
             self._prompts[key] = self._usual_prompt(example.tools) if asked is None else asked
         return self._prompts[key]
