@@ -147,6 +147,7 @@ RARE = {
     "the header of a turn is written with the message before": HEADER_BEFORE,
     "a turn ends where the next one begins": END_BEFORE_NEXT,
     "its own marks end a turn with a text": END_IS_TEXT,
+    "a turn ends with a text": END_IS_TEXT,
     "it writes another beginning when it is asked": ASKED_OTHERWISE,
 }
 SHOWN = {  # rows, where not all
@@ -450,3 +451,37 @@ def test_words_that_change_the_generation_prompt_change_what_is_context(
     pairs = zip(result.table["input_ids"].to_pylist(), result.table["loss_mask"].to_pylist(), strict=True)
     trained = [[decode(ids[a:b]) for a, b in runs(mask)] for ids, mask in pairs]
     assert trained == [expected[row[0]["content"]] for row in rows]
+
+
+NO_TOKENS = """\
+{%- for m in messages %}{{ '[|' + m.role + '|]' + m.content + 'END' + '\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '[|assistant|]' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("end", ["[|end|]", "#"], ids=["some tokens", "one token"])
+def test_a_turn_ends_once_where_its_end_is_a_text(end: str, tmp_path: Path) -> None:
+    template = Template("words alone", NO_TOKENS.replace("END", end), "", ("<s>", "</s>"))
+    tokenizer = tokenizers_of(template, tmp_path)[MODES[0]]
+    said = [say(U, "one"), say(A, "two"), say(U, "three"), say(A, "four")]
+    assert trained_texts(tokenizer, said, said[:2]) == [[f"two{end}", f"four{end}"], [f"two{end}"]]
+    result = tokenizer.run([SourceRow(0, {"messages": [said[0], say(A, f"two {end} three")]})])
+    assert result.table.num_rows == 0
+    assert f"holds a control token ('{end}'" in str(result.examples[0])
+
+
+def test_an_end_of_sequence_follows_an_end_that_is_a_text(tmp_path: Path) -> None:
+    text = NO_TOKENS + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    tokenizer = tokenizers_of(Template("words and end", text, "", ("<s>", "</s>")), tmp_path)[MODES[0]]
+    said = [say(U, "one"), say(A, "two"), say(U, "three"), say(A, "four")]
+    assert trained_texts(tokenizer, said, said[:2]) == [["twoEND", "fourEND\n</s>"], ["twoEND\n</s>"]]
+
+
+def test_a_header_behind_a_turn_is_not_its_end(tmp_path: Path) -> None:
+    text = (
+        "Q: {% for m in messages %}{{ m.content + ('\\nQ: ' if m.role == 'assistant' and not loop.last else '') }}"
+        "{{ '\\nA:' if m.role == 'user' and (add_generation_prompt or not loop.last) }}{% endfor %}"
+    )
+    tokenizer = tokenizers_of(Template("header behind", text, "", ("<s>", "</s>")), tmp_path)[MODES[0]]
+    assert trained_texts(tokenizer, [say(U, "one"), say(A, " two"), say(U, "three"), say(A, " four")]) == [
+        [" two", " four"]
+    ]

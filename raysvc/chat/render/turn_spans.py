@@ -10,6 +10,7 @@ A turn is everything that the model emits until control returns. The rule:
    all of the block is the model's.
 3. Everything after it is trained up to the last control token of the block: headers between the parts of one message
    (analysis, call, final), closing tags, and every token of the end of turn. Blanks and text after that are context.
+   Where no token ends a turn, the text does that the template writes behind each.
 4. A template that writes no token at the end of its turns stops the model with the token at the head of what follows:
    that token is trained too. When the tokenizer comes with a `generation_config.json`, only a token that it names.
    Of messages of the assistant that follow each other and are written as one turn, the first has no end and the next no header.
@@ -199,7 +200,8 @@ class TurnFinder:
             return None
         if any(control in content for control in self.control_tokens):
             return None
-        return TurnSpan(begin + len(head), begin + len(block) - len(frame.trailer), True)
+        closed = self._tokens.closes(frame.eot)
+        return TurnSpan(begin + len(head), begin + len(block) - len(frame.trailer), closed)
 
     def _found(self, render: Render, example: ChatExample, place: int) -> list[TurnSpan]:
         text, extents = render.text, extents_of(render, place)
@@ -306,6 +308,9 @@ class TurnFinder:
         behind = frame.trailer if frame and not self._template.marks_generation else ""
         if frame and behind.strip() and text.endswith(frame.eot + behind, start, block_end):
             return block_end - len(behind)
+        if frame and frame.eot and not self._tokens.one.search(frame.eot):
+            end = start + len(text[start:block_end].rstrip())
+            return end if text.endswith(frame.eot.strip(), start, end) else None
         run = self._tokens.run.search(text, start, block_end)
         if run is None or run.start() > stop:
             return self._tokens.last_end(text, start, stop)
@@ -418,6 +423,8 @@ class TurnFinder:
         for tools in (None, [PROBE_TOOL]):  # a template for rows with tools may refuse to go without
             middle, last = self._frame_at(plain, 1, first, tools), self._frame_at(plain, 3, second, tools)
             last = last or self._frame_at(plain[2:], 1, second, tools)
+            if not self._template.marks_generation:
+                middle, last = _ended_by_text(middle, last)
             if middle or last:
                 break
         try:
@@ -460,6 +467,7 @@ class TurnFinder:
         """(tokens that open a header or end a turn, those of them that also stand inside a turn)."""
         ends: list[str] = []
         inner: set[str] = set()
+        stretches: list[str] = []
         for messages, tools in PROBES:
             example = ChatExample(messages, tools, ())
             try:
@@ -475,6 +483,7 @@ class TurnFinder:
                     continue
                 stretch = "".join(render.text[s.start : s.end] for s in spans)
                 self._mixes |= bool(self._foreign(stretch, example, place))
+                stretches.append(stretch)
                 tokens = self._tokens.one.findall(stretch)
                 ends += tokens[-1:]
                 inner |= set(tokens[:-1])
@@ -482,10 +491,29 @@ class TurnFinder:
             t for frame in (self._middle, self._last) if frame for t in self._tokens.one.findall(frame.head)
         ]
         eots = [
-            t for frame in (self._middle, self._last) if frame for t in self._tokens.one.findall(frame.eot)
+            t
+            for frame in (self._middle, self._last)
+            if frame and frame.eot
+            for t in self._tokens.one.findall(frame.eot) or [frame.eot.strip()]
         ]
         controls = tuple(t for t in dict.fromkeys([*heads, *eots, *ends]) if t not in self._tags)
+        inner |= {t for t in eots if any(t in stretch[: -len(t)] for stretch in stretches)}
         return controls, frozenset(inner)
+
+
+def _ended_by_text(middle: Frame | None, last: Frame | None) -> tuple[Frame | None, Frame | None]:
+    """Frames whose end is a text, where no token ends a turn and the same text is behind every turn."""
+    if middle is None or last is None or middle.eot or last.eot:
+        return middle, last
+    text = middle.trailer.strip()
+    if not text or text != last.trailer.strip():
+        return middle, last
+    return _cut_behind(middle, text), _cut_behind(last, text)
+
+
+def _cut_behind(frame: Frame, text: str) -> Frame:
+    end = frame.trailer.index(text) + len(text)
+    return Frame(frame.head, frame.trailer[:end], frame.trailer[end:])
 
 
 def common_prefix(left: str, right: str) -> int:

@@ -81,7 +81,9 @@ class TokenTable:
         self._hf = tokenizer.hf
         self.drops_blanks = drops_blanks(tokenizer.hf.backend_tokenizer)
         for text in set(control_texts) - set(inner_texts):
-            self.is_control[tokenizer.hf.backend_tokenizer.token_to_id(text)] = True
+            token = tokenizer.hf.backend_tokenizer.token_to_id(text)
+            if token is not None and self.ends_turn[token]:  # a template may end turns with a text
+                self.is_control[token] = True
         self._controls = np.flatnonzero(self.is_control).astype(np.int32)
 
     def places_of_controls(self, ids: Ints32) -> Ints64:
