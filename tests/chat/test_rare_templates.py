@@ -485,3 +485,19 @@ def test_a_header_behind_a_turn_is_not_its_end(tmp_path: Path) -> None:
     assert trained_texts(tokenizer, [say(U, "one"), say(A, " two"), say(U, "three"), say(A, " four")]) == [
         [" two", " four"]
     ]
+
+
+def test_a_short_prompt_of_the_system_in_the_first_turn_is_not_trained(tmp_path: Path) -> None:
+    text = (
+        "{% set first = messages[0].role == 'system' %}{% for m in (messages[1:] if first else messages) %}"
+        "{{ '[INST] ' if m.role == 'user' }}{{ '<<' + messages[0].content + '>>' if first and loop.first }}"
+        "{{ m.content + (' [/INST]' if m.role == 'user' else eos_token) }}{% endfor %}"
+    )
+    tokenizer = tokenizers_of(Template("system inside", text, "", ("<s>", "</s>")), tmp_path)[MODES[0]]
+    spoken = [say(A, "two"), say(U, "three"), say(A, "four")]
+    rows = [spoken, [say("system", "Hm"), *spoken], [say("system", "Be kind."), *spoken], spoken]
+    result = tokenizer.run([SourceRow(n, {"messages": row}) for n, row in enumerate(rows)])
+    assert result.table["source_row"].to_pylist() == [0, 3]
+    assert "a trained turn holds text of another message ('Hm')" in str(result.examples[0])
+    asked = [say("system", "o"), say(U, "one"), say(A, "two o o")]
+    assert trained_texts(tokenizer, asked) == [["two o o</s>"]]

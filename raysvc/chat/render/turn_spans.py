@@ -145,7 +145,7 @@ class TurnFinder:
         found = self._found(render, example, place)
         stretch = "".join(render.text[span.start : span.end] for span in found)
         self.verify(stretch, example.messages[place])
-        foreign = self._foreign(stretch, example, place)
+        foreign = self._foreign(stretch, example, place) or self._taken_in(render, example, place, stretch)
         if foreign:
             raise RowFault("a trained turn holds text of another message", repr(foreign[:60]))
         return found
@@ -376,6 +376,19 @@ class TurnFinder:
                     continue
                 if unescaped(words) not in all_said(example.messages[place]):
                     return words
+        return ""
+
+    def _taken_in(self, render: Render, example: ChatExample, place: int, stretch: str) -> str:
+        """A short text in the trained one, of a message that has no block: another render tells chance from the template."""
+        messages = example.messages
+        for other, message in enumerate(messages):
+            shown = [words for words in map(str.strip, texts_of(message)) if words and words in stretch]
+            if other == place or not shown or other in render.owners:
+                continue
+            changed = [*messages[:other], {**message, "content": QUIET}, *messages[other + 1 :]]
+            instead = self._template.render(changed, example.tools)
+            if any(QUIET in instead.text[start:end] for start, end in extents_of(instead, place)):
+                return shown[0]
         return ""
 
     def _prompt(self, render: Render, example: ChatExample, place: int, begin: int) -> str | None:
