@@ -501,3 +501,15 @@ def test_a_short_prompt_of_the_system_in_the_first_turn_is_not_trained(tmp_path:
     assert "a trained turn holds text of another message ('Hm')" in str(result.examples[0])
     asked = [say("system", "o"), say(U, "one"), say(A, "two o o")]
     assert trained_texts(tokenizer, asked) == [["two o o</s>"]]
+
+
+def test_a_tag_that_only_the_prompt_writes_does_not_hide_the_one_behind_it(tmp_path: Path) -> None:
+    text = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role }}{{ '</think>' if m.role == 'assistant' else '' }}"
+        "{{ m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant<think></think>' }}{% endif %}"
+    )
+    tokenizer = tokenizers_of(Template("", text, "", ("<s>", "<|im_end|>")), tmp_path)[MODES[0]]
+    said = [say(U, "one"), say(A, "two"), say(U, "three"), say(A, "assistant four")]
+    expected = ["two<|im_end|>", "assistant four<|im_end|>"]
+    assert trained_texts(tokenizer, said, said) == [expected, expected]

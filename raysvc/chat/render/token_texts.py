@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-_PIECE = r"<[^<>\s]{1,40}>|\s|\w+|."
+_TAG = r"<[^<>\s]{1,40}>"
+_PIECE = rf"{_TAG}|\s|\w+|."
 
 
 class TokenTexts:
@@ -34,6 +35,7 @@ class TokenTexts:
         self.lead = re.compile(rf"\s*(?:(?:{any_added})\s*)+")
         self.run = re.compile(rf"{self.lead.pattern}\Z")
         self._piece = re.compile(f"{any_added}|{_PIECE}", re.DOTALL)
+        self._tags = re.compile(rf"(?:(?:{any_added}|{_TAG})\s*)+")
 
     def closes(self, text: str) -> bool:
         """Whether a text ends with a token."""
@@ -63,17 +65,24 @@ class TokenTexts:
         return max(places, key=lambda place: self.repeated(prompt, shown, place))
 
     def repeated(self, prompt: str, text: str, begin: int) -> int:
-        """Characters from `begin` on that say as much of the prompt as is there, in whole pieces and whatever the blanks; none when they are blank."""
+        """Characters from `begin` on that say as much of the prompt as is there, in whole pieces and whatever the blanks; none when they are blank.
+
+        One tag of the prompt may be missing before the tags that it ends with.
+        """
         if prompt and text.startswith(prompt, begin):
             return len(prompt) if prompt.strip() else 0
         at = begin
-        for word in self._piece.findall(prompt):
+        for found in self._piece.finditer(prompt):
+            word = found.group()
             if word.isspace():
                 at += len(word) * text.startswith(word, at)
                 continue
             start = at if text.startswith(word, at) else behind_blanks(text, at)
             end = start + len(word)
             if not text.startswith(word, start) or (word[-1].isalnum() and text[end : end + 1].isalnum()):
+                tags = prompt[found.end() :].strip()
+                if self._tags.fullmatch(word) and self._tags.fullmatch(tags) and text.startswith(tags, start):
+                    at = start + len(tags)
                 break
             at = end
         return at - begin if text[begin:at].strip() else 0
