@@ -24,6 +24,7 @@ DECIDE = (
     ASK + "{% with c = messages[0].content %}{{ c }}{% endwith %}{% endif %}",
     ASK + "{% for m in messages if m.content %}x{% endfor %}{% endif %}",
     "{{ '<a>' if add_generation_prompt and messages[0].content }}",
+    ASK + "{{ messages[0].content.split('x')[1] is defined }}{% endif %}",
 )
 DECIDE_NOT = (
     "",
@@ -47,6 +48,12 @@ DECIDE_NOT = (
     ASK + "{% if enable_thinking is defined and enable_thinking %}<think>{% endif %}{% endif %}",
     ASK + "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{% endif %}",
     ASK + "{{ messages[1:] | length }}{{ 'x' if messages[-1]['tool_calls'] }}{% endif %}",
+    SPACE
+    + LOOP
+    + "{% if m.content is not none and m['content'] is string %}{% set ns.y = true %}{% endif %}"
+    + END
+    + ASK
+    + "{{ ns.y }}{% endif %}",
     LOOP + "{{ m.content }}{% if loop.last and add_generation_prompt %}<a>{% endif %}" + END,
 )
 

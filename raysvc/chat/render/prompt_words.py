@@ -6,13 +6,13 @@
 
 Always true:
 - the order in which a template runs changes nothing;
-- roles, whether there are calls, and places in a loop are structure, and any other field is words.
+- roles, whether there are calls, of which kind a field is, and places in a loop are structure; any other field is words.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -24,6 +24,7 @@ ASKED = "add_generation_prompt"
 _WORDS = "the words of a message"  # no name that a template can have
 _LOOP = {"first", "last", "index", "index0", "revindex", "revindex0", "previtem", "nextitem", "length"}
 _STRUCTURE = {"role", "tool_calls"} | _LOOP
+_KINDS = {"defined", "undefined", "none", "string", "mapping", "sequence", "iterable"}
 _OPENS = {
     "selectattr",
     "rejectattr",
@@ -131,8 +132,13 @@ class _Reading:
         return []
 
 
-def _within(node: nodes.Node) -> list[nodes.Node]:
-    return [node, *node.find_all(nodes.Node)]
+def _within(node: nodes.Node) -> Iterator[nodes.Node]:
+    """A node and all in it, but for fields that are asked for their kind alone."""
+    yield node
+    asks_kind = isinstance(node, nodes.Test) and node.name in _KINDS
+    for each in node.iter_child_nodes():
+        is_field = asks_kind and isinstance(each, nodes.Getattr | nodes.Getitem)
+        yield from _within(each.node if is_field else each)  # type: ignore[attr-defined]
 
 
 def _key(node: Any) -> Any:
