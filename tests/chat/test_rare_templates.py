@@ -503,6 +503,14 @@ def test_a_short_prompt_of_the_system_in_the_first_turn_is_not_trained(tmp_path:
     assert trained_texts(tokenizer, asked) == [["two o o</s>"]]
 
 
+def test_a_short_result_in_the_block_of_its_call_may_be_an_argument_too(tmp_path: Path) -> None:
+    text = RESULTS_INSIDE.replace("[[", "").replace("]]", "")
+    tokenizer = tokenizers_of(Template("", text, "", ("<|endoftext|>", "<|im_end|>")), tmp_path)[MODES[0]]
+    call = {"type": "function", "function": {"name": "f", "arguments": {"n": 3}}}
+    row = [say(U, "one"), say(A, "", tool_calls=[call]), say("tool", "3"), say(A, "3")]
+    assert trained_texts(tokenizer, row) == [["<tool_call>f{n:3;}</tool_call><|result|>", "3<|im_end|>"]]
+
+
 def test_a_tag_that_only_the_prompt_writes_does_not_hide_the_one_behind_it(tmp_path: Path) -> None:
     text = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role }}{{ '</think>' if m.role == 'assistant' else '' }}"

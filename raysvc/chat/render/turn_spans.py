@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from raysvc.chat.render.rendered import Extent, Render, extents_of, marks_within
@@ -387,7 +387,8 @@ class TurnFinder:
                 continue
             changed = [*messages[:other], {**message, "content": QUIET}, *messages[other + 1 :]]
             instead = self._template.render(changed, example.tools)
-            if any(QUIET in instead.text[start:end] for start, end in extents_of(instead, place)):
+            spans = self._found(instead, replace(example, messages=changed), place)
+            if any(QUIET in instead.text[span.start : span.end] for span in spans):
                 return shown[0]
         return ""
 
