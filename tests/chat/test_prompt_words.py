@@ -25,7 +25,13 @@ DECIDE = (
     ASK + "{% for m in messages if m.content %}x{% endfor %}{% endif %}",
     "{{ '<a>' if add_generation_prompt and messages[0].content }}",
     ASK + "{{ messages[0].content.split('x')[1] is defined }}{% endif %}",
-)
+    ASK + "{{ messages[0].get('content', '') }}{% endif %}",
+    ASK + "{{ messages[0].get(key) }}{% endif %}",
+    ASK + "{{ messages[0].get('role', messages[1].content) }}{% endif %}",
+    SPACE + LOOP + "{% for c in m.content %}{% if c == '/' %}{% set ns.x = true %}{% endif %}{% endfor %}" + END + ASK + "{{ ns.x }}{% endif %}",
+    SPACE + LOOP + "{% for c in m.content %}{% set ns.x = c.text %}{% endfor %}" + END + ASK + "{{ ns.x }}{% endif %}",
+    "{% set c = messages[0].get('content') %}" + ASK + "{{ c }}{% endif %}",
+)  # fmt: skip
 DECIDE_NOT = (
     "",
     LOOP + "{{ m.role + m.content.split('x')[-1] }}" + END + ASK + "<a>{% endif %}",
@@ -55,7 +61,10 @@ DECIDE_NOT = (
     + ASK
     + "{{ ns.y }}{% endif %}",
     LOOP + "{{ m.content }}{% if loop.last and add_generation_prompt %}<a>{% endif %}" + END,
-)
+    SPACE + LOOP + "{% if m.get('tool_calls') %}{% set ns.x = true %}{% endif %}" + END + ASK + "{{ ns.x }}{% endif %}",
+    SPACE + LOOP + "{% for c in m['content'] %}{% if c['type'] == 'image' %}{% set ns.x = true %}{% endif %}{% endfor %}" + END + ASK + "{{ ns.x }}{% endif %}",
+    SPACE + LOOP + "{% if m.get('content') is string %}{% set ns.x = true %}{% endif %}" + END + ASK + "{{ ns.x }}{% endif %}",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("text", DECIDE)

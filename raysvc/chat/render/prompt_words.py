@@ -6,7 +6,8 @@
 
 Always true:
 - the order in which a template runs changes nothing;
-- roles, whether there are calls, of which kind a field is, and places in a loop are structure; any other field is words.
+- roles, whether there are calls, of which kind a field is, types of content parts, and places in a loop are structure; any other
+  field is words.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import Any
 
 from jinja2 import nodes
 
@@ -23,7 +23,7 @@ from raysvc.chat.render.chat_environment import chat_environment
 ASKED = "add_generation_prompt"
 _WORDS = "the words of a message"  # no name that a template can have
 _LOOP = {"first", "last", "index", "index0", "revindex", "revindex0", "previtem", "nextitem", "length"}
-_STRUCTURE = {"role", "tool_calls"} | _LOOP
+_STRUCTURE = {"role", "tool_calls", "tool_responses", "type"} | _LOOP
 _KINDS = {"defined", "undefined", "none", "string", "mapping", "sequence", "iterable"}
 _OPENS = {
     "selectattr",
@@ -53,6 +53,11 @@ class _Reading:
     def __init__(self, tree: nodes.Template) -> None:
         self._made_of: defaultdict[str, set[str]] = defaultdict(set)
         self._written: list[set[str]] = []  # of each place that writes: the names in it and around it
+        self._parts = {
+            node.target.name
+            for node in tree.find_all(nodes.For)
+            if isinstance(node.target, nodes.Name) and _is_content(node.iter)
+        }
         self._spaces = {
             node.target.name
             for node in tree.find_all(nodes.Assign)
@@ -79,7 +84,8 @@ class _Reading:
             body = () if _is_never_asked(node.test) else node.body
             return self._read_all([*body, *node.elif_, *node.else_], around)
         if isinstance(node, nodes.For):
-            around |= self._names(node.iter, node.test)
+            over = _field(node.iter)[0] if _is_content(node.iter) else node.iter
+            around |= self._names(over, node.test)
             self._set(node.target, around)
             return self._read_all([*node.body, *node.else_], around)
         if isinstance(node, nodes.Output):
@@ -110,15 +116,15 @@ class _Reading:
                 self._made_of[each.name] |= {*names}
 
     def _names(self, *some: nodes.Node | None) -> set[str]:
-        return {name for node in some if node for each in _within(node) for name in self._named(each)}
+        return {name for node in some if node for each in self._within(node) for name in self._named(each)}
 
     def _named(self, node: nodes.Node) -> list[str]:
+        thing, key = _field(node)
         if isinstance(node, nodes.Name):
-            return [] if node.name in self._spaces else [node.name]
-        if isinstance(node, nodes.Getattr | nodes.Getitem):
-            key = _key(node)
-            if isinstance(node.node, nodes.Name) and node.node.name in self._spaces:
-                return [f"{node.node.name}.{key}"]
+            return [] if node.name in self._spaces else [_WORDS if node.name in self._parts else node.name]
+        if thing is not None:
+            if isinstance(thing, nodes.Name) and thing.name in self._spaces:
+                return [f"{thing.name}.{key}"]
             return [] if key is None or key in _STRUCTURE else [_WORDS]
         if isinstance(node, nodes.Filter) and node.name in _OPENS:
             args = [*node.args, *(field.value for field in node.kwargs if field.key == "attribute")]
@@ -127,26 +133,45 @@ class _Reading:
         if isinstance(node, nodes.Compare) and node.ops[0].op in ("eq", "ne"):  # of one message with another
             both = (node.expr, node.ops[0].expr)
             return [_WORDS] * all(
-                isinstance(each, nodes.Name | nodes.Getitem) and _key(each) is None for each in both
+                isinstance(each, nodes.Name | nodes.Getitem) and _field(each)[1] is None for each in both
             )
         return []
 
+    def _within(self, node: nodes.Node) -> Iterator[nodes.Node]:
+        """A node and all in it, but for fields that are asked for their kind alone, and content parts whose field is asked."""
+        yield node
+        asks_kind = isinstance(node, nodes.Test) and node.name in _KINDS
+        thing, key = _field(node)
+        if thing is not None and key is not None:
+            inside = [thing, *node.args[1:]] if isinstance(node, nodes.Call) else [thing]
+            inside = [
+                each for each in inside if not (isinstance(each, nodes.Name) and each.name in self._parts)
+            ]
+        else:
+            inside = [*node.iter_child_nodes()]
+        for each in inside:
+            asked = _field(each)[0] if asks_kind else None
+            yield from self._within(each if asked is None else asked)
 
-def _within(node: nodes.Node) -> Iterator[nodes.Node]:
-    """A node and all in it, but for fields that are asked for their kind alone."""
-    yield node
-    asks_kind = isinstance(node, nodes.Test) and node.name in _KINDS
-    for each in node.iter_child_nodes():
-        is_field = asks_kind and isinstance(each, nodes.Getattr | nodes.Getitem)
-        yield from _within(each.node if is_field else each)  # type: ignore[attr-defined]
 
-
-def _key(node: Any) -> Any:
-    """The name of a field; None of a place, a slice, or what is no field."""
+def _field(node: nodes.Node | None) -> tuple[nodes.Node | None, str | None]:
+    """(what a field is of, its name) as in `m.role`, `m['role']` and `m.get('role')`; no name of a place or a slice, nothing of else."""
     if isinstance(node, nodes.Getattr):
-        return node.attr
-    arg = node.arg if isinstance(node, nodes.Getitem) else None
-    return arg.value if isinstance(arg, nodes.Const) and isinstance(arg.value, str) else None
+        return node.node, node.attr
+    if isinstance(node, nodes.Getitem):
+        return node.node, _text(node.arg)
+    if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr == "get":
+        key = _text(node.args[0]) if node.args else None
+        return (node.node.node, key) if key is not None else (None, None)
+    return None, None
+
+
+def _text(node: nodes.Node) -> str | None:
+    return node.value if isinstance(node, nodes.Const) and isinstance(node.value, str) else None
+
+
+def _is_content(node: nodes.Node) -> bool:
+    return _field(node)[1] == "content"
 
 
 def _fields(node: nodes.Node) -> list[nodes.Keyword] | None:
