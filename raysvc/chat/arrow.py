@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
+from raysvc.chat.arrow_arrays import arrow_of, numpy_of
 from raysvc.chat.select import Kept
-from raysvc.chat.tokens.arrow_arrays import arrow_of, numpy_of
 
 SCHEMA = pa.schema(
     [("input_ids", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.uint8())), ("source_row", pa.int64())]

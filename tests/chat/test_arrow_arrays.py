@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from raysvc.chat.tokens.arrow_arrays import arrow_of, binary_array, numpy_of
+from raysvc.chat.arrow_arrays import arrow_of, binary_array, numpy_of
 
 KINDS = [np.uint8, np.int32, np.int64]
 
@@ -48,7 +48,7 @@ def test_nothing_here_imports_pandas() -> None:
     code = """
 import sys
 import numpy as np
-from raysvc.chat.tokens.arrow_arrays import arrow_of, binary_array, numpy_of
+from raysvc.chat.arrow_arrays import arrow_of, binary_array, numpy_of
 binary_array([b"a"]).take(arrow_of(np.zeros(3, np.int32)))
 numpy_of(arrow_of(np.arange(3)))
 assert "pandas" not in sys.modules

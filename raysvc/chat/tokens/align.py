@@ -19,10 +19,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from raysvc.chat.arrow_arrays import arrow_of, binary_array
 from raysvc.chat.sequence import CLOSED_TURN, FREE
 from raysvc.chat.text_batch import Batch, Bytes, Spans
 from raysvc.chat.tokens.added_blanks import AddedBlanks, rule_of
-from raysvc.chat.tokens.arrow_arrays import arrow_of, binary_array
 from raysvc.chat.tokens.backend_parts import drops_blanks
 from raysvc.chat.tokens.encoder import Encoded, Ints32, Ints64
 from raysvc.chat.tokens.normal_text import NormalText
