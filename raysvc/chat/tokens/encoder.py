@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.chat.tokens.joined_texts import JoinedTexts, gains, ids_and_offsets
-from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 
 Ints32 = npt.NDArray[np.int32]
 Ints64 = npt.NDArray[np.int64]
@@ -52,6 +51,24 @@ class Encoder(Protocol):
         ...
 
 
+class TokenizerFiles(Protocol):
+    """What encoders are made from: a loaded tokenizer, or one like it."""
+
+    @property
+    def hf(self) -> Any:
+        """Like a `transformers` tokenizer."""
+        ...
+
+    @property
+    def free_id(self) -> int:
+        """An id that no token has."""
+        ...
+
+    def content(self) -> bytes:
+        """As a `tokenizer.json`."""
+        ...
+
+
 class ReferenceEncoder:
     """The `tokenizers` backend of the `transformers` tokenizer.
 
@@ -61,7 +78,7 @@ class ReferenceEncoder:
 
     name = "tokenizers"
 
-    def __init__(self, tokenizer: LoadedTokenizer) -> None:
+    def __init__(self, tokenizer: TokenizerFiles) -> None:
         self._backend = tokenizer.hf.backend_tokenizer
         self._backend.encode_special_tokens = bool(getattr(tokenizer.hf, "split_special_tokens", False))
         text = getattr(self._backend.model, "unk_token", None)

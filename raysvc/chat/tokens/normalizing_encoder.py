@@ -24,15 +24,14 @@ import numpy as np
 from raysvc.chat.tokens import encoder
 from raysvc.chat.tokens.backend_parts import parts_of
 from raysvc.chat.tokens.code_points import replaced
-from raysvc.chat.tokens.encoder import Bytes, Encoded, Encoder, Ints64
-from raysvc.chat.tokens.tokenizer import LoadedTokenizer
+from raysvc.chat.tokens.encoder import Bytes, Encoded, Encoder, Ints64, TokenizerFiles
 
 MOST_LOOKED_FOR = 32  # added tokens that are looked for one by one
 _BEYOND_ASCII = re.compile("[^\x00-\x7f]+")
 _KNOWN = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase")
 
 
-def normalizing_encoder(tokenizer: LoadedTokenizer, reference: Encoder) -> NormalizingEncoder | None:
+def normalizing_encoder(tokenizer: TokenizerFiles, reference: Encoder) -> NormalizingEncoder | None:
     """One for this tokenizer; None where its normalizers are others, or its added tokens swallow what is around them.
 
     Raises:

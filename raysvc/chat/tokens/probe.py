@@ -17,9 +17,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from raysvc.chat.tokens import encoder
-from raysvc.chat.tokens.code_points import GuardedEncoder
-from raysvc.chat.tokens.encoder import Encoder, ReferenceEncoder
+from raysvc.chat.tokens.code_points import GuardedEncoder, Pair
+from raysvc.chat.tokens.encoder import Encoder, ReferenceEncoder, TokenizerFiles
 from raysvc.chat.tokens.normalizing_encoder import normalizing_encoder
+from raysvc.chat.tokens.shown_cuts import shown_cuts
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 
 logger = logging.getLogger(__name__)
@@ -96,18 +97,28 @@ def _gigatoken(
     """(gigatoken, or None; why not)."""
     try:
         fast = _taken(tokenizer, reference)
+        shown = _shown(tokenizer)
     except ImportError:
         return None, "gigatoken is not installed (pip install gigatoken)"
     except Exception as error:  # noqa: BLE001  a native package may refuse a tokenizer in any way
         return None, f"gigatoken refused the tokenizer: {str(error).partition(chr(10))[0]}"
     different = first_difference(fast, reference, texts)
     if different is None:
-        return GuardedEncoder(fast, reference), ""
+        return GuardedEncoder(fast, reference, shown), ""
     logger.warning("encoder=%s differs from the reference on a probe: %r", fast.name, texts[different][:80])
     return None, f"{fast.name} differs on a probe text"
 
 
-def _taken(tokenizer: LoadedTokenizer, reference: ReferenceEncoder) -> Encoder:
+def _shown(tokenizer: LoadedTokenizer) -> Pair | None:
+    """The encoders of the same tokenizer with a vocabulary that shows all cuts."""
+    files = shown_cuts(tokenizer.hf.backend_tokenizer)
+    if files is None:
+        return None
+    reference = ReferenceEncoder(files)
+    return _taken(files, reference), reference
+
+
+def _taken(tokenizer: TokenizerFiles, reference: ReferenceEncoder) -> Encoder:
     """gigatoken, of normalized texts where it does not take the normalizer."""
     try:
         return encoder.GigatokenEncoder(tokenizer.content(), tokenizer.free_id)

@@ -76,14 +76,13 @@ def _metaspace(text: str) -> bytes:
     return text.replace("\u2581", " ").encode()
 
 
-def _byte_of_char() -> dict[int, str]:
-    """Character of a byte-level vocabulary -> the byte it stands for, as a character (GPT-2's table).
-
-    A character that stands for none becomes one that is no byte.
-    """
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in set(shown)]
-    return dict.fromkeys(hidden, "\uffff") | {256 + n: chr(byte) for n, byte in enumerate(hidden)}
+def _char_of_byte() -> list[str]:
+    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in shown else next(others)) for byte in range(256)]
 
 
-_BYTE_OF = _byte_of_char()
+CHAR_OF_BYTE = _char_of_byte()
+"""[256], the character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
+_BYTE_OF = dict.fromkeys(range(256), "\uffff")  # a character that stands for none becomes one that is no byte
+_BYTE_OF |= {ord(char): chr(byte) for byte, char in enumerate(CHAR_OF_BYTE)}
