@@ -1,7 +1,7 @@
 """Which encoder a tokenizer gets: the fastest that is seen to be equal to the reference.
 
 Always true:
-- a fast encoder is used only after it gave equal ids on the probe texts, which hold every added token;
+- a fast encoder is used only after it gave equal ids on the probe texts, which hold every added token, and those that touch each other;
 - a loaded tokenizer is probed once, however many sources have it;
 - code points are tried when they first stand in a text (`code_points`).
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -73,16 +73,38 @@ def encoders_of(tokenizer: LoadedTokenizer) -> Encoders:
 
 
 def probe_texts(tokenizer: LoadedTokenizer) -> list[str]:
-    """Texts on which an encoder is tried: hard ones, and every added token inside some text."""
-    added = sorted({token.content for token in tokenizer.hf.added_tokens_decoder.values()})
+    """Texts on which an encoder is tried: hard ones, every added token inside some text, and those that touch each other."""
+    tokens = [*tokenizer.hf.added_tokens_decoder.values()]
+    added = sorted({token.content for token in tokens})
     inside = [form.replace("{}", token) for token in added for form in ("{}", "a {} b", "a{}b", " {} \n")]
-    return [*PROBES, *inside, "".join(added), " ".join(PROBES)]
+    return [*PROBES, *inside, *_touching(tokens), "".join(added), " ".join(PROBES)]
+
+
+def _touching(tokens: list[Any]) -> list[str]:
+    """Texts in which two added tokens want the same characters, or one and the blank before a text do."""
+    added = {token.content for token in tokens}
+    begins: dict[str, list[str]] = {}
+    for token in added:
+        for size in range(1, len(token)):
+            begins.setdefault(token[:size], []).append(token)
+    over = {
+        token + other[size:]
+        for token in added
+        for size in range(1, len(token))
+        for other in begins.get(token[-size:], [])
+    }
+    # behind `rstrip`, the library panics at one with `lstrip`
+    open_with_blank = {token.content for token in tokens if token.content[:1].isspace() and not token.lstrip}
+    over |= {token.content + other for token in tokens if token.rstrip for other in open_with_blank}
+    return sorted({*over, *(f"a{text}a" for text in over), *(token.strip() for token in open_with_blank)})
 
 
 def choose_encoder(tokenizer: LoadedTokenizer, reference: ReferenceEncoder) -> tuple[Encoder, str]:
     """The fastest encoder that is equal to the reference on the probe texts, and why it is not a faster one."""
     if getattr(tokenizer.hf, "split_special_tokens", False):
         return reference, "the tokenizer splits special tokens"
+    if any(token.single_word for token in tokenizer.hf.added_tokens_decoder.values()):
+        return reference, "an added token is one only as a word (single_word)"
     texts = probe_texts(tokenizer)
     fast, why = _gigatoken(tokenizer, reference, texts)
     if fast is not None:
