@@ -158,6 +158,22 @@ def test_a_fast_encoder_has_to_be_equal_on_the_probes(tokenizer_folder: Any, mon
     assert (chosen.name, why) == ("tokenizers", "gigatoken differs on a probe text")
 
 
+def test_a_fast_encoder_that_differs_on_ascii_alone_is_not_used(
+    tokenizer_folder: Any, monkeypatch: Any
+) -> None:
+    from raysvc.chat.tokens import encoder
+
+    class Off(encoder.GigatokenEncoder):
+        def encode(self, texts: Any) -> Encoded:
+            return super().encode([text.replace("Q{", "q{") for text in texts])
+
+    monkeypatch.setattr(encoder, "GigatokenEncoder", Off)
+    monkeypatch.setattr("raysvc.chat.tokens.code_points._unit", lambda char: f"{char}{{")
+    tokenizer = LoadedTokenizer(TokenizerConfig(name=tokenizer_folder(CHATML)))
+    chosen, why = choose_encoder(tokenizer, ReferenceEncoder(tokenizer))
+    assert (chosen.name, why) == ("tokenizers", "gigatoken differs on ASCII")
+
+
 def test_sources_that_share_a_loaded_tokenizer_share_its_encoders(
     tokenizer_folder: Any, monkeypatch: Any
 ) -> None:

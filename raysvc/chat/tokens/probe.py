@@ -126,7 +126,8 @@ def _gigatoken(
         return None, f"gigatoken refused the tokenizer: {str(error).partition(chr(10))[0]}"
     different = first_difference(fast, reference, texts)
     if different is None:
-        return GuardedEncoder(fast, reference, shown), ""
+        guarded = GuardedEncoder(fast, reference, shown)
+        return (None, f"{fast.name} differs on ASCII") if guarded.different else (guarded, "")
     logger.warning("encoder=%s differs from the reference on a probe: %r", fast.name, texts[different][:80])
     return None, f"{fast.name} differs on a probe text"
 
