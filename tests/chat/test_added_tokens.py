@@ -1,4 +1,4 @@
-"""Added tokens that touch each other or the blanks around them: ids are those of the library."""
+"""Added tokens that touch each other, the blanks around them or what a normalizer makes: ids are those of the library."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, normalizers
 
 from raysvc.chat.tokens.probe import Encoders, encoders_of
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
@@ -27,6 +27,12 @@ CASES: dict[str, tuple[Callable[[], Tokenizer], list[Token], list[str]]] = {
         ["\uff41", " \uff41", "b\uff41"],
     ),
 }
+COMPOSED: dict[str, tuple[list[Token], list[str]]] = {
+    "a mark behind a token": ([("<img>", "n")], ["<img>\u0338", "a <img> b"]),
+    "another letter in a token": ([("<K>", "n")], ["<\u212a>", "<K>"]),
+    "another letter in a word": ([("OK", "")], ["O\u212a", "OK"]),
+    "a letter with a mark": ([("\u00e9\u00e9", "")], ["e\u0301\u00e9", "\u00e9\u00e9"]),
+}
 
 
 def encoders(folder: Path, backend: Tokenizer, tokens: list[Token]) -> Encoders:
@@ -40,6 +46,15 @@ def encoders(folder: Path, backend: Tokenizer, tokens: list[Token]) -> Encoders:
 def test_tokens_that_touch_have_the_ids_of_the_library(case: str, tmp_path: Path) -> None:
     make, tokens, texts = CASES[case]
     found = encoders(tmp_path, make(), tokens)
+    assert found.best.encode(texts).ids.tolist() == found.reference.encode(texts).ids.tolist()
+
+
+@pytest.mark.parametrize("case", list(COMPOSED))
+def test_tokens_that_composing_makes_or_ends_have_the_ids_of_the_library(case: str, tmp_path: Path) -> None:
+    pytest.importorskip("gigatoken")
+    tokens, texts = COMPOSED[case]
+    found = encoders(tmp_path, on_bytes(normalizers.NFC()), tokens)
+    assert found.best.name == "gigatoken"
     assert found.best.encode(texts).ids.tolist() == found.reference.encode(texts).ids.tolist()
 
 

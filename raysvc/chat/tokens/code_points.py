@@ -42,15 +42,17 @@ class GuardedEncoder:
         fast: equal on the probe texts.
         reference: what is right.
         tried: two in their place to try code points on, with a vocabulary that shows all cuts.
+        odd: regex; a text that holds one, and is not ASCII, gets the reference's ids.
     """
 
-    def __init__(self, fast: Encoder, reference: Encoder, tried: Pair | None = None) -> None:
+    def __init__(self, fast: Encoder, reference: Encoder, tried: Pair | None = None, odd: str = "") -> None:
         self._fast, self._reference = fast, reference
         self._pair = tried or (fast, reference)
         self.name = fast.name
         self._tried = {0}  # blocks; the first is in the probe texts and is tried below
         self._different: set[int] = set()
-        self._pattern: re.Pattern[str] | None = None
+        self._odd = odd
+        self._pattern = re.compile(odd) if odd else None
         self._lock = Lock()  # while a block is tried
         self._try(0)
 
@@ -72,7 +74,7 @@ class GuardedEncoder:
             return self._fast.encode_bytes(data, offsets)
         self._look_at(data[data >= 0x80].tobytes().decode())
         found = self._fast.encode_bytes(data, offsets)
-        if not self._different:
+        if self._pattern is None:
             return found
         whole = data.tobytes()
         texts = [whole[a:b].decode() for a, b in pairwise(offsets.tolist())]
@@ -98,7 +100,8 @@ class GuardedEncoder:
                 "encoder=%s differs on %d code points from U+%04X", self.name, len(found), found[0]
             )
             self._different.update(found)
-            self._pattern = re.compile("[" + re.escape("".join(map(chr, sorted(self._different)))) + "]")
+            points = re.escape("".join(map(chr, sorted(self._different))))
+            self._pattern = re.compile("|".join([*filter(None, [self._odd]), f"[{points}]"]))
 
     def _odd_rows(self, texts: Sequence[str]) -> list[int]:
         pattern = self._pattern

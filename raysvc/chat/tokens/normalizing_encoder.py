@@ -28,6 +28,8 @@ from raysvc.chat.tokens.encoder import Bytes, Encoded, Encoder, Ints64, Tokenize
 
 MOST_LOOKED_FOR = 32  # added tokens that are looked for one by one
 _BEYOND_ASCII = re.compile("[^\x00-\x7f]+")
+_BECOME_ASCII = "[\u212a\u037e\u1fef]"  # K, ; and ` after NFC
+_JOINS_MARKS = re.compile("[A-Za-z<=>]$")
 _KNOWN = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase")
 
 
@@ -127,6 +129,19 @@ class NormalizingEncoder:
             pieces += [self._stretch(text[at:begin]), self._normalizer.normalize_str(run)]
             at = found.end()
         return "".join([*pieces, self._stretch(text[at:])])
+
+
+def hidden_tokens(hf: Any) -> str:
+    """Regex of where NFC may make or end an added token, empty for nowhere: gigatoken takes NFC, but looks for tokens before it."""
+    if not any(part["type"] == "NFC" for part in parts_of(hf.backend_tokenizer.normalizer)):
+        return ""
+    tokens = [*hf.added_tokens_decoder.values()]
+    chars = {*"".join(token.content for token in tokens)}
+    if any(char > "\x7f" for char in chars):
+        return "[^\x00-\x7f]"
+    ended = [token.content for token in tokens if token.normalized and _JOINS_MARKS.search(token.content)]
+    ends = f"(?:{'|'.join(map(re.escape, ended))})[^\x00-\x7f]" if ended else ""
+    return "|".join(filter(None, [ends, _BECOME_ASCII if chars & {*"K;`"} else ""]))
 
 
 def _few_lower(tokens: list[bytes]) -> list[bytes] | None:

@@ -19,7 +19,7 @@ import numpy as np
 from raysvc.chat.tokens import encoder
 from raysvc.chat.tokens.code_points import GuardedEncoder, Pair
 from raysvc.chat.tokens.encoder import Encoder, ReferenceEncoder, TokenizerFiles
-from raysvc.chat.tokens.normalizing_encoder import normalizing_encoder
+from raysvc.chat.tokens.normalizing_encoder import hidden_tokens, normalizing_encoder
 from raysvc.chat.tokens.shown_cuts import shown_cuts
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 
@@ -126,7 +126,8 @@ def _gigatoken(
         return None, f"gigatoken refused the tokenizer: {str(error).partition(chr(10))[0]}"
     different = first_difference(fast, reference, texts)
     if different is None:
-        guarded = GuardedEncoder(fast, reference, shown)
+        odd = hidden_tokens(tokenizer.hf) if isinstance(fast, encoder.GigatokenEncoder) else ""
+        guarded = GuardedEncoder(fast, reference, shown, odd)
         return (None, f"{fast.name} differs on ASCII") if guarded.different else (guarded, "")
     logger.warning("encoder=%s differs from the reference on a probe: %r", fast.name, texts[different][:80])
     return None, f"{fast.name} differs on a probe text"
