@@ -125,6 +125,14 @@ BROKEN |= {
         with_model(type="BPE", vocab={"a": 0}, merges=[], unk_token="[UNK]"),
         r"lacks its unknown token '\[UNK\]', .*add '\[UNK\]' to model.vocab",
     ),
+    "pieces without the unknown one": (
+        with_model(type="Unigram", vocab=[["a", 0.0]], unk_id=None, byte_fallback=False),
+        r"names no unknown token, .*set model.unk_id",
+    ),
+    "merges left out at random": (
+        with_model(type="BPE", vocab={"a": 0}, merges=[], dropout=0.1),
+        r"merges at random \(dropout 0.1\), .*set model.dropout in tokenizer.json to null",
+    ),
 }
 CODE: dict[str, tuple[Change, bool, str]] = {
     "not allowed": (with_code(SLOW), False, r"brings Python code, which was not run; .*trust_remote_code"),

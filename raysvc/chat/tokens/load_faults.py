@@ -58,20 +58,25 @@ def slow_fault(config: TokenizerConfig, hf: Any) -> TokenizerError:
     return TokenizerError(WHERE, what, remedy)
 
 
-def check_unknown(name: str, backend: Any) -> None:
-    """Refuse a vocabulary that lacks its unknown token and needs it: `tokenizers` would raise at some row.
+def check_model(name: str, backend: Any) -> None:
+    """Refuse a model that would raise at an unknown word of some row, or that gives a text other ids each time.
 
     Raises:
         TokenizerError: it does.
     """
-    unknown = getattr(backend.model, "unk_token", None)
-    if not unknown or backend.model.token_to_id(unknown) is not None:
-        return
+    dropout = getattr(backend.model, "dropout", None)
+    if dropout:
+        what = f"the model of {name!r} leaves out merges at random (dropout {dropout:.3g}), so a text has no ids of its own"
+        raise TokenizerError(WHERE, what, "set model.dropout in tokenizer.json to null")
     try:
         backend.encode(_RARE, add_special_tokens=False)
     except Exception as error:  # noqa: BLE001  `tokenizers` raises nothing narrower
+        unknown = getattr(backend.model, "unk_token", None)
         what = f"the vocabulary of {name!r} lacks its unknown token {unknown!r}, so it encodes no unknown word ({error})"
         remedy = f"add {unknown!r} to model.vocab in tokenizer.json, or name one there that it has as model.unk_token"
+        if unknown is None:
+            what = f"the model of {name!r} names no unknown token, so it encodes no unknown word ({error})"
+            remedy = "set model.unk_id in tokenizer.json to the number of its unknown token"
         raise TokenizerError(WHERE, what, remedy) from None
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from raysvc.chat.source.media_parts import in_parts
 from raysvc.chat.source.template_fit import PROBE_TOOL, TemplateFit, hides_role
 from raysvc.chat.tokens.backend_parts import refuse_dropped_text
-from raysvc.chat.tokens.load_faults import check_templates, check_unknown, load_fault, slow_fault, stop_ids
+from raysvc.chat.tokens.load_faults import check_model, check_templates, load_fault, slow_fault, stop_ids
 from raysvc.errors import TokenizerError
 from raysvc.job.config import TokenizerConfig
 
@@ -44,7 +44,7 @@ class LoadedTokenizer:
         self.config = config
         self.hf: Any = _load(config)
         refuse_dropped_text(self.hf.backend_tokenizer)
-        check_unknown(config.name, self.hf.backend_tokenizer)
+        check_model(config.name, self.hf.backend_tokenizer)
         self.templates = _templates(self.hf, config)
         self._fits: dict[str, TemplateFit] = {}
         self._hidden: dict[
