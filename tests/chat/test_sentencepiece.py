@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
@@ -22,11 +22,11 @@ from raysvc.chat.tokens.encoder import Encoded, ReferenceEncoder
 from raysvc.chat.tokens.normal_text import NormalText
 from raysvc.chat.tokens.normalizing_encoder import makes_any
 from raysvc.chat.tokens.probe import encoders_of
-from raysvc.chat.tokens.token_rows import RowEncoder
+from raysvc.chat.tokens.token_rows import UNKNOWN, RowEncoder
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.job.config import TextSpec, TokenizerConfig
 
-from .sentencepiece_like import INST, KINDS, MARKED, save, small_model
+from .sentencepiece_like import INST, KINDS, MARKED, SPECIALS, save, small_model
 
 BITS = [
     *(
@@ -245,3 +245,17 @@ def test_a_token_that_grows_to_its_left_when_its_text_is_normalized_has_the_ids_
     assert found.best.name == "gigatoken of normalized texts"
     texts = ["a s> b", "a \uff1cs> b", "a \uff1cs\uff1e b", "\uff1c/s>"]
     assert found.best.encode(texts).ids.tolist() == found.reference.encode(texts).ids.tolist()
+
+
+def test_a_turn_with_characters_that_a_unigram_model_has_no_piece_for_says_so(tmp_path: Path) -> None:
+    pieces = [("<unk>", 0.0), *((char, -float(n)) for n, char in enumerate("\u2581abINST[]/<s>"))]
+    made = Tokenizer(models.Unigram(pieces, 0, False))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    made.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIALS])
+    tokenizer = SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=save(tmp_path, made, INST))))
+    rows = [
+        SourceRow(n, {"messages": messages([("\u0416", said)])}) for n, said in enumerate(("a", "b\u0416"))
+    ]
+    result = tokenizer.run(rows)
+    assert result.row_counts.rows_written == 1
+    assert dict(result.row_counts.quarantined) == {UNKNOWN: 1}

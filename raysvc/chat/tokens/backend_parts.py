@@ -13,6 +13,7 @@ from typing import Any
 from raysvc.errors import TokenizerError
 
 Part = dict[str, Any]
+_NO_CHARACTER = "\U0010fffe"
 _BLANKS = " \t\n"
 _PROBE = "".join(map(chr, range(33, 127))) + _BLANKS + "\u00e9\u4f60\u3002"
 
@@ -25,6 +26,17 @@ def parts_of(step: Any) -> list[Part]:
 def _flat(part: Part) -> list[Part]:
     inner = part.get("normalizers") or part.get("pretokenizers")
     return [part] if inner is None else [leaf for one in inner for leaf in _flat(one)]
+
+
+def unknown_id(backend: Any) -> int | None:
+    """Id of what the model has no token for, None when it has none."""
+    from tokenizers.models import Unigram
+
+    if isinstance(backend.model, Unigram):  # which does not say it
+        found = [token.id for token in backend.model.tokenize(_NO_CHARACTER)]
+        return found[0] if len(found) == 1 else None
+    text = getattr(backend.model, "unk_token", None)
+    return backend.token_to_id(text) if text else None
 
 
 def drops_blanks(backend: Any) -> bool:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from raysvc.chat.tokens.backend_parts import unknown_id
 from raysvc.chat.tokens.joined_texts import JoinedTexts, gains, ids_and_offsets
 
 Ints32 = npt.NDArray[np.int32]
@@ -81,8 +82,7 @@ class ReferenceEncoder:
     def __init__(self, tokenizer: TokenizerFiles) -> None:
         self._backend = tokenizer.hf.backend_tokenizer
         self._backend.encode_special_tokens = bool(getattr(tokenizer.hf, "split_special_tokens", False))
-        text = getattr(self._backend.model, "unk_token", None)
-        self.unknown: int | None = self._backend.token_to_id(text) if text else None
+        self.unknown = unknown_id(self._backend)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Ids of the texts."""
