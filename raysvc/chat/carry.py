@@ -25,7 +25,7 @@ import pyarrow as pa
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.select import Kept
 from raysvc.chat.source.examples import TokensExample
-from raysvc.chat.text_numbers import value_of_text
+from raysvc.chat.source.text_numbers import value_of_text
 from raysvc.errors import ConfigError
 from raysvc.job.carried import MARK, CarriedColumn, pad_of
 from raysvc.job.column_dtypes import BF16, bf16_of, numpy_dtype

@@ -40,9 +40,9 @@ from raysvc.chat.source.messages import (
     text_or_messages,
 )
 from raysvc.chat.source.stepwise import read_steps
+from raysvc.chat.source.text_numbers import TRUTHS
 from raysvc.chat.source.tools import read_tools
 from raysvc.chat.source.trained_messages import check_weights, trained_messages
-from raysvc.chat.text_numbers import TRUTHS
 from raysvc.job.config import Format as FormatName
 from raysvc.media.kinds import WORDS, Kind
 
