@@ -11,7 +11,8 @@ Two measures, with the same rows, in one process:
 
 With `--sentencepiece`: tokenizers configured as Llama-2, Mistral, Gemma and normalizing ones are, with Mistral's first template
 and 16,000 tokens trained on GSM8K, or with the tokens of a SentencePiece model, such as the package mistral-common holds. `tokens` is the part behind the render: encode, align and verify, beside the library's encoding, row by row.
-Contenders have seen 2,048 other rows before, and none of those that are measured: encoders remember words.
+Contenders have seen 2,048 other rows before, and none of those that are measured: encoders remember words. `apply` gives ids
+alone; `apply with the mask` is `return_assistant_tokens_mask=True` with the same template marked: ids and mask, as raysvc makes them.
 
 2,048 rows are one chunk of a slice; what a slice costs once is a larger part of fewer. Templates that take contents in
 parts get them so, and a template that needs a `bos_token`, which Qwen2.5's tokenizer has not, is given one.
@@ -149,15 +150,18 @@ def sentencepiece(given: argparse.Namespace) -> list[dict[str, Any]]:
     else:
         texts = (message["content"] for row in parsed(b"".join(lines)) for message in row["messages"])
         model = like.trained(texts, 16_000)
-    print("| tokenizer | encoder | tokens, times the library | whole, times apply | whole rows/s |")
-    print("|---|---|---|---|---|")
+    print(
+        "| tokenizer | encoder | tokens, times the library | whole, times apply | times apply with the mask | whole rows/s |"
+    )
+    print("|---|---|---|---|---|---|")
     results = []
     for kind, make in like.KINDS.items():
         with tempfile.TemporaryDirectory() as folder:
-            found = of_kind(kind, like.save(Path(folder), make(model), like.INST), lines)
+            found = of_kind(kind, like.save(Path(folder), make(model), like.INST), like.MARKED, lines)
         results.append(found)
         print(
-            f"| {kind} | {found['encoder']} | {found['tokens_ratio']} | {found['whole_ratio']} | {found['whole']:,} |",
+            f"| {kind} | {found['encoder']} | {found['tokens_ratio']} | {found['whole_ratio']} | "
+            f"{found['masked_ratio']} | {found['whole']:,} |",
             flush=True,
         )
     return results
@@ -174,7 +178,7 @@ def of_sentencepiece(path: Path) -> dict[str, Any]:
     return {"vocab": vocab, "merges": generate_merges(vocab, scores)}
 
 
-def of_kind(kind: str, folder: str, lines: list[bytes]) -> dict[str, Any]:
+def of_kind(kind: str, folder: str, marked: str, lines: list[bytes]) -> dict[str, Any]:
     """Rates on rows that nobody saw before: encoders remember words, and a slice brings new ones."""
     from transformers import AutoTokenizer
 
@@ -185,7 +189,7 @@ def of_kind(kind: str, folder: str, lines: list[bytes]) -> dict[str, Any]:
     rows = [row["messages"] for row in parsed(b"".join(lines))]
     seen, few = rows[:SEEN_BEFORE:8], rows[SEEN_BEFORE::8]
     num_rows = len(lines) - SEEN_BEFORE
-    rates = dict.fromkeys(("tokens", "library", "whole", "apply"), 0.0)
+    rates = dict.fromkeys(("tokens", "library", "whole", "apply", "masked"), 0.0)
     for _ in range(5):
         tokenizer = SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=folder)), kind)
         tokenizer.run_json_lines(known, 0)
@@ -193,12 +197,13 @@ def of_kind(kind: str, folder: str, lines: list[bytes]) -> dict[str, Any]:
         tokenizer._encode = spent  # type: ignore[method-assign]
         whole = Clock(tokenizer.run_json_lines)
         whole(data, 0)
-        theirs = their_seconds(AutoTokenizer.from_pretrained(folder), seen, few)
+        theirs = their_seconds(AutoTokenizer.from_pretrained(folder), marked, seen, few)
         found = {
             "tokens": num_rows / spent.seconds,
             "library": len(few) / theirs[0],
             "whole": num_rows / whole.seconds,
             "apply": len(few) / theirs[1],
+            "masked": len(few) / theirs[2],
         }
         rates = {key: max(rates[key], found[key]) for key in rates}
     return {
@@ -207,11 +212,13 @@ def of_kind(kind: str, folder: str, lines: list[bytes]) -> dict[str, Any]:
         **{key: round(value) for key, value in rates.items()},
         "tokens_ratio": round(rates["tokens"] / rates["library"], 1),
         "whole_ratio": round(rates["whole"] / rates["apply"], 1),
+        "masked_ratio": round(rates["whole"] / rates["masked"], 1),
     }
 
 
-def their_seconds(hf: Any, seen: list[Any], new: list[Any]) -> tuple[float, float]:
-    """(seconds of the library's ids, of `apply_chat_template`) for new rows, behind rows that were seen before."""
+def their_seconds(hf: Any, marked: str, seen: list[Any], new: list[Any]) -> tuple[float, float, float]:
+    """(seconds of the library's ids, of `apply_chat_template`, of both with the mask) for new rows, behind rows that were seen before."""
+    both = {"chat_template": marked, "return_dict": True, "return_assistant_tokens_mask": True}
     for rows in (seen, new):
         texts = [hf.apply_chat_template(row, tokenize=False) for row in rows]
         ids = Clock(
@@ -220,7 +227,9 @@ def their_seconds(hf: Any, seen: list[Any], new: list[Any]) -> tuple[float, floa
         ids(texts)
         whole = Clock(lambda rows: [hf.apply_chat_template(row) for row in rows])
         whole(rows)
-    return ids.seconds, whole.seconds
+        masked = Clock(lambda rows: [hf.apply_chat_template(row, **both) for row in rows])
+        masked(rows)
+    return ids.seconds, whole.seconds, masked.seconds
 
 
 def _one_encoder(folder: str) -> Callable[..., Any]:
