@@ -10,7 +10,6 @@ Always true:
 
 from __future__ import annotations
 
-from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -58,9 +57,5 @@ class ShownCuts:
 
     def content(self) -> bytes:
         """As a `tokenizer.json`."""
-        return self._content
-
-    @cached_property
-    def _content(self) -> bytes:
         text: str = self.hf.backend_tokenizer.to_str()
         return text.encode()
