@@ -141,6 +141,7 @@ def test_a_pair_is_two_answers_to_one_prompt(name: str, slice_tokenizer: Any, to
         (("Q: a\n\n b", "Q: a\n\n c"), ("\n\n b", "\n\n c")),
         (("say it", "say it again"), (" it", " it again")),
         (("say it", "say it"), (" it", " it")),
+        (("say it ", "say it again"), (" it ", " it again")),
         (("yes", "yesterday"), ("yes", "yesterday")),
         (("one", "two"), ("one", "two")),
     ],
