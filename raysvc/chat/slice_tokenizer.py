@@ -56,7 +56,7 @@ from raysvc.media.medium import COLUMN
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 11
+FORMAT_VERSION = 12
 
 
 @dataclass(frozen=True)
