@@ -44,7 +44,7 @@ Array = npt.NDArray[Any]
 Wire = tuple[str, dict[str, Array]]  # header, arrays: what a ref holds
 CutWire = tuple[str, dict[str, Array | list[Array]]]  # header; arrays, or pieces of them: what a rank gets
 PIECE_BYTES = 1 << 20  # the most that Ray copies into its store without starting six threads
-CUT_BELOW = 8 << 20  # larger arrays stay whole; measured: docs/decisions.md
+CUT_BELOW = 8 << 20  # larger arrays stay whole: docs/decisions.md
 WIRE_FORMAT, WIRE_VERSION = "raysvc.shard", 1  # the version grows when an old reader would misread
 BOUNDS = "_bounds"  # ends the name of an array that says where rows begin in another one
 
