@@ -154,5 +154,5 @@ def _identity(tokenizer: LoadedTokenizer, kind: Format) -> dict[str, Any]:
     identity = tokenizer.identity()
     if kind in ("text", "pretokenized"):
         return {name: identity[name] for name in identity if not name.startswith("template")}
-    tokenizer.check_date()
+    tokenizer.check_repeats()
     return identity

@@ -19,14 +19,17 @@ from raysvc.chat.row_counter import RowCounter
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.sequence import Sequence
 from raysvc.chat.source.detect import format_of, resolve_format
+from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.formats import Format
 from raysvc.chat.source.json_rows import SourceRow
+from raysvc.chat.source.loss_flags import IGNORED
 from raysvc.chat.source.stepwise import STEP_LABELS
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.job.carried import CarriedColumn
 from raysvc.job.config import TextSpec
 from raysvc.media.media_desk import MediaDesk
 
+MAX_NAMES = 1000  # of columns and keys of messages
 ROWS_PER_CHUNK = 2048
 ROWS_AT_ONCE = 128  # read and rendered while what was parsed of them is in the processor's cache
 
@@ -155,12 +158,20 @@ class RowSequences:
         for sequence in sequences:
             if not sequence.text.isascii():
                 _check_text(sequence.text)
+            if isinstance(sequence.example, ChatExample) and sequence.example.unread:
+                self._note_unread(sequence.example.unread)
         if self.carrier is not None:
             form, data = self.format, row.data
             if form.name == "kto":
                 data = {**data, form.column("label"): form.label_of(data)}
             self.carrier.take(row.source_row, data, sequences[0].tokens)
         return sequences
+
+    def _note_unread(self, keys: frozenset[str]) -> None:
+        """Name keys of messages as columns that are left out, except those that a template asks for."""
+        asked = "".join(self._tokenizer.templates.values())
+        found = sorted(key for key in keys if key not in asked)
+        self.names.update(f"{IGNORED}{key}" for key in found if len(self.names) < MAX_NAMES)
 
     def _new_carrier(self, form: Format, row: Mapping[str, Any]) -> Carrier | None:
         columns, sources = resolved(self.spec.carry, row), {}
@@ -175,7 +186,7 @@ class RowSequences:
         """Of a spec that names it; else of a row."""
         form = resolve_format(self.spec, row) if self.spec.format == "auto" else format_of(self.spec)
         if form.name not in ("text", "pretokenized"):
-            self._tokenizer.check_date()
+            self._tokenizer.check_repeats()
         self.spec = self.spec.model_copy(update={"format": form.name, "columns": dict(form.columns)})
         return form
 

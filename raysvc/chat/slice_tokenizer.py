@@ -25,7 +25,7 @@ from raysvc.chat.carry import text_widths
 from raysvc.chat.first_rows import FirstRows
 from raysvc.chat.garbage import no_collection
 from raysvc.chat.media_places import FIELDS, Media, media_arrays, place_media, sampled_places, true_ids
-from raysvc.chat.reference_check import RenderDiffers, compare, sample_places
+from raysvc.chat.reference_check import RenderDiffers, compare, raw_example, sample_places
 from raysvc.chat.render.renderer import Renderer
 from raysvc.chat.render.shape import (
     JoinedRows,
@@ -42,7 +42,6 @@ from raysvc.chat.select import Kept, keep
 from raysvc.chat.sequence import Sequence
 from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.json_rows import SourceRow, json_blocks, json_rows
-from raysvc.chat.source.raw_rows import raw_example
 from raysvc.chat.text_batch import Batch, batch_of
 from raysvc.chat.tokens.align import TokenTable
 from raysvc.chat.tokens.probe import encoders_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from raysvc.chat.source.loss_flags import IGNORED
 from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
 from raysvc.cli.view import View, print_table, printable
 
@@ -61,8 +62,12 @@ def report_rows(entry: CacheEntry) -> dict[str, Any]:
     rows: dict[str, Any] = {"rows in": row_counts["rows_in"], "rows written": row_counts["rows_written"]}
     if "format" in report:
         rows["format"] = report["format"]
-    if left_out := report.get("left_out"):
-        rows["columns left out"] = f"{', '.join(left_out)} (source.carry takes them along)"
+    left_out = report.get("left_out", [])
+    keys = [name for name in left_out if name.startswith(IGNORED)]
+    if columns := [name for name in left_out if name not in keys]:
+        rows["columns left out"] = f"{', '.join(columns)} (source.carry takes them along)"
+    if keys:
+        rows["keys of messages that nothing reads"] = ", ".join(keys)
     rows |= {f"normalized: {change}": count for change, count in row_counts.get("normalized", {}).items()}
     rows |= {f"dropped: {reason}": count for reason, count in row_counts["dropped"].items()}
     rows |= {f"quarantined: {reason}": count for reason, count in row_counts["quarantined"].items()}

@@ -72,7 +72,7 @@ def test_blocks_give_the_ids_of_calls_and_messages_of_tools(slice_tokenizer: Any
     assert (
         result.row_counts.normalized["tool_use and tool_result parts made calls and messages of tools"] == 1
     )
-    assert result.row_counts.normalized["tools with an input_schema made functions"] == 2
+    assert result.row_counts.normalized["bare tool declarations wrapped as functions"] == 2
     assert before == ROW
 
 

@@ -185,7 +185,10 @@ def test_functions_as_openai_had_them_are_tools(slice_tokenizer: Any, tokenize: 
     )
     tools = [{"type": "function", "function": function}]
     assert made[0].ids == made[0].hf.apply_chat_template([USER, ANSWER], tools=tools, return_dict=False)
-    assert (result.left_out, result.row_counts.normalized) == ((), {"functions made tools": 1})
+    assert (result.left_out, result.row_counts.normalized) == (
+        (),
+        {"bare tool declarations wrapped as functions": 1},
+    )
 
 
 @pytest.mark.parametrize("prompt", ["hello", [USER]])

@@ -261,7 +261,9 @@ def test_the_order_in_which_names_are_bound_makes_no_other_state(name: str) -> N
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
     calling: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
     result: Message = {"role": "tool", "name": "f", "content": "two"}
-    TemplateFit.of(lambda messages: template.render(messages, None).text)  # rows of other shapes come first
+    TemplateFit.of(
+        lambda messages, tools=None: template.render(messages, tools).text
+    )  # rows of other shapes come first
     template.fast.counts.clear()
     for _ in range(3):
         template.render([dict(turn) for turn in [*PLAIN, PLAIN[0], calling, result, PLAIN[1]] * 2], TOOLS)

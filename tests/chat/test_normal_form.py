@@ -188,7 +188,9 @@ def test_what_a_template_does_with_arguments_decides_what_it_gets(
     template: str, text_arguments: bool, slice_tokenizer: Any
 ) -> None:
     hf = slice_tokenizer(TOOLS).tokenizer.hf
-    fit = TemplateFit.of(lambda m: hf.apply_chat_template(m, tokenize=False, chat_template=template))
+    fit = TemplateFit.of(
+        lambda m, tools=None: hf.apply_chat_template(m, tools=tools, tokenize=False, chat_template=template)
+    )
     assert fit.text_arguments is text_arguments
 
 

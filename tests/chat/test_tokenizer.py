@@ -233,3 +233,29 @@ def test_a_template_of_the_tokenizer_is_chosen_by_its_name(tokenizer_folder: Any
     assert chosen.reference_text(ROW["messages"], None) == hf.apply_chat_template(
         ROW["messages"], chat_template="short", tokenize=False
     )
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        "{{ ['a', 'b'] | random }}",
+        "{% if m.content == 'no' %}{{ lipsum() }}{% endif %}",
+        "{{ cycler('a', 'b') }}",  # shows where it lies
+    ],
+)
+def test_a_template_that_writes_another_text_each_time_is_refused_in_words(
+    drawn: str, tokenizer_folder: Any
+) -> None:
+    text = f"{{% for m in messages %}}{drawn}{{{{ m.content + '<|im_end|>' }}}}{{% endfor %}}"
+    config = TokenizerConfig(name=tokenizer_folder(CHATML), chat_template=text)
+    with pytest.raises(TokenizerError, match="another text each time"):
+        SliceTokenizer(TextSpec(tokenizer=config)).run([SourceRow(0, ROW)])
+    plain = SliceTokenizer(TextSpec(tokenizer=config, format="text")).run([SourceRow(0, {"text": "a"})])
+    assert plain.row_counts.rows_written == 1
+
+
+def test_a_template_that_only_says_random_is_not_refused(tokenizer_folder: Any) -> None:
+    text = "{# random #}{% for m in messages %}random {{ m.content + '<|im_end|>' }}{% endfor %}"
+    config = TokenizerConfig(name=tokenizer_folder(CHATML), chat_template=text)
+    result = SliceTokenizer(TextSpec(tokenizer=config)).run([SourceRow(0, ROW)])
+    assert result.row_counts.rows_written == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source import tools
-from raysvc.chat.source.tools import read_tools
+from raysvc.chat.source.template_fit import TOOLS_BARE
+from raysvc.chat.source.tools import TOOLS_PARSED, TOOLS_WRAPPED, read_tools
 
 FORMS = (
     "",
@@ -93,6 +95,104 @@ def test_no_more_objects_are_kept_than_the_limit(monkeypatch: pytest.MonkeyPatch
         assert 8 <= len(tools._written) <= 48
     for ident, (value, forms) in tools._written.items():
         assert (id(value), forms) == (ident, {})
+
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+FUNCTION = {"name": "get_weather", "description": "Weather of a city.", "parameters": SCHEMA}
+WRAPPED = {"type": "function", "function": FUNCTION}
+BARE_ONES: dict[str, dict[str, Any]] = {
+    "bare": FUNCTION,
+    "in another order": {key: FUNCTION[key] for key in ("parameters", "description", "name")},
+    "of Responses": {"type": "function", **FUNCTION},
+    "of Anthropic": {"name": "get_weather", "description": "Weather of a city.", "input_schema": SCHEMA},
+    "custom of Anthropic": {
+        "type": "custom",
+        "name": "get_weather",
+        "description": "Weather of a city.",
+        "input_schema": SCHEMA,
+        "cache_control": {"type": "ephemeral"},
+    },
+    "of MCP": {"name": "get_weather", "description": "Weather of a city.", "inputSchema": SCHEMA},
+}
+CONTAINERS: dict[str, Any] = {
+    "a list": lambda one: [one],
+    "one": lambda one: one,
+    "JSON text of a list": lambda one: json.dumps([one]),
+    "JSON text of one": json.dumps,
+    "a list of JSON texts": lambda one: [json.dumps(one)],
+    "JSON text of a list of them": lambda one: json.dumps([json.dumps(one)]),
+}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("shape", ["wrapped", *BARE_ONES])
+def test_a_declaration_is_given_as_servers_give_it(container: str, shape: str) -> None:
+    changes: set[str] = set()
+    given = CONTAINERS[container](BARE_ONES.get(shape, WRAPPED))
+    kept = copy.deepcopy(given)
+    assert json.dumps(read_tools(given, changes)) == json.dumps([WRAPPED])
+    assert given == kept
+    counted = {TOOLS_WRAPPED: shape != "wrapped", TOOLS_PARSED: "JSON" in container}
+    assert changes == {change for change, is_so in counted.items() if is_so}
+
+
+@pytest.mark.parametrize("given", [None, "", " ", "[]", []])
+def test_no_tools_are_none(given: Any) -> None:
+    changes: set[str] = set()
+    assert (read_tools(given, changes), changes) == (None, set())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"type": "web_search"},
+        {"type": "computer_20241022", "name": "computer"},
+        {"type": "custom", "name": "f", "format": {"type": "text"}},
+        {"function_declarations": [FUNCTION]},
+    ],
+)
+def test_a_tool_without_a_function_stays_as_it_is(other: dict[str, Any]) -> None:
+    changes: set[str] = set()
+    assert read_tools([other, WRAPPED], changes) == [other, WRAPPED]
+    assert not changes
+
+
+BARE_NAMES = "{% for tool in tools or [] %}{{ tool.name + ': ' + tool.description + tool.parameters | tojson }}{% endfor %}"
+EITHER = "{% for t in tools or [] %}{% set t = t.function if t.function is defined else t %}{{ t.name + t.description + t.parameters | tojson }}{% endfor %}"
+LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("shows", "bare"),
+    [
+        (BARE_NAMES, True),
+        (EITHER, False),
+        ("{{ tools | tojson if tools }}", False),
+        ("{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}", False),
+        ("{% for t in tools or [] %}{{ t.function | tojson }}{% endfor %}", False),
+        ("{% for t in tools or [] %}{{ t.name + t.function.name }}{% endfor %}", False),  # neither
+        ("", False),
+    ],
+)
+@pytest.mark.parametrize("shape", ["wrapped", *BARE_ONES])
+def test_a_template_that_wants_bare_declarations_gets_them(
+    shows: str, bare: bool, shape: str, tokenizer_folder: Any, tokenize: Any
+) -> None:
+    from raysvc.chat.slice_tokenizer import SliceTokenizer
+    from raysvc.job.config import TextSpec, TokenizerConfig
+
+    config = TokenizerConfig(name=tokenizer_folder("chatml_bare"), chat_template=shows + LOOP)
+    tokenizer = SliceTokenizer(TextSpec(tokenizer=config))
+    assert tokenizer.tokenizer.fit(True).bare_tools is bare
+    if "t.name + t.function" in shows:
+        return
+    said = [*ASKED, {"role": "assistant", "content": "It is so."}]
+    made, result = tokenize(tokenizer, {"messages": said, "tools": [BARE_ONES.get(shape, WRAPPED)]})
+    wanted = FUNCTION if bare else WRAPPED
+    template = {"chat_template": shows + LOOP, "return_dict": False}
+    assert made[0].ids == made[0].hf.apply_chat_template(said, tools=[wanted], **template), result.examples
+    assert (TOOLS_BARE in result.row_counts.normalized) is bare
+    assert (TOOLS_WRAPPED in result.row_counts.normalized) is (shape != "wrapped" and not bare)
 
 
 @pytest.mark.parametrize("as_text", [False, True])

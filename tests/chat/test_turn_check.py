@@ -385,3 +385,26 @@ def test_a_content_that_only_thinks_may_be_stripped_beside_calls(content: str, f
     else:
         with pytest.raises(RowFault, match="does not hold its message"):
             verify_turn(stretch, {**message, "tool_calls": calls}, tags, ())
+
+
+@pytest.mark.parametrize(
+    "stretch",
+    [
+        'f {"city": "Oslo", "days": null}',
+        'f {"city": "Oslo"}',
+        "f <city>Oslo</city>",
+        "f <city>Oslo</city><days></days>",
+        "f <city>Oslo</city><days>None</days>",
+    ],
+)
+def test_a_null_argument_may_be_left_out(stretch: str) -> None:
+    verify_turn(stretch, calling({"city": "Oslo", "days": None}), (), ())
+    verify_turn(stretch, calling('{"city": "Oslo", "days": null}'), (), ())
+    with pytest.raises(RowFault, match="does not hold its tool call"):
+        verify_turn(stretch, calling({"city": "Oslo", "days": 3}), (), ())
+    with pytest.raises(RowFault, match="does not hold its tool call"):
+        verify_turn(stretch, calling({"city": "Rome", "days": None}), (), ())
+
+
+def test_a_call_of_nulls_alone_may_show_its_name_alone() -> None:
+    verify_turn("f()", calling({"days": None}), (), ())

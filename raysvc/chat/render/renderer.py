@@ -202,7 +202,8 @@ class Renderer:
                     f"the chat template shows no message of role {role!r}",
                     f"source.roles: {{{role}: {ours}}} maps it, if it is one",
                 )
-        if example.has_parts or example.has_calls:
+        silent = any("content" not in message for message in example.messages)
+        if example.has_parts or example.has_calls or example.tools or silent:
             return self._tokenizer.fit(example.tools is not None).fitted(example)
         return example
 

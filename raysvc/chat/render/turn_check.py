@@ -190,11 +190,21 @@ def _parsed(text: str) -> Any:
 
 
 def _holds(text: str, value: Any) -> bool:
-    """Whether a value is in a text: as one JSON value, or as its parts in order, that of its keys or as a template sorts them."""
-    if isinstance(value, dict | list) and any(found == value for found in _json_values(text)):
+    """Whether a value is in a text: as one JSON value, or as its parts in order, that of its keys or as a template sorts them.
+
+    A template may leave out keys whose value is null.
+    """
+    values = [value, bare] if (bare := _without_nulls(value)) != value else [value]
+    if isinstance(value, dict | list) and any(found in values for found in _json_values(text)):
         return True
     text = unescaped(text)
-    return _has_parts(text, value) or _has_parts(text, _sorted(value))
+    return any(_has_parts(text, form) for each in values for form in (each, _sorted(each)))
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
 def _has_parts(text: str, value: Any) -> bool:
@@ -243,6 +253,8 @@ def _forms(value: Any) -> set[str]:
     if isinstance(value, str):
         plain = unescaped(value)
         return {plain.strip() or plain}
+    if value is None:
+        return {"None", "null", ""}  # templates of tags write nothing between them
     return {str(value), json.dumps(value, default=str)}
 
 

@@ -4,7 +4,6 @@
    its words, because templates write calls there.
 2. Each `tool_result` part of a user is a message of the tool, with its `tool_use_id` as `tool_call_id`, and what stands before,
    between and behind them is messages of the user, in order.
-3. A tool with an `input_schema` is a function with these `parameters`.
 
 Always true:
 - nothing that says something is left out: a key that has no place in a call, or in a message of a tool, is refused by name;
@@ -21,7 +20,6 @@ from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.tool_calls import wrapped
 
 BLOCKS_READ = "tool_use and tool_result parts made calls and messages of tools"
-TOOLS_READ = "tools with an input_schema made functions"
 _SPEAKERS = {"tool_use": "assistant", "tool_result": "user"}
 _UNSAID = {"type", "cache_control"}  # keys without meaning for a template
 
@@ -49,15 +47,6 @@ def read_blocks(messages: Iterable[Any], roles: Mapping[str, str], changes: set[
             changes.add(BLOCKS_READ)
         made += [_calling(message)] if "tool_use" in kinds else _with_results(message) if kinds else [message]
     return made
-
-
-def as_function(tool: dict[str, Any]) -> dict[str, Any]:
-    """One tool, as a function where it has an `input_schema`."""
-    if "input_schema" not in tool or "function" in tool or "parameters" in tool:
-        return tool
-    names = {"input_schema": "parameters"}
-    inner = {names.get(key, key): value for key, value in tool.items() if key not in _UNSAID}
-    return {"type": "function", "function": inner}
 
 
 def _kind(part: Any) -> str | None:

@@ -20,6 +20,7 @@ class ChatExample:
         has_parts: some content is a list of text parts.
         has_calls: some message has `tool_calls`.
         changes: what the normal form changed.
+        unread: keys of the assistant's messages that nobody reads.
         prompt: nothing is trained, and the generation prompt is rendered too.
         media: as the row names them; parts of messages say which is where.
     """
@@ -31,6 +32,7 @@ class ChatExample:
     has_parts: bool = False
     has_calls: bool = False
     changes: frozenset[str] = frozenset()
+    unread: frozenset[str] = frozenset()
     prompt: bool = False
     media: tuple[Any, ...] = ()
 

@@ -29,6 +29,7 @@ from raysvc.chat.source.examples import (
     TokensExample,
 )
 from raysvc.chat.source.given_tokens import read_tokens
+from raysvc.chat.source.loss_flags import unread_keys
 from raysvc.chat.source.messages import (
     MESSAGES_PARSED,
     Changes,
@@ -81,7 +82,6 @@ FUNCTIONS = "functions"  # OpenAI's name of tools, before these were called so
 PREFERRED = (
     "preferred_output"  # OpenAI's name of the chosen side; `input` has the messages and tools beside it
 )
-FUNCTIONS_READ = "functions made tools"
 SYSTEM_UNUSED = "system columns left out beside another system message"
 
 
@@ -236,7 +236,8 @@ class Format:
         messages, _ = self._with_system(row, whole.messages, changes)
         tools = self._tools(row, changes)
         noted = frozenset(changes)
-        return ChatExample(messages, tools, (), False, whole.has_parts, whole.has_calls, noted, prompt=True)
+        parts, calls = whole.has_parts, whole.has_calls
+        return ChatExample(messages, tools, (), False, parts, calls, noted, prompt=True)
 
     def _stepwise(self, row: Mapping[str, Any]) -> StepsExample:
         names = (self.column("completions"), self.column("labels"))
@@ -379,11 +380,7 @@ class Format:
         return messages, 0
 
     def _tools(self, row: Mapping[str, Any], changes: Changes) -> list[Any] | None:
-        tools = read_tools(self.get(row, "tools"), changes)
-        if tools is None or self.column("tools") != FUNCTIONS:
-            return tools
-        changes.add(FUNCTIONS_READ)
-        return [one if "function" in one else {"type": "function", "function": one} for one in tools]
+        return read_tools(self.get(row, "tools"), changes)
 
     def _conversation(
         self,
@@ -397,12 +394,13 @@ class Format:
         tools = self._tools(row, changes)
         parts, calls = whole.has_parts, whole.has_calls
         noted = frozenset(changes) if changes else frozenset()
+        unread = unread_keys(messages, self.ignored)
         if self.train_on == "all_tokens":
             check_weights((one for one in messages if one["role"] == "assistant"), self.train_on)
-            return ChatExample(messages, tools, (), True, parts, calls, noted)
+            return ChatExample(messages, tools, (), True, parts, calls, noted, unread)
         train_on = "completion" if answer_only else self.train_on
         trained = trained_messages(messages, train_on, start + added)
-        return ChatExample(messages, tools, trained, False, parts, calls, noted)
+        return ChatExample(messages, tools, trained, False, parts, calls, noted, unread)
 
 
 MEDIA_WHY = (

@@ -30,6 +30,7 @@ from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.call_blocks import read_blocks
 from raysvc.chat.source.content_parts import PARTS_READ, read_parts, text_of_part
 from raysvc.chat.source.json_rows import load_json
+from raysvc.chat.source.loss_flags import refuse_partly_trained
 from raysvc.chat.source.tool_calls import (
     CALLS_WRAPPED,
     LEGACY_CALLS,
@@ -181,6 +182,8 @@ class MessageReader:
         if content is not None and type(content) is not str:
             changes.add(PARTS_READ)
             if text_of_part(content) is None:
+                if message["role"] == "assistant" and isinstance(content, list):
+                    refuse_partly_trained(content, place)
                 message = {**message, **read_parts(content, place, self.media)}
         return _with_aliases(message)
 

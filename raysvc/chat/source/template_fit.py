@@ -2,6 +2,8 @@
 
 Always true:
 - a template that shows the text of content parts gets parts, any other gets their texts joined;
+- tools are given with their wrapping; only a template that shows a bare declaration and not all of a wrapped one gets them bare;
+- an assistant's message with calls or reasoning and without a content gets an empty one only where the template fails without;
 - tool calls get their `arguments` as objects, JSON text is parsed; only a template that fails on an object or shows its
   Python form, and shows text as it is, gets text: the source's own, or the JSON of its object.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.content_parts import flatten_parts
@@ -19,18 +21,32 @@ from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.json_rows import load_json
 from raysvc.chat.source.messages import Message, refuse_deep
 from raysvc.chat.source.tool_calls import arguments_of
+from raysvc.chat.source.tools import TOOLS_WRAPPED, without_wrapping
 
 ARGUMENTS_PARSED = "arguments that were JSON text made objects"
 ARGUMENTS_WRITTEN = "arguments that were objects made JSON text"
+CONTENT_ADDED = "absent contents beside calls or reasoning made empty texts"
+TOOLS_BARE = "tool declarations given bare, as the template wants them"
 PROBE = "raysvc_probe"
 PROBE_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
 }
+_TOLD = (f"{PROBE}_name", f"{PROBE}_says", f"{PROBE}_asks")  # a declaration is shown when all of these are
+_DECLARED: dict[str, Any] = {
+    "name": _TOLD[0],
+    "description": _TOLD[1],
+    "parameters": {"type": "object", "properties": {_TOLD[2]: {"type": "string", "description": "d"}}},
+}
 MAX_DEPTH = 100  # of arguments
 _SPEAKERS = (("user",), ("user", "assistant"), ("system", "user", "assistant"))
 _FORMS = ("{'type'", '{"type"')
-Render = Callable[[list[Message]], str]
+
+
+class AsksTemplate(Protocol):
+    """Messages -> text; whatever it raises means that the template does not take them."""
+
+    def __call__(self, messages: list[Message], tools: list[Any] | None = None, /) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -41,21 +57,27 @@ class TemplateFit:
         parts: contents that are lists of text parts.
         text_arguments: `arguments` as JSON text, and not as an object.
         only_parts: contents that are plain texts are not shown, or refused.
+        bare_tools: declarations of tools without their wrapping.
+        needs_content: an assistant's message with calls must have a content, if an empty one.
     """
 
     parts: bool
     text_arguments: bool
     only_parts: bool = False
+    bare_tools: bool = False
+    needs_content: bool = False
 
     @classmethod
-    def of(cls, render: Render) -> TemplateFit:
-        """Ask a template.
-
-        Args:
-            render: messages -> text; whatever it raises means that the template does not take them.
-        """
-        parts = _takes_parts(render)
-        return cls(parts, _wants_text(render), parts and not _takes_text(render))
+    def of(cls, render: AsksTemplate) -> TemplateFit:
+        """Ask a template."""
+        parts, as_text = _takes_parts(render), _wants_text(render)
+        return cls(
+            parts,
+            as_text,
+            parts and not _takes_text(render),
+            _wants_bare_tools(render),
+            _needs_content(render, '{"a": 1}' if as_text else {"a": 1}),
+        )
 
     def fitted(self, example: ChatExample) -> ChatExample:
         """The same conversation as the template takes it.
@@ -65,6 +87,12 @@ class TemplateFit:
         """
         if example.has_parts and not self.parts:
             example = replace(example, messages=flatten_parts(example.messages), has_parts=False)
+        if example.tools and self.bare_tools:
+            changes = example.changes - {TOOLS_WRAPPED} | {TOOLS_BARE}
+            example = replace(example, tools=without_wrapping(example.tools), changes=changes)
+        if self.needs_content and any(map(_lacks_content, example.messages)):
+            filled = [{**one, "content": ""} if _lacks_content(one) else one for one in example.messages]
+            example = replace(example, messages=filled, changes=example.changes | {CONTENT_ADDED})
         if not example.has_calls:
             return example
         wanted = str if self.text_arguments else dict
@@ -81,6 +109,14 @@ class TemplateFit:
     @staticmethod
     def _as_text(value: Any) -> str:
         return value if isinstance(value, str) else json.dumps(_as_object(value), ensure_ascii=False)
+
+
+def _lacks_content(message: Message) -> bool:
+    return (
+        "content" not in message
+        and message["role"] == "assistant"
+        and not {"tool_calls", "reasoning_content"}.isdisjoint(message)
+    )
 
 
 def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
@@ -111,7 +147,7 @@ def _as_object(value: Any) -> Any:
     return found
 
 
-def hides_role(render: Render, role: str) -> bool:
+def hides_role(render: AsksTemplate, role: str) -> bool:
     """Whether a template takes messages of a role, and shows none of them."""
     asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     call = {"id": "a12345678", "type": "function", "function": {"name": "f", "arguments": {}}}
@@ -127,7 +163,7 @@ def hides_role(render: Render, role: str) -> bool:
     return any(shown) and not any(PROBE in text for text in shown)
 
 
-def _takes_parts(render: Render) -> bool:
+def _takes_parts(render: AsksTemplate) -> bool:
     """Whether a template shows the text of content parts wherever it shows texts, and neither their Python form nor their JSON."""
     in_parts = [_try(render, [_in_parts(role) for role in roles]) for roles in _SPEAKERS]
     in_text = [_try(render, [_in_text(role) for role in roles]) for roles in _SPEAKERS]
@@ -138,7 +174,7 @@ def _takes_parts(render: Render) -> bool:
     return all(times in (shown[n], 0) for n, times in enumerate(as_texts))
 
 
-def _takes_text(render: Render) -> bool:
+def _takes_text(render: AsksTemplate) -> bool:
     return any(PROBE in _try(render, [_in_text(role) for role in roles]) for roles in _SPEAKERS)
 
 
@@ -150,7 +186,7 @@ def _in_parts(role: str) -> Message:
     return {"role": role, "content": [{"type": "text", "text": PROBE}]}
 
 
-def _wants_text(render: Render) -> bool:
+def _wants_text(render: AsksTemplate) -> bool:
     given = {PROBE: "x"}
     shown = _call_shown(render, given)
     if PROBE in shown and f"{{'{PROBE}'" not in shown:
@@ -158,12 +194,27 @@ def _wants_text(render: Render) -> bool:
     return json.dumps(given) in _call_shown(render, json.dumps(given))
 
 
-def _call_shown(render: Render, arguments: Any) -> str:
+def _wants_bare_tools(render: AsksTemplate) -> bool:
+    """Whether a template shows all of a bare declaration, and not all of a wrapped one."""
+
+    def is_shown(tool: dict[str, Any]) -> bool:
+        texts = (_try(render, [_in_text(role) for role in roles], [tool]) for roles in _SPEAKERS)
+        return any(all(words in text for words in _TOLD) for text in texts)
+
+    return not is_shown({"type": "function", "function": _DECLARED}) and is_shown(_DECLARED)
+
+
+def _needs_content(render: AsksTemplate, arguments: Any) -> bool:
+    """Whether a template fails on a call without a content, and takes one beside an empty text."""
+    return not _call_shown(render, arguments, {}) and bool(_call_shown(render, arguments))
+
+
+def _call_shown(render: AsksTemplate, arguments: Any, content: Message | None = None) -> str:
     """How a template shows one call; nothing when it refuses it."""
     call = {"id": "a12345678", "type": "function", "function": {"name": "f", "arguments": arguments}}
     asks: list[Message] = [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", **({"content": ""} if content is None else content), "tool_calls": [call]},
     ]
     answered: list[Message] = [
         *asks,
@@ -173,8 +224,8 @@ def _call_shown(render: Render, arguments: Any) -> str:
     return _try(render, asks) or _try(render, answered)
 
 
-def _try(render: Render, messages: list[Message]) -> str:
+def _try(render: AsksTemplate, messages: list[Message], tools: list[Any] | None = None) -> str:
     try:
-        return render(messages)
+        return render(messages, tools)
     except Exception:  # noqa: BLE001  a template may raise anything, and then it does not take them
         return ""

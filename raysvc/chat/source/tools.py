@@ -1,4 +1,10 @@
-"""Tools of a row -> a list for the template, or None; and their JSON, which templates write in every row.
+"""Tools of a row -> their normal form for the template, or None; and their JSON, which templates write in every row.
+
+1. The column holds a list, JSON text of one, a list of JSON texts, or one declaration.
+2. A bare declaration, `{name, description, parameters}`, becomes `{"type": "function", "function": {...}}`, as servers with
+   OpenAI's protocol give it to the template: `type` first, then the name, the description and the parameters. So does one
+   of OpenAI's Responses (`type` beside the name), of Anthropic (`input_schema`) and of MCP (`inputSchema`).
+3. Any other declaration stays as it is, among them tools without a function (`{"type": "web_search"}`).
 
 Rows repeat a few sets of tools, so a text is parsed once, and what is in it is written as JSON once.
 
@@ -13,9 +19,15 @@ from functools import lru_cache
 from typing import Any
 
 from raysvc.chat.row_errors import RowFault
-from raysvc.chat.source.call_blocks import TOOLS_READ, as_function
 from raysvc.chat.source.messages import Changes, kind_of, parse_json, refuse_deep
 
+TOOLS_PARSED = "tools that were JSON text"
+TOOLS_WRAPPED = "bare tool declarations wrapped as functions"
+SCHEMAS = {"input_schema": "parameters", "inputSchema": "parameters"}
+FUNCTION_TYPES = (None, "function")  # of a bare declaration; Anthropic's may also say custom
+ORDER = ("name", "description", "parameters")
+NO_TOOLS: tuple[None, frozenset[str]] = (None, frozenset())
+_UNSAID = ("type", "cache_control")  # without meaning for a template
 MAX_TEXTS = 1024
 MAX_DEPTH = 250  # a schema of some 120 objects
 MAX_OBJECTS = 1 << 17
@@ -25,7 +37,7 @@ _written: dict[
 
 
 def read_tools(value: Any, changes: Changes) -> list[Any] | None:
-    """Tools from a list or a JSON string; an empty one means no tools.
+    """Declarations of tools from a list, JSON text of one, or a list of JSON texts; an empty one means no tools.
 
     Args:
         value: what the column holds.
@@ -34,13 +46,14 @@ def read_tools(value: Any, changes: Changes) -> list[Any] | None:
     Raises:
         RowFault: they are not a list of tools.
     """
-    given = _tools_of(value) if isinstance(value, str) else _as_tools(value)
-    if given is None or not any("input_schema" in tool for tool in given):
-        return given
-    made = [*map(as_function, given)]
-    if made != given:
-        changes.add(TOOLS_READ)
-    return made
+    tools, noted = _tools_of(value) if isinstance(value, str) else _as_tools(value)
+    changes |= noted
+    return tools
+
+
+def without_wrapping(tools: list[Any]) -> list[Any]:
+    """The functions alone, for a template that wants them so."""
+    return [tool["function"] if _is_wrapped(tool) else tool for tool in tools]
 
 
 def written_forms(value: Any) -> dict[str, str] | None:
@@ -50,12 +63,13 @@ def written_forms(value: Any) -> dict[str, str] | None:
 
 
 @lru_cache(maxsize=MAX_TEXTS)
-def _tools_of(text: str) -> list[Any] | None:
-    tools = _as_tools(parse_json(text, "tools")) if text.strip() else None
+def _tools_of(text: str) -> tuple[list[Any] | None, frozenset[str]]:
+    """(the tools of a text, what was changed)."""
+    tools, noted = _as_tools(parse_json(text, "tools")) if text.strip() else NO_TOOLS
     if len(_written) > MAX_OBJECTS:
         _written.clear()
     _share(tools)
-    return tools
+    return tools, noted | {TOOLS_PARSED} if tools else noted
 
 
 def _share(tools: Any) -> None:
@@ -67,12 +81,35 @@ def _share(tools: Any) -> None:
             left += value.values() if type(value) is dict else value
 
 
-def _as_tools(value: Any) -> list[Any] | None:
+def _as_tools(value: Any) -> tuple[list[Any] | None, frozenset[str]]:
     if isinstance(value, str):
         return _tools_of(value)
-    if value is None:
-        return None
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+    if value is None or value == []:
+        return NO_TOOLS
+    given = value if isinstance(value, list) else [value]
+    read = [parse_json(tool, "tools") if isinstance(tool, str) else tool for tool in given]
+    if not all(isinstance(tool, dict) for tool in read):
         raise RowFault("'tools' is not a list of tools", f"it is {kind_of(value)}")
-    refuse_deep(value, MAX_DEPTH, "the tools")
-    return value or None
+    refuse_deep(read, MAX_DEPTH, "the tools")
+    made = [*map(_declared, read)]
+    changed = {
+        TOOLS_PARSED: any(isinstance(tool, str) for tool in given),
+        TOOLS_WRAPPED: any(new is not old for new, old in zip(made, read, strict=True)),
+    }
+    return made, frozenset(change for change, is_so in changed.items() if is_so)
+
+
+def _declared(tool: dict[str, Any]) -> dict[str, Any]:
+    """One declaration in normal form; itself where it has it already, or declares no function."""
+    if isinstance(tool.get("function"), dict):
+        return tool if "type" in tool else {"type": "function", **tool}
+    types = (*FUNCTION_TYPES, "custom") if "input_schema" in tool else FUNCTION_TYPES
+    if tool.get("type") not in types or not isinstance(tool.get("name"), str):
+        return tool
+    said = {SCHEMAS.get(key, key): value for key, value in tool.items() if key not in _UNSAID}
+    ordered = [*(key for key in ORDER if key in said), *(key for key in said if key not in ORDER)]
+    return {"type": "function", "function": {key: said[key] for key in ordered}}
+
+
+def _is_wrapped(tool: dict[str, Any]) -> bool:
+    return tool.get("type") == "function" and isinstance(tool.get("function"), dict)

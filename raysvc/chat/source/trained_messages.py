@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from raysvc.chat.row_errors import RowDropped, RowFault
+from raysvc.chat.source.loss_flags import SPELLINGS, WITHIN, says_trained
 from raysvc.chat.source.messages import Message, unknown_roles
 
-WEIGHTS = ("weight", "loss_weight", "train")
-WITHIN = ("train_detail", "training_detail")  # which characters of a message are trained, as Axolotl has it
-_WEIGHTS = frozenset((*WEIGHTS, "loss", *WITHIN))
+_WEIGHTS = frozenset((*SPELLINGS, *WITHIN))
 
 
 def trained_messages(messages: list[Message], train_on: str, start: int) -> tuple[int, ...]:
@@ -58,24 +57,10 @@ def _refuse_unknown_roles(messages: list[Message]) -> None:
 
 
 def _weight(message: Message) -> bool:
-    """`weight`, `loss_weight` (0 or 1), `train`, or `loss` where it is true or false; an assistant message without any counts as 1."""
-    assistant = message["role"] == "assistant"
-    given = [message[name] for name in WEIGHTS if name in message]
-    if isinstance(message.get("loss"), bool):  # ms-swift's; a number is what somebody measured
-        given.append(message["loss"])
-    for weight in given:
-        if not isinstance(weight, bool | int | float) or weight not in (0, 1):
-            raise RowFault("a message weight is not 0 or 1", f"it is {weight!r}")
-    if len({bool(weight) for weight in given}) > 1:
-        raise RowFault(
-            "the weights of a message contradict each other", ", ".join(sorted(_WEIGHTS & message.keys()))
-        )
-    weight = given[0] if given else assistant
-    within = next((name for name in WITHIN if message.get(name)), None)
-    if within and weight:
-        raise RowFault(f"{within!r} trains a part of a message", "messages are trained whole")
-    if weight and not assistant:
+    """What the message says; one of the assistant that says nothing is trained."""
+    assistant, trained = message["role"] == "assistant", says_trained(message)
+    if trained and not assistant:
         raise RowFault(
             "a weight on a message that is not the assistant's", f"its role is {message['role']!r}"
         )
-    return bool(weight)
+    return assistant if trained is None else trained

@@ -7,6 +7,7 @@ Always true:
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,35 @@ def check_templates(name: str, own: Any) -> None:
             f"chat_template in the tokenizer_config.json of {name!r} is neither a text nor a list of {{name, template}}",
             "repair it, or set tokenizer.chat_template",
         )
+
+
+def check_repeats(templates: Mapping[str, str]) -> None:
+    """Refuse a chat template that draws at random.
+
+    Raises:
+        TokenizerError: one does.
+    """
+    from jinja2 import nodes
+
+    from raysvc.chat.render.chat_environment import chat_environment
+
+    for text in templates.values():
+        if "random" not in text and "lipsum" not in text:
+            continue
+        tree = chat_environment().parse(text)
+        filters = {f"|{node.name}" for node in tree.find_all(nodes.Filter)}
+        names = {node.name for node in tree.find_all(nodes.Name)}
+        for drawn in sorted({"|random", "lipsum"} & (filters | names)):
+            raise varying_fault(f" ({drawn})")
+
+
+def varying_fault(why: str = "") -> TokenizerError:
+    """A template does not write the same text twice."""
+    return TokenizerError(
+        "tokenizer.chat_template",
+        f"the chat template writes another text each time{why}, and a row must always give the same tokens",
+        "set tokenizer.chat_template to a template that does not",
+    )
 
 
 def _no_file(folder: Path) -> tuple[str, str] | None:

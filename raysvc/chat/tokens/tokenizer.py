@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, time
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,14 @@ from typing import Any
 from raysvc.chat.source.media_parts import in_parts
 from raysvc.chat.source.template_fit import PROBE_TOOL, TemplateFit, hides_role
 from raysvc.chat.tokens.backend_parts import refuse_dropped_text
-from raysvc.chat.tokens.load_faults import check_model, check_templates, load_fault, slow_fault, stop_ids
+from raysvc.chat.tokens.load_faults import (
+    check_model,
+    check_repeats,
+    check_templates,
+    load_fault,
+    slow_fault,
+    stop_ids,
+)
 from raysvc.errors import TokenizerError
 from raysvc.job.config import TokenizerConfig
 
@@ -90,12 +97,13 @@ class LoadedTokenizer:
         """Beginning of the day that templates see; None when none is given."""
         return datetime.combine(self.config.date, time()) if self.config.date else None
 
-    def check_date(self) -> None:
-        """Refuse to render by a template that asks for a day which is not given.
+    def check_repeats(self) -> None:
+        """Refuse to render by a template that draws at random, or asks for a day which is not given.
 
         Raises:
-            TokenizerError: `tokenizer.date` is missing.
+            TokenizerError: it draws, or `tokenizer.date` is missing.
         """
+        check_repeats(self.templates)
         if self._asks_date and self.config.date is None:
             raise TokenizerError(
                 "tokenizer.date",
@@ -135,7 +143,7 @@ class LoadedTokenizer:
         """What the template of a row takes; asked once."""
         name = self.template_name(has_tools)
         if name not in self._fits:
-            self._fits[name] = TemplateFit.of(lambda messages: self._probed(name, messages))
+            self._fits[name] = TemplateFit.of(partial(self._probed, name))
         return self._fits[name]
 
     def hides_role(self, role: str, has_tools: bool) -> bool:
@@ -143,15 +151,17 @@ class LoadedTokenizer:
         name = self.template_name(has_tools)
         if (name, role) not in self._hidden:
             asked_in = in_parts if self.fit(has_tools).only_parts else list
-            self._hidden[name, role] = hides_role(lambda some: self._probed(name, asked_in(some)), role)
+            self._hidden[name, role] = hides_role(
+                lambda some, _=None: self._probed(name, asked_in(some)), role
+            )
         return self._hidden[name, role]
 
-    def _probed(self, name: str, messages: list[dict[str, Any]]) -> str:
+    def _probed(self, name: str, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
         """A render of messages that ask what a template takes; with a tool, where it refuses to go without."""
         try:
-            return str(self._apply(name, messages, tokenize=False))
+            return str(self._apply(name, messages, tools=tools, tokenize=False))
         except Exception:  # noqa: BLE001  a template may raise anything
-            return str(self._apply(name, messages, tools=[PROBE_TOOL], tokenize=False))
+            return str(self._apply(name, messages, tools=tools or [PROBE_TOOL], tokenize=False))
 
     def _apply(self, name: str, messages: list[dict[str, Any]], **options: Any) -> Any:
         options = {"tokenize": True, **options, **self.config.template_kwargs}
