@@ -195,7 +195,7 @@ def stop_server(name: str) -> None:
     """
     handle = find_server(name)
     try:
-        ray.get(handle.flush.options(concurrency_group="lease").remote(), timeout=STOP_TIMEOUT_S)
+        ray.get(handle.flush.options(concurrency_group="lease").remote(True), timeout=STOP_TIMEOUT_S)
     except (
         ray.exceptions.RayError
     ) as error:  # it is to end in any case; the trainer's checkpoint knows better

@@ -11,11 +11,13 @@ RaysvcError
 │   │   └── EntryTooNew     a cache entry that a newer version wrote
 │   ├── PlanError           rows, groups and budgets that no plan can satisfy
 │   ├── StateMismatch       a checkpoint of another run
+│   ├── FolderHeld          a run folder that another server or trainer owns
 │   ├── ServerError         a name that is not served, or served with another spec
 │   └── AddressError        a Ray cluster that cannot be reached
 ├── LeaseError
 │   ├── LeaseHeld           somebody else holds the server
 │   ├── FencedError         this holder was replaced
+│   ├── FolderLost          this process does not own its run folder any more
 │   ├── VersionMismatch     client and server do not work together
 │   ├── RankLost            another rank of the group is dead
 │   └── StepOutOfOrder      a step number that the contract does not allow
@@ -94,6 +96,10 @@ class StateMismatch(UserMistake):
     """A state that belongs to another plan, entry or run."""
 
 
+class FolderHeld(UserMistake):
+    """A folder that another process owns, which lives."""
+
+
 class ServerError(UserMistake):
     """A server name that is not served, or is served with another spec."""
 
@@ -143,6 +149,27 @@ class FencedError(LeaseError):
         return (
             f"server {self.name!r} refused fence {self.fence}: the newest is {self.newest}; "
             "another trainer took over or the lease ran out, stop this one or attach again"
+        )
+
+
+class FolderLost(LeaseError):
+    """A process wrote into a folder that it does not own any more.
+
+    Args:
+        folder: path or URL.
+        why: one clause.
+        owner: this process.
+    """
+
+    def __init__(self, folder: str, why: str, owner: str) -> None:
+        folder = redacted(folder)
+        super().__init__(folder, why, owner)
+        self.folder, self.why, self.owner = folder, why, owner
+
+    def __str__(self) -> str:
+        return (
+            f"{self.folder}: {self.owner} does not own this folder any more: {self.why}; "
+            "it stops without changing what is there, stop it and go on with the one that owns it"
         )
 
 

@@ -130,6 +130,7 @@ class History:
 
 def restore(spool: Spool, pool: Pool, schema: Schema, tables: HeldTables) -> Restored:
     """Read everything back, into an empty pool and an empty schema."""
+    spool.begin()
     forgotten = spool.forgotten()
     found = Restored(forgotten=set(forgotten.groups))
     names = {name: folder for folder, name in spool.history()}

@@ -1,11 +1,16 @@
 """Rollouts on disk: groups, which of them are in which step, and what was forgotten.
 
-    groups/000000000042.<uid>.arrow     rows of one put, or of several that came together
-    columns/000000000043.<uid>.arrow    columns that came after their rows
-    events/000000000044.<uid>.json      what else happened: versions, timelines, reservations, drops, quarantine
-    steps/000000000007.<uid>.json       the groups of a step; the highest revision counts
-    forgotten/000000000005.json         steps below 5 are never asked for again; what they had
+    groups/000000000042.g1.<uid>.arrow             rows of one put, or of several that came together
+    columns/000000000043.g1.<uid>.arrow            columns that came after their rows
+    events/000000000044.g1.<uid>.json              what else happened: versions, timelines, reservations, drops, quarantine
+    steps/000000000007.000000000045.g1.<uid>.json  the groups of step 7; the last record of a step counts
+    forgotten/000000000005.000000000046.g1.<uid>.json  steps below 5 are never asked for again; what they had
+    begins/000000000002.000000000047               the second owner (g2) read what lies below 47, and goes on from there
+
+All records are numbered through, and say which owner of the folder wrote them (`raysvc.cache.store.claim`).
 Always true:
+- a record of an earlier owner from a `begins` number on was never acknowledged and does not count: it came out of the network, or from a
+  process that slept, after its successor had read the folder;
 - a file is complete when it can be seen, and durable when the call that made it returns; one that something else
   left torn was never acknowledged, and is passed over;
 - groups, columns and events are numbered through and found again by listing, in the order in which they came;
@@ -25,13 +30,15 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from raysvc.actors.rollouts.table_bytes import file_buffers
-from raysvc.cache.store.open import open_store
+from raysvc.cache.store.claim import Claim, open_owned
 
 log = logging.getLogger(__name__)
 Key = tuple[str, int]
 Folder = Literal["groups", "columns", "events"]
 Event = dict[str, Any]  # one field, whose name says what happened
 NUMBERED: tuple[Folder, ...] = ("groups", "columns", "events")
+BY_STEP = ("steps", "forgotten")  # names begin with a step there
+MOST_BEGINS = 64
 
 
 @dataclass(frozen=True)
@@ -50,24 +57,37 @@ class Forgotten:
 
 
 class Spool:
-    """A folder at any fsspec URL; one writer at a time."""
+    """A folder at any fsspec URL; only the owner of the server's folder writes."""
 
-    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        self._store = open_store(url, storage_options)
-        self._next: int | None = None  # number of the next put; None: not listed yet
+    def __init__(
+        self, url: str, storage_options: Mapping[str, Any] | None = None, claim: Claim | None = None
+    ) -> None:
+        self._store, self._claim = open_owned(url, storage_options, claim), claim
+        self._next: int | None = None  # number of the next record; None: not listed yet
+
+    def begin(self) -> None:
+        """Say from which number on this owner writes, before it reads; who has no claim only reads."""
+        if self._claim is None:
+            return
+        number, owner = self._next_number(), self._claim.take()
+        begins = _begins(self._store.list("begins"))
+        self._store.create(f"begins/{owner:012d}.{number:012d}", b"")
+        for older in sorted(begins)[:-MOST_BEGINS]:
+            self._store.delete(f"begins/{older:012d}.{begins[older]:012d}")
 
     def names(self) -> list[str]:
         """All puts that are there, in order."""
-        return sorted(name for name in self._store.list("groups") if name.endswith(".arrow"))
+        return [name for folder, name in self.history() if folder == "groups"]
 
     def history(self) -> list[tuple[Folder, str]]:
         """(folder, name) of all groups, columns and events that are there, in the order in which they came."""
-        found = [(folder, name) for folder in NUMBERED for name in self._store.list(folder)]
-        return sorted(((folder, name) for folder, name in found if _is_whole(name)), key=lambda each: each[1])
+        begins = _begins(self._store.list("begins"))
+        found = [(folder, name) for folder in NUMBERED for name in self._listed(folder, begins)]
+        return sorted(found, key=lambda each: each[1])
 
     def put(self, table: pa.Table, folder: Folder = "groups") -> str:
         """Write a table; returns its name. When this returns it is on disk."""
-        name = f"{self._number():012d}.{uuid.uuid4().hex[:8]}.arrow"
+        name = f"{self._stamp()}.arrow"
         self._store.write(f"{folder}/{name}", file_buffers(table))
         return name
 
@@ -81,7 +101,7 @@ class Spool:
 
     def write_events(self, events: list[Event]) -> str:
         """Keep what happened; returns the name of the record."""
-        name = f"{self._number():012d}.{uuid.uuid4().hex[:8]}.json"
+        name = f"{self._stamp()}.json"
         self._store.write(f"events/{name}", json.dumps(events).encode())
         return name
 
@@ -105,7 +125,7 @@ class Spool:
 
     def steps(self) -> dict[int, list[Key]]:
         """step -> its groups, of all steps that are there."""
-        records = sorted(self._records("steps"), key=lambda record: record.get("revision", 0))
+        records = self._records("steps")
         return {record["step"]: [_key(key) for key in record["groups"]] for record in records}
 
     def forgotten(self) -> Forgotten:
@@ -127,28 +147,41 @@ class Spool:
         """Remove what was forgotten, and what an earlier call did not come to; returns how many files went."""
         what = self.forgotten()
         gone = [f"{folder}/{name}" for folder, name in self.history() if name in what.tables]
-        steps = [name for name in self._store.list("steps") if _number(name) < what.kept_from]
+        begins = _begins(self._store.list("begins"))
+        steps = [name for name in self._listed("steps", begins) if _number(name) < what.kept_from]
         gone += [f"steps/{name}" for name in steps]
         for name in gone:
             self._store.delete(name)
         return len(gone)
 
-    def _number(self) -> int:
+    def _stamp(self) -> str:
+        """Number and owner of the next record, and what makes its name its own."""
         if self._next is None:
-            known = [*(name for _, name in self.history()), *self.forgotten().tables]
-            self._next = max((_number(name) + 1 for name in known if _is_whole(name)), default=0)
+            self._next = self._next_number()
         self._next += 1
-        return self._next - 1
+        owner = 0 if self._claim is None else self._claim.take()
+        return f"{self._next - 1:012d}.g{owner}.{uuid.uuid4().hex[:8]}"
+
+    def _next_number(self) -> int:
+        """Behind all that ever was there: what removes a record has a higher number, and stays."""
+        begins = _begins(self._store.list("begins"))
+        known = [name for folder in (*NUMBERED, *BY_STEP) for name in self._listed(folder, begins)]
+        numbers = [_written(name)[0] for name in (*known, *self.forgotten().tables)]
+        self._next = max((number + 1 for number in numbers), default=0)
+        return self._next
+
+    def _listed(self, folder: str, begins: Mapping[int, int]) -> list[str]:
+        """Names of the records of a folder that count."""
+        names = [name for name in self._store.list(folder) if _is_whole(name)]
+        return [name for name in names if not _is_void(name, begins)]
 
     def _write(self, folder: str, number: int, record: Mapping[str, Any]) -> None:
-        # of several files of one number all say the same, or the first one was torn
-        name = f"{folder}/{number:012d}.{uuid.uuid4().hex[:8]}.json"
-        self._store.write(name, json.dumps(record).encode())
+        self._store.write(f"{folder}/{number:012d}.{self._stamp()}.json", json.dumps(record).encode())
 
     def _records(self, folder: str) -> Iterable[dict[str, Any]]:
-        for name in sorted(self._store.list(folder)):
-            if not name.endswith(".json"):
-                continue
+        """Of steps, or of what was forgotten, in the order in which they were written."""
+        begins = _begins(self._store.list("begins"))
+        for name in sorted(self._listed(folder, begins), key=_written):
             try:
                 yield json.loads(self._store.read(f"{folder}/{name}"))
             except (FileNotFoundError, ValueError):
@@ -162,6 +195,27 @@ def _is_whole(name: str) -> bool:
 
 def _key(pair: list[Any]) -> Key:
     return str(pair[0]), int(pair[1])
+
+
+def _written(name: str) -> tuple[int, int]:
+    """Number and owner of a record; owner 0 where a name does not say it."""
+    parts = name.split(".")
+    for place, part in enumerate(parts[1:], start=1):
+        if part.startswith("g") and part[1:].isdigit():
+            return int(parts[place - 1]), int(part[1:])
+    return int(parts[0]), 0
+
+
+def _begins(names: Iterable[str]) -> dict[int, int]:
+    """owner -> the first number that it could write."""
+    pairs = (name.split(".") for name in names)
+    return {int(pair[0]): int(pair[1]) for pair in pairs if len(pair) == 2 and "".join(pair).isdigit()}
+
+
+def _is_void(name: str, begins: Mapping[int, int]) -> bool:
+    """Whether a record came when its owner had a successor."""
+    number, owner = _written(name)
+    return any(successor > owner and number >= first for successor, first in begins.items())
 
 
 def _number(name: str) -> int:

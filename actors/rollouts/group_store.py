@@ -192,9 +192,8 @@ class GroupStore:
             if keys is None:
                 return False
             if keys is not before:
-                revision = 0 if before is None else self._history.last
                 facts = {"trained_by": self.pool.trained_by(step), "timeline": self.pool.timeline}
-                record = StepRecord(step, list(keys), {**facts, "revision": revision})
+                record = StepRecord(step, list(keys), facts)
                 self._step_tickets[step] = self._history.append(record)
                 self._notify()
             ticket = self._step_tickets.get(step)

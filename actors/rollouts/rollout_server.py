@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 
 from raysvc.actors.rollouts.rollout_stream import RolloutStream
 from raysvc.actors.server.batch_server import BatchServer
+from raysvc.actors.server.kept.folder_claim import claim_of
+from raysvc.actors.server.kept.served_records import ServedRecords
 from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.spec import TRAIN, Role, RolloutSpec, ServeSpec, StepInfo
 from raysvc.collate.shard import CutWire, Wire
@@ -41,9 +43,22 @@ class RolloutServer(BatchServer):
         assert spec.journal is not None, "groups are spooled beside the journal"
         self._rollout_spec: RolloutSpec = spec.rollouts
         recipe, folder = Recipe(spec.plan, spec.pad_token_id), f"{spec.journal}/rollouts"
-        self._rollouts = RolloutStream(spec.name, spec.rollouts, recipe, folder, spec.storage_options)
+        claim = claim_of(spec, incarnation_id)
+        self._rollouts = RolloutStream(spec.name, spec.rollouts, recipe, folder, spec.storage_options, claim)
         self._producers: dict[str, float] = {}  # owner -> clock value of its last sign of life
-        super().__init__(spec_json, incarnation_id, self._rollouts)
+        super().__init__(spec_json, incarnation_id, self._rollouts, claim)
+
+    def describe(self) -> dict[str, Any]:
+        """As `BatchServer.describe`; from now on the run folder says how steps are made.
+
+        Raises:
+            FolderHeld: another server that lives owns the run folder.
+        """
+        facts = super().describe()
+        assert self.spec.journal is not None, "groups are spooled beside the journal"
+        records = ServedRecords(self.spec.journal, self.spec.storage_options, self._claim)
+        records.keep(self._frontier(), self.spec)
+        return facts
 
     def put_groups(self, *tables: Any, owner: str = "") -> tuple[int, int] | None:
         """Keep groups: tables of `raysvc.rl.group_table.table_of`, or groups; returns how many are new, and how many were

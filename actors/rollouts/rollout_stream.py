@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +29,7 @@ from raysvc.actors.rollouts.group_rows import batch_of, taken
 from raysvc.actors.rollouts.group_store import GroupStore, PutResult
 from raysvc.actors.server.make_step import Recipe, make_step, outline
 from raysvc.actors.server.spec import Role, RolloutSpec, StepInfo, StepOutline, as_role
+from raysvc.cache.store.claim import Claim
 from raysvc.collate.shard import Shard
 from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.errors import SourceError, StateMismatch, StepNotReady, StepOutOfOrder
@@ -66,15 +68,37 @@ class RolloutStream:
         recipe: plan and padding.
         folder: fsspec URL; groups and memberships lie below it.
         storage_options: for fsspec.
+        claim: on the folder; None: it is only read.
     """
 
     def __init__(
-        self, name: str, spec: RolloutSpec, recipe: Recipe, folder: str, storage_options: Mapping[str, Any]
+        self,
+        name: str,
+        spec: RolloutSpec,
+        recipe: Recipe,
+        folder: str,
+        storage_options: Mapping[str, Any],
+        claim: Claim | None = None,
     ) -> None:
-        self._name, self._recipe = name, recipe
-        pool = Pool(recipe.plan.batch_size, spec.max_staleness, spec.on_bad_group)
-        schema = Schema(recipe.plan.columns, spec.late, spec.defaults)
-        self.store = GroupStore(pool, schema, Spool(folder, storage_options), spec.producer_ttl_s)
+        self._name, self._recipe, self._spec = name, recipe, spec
+        self._spool = Spool(folder, storage_options, claim)
+        self._opening = threading.Lock()
+        self._store: GroupStore | None = None  # guarded by _opening; None: not read yet
+
+    @property
+    def store(self) -> GroupStore:
+        """All groups; the first use reads them.
+
+        Raises:
+            FolderHeld: another server that lives owns the folder.
+        """
+        with self._opening:
+            if self._store is None:
+                spec, plan = self._spec, self._recipe.plan
+                pool = Pool(plan.batch_size, spec.max_staleness, spec.on_bad_group)
+                schema = Schema(plan.columns, spec.late, spec.defaults)
+                self._store = GroupStore(pool, schema, self._spool, spec.producer_ttl_s)
+            return self._store
 
     @property
     def pool(self) -> Pool:
@@ -122,7 +146,7 @@ class RolloutStream:
     @property
     def is_open(self) -> bool:
         """Whether tables are held in memory."""
-        return self.store.holds_tables
+        return self._store is not None and self._store.holds_tables
 
     def put(self, table: pa.Table, owner: str = "", *, gate: int | None = None) -> PutResult | None:
         """Keep the new groups of a table; None: there is no room, as in `GroupStore.put`.

@@ -21,6 +21,7 @@ from typing import Any
 
 from raysvc.actors.server.entry_stream import streams_of
 from raysvc.actors.server.journal import Journal
+from raysvc.actors.server.kept.folder_claim import claim_of
 from raysvc.actors.server.lease_store import LeaseStore
 from raysvc.actors.server.leases import Leases
 from raysvc.actors.server.orphan_watch import OrphanWatch
@@ -35,6 +36,7 @@ from raysvc.actors.server.spec import StepOutline as StepOutline
 from raysvc.actors.server.step_maker import StepMaker, Stream
 from raysvc.actors.server.trainer_feedback import TrainerFeedback
 from raysvc.actors.server.trainer_reports import TrainerReports
+from raysvc.cache.store.claim import Claim
 from raysvc.collate.reused_memory import keep_freed_memory
 from raysvc.collate.shard import CutWire, Wire, cut
 from raysvc.errors import ConfigError, LeaseHeld, StepOutOfOrder
@@ -55,9 +57,16 @@ class BatchServer:
         spec_json: a `ServeSpec`.
         incarnation_id: differs between two actors of one name, and is the same after a restart of one.
         train: what is trained; None: the entry of the spec.
+        claim: on the folder of the journal; None: a new one, where there is a journal.
     """
 
-    def __init__(self, spec_json: str, incarnation_id: str, train: Stream | None = None) -> None:
+    def __init__(
+        self,
+        spec_json: str,
+        incarnation_id: str,
+        train: Stream | None = None,
+        claim: Claim | None = None,
+    ) -> None:
         self.spec = spec = ServeSpec.model_validate_json(spec_json)
         self._incarnation_id = incarnation_id
         speak_for_server_of(spec.team)
@@ -66,8 +75,9 @@ class BatchServer:
         self._entries = streams_of(spec)
         streams = dict[str, Stream](self._entries)
         self._maker = StepMaker(spec, {**streams, TRAIN: train} if train else streams)
-        journal = Journal(spec.journal, spec.storage_options) if spec.journal else None
-        self._feedback = TrainerFeedback(spec, self._entries.get(TRAIN))
+        self._claim = claim = claim or claim_of(spec, incarnation_id)
+        journal = Journal(spec.journal, spec.storage_options, claim) if spec.journal else None
+        self._feedback = TrainerFeedback(spec, self._entries.get(TRAIN), claim)
         nobody = Leases(spec.name, shared=spec.share != "none")
         self._leases = LeaseStore(nobody, spec.lease_ttl_s, incarnation_id, journal)
         self._planned_steps: int | None = None  # once somebody attached
@@ -89,8 +99,11 @@ class BatchServer:
         Raises:
             EntryError: the entry cannot be opened.
             PlanError: no plan can satisfy rows and config.
+            FolderHeld: another server that lives owns the run folder.
         """
         with self._orphans.visit():
+            if self._claim is not None:
+                self._claim.take()
             return {
                 "name": self.spec.name,
                 "num_rows": self._train.num_rows,
@@ -121,6 +134,7 @@ class BatchServer:
         Raises:
             LeaseHeld: another trainer holds a living lease and `takeover` is False.
         """
+        self._own_again()
         self._feedback.read_again()
         return self.attach_rank(holder, holder, 0, 1, takeover, reader)
 
@@ -229,9 +243,16 @@ class BatchServer:
         if not any(lease.holder for lease in self._leases.leases.by_reader.values()):
             self._maker.shared.clear()
 
-    def flush(self) -> None:
-        """Write what changed to the journal."""
+    def flush(self, last: bool = False) -> None:
+        """Write what changed to the journal; `last`: give the run folder back, this server ends."""
         self._leases.flush()
+        if last and self._claim is not None:
+            self._claim.release()
+
+    def _own_again(self) -> None:
+        """Go on in an empty run folder where the earlier run was moved out of the way and nobody trains."""
+        if self._claim is not None and self.spec.rollouts is None and not self._leases.lives():
+            self._claim.renew()
 
     def peek(self, step: int, dp_size: int = 1, stream: str = TRAIN) -> StepOutline:
         """Row ids, lengths and counts of a step, from the plan alone; never waits.

@@ -34,6 +34,7 @@ from raysvc.cache.find import open_entry
 from raysvc.cache.growing.followed_entry import FollowedEntry, FollowedSpec
 from raysvc.cache.growing.growing_entry import GrowingEntry, GrowingSpec
 from raysvc.cache.joined_entry import JoinedEntry
+from raysvc.cache.store.claim import Claim
 from raysvc.cache.store.open import open_store
 from raysvc.collate.shard import Shard
 from raysvc.collate.shard_bytes import ColumnBytes
@@ -313,9 +314,9 @@ class EntryStream:
         return self._known
 
 
-def feedback_log(journal: str, storage_options: Mapping[str, Any]) -> FeedbackLog:
-    """What was said back to a server with this journal."""
-    return FeedbackLog(f"{journal}/feedback", storage_options)
+def feedback_log(journal: str, storage_options: Mapping[str, Any], claim: Claim | None = None) -> FeedbackLog:
+    """What was said back to a server with this journal; only with its claim one may write."""
+    return FeedbackLog(f"{journal}/feedback", storage_options, claim)
 
 
 def streams_of(spec: ServeSpec) -> dict[str, EntryStream]:

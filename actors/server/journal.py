@@ -3,8 +3,12 @@
 Works on a local disk, NFS and object stores alike: a record gets a new name, is complete before the
 next one is written, and is found by listing. A record that something else left torn is skipped.
 
+A record is created only if its number is free. Who finds it taken lists again: an owner goes on behind what a process left that it
+replaced, and a process that was replaced meanwhile is told so by its claim.
+
 Always true:
 - `load` gives the newest complete record;
+- no record is ever written over, on any store;
 - `save` returns after its record is durable and can be listed; older records are then removed;
 - calls of `save` that come while a record is being written share the next one (group commit).
 """
@@ -16,16 +20,18 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from raysvc.cache.store.open import open_store
+from raysvc.cache.store.claim import Claim, open_owned
 
 Snapshot = Callable[[], Mapping[str, Any]]
 
 
 class Journal:
-    """A folder of records, at any fsspec URL; one writing process at a time (the named actor)."""
+    """A folder of records, at any fsspec URL; only the owner of the folder writes."""
 
-    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        self._store = open_store(url, storage_options)
+    def __init__(
+        self, url: str, storage_options: Mapping[str, Any] | None = None, claim: Claim | None = None
+    ) -> None:
+        self._store = open_owned(url, storage_options, claim)
         self._turn = threading.Condition()  # guards what follows but `_kept`
         self._asked = 0  # calls of `save`
         self._durable = 0  # of those, all up to this one are in a record
@@ -68,9 +74,9 @@ class Journal:
     def _write(self, record: Mapping[str, Any]) -> list[int]:
         """Write the next record; returns the numbers before it."""
         older = self._numbers() if self._kept is None else self._kept
-        number = max(older, default=0) + 1
-        self._kept = [*older, number]
-        self._store.write(_name(number), json.dumps(record).encode())
+        data = json.dumps(record).encode()
+        while not self._store.create(_name(number := max(older, default=0) + 1), data):
+            older = self._kept = self._numbers()
         self._kept = [number]
         return older
 

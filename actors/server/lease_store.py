@@ -3,6 +3,7 @@
 Always true:
 - a change is seen by every call after it; it is durable when `flush` returns, and within a second by itself;
 - the lock is held for microseconds: nothing is written and nothing collated under it;
+- once the journal's folder belongs to another server, every call says so;
 - time is the monotonic clock of this process: a jump of the wall clock moves no lease;
 - a restart of the process is the same incarnation of the actor, and its holders keep their leases. Another actor of
   the same name keeps fences and frontiers only, and with other rows the fences only.
@@ -18,7 +19,7 @@ from typing import Any
 from raysvc.actors.server.journal import Journal
 from raysvc.actors.server.leases import Leases
 from raysvc.actors.server.reader_lease import Peers, ReaderLease
-from raysvc.errors import FencedError
+from raysvc.errors import FencedError, FolderLost
 from raysvc.metrics import record
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,9 @@ class LeaseStore:
         self._changes = 0  # guarded by _lock; counted
         self._durable = 0  # guarded by _lock; of the changes, those in the journal
         self._flush_is_due = False  # guarded by _lock; a timer will flush
+        self._lost: FolderLost | None = (
+            None  # guarded by _lock; the journal's folder belongs to another process
+        )
 
     def attach(
         self,
@@ -161,12 +165,24 @@ class LeaseStore:
         with self._lock:
             covers = self._changes
         if self._journal:
-            self._journal.save(self._snapshot)
+            try:
+                self._journal.save(self._snapshot)
+            except FolderLost as error:
+                with self._lock:
+                    self._lost = error
+                raise
         with self._lock:
             self._durable = max(self._durable, covers)
 
     def _current(self) -> Leases:
-        """The leases; the first call reads the journal. Called under `_lock`."""
+        """The leases; the first call reads the journal. Called under `_lock`.
+
+        Raises:
+            FolderHeld: another server that lives owns the journal.
+            FolderLost: it does since.
+        """
+        if self._lost is not None:
+            raise self._lost
         if not self._loaded:
             found = self._journal.load() if self._journal else None
             if found is not None:
@@ -200,6 +216,8 @@ class LeaseStore:
         try:
             if not self.is_flushed:
                 self.flush()
+        except FolderLost as error:
+            log.error("%s", error)
         except Exception:
             log.exception("journal failed name=%s: trying again", self._leases.name)
             with self._lock:

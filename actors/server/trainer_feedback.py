@@ -13,6 +13,7 @@ import threading
 
 from raysvc.actors.server.entry_stream import EntryStream, feedback_log
 from raysvc.actors.server.spec import ServeSpec
+from raysvc.cache.store.claim import Claim
 from raysvc.errors import ServerError, StepOutOfOrder
 from raysvc.feedback.decision import Decision, Request, decision_of
 from raysvc.feedback.feedback_log import FeedbackLog, RowOutcomes
@@ -26,11 +27,12 @@ class TrainerFeedback:
     Args:
         spec: of the server.
         entry: what is trained; None: rollouts.
+        claim: of the journal's folder.
     """
 
-    def __init__(self, spec: ServeSpec, entry: EntryStream | None) -> None:
+    def __init__(self, spec: ServeSpec, entry: EntryStream | None, claim: Claim | None = None) -> None:
         self._spec, self._entry = spec, entry
-        self._log = feedback_log(spec.journal, spec.storage_options) if spec.journal else None
+        self._log = feedback_log(spec.journal, spec.storage_options, claim) if spec.journal else None
         self._lock = threading.Lock()  # one decision, or one report, at a time
 
     @property

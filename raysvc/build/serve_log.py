@@ -2,6 +2,8 @@
 
     {"step": 0, "dp_size": 2, "spec": {"name": ..., "entry_uri": ..., "plan": {...}, ...}}
 
+A server whose trainer is not ours keeps the same lines itself, as records beside its leases; see `raysvc.actors.server.kept.served_records`.
+
 Always true:
 - the last line whose step is not above k says how step k was made;
 - a run that goes on from step k forgets the lines from k on, like its other logs, and adds its own;
@@ -15,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from raysvc.cache.store.open import open_store
 from raysvc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,43 +40,26 @@ class Served:
     spec: ServeSpec
 
 
-def served_line(step: int, dp_size: int | None, spec: ServeSpec) -> dict[str, Any]:
-    """A line of the file."""
-    kept = spec.model_dump(mode="json", exclude={"storage_options", "evals", "growing"})
-    return {"step": step, "dp_size": dp_size, "spec": kept}
-
-
-def write_served(run_dir: str, spec: ServeSpec) -> None:
-    """Say how a run is served whose trainer is not ours."""
-    import fsspec
-
-    line = json.dumps(served_line(0, None, spec), separators=(",", ":")) + "\n"
-    with fsspec.open(f"{run_dir}/{FILE}", "wt", auto_mkdir=True, **spec.storage_options) as file:
-        file.write(line)
-
-
 def read_served(run_dir: str, step: int, storage_options: Mapping[str, Any] | None = None) -> Served | None:
     """How `step` was made; None where no run wrote it down.
 
     Raises:
         ConfigError: the file is damaged.
     """
-    import fsspec
-
+    from raysvc.actors.server.kept.served_records import ServedRecords
     from raysvc.actors.server.spec import ServeSpec
 
-    path = f"{run_dir}/{FILE}"
+    path, store = f"{run_dir}/{FILE}", open_store(run_dir, storage_options)
     try:
-        with fsspec.open(path, "rt", **(storage_options or {})) as file:
-            lines = [json.loads(line) for line in file if line.endswith("\n")]
+        text = store.read(FILE) if FILE in store.list() else b""
+        lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith(b"\n")]
+        lines = lines or ServedRecords(f"{run_dir}/server", storage_options or {}).lines()
         fitting = [line for line in lines if line["step"] <= step]
         if not fitting:
             return None
         last = fitting[-1]
         spec = ServeSpec.model_validate({**last["spec"], "storage_options": dict(storage_options or {})})
         return Served(last["step"], last["dp_size"], spec)
-    except FileNotFoundError:
-        return None
     except (ValueError, KeyError, TypeError) as error:
         what = f"cannot be understood ({type(error).__name__})"
         raise ConfigError(path, what, "delete it, and the plan of the job file is used") from None

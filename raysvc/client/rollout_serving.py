@@ -73,7 +73,6 @@ def serve_rollouts(
     from raysvc.actors.launch import start_server, wait_for
     from raysvc.actors.server.spec import RolloutSpec, ServeSpec
     from raysvc.api import ServerHandle
-    from raysvc.build.serve_log import write_served
     from raysvc.cache.store.open import absolute
     from raysvc.cluster import connect, node_for
     from raysvc.plan.schedule import Schedule
@@ -108,7 +107,6 @@ def serve_rollouts(
     connect(optional_text(_ARGUMENT.format("address"), address))
     node_id = node_for(placement, run_dir)
     actor = start_server(spec, detached=detached, node_id=node_id, may_grow=wait_for_nodes)
-    write_served(absolute(run_dir), spec)
     facts = wait_for(actor.describe.remote(), f"server {name!r} to start")
     return ServerHandle(
         name, ray_namespace(), facts["num_rows"], Schedule.from_json(facts["schedule"]), actor

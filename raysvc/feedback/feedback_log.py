@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.cache.store.open import open_store
+from raysvc.cache.store.claim import Claim, open_owned
 from raysvc.errors import EntryError
 from raysvc.feedback.decision import Decision
 from raysvc.ragged import Int64s
@@ -59,10 +59,12 @@ class _Record(NamedTuple):
 
 
 class FeedbackLog:
-    """A folder at any fsspec URL; one writer at a time."""
+    """A folder at any fsspec URL; only the owner of the folder above writes."""
 
-    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        self._store = open_store(url, storage_options)
+    def __init__(
+        self, url: str, storage_options: Mapping[str, Any] | None = None, claim: Claim | None = None
+    ) -> None:
+        self._store = open_owned(url, storage_options, claim)
         self._next: int | None = None  # number of the next report; None: not listed yet
 
     def decisions(self) -> list[Decision]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from raysvc.api import ServerHandle, building, entry_or_build, serve_entry, serve_spec, start_build
 from raysvc.build.cache_entry import CacheEntry
 from raysvc.build.job_plan import numbered
-from raysvc.build.serve_log import read_served, served_line
+from raysvc.build.serve_log import read_served
 from raysvc.chat.tokens.token_bytes import count_bytes
 from raysvc.client.batch_client import BatchClient, Step, attach
 from raysvc.errors import LeaseHeld, TokenizerError
@@ -226,6 +226,8 @@ class _Run:
 
     def _write_served(self, start: int) -> None:
         """Say how the steps from here on are made."""
+        from raysvc.actors.server.kept.served_records import served_line
+
         spec = serve_spec(self.job.model_copy(update={"evals": {}}), self.entry)
         before = read_served(str(self.folder.path), start - 1)
         if before is not None and before.spec.plan.skip_rows != spec.plan.skip_rows:

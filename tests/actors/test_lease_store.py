@@ -17,15 +17,15 @@ from raysvc.errors import FencedError, LeaseHeld
 
 
 class Hooked:
-    """A store whose `write` does something first."""
+    """A store whose `create` does something first."""
 
     def __init__(self, journal: Journal, before: Callable[[str], None]) -> None:
         self._inner, self._before = journal._store, before
         journal._store = self  # type: ignore[assignment]
 
-    def write(self, name: str, data: bytes) -> None:
+    def create(self, name: str, data: bytes) -> bool:
         self._before(name)
-        self._inner.write(name, data)
+        return bool(self._inner.create(name, data))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -248,7 +248,9 @@ def test_what_is_forgotten_is_removed_with_its_put_and_the_rest_is_as_it_was(tmp
     assert Spool(folder).names() == []
     last = rollout_stream(folder)
     assert last.put(groups_table([3, 10])) == (1, 1)
-    assert Spool(folder).names()[0].startswith("000000000005"), "numbers go on behind what is gone"
+    assert Spool(folder).names()[0] > max(Spool(folder).forgotten().tables), (
+        "numbers go on behind what is gone"
+    )
     assert last.num_rows == 22
 
 

@@ -17,7 +17,15 @@ from raysvc.actors.server.collator import Collator
 from raysvc.actors.server.entry_stream import streams_of
 from raysvc.actors.server.spec import TRAIN, Part, Role, ServeSpec
 from raysvc.cache.find import open_entry
-from raysvc.errors import EntryError, FencedError, PlanError, ServerError, StateMismatch, StepOutOfOrder
+from raysvc.errors import (
+    EntryError,
+    FencedError,
+    FolderLost,
+    PlanError,
+    ServerError,
+    StateMismatch,
+    StepOutOfOrder,
+)
 from raysvc.feedback.decision import Request
 from raysvc.feedback.feedback_log import FeedbackLog
 from raysvc.plan.entry_plan import plan_of_entries
@@ -297,8 +305,9 @@ def test_two_servers_on_one_folder_make_no_two_histories(uris: list[str], tmp_pa
     assert old.rows(0)
     assert new.rows(0)
     new.weights(1, 0, 0, from_step=9)
-    with pytest.raises(ServerError, match="another server wrote a decision"):
+    with pytest.raises(FolderLost, match=r"server 'mixed'.*belongs to server 'mixed'"):
         old.weights(0, 1, 0, from_step=9)
+    assert len(FeedbackLog(f"{spec.journal}/feedback").decisions()) == 1
 
 
 def test_a_collator_makes_a_step_by_the_decisions_that_the_server_admits_it_with(

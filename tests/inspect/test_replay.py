@@ -242,22 +242,32 @@ def test_a_step_of_rollouts_comes_again_from_the_spool_until_that_is_gone(
 
 
 def test_what_a_run_keeps_of_its_server_holds_no_credentials_and_damage_to_it_is_said(tmp_path: Path) -> None:
+    from raysvc.actors.server.kept.served_records import ServedRecords
     from raysvc.actors.server.spec import ServeSpec
-    from raysvc.build.serve_log import read_served, write_served
+    from raysvc.build.serve_log import read_served
     from raysvc.errors import ConfigError
 
     secret = {"secret": "hush-7f3a91"}
     spec = ServeSpec(
         name="s", entry_uri="/e", plan=PlanConfig(), pad_token_id=0, journal=None, storage_options=secret
     )
-    write_served(str(tmp_path), spec)
-    file = tmp_path / "served.jsonl"
+    records = ServedRecords(f"{tmp_path}/server", {})
+    records.keep(0, spec)
+    records.keep(4, spec)
+    file = tmp_path / "server" / "served" / "000000000000.json"
+    assert list(file.parent.iterdir()) == [file], "the same spec once"
     assert "hush" not in file.read_text()
     found = read_served(str(tmp_path), 7, secret)
     assert found is not None
     assert (found.step, found.dp_size, found.spec) == (0, None, spec)
     assert read_served(str(tmp_path / "elsewhere"), 0) is None
-    whole = file.read_text()
+    records.keep(9, spec.model_copy(update={"pad_token_id": 5}))
+    later = read_served(str(tmp_path), 9, secret)
+    assert later is not None
+    assert (later.step, later.spec.pad_token_id) == (9, 5)
+    assert read_served(str(tmp_path), 8, secret) == found, "what was said before stays"
+    whole = file.read_text() + "\n"
+    file = tmp_path / "served.jsonl"
     for damaged in ("{", "[]", whole.replace('"name":"s",', ""), whole.replace('"step":0', '"step":"x"')):
         file.write_text(damaged + "\n")
         with pytest.raises(ConfigError, match="cannot be understood"):

@@ -1,0 +1,45 @@
+"""How the steps of a server were made whose trainer is not ours, beside its leases.
+
+    served/000000000000.json    {"step": 0, "dp_size": null, "spec": {...}}
+
+Always true:
+- the last record whose step is not above k says how step k was made;
+- a record is created once and never changed; a server that is started again with the same spec adds none;
+- credentials are not in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from raysvc.actors.server.spec import ServeSpec
+from raysvc.cache.store.claim import Claim, open_owned
+
+
+def served_line(step: int, dp_size: int | None, spec: ServeSpec) -> dict[str, Any]:
+    """How the steps from `step` on are made; ranks: None where only the trainer knows."""
+    kept = spec.model_dump(mode="json", exclude={"storage_options", "evals", "growing"})
+    return {"step": step, "dp_size": dp_size, "spec": kept}
+
+
+class ServedRecords:
+    """A folder beside the journal; only the owner of that folder writes."""
+
+    def __init__(self, journal: str, storage_options: Mapping[str, Any], claim: Claim | None = None) -> None:
+        self._store = open_owned(f"{journal}/served", storage_options, claim)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """All of them, in the order in which they were made."""
+        names = sorted(name for name in self._store.list() if name.endswith(".json"))
+        return [json.loads(self._store.read(name)) for name in names]
+
+    def keep(self, step: int, spec: ServeSpec) -> None:
+        """Say how the steps from here on are made."""
+        lines, line = self.lines(), served_line(step, None, spec)
+        if lines and lines[-1]["spec"] == line["spec"]:
+            return
+        number = len(lines)
+        while not self._store.create(f"{number:012d}.json", json.dumps(line).encode()):
+            number += 1  # an earlier owner came that far
