@@ -8,20 +8,20 @@
     <run_dir>/model/             the trained model, as `transformers` reads it, when the run has ended
     <run_dir>/run.json           which job this is; see `raysvc.training.run_identity`
     <run_dir>/summary.json       written at the end
+    <run_dir>/owners/            who trains here; see `raysvc.cache.store.claim`
 
 Always true:
 - a checkpoint without `state.json` does not exist for a reader;
 - after a resume at step k the logs hold the steps below k and nothing else, so they end up as if the
   run had never stopped;
 - a checkpoint is removed only when enough newer ones are complete;
-- two processes of one host do not train in one folder.
+- one process at a time trains in a folder, on whatever machine; one that slept while another took its place publishes, prunes and exports
+  nothing there; nor does one whose folder was moved.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import logging
 import os
 import shutil
 import uuid
@@ -32,12 +32,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysvc.build.serve_log import FILE as SERVED
-from raysvc.errors import StateMismatch
+from raysvc.cache.store.claim import Claim, Owner
+from raysvc.cache.store.posix import PosixStore
+from raysvc.errors import FolderLost
+from raysvc.training.step_log import lines_of, named_failures
 
 if TYPE_CHECKING:
     from raysvc.job.config import JobConfig
-
-log = logging.getLogger(__name__)
 
 STATE = "state.json"
 
@@ -56,34 +57,12 @@ class Checkpoint:
     state: dict[str, Any]
 
 
-class StepLog:
-    """A JSON-lines file with a `step` in every line; one writer."""
-
-    def __init__(self, path: Path, start_step: int) -> None:
-        """Keep the lines of steps below `start_step`, and append from there."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
-        self._file.truncate(_end_of_steps_below(path, start_step))
-
-    def append(self, line: Mapping[str, Any]) -> None:
-        """Add one line; it is in the file when this returns."""
-        self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
-        self._file.flush()
-
-    def sync(self) -> None:
-        """Make all lines survive a power cut."""
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
 class RunFolder:
     """One run's folder on a disk that the driver and all workers see."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser().absolute()
+        self._claim: Claim | None = None  # while this process trains here
 
     @property
     def rows(self) -> Path:
@@ -126,17 +105,43 @@ class RunFolder:
         return folder
 
     def publish(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Make a checkpoint count: its `state.json` appears complete, after everything else is on disk."""
-        for path in folder.iterdir():
-            _sync(path)
-        draft = folder / f".{STATE}.{uuid.uuid4().hex[:8]}"
-        draft.write_text(json.dumps(state, indent=1))
-        _sync(draft)
-        draft.rename(folder / STATE)
-        _sync(folder)
+        """Make a checkpoint count: its `state.json` appears complete, after everything else is on disk.
+
+        Raises:
+            FolderLost: another process trains here now; the checkpoint does not count.
+        """
+        self.check_owner()
+        with named_failures(folder):
+            for path in folder.iterdir():
+                _sync(path)
+            draft = folder / f".{STATE}.{uuid.uuid4().hex[:8]}"
+            draft.write_text(json.dumps(state, indent=1))
+            _sync(draft)
+            os.link(draft, folder / STATE)  # refuses to write over one that is there
+            draft.unlink()
+            _sync(folder)
+        try:
+            self.check_owner()
+        except FolderLost:
+            (folder / STATE).unlink(missing_ok=True)
+            raise
+
+    def check_owner(self) -> None:
+        """Raise unless this process may write here; who never held the folder may.
+
+        Raises:
+            FolderLost: another process trains here now, or the folder was moved.
+        """
+        if self._claim is not None:
+            self._claim.check()
 
     def prune(self, keep: int) -> None:
-        """Remove all but the newest `keep` checkpoints, and what a killed run left unfinished."""
+        """Remove all but the newest `keep` checkpoints, and what a killed run left unfinished.
+
+        Raises:
+            FolderLost: another process trains here now.
+        """
+        self.check_owner()
         kept = {checkpoint.folder for checkpoint in self.checkpoints()[-keep:]}
         for folder in self._folders():
             if folder not in kept:
@@ -145,32 +150,26 @@ class RunFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep other processes of this host from training here; makes the folder where it is missing.
-
-        The lock is on the folder itself and ends with the process. Where the file system has none for folders, as on NFS, there is none.
+        """Keep other processes from training here; makes the folder where it is missing.
 
         Raises:
-            StateMismatch: another process trains here.
+            FolderHeld: another process trains here.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        place = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        remedy = "wait until it ends, stop it, or give another trainer.run_dir"
+        claim = Claim(PosixStore(str(self.path)), Owner("trainer", self.path.name), remedy=remedy)
+        claim.take()
+        self._claim = claim
         try:
-            try:
-                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                remedy = "wait until it ends, stop it, or give another trainer.run_dir"
-                raise StateMismatch(str(self.path), "another process trains in this folder", remedy) from None
-            except OSError as error:
-                log.debug("no lock on %s: %s", self.path, error)
             yield
         finally:
-            os.close(place)
+            self._claim = None
+            claim.release()
 
     def set_aside(self) -> Path | None:
         """Move an earlier run out of the way; returns where it is now, None when there was none.
 
         Raises:
-            StateMismatch: another process trains here.
+            FolderHeld: another process trains here.
         """
         if not self.path.exists():
             return None
@@ -186,10 +185,12 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> Path:
         """Write `summary.json`."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        draft = self.path / f".summary.{uuid.uuid4().hex[:8]}"
-        draft.write_text(json.dumps(summary, indent=1) + "\n")
-        return draft.rename(self.path / "summary.json")
+        self.check_owner()
+        with named_failures(self.path / "summary.json"):
+            self.path.mkdir(parents=True, exist_ok=True)
+            draft = self.path / f".summary.{uuid.uuid4().hex[:8]}"
+            draft.write_text(json.dumps(summary, indent=1) + "\n")
+            return draft.rename(self.path / "summary.json")
 
     def summary(self) -> dict[str, Any] | None:
         """What `write_summary` wrote; None before a run has ended."""
@@ -197,10 +198,8 @@ class RunFolder:
         return dict(json.loads(path.read_text())) if path.exists() else None
 
     def lines(self, path: Path) -> Iterator[dict[str, Any]]:
-        """The lines of a log."""
-        if path.exists():
-            with path.open("rb") as file:
-                yield from (json.loads(line) for line in file)
+        """The whole lines of a log."""
+        return lines_of(path)
 
     def _folders(self) -> list[Path]:
         root = self.path / "checkpoints"
@@ -211,17 +210,6 @@ class RunFolder:
             return None
         state = json.loads((folder / STATE).read_text())
         return Checkpoint(folder, int(folder.name.removeprefix("step-").split(".")[0]), state)
-
-
-def _end_of_steps_below(path: Path, step: int) -> int:
-    """Byte offset behind the last whole line of a step below `step`; a torn line ends the log."""
-    end = 0
-    with path.open("rb") as file:
-        for line in file:
-            if not line.endswith(b"\n") or json.loads(line)["step"] >= step:
-                break
-            end += len(line)
-    return end
 
 
 def _sync(path: Path) -> None:

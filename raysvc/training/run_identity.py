@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysvc.build.job_plan import plan_of
 from raysvc.errors import StateMismatch
+from raysvc.training.step_log import named_failures
 
 if TYPE_CHECKING:
     from raysvc.build.cache_entry import CacheEntry
@@ -84,9 +85,10 @@ def _read(folder: Path) -> dict[str, Any] | None:
 
 def _write(folder: Path, identity: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    draft = folder / f".{FILE}.{uuid.uuid4().hex[:8]}"
-    with draft.open("w") as file:
-        json.dump(identity, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.rename(folder / FILE)
+    with named_failures(folder / FILE):
+        draft = folder / f".{FILE}.{uuid.uuid4().hex[:8]}"
+        with draft.open("w") as file:
+            json.dump(identity, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.rename(folder / FILE)

@@ -8,17 +8,18 @@ Always true:
 from __future__ import annotations
 
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysvc.errors import ConfigError
+from raysvc.errors import ConfigError, StateMismatch
 from raysvc.progress import Progress, Tick
 from raysvc.trackers.reporter import Reporter
 from raysvc.training.loss_shares import LossShares, Shares
-from raysvc.training.run_folder import RunFolder, StepLog
+from raysvc.training.run_folder import RunFolder
 from raysvc.training.stalls import StallBook, StepTimes
+from raysvc.training.step_log import StepLog
 
 if TYPE_CHECKING:
     from raysvc.actors.worker.results import MiniResult
@@ -55,7 +56,9 @@ class RunLog:
         self._progress, self._stop = progress, stop
         self._reporter, self._steps_per_epoch, self._shares = reporter, steps_per_epoch, shares
         self._step_s = deque[float](maxlen=STEPS_OF_RATE)
-        self._rows, self._metrics = StepLog(folder.rows, start), StepLog(folder.metrics, start)
+        self._rows = StepLog(folder.rows, start, every_step=True)
+        self._metrics = StepLog(folder.metrics, start, every_step=True)
+        refuse_rows_that_differ(folder)
         self._evals = StepLog(folder.evals, start)
         self.tokens = 0  # trained by this process
         self._seen = sum(line.get("input_tokens", 0) for line in folder.lines(folder.metrics))
@@ -141,6 +144,20 @@ class RunLog:
                 **{f"loss/{name}": nats / count for name, (nats, count) in by_source.items() if count},
             },
         )
+
+
+def refuse_rows_that_differ(folder: RunFolder) -> None:
+    """Compare the lines that each step has in the row log with what the metrics say.
+
+    Raises:
+        StateMismatch: the row log lacks some, or has more.
+    """
+    there = Counter(line["step"] for line in folder.lines(folder.rows))
+    for line in folder.lines(folder.metrics):
+        if there[line["step"]] != line["minis"]:
+            what = f"has {there[line['step']]} lines of step {line['step']}, and metrics.jsonl says {line['minis']}"
+            remedy = "restore the file, or remove the checkpoints above that step"
+            raise StateMismatch(str(folder.rows), what, remedy)
 
 
 def eval_metrics(line: Mapping[str, Any]) -> dict[str, float]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from raysvc.build.job_plan import numbered
 from raysvc.build.serve_log import read_served
 from raysvc.chat.tokens.token_bytes import count_bytes
 from raysvc.client.batch_client import BatchClient, Step, attach
-from raysvc.errors import LeaseHeld, TokenizerError
+from raysvc.errors import LeaseHeld, StateMismatch, TokenizerError
 from raysvc.job.config import JobConfig, cpus_held, held_beside
 from raysvc.progress import Progress, Tick
 from raysvc.trackers.reporter import NO_TRACKERS, Reporter, open_reporter
@@ -28,10 +29,11 @@ from raysvc.training.export import export, tokenizer_beside, write_model
 from raysvc.training.loss_shares import LossShares
 from raysvc.training.model_name import vision_of
 from raysvc.training.objective import OF_A_CRITIC, objective_of
-from raysvc.training.run_folder import Checkpoint, RunFolder, StepLog, goal
+from raysvc.training.run_folder import Checkpoint, RunFolder, goal
 from raysvc.training.run_identity import claim, identity_of
 from raysvc.training.run_log import RunLog, cache_facts, write_summary
 from raysvc.training.stalls import StallBook
+from raysvc.training.step_log import StepLog
 from raysvc.training.step_metrics import observe_step
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ def run_job(
         step = 0 if checkpoint is None else checkpoint.step
         entry, build = _entry_beside_ray(job, address, progress, step, ray_there)
     with building(build), folder.held():
+        _refuse_if_trained_meanwhile(folder, checkpoint)
         claim(
             folder.path,
             identity_of(job, entry),
@@ -88,6 +91,13 @@ def run_job(
         if known is None:
             return write_summary(folder, entry, checkpoint.step, checkpoint.step, 0.0)
         return {**known, "cache": cache_facts(entry), "resumed_from": checkpoint.step}
+
+
+def _refuse_if_trained_meanwhile(folder: RunFolder, checkpoint: Checkpoint | None) -> None:
+    newest = folder.newest()
+    if (newest and newest.folder) != (checkpoint and checkpoint.folder):
+        what = "another process trained in it since this one looked for a checkpoint"
+        raise StateMismatch(str(folder.path), what, "run the same command again")
 
 
 def _entry_beside_ray(
@@ -308,12 +318,12 @@ class _Run:
         books.checkpoint(state["frontier"], folder)
         self.folder.prune(self.job.trainer.keep_checkpoints)
         if done:
-            write_model(
-                self.job,
-                self.folder.model,
-                lambda folder: group.save_hf_model(str(folder)),
-                self.save_tokenizer,
-            )
+            write_model(self.job, self.folder.model, partial(self._save_model, group), self.save_tokenizer)
+
+    def _save_model(self, group: WorkerGroup, folder: Path) -> None:
+        """Let the workers write the model into a folder that takes the place of an older one, if this run still owns that."""
+        group.save_hf_model(str(folder))
+        self.folder.check_owner()
 
 
 def _what_starts(job: JobConfig) -> str:

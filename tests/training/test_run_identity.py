@@ -13,7 +13,7 @@ import pytest
 
 from raysvc.build.cache_entry import open_cache
 from raysvc.cache.store.open import absolute
-from raysvc.errors import ConfigError, StateMismatch
+from raysvc.errors import ConfigError, FolderHeld, StateMismatch
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
 from raysvc.training.run_folder import RunFolder
@@ -138,7 +138,9 @@ def test_two_processes_do_not_train_in_one_folder_and_a_killed_one_leaves_it_fre
     assert holder.stdout.readline() == b"held\n"
     try:
         for enter in (folder.held().__enter__, folder.set_aside):
-            with pytest.raises(StateMismatch, match=r"another process trains in this folder; wait until it"):
+            with pytest.raises(
+                FolderHeld, match=rf"belongs to trainer 'run' \(process {holder.pid} .*wait until"
+            ):
                 enter()
     finally:
         holder.kill()

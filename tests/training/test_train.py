@@ -81,13 +81,13 @@ def test_a_run_in_a_folder_where_another_one_trains_is_refused_and_changes_nothi
     tmp_path: Path, sample: dict[str, str], ray_session: None
 ) -> None:
     import raysvc
-    from raysvc.errors import StateMismatch
+    from raysvc.errors import FolderHeld
     from raysvc.training.run_folder import RunFolder
 
     job = make_job(tmp_path, sample, "twice")
-    with RunFolder(tmp_path / "twice").held(), pytest.raises(StateMismatch, match="another process trains"):
+    with RunFolder(tmp_path / "twice").held(), pytest.raises(FolderHeld, match="belongs to trainer 'twice'"):
         raysvc.train(job)
-    assert list((tmp_path / "twice").iterdir()) == []
+    assert [path.name for path in (tmp_path / "twice").iterdir()] == ["owners"]
 
 
 @pytest.mark.slow
