@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from raysvc.actors.server.spec import ServeSpec
 from raysvc.cache.store.claim import Claim, Owner
 from raysvc.cache.store.open import open_store
+from raysvc.errors import RaysvcError
 from raysvc.team import ray_namespace
 
 
 def claim_of(spec: ServeSpec, incarnation_id: str) -> Claim | None:
-    """The claim on the journal of a spec; None: it keeps none."""
+    """The claim on the journal of a spec, taken if that is possible now; None: it keeps none.
+
+    A process that took it later, after it had slept, would take it from the one that Ray started in its place. Why it cannot be taken is
+    told to whoever asks for what is in the folder.
+    """
     if spec.journal is None:
         return None
     owner = Owner("server", spec.name, ray_namespace(), incarnation_id, _cluster())
     remedy = "end that one (`raysvc stop`, or kill the process), or give another run_dir"
-    return Claim(open_store(spec.journal, spec.storage_options), owner, _is_served, remedy)
+    claim = Claim(open_store(spec.journal, spec.storage_options), owner, _is_served, remedy)
+    with suppress(RaysvcError, OSError):
+        claim.take()
+    return claim
 
 
 def _cluster() -> str:
