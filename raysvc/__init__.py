@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from raysvc import errors
 
 if TYPE_CHECKING:
+    from raysvc.actors.model.row_isolation import model_inputs, rows_are_isolated
     from raysvc.actors.server.spec import Role
     from raysvc.api import ServerHandle, enrich, serve, tokenize
     from raysvc.build.cache_entry import CacheEntry, open_cache
@@ -36,9 +37,11 @@ __all__ = [
     "enrich",
     "errors",
     "loss_scale",
+    "model_inputs",
     "open_cache",
     "read_shard",
     "rollouts",
+    "rows_are_isolated",
     "serve",
     "serve_rollouts",
     "tokenize",
@@ -54,9 +57,11 @@ _HOMES = {
     "attach": "raysvc.client.batch_client",
     "enrich": "raysvc.api",
     "loss_scale": "raysvc.collate.loss_weights",
+    "model_inputs": "raysvc.actors.model.row_isolation",
     "open_cache": "raysvc.build.cache_entry",
     "read_shard": "raysvc.collate.shard",
     "rollouts": "raysvc.client.rollouts",
+    "rows_are_isolated": "raysvc.actors.model.row_isolation",
     "serve": "raysvc.api",
     "serve_rollouts": "raysvc.client.rollout_serving",
     "tokenize": "raysvc.api",

@@ -6,7 +6,8 @@ Always true:
 - the loss of a position is weighted by the mini-batch's denominators, so the gradient does not depend on
   dp_size, micro-batching, padding or packing;
 - all ranks start from the same weights: the same seed, then broadcast by DDP or sharded by FSDP;
-- weights of losses and the losses themselves stay float32 in mixed precision.
+- weights of losses and the losses themselves stay float32 in mixed precision;
+- a model sees a layout only with inputs under which it was seen, when it was loaded, to keep the rows apart.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -49,9 +50,13 @@ from raysvc.collate.row_values import RowValues
 from raysvc.collate.shard import BOUNDS, Shard
 from raysvc.errors import ConfigError
 from raysvc.job.config import Reduction
+from raysvc.job.plan_config import Layout
 
 if TYPE_CHECKING:
     import torch
+
+    from raysvc.actors.model.row_isolation import Proof
+    from raysvc.actors.model.token_model import TokenModel
 
 
 class ModelSpec(BaseModel):
@@ -71,6 +76,7 @@ class ModelSpec(BaseModel):
         precision: `bf16`: float32 weights, bfloat16 forward and backward.
         schedule: learning rate by optimizer step; None: `learning_rate`, or what `set_lr` says.
         staging: how shards are staged.
+        layouts: that shards may have.
     """
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
@@ -91,6 +97,7 @@ class ModelSpec(BaseModel):
     schedule: LearningRate | None = None
     staging: StagingOptions = StagingOptions()
     vision: TinyVision | None = None
+    layouts: tuple[str, ...] = get_args(Layout)
 
 
 class CausalLMWorker(Worker):
@@ -109,8 +116,14 @@ class CausalLMWorker(Worker):
         )
         self._num_entries = self.spec.vocab_size  # of the model
         self._shared: dict[str, torch.Tensor] = {}  # numbers of the mini-batch that is trained
+        self._proofs: dict[str, Proof] = {}  # layout -> which inputs keep its rows apart
 
     def build(self) -> None:
+        """Load the model, prove that it keeps rows apart, and spread it over the ranks.
+
+        Raises:
+            ConfigError: the folder of the model is not on this node, or its rows would see each other in every layout.
+        """
         with no_collection():
             import torch
 
@@ -122,6 +135,7 @@ class CausalLMWorker(Worker):
         lm: Any = self.load_lm()
         self._num_entries = int(lm.config.get_text_config().vocab_size)
         module = TokenModel(lm.to(self.device).train(), critic, of_steps)
+        self._proofs = self._proved(module)
         if self.spec.role == "reference":
             module.requires_grad_(False)
         self.model = self._spread(module)
@@ -129,6 +143,20 @@ class CausalLMWorker(Worker):
             self.optimizer = PlainAdamW(
                 self.model.parameters(), lr=self.spec.learning_rate, weight_decay=self.spec.weight_decay
             )
+
+    def _proved(self, module: TokenModel) -> dict[str, Proof]:
+        """Of each layout, before the model is spread over the ranks."""
+        from raysvc.actors.model.row_isolation import mixes_rows, prove
+
+        def outputs_of(inputs: dict[str, Any]) -> torch.Tensor:
+            with self._precision():
+                rows_TD, head = module.rows_and_head(inputs)
+                return head(rows_TD).unflatten(0, (len(inputs["input_ids"]), -1))
+
+        proofs = {layout: prove(outputs_of, module.lm, layout) for layout in self.spec.layouts}
+        if all(proof.inputs is None for proof in proofs.values()):
+            raise mixes_rows(self.spec.model, *next(iter(proofs.items())))
+        return proofs
 
     def load_lm(self) -> torch.nn.Module:
         """The model, in host memory; override it for another way to make one.
@@ -288,10 +316,12 @@ class CausalLMWorker(Worker):
         return _sharded(module, self.device, self.dp_size, self.spec.precision == "bf16")
 
     def _inputs(self, tensors: dict[str, torch.Tensor], layout: str) -> dict[str, Any]:
-        names = ["input_ids", "position_ids"]
-        if layout.startswith("padded"):
-            names.append("attention_mask")  # elsewhere restarting positions make the attention block-diagonal
-        inputs = {name: tensors[name].long() for name in names}
+        from raysvc.actors.model.row_isolation import mixes_rows
+
+        proof = self._proofs[layout]
+        if proof.inputs is None:
+            raise mixes_rows(self.spec.model, layout, proof)
+        inputs = proof.inputs(tensors)
         if not any(name.endswith(BOUNDS) for name in tensors):
             return inputs
         from raysvc.actors.model.media_inputs import media_inputs

@@ -1,0 +1,256 @@
+"""Which inputs keep the rows of a layout apart in a model: proved on the model itself, not looked up by its name.
+
+Axes: B lines, L tokens of a line, V numbers of a token.
+
+1. A row is run alone; together with other text of one row, which says how far it moves when it sees something; and beside
+   another row of its length, which says how far it moves by rounding.
+2. Two micro-batches of the layout hold that row. What else they hold differs: the other rows and the ids of padding.
+3. `INPUT_SETS` are tried in order, each in eval mode and in the mode that the model is in, under the same random numbers. The
+   first one is taken under which the row is what it is alone, and the same in both micro-batches.
+
+Always true:
+- a model that is accepted was seen to keep rows apart with the weights, the device, the precision and the attention that
+  it has;
+- rows of one line of `stream` see each other by design; its lines do not;
+- the model's mode, its gradients and the caller's random numbers stay as they were.
+
+This file imports torch; import it inside the function that needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raysvc.actors.model.model_inputs import INPUT_SETS, POSITIONS, ModelInputs, Tensors
+from raysvc.errors import ConfigError
+
+# inputs of a model -> what it says of each token but the last of a line, or of all [B, L, V]
+Outputs = Callable[[dict[str, Any]], torch.Tensor]
+# arrays of a micro-batch; line and cells of the row that is looked at
+Micro = tuple[dict[str, torch.Tensor], tuple[int, slice]]
+# of what a row moves by when it sees another one: rounding moves it by 3e-5 at most, rows that leak by 8e-4 at least
+TOLERANCE = 2e-4
+ROUNDINGS = 4  # as many times the rounding that was seen is no leak either: bfloat16
+MOST = 0.2  # rounding beyond this share of a leak hides one
+NOT_TAKEN = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+)  # of inputs that a model does not know
+OURS, BEFORE, OTHER = 12, 13, 6  # tokens of the row that is looked at, and of the rows around it
+PADDING = 3  # cells behind or before the rows
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was found.
+
+    Attributes:
+        inputs: that keep rows apart; None where none does.
+        failures: input set -> how far it moved the row, or what the model said; of those before `inputs`.
+        raised: the sets that the model refused to take.
+    """
+
+    inputs: ModelInputs | None
+    failures: dict[str, str]
+    raised: dict[str, str]
+
+
+def model_inputs(model: Any, layout: str) -> ModelInputs:
+    """How to call a model of `transformers` so that the rows of a layout do not see each other: proved on this model, as it is.
+
+        inputs_of = raysvc.model_inputs(model, "packed")
+        for micro in client.micro_batches():
+            logits = model(**inputs_of(micro.tensors)).logits
+
+    Args:
+        model: on its device, with the attention implementation and under the autocast that will be used.
+        layout: `padded_right`, `padded_left`, `packed` or `stream`.
+
+    Raises:
+        ConfigError: no inputs that the model takes keep its rows apart.
+    """
+    proof = prove(logits_of(model), model, layout)
+    if proof.inputs is None:
+        raise mixes_rows(type(model).__name__, layout, proof)
+    return proof.inputs
+
+
+def rows_are_isolated(
+    model: Any, layout: str, inputs_of: Callable[[Tensors], Mapping[str, Any]] | None = None
+) -> bool:
+    """Whether the rows of a layout do not see each other in a model, and padding is not seen.
+
+    Args:
+        model: as of `model_inputs`.
+        layout: `padded_right`, `padded_left`, `packed` or `stream`.
+        inputs_of: what your trainer calls the model with, of the arrays of a micro-batch; None: ids, positions, and the mask of
+            padded lines.
+    """
+    proving = _Proving.of(logits_of(model), model, layout)
+    return not proving.failure(inputs_of or ModelInputs(layout, POSITIONS, model.config))
+
+
+def prove(outputs_of: Outputs, lm: torch.nn.Module, layout: str) -> Proof:
+    """Try the input sets in order.
+
+    Args:
+        outputs_of: runs the model as it will be run.
+        lm: the model.
+    """
+    proving = _Proving.of(outputs_of, lm, layout)
+    failures: dict[str, str] = {}
+    raised: dict[str, str] = {}
+    for name in INPUT_SETS:
+        if name != POSITIONS and layout != "packed":
+            break  # the mask says all that there is to say
+        inputs = ModelInputs(layout, name, lm.config)
+        try:
+            failure = proving.failure(inputs)
+        except NOT_TAKEN as error:
+            failure = raised[name] = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if not failure:
+            return Proof(inputs, failures, raised)
+        failures[name] = failure
+    return Proof(None, failures, raised)
+
+
+def mixes_rows(model: str, layout: str, proof: Proof, where: str = "plan.layout") -> ConfigError:
+    """What to say of a model for which nothing was proved."""
+    first = {
+        failure: name for name, failure in reversed(proof.failures.items())
+    }  # sets that fail alike are one
+    tried = "; ".join(f"with {name}: {why}" for why, name in reversed(first.items()))
+    what = f"is {layout}, and {model} does not keep the rows of a micro-batch apart ({tried})"
+    other = "use padded_right, which any causal model keeps apart"
+    return ConfigError(where, what, "give another model" if layout == "padded_right" else other)
+
+
+@dataclass(frozen=True)
+class _Proving:
+    """A row, alone and in two micro-batches of a layout.
+
+    Attributes:
+        outputs_of: runs the model.
+        lm: whose mode is changed.
+        alone: [N, V], what the model says of the row alone.
+        allowed: how far a number may move.
+        micro_batches: the two.
+    """
+
+    outputs_of: Outputs
+    lm: torch.nn.Module
+    alone: torch.Tensor
+    allowed: float
+    micro_batches: Sequence[Micro]
+
+    @staticmethod
+    def of(outputs_of: Outputs, lm: Any, layout: str) -> _Proving:
+        device, count = lm.device, lm.config.get_text_config().vocab_size
+        ids = [_ids(part, count, device) for part in range(6)]
+        with _evaluating(lm):
+            row = ids[0][:OURS]
+            alone_NV = _of_row(outputs_of({"input_ids": row[None]}), (0, slice(0, OURS)))
+            whole = torch.cat([ids[1][:BEFORE], row, ids[2][:OTHER]])
+            moved_NV = _of_row(outputs_of({"input_ids": whole[None]}), (0, slice(BEFORE, BEFORE + OURS)))
+            beside = torch.stack([row, ids[3][:OURS]])
+            rounded_NV = _of_row(outputs_of({"input_ids": beside}), (0, slice(0, OURS)))
+        moved, rounded = _distance(alone_NV, moved_NV), _distance(alone_NV, rounded_NV)
+        allowed = max(TOLERANCE * moved, min(ROUNDINGS * rounded, MOST * moved))
+        make = {"packed": _packed, "padded_left": _padded_left}.get(layout, _padded_right)
+        micro_batches = [make(row, ids[1], ids[2], ids[3]), make(row, ids[4], ids[5], ids[1])]
+        return _Proving(outputs_of, lm, alone_NV, allowed, micro_batches)
+
+    def failure(self, inputs_of: Callable[[Tensors], Mapping[str, Any]]) -> str:
+        """How the row moves; empty where it does not."""
+        with _evaluating(self.lm):
+            found = self._found(inputs_of)
+        moves = [_distance(*found), *(_distance(self.alone, one) for one in found)]
+        if self.lm.training:
+            with torch.no_grad():
+                moves.append(_distance(*self._found(inputs_of)))
+        if all(move <= self.allowed for move in moves):  # none where it is not a number
+            return ""
+        return f"logits of a row move by up to {max(moves):.2g} with what is beside it"
+
+    def _found(self, inputs_of: Callable[[Tensors], Mapping[str, Any]]) -> list[torch.Tensor]:
+        """What the model says of the row in each micro-batch."""
+        out = []
+        for micro, where in self.micro_batches:
+            with torch.random.fork_rng(devices=[self.lm.device] if self.lm.device.type == "cuda" else []):
+                torch.manual_seed(0)  # the same dropout in both
+                out.append(_of_row(self.outputs_of(dict(inputs_of(micro))), where))
+        return out
+
+
+def _packed(row: torch.Tensor, before: torch.Tensor, after: torch.Tensor, pads: torch.Tensor) -> Micro:
+    before, after, pads = before[:BEFORE], after[:OTHER], pads[:PADDING]
+    counts = [torch.arange(len(one), device=row.device) for one in (before, row, after)]
+    positions = torch.cat([*counts, torch.zeros_like(pads)])
+    tensors = {"input_ids": torch.cat([before, row, after, pads])[None], "position_ids": positions[None]}
+    return tensors, (0, slice(BEFORE, BEFORE + OURS))
+
+
+def _padded_left(row: torch.Tensor, other: torch.Tensor, _: torch.Tensor, pads: torch.Tensor) -> Micro:
+    return _padded(row, other, pads, left=True)
+
+
+def _padded_right(row: torch.Tensor, other: torch.Tensor, _: torch.Tensor, pads: torch.Tensor) -> Micro:
+    return _padded(row, other, pads, left=False)
+
+
+def _padded(row: torch.Tensor, other: torch.Tensor, pads: torch.Tensor, left: bool) -> Micro:
+    """The row and padding on one line, a longer row on the other."""
+    pads, other = pads[:PADDING], other[: OURS + PADDING]
+    none = torch.zeros_like(pads)
+    place = torch.arange(len(other), device=row.device)
+    lines = {
+        "input_ids": (row, pads, other),
+        "position_ids": (place[:OURS], none, place),
+        "attention_mask": (torch.ones_like(row), none, torch.ones_like(other)),
+    }
+    tensors = {
+        name: torch.stack([torch.cat([gap, own] if left else [own, gap]), theirs])
+        for name, (own, gap, theirs) in lines.items()
+    }
+    return tensors, (0, slice(PADDING * left, PADDING * left + OURS))
+
+
+def _ids(part: int, count: int, device: torch.device) -> torch.Tensor:
+    """[16] ids, others for each part."""
+    return (torch.arange(BEFORE + PADDING, device=device) * (2 * part + 3) + 11 * part + 5) % count
+
+
+def _of_row(outputs: torch.Tensor, where: tuple[int, slice]) -> torch.Tensor:
+    """[N, V] of all tokens of the row but its last one, which predicts nothing of it."""
+    line, cells = where
+    return outputs[line, cells.start : cells.stop - 1].float()
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max())
+
+
+def logits_of(model: Any) -> Outputs:
+    """A model of `transformers`, as it is called."""
+    return lambda inputs: model(**inputs, use_cache=False).logits
+
+
+@contextmanager
+def _evaluating(lm: torch.nn.Module) -> Iterator[None]:
+    """In eval mode and without gradients; every module is left in the mode in which it was."""
+    modes = [(module, module.training) for module in lm.modules()]
+    lm.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
