@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.compute as pc
 
+from raysvc.actors.model.model_layout import layout_proof
 from raysvc.actors.model.tiny_vision import NAME as TINY_VISION
 from raysvc.build.build_plan import no_row
 from raysvc.build.media_job import processor_of, with_template
@@ -57,6 +58,7 @@ class Look:
         longest: tokens of the longest.
         media: kind -> how many the sample has.
         model: that trains them: what the tokenizer came with, or a tiny one.
+        layout: of the plan: packed where one row is one example, and the model keeps rows of a line apart.
     """
 
     format: str
@@ -67,6 +69,7 @@ class Look:
     longest: int
     media: Mapping[Kind, int]
     model: str
+    layout: str
 
     def lines(self) -> list[str]:
         """The same as sentences."""
@@ -139,14 +142,14 @@ def look(path: str, tokenizer: str) -> Look:
         int(np.median(lengths)),
         int(lengths.max()),
         dict(media),
-        _model(tokenizer, processor),
+        model := _model(tokenizer, processor),
+        _layout(form.name, model),
     )
 
 
 def job_text(path: str, tokenizer: str, found: Look) -> str:
     """A commented job.yaml."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).name.split(".")[0]).strip("-._") or "sft"
-    layout = "packed" if found.format in PACKED else "padded_right"
     said = "\n".join(f"# {line}" for line in found.lines())
     return f"""# yaml-language-server: $schema={SCHEMA}
 {said}
@@ -163,7 +166,7 @@ plan:
   batch_size: {min(64, found.num_rows)}   # rows of a step, over all ranks
   # mini_batch_size: 32   # rows of an optimizer step, where a step has several
   epochs: 1
-  layout: {layout}   # or padded_right, padded_left, stream: see docs/concepts.md
+  layout: {found.layout}   # {_of_layout(found)}
   # micro_batch_tokens: {max(4096, _power_of_two(found.longest))}   # tokens of one forward pass on one rank
 
 server:
@@ -176,6 +179,19 @@ trainer:
   precision: bf16   # float32 weights, bfloat16 forward and backward
   checkpoint_every_steps: 50
 """
+
+
+def _layout(format_name: str, model: str) -> str:
+    if format_name not in PACKED:
+        return "padded_right"
+    proof = layout_proof(model, "packed")
+    return "packed" if proof is None or proof.inputs is not None else "padded_right"
+
+
+def _of_layout(found: Look) -> str:
+    if found.format in PACKED and found.layout != "packed":
+        return "packed would let this model see several rows as one: see docs/models.md"
+    return "or padded_right, padded_left, packed, stream: see docs/concepts.md"
 
 
 def _objective(format_name: str) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from raysvc import hub
 from raysvc.actors.model.load_model import check_media_model
+from raysvc.actors.model.model_layout import layout_proof
 from raysvc.actors.model.tiny_vision import NAME as TINY_VISION
 from raysvc.actors.model.tiny_vision import TinyVision
 from raysvc.errors import ConfigError
@@ -14,6 +17,8 @@ from raysvc.errors import ConfigError
 if TYPE_CHECKING:
     from raysvc.build.cache_entry import CacheEntry
     from raysvc.job.config import JobConfig
+
+log = logging.getLogger(__name__)
 
 
 def check_model(name: str) -> None:
@@ -33,6 +38,41 @@ def check_model(name: str) -> None:
         what = f"{name!r} cannot be loaded ({str(error).strip().splitlines()[0]})"
         remedy = "give tiny, a folder with config.json, or a hub name that this machine can reach"
         raise ConfigError("trainer.model", what, remedy) from None
+
+
+def check_layout(job: JobConfig, ray_there: Future[str]) -> None:
+    """Refuse a layout in which the model's rows would see each other, as far as a tiny model of the same architecture can say.
+
+    What it cannot say, the workers say when they have loaded the model. It runs on a CPU: a model that has kernels for
+    packed rows on a GPU is left to them, where they may have one.
+
+    Args:
+        ray_there: Ray, which may still be starting.
+
+    Raises:
+        ConfigError: no inputs that the architecture takes keep the rows apart.
+    """
+    name, layout = job.trainer.model, job.plan.layout
+    proof = layout_proof(name, layout)
+    if proof is None or proof.inputs is not None:
+        return
+    from raysvc.actors.model.model_inputs import BOUNDARIES
+    from raysvc.actors.model.row_isolation import mixes_rows
+
+    refusal = mixes_rows(name, layout, proof)
+    if BOUNDARIES in proof.raised and _may_have_gpus(job, ray_there):
+        log.warning("on a CPU, %s; the workers try it where they run", refusal)
+        return
+    raise refusal
+
+
+def _may_have_gpus(job: JobConfig, ray_there: Future[str]) -> bool:
+    if job.trainer.device != "auto":
+        return job.trainer.device == "cuda"
+    import ray
+
+    ray_there.result()
+    return bool(ray.cluster_resources().get("GPU", 0))
 
 
 def vision_of(job: JobConfig, entry: CacheEntry) -> TinyVision | None:

@@ -27,7 +27,7 @@ from raysvc.training.adapting import Adapting
 from raysvc.training.evaluation import Evals, HeldBack
 from raysvc.training.export import export, tokenizer_beside, write_model
 from raysvc.training.loss_shares import LossShares
-from raysvc.training.model_name import vision_of
+from raysvc.training.model_name import check_layout, vision_of
 from raysvc.training.objective import OF_A_CRITIC, objective_of
 from raysvc.training.run_folder import Checkpoint, RunFolder, goal
 from raysvc.training.run_identity import claim, identity_of
@@ -105,6 +105,7 @@ def _entry_beside_ray(
 ) -> tuple[CacheEntry, BuildBeside | None]:
     """As `entry_or_build`; the first slice is made, and what workers need is imported, while Ray starts."""
     try:
+        check_layout(job, ray_there)
         found = entry_or_build(job, address, progress)
         if found[1] is not None:
             found[1].make_first(job, step)
@@ -355,6 +356,7 @@ def model_spec(job: JobConfig, entry: CacheEntry) -> ModelSpec:
         strategy=trainer.strategy,
         precision=trainer.precision,
         vision=vision_of(job, entry),
+        layouts=(job.plan.layout,),
         staging=StagingOptions(
             prefetch=staging.prefetch,
             copy_stream=staging.copy_stream,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from raysvc.build.sample_data import chat_rows
 from raysvc.cli.main import app
 from raysvc.job.job_file import load_job
 from raysvc.training.objective import objective_of
+from tests.actors.small_models import small_model
 
 Rows = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -153,3 +155,18 @@ def test_a_template_that_only_the_processor_has_is_used(tmp_path: Path) -> None:
     result = run(str(ours / "rows.jsonl"), "--tokenizer", str(template.parent), "--out", str(out), "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout.splitlines()[-1])["row_counts"]["rows_written"] == 12
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"), [("llama", "packed"), ("gpt_oss", "packed"), ("lfm2", "padded_right")]
+)
+def test_the_layout_is_one_in_which_the_model_keeps_rows_apart(
+    tmp_path: Path, sample: dict[str, str], model: str, layout: str
+) -> None:
+    folder, out = tmp_path / "model", tmp_path / "job.yaml"
+    shutil.copytree(sample["tokenizer"], folder)
+    small_model(model).config.save_pretrained(folder)
+    assert run(sample["rows"], "--tokenizer", str(folder), "--out", str(out)).exit_code == 0
+    job = load_job(out)
+    assert (job.trainer.model, job.plan.layout) == (str(folder), layout)
+    assert ("would let this model see several rows as one" in out.read_text()) == (layout != "packed")
