@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from raysvc.actors.model.row_isolation import model_inputs
 from raysvc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class FromServer(_Host):  # type: ignore[misc]  # a Trainer comes after it
 
     client: RankClient
     columns: Sequence[str] = ()
+    _inputs_of: Mapping[str, Callable[[Mapping[str, Any]], Inputs]] = {}  # of each layout that came
 
     def get_train_dataloader(self) -> MiniBatches:
         """The mini-batches of this rank, from the frontier on."""
@@ -90,8 +92,15 @@ class FromServer(_Host):  # type: ignore[misc]  # a Trainer comes after it
         return [mini], mini["num_tokens"] / ranks
 
     def batch_of(self, micro: RankMicro) -> Inputs:
-        """What `compute_loss` gets of a micro-batch."""
-        return model_inputs(micro, self.columns)
+        """What `compute_loss` gets of a micro-batch: what keeps its rows apart in the model, labels, and `columns`.
+
+        Raises:
+            ConfigError: the model does not keep the rows of this layout apart, or the shard has no such column.
+        """
+        if micro.layout not in self._inputs_of:
+            self._inputs_of = {**self._inputs_of, micro.layout: model_inputs(self.model, micro.layout)}
+        inputs = self._inputs_of[micro.layout](micro.tensors)
+        return inputs | {"labels": micro.tensors["labels"].long()} | declared(micro, self.columns)
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
         """Forward and backward of every micro-batch; gradients are reduced with the last one."""
@@ -232,18 +241,6 @@ def refuse_decided(args: Any, options: Mapping[str, tuple[Any, str, str]]) -> No
         value = getattr(args, name, unset)
         if value != unset:
             raise ConfigError(name, f"is {value!r}, and {why}", remedy)
-
-
-def model_inputs(micro: RankMicro, columns: Sequence[str] = ()) -> Inputs:
-    """What a causal LM of `transformers` takes of a micro-batch, and `columns` as they are.
-
-    Raises:
-        ConfigError: the shard has no such column.
-    """
-    names = ["input_ids", "position_ids", "labels"]
-    if micro.layout.startswith("padded"):
-        names.append("attention_mask")  # elsewhere restarting positions make the attention block-diagonal
-    return {name: micro.tensors[name].long() for name in names} | declared(micro, columns)
 
 
 def declared(micro: RankMicro, columns: Sequence[str]) -> Inputs:

@@ -134,11 +134,11 @@ def test_declared_columns_reach_the_loss_of_a_trainer_behind_a_server(
 
 def test_a_column_that_the_shards_lack_is_named(tmp_path: Path, sample: dict[str, str]) -> None:
     pytest.importorskip("accelerate")
-    from raysvc.integrations.transformers import model_inputs
+    from raysvc.integrations.transformers import declared
 
     micro = next(StreamClient(job_of(tmp_path, sample["tokenizer"])).micro_batches())
     with pytest.raises(ConfigError, match="names 'expert', which the shards do not have"):
-        model_inputs(micro, ["expert"])
+        declared(micro, ["expert"])
 
 
 def test_columns_of_an_entry_reach_the_loss_of_an_sft_trainer(tmp_path: Path, sample: dict[str, str]) -> None:
