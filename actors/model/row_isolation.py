@@ -2,15 +2,13 @@
 
 Axes: B lines, L tokens of a line, V numbers of a token.
 
-1. A row is run alone; together with other text of one row, which says how far it moves when it sees something; and beside
-   another row of its length, which says how far it moves by rounding.
+1. A row is run alone, and together with other text of one row, which says how far it moves when it sees something.
 2. Two micro-batches of the layout hold that row. What else they hold differs: the other rows and the ids of padding.
 3. `INPUT_SETS` are tried in order, each in eval mode and in the mode that the model is in, under the same random numbers. The
    first one is taken under which the row is what it is alone, and the same in both micro-batches.
 
 Always true:
-- a model that is accepted was seen to keep rows apart with the weights, the device, the precision and the attention that
-  it has;
+- a model that is accepted was seen to keep rows apart with the weights, the device and the attention that it has;
 - rows of one line of `stream` see each other by design; its lines do not;
 - the model's mode, its gradients and the caller's random numbers stay as they were.
 
@@ -33,10 +31,11 @@ from raysvc.errors import ConfigError
 Outputs = Callable[[dict[str, Any]], torch.Tensor]
 # arrays of a micro-batch; line and cells of the row that is looked at
 Micro = tuple[dict[str, torch.Tensor], tuple[int, slice]]
-# of what a row moves by when it sees another one: rounding moves it by 3e-5 at most, rows that leak by 8e-4 at least
+# of what a row moves by when it sees another one: float32 rounds by 3e-5 of it at most, rows that leak do by 8e-4 at least
 TOLERANCE = 2e-4
-ROUNDINGS = 4  # as many times the rounding that was seen is no leak either: bfloat16
-MOST = 0.2  # rounding beyond this share of a leak hides one
+ROUNDINGS = (
+    12  # steps of a coarser type that layers may add up to, where a row is computed alone and in a line
+)
 NOT_TAKEN = (
     TypeError,
     ValueError,
@@ -141,44 +140,46 @@ class _Proving:
         outputs_of: runs the model.
         lm: whose mode is changed.
         alone: [N, V], what the model says of the row alone.
-        allowed: how far a number may move.
+        leak: how far a number may move between the micro-batches.
+        rounding: how far it may be from what it is alone.
         micro_batches: the two.
     """
 
     outputs_of: Outputs
     lm: torch.nn.Module
     alone: torch.Tensor
-    allowed: float
+    leak: float
+    rounding: float
     micro_batches: Sequence[Micro]
 
     @staticmethod
     def of(outputs_of: Outputs, lm: Any, layout: str) -> _Proving:
         device, count = lm.device, lm.config.get_text_config().vocab_size
         ids = [_ids(part, count, device) for part in range(6)]
+        row, whole = ids[0][:OURS], torch.cat([ids[1][:BEFORE], ids[0][:OURS], ids[2][:OTHER]])
         with _evaluating(lm):
-            row = ids[0][:OURS]
-            alone_NV = _of_row(outputs_of({"input_ids": row[None]}), (0, slice(0, OURS)))
-            whole = torch.cat([ids[1][:BEFORE], row, ids[2][:OTHER]])
-            moved_NV = _of_row(outputs_of({"input_ids": whole[None]}), (0, slice(BEFORE, BEFORE + OURS)))
-            beside = torch.stack([row, ids[3][:OURS]])
-            rounded_NV = _of_row(outputs_of({"input_ids": beside}), (0, slice(0, OURS)))
-        moved, rounded = _distance(alone_NV, moved_NV), _distance(alone_NV, rounded_NV)
-        allowed = max(TOLERANCE * moved, min(ROUNDINGS * rounded, MOST * moved))
+            with _coarsest_step(lm) as steps:
+                alone_NV = _of_row(outputs_of({"input_ids": row[None]}), (0, slice(0, OURS)))
+            seeing_NV = _of_row(outputs_of({"input_ids": whole[None]}), (0, slice(BEFORE, BEFORE + OURS)))
+        moved, step = _distance(alone_NV, seeing_NV), max(steps)
+        one_step = step * float(alone_NV.abs().max())
+        leak, rounding = TOLERANCE * moved + one_step, max(TOLERANCE, ROUNDINGS * step) * moved + 2 * one_step
         make = {"packed": _packed, "padded_left": _padded_left}.get(layout, _padded_right)
         micro_batches = [make(row, ids[1], ids[2], ids[3]), make(row, ids[4], ids[5], ids[1])]
-        return _Proving(outputs_of, lm, alone_NV, allowed, micro_batches)
+        return _Proving(outputs_of, lm, alone_NV, leak, rounding, micro_batches)
 
     def failure(self, inputs_of: Callable[[Tensors], Mapping[str, Any]]) -> str:
         """How the row moves; empty where it does not."""
         with _evaluating(self.lm):
             found = self._found(inputs_of)
-        moves = [_distance(*found), *(_distance(self.alone, one) for one in found)]
+        leaks, others = [_distance(*found)], [_distance(self.alone, one) for one in found]
         if self.lm.training:
             with torch.no_grad():
-                moves.append(_distance(*self._found(inputs_of)))
-        if all(move <= self.allowed for move in moves):  # none where it is not a number
+                leaks.append(_distance(*self._found(inputs_of)))
+        # a number that is none is in neither
+        if all(leak <= self.leak for leak in leaks) and all(other <= self.rounding for other in others):
             return ""
-        return f"logits of a row move by up to {max(moves):.2g} with what is beside it"
+        return f"logits of a row move by up to {max(leaks + others):.2g} with what is beside it"
 
     def _found(self, inputs_of: Callable[[Tensors], Mapping[str, Any]]) -> list[torch.Tensor]:
         """What the model says of the row in each micro-batch."""
@@ -241,6 +242,23 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 def logits_of(model: Any) -> Outputs:
     """A model of `transformers`, as it is called."""
     return lambda inputs: model(**inputs, use_cache=False).logits
+
+
+@contextmanager
+def _coarsest_step(lm: torch.nn.Module) -> Iterator[list[float]]:
+    """Relative steps of the types that modules inside compute in, whatever the type of weights and logits is."""
+    steps: list[float] = []
+
+    def note(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor) and output.is_floating_point():
+            steps.append(torch.finfo(output.dtype).eps)
+
+    hooks = [module.register_forward_hook(note) for module in lm.modules()]
+    try:
+        yield steps
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

@@ -145,13 +145,13 @@ class CausalLMWorker(Worker):
             )
 
     def _proved(self, module: TokenModel) -> dict[str, Proof]:
-        """Of each layout, before the model is spread over the ranks."""
+        """Of each layout, in the type of the weights, before the model is spread over the ranks."""
         from raysvc.actors.model.row_isolation import mixes_rows, prove
 
         def outputs_of(inputs: dict[str, Any]) -> torch.Tensor:
-            with self._precision():
-                rows_TD, head = module.rows_and_head(inputs)
-                return head(rows_TD).unflatten(0, (len(inputs["input_ids"]), -1))
+            rows_TD, head = module.rows_and_head(inputs)
+            out: torch.Tensor = head(rows_TD).unflatten(0, (len(inputs["input_ids"]), -1))
+            return out
 
         proofs = {layout: prove(outputs_of, module.lm, layout) for layout in self.spec.layouts}
         if all(proof.inputs is None for proof in proofs.values()):

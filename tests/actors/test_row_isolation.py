@@ -162,12 +162,32 @@ def test_the_proof_leaves_modes_gradients_and_random_numbers_as_they_were() -> N
     ("name", "apart"), [("llama", True), ("gpt_oss", True), ("mamba2", False), ("lfm2", False)]
 )
 def test_bfloat16_rounds_and_leaks_are_still_told_apart(name: str, apart: bool) -> None:
-    lm = model_of(name)
-    with torch.autocast("cpu", torch.bfloat16):
-        if apart:
-            assert raysvc.model_inputs(lm, "packed").name == APART[name]
-        else:
-            assert not raysvc.rows_are_isolated(lm, "packed")
+    lm = small_model(name, initializer_range=0.02 if name == "llama" else 0.2)  # small logits, large steps
+    inside = lm.forward
+
+    def forward(**inputs: Any) -> Any:  # as a Trainer's precision wraps a model: its logits do not show it
+        with torch.autocast("cpu", torch.bfloat16):
+            out = inside(**inputs)
+        out.logits = out.logits.float()
+        return out
+
+    lm.forward = forward
+    if apart:
+        assert raysvc.model_inputs(lm, "packed").name == APART[name]
+    else:
+        assert not raysvc.rows_are_isolated(lm, "packed")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_new_model_whose_logits_are_small_is_no_reason_to_refuse(precision: str, tmp_path: Path) -> None:
+    for seed in range(3):
+        worker = CausalLMWorker(0, 1, "cpu", tiny_spec(seed=seed, precision=precision).model_dump_json())
+        worker.build()
+        assert {proof.inputs.name for proof in worker._proofs.values() if proof.inputs} == {"position_ids"}
+        lm = small_model("gpt_oss", initializer_range=0.02).to(
+            torch.bfloat16 if precision == "bf16" else torch.float32
+        )
+        assert raysvc.rows_are_isolated(lm, "packed", raysvc.model_inputs(lm, "packed"))
 
 
 def worker_of(folder: str, *layouts: str, kind: type[CausalLMWorker] = CausalLMWorker) -> CausalLMWorker:
