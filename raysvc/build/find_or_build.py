@@ -32,7 +32,7 @@ from raysvc.cache.store.open import open_store
 from raysvc.cache.store.store import Store
 from raysvc.cache.use_marker import Hold, builder
 from raysvc.cache.writer import EntryWriter
-from raysvc.chat.row_counts import errors_of, reasoning_note
+from raysvc.chat.row_counts import errors_of, warnings_of
 from raysvc.chat.tokens.tokenizer import anchored
 from raysvc.errors import EntryError, StoreError
 from raysvc.job.config import JobConfig, PoolConfig
@@ -301,8 +301,8 @@ class Going:
         self._source.check_unchanged()
         writer.commit(receipts, plan.recipe, report, plan.tokenizer.content())
         self.meter.finish()
-        if note := reasoning_note(report["row_counts"]):
-            log.warning("%s", note)
+        for warning in warnings_of(report["row_counts"]):
+            log.warning("%s", warning)
         return open_entry(writer.uri, job.cache.storage_options)
 
 

@@ -26,7 +26,7 @@ from raysvc.actors.model.model_layout import layout_proof
 from raysvc.actors.model.tiny_vision import NAME as TINY_VISION
 from raysvc.build.build_plan import no_row
 from raysvc.build.media_job import processor_of, with_template
-from raysvc.chat.row_counts import RowCounts
+from raysvc.chat.row_counts import RowCounts, warnings_of
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.detect import resolve_format, seen
 from raysvc.errors import SourceError
@@ -57,6 +57,7 @@ class Look:
         length: tokens of a row in the sample, the median.
         longest: tokens of the longest.
         media: kind -> how many the sample has.
+        left_out: columns, and keys of messages, that nothing reads.
         model: that trains them: what the tokenizer came with, or a tiny one.
         layout: of the plan: packed where one row is one example, and the model keeps rows of a line apart.
     """
@@ -68,6 +69,7 @@ class Look:
     length: int
     longest: int
     media: Mapping[Kind, int]
+    left_out: tuple[str, ...]
     model: str
     layout: str
 
@@ -83,6 +85,10 @@ class Look:
         if self.media:
             counts = " and ".join(f"{count} {WORDS[kind].many}" for kind, count in self.media.items())
             out.append(f"They have {counts}.")
+        out += [f"{change[0].upper()}{change[1:]}: {rows}." for change, rows in row_counts.normalized.items()]
+        if self.left_out:
+            out.append(f"Left out: {', '.join(self.left_out)}.")
+        out += [f"{warning[0].upper()}{warning[1:]}." for warning in warnings_of(row_counts.to_json())]
         out += [
             f"Not usable: {rows}, {why}."
             for why, rows in {**row_counts.dropped, **row_counts.quarantined}.items()
@@ -142,6 +148,7 @@ def look(path: str, tokenizer: str) -> Look:
         int(np.median(lengths)),
         int(lengths.max()),
         dict(media),
+        sample.left_out,
         model := _model(tokenizer, processor),
         _layout(form.name, model),
     )

@@ -36,7 +36,7 @@ class RowCounter:
         self._quarantined: Counter[str] = Counter()
         self._examples: list[Quarantined] = []
         self._normalized: Counter[str] = Counter()
-        self._truncated = self._reasoning_removed = 0
+        self._truncated = self._reasoning_removed = self._kept_by_turns = 0
 
     @property
     def count(self) -> int:
@@ -73,9 +73,10 @@ class RowCounter:
         """Count a written row whose messages were brought into normal form."""
         self._normalized.update(changes)
 
-    def remove_reasoning(self, messages: int) -> None:
-        """Count trained messages that are written without their reasoning."""
+    def remove_reasoning(self, messages: int, kept_by_turns: int) -> None:
+        """Count trained messages that are written without their reasoning, and how many of them were seen to keep it as turns."""
         self._reasoning_removed += messages
+        self._kept_by_turns += kept_by_turns
 
     def truncate(self, rows: int) -> None:
         """Count rows that are written with tokens cut away."""
@@ -95,6 +96,7 @@ class RowCounter:
             rows_written=written,
             rows_truncated=self._truncated,
             reasoning_removed=self._reasoning_removed,
+            reasoning_kept_by_turns=self._kept_by_turns,
             dropped=dict(self._dropped),
             quarantined=dict(self._quarantined),
             normalized=dict(self._normalized),

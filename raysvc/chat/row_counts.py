@@ -21,6 +21,7 @@ COUNTS = (
     "rows_written",
     "rows_truncated",
     "reasoning_removed",
+    "reasoning_kept_by_turns",
     "tokens_rendered",
     "tokens_trained",
     "tokens_context",
@@ -60,6 +61,7 @@ class RowCounts:
         dropped: reason -> rows left out by a declared policy.
         quarantined: reason -> rows that could not be read or verified.
         reasoning_removed: trained messages of written rows whose reasoning the template left out.
+        reasoning_kept_by_turns: of these, those of a few rows that were tried, and whose reasoning `each_assistant_turn` keeps.
         normalized: what the normal form of messages changed -> rows that were written.
         tokens_rendered: tokens of the written rows before truncation.
         tokens_trained: of these, with loss.
@@ -77,6 +79,7 @@ class RowCounts:
     tokens_truncated: int = 0
     rows_truncated: int = 0
     reasoning_removed: int = 0
+    reasoning_kept_by_turns: int = 0
     normalized: Mapping[str, int] = field(default_factory=dict)
 
     def __add__(self, other: RowCounts) -> RowCounts:
@@ -126,19 +129,32 @@ def _merged(left: Mapping[str, int], right: Mapping[str, int]) -> dict[str, int]
     return merged
 
 
-def reasoning_note(counts: Mapping[str, Any]) -> str:
-    """One sentence on trained messages whose reasoning the template left out; "" when there are none.
+def reasoning_remedy(counts: Mapping[str, Any]) -> str:
+    """What keeps the reasoning that the template left out of trained messages, as far as it was tried; "" when none was left out.
 
     Args:
         counts: what `to_json` gave.
     """
-    count = counts.get("reasoning_removed", 0)
-    if not count:
+    if not counts.get("reasoning_removed", 0):
         return ""
-    return (
-        f"the chat template removed the reasoning of {count} trained messages, so the model is trained to answer "
-        "without it; train_on: each_assistant_turn keeps it"
-    )
+    if counts.get("reasoning_kept_by_turns", 0):
+        return "train_on: each_assistant_turn keeps it"
+    return "this template has no place for it; set tokenizer.chat_template to one that has"
+
+
+def warnings_of(counts: Mapping[str, Any]) -> list[str]:
+    """What somebody who trains these rows should know, a sentence each.
+
+    Args:
+        counts: what `to_json` gave.
+    """
+    found = []
+    if remedy := reasoning_remedy(counts):
+        found.append(
+            f"the chat template removed the reasoning of {counts['reasoning_removed']} trained messages, "
+            f"so the model is trained to answer without it; {remedy}"
+        )
+    return found
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import codecs
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -30,6 +29,7 @@ from raysvc.chat.render.renderer import Renderer
 from raysvc.chat.render.shape import (
     JoinedRows,
     Sequences,
+    Shape,
     kinds_of,
     nth,
     one_by_one,
@@ -49,10 +49,11 @@ from raysvc.chat.tokens.shared_heads import SharedHeads
 from raysvc.chat.tokens.token_rows import EncoderDiffers, RowEncoder, TokenRows, rows_of_tokens
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.chat.truncate import fewer_turns
-from raysvc.job.config import TextSpec
+from raysvc.job.config import PAIRED, TextSpec
 from raysvc.media.media_desk import MediaDesk
 from raysvc.media.medium import COLUMN
 
+REMEDIES_TRIED = 3  # rows of a chunk
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 12
@@ -240,7 +241,7 @@ class SliceTokenizer:
         media = self._media(flat, tokens)
         kept = keep(tokens, numbers, self.spec, counter)
         kept = _with_cut_turns(kept, numbers, lengths, np.diff(tokens.offsets), counter)
-        _note(flat, numbers, kept, counter)
+        self._note(flat, numbers, kept, counter)
         if self._rows.carrier is not None:
             kept = replace(kept, carried=self._rows.carrier.arrays(kept))
         if media is not None:
@@ -275,6 +276,30 @@ class SliceTokenizer:
             if ids != expected:
                 raise RenderDiffers(f"{flat[place].text[:80]!r}, a row with media")
         return len(places)
+
+    def _note(self, flat: Sequences, numbers: npt.NDArray[np.int64], kept: Kept, counter: RowCounter) -> None:
+        """Count what the normal form changed, and the reasoning that a template left out, in rows that are written."""
+        changed: dict[int, frozenset[str]] = {}
+        removed: list[tuple[int, Sequence | Shape]] = []
+        for number, kind in zip(numbers.tolist(), kinds_of(flat), strict=True):
+            if kind.changes:
+                changed[number] = changed.get(number, frozenset()) | kind.changes
+            if kind.removed:
+                removed.append((number, kind))
+        written = set(kept.source_rows.tolist()) if changed or removed else set()
+        for number in changed.keys() & written:
+            counter.note(changed[number])
+        lost = [kind for number, kind in removed if number in written]
+        if lost:
+            counter.remove_reasoning(sum(one.removed for one in lost), self._kept_by_turns(lost))
+
+    def _kept_by_turns(self, lost: list[Sequence | Shape]) -> int:
+        """Try `each_assistant_turn` on a few conversations that lost reasoning: how many messages it keeps it for."""
+        form = self._rows.format
+        if form is None or form.train_on == "each_assistant_turn" or form.name in PAIRED:
+            return 0
+        tried = [one for one in lost if isinstance(one, Sequence) and not one.media][:REMEDIES_TRIED]
+        return sum(map(self._rows.renderer.kept_by_turns, tried))
 
     def _shortened(self, sequence: Sequence, length: int) -> Sequence:
         """`keep_end_turns`: the render of as many whole last turns as fit, the sequence itself when none does."""
@@ -339,22 +364,6 @@ def _with_cut_turns(
         return kept
     counter.truncate(len(np.unique(numbers[cut])))
     return replace(kept, rendered=kept.rendered + int((before - after)[cut].sum()))
-
-
-def _note(flat: Sequences, numbers: npt.NDArray[np.int64], kept: Kept, counter: RowCounter) -> None:
-    """Count what the normal form changed, and the reasoning that a template left out, in rows that are written."""
-    changed: dict[int, frozenset[str]] = {}
-    removed: Counter[int] = Counter()
-    for number, kind in zip(numbers.tolist(), kinds_of(flat), strict=True):
-        if kind.changes:
-            changed[number] = changed.get(number, frozenset()) | kind.changes
-        if kind.removed:
-            removed[number] += kind.removed
-    written = set(kept.source_rows.tolist()) if changed or removed else set()
-    for number in changed.keys() & written:
-        counter.note(changed[number])
-    if removed:
-        counter.remove_reasoning(sum(removed[number] for number in removed.keys() & written))
 
 
 class _DamagedInside(Exception):

@@ -105,7 +105,7 @@ def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[st
     head = f"row {row} of {entry.num_rows}, {_origin(number, turn)}, {_tokens(picture)}{_carried(carried)}"
     spans = [list(span) for span in entry.spans(row)]
     removed = _removed(job, entry, number)
-    notes = [f"note: {_removed_note(removed)}"] if removed else []
+    notes = [f"note: {_removed_note(removed, entry)}"] if removed else []
     facts = [f"source: {', '.join(entry.report['paths'])}", *notes, *_notes(entry)]
     media = media_of_rows(entry, [row])
     result = {"row": row, "source_row": number, "turn": turn, "reasoning_removed": removed,
@@ -180,18 +180,20 @@ def _removed(job: JobConfig, entry: CacheEntry, source_row: int) -> int | None:
         return None  # the source is gone, or is another by now
 
 
-def _removed_note(count: int) -> str:
+def _removed_note(count: int, entry: CacheEntry) -> str:
+    from raysvc.chat.row_counts import reasoning_remedy
+
+    remedy = reasoning_remedy(entry.report["row_counts"])
     messages = "one trained message" if count == 1 else f"{count} trained messages"
-    return f"the chat template removed the reasoning of {messages} of this row; train_on: each_assistant_turn keeps it"
+    return f"the chat template removed the reasoning of {messages} of this row; {remedy}"
 
 
 def _notes(entry: CacheEntry) -> list[str]:
     """What holds for the entry as a whole."""
-    from raysvc.chat.row_counts import reasoning_note
+    from raysvc.chat.row_counts import warnings_of
 
     counts = entry.report.get("row_counts")  # of an entry that grows, where it is not counted to its end
-    note = counts and reasoning_note(counts)
-    return [f"note: in this entry {note}"] if note else []
+    return [f"note: in this entry {warning}" for warning in warnings_of(counts or {})]
 
 
 def _tokenizer(entry: CacheEntry) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from raysvc.chat.row_counts import reasoning_remedy
 from raysvc.chat.source.loss_flags import IGNORED
 from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
 from raysvc.cli.view import View, print_table, printable
@@ -72,9 +73,7 @@ def report_rows(entry: CacheEntry) -> dict[str, Any]:
     rows |= {f"dropped: {reason}": count for reason, count in row_counts["dropped"].items()}
     rows |= {f"quarantined: {reason}": count for reason, count in row_counts["quarantined"].items()}
     if removed := row_counts.get("reasoning_removed", 0):
-        rows["trained messages without their reasoning"] = (
-            f"{removed} (train_on: each_assistant_turn keeps it)"
-        )
+        rows["trained messages without their reasoning"] = f"{removed} ({reasoning_remedy(row_counts)})"
     rows["rows truncated"] = row_counts.get("rows_truncated", 0)
     for name in ("trained", "context", "truncated"):
         rows[f"tokens {name}"] = row_counts[f"tokens_{name}"]

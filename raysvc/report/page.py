@@ -17,7 +17,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from raysvc.chat.row_counts import reasoning_note
+from raysvc.chat.row_counts import warnings_of
 from raysvc.collate.plan_report import PlanReport
 from raysvc.report.charts import Chart, bars, histogram, short
 from raysvc.report.facts import Facts, plan_rows, worst_stalls
@@ -112,14 +112,15 @@ def _row_counts(facts: Facts) -> str:
     rows["of these truncated"] = row_counts.get("rows_truncated", 0)
     rows |= {f"dropped: {name}": count for name, count in row_counts["dropped"].items()}
     rows |= {f"quarantined: {name}": count for name, count in row_counts["quarantined"].items()}
-    if note := reasoning_note(row_counts):
-        rows["trained messages without their reasoning"] = row_counts["reasoning_removed"]
+    if removed := row_counts.get("reasoning_removed", 0):
+        rows["trained messages without their reasoning"] = removed
+    notes = "".join(f"<p>Note: {escape(warning)}.</p>" for warning in warnings_of(row_counts))
     tokens = {name: row_counts[f"tokens_{name}"] for name in ("rendered", "trained", "context", "truncated")}
     aside = _records(facts.set_aside, ("source_row", "reason", "detail")) if facts.set_aside else ""
     return (
         "<h2>Row counts</h2><p>Rows in = written + dropped + quarantined; tokens rendered = trained + context + truncated."
         f"</p><div class='grid2'><div class='card'>{_table(rows)}</div><div class='card'>{_table(tokens)}</div></div>"
-        f"{f'<p>Note: {escape(note)}.</p>' if note else ''}{aside}"
+        f"{notes}{aside}"
     )
 
 

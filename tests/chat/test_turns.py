@@ -12,6 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 import raysvc
+from raysvc.chat.row_counts import reasoning_remedy, warnings_of
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
 from raysvc.cli.main import app
@@ -127,6 +128,51 @@ def test_reasoning_that_the_template_removes_is_counted(tmp_path: Path) -> None:
     assert last.row_counts.reasoning_removed == 0
 
 
+NO_PLACE = """\
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+KEEPS, NONE = "train_on: each_assistant_turn keeps it", "set tokenizer.chat_template"
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "train_on", "remedy"),
+    [
+        (THINKS, THOUGHTS, "all_assistant_messages", KEEPS),
+        (THINKS, THOUGHTS, "each_assistant_turn", ""),
+        (NO_PLACE, THOUGHTS, "all_assistant_messages", NONE),
+        (NO_PLACE, THOUGHTS, "each_assistant_turn", NONE),
+        (NO_PLACE, THOUGHTS, "last_assistant_message", NONE),
+        (NO_PLACE, chat(2), "all_assistant_messages", ""),
+        ("qwen2_5", THOUGHTS, "each_assistant_turn", NONE),
+        ("qwen3", THOUGHTS, "all_assistant_messages", KEEPS),
+        ("qwen3", THOUGHTS, "each_assistant_turn", ""),
+    ],
+)
+def test_a_remedy_for_lost_reasoning_is_told_only_where_it_helps(
+    template: str, row: Any, train_on: str, remedy: str, tmp_path: Path
+) -> None:
+    own = TEMPLATES.get(template) or Template("own", template, "", ("<|endoftext|>", "<|im_end|>"))
+    _, result = made(tokenizer_folder(own, tmp_path), row, chat(1), train_on=train_on)
+    counts = result.row_counts.to_json()
+    assert (remedy in reasoning_remedy(counts)) if remedy else (reasoning_remedy(counts) == "")
+    assert [remedy in warning for warning in warnings_of(counts)] == [True] * bool(remedy)
+    other = NONE if remedy == KEEPS else KEEPS
+    assert other not in " ".join(warnings_of(counts))
+
+
+def test_a_pair_is_not_told_to_be_turns(tmp_path: Path) -> None:
+    folder = thinking(tmp_path)
+    tokenizer = SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=folder)))
+    pair = {"chosen": THOUGHTS, "rejected": [*THOUGHTS[:-1], say(A, "Nine.", reasoning_content="hm")]}
+    no_place = Template("own", NO_PLACE, "", ("<|endoftext|>", "<|im_end|>"))
+    other = SliceTokenizer(
+        TextSpec(tokenizer=TokenizerConfig(name=tokenizer_folder(no_place, tmp_path / "b")))
+    )
+    for one, count in ((tokenizer, 0), (other, 2)):
+        counts = one.run([SourceRow(0, pair)]).row_counts
+        assert (counts.reasoning_removed, counts.reasoning_kept_by_turns) == (count, 0)
+
+
 def job_file(folder: Path, rows: list[Any], **options: Any) -> Path:
     (folder / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     job = {
@@ -140,7 +186,7 @@ def job_file(folder: Path, rows: list[Any], **options: Any) -> Path:
     return folder / "job.yaml"
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [line.getMessage() for line in caplog.records if line.levelname == "WARNING"]
 
 
@@ -149,7 +195,7 @@ def test_a_build_warns_once_of_removed_reasoning_and_every_view_says_it(
 ) -> None:
     job = job_file(tmp_path, [THOUGHTS, chat(2), THOUGHTS])
     raysvc.tokenize(job)
-    (warning,) = warnings_of(caplog)
+    (warning,) = logged(caplog)
     assert "the reasoning of 2 trained messages" in warning
     assert "train_on: each_assistant_turn" in warning
     page = tmp_path / "page.html"
@@ -165,7 +211,7 @@ def test_a_build_that_keeps_the_reasoning_warns_of_nothing(
 ) -> None:
     job = job_file(tmp_path, [THOUGHTS, chat(2), THOUGHTS], train_on="each_assistant_turn")
     raysvc.tokenize(job)
-    assert warnings_of(caplog) == []
+    assert logged(caplog) == []
     assert "reasoning" not in CliRunner().invoke(app, ["tokenize", "-c", str(job)]).stdout
 
 

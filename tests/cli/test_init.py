@@ -170,3 +170,25 @@ def test_the_layout_is_one_in_which_the_model_keeps_rows_apart(
     job = load_job(out)
     assert (job.trainer.model, job.plan.layout) == (str(folder), layout)
     assert ("would let this model see several rows as one" in out.read_text()) == (layout != "packed")
+
+
+def test_init_says_what_tokenize_warns_of(tmp_path: Path, sample: dict[str, str], caplog: Any) -> None:
+    tool = {"name": "look", "description": "d", "parameters": {"type": "object", "properties": {}}}
+    answer = {"role": "assistant", "content": "hi", "reasoning_content": "a thought", "toxic": False}
+    row = {"messages": [{"role": "user", "content": "hello"}, answer], "tools": [tool], "hash": "a"}
+    data, out = tmp_path / "rows.jsonl", tmp_path / "job.yaml"
+    data.write_text(json.dumps(row) + "\n")
+    assert run(str(data), "--tokenizer", sample["tokenizer"], "--out", str(out)).exit_code == 0
+    job = load_job(out)
+    with caplog.at_level("WARNING"):
+        entry = raysvc.tokenize(
+            job.model_copy(update={"cache": job.cache.model_copy(update={"root": str(tmp_path / "cache")})})
+        )
+    warnings = [record.getMessage() for record in caplog.records if record.name.endswith("find_or_build")]
+    assert any("removed the reasoning of 1 trained messages" in warning for warning in warnings)
+    said = out.read_text().lower()
+    assert all(warning.lower() in said for warning in warnings)
+    assert entry.report["left_out"] == ["hash", "messages.toxic"]
+    assert "# left out: hash, messages.toxic." in said
+    assert [*entry.report["row_counts"]["normalized"]] == ["bare tool declarations wrapped as functions"]
+    assert "# bare tool declarations wrapped as functions: 1." in said

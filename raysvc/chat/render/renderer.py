@@ -144,6 +144,14 @@ class Renderer:
         self._check_ids(example)
         return Sequence("", [], example=example, tokens=example)
 
+    def kept_by_turns(self, sequence: Sequence) -> int:
+        """How many messages of a conversation would keep the reasoning that it lost, if each of its turns were a row."""
+        try:
+            turns = each_turn(sequence.example) if sequence.example is not None else []
+            return max(0, sequence.removed - sum(self.sequence(turn).removed for turn in turns))
+        except (RowFault, RowDropped):
+            return 0
+
     def _plain_rows(self, form: Format) -> PlainRows | None:
         """Of a format; None where rows are not rendered by what earlier ones showed."""
         if self._plain is None or self._plain[0] is not form:
