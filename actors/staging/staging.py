@@ -31,7 +31,7 @@ from raysvc.actors.staging.slots import (
     StagingStats,
 )
 from raysvc.collate.shard import Shard, Wire, read_shard
-from raysvc.errors import WorkerFailed
+from raysvc.errors import RaysvcError, WorkerFailed
 
 __all__ = ["Key", "StagedShard", "Staging", "StagingOptions", "StagingStats"]
 log = logging.getLogger(__name__)
@@ -107,9 +107,12 @@ class Staging:
 
         Raises:
             WorkerFailed: it did not come within `timeout_s`, or could not be copied.
+            RaysvcError: what `put` raised on purpose.
         """
         self.release()
         found, wait_s = self._wait_for(key, timeout_s)
+        if isinstance(found, RaysvcError):
+            raise found
         if isinstance(found, BaseException):
             raise WorkerFailed(self._rank, "stage", f"{type(found).__name__}: {found}") from found
         lot = found if isinstance(found, Lot) else self._slots.load(key, *found.opened())

@@ -23,6 +23,7 @@ from raysvc.job.config import JobConfig, cpus_held
 from raysvc.job.job_file import load_job
 from raysvc.progress import Progress, silent
 from raysvc.trackers.known_trackers import check_installed
+from raysvc.training.model_entries import check_entries, may_lack_entries
 from raysvc.training.model_name import check_model
 from raysvc.training.run_folder import RunFolder, goal
 
@@ -68,11 +69,23 @@ def train(
     complete = checkpoint is not None and checkpoint.state.get("done_for") == goal(job)
     if not complete:
         check_model(job.trainer.model)
+        if may_lack_entries(job):
+            _look_at_rows(job, address, progress)
     ray_there = None if complete else starting(address, need_cpus=cpus_held(job))
 
     from raysvc.training.train_loop import run_job
 
     return run_job(job, folder, checkpoint, address, ray_there, progress, should_stop, begin)
+
+
+def _look_at_rows(job: JobConfig, address: str | None, progress: Progress) -> None:
+    """Tokenize before Ray starts, and look whether the model has all that the rows use; a build that goes on beside the run
+    shows its rows to the worker alone."""
+    from raysvc.api import entry_or_build
+
+    entry, build = entry_or_build(job, address, progress)
+    if build is None:
+        check_entries(job, entry)
 
 
 def _check_collators(job: JobConfig, address: str | None) -> None:

@@ -27,6 +27,7 @@ from raysvc.training.adapting import Adapting
 from raysvc.training.evaluation import Evals, HeldBack
 from raysvc.training.export import export, tokenizer_beside, write_model
 from raysvc.training.loss_shares import LossShares
+from raysvc.training.model_entries import check_entries
 from raysvc.training.model_name import check_layout, vision_of
 from raysvc.training.objective import OF_A_CRITIC, objective_of
 from raysvc.training.run_folder import Checkpoint, RunFolder, goal
@@ -107,7 +108,9 @@ def _entry_beside_ray(
     try:
         check_layout(job, ray_there)
         found = entry_or_build(job, address, progress)
-        if found[1] is not None:
+        if found[1] is None:
+            check_entries(job, found[0])
+        else:
             found[1].make_first(job, step)
         import_module("raysvc.actors.dispatch.dispatch")
     finally:
