@@ -128,7 +128,7 @@ class CausalLMWorker(Worker):
             import torch
 
             from raysvc.actors.model.token_model import TokenModel
-            from raysvc.actors.worker.adamw import PlainAdamW
+            from raysvc.actors.worker.adamw import PlainAdamW, decay_groups
 
         torch.manual_seed(self.spec.seed)
         critic, of_steps = self.spec.role == "critic", isinstance(self.spec.own_loss, StepLoss)
@@ -140,9 +140,8 @@ class CausalLMWorker(Worker):
             module.requires_grad_(False)
         self.model = self._spread(module)
         if self.spec.role != "reference":
-            self.optimizer = PlainAdamW(
-                self.model.parameters(), lr=self.spec.learning_rate, weight_decay=self.spec.weight_decay
-            )
+            groups = decay_groups(self.model, self.spec.weight_decay)
+            self.optimizer = PlainAdamW(groups, lr=self.spec.learning_rate)
 
     def _proved(self, module: TokenModel) -> dict[str, Proof]:
         """Of each layout, in the type of the weights, before the model is spread over the ranks."""

@@ -30,7 +30,7 @@ from raysvc.collate.columns import IGNORED
 from raysvc.collate.shard import Array, Denominators
 from raysvc.job.config import Reduction
 
-__all__ = ["Reduction", "loss_scale", "row_weights", "token_weights"]
+__all__ = ["Reduction", "loss_scale", "mean_count", "row_weights", "token_weights"]
 
 
 def loss_scale(
@@ -113,6 +113,13 @@ def token_weights(
         firsts = offsets[:-1] - offsets[0] - np.arange(len(offsets) - 1)
         per_token = rows[np.maximum(_on_host(arrays["segment_ids"]) - 1, 0) + firsts[:, None]]
     return np.where(labels != IGNORED, per_token, np.zeros((), dtype))
+
+
+def mean_count(denominators: Denominators, reduction: Reduction) -> int:
+    """What the loss of a mini-batch is a mean over: targets, rows or groups. Losses of several are averaged by it."""
+    if reduction == "token_mean":
+        return denominators.tokens
+    return denominators.rows if reduction in ("sequence_mean", "constant") else denominators.groups
 
 
 def _counts(arrays: Mapping[str, Any], name: str) -> npt.NDArray[np.float64]:

@@ -54,7 +54,11 @@ class TrainerConfig(Section):
     warmup_steps: int = Field(
         default=0, ge=0, description="Optimizer steps over which the learning rate rises to its full value."
     )
-    weight_decay: float = Field(default=0.0, ge=0, description="Weight decay of AdamW.")
+    weight_decay: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight decay of AdamW; biases and norms have none, as in HF's Trainer.",
+    )
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="None: gradients are not clipped.")
     objective: Objective = Field(
         default="sft",

@@ -23,6 +23,7 @@ def group_advantages(
     groups: npt.NDArray[Any],
     how: Literal["group", "mean_only", "leave_out"] = "group",
     eps: float = 1e-6,
+    std: Literal["sample", "population"] = "sample",
 ) -> Floats:
     """float64 [S], one advantage per sequence.
 
@@ -30,8 +31,10 @@ def group_advantages(
         rewards: [S].
         groups: int [S], number of each sequence's group; -1 for a dummy. `Shard.arrays["row_group"]` fits when a
             rank holds whole groups; else number the groups over the whole mini-batch.
-        how: `mean_only` leaves the division out; a group of one gets 0.
-        eps: added to the standard deviation.
+        how: `mean_only` leaves the division out. A group of one gets 0, as in TRL; verl and SkyRL give it its reward.
+        eps: added to the standard deviation; verl and SkyRL have 1e-6 too, TRL 1e-4.
+        std: `sample` divides the squares by n - 1 (Bessel), as TRL (`nanstd`), verl and SkyRL (`torch.std`) do;
+            `population` by n, which makes advantages larger, of groups of two by a factor of 1.41.
     """
     values, number = np.asarray(rewards, np.float64), np.asarray(groups, np.int64)
     real = number >= 0
@@ -45,6 +48,7 @@ def group_advantages(
     if how == "leave_out":
         scale: Floats = counts / np.maximum(counts - 1, 1)
         return centred * scale[index]
-    stds = np.sqrt(np.bincount(index, centred**2, size) / counts)
+    divisors = np.maximum(counts - 1, 1) if std == "sample" else counts
+    stds = np.sqrt(np.bincount(index, centred**2, size) / divisors)
     out: Floats = centred / (stds[index] + eps)
     return out

@@ -15,7 +15,8 @@ from raysvc.errors import ConfigError
 
 if TYPE_CHECKING:
     from raysvc.build.cache_entry import CacheEntry
-    from raysvc.job.config import JobConfig
+    from raysvc.job.config import JobConfig, Reduction
+    from raysvc.job.trainer_config import TrainerConfig
 
 FORMAT = {"dpo": "preference", "ipo": "preference", "simpo": "preference", "orpo": "preference"}
 FORMAT |= {"reward": "preference", "kto": "kto", "process": "stepwise"}
@@ -56,6 +57,12 @@ def objective_of(job: JobConfig, entry: CacheEntry) -> Any:
     if trainer.objective not in kinds:
         return None
     return PairLoss(kinds[trainer.objective], trainer.beta, trainer.margin)  # type: ignore[arg-type]
+
+
+def mean_of(trainer: TrainerConfig) -> Reduction:
+    """Which mean the loss of a mini-batch is: that of `trainer.loss`, or the one over pairs and labels."""
+    counts_rows = trainer.objective in FORMAT and trainer.objective != "process"
+    return "group_mean" if counts_rows else trainer.loss
 
 
 def _check(job: JobConfig, entry: CacheEntry, columns: tuple[str, ...]) -> None:

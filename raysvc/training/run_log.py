@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raysvc.collate.loss_weights import mean_count
 from raysvc.errors import ConfigError, StateMismatch
 from raysvc.progress import Progress, Tick
 from raysvc.trackers.reporter import Reporter
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from raysvc.actors.worker.results import MiniResult
     from raysvc.build.cache_entry import CacheEntry
     from raysvc.client.batch_client import Step
+    from raysvc.collate.shard import Denominators
+    from raysvc.job.config import Reduction
 
 
 STEPS_OF_RATE = 20  # last ones, of which the time that is left follows
@@ -41,6 +44,7 @@ class RunLog:
         reporter: told of each step, eval and checkpoint.
         steps_per_epoch: for the `epoch` that trackers show.
         shares: of a step's loss.
+        mean: which one the loss of a mini-batch is.
     """
 
     def __init__(
@@ -52,9 +56,11 @@ class RunLog:
         reporter: Reporter,
         steps_per_epoch: int,
         shares: LossShares,
+        mean: Reduction,
     ) -> None:
         self._progress, self._stop = progress, stop
         self._reporter, self._steps_per_epoch, self._shares = reporter, steps_per_epoch, shares
+        self._mean: Reduction = mean
         self._step_s = deque[float](maxlen=STEPS_OF_RATE)
         self._rows = StepLog(folder.rows, start, every_step=True)
         self._metrics = StepLog(folder.metrics, start, every_step=True)
@@ -74,7 +80,7 @@ class RunLog:
         losses = [sum(rank[index].loss for rank in results) for index in range(len(infos))]
         tokens = sum(info.denominators.tokens for info in infos)
         self.tokens += tokens
-        loss, last = sum(losses) / len(losses), results[0][-1]
+        loss, last = self._loss_of([info.denominators for info in infos], losses), results[0][-1]
         counts = {"rows": sum(len(info.row_ids) for info in infos), "tokens": tokens, "minis": len(infos)}
         counts["input_tokens"] = sum(int(info.lengths.sum()) for info in infos)
         counts["cells"] = sum(info.num_cells for info in infos)
@@ -98,6 +104,12 @@ class RunLog:
         if left:
             shown["ETA"] = f"{left * statistics.median(self._step_s):.0f} s"
         self._progress(Tick("train", step.index + 1, self._stop, "steps", shown, final=not left))
+
+    def _loss_of(self, denominators: Sequence[Denominators], losses: Sequence[float]) -> float:
+        """Of a step: the mean over all its mini-batches together, each with the weights that it met."""
+        counts = [mean_count(each, self._mean) for each in denominators]
+        weighted = sum(loss * count for loss, count in zip(losses, counts, strict=True))
+        return weighted / max(sum(counts), 1)
 
     def evals(self, step: int, lines: Iterable[Mapping[str, Any]]) -> None:
         """Write down what the evals say after `step`."""

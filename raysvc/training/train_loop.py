@@ -29,7 +29,7 @@ from raysvc.training.export import export, tokenizer_beside, write_model
 from raysvc.training.loss_shares import LossShares
 from raysvc.training.model_entries import check_entries
 from raysvc.training.model_name import check_layout, vision_of
-from raysvc.training.objective import OF_A_CRITIC, objective_of
+from raysvc.training.objective import OF_A_CRITIC, mean_of, objective_of
 from raysvc.training.run_folder import Checkpoint, RunFolder, goal
 from raysvc.training.run_identity import claim, identity_of
 from raysvc.training.run_log import RunLog, cache_facts, write_summary
@@ -215,7 +215,16 @@ class _Run:
         per_epoch = client.schedule.steps_per_epoch
         entry = numbered(self.job, self.entry)
         shares, self.adapting = LossShares(entry), Adapting(self.job.mixture, entry)
-        books = RunLog(self.folder, start, stop, self.progress, self.reporter, per_epoch, shares)
+        books = RunLog(
+            self.folder,
+            start,
+            stop,
+            self.progress,
+            self.reporter,
+            per_epoch,
+            shares,
+            mean_of(self.job.trainer),
+        )
         loop_begin = time.perf_counter()
         try:
             self._loop(client, group, stop, books)

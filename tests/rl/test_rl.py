@@ -84,14 +84,33 @@ def test_advantages_are_those_of_each_group_alone_whatever_dummies_stand_between
     index = np.array([g for g, group in enumerate(rewards) for _ in group] + [-1] * dummies)
     order = np.random.default_rng(0).permutation(len(flat))
     got = np.empty(len(flat))
-    got[order] = group_advantages(flat[order], index[order])
-    expected = [(r - np.mean(g)) / (np.std(g) + 1e-6) for g in rewards for r in g] + [0.0] * dummies
-    assert np.allclose(got, expected, atol=1e-6)
+    for std, lost in (("sample", 1), ("population", 0)):
+        got[order] = group_advantages(flat[order], index[order], std=std)
+        scales = [np.std(g, ddof=lost) if len(g) > 1 else 1.0 for g in rewards]
+        pairs = zip(rewards, scales, strict=True)
+        expected = [(r - np.mean(g)) / (scale + 1e-6) for g, scale in pairs for r in g]
+        assert np.allclose(got, expected + [0.0] * dummies, atol=1e-6)
     alone = group_advantages(flat, index, "leave_out")
     for g, own in enumerate(rewards):
         if len(own) > 1:
             others = (sum(own) - np.array(own)) / (len(own) - 1)
             assert np.allclose(alone[index == g], np.array(own) - others)
+
+
+def test_advantages_divide_by_the_deviation_of_trl_unless_another_is_named() -> None:
+    torch, trl = pytest.importorskip("torch"), pytest.importorskip("trl.trainer.utils")
+    rewards = np.array([1.0, 0.0, 0.0, 1.0, 3.0, 1.0, 2.0, 2.0])
+    groups = torch.from_numpy(rewards).view(2, 4)
+    of_trl = (groups - groups.mean(1, keepdim=True)) / (trl.nanstd(groups, 1, keepdim=True) + 1e-6)
+    of_torch = (groups - groups.mean(1, keepdim=True)) / (torch.std(groups, 1, keepdim=True) + 1e-6)
+    of_all = (groups - groups.mean(1, keepdim=True)) / (
+        torch.std(groups, 1, correction=0, keepdim=True) + 1e-6
+    )
+    numbers = np.repeat([0, 1], 4)
+    assert np.allclose(group_advantages(rewards, numbers), of_trl.flatten())
+    assert np.allclose(group_advantages(rewards, numbers), of_torch.flatten())
+    assert np.allclose(group_advantages(rewards, numbers, std="population"), of_all.flatten())
+    assert group_advantages(np.array([5.0]), np.array([0])).tolist() == [0.0]
 
 
 @pytest.fixture

@@ -79,7 +79,8 @@ def test_in_a_run_on_two_ranks_they_are_those_of_one_forward_a_row(
     lm = tiny_model(int(entry.report["vocab_size"])).eval()
     by_source: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     by_length: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
-    for row_id in (row for line in trained for row in line["row_ids"]):
+    by_step: dict[int, list[float]] = defaultdict(lambda: [0.0, 0])
+    for step, row_id in ((line["step"], row) for line in trained for row in line["row_ids"]):
         row = entry.row(row_id)
         ids = torch.tensor([row["input_ids"]])
         with torch.no_grad():
@@ -90,6 +91,12 @@ def test_in_a_run_on_two_ranks_they_are_those_of_one_forward_a_row(
         for shares, name in ((by_source, entry.origins([row_id])[0][0]), (by_length, bucket)):
             shares[name][0] += nats
             shares[name][1] += int(mask.sum())
+        by_step[step][0] += nats
+        by_step[step][1] += int(mask.sum())
+    for line in lines:
+        nats, count = by_step[line["step"]]
+        assert line["minis"] == 2
+        assert line["loss"] == pytest.approx(nats / count, rel=1e-5)
     for key, expected in (("by_source", by_source), ("by_length", by_length)):
         found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
         for line in lines:

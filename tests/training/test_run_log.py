@@ -1,0 +1,71 @@
+"""What a run says of a step of several mini-batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raysvc.build.cache_entry import CacheEntry
+from raysvc.collate.shard import Denominators
+from raysvc.job.trainer_config import Reduction
+from raysvc.progress import silent
+from raysvc.trackers.reporter import NO_TRACKERS
+from raysvc.training.loss_shares import LossShares
+from raysvc.training.run_folder import RunFolder
+from raysvc.training.run_log import RunLog
+from raysvc.training.stalls import StepTimes
+
+LOSSES = ([1.0, 2.0, 3.0], [10.0])  # of the targets of two mini-batches
+ROWS = ([[1.0], [2.0, 3.0]], [[10.0]])  # the same by row
+
+
+def mini(losses: list[float], num_rows: int) -> Any:
+    info = SimpleNamespace(
+        row_ids=np.arange(num_rows),
+        lengths=np.ones(num_rows, int),
+        num_cells=8,
+        denominators=Denominators(tokens=len(losses), rows=num_rows, groups=num_rows),
+    )
+    return SimpleNamespace(info=info)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "parts", "expected"),
+    [
+        ("token_mean", [np.mean(part) for part in LOSSES], np.mean(np.concatenate(LOSSES))),
+        (
+            "sequence_mean",
+            [np.mean([np.mean(row) for row in part]) for part in ROWS],
+            np.mean([np.mean(row) for part in ROWS for row in part]),
+        ),
+    ],
+)
+def test_the_loss_of_a_step_is_that_of_its_mini_batches_as_one(
+    tmp_path: Path, reduction: Reduction, parts: list[float], expected: float
+) -> None:
+    minis = [mini(losses, len(rows)) for losses, rows in zip(LOSSES, ROWS, strict=True)]
+    step: Any = SimpleNamespace(index=0, epoch=0, optimizer_steps=lambda: minis)
+    reported = [
+        SimpleNamespace(loss=part / 2, grad_norm=0.0, metrics={"lr": 0.1}, timing={}, rows=None)
+        for part in parts
+    ]
+    books = RunLog(
+        RunFolder(tmp_path),
+        0,
+        1,
+        silent,
+        NO_TRACKERS,
+        1,
+        LossShares(CacheEntry(SimpleNamespace())),
+        reduction,  # type: ignore[arg-type]
+    )
+    results: Any = [reported, reported]  # two ranks with half of it each
+    books.step(step, results, 1.0, StepTimes(0, 0.0, 0.0, 0.0, 0.0, "file"))
+    books.close()
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert line["loss"] == pytest.approx(expected)
