@@ -5,7 +5,7 @@
     events/000000000044.g1.<uid>.json              what else happened: versions, timelines, reservations, drops, quarantine
     steps/000000000007.000000000045.g1.<uid>.json  the groups of step 7; the last record of a step counts
     forgotten/000000000005.000000000046.g1.<uid>.json  steps below 5 are never asked for again; what they had
-    begins/000000000002.000000000047               the second owner (g2) read what lies below 47, and goes on from there
+    begins/000000000002.json                       from which number on each owner until the second (g2) writes; the last counts
 
 All records are numbered through, and say which owner of the folder wrote them (`raysvc.cache.store.claim`).
 Always true:
@@ -20,6 +20,7 @@ Always true:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import uuid
@@ -38,7 +39,7 @@ Folder = Literal["groups", "columns", "events"]
 Event = dict[str, Any]  # one field, whose name says what happened
 NUMBERED: tuple[Folder, ...] = ("groups", "columns", "events")
 BY_STEP = ("steps", "forgotten")  # names begin with a step there
-MOST_BEGINS = 64
+MOST_BEGINS = 64  # a request that is on its way for longer than so many restarts would be believed
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,20 @@ class Spool:
     ) -> None:
         self._store, self._claim = open_owned(url, storage_options, claim), claim
         self._next: int | None = None  # number of the next record; None: not listed yet
+        self._begins: dict[int, int] | None = None  # of each owner until now; None: not read yet
 
     def begin(self) -> None:
         """Say from which number on this owner writes, before it reads; who has no claim only reads."""
         if self._claim is None:
             return
-        number, owner = self._next_number(), self._claim.take()
-        begins = _begins(self._store.list("begins"))
-        self._store.create(f"begins/{owner:012d}.{number:012d}", b"")
-        for older in sorted(begins)[:-MOST_BEGINS]:
-            self._store.delete(f"begins/{older:012d}.{begins[older]:012d}")
+        owner, older = self._claim.take(), self._store.list("begins")
+        self._begins = self._read_begins()
+        number, mine = self._next_number(), f"{owner:012d}.json"
+        self._begins = {**_telling(self._begins, number), owner: number}
+        self._store.create(f"begins/{mine}", json.dumps(self._begins).encode())
+        for name in older:
+            if name < mine:
+                self._store.delete(f"begins/{name}")
 
     def names(self) -> list[str]:
         """All puts that are there, in order."""
@@ -81,8 +86,7 @@ class Spool:
 
     def history(self) -> list[tuple[Folder, str]]:
         """(folder, name) of all groups, columns and events that are there, in the order in which they came."""
-        begins = _begins(self._store.list("begins"))
-        found = [(folder, name) for folder in NUMBERED for name in self._listed(folder, begins)]
+        found = [(folder, name) for folder in NUMBERED for name in self._listed(folder)]
         return sorted(found, key=lambda each: each[1])
 
     def put(self, table: pa.Table, folder: Folder = "groups") -> str:
@@ -147,8 +151,7 @@ class Spool:
         """Remove what was forgotten, and what an earlier call did not come to; returns how many files went."""
         what = self.forgotten()
         gone = [f"{folder}/{name}" for folder, name in self.history() if name in what.tables]
-        begins = _begins(self._store.list("begins"))
-        steps = [name for name in self._listed("steps", begins) if _number(name) < what.kept_from]
+        steps = [name for name in self._listed("steps") if _number(name) < what.kept_from]
         gone += [f"steps/{name}" for name in steps]
         for name in gone:
             self._store.delete(name)
@@ -164,24 +167,34 @@ class Spool:
 
     def _next_number(self) -> int:
         """Behind all that ever was there: what removes a record has a higher number, and stays."""
-        begins = _begins(self._store.list("begins"))
-        known = [name for folder in (*NUMBERED, *BY_STEP) for name in self._listed(folder, begins)]
+        known = [name for folder in (*NUMBERED, *BY_STEP) for name in self._listed(folder)]
         numbers = [_written(name)[0] for name in (*known, *self.forgotten().tables)]
         self._next = max((number + 1 for number in numbers), default=0)
         return self._next
 
-    def _listed(self, folder: str, begins: Mapping[int, int]) -> list[str]:
+    def _listed(self, folder: str) -> list[str]:
         """Names of the records of a folder that count."""
+        if self._begins is None:
+            self._begins = self._read_begins()
         names = [name for name in self._store.list(folder) if _is_whole(name)]
-        return [name for name in names if not _is_void(name, begins)]
+        return [name for name in names if not _is_void(name, self._begins)]
+
+    def _read_begins(self) -> dict[int, int]:
+        """owner -> the first number that it could write, as the last owner that began says."""
+        for name in sorted(self._store.list("begins"), reverse=True):
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                return {
+                    int(owner): first
+                    for owner, first in json.loads(self._store.read(f"begins/{name}")).items()
+                }
+        return {}
 
     def _write(self, folder: str, number: int, record: Mapping[str, Any]) -> None:
         self._store.write(f"{folder}/{number:012d}.{self._stamp()}.json", json.dumps(record).encode())
 
     def _records(self, folder: str) -> Iterable[dict[str, Any]]:
         """Of steps, or of what was forgotten, in the order in which they were written."""
-        begins = _begins(self._store.list("begins"))
-        for name in sorted(self._listed(folder, begins), key=_written):
+        for name in sorted(self._listed(folder), key=_written):
             try:
                 yield json.loads(self._store.read(f"{folder}/{name}"))
             except (FileNotFoundError, ValueError):
@@ -206,10 +219,13 @@ def _written(name: str) -> tuple[int, int]:
     return int(parts[0]), 0
 
 
-def _begins(names: Iterable[str]) -> dict[int, int]:
-    """owner -> the first number that it could write."""
-    pairs = (name.split(".") for name in names)
-    return {int(pair[0]): int(pair[1]) for pair in pairs if len(pair) == 2 and "".join(pair).isdigit()}
+def _telling(begins: Mapping[int, int], number: int) -> dict[int, int]:
+    """Those that say more than one who begins at `number`: the others are said by their successors."""
+    kept: dict[int, int] = {}
+    for owner in sorted(begins, reverse=True):
+        if begins[owner] < min(kept.values(), default=number):
+            kept[owner] = begins[owner]
+    return dict(list(kept.items())[:MOST_BEGINS])
 
 
 def _is_void(name: str, begins: Mapping[int, int]) -> bool:

@@ -15,6 +15,7 @@ Always true:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Mapping
@@ -40,13 +41,18 @@ class Journal:
 
     def load(self) -> dict[str, Any] | None:
         """The newest complete record, None when there is none."""
-        for number in sorted(self._numbers(), reverse=True):
+        while True:
             try:
-                record = json.loads(self._store.read(_name(number)))
-            except (FileNotFoundError, ValueError):
+                return self._newest_of(sorted(self._numbers(), reverse=True))
+            except FileNotFoundError:  # a newer one was written since they were listed, and this one removed
                 continue
-            if isinstance(record, dict):
-                return record
+
+    def _newest_of(self, numbers: list[int]) -> dict[str, Any] | None:
+        for number in numbers:
+            with contextlib.suppress(ValueError):
+                record = json.loads(self._store.read(_name(number)))
+                if isinstance(record, dict):
+                    return record
         return None
 
     def save(self, snapshot: Snapshot) -> None:

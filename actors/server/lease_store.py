@@ -4,7 +4,8 @@ Always true:
 - a change is seen by every call after it; it is durable when `flush` returns, and within a second by itself;
 - the lock is held for microseconds: nothing is written and nothing collated under it;
 - once the journal's folder belongs to another server, every call says so;
-- time is the monotonic clock of this process: a jump of the wall clock moves no lease;
+- time is the monotonic clock of this process: a jump of the wall clock moves no lease, and a while in which this process
+  slept is no silence of a holder, whose heartbeats wait for it to wake;
 - a restart of the process is the same incarnation of the actor, and its holders keep their leases. Another actor of
   the same name keeps fences and frontiers only, and with other rows the fences only.
 """
@@ -24,6 +25,7 @@ from raysvc.metrics import record
 
 log = logging.getLogger(__name__)
 FLUSH_WITHIN_S = 1.0
+SLEPT_S = 3.0  # a server looks at its leases every second; after a longer time this process was stopped
 
 
 class LeaseStore:
@@ -42,6 +44,7 @@ class LeaseStore:
         self._leases = empty  # guarded by _lock
         self._plan_hash: str | None = None  # guarded by _lock; of the rows that the frontiers belong to
         self._loaded = False  # guarded by _lock; whether the journal was read
+        self._awake_s = time.monotonic()  # guarded by _lock; when it was last looked at
         self._changes = 0  # guarded by _lock; counted
         self._durable = 0  # guarded by _lock; of the changes, those in the journal
         self._flush_is_due = False  # guarded by _lock; a timer will flush
@@ -67,7 +70,7 @@ class LeaseStore:
         """
         self.serving(plan_hash)
         with self._lock:
-            known, now_s = self._current(), time.monotonic()
+            known, now_s = self._current(), self._awake_s
             lease = known.of_reader(reader).attach_rank(
                 group, holder, rank, num_ranks, now_s, self._ttl_s,
                 fence=known.next_fence, takeover=takeover, window=window,
@@ -83,8 +86,8 @@ class LeaseStore:
             FencedError: the holder was replaced.
         """
         with self._lock:
-            now_s = time.monotonic()
-            lease = self._current().of_fence(fence).beat(fence, rank, now_s)
+            known, now_s = self._current(), self._awake_s
+            lease = known.of_fence(fence).beat(fence, rank, now_s)
             self._keep(lease, dirty=False)
         return lease.peers(rank, now_s, self._ttl_s)
 
@@ -158,7 +161,8 @@ class LeaseStore:
 
     def lives(self) -> bool:
         """Whether anybody holds an unexpired lease."""
-        return self.leases.lives(time.monotonic(), self._ttl_s)
+        with self._lock:
+            return self._current().lives(self._awake_s, self._ttl_s)
 
     def flush(self) -> None:
         """Make all changes so far durable."""
@@ -192,6 +196,9 @@ class LeaseStore:
                 self._leases = leases if same else leases.without_holders()
                 self._plan_hash = found["plan_hash"]
             self._loaded = True
+        before, self._awake_s = self._awake_s, time.monotonic()
+        if self._awake_s - before > SLEPT_S:
+            self._leases = self._leases.later(self._awake_s - before)
         return self._leases
 
     def _keep(self, lease: ReaderLease, *, dirty: bool = True) -> ReaderLease:

@@ -70,6 +70,11 @@ class Leases:
         """The step below which every reader with a lease is done."""
         return min((lease.frontier for lease in self.by_reader.values() if lease.holder), default=0)
 
+    def later(self, by_s: float) -> Leases:
+        """With all signs of life so much later."""
+        moved = {reader: lease.later(by_s) for reader, lease in self.by_reader.items()}
+        return replace(self, by_reader=moved)
+
     def without_holders(self) -> Leases:
         """Nobody holds a lease any more; fences and frontiers stay."""
         free = {reader: lease.without_holder() for reader, lease in self.by_reader.items()}

@@ -220,6 +220,10 @@ class ReaderLease:
         ]
         return Peers(self.frontier, tuple(b for b in behind if own - b[1] > self.window), tuple(silent))
 
+    def later(self, by_s: float) -> ReaderLease:
+        """With all signs of life so much later."""
+        return replace(self, seats=tuple(replace(seat, seen_s=seat.seen_s + by_s) for seat in self.seats))
+
     def without_holder(self) -> ReaderLease:
         """Nobody holds it any more; fence and frontier stay."""
         return replace(self, holder=None, seats=())

@@ -35,6 +35,14 @@ def store(folder: Path, incarnation_id: str = "one", ttl_s: float = 30.0) -> Lea
     return LeaseStore(Leases("s"), ttl_s, incarnation_id, Journal(str(folder)))
 
 
+def later(monkeypatch: pytest.MonkeyPatch, leases: LeaseStore, until_s: float) -> None:
+    """Let the clock come to a value, while the server looks at its leases every second."""
+    while time.monotonic() < until_s:
+        now_s = min(time.monotonic() + 1.0, until_s)
+        monkeypatch.setattr(time, "monotonic", lambda now_s=now_s: now_s)
+        leases.lives()
+
+
 def attach(leases: LeaseStore, holder: str, plan_hash: str = "rows", takeover: bool = False) -> int:
     return leases.attach("", plan_hash, holder, holder, 0, 1, takeover, 1).fence
 
@@ -54,10 +62,10 @@ def test_a_jump_of_the_wall_clock_lets_no_second_trainer_in(
 def test_a_lease_runs_out_on_the_monotonic_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leases, begin = store(tmp_path), time.monotonic()
     attach(leases, "a")
-    monkeypatch.setattr(time, "monotonic", lambda: begin + 29.0)
+    later(monkeypatch, leases, begin + 29.0)
     with pytest.raises(LeaseHeld):
         attach(leases, "b")
-    monkeypatch.setattr(time, "monotonic", lambda: begin + 31.0)
+    later(monkeypatch, leases, begin + 31.0)
     assert attach(leases, "b") == 2
 
 
@@ -73,7 +81,7 @@ def test_a_restarted_process_keeps_the_lease_on_a_clock_that_begins_again_and_an
     with pytest.raises(LeaseHeld):
         attach(restarted, "b")
     assert restarted.commit(fence, 9, 0, moves=0, skipped=False).frontier == 10
-    monkeypatch.setattr(time, "monotonic", lambda: 34.0)
+    later(monkeypatch, restarted, 34.0)
     assert not restarted.lives()
     other = store(tmp_path, "two")
     with pytest.raises(FencedError):
@@ -131,3 +139,25 @@ def test_ranks_that_attach_together_share_writes_of_the_journal(tmp_path: Path) 
         thread.join()
     assert seen == {rank: f"p{rank}" for rank in range(32)}, "durable when attach returned"
     assert len(writes) <= 6
+
+
+def test_a_server_that_slept_takes_no_lease_from_a_holder_that_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, slept = time.monotonic(), [0.0]
+    monkeypatch.setattr("raysvc.actors.server.lease_store.time.monotonic", lambda: begin + slept[0])
+    leases = store(tmp_path, ttl_s=4.0)
+    fence = attach(leases, "a")
+    for _ in range(3):  # the watch of the server looks every second
+        slept[0] += 1
+        assert leases.lives()
+    slept[0] += 60  # SIGSTOP, and SIGCONT: who comes first is not the holder
+    with pytest.raises(LeaseHeld):
+        attach(leases, "b")
+    leases.beat(fence, 0)
+    for _ in range(5):
+        slept[0] += 1
+        leases.lives()
+    assert attach(leases, "b") == fence + 1, (
+        "the holder said nothing for five seconds in which the server was awake"
+    )

@@ -104,7 +104,7 @@ def test_an_owner_that_slept_changes_nothing_and_learns_it_at_its_next_write(
     second.write("3", b"of the second")
 
 
-def test_the_sleeper_that_wakes_in_the_middle_of_a_write_takes_it_back(
+def test_the_sleeper_that_wakes_in_the_middle_of_a_write_is_told_and_changes_no_file_of_its_successor(
     owners: Callable[..., OwnedStore], open_folder: Open
 ) -> None:
     first = owners("first")
@@ -119,12 +119,17 @@ def test_the_sleeper_that_wakes_in_the_middle_of_a_write_takes_it_back(
 
         def write(self, name: str, data: bytes) -> None:
             sleep_on(first)
-            second.claim.take()
+            second.create("1", b"of the second")
             open_folder().write(name, data)
 
-    with pytest.raises(FolderLost):
-        OwnedStore(Sleeps(), first.claim).write("late", b"")  # type: ignore[arg-type]
-    assert "late" not in open_folder().list()
+        def create(self, name: str, data: bytes) -> bool:
+            self.write("late", data)
+            return bool(open_folder().create(name, data))
+
+    for write in (OwnedStore(Sleeps(), first.claim).create, OwnedStore(Sleeps(), first.claim).write):  # type: ignore[arg-type]
+        with pytest.raises(FolderLost):
+            write("1", b"of the first")
+    assert open_folder().read("1") == b"of the second"
 
 
 def test_of_many_that_want_a_folder_at_once_exactly_one_gets_it(

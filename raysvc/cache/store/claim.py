@@ -8,8 +8,9 @@
    place, if Ray of the same cluster does not serve it any more, if its process on this machine has ended, or, where none of this can be
    known, if its sign did not change for GONE_AFTER_S.
 3. The newcomer leaves a sign, creates the record with the next number if it is absent, and reads the folder only after that.
-4. A write looks at `owners` after it, and is acknowledged only if the writer's record is still the highest and its sign is there. Else it
-   is taken back, and the writer stops with FolderLost.
+4. A write looks at `owners` before and after, and is acknowledged only if the writer's record is still the highest and its sign is there.
+   Else the writer stops with FolderLost. What it wrote in that moment stays: its successor may have read it already, and a removal that
+   the network repeats could take what the successor wrote. Nobody acknowledged it, and who reads bears with that.
 
 Always true:
 - of several that want a folder at once exactly one gets it;
@@ -356,21 +357,21 @@ class OwnedStore:
         """Make a file under a name that nobody else uses.
 
         Raises:
-            FolderLost: another process owns the folder; the file is not there.
+            FolderLost: another process owns the folder; if that came about during this call, the file may be there.
         """
-        self._begin()
+        self.claim.check()
         self.store.write(name, data)
-        self._acknowledge(name)
+        self.claim.check()
 
     def create(self, name: str, data: bytes) -> bool:
         """Make a file unless the name is taken.
 
         Raises:
-            FolderLost: another process owns the folder; the file is not there, or not of this one.
+            FolderLost: another process owns the folder; if that came about during this call, the file may be there.
         """
-        self._begin()
+        self.claim.check()
         made = self.store.create(name, data)
-        self._acknowledge(name if made else None)
+        self.claim.check()
         return made
 
     def delete(self, name: str) -> None:
@@ -385,22 +386,6 @@ class OwnedStore:
     def probe(self) -> None:
         """Check that the root can be written."""
         self.store.probe()
-
-    def _begin(self) -> None:
-        """A folder on a disk that was moved is not made again by a write."""
-        if self.store.local_path("") is None:
-            self.claim.take()
-        else:
-            self.claim.check()
-
-    def _acknowledge(self, made: str | None) -> None:
-        try:
-            self.claim.check()
-        except FolderLost:
-            if made is not None:
-                with contextlib.suppress(StoreError, OSError):
-                    self.store.delete(made)
-            raise
 
 
 def open_owned(url: str, storage_options: Mapping[str, Any] | None, claim: Claim | None) -> Store:

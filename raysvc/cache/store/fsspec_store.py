@@ -103,7 +103,10 @@ class FsspecStore:
         try:
             self._retried("create", lambda: self._put_if_absent(name, data))
         except FileExistsError:
-            return self.read(name) == data
+            try:
+                return self.read(name) == data
+            except FileNotFoundError:  # it was removed meanwhile, by who had made it
+                return False
         return True
 
     def delete(self, name: str) -> None:
