@@ -114,7 +114,9 @@ class SliceTokenizer:
         renderer = self._new_renderer(fast=True)
         self._rows = RowSequences(spec, self.tokenizer, renderer, desk)
         self._heads = SharedHeads(self._encoder)
-        self._table = TokenTable(self.tokenizer, renderer.control_tokens, renderer.inner_tokens)
+        self._table = TokenTable(
+            self.tokenizer, renderer.control_tokens, renderer.inner_tokens, renderer.end_tokens
+        )
         self._digests: set[str] = set()  # of the slice's media
 
     @property

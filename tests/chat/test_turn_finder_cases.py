@@ -92,8 +92,8 @@ CASES = {
     "an end of sequence behind the usual turn": Case(
         chatml(USUAL, behind=unless_asked("</s>")), FOUR, 3, "t3<|im_end|></s>"
     ),
-    "two ends of sequence": Case(
-        chatml(USUAL, behind=unless_asked("</s></s>")), FOUR, 3, "t3<|im_end|></s></s>"
+    "two ends of sequence, of which the first ends the turn": Case(
+        chatml(USUAL, behind=unless_asked("</s></s>")), FOUR, 3, "t3<|im_end|></s>"
     ),
     "an end of sequence behind an empty message": Case(
         chatml(USUAL, prompt=NO_PROMPT, behind="</s>").replace(

@@ -122,12 +122,19 @@ def _base() -> str:
     return str(byte_level([]).to_str())
 
 
-def tokenizer_folder(template: Template, folder: Path) -> str:
-    """A folder with a tokenizer of this template."""
+def tokenizer_folder(template: Template, folder: Path, more: Iterable[str] = (), special: bool = True) -> str:
+    """A folder with a tokenizer of this template.
+
+    Args:
+        more: texts of further added tokens, which are not special.
+        special: whether the template's own tokens are; those of `roles` always are.
+    """
     from tokenizers import AddedToken, Tokenizer
 
     backend = Tokenizer.from_str(_base())
-    backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in template.tokens])
+    own = [AddedToken(t, normalized=False, special=special) for t in template.tokens]
+    backend.add_special_tokens(own) if special else backend.add_tokens(own)
+    backend.add_tokens([AddedToken(text, normalized=False, special=False) for text in more])
     bos, eos = template.roles
     roles = {"eos_token": eos} | ({"bos_token": bos} if bos else {})
     return save(folder, backend, template.text, **roles)

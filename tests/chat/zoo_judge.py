@@ -77,7 +77,8 @@ def truth(hf: Any, row: Row, marked: str = "") -> Truth:
 def marked_mask(hf: Any, row: Row, marked: str, ids: list[int]) -> list[int] | None:
     """Hugging Face's mask under our written rule; None when the marked template renders another text.
 
-    The rule: what the generation prompt repeats is context, and so are blanks after the last special token of a mark.
+    The rule: what the generation prompt repeats is context, and so are blanks after the last special token of a mark, and a
+    token over the beginning of a mark that has only blanks in it (no answer of the zoo begins with `.\\n`).
     """
     messages, tools = row["messages"], row.get("tools")
     try:
@@ -91,11 +92,12 @@ def marked_mask(hf: Any, row: Row, marked: str, ids: list[int]) -> list[int] | N
     mask = list(both["assistant_masks"][: len(ids)])
     text, bounds = hf.decode(ids), _bounds(hf, ids)
     prompts = _prompts(hf, row, marked, text)
-    special = set(hf.all_special_ids) | set(hf.added_tokens_decoder)
+    special = {*hf.all_special_ids, *(n for n, token in hf.added_tokens_decoder.items() if token.special)}
     for start, end in runs(mask):
         begin = len(text.encode()[: bounds[start]].decode())
         behind = len(text[: begin + max(_repeated(prompt, text, begin) for prompt in prompts)].encode())
         mask[start:end] = [int(bound >= behind) for bound in bounds[start:end]]
+        mask[start] &= hf.decode(ids[start : start + 1]) not in (".\n", "?\n")
         last = max((n for n in range(start, end) if ids[n] in special), default=end - 1)
         if not hf.decode(ids[last + 1 : end]).strip():
             mask[last + 1 : end] = [0] * (end - last - 1)

@@ -27,6 +27,7 @@ from raysvc.chat.render.plain_rows import PlainRows
 from raysvc.chat.render.rendered import Render
 from raysvc.chat.render.shape import JoinedRows, Sequences, one_by_one
 from raysvc.chat.render.template import ChatTemplate
+from raysvc.chat.render.token_texts import control_texts
 from raysvc.chat.render.turn_check import is_empty, removed_reasoning
 from raysvc.chat.render.turn_memory import TurnMemory
 from raysvc.chat.render.turn_spans import ALL_EMPTY, TurnFinder
@@ -82,6 +83,11 @@ class Renderer:
     def inner_tokens(self) -> frozenset[str]:
         """Of these, the ones that a template writes inside of turns."""
         return frozenset(text for _, finder, _ in self._templates.values() for text in finder.inner_tokens)
+
+    @property
+    def end_tokens(self) -> frozenset[str]:
+        """Texts of all control tokens: a turn may end with any of them."""
+        return frozenset(text for _, finder, _ in self._templates.values() for text in finder.all_tokens)
 
     def known(self, rows: Many[Mapping[str, Any]], form: Format) -> Iterator[Sequence | JoinedRows | None]:
         """Of each row, once it is asked for, its sequence when it is built like an earlier one, None of any other.
@@ -285,13 +291,10 @@ class Renderer:
                 self._tokenizer.now,
                 self._tokenizer.fit(has_tools).only_parts,
             )
-            added = [token.content for token in hf.added_tokens_decoder.values()]
-            finder = TurnFinder(
-                template,
-                added,
-                {role: str(text) for role, text in hf.special_tokens_map.items()},
-                self._tokenizer.stop_tokens,
-            )
+            roles = {role: str(text) for role, text in hf.special_tokens_map.items()}
+            stops = self._tokenizer.stop_tokens
+            controls = control_texts(template, hf.added_tokens_decoder.values(), (*roles.values(), *stops))
+            finder = TurnFinder(template, controls, roles, stops)
             self._templates[name] = (template, finder, TurnMemory(finder))
         return self._templates[name]
 

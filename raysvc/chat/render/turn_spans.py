@@ -14,7 +14,7 @@ A turn is everything that the model emits until control returns. The rule:
 4. A template that writes no token at the end of its turns stops the model with the token at the head of what follows:
    that token is trained too. When the tokenizer comes with a `generation_config.json`, only a token that it names.
    Of messages of the assistant that follow each other and are written as one turn, the first has no end and the next no header.
-5. The end of sequence that a template writes after its last block belongs to the turn that is there.
+5. The end of sequence that a template writes after its last block belongs to the turn that is there, unless that has ended with it.
 6. What a template writes of tool results inside the block of their call is context, but for a stop token of 4.
 
 Always true:
@@ -74,7 +74,7 @@ class TurnFinder:
 
     Args:
         template: compiled.
-        added_tokens: texts of the tokenizer's added tokens.
+        added_tokens: texts of the tokenizer's added tokens that are control tokens (`control_texts`).
         special_tokens: role -> text, of the tokens with a role, like the end of a sequence.
         stop_tokens: texts that the model's `generation_config.json` stops at, empty when there is none.
     """
@@ -93,6 +93,8 @@ class TurnFinder:
         self._stops = frozenset(stop_tokens)
         self._tokens = TokenTexts(added_tokens, self._bos, self._eos)
         self._prompts: dict[tuple[str, bool, bool], str | None] = {}
+        self._middle: Frame | None = None
+        self._last: Frame | None = None
         self.inner_tokens: frozenset[str] = frozenset()
         self._mixes = False  # messages of others into a turn
         with template.only_asked():
@@ -108,6 +110,11 @@ class TurnFinder:
     def ends_in_block(self) -> bool:
         """Whether a turn that is not the last ends inside its own block, and no marks say where."""
         return self._writes_end and not self._template.marks_generation
+
+    @property
+    def all_tokens(self) -> list[str]:
+        """Texts of all control tokens that may stand in a render."""
+        return self._tokens.texts
 
     def is_end(self, text: str) -> bool:
         """Whether a text is added tokens and the blanks around them, and nothing else."""
@@ -259,15 +266,14 @@ class TurnFinder:
         return [message["role"] for message in pair] == ["assistant", "assistant"]
 
     def _first_end(self, text: str, start: int, end: int) -> int:
-        """Where the sequence ends first, if a second, empty turn is all that the template writes behind that."""
+        """Where the sequence ends first, if a second end is all that the template writes behind that, or a second, empty turn."""
         first = text.find(self._eos, start, end) if self._eos else -1
         stop = first + len(self._eos)
         if first < 0 or self._eos not in text[stop:end]:
             return end
         heads = {frame.head for frame in (self._middle, self._last) if frame and frame.head.strip()}
         behind = re.sub("|".join(map(re.escape, heads)) or "(?!)", "", text[stop:end])
-        is_turn = len(behind) < end - stop and not self._tokens.one.sub("", behind).strip()
-        return stop if is_turn else end
+        return end if self._tokens.one.sub("", behind).strip() else stop
 
     def _ends_behind(self, text: str, block_end: int) -> bool:
         """Whether the next block begins with a token that neither opens a turn nor stands inside of one."""
@@ -318,7 +324,7 @@ class TurnFinder:
 
     def _with_end_of_sequence(self, text: str, end: int, example: ChatExample, place: int) -> int:
         """Rule 5."""
-        if place != len(example.messages) - 1 or not self._eos:
+        if place != len(example.messages) - 1 or not self._eos or text.endswith(self._eos, 0, end):
             return end
         run = self._tokens.run.fullmatch(text, end)
         last = text.rfind(self._eos, end) if run else -1
@@ -475,6 +481,7 @@ class TurnFinder:
         if end is None:
             token = self._tokens.one.search(tail)
             end = token.end() if token else 0
+        end = self._first_end(tail, 0, end)
         return Frame(head, tail[:end], tail[end:])
 
     def _controls(self) -> tuple[tuple[str, ...], frozenset[str]]:

@@ -64,6 +64,7 @@ class TokenTable:
         tokenizer: any kind; for one that is not plainly bytes the decoded text differs, and `differing_rows` says so.
         control_texts: tokens that open a header or end a turn.
         inner_texts: of these, the ones that stand inside of turns too.
+        end_texts: more tokens that a turn may end with.
     """
 
     def __init__(
@@ -71,19 +72,22 @@ class TokenTable:
         tokenizer: LoadedTokenizer,
         control_texts: tuple[str, ...] = (),
         inner_texts: Iterable[str] = (),
+        end_texts: Iterable[str] = (),
     ) -> None:
         pieces = bytes_of_tokens(tokenizer.hf)
         self._pieces = binary_array(pieces)
         self.is_control = np.zeros(len(self._pieces), np.bool_)
         self.ends_turn = np.zeros(len(self._pieces), np.bool_)
-        self.ends_turn[list(tokenizer.hf.added_tokens_decoder)] = True
-        self._blanks = AddedBlanks(rule_of(tokenizer.hf.backend_tokenizer), pieces, self.ends_turn)
+        added = tokenizer.hf.added_tokens_decoder
+        is_added = np.zeros(len(self._pieces), np.bool_)
+        is_added[list(added)] = True
+        self._blanks = AddedBlanks(rule_of(tokenizer.hf.backend_tokenizer), pieces, is_added)
         self._hf = tokenizer.hf
         self.drops_blanks = drops_blanks(tokenizer.hf.backend_tokenizer)
-        for text in set(control_texts) - set(inner_texts):
-            token = tokenizer.hf.backend_tokenizer.token_to_id(text)
-            if token is not None and self.ends_turn[token]:  # a template may end turns with a text
-                self.is_control[token] = True
+        controls, ends = set(control_texts) - set(inner_texts), {*control_texts, *end_texts}
+        for number, token in added.items():  # a template may end turns with a text that is no token
+            self.is_control[number] = token.content in controls
+            self.ends_turn[number] = token.content in ends
         self._controls = np.flatnonzero(self.is_control).astype(np.int32)
 
     def places_of_controls(self, ids: Ints32) -> Ints64:
