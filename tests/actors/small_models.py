@@ -36,6 +36,7 @@ OF: dict[str, dict[str, Any]] = {  # what a model needs beside the sizes
     "mpt": {"d_model": 32, "n_heads": 2, "n_layers": 2},
     "falcon": {"num_kv_heads": 1},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.2},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
     "bloom": {"n_head": 2, "n_layer": 2},
     "qwen3_5_text": LINEAR,
     "lfm2": {"layer_types": ["conv", "full_attention"]},
