@@ -27,11 +27,18 @@ def layout_proof(model: str, layout: str) -> Proof | None:
     config = _config_of(model)
     if config is None:
         return None
+    import torch
+
     from raysvc.actors.model.row_isolation import logits_of, prove
     from raysvc.actors.model.tiny_twin import tiny_twin
 
-    twin = tiny_twin(config)
-    return None if twin is None else prove(logits_of(twin), twin, layout)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several would wait for each other after each of thousands of tiny operations
+    try:
+        twin = tiny_twin(config)
+        return None if twin is None else prove(logits_of(twin), twin, layout)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _config_of(model: str) -> Any:

@@ -185,8 +185,8 @@ class _Proving:
         """What the model says of the row in each micro-batch."""
         out = []
         for micro, where in self.micro_batches:
+            # the state before comes back: the same dropout in both
             with torch.random.fork_rng(devices=[self.lm.device] if self.lm.device.type == "cuda" else []):
-                torch.manual_seed(0)  # the same dropout in both
                 out.append(_of_row(self.outputs_of(dict(inputs_of(micro))), where))
         return out
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import raysvc
+from raysvc.actors.model.model_inputs import BOUNDARIES, INPUT_SETS
 from raysvc.actors.model.row_isolation import logits_of, prove
 from raysvc.actors.worker.losses import SftLoss
 from raysvc.actors.worker.torch_worker import CausalLMWorker
@@ -122,6 +123,42 @@ def test_a_mask_that_forgets_the_sliding_window_is_no_proof() -> None:
     assert raysvc.rows_are_isolated(lm, "packed", raysvc.model_inputs(lm, "packed"))
 
 
+def test_boundaries_are_those_that_transformers_gives_to_kernels() -> None:
+    from transformers import DataCollatorWithFlattening
+
+    flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    rows = [{"input_ids": list(range(length)), "labels": list(range(length))} for length in (3, 1, 1, 4, 2)]
+    theirs = flatten(rows)
+    ours = INPUT_SETS[BOUNDARIES](None, theirs)
+    assert set(ours) == set(theirs) - {"input_ids", "labels", "position_ids"}
+    for name, value in ours.items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[name])), name
+
+
+def test_kernels_that_take_boundaries_are_given_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A convolution as the kernel computes it, in plain torch: tokens of other rows count as 0."""
+    from transformers.models.lfm2 import modeling_lfm2
+
+    def kernel(hidden_BDL: Any, weight_DK: Any, bias: Any = None, activation: Any = None, **more: Any) -> Any:
+        row_BL, width = more.get("seq_idx"), weight_DK.shape[1]
+        out = torch.zeros_like(hidden_BDL)
+        for back in range(width):
+            moved = torch.nn.functional.pad(hidden_BDL, (back, 0))[..., : hidden_BDL.shape[-1]]
+            if row_BL is not None:
+                same = torch.nn.functional.pad(row_BL, (back, 0), value=-1)[:, : row_BL.shape[1]] == row_BL
+                moved = moved * same[:, None]
+            out = out + moved * weight_DK[:, width - 1 - back][:, None]
+        return out
+
+    lm = small_model("lfm2")
+    plain = lm(input_ids=torch.arange(20)[None]).logits
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", kernel)
+    assert torch.allclose(plain, lm(input_ids=torch.arange(20)[None]).logits, atol=1e-4)
+    inputs_of = raysvc.model_inputs(lm, "packed")
+    assert inputs_of.name == BOUNDARIES
+    assert moves(lm, "packed", inputs_of) < 2e-4
+
+
 class Leaking(torch.nn.Module):
     """Adds to each embedding a share of the one before it, in training alone if so."""
 
@@ -135,9 +172,12 @@ class Leaking(torch.nn.Module):
         return out + self.share * before * (self.training or not self.in_training)
 
 
-@pytest.mark.parametrize(("share", "in_training"), [(0.01, False), (0.5, True)])
-def test_a_small_leak_and_one_of_training_alone_are_seen(share: float, in_training: bool) -> None:
-    lm = small_model("llama", attention_dropout=0.3).train()
+@pytest.mark.parametrize(
+    ("share", "in_training", "dtype"),
+    [(0.01, False, "float32"), (0.5, True, "float32"), (0.06, False, "bfloat16")],
+)
+def test_a_small_leak_and_one_of_training_alone_are_seen(share: float, in_training: bool, dtype: str) -> None:
+    lm = small_model("llama", attention_dropout=0.3).to(getattr(torch, dtype)).train()
     assert raysvc.rows_are_isolated(lm, "packed"), "dropout is no leak"
     lm.set_input_embeddings(Leaking(lm.get_input_embeddings(), share, in_training))
     assert not raysvc.rows_are_isolated(lm, "packed")
