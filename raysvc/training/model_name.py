@@ -40,14 +40,14 @@ def check_model(name: str) -> None:
         raise ConfigError("trainer.model", what, remedy) from None
 
 
-def check_layout(job: JobConfig, ray_there: Future[str]) -> None:
+def check_layout(job: JobConfig, ray_there: Future[str] | None) -> None:
     """Refuse a layout in which the model's rows would see each other, as far as a tiny model of the same architecture can say.
 
     What it cannot say, the workers say when they have loaded the model. It runs on a CPU: a model that has kernels for
     packed rows on a GPU is left to them, where they may have one.
 
     Args:
-        ray_there: Ray, which may still be starting.
+        ray_there: Ray, which may still be starting; None: it is asked for later, and this is asked again then.
 
     Raises:
         ConfigError: no inputs that the architecture takes keep the rows apart.
@@ -60,15 +60,15 @@ def check_layout(job: JobConfig, ray_there: Future[str]) -> None:
     from raysvc.actors.model.row_isolation import mixes_rows
 
     refusal = mixes_rows(name, layout, proof)
-    if BOUNDARIES in proof.raised and _may_have_gpus(job, ray_there):
+    if BOUNDARIES not in proof.raised or not _may_have_gpus(job, ray_there):
+        raise refusal
+    if ray_there is not None:
         log.warning("on a CPU, %s; the workers try it where they run", refusal)
-        return
-    raise refusal
 
 
-def _may_have_gpus(job: JobConfig, ray_there: Future[str]) -> bool:
-    if job.trainer.device != "auto":
-        return job.trainer.device == "cuda"
+def _may_have_gpus(job: JobConfig, ray_there: Future[str] | None) -> bool:
+    if job.trainer.device != "auto" or ray_there is None:
+        return job.trainer.device != "cpu"
     import ray
 
     ray_there.result()

@@ -24,7 +24,7 @@ from raysvc.job.job_file import load_job
 from raysvc.progress import Progress, silent
 from raysvc.trackers.known_trackers import check_installed
 from raysvc.training.model_entries import check_entries, may_lack_entries
-from raysvc.training.model_name import check_model
+from raysvc.training.model_name import check_layout, check_model
 from raysvc.training.run_folder import RunFolder, goal
 
 log = logging.getLogger(__name__)
@@ -70,6 +70,7 @@ def train(
     if not complete:
         check_model(job.trainer.model)
         if may_lack_entries(job):
+            check_layout(job, None)  # before a row is read; all other jobs ask while Ray starts
             _look_at_rows(job, address, progress)
     ray_there = None if complete else starting(address, need_cpus=cpus_held(job))
 

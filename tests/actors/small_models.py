@@ -58,11 +58,11 @@ def small_model(name: str, **changes: Any) -> Any:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def small_folder(name: str, folder: Path) -> str:
+def small_folder(name: str, folder: Path, **changes: Any) -> str:
     """A folder that holds the model."""
     from raysvc.actors.model.hf_model import _no_bars
 
     folder.mkdir(parents=True, exist_ok=True)
     with _no_bars():
-        small_model(name).save_pretrained(folder)
+        small_model(name, **changes).save_pretrained(folder)
     return str(folder)

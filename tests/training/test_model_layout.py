@@ -64,8 +64,9 @@ def test_the_driver_says_what_the_workers_would(
         check_layout(job, THERE)
 
 
+@pytest.mark.parametrize("vocab_size", [64, 512], ids=["fewer than the tokenizer", "enough"])
 def test_nothing_is_built_for_a_job_that_is_refused(
-    tmp_path: Path, sample: dict[str, str], ray_session: None
+    vocab_size: int, tmp_path: Path, sample: dict[str, str], ray_session: None
 ) -> None:
     job = {
         "source": {"path": sample["rows"], "format": "chat"},
@@ -73,7 +74,7 @@ def test_nothing_is_built_for_a_job_that_is_refused(
         "cache": {"root": str(tmp_path / "cache")},
         "plan": {"layout": "packed", "batch_size": 8},
         "trainer": {
-            "model": small_folder("mamba", tmp_path / "model"),
+            "model": small_folder("mamba", tmp_path / "model", vocab_size=vocab_size),
             "device": "cpu",
             "run_dir": str(tmp_path / "run"),
         },
@@ -101,6 +102,7 @@ def test_a_model_with_kernels_for_a_gpu_is_left_to_workers_that_may_have_one(
     gpus.clear()
     with pytest.raises(ConfigError, match=r"plan\.layout: is packed"):
         check_layout(job_of(kernels, device="auto"), THERE)
+    check_layout(job_of(kernels, device="auto"), None)  # asked again when Ray is there
 
 
 def test_what_cannot_be_asked_is_left_to_the_workers(tmp_path: Path) -> None:
@@ -130,6 +132,7 @@ def test_a_tiny_twin_has_the_kinds_of_layers_of_the_real_model_and_few_weights(n
     twin = tiny_twin(config)
     assert torch.equal(state, torch.random.get_rng_state())
     assert twin.config.model_type == config.model_type
+    assert (getattr(twin.config, "sliding_window", None) or 0) <= 8, "shorter than a row of the proof"
     assert sum(weight.numel() for weight in twin.parameters()) < 20e6
     assert set(getattr(twin.config, "layer_types", None) or ()) == set(
         getattr(config, "layer_types", None) or ()
