@@ -515,3 +515,29 @@ def of_columns(row: dict[str, Any]) -> str:
         "messages": "chat",
     }
     return next((name for column, name in names.items() if column in row), "prompt")
+
+
+NEEDS_CONTENT = """\
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}
+{{- '' + m.content }}
+{%- for call in m.tool_calls or [] %}{{ '<call>' + call.function | tojson + '</call>' }}{% endfor %}{{ '<|im_end|>\\n' }}
+{%- endfor %}"""
+
+
+@pytest.mark.parametrize("absent", [{}, {"content": None}])
+def test_a_call_without_a_content_gets_an_empty_one_where_the_template_fails_without(
+    absent: dict[str, Any], tokenizer_folder: Any, tokenize: Any
+) -> None:
+    for template, is_filled in (
+        (NEEDS_CONTENT, True),
+        (NEEDS_CONTENT.replace("m.content", "(m.content or '')"), False),
+    ):
+        config = TokenizerConfig(name=tokenizer_folder(TOOLS), chat_template=template)
+        called = {"role": "assistant", "tool_calls": [CALL], **absent}
+        made, result = tokenize(
+            SliceTokenizer(TextSpec(tokenizer=config)), {"messages": [USER, called, RESULT, ANSWER]}
+        )
+        truth = made[0].hf.apply_chat_template(NORMAL, chat_template=template, return_dict=False)
+        assert made[0].ids == truth, result.examples
+        noted = {"absent contents beside calls or reasoning made empty texts": 1} if is_filled else {}
+        assert result.row_counts.normalized == noted
