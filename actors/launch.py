@@ -35,6 +35,8 @@ TELL_TIMEOUT_S = 60.0
 SETTLE_S = 5.0  # how long Ray may take to count what ended as free
 FETCH_THREADS = 16
 LEASE_THREADS = 16
+# Ray's GCS keeps an event of each of the last 100,000 calls, 3 kB each; a run makes several calls a step
+QUIET = {"enable_task_events": False}
 PUT_THREADS = 32  # puts wait for one write together; they hold no processor meanwhile
 
 
@@ -63,7 +65,7 @@ def start_server(
     threads = {"fetch": FETCH_THREADS, "lease": LEASE_THREADS, "put": PUT_THREADS, "control": 3}
     incarnation_id = uuid.uuid4().hex
     spec = spec.model_copy(update={"owner": own_name(), "team": team_of(ray_namespace()) or ""})
-    actor = ray.remote(concurrency_groups=threads)(cls)
+    actor = ray.remote(concurrency_groups=threads, **QUIET)(cls)
     handle = actor.options(
         name=spec.name,
         namespace=ray_namespace(),
@@ -100,7 +102,7 @@ def start_collators(spec_json: str, count: int, node_id: str | None) -> list[Act
     Args:
         node_id: where they are to be if there is room; None: spread over the nodes.
     """
-    actor = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1)(Collator)
+    actor = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1, **QUIET)(Collator)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if missing := what_is_missing([{"CPU": 1.0}] * count, nodes):
         log.warning("steps wait for more nodes for='server.collators': %s; lower it, or add nodes", missing)
@@ -280,7 +282,7 @@ def start_groups(
     where = f"groups {', '.join(needs)}{' and the server' if beside else ''}"
     _refuse_what_never_fits(where, [*placed.bundles, *beside], may_grow)
     reserved = placement_group(placed.bundles, strategy="PACK")
-    actor = ray.remote(concurrency_groups={"stage": 1})(worker)
+    actor = ray.remote(concurrency_groups={"stage": 1}, **QUIET)(worker)
     workers = {}
     for name, need in needs.items():
         text = specs[name].model_dump_json()

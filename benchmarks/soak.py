@@ -1,9 +1,9 @@
-"""Whether a long run stays flat: memory of server and client, refs, object store.
+"""Whether a long life stays flat: every process of ours and of Ray's, files, disk and threads, over time.
 
-    python benchmarks/soak.py [--steps 1000]
+    python benchmarks/soak.py [--steps 100000 --attaches 1000 --servers 200 --groups 50000]
 
-Every step is fetched two ahead, opened (its arrays are read), committed and let go, two ranks, two mini-batches.
-Figures are taken every tenth of the run; growth is the last one less the median of the second to fourth tenth.
+Four things grow in a long life, one after another: steps are fetched two ahead, opened, committed and let go; trainers attach and detach;
+servers start and stop; groups are put, trained and forgotten. Figures are taken ten times in each, of this process and all below it.
 """
 
 from __future__ import annotations
@@ -11,77 +11,211 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import re
-import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import make_entry, quiet_ray, show
 
+MEASURED = 10  # times in each part
+RAYS = {"gcs_server": "GCS", "raylet": "raylet", "dashboard": "dashboard"}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=1000)
+    for name, count in (("steps", 1000), ("attaches", 20), ("servers", 5), ("groups", 400)):
+        parser.add_argument(f"--{name}", type=int, default=count)
     options = parser.parse_args()
     quiet_ray()
     with tempfile.TemporaryDirectory() as folder:
-        rows = soak(Path(folder), options.steps)
-    growth = {name: rows[-1][name] - statistics.median(row[name] for row in rows[1:4]) for name in rows[0]}
-    show("Soak", [*rows, {**growth, "step": "growth"}], steps=options.steps)
+        path = Path(folder)
+        uri = make_entry(path / "cache", 6400, 300)
+        for name, part in (
+            ("steps", steps),
+            ("attaches", attaches),
+            ("servers", servers),
+            ("groups", groups),
+        ):
+            count = getattr(options, name)
+            if count:
+                rows = list(part(path / name, uri, count))
+                show(f"Soak: {count} {name}", [*rows, growth(rows)])
 
 
-def soak(folder: Path, steps: int) -> list[dict[str, Any]]:
+def steps(folder: Path, uri: str, count: int) -> Iterator[dict[str, Any]]:
+    """One trainer's steps."""
     import ray
 
-    from raysvc.actors.launch import start_server, stop_server, wait_for
-    from raysvc.actors.server.spec import ServeSpec
+    from raysvc.actors.launch import stop_server
     from raysvc.client.batch_client import attach
-    from raysvc.job.config import PlanConfig
 
-    uri = make_entry(folder / "cache", 6400, 300)
-    epochs = -(-steps // 100)
-    plan = PlanConfig(batch_size=64, mini_batch_size=32, epochs=epochs)
-    spec = ServeSpec(name="soak", entry_uri=uri, plan=plan, pad_token_id=0, journal=str(folder / "journal"))
-    server = start_server(spec, detached=True)
-    rows: list[dict[str, Any]] = []
+    serve(folder, uri, "soak", count)
     with attach("soak", dp_size=2, look_ahead_steps=2) as client:
-        begin = time.perf_counter()
-        for step in client.steps(stop=steps):
+        for step in client.steps(stop=count):
             for mini in step.mini_batches:
                 for shard in ray.get(list(mini.shards)):
                     assert shard[1]["input_ids"].sum() > 0
             client.commit(step.index)
             del step, mini, shard
-            if (client.frontier * 10) % steps == 0:
-                stats = wait_for(server.stats.options(concurrency_group="control").remote(), "stats")
-                rows.append({"step": client.frontier, **figures(stats, begin)})
+            if due(client.frontier, count):
+                yield figures(client.frontier, folder)
     stop_server("soak")
-    return rows
 
 
-def figures(stats: dict[str, Any], begin: float) -> dict[str, Any]:
-    """MB, counts and seconds at this moment."""
-    import ray
-    from ray._private.internal_api import memory_summary
+def attaches(folder: Path, uri: str, count: int) -> Iterator[dict[str, Any]]:
+    """Trainers that come and go, each for one step."""
+    from raysvc.actors.launch import stop_server
+    from raysvc.client.batch_client import attach
 
-    gc.collect()
-    summary = memory_summary(address=ray.get_runtime_context().gcs_address, stats_only=True)
-    used = re.search(r"Plasma memory usage (\d+) MiB", summary)
-    with open("/proc/self/statm") as file:
-        rss = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    refs = ray._private.worker.global_worker.core_worker.get_all_reference_counts()
+    serve(folder, uri, "comings", count)
+    for number in range(count):
+        with attach("comings", dp_size=1) as client:
+            for step in client.steps(stop=client.frontier + 1):
+                client.commit(step.index)
+        if due(number + 1, count):
+            yield figures(number + 1, folder)
+    stop_server("comings")
+
+
+def servers(folder: Path, uri: str, count: int) -> Iterator[dict[str, Any]]:
+    """Servers of one run folder, one after another."""
+    from raysvc.actors.launch import stop_server
+
+    for number in range(count):
+        serve(folder, uri, "again", 100)
+        stop_server("again")
+        if due(number + 1, count):
+            yield figures(number + 1, folder)
+
+
+def groups(folder: Path, uri: str, count: int) -> Iterator[dict[str, Any]]:
+    """Groups of rollouts, eight a step, forgotten once they are trained."""
+    import raysvc
+    from raysvc.actors.launch import stop_server
+    from raysvc.client.batch_client import attach
+
+    raysvc.serve_rollouts(
+        "rollouts",
+        run_dir=str(folder),
+        pad_token_id=0,
+        plan={"batch_size": 8},
+        max_staleness=None,
+        num_cpus=0,
+    )
+    producer = raysvc.rollouts("rollouts")
+    with attach("rollouts", dp_size=1) as client:
+        fill(producer, 0)
+        for number, step in enumerate(client.steps(stop=count // 8)):
+            client.commit(step.index)
+            del step
+            fill(producer, number + 1)
+            if (number + 1) % 10 == 0:
+                client.forget_below(number)
+            if due(8 * (number + 1), count):
+                yield figures(8 * (number + 1), folder)
+    stop_server("rollouts")
+
+
+def fill(producer: Any, step: int) -> None:
+    """Put the groups of two steps at the beginning, and of one more after each step."""
+    import raysvc
+
+    for number in range(0 if step == 0 else 8 * (step + 1), 8 * (step + 2)):
+        rows = [[number % 999 + 1, *range(1, 60)]] * 4
+        producer.put_groups(raysvc.Group(f"g{number}", rows, [[0] + [1] * 59] * 4))
+
+
+def serve(folder: Path, uri: str, name: str, num_steps: int) -> Any:
+    from raysvc.actors.launch import start_server
+    from raysvc.actors.server.spec import ServeSpec
+    from raysvc.job.config import PlanConfig
+
+    plan = PlanConfig(batch_size=64, mini_batch_size=32, epochs=-(-num_steps // 100))
+    spec = ServeSpec(
+        name=name, entry_uri=uri, plan=plan, pad_token_id=0, journal=str(folder / "journal"), num_cpus=0
+    )
+    return start_server(spec, detached=True)
+
+
+def due(done: int, count: int) -> bool:
+    """Ten times in all."""
+    return done * MEASURED // count > (done - 1) * MEASURED // count
+
+
+def growth(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last figures less those after the third tenth."""
+    first = rows[min(2, len(rows) - 1)]
     return {
-        "server RSS MB": round(stats["rss_bytes"] / 2**20, 1),
-        "client RSS MB": round(rss / 2**20, 1),
-        "live refs": len(refs),
-        "store MB": int(used.group(1)) if used else None,
-        "s": round(time.perf_counter() - begin, 1),
+        **{name: round(rows[-1].get(name, 0) - value, 1) for name, value in first.items()},
+        "done": "growth",
     }
 
 
+def figures(done: int, folder: Path) -> dict[str, Any]:
+    """Memory in MB by kind of process, and counts; of this process and all below it."""
+    gc.collect()
+    memory: dict[str, float] = {}
+    threads = handles = 0
+    for pid in family(os.getpid()):
+        try:
+            kind = kind_of(pid)
+            status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+            memory[kind] = memory.get(kind, 0.0) + int(status["VmRSS"].split()[0]) / 1024
+            threads += int(status["Threads"])
+            handles += len(os.listdir(f"/proc/{pid}/fd"))
+        except (OSError, KeyError):  # it has ended
+            continue
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    row: dict[str, Any] = {
+        "done": done,
+        **{f"{kind} MB": round(mb, 1) for kind, mb in sorted(memory.items())},
+    }
+    disk = sum(path.stat().st_size for path in found) / 2**20
+    return {
+        **row,
+        "threads": threads,
+        "handles": handles,
+        "files": len(found),
+        "disk MB": round(disk, 2),
+        "s": round(time.perf_counter() - BEGIN),
+    }
+
+
+def kind_of(pid: int) -> str:
+    """What a process is: ours by the class of its actor, Ray's by its program."""
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    title = words[0].decode(errors="replace")
+    if pid == os.getpid():
+        return "client"
+    if title.startswith("ray::"):
+        return "server" if "Server" in title else "idle worker"
+    for part, name in RAYS.items():
+        if any(part in word.decode(errors="replace") for word in words[:3]):
+            return name
+    return "other"
+
+
+def family(root: int) -> list[int]:
+    """A process and all below it."""
+    parents: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            parents.setdefault(int(fields[1]), []).append(int(entry))
+    found, todo = [], [root]
+    while todo:
+        found.append(todo.pop())
+        todo += parents.get(found[-1], ())
+    return found
+
+
+BEGIN = time.perf_counter()
 if __name__ == "__main__":
     main()
