@@ -6,6 +6,7 @@ Always true:
 - a commit (`commits.note`) wakes no thread while another one looks for commits by itself (`sends_commits`);
 - commits may reach the server in any order and more than once; any other call of the holder is sent when all commits
   before it are answered;
+- a state is given out only by a holder whom the server knew within the last half of a lease, or knows now;
 - once the lease is lost, or a commit was refused, every call says so, with the server's own error;
 - a rank learns from its heartbeats who of its group is behind or silent;
 - a process that was forked from the one that attached is refused: its threads and its lease stayed there;
@@ -103,6 +104,7 @@ class Connection:
         self.settle: Callable[[], object] = lambda: None
         self.orders: dict[int, str] = {}
         self.ended = False
+        self._heard_s = time.monotonic()  # when the server was last known to keep this lease
         self._told: set[int] = set()  # ranks that were logged as behind or silent; only the heart touches it
         self._sending = threading.Lock()  # guards what sends commits and takes their answers
         # (step, ref) of commits that are not answered; guarded by _sending
@@ -143,6 +145,20 @@ class Connection:
         if self._lost is not None:
             raise self._lost
         raise ServerError(where, "is used after detach", "attach again")
+
+    def confirm(self) -> None:
+        """Ask the server where it said nothing for half a lease: this process may have slept, and been replaced.
+
+        Raises:
+            FencedError: somebody took over.
+        """
+        if not self.closed and time.monotonic() - self._heard_s > self.lease.ttl_s / 2:
+            self.check()
+            try:
+                self._beat_once()
+            except LeaseError as error:
+                self._lose(error)
+            self.check()
 
     def _lose(self, error: BaseException) -> None:
         """Have all calls from now on raise the first error that ended the lease."""
@@ -398,6 +414,7 @@ class Connection:
                 log.warning("no answer name=%s for=%.0fs: is it restarting?", self.lease.name, waited_s)
                 return
         self._heed(wait_for(ref, f"server {self.lease.name!r}"))
+        self._heard_s = time.monotonic()
 
     def _heed(self, peers: Peers) -> None:
         """Say once who is behind or silent, and again after they came back."""

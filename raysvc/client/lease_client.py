@@ -131,7 +131,12 @@ class LeaseClient(ABC, Generic[F, S]):
             self._commit(step, skipped, metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """The committed frontier, as small JSON; safe with fetches in flight, equal on all ranks after a step."""
+        """The committed frontier, as small JSON; safe with fetches in flight, equal on all ranks after a step.
+
+        Raises:
+            FencedError: this process slept, and somebody took over.
+        """
+        self._connection.confirm()
         state = state_of(self.lease, self.schedule, self.frontier, self.orders, self._decided)
         return {**state, "dp_size": self.dp_size}
 

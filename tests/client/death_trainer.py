@@ -1,4 +1,6 @@
-"""A trainer that can be told where to die: `python death_trainer.py ADDRESS SERVER CHECKPOINT [POINT:STEP]`.
+"""A trainer that can be told where to die: `python death_trainer.py ADDRESS SERVER CHECKPOINT [POINT:STEP [SIGNAL]]`.
+
+With SIGSTOP it falls asleep there, until somebody wakes it.
 
 Its weights are the list of the rows that it applied; they are saved every second step.
 Points: `fetching` (the step was asked for, and did not come yet), `fetched` (before it is applied), `stepped` (applied,
@@ -19,12 +21,12 @@ import raysvc
 from raysvc.errors import LeaseHeld
 
 
-def main(address: str, server: str, checkpoint: str, death: str = "none:-1") -> None:
+def main(address: str, server: str, checkpoint: str, death: str = "none:-1", how: str = "SIGKILL") -> None:
     point, step = death.split(":")
 
     def here(name: str, index: int) -> None:
         if (name, index) == (point, int(step)):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.Signals[how])
 
     with attach_when_free(address, server) as client:
         path = Path(checkpoint)

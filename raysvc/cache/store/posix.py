@@ -24,6 +24,16 @@ T = TypeVar("T")
 ATTEMPTS = 4
 SEEMS_MISSING = {errno.ENOENT, errno.ESTALE}  # until the folder above was listed
 NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+_ROOM = "make room, or choose another cache.root"
+_HANDLES = "raise the limit of open files (ulimit -n), and run again"
+CANNOT_WRITE = {
+    errno.EROFS: _ROOM,
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EIO: "check the disk",
+    errno.EMFILE: _HANDLES,
+    errno.ENFILE: _HANDLES,
+}
 FEW = 1000  # names of those that may be left out, as many as a page of S3 has
 _probed: set[str] = set()
 
@@ -150,11 +160,9 @@ class PosixStore:
                 self.root, f"cannot be written ({error})", "choose another cache.root"
             ) from error
         except OSError as error:
-            if error.errno not in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in CANNOT_WRITE:
                 raise
-            raise StoreError(
-                self.root, f"cannot be written ({error})", "make room, or choose another cache.root"
-            ) from error
+            raise StoreError(self.root, f"cannot be written ({error})", CANNOT_WRITE[error.errno]) from error
         raise StoreError(self.root, f"{folder} is deleted again and again", "find out what deletes it")
 
     def _stage_in(self, folder: str, staged: str, data: Data) -> None:
