@@ -155,7 +155,7 @@ def test_a_disk_that_is_really_full_or_read_only_loses_nothing_that_was_acknowle
             kept.groups.put(groups(uid))
             acknowledged.append(uid)
 
-    with pytest.raises(StoreError, match="No space left on device.*make room"):
+    with pytest.raises(StoreError, match=r"No space left on device.*make room"):
         put_until_full()
     assert len(acknowledged) > 5
     with pytest.raises(StoreError, match="No space left"):
