@@ -30,7 +30,6 @@ CANNOT_WRITE = {
     errno.EROFS: _ROOM,
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: _ROOM,
-    errno.EIO: "check the disk",
     errno.EMFILE: _HANDLES,
     errno.ENFILE: _HANDLES,
 }
