@@ -32,6 +32,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 from common import show
 
+from raysvc import row_ids
 from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
 from raysvc.cache.growing.growing_entry import GrowingSpec
@@ -41,7 +42,6 @@ from raysvc.cache.names import new_part
 from raysvc.cache.store.open import open_store
 from raysvc.cache.writer import EntryWriter
 from raysvc.job.config import PlanConfig
-from raysvc.plan.sliced import row_ids
 
 FILES = 5  # that the parts are links to; ext4 allows 65,000 of each
 BUILDERS = 4

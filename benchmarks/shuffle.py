@@ -53,8 +53,8 @@ class EvenSlices:
 def order_of(shuffle: str, rows: int, slices: int, seed: int) -> npt.NDArray[np.int64]:
     """Rows in the order of an epoch."""
     from raysvc.plan.order import Order, parse_shuffle
-    from raysvc.plan.sliced.row_ids import split
     from raysvc.plan.sliced.window_order import WindowOrder, is_windowed
+    from raysvc.row_ids import split
 
     if not is_windowed(shuffle):
         return Order(rows, seed, parse_shuffle(shuffle)).at(0, np.arange(rows))

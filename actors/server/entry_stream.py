@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from raysvc import row_ids
 from raysvc.actors.server.entry_media import EntryMedia
 from raysvc.actors.server.make_step import Recipe, make_step, outline
 from raysvc.actors.server.spec import (
@@ -45,7 +46,6 @@ from raysvc.media.row_pixels import ProcessorSpec
 from raysvc.plan.entry_plan import eval_plan, plan_of_entries
 from raysvc.plan.plan import MiniBatchPlan, Plan
 from raysvc.plan.schedule import Schedule
-from raysvc.plan.sliced import row_ids
 from raysvc.plan.state import PlanState
 from raysvc.row_batch import RowBatch
 

@@ -44,7 +44,7 @@ class CacheEntry:
         hit: whether it was there already.
         reason: why it was used or built, one clause.
         sources: names of the sources of a mixture.
-        by_slice: rows are asked for by the numbers that a windowed plan gives them, `raysvc.plan.sliced.row_ids`; else by
+        by_slice: rows are asked for by the numbers that a windowed plan gives them, `raysvc.row_ids`; else by
             their positions.
     """
 

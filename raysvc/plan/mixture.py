@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from raysvc import row_ids
 from raysvc.errors import PlanError
 from raysvc.plan.order import Order
-from raysvc.plan.sliced import row_ids
 from raysvc.plan.sliced.window_order import WindowOrder
 
 Int64s = npt.NDArray[np.int64]

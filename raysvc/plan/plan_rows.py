@@ -36,7 +36,7 @@ class PlanRows(Protocol):
 
     @property
     def are_sliced(self) -> bool:
-        """Whether a row's number names its slice, as `raysvc.plan.sliced.row_ids` says."""
+        """Whether a row's number names its slice, as `raysvc.row_ids` says."""
 
     @property
     def digest(self) -> str:

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import raysvc
+from raysvc import row_ids
 from raysvc.actors.server.entry_stream import streams_of
 from raysvc.actors.server.spec import TRAIN
 from raysvc.api import entry_or_build, serve_spec
@@ -30,7 +31,6 @@ from raysvc.errors import QuarantineExceeded, SourceError
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
 from raysvc.pipelines.tokenize import receipts_here
-from raysvc.plan.sliced import row_ids
 from raysvc.progress import Tick, silent
 
 from .test_build_beside import KILLED, SLOW, logged, windowed

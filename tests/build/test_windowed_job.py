@@ -13,6 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 import raysvc
+from raysvc import row_ids
 from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
 from raysvc.api import serve_spec
@@ -22,7 +23,6 @@ from raysvc.cli.main import app
 from raysvc.collate.row_values import RowValues
 from raysvc.job.job_file import load_job
 from raysvc.plan import PlanState
-from raysvc.plan.sliced import row_ids
 from raysvc.training.loss_shares import LossShares
 
 runner = CliRunner()

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raysvc import row_ids
 from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.spec import MixtureSpec
@@ -19,7 +20,6 @@ from raysvc.cache.growing import slice_receipts
 from raysvc.errors import EntryError
 from raysvc.job.config import PlanConfig
 from raysvc.plan import PlanState
-from raysvc.plan.sliced import row_ids
 
 from .test_growing_entry import SLICES, Source, digests
 

@@ -43,7 +43,10 @@ def digest_of_run(root: Path, plan: dict[str, Any]) -> str:
     [
         (PADDED, "6e8cedd4a2179a4ed646eef5fa07f08e7cec446b80abbb5e51df6f28fc79fea8"),
         (PACKED, "e3c6d33ee329a80927c939022575231aadbef7cf7854bad34522d601600eac1c"),
-        (PADDED | {"shuffle": "block(8)"}, "c218d21155032b4213063314b3c821ac455afe718dad4c209519ed762b2a6228"),
+        (
+            PADDED | {"shuffle": "block(8)"},
+            "c218d21155032b4213063314b3c821ac455afe718dad4c209519ed762b2a6228",
+        ),
         (PADDED | {"shuffle": "none"}, "84517d406bbb8953fce1fc7ac0f3cd02717411e97a599f3f28b0147b0bfa82ef"),
     ],
     ids=["padded", "packed", "blocks", "unshuffled"],

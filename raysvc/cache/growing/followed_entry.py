@@ -4,7 +4,7 @@ Axes: S slices that are known by now.
 Always true:
 - slices are those of the listings, and a listing is read before a row of it is asked for;
 - it never has a manifest: parts are named by receipts of just the rows that the listing names;
-- a row keeps its number for ever, as `raysvc.plan.sliced.row_ids` gives it.
+- a row keeps its number for ever, as `raysvc.row_ids` gives it.
 """
 
 from __future__ import annotations

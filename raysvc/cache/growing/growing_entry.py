@@ -2,7 +2,7 @@
 
 Axes: S slices.
 Always true:
-- a row has the number that `raysvc.plan.sliced.row_ids` gives it, since how many rows other slices have may not be known;
+- a row has the number that `raysvc.row_ids` gives it, since how many rows other slices have may not be known;
 - a slice that nobody asks for is not waited for, and what is served of it is what the finished entry will have;
 - when the build has ended, all is read from the parts that its manifest names.
 """

@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from raysvc import row_ids
 from raysvc.cache.growing.listings import Listing, Listings
 from raysvc.plan.schedule import ENDLESS
-from raysvc.plan.sliced import row_ids
 from raysvc.plan.sliced.window_order import WindowOrder
 from raysvc.ragged import Int64s
 

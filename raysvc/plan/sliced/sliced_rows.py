@@ -6,7 +6,7 @@ Always true:
 - a group is what was made of one row of the source: a row, a pair, the rows of `train_on: each_assistant_turn`, or nothing,
   where the row was dropped or quarantined;
 - which groups a step has follows from how the source was cut, so it is known before any row is tokenized;
-- rows have the numbers of `raysvc.plan.sliced.row_ids`, those of a source in full shuffle too.
+- rows have the numbers of `raysvc.row_ids`, those of a source in full shuffle too.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from raysvc import row_ids
 from raysvc.cache.growing.followed_entry import FollowedEntry
 from raysvc.cache.growing.growing_entry import GrowingEntry
 from raysvc.cache.growing.listings import Listing
@@ -32,7 +33,6 @@ from raysvc.job.config import PAIRED, PlanConfig
 from raysvc.media.medium import COLUMN, PATCHES
 from raysvc.plan.plan_rows import Int32s
 from raysvc.plan.schedule import ENDLESS
-from raysvc.plan.sliced import row_ids
 from raysvc.plan.sliced.followed_order import FollowedOrder
 from raysvc.plan.sliced.window_order import WindowOrder
 from raysvc.ragged import Int64s, cells_of_runs

@@ -22,8 +22,8 @@ from collections import OrderedDict
 
 import numpy as np
 
+from raysvc import row_ids
 from raysvc.plan.order import Permutation, permute_each, round_keys_each
-from raysvc.plan.sliced import row_ids
 from raysvc.ragged import Int64s
 
 EPOCHS_KEPT = 2
@@ -35,7 +35,7 @@ def is_windowed(shuffle: str) -> bool:
 
 
 class WindowOrder:
-    """Order of the groups of every epoch; a group is numbered by `raysvc.plan.sliced.row_ids`.
+    """Order of the groups of every epoch; a group is numbered by `raysvc.row_ids`.
 
     Args:
         groups: int64 [S], of each slice.

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raysvc import row_ids
 from raysvc.errors import EntryError, PlanError, StateMismatch
 from raysvc.job.config import PlanConfig
 from raysvc.media.medium import PATCHES
 from raysvc.plan import Plan, PlanState
 from raysvc.plan.entry_plan import plan_of_entries
 from raysvc.plan.rank_plan import deal, deal_pairs
-from raysvc.plan.sliced import row_ids
 from raysvc.plan.sliced.sliced_rows import window_of
 
 SLICES = st.lists(

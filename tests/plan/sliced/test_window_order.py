@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raysvc import row_ids
 from raysvc.plan.order import permute_each, round_keys_each
-from raysvc.plan.sliced import row_ids
 from raysvc.plan.sliced.window_order import WindowOrder
 
 SIZES = st.lists(st.one_of(st.sampled_from([0, 1, 2]), st.integers(0, 40)), min_size=1, max_size=12)
