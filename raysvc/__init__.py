@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from raysvc.actors.model.row_isolation import model_inputs, rows_are_isolated
     from raysvc.actors.server.spec import Role
     from raysvc.api import ServerHandle, enrich, serve, tokenize
-    from raysvc.build.cache_entry import CacheEntry, open_cache
+    from raysvc.builds.cache_entry import CacheEntry, open_cache
     from raysvc.client.batch_client import BatchClient, attach
     from raysvc.client.rank_client import RankClient
     from raysvc.client.rollout_serving import serve_rollouts
@@ -49,7 +49,7 @@ __all__ = [
 ]
 _HOMES = {
     "BatchClient": "raysvc.client.batch_client",
-    "CacheEntry": "raysvc.build.cache_entry",
+    "CacheEntry": "raysvc.builds.cache_entry",
     "Group": "raysvc.rl.group",
     "RankClient": "raysvc.client.rank_client",
     "Role": "raysvc.actors.server.spec",
@@ -58,7 +58,7 @@ _HOMES = {
     "enrich": "raysvc.api",
     "loss_scale": "raysvc.collate.loss_weights",
     "model_inputs": "raysvc.actors.model.row_isolation",
-    "open_cache": "raysvc.build.cache_entry",
+    "open_cache": "raysvc.builds.cache_entry",
     "read_shard": "raysvc.collate.shard",
     "rollouts": "raysvc.client.rollouts",
     "rows_are_isolated": "raysvc.actors.model.row_isolation",

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysvc.build.cache_entry import CacheEntry
-from raysvc.build.job_plan import plan_config
+from raysvc.builds.cache_entry import CacheEntry
+from raysvc.builds.job_plan import plan_config
 from raysvc.cache.growing.followed_entry import FollowedEntry
 from raysvc.cache.growing.growing_entry import GrowingEntry
 from raysvc.cache.store.open import absolute, default_root
@@ -27,7 +27,7 @@ from raysvc.job.job_file import load_job
 from raysvc.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from raysvc.build.build_beside import BuildBeside
+    from raysvc.builds.build_beside import BuildBeside
     from raysvc.job.config import PoolConfig
     from raysvc.plan.schedule import Schedule
 
@@ -74,13 +74,13 @@ def tokenize(
     Raises:
         UserMistake: files, columns, tokenizer, template or cache root that cannot be used.
     """
-    from raysvc.build.build_beside import entry_of
-    from raysvc.build.find_or_build import find_or_build, look
-    from raysvc.build.mixed_job import jobs_of
+    from raysvc.builds.build_beside import entry_of
+    from raysvc.builds.find_or_build import find_or_build, look
+    from raysvc.builds.mixed_job import jobs_of
 
     job = load_job(config, **overrides)
     if job.source.follow:
-        from raysvc.build.follow import catch_up
+        from raysvc.builds.follow import catch_up
 
         return CacheEntry(
             catch_up(look(job, cache_root(job)), address, progress), False, "its source is followed"
@@ -160,14 +160,14 @@ def entry_or_build(
     Raises:
         UserMistake: as `enrich`.
     """
-    from raysvc.build.build_beside import BuildBeside, entry_of, known_at_the_end, windowed_sources
-    from raysvc.build.find_or_build import build, look
-    from raysvc.build.mixed_job import jobs_of
+    from raysvc.builds.build_beside import BuildBeside, entry_of, known_at_the_end, windowed_sources
+    from raysvc.builds.find_or_build import build, look
+    from raysvc.builds.mixed_job import jobs_of
     from raysvc.chat.row_counts import errors_of
     from raysvc.scoring.job_columns import wanted_of, with_columns
 
     if job.source.follow:
-        from raysvc.build.follow import FollowBeside
+        from raysvc.builds.follow import FollowBeside
 
         following = FollowBeside(look(job, cache_root(job)))
         return following.entry, following
@@ -253,7 +253,7 @@ def serve_entry(
         trainer_node: id of the node of the trainer's rank 0; None: it is this process.
     """
     from raysvc.actors.launch import start_server, wait_for
-    from raysvc.build.mixed_job import never_trained
+    from raysvc.builds.mixed_job import never_trained
     from raysvc.cluster import connect, node_for
     from raysvc.plan.schedule import Schedule
     from raysvc.team import ray_namespace
@@ -274,7 +274,7 @@ def serve_entry(
 def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
     """The spec of a job's server."""
     from raysvc.actors.server.spec import EvalSpec, ServeSpec
-    from raysvc.build.mixed_job import entries_of, mixture_spec
+    from raysvc.builds.mixed_job import entries_of, mixture_spec
     from raysvc.scoring.job_columns import added_columns
 
     computed = added_columns(entry)  # for losses, and an eval counts tokens
@@ -314,7 +314,7 @@ def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
 
 def _processor_of(job: JobConfig, entry: CacheEntry) -> Any:
     """Where the processor of the rows' media is loaded from; None: they have none."""
-    from raysvc.build.mixed_job import entries_of
+    from raysvc.builds.mixed_job import entries_of
     from raysvc.cache.store.open import absolute
     from raysvc.media.row_pixels import ProcessorSpec
     from raysvc.plan.sliced.sliced_rows import has_media

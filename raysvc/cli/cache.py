@@ -249,7 +249,7 @@ def _short_folder(folder: str) -> str:
 
 
 def _explain_job(job: JobConfig, as_json: bool) -> None:
-    from raysvc.build.mixed_job import jobs_of
+    from raysvc.builds.mixed_job import jobs_of
     from raysvc.scoring.job_columns import explain_columns
 
     jobs = jobs_of(job)

@@ -12,7 +12,7 @@ from raysvc.cli.view import View, print_table
 from raysvc.progress import Progress
 
 if TYPE_CHECKING:
-    from raysvc.build.cache_entry import CacheEntry
+    from raysvc.builds.cache_entry import CacheEntry
     from raysvc.job.config import JobConfig
 
 

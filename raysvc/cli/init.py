@@ -24,7 +24,7 @@ def init(data: Data, tokenizer: Tokenizer, out: Out = Path("job.yaml"), as_json:
 
     Example: raysvc init rows.jsonl --tokenizer Qwen/Qwen2.5-0.5B
     """
-    from raysvc.build.first_job import job_text, look
+    from raysvc.builds.first_job import job_text, look
     from raysvc.errors import ConfigError
     from raysvc.job.job_schema import FILE, schema_text
 

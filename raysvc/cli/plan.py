@@ -30,7 +30,7 @@ def plan(
     Example: raysvc plan -c job.yaml plan.layout=packed plan.micro_batch_tokens=8192
     """
     from raysvc import api
-    from raysvc.build.job_plan import numbered, plan_of, report_of
+    from raysvc.builds.job_plan import numbered, plan_of, report_of
     from raysvc.cache.growing.followed_entry import FollowedEntry
     from raysvc.collate.plan_report import rows_of_step
     from raysvc.errors import PlanError

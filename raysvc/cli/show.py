@@ -15,7 +15,7 @@ from raysvc.cli.enrich import as_far_as_there
 from raysvc.cli.view import View, print_rows, printable
 
 if TYPE_CHECKING:
-    from raysvc.build.cache_entry import CacheEntry
+    from raysvc.builds.cache_entry import CacheEntry
     from raysvc.inspect.row_media import ShownMedium
     from raysvc.inspect.row_view import Kind, RowPicture
     from raysvc.job.config import JobConfig
@@ -89,7 +89,7 @@ def show(
 
 def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[str, Any]]:
     from raysvc import api
-    from raysvc.build.job_plan import numbered
+    from raysvc.builds.job_plan import numbered
     from raysvc.errors import EntryError
     from raysvc.inspect.row_media import media_of_rows
     from raysvc.inspect.row_view import columns_of_row, row_picture
@@ -114,7 +114,7 @@ def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[st
 
 
 def _step(job: JobConfig, step: int, rank: int | None, only_rows: bool) -> tuple[_Shown, dict[str, Any]]:
-    from raysvc.build.cache_entry import open_served
+    from raysvc.builds.cache_entry import open_served
     from raysvc.inspect.lineage import lineage
     from raysvc.inspect.replay_run import replay_job
     from raysvc.inspect.row_media import media_of_rows

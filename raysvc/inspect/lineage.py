@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from raysvc.inspect.row_view import DUMMY, RowPicture
 
 if TYPE_CHECKING:
-    from raysvc.build.cache_entry import CacheEntry
+    from raysvc.builds.cache_entry import CacheEntry
     from raysvc.plan.schedule import Schedule
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raysvc.build.serve_log import FILE, read_served
+from raysvc.builds.serve_log import FILE, read_served
 from raysvc.errors import ConfigError, EntryError
 from raysvc.job.column_dtypes import BF16
 
@@ -146,8 +146,8 @@ def save(shards: list[Shard], path: Path) -> None:
 
 def _spec_of(job: JobConfig) -> ServeSpec:
     from raysvc.api import cache_root, serve_spec, tokenize
-    from raysvc.build.explain import explain_job
-    from raysvc.build.mixed_job import jobs_of
+    from raysvc.builds.explain import explain_job
+    from raysvc.builds.mixed_job import jobs_of
     from raysvc.scoring.job_columns import with_found_columns
 
     if job.source.follow:

@@ -27,7 +27,7 @@ def tokenized_again(job: JobConfig, source_row: int) -> SliceResult:
         SourceError: the row is not there, or the source cannot be read.
     """
     from raysvc.api import cache_root
-    from raysvc.build.build_plan import plan_build
+    from raysvc.builds.build_plan import plan_build
     from raysvc.cache.store.open import open_store
     from raysvc.chat.slice_tokenizer import SliceTokenizer
     from raysvc.pipelines.reading.media_files import folder_of

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.build.mixed_job import entries_of
+from raysvc.builds.mixed_job import entries_of
 from raysvc.chat.row_errors import RowFault
 from raysvc.errors import EntryError, StoreError
 from raysvc.media.kinds import decoded, size_text
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from raysvc.actors.server.spec import ServeSpec
-    from raysvc.build.cache_entry import CacheEntry
+    from raysvc.builds.cache_entry import CacheEntry
     from raysvc.cache.store.store import Store
     from raysvc.collate.shard import Shard
 
@@ -113,7 +113,7 @@ def media_of_rows(entry: CacheEntry, row_ids: Sequence[int]) -> dict[int, tuple[
 
 def media_of_shards(spec: ServeSpec, shards: Sequence[Shard]) -> list[list[str]]:
     """For each shard the digests of the media of its rows, in the order of the rows; empty lists for rollouts."""
-    from raysvc.build.cache_entry import open_served
+    from raysvc.builds.cache_entry import open_served
 
     if spec.entry_uri is None:
         return [[] for _ in shards]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raysvc.build.job_plan import declared_columns
+from raysvc.builds.job_plan import declared_columns
 from raysvc.cache.find import open_entry
 from raysvc.collate.columns import IGNORED
 from raysvc.errors import ConfigError

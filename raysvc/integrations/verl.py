@@ -94,7 +94,7 @@ class PlannedPrompts(RLHFDataset):  # type: ignore[misc]  # verl is not followed
 
     def _order(self, config: Any) -> None:
         import raysvc
-        from raysvc.build.job_plan import plan_of
+        from raysvc.builds.job_plan import plan_of
         from raysvc.job.job_file import load_job
 
         job = load_job(config.raysvc_job, source={"path": list(self.data_files), "format": "prompt"})

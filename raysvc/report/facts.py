@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.build.job_plan import report_of
+from raysvc.builds.job_plan import report_of
 from raysvc.cache.growing.followed_entry import FollowedEntry
 from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.cache.store.open import absolute
@@ -25,7 +25,7 @@ from raysvc.media.medium import TOKENS
 from raysvc.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from raysvc.build.cache_entry import CacheEntry
+    from raysvc.builds.cache_entry import CacheEntry
     from raysvc.job.config import JobConfig
     from raysvc.row_batch import RowBatch
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raysvc.build.entry_report import Report
+from raysvc.builds.entry_report import Report
 from raysvc.cache import names
 from raysvc.cache.key import ADDED, cache_key
 from raysvc.errors import ConfigError

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 
-from raysvc.build.build_progress import source_tag
-from raysvc.build.find_or_build import held_generation
+from raysvc.builds.build_progress import source_tag
+from raysvc.builds.find_or_build import held_generation
 from raysvc.cache.find import find_entry, open_entry
 from raysvc.cache.generations import build_generation, next_generation
 from raysvc.cache.use_marker import Hold, share, this_process

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from raysvc.build.cache_entry import CacheEntry
-from raysvc.build.explain import explain_job
-from raysvc.build.mixed_job import entries_of, jobs_of, join
+from raysvc.builds.cache_entry import CacheEntry
+from raysvc.builds.explain import explain_job
+from raysvc.builds.mixed_job import entries_of, jobs_of, join
 from raysvc.cache.find import find_entry, open_entry
 from raysvc.cache.key import ADDED
 from raysvc.progress import Progress, silent

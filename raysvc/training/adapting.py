@@ -22,7 +22,7 @@ from raysvc.feedback.starve import starved
 
 if TYPE_CHECKING:
     from raysvc.actors.worker.results import MiniResult
-    from raysvc.build.cache_entry import CacheEntry
+    from raysvc.builds.cache_entry import CacheEntry
     from raysvc.client.batch_client import BatchClient
     from raysvc.job.config import MixtureConfig
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysvc.api import enrich, serve_spec
-from raysvc.build.cache_entry import CacheEntry
+from raysvc.builds.cache_entry import CacheEntry
 from raysvc.cache.store.open import absolute
 from raysvc.client.batch_client import BatchClient, attach
 from raysvc.errors import PlanError

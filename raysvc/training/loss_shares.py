@@ -19,7 +19,7 @@ from raysvc.cache.joined_entry import JoinedEntry
 
 if TYPE_CHECKING:
     from raysvc.actors.worker.results import MiniResult
-    from raysvc.build.cache_entry import CacheEntry
+    from raysvc.builds.cache_entry import CacheEntry
 
 Shares = dict[str, list[float]]  # name -> [sum of losses, targets or pairs]
 

@@ -19,7 +19,7 @@ from raysvc.actors.model.tiny_vision import NAME as TINY_VISION
 from raysvc.errors import ConfigError
 
 if TYPE_CHECKING:
-    from raysvc.build.cache_entry import CacheEntry
+    from raysvc.builds.cache_entry import CacheEntry
     from raysvc.job.config import JobConfig
 
 
@@ -54,7 +54,7 @@ def _first_beyond(entry: CacheEntry, entries: int) -> str | None:
     """The first row with an id beyond so many entries, in words."""
     import pyarrow.compute as pc
 
-    from raysvc.build.mixed_job import entries_of
+    from raysvc.builds.mixed_job import entries_of
 
     start = 0
     for one in entries_of(entry.entry):

@@ -15,7 +15,7 @@ from raysvc.actors.model.tiny_vision import TinyVision
 from raysvc.errors import ConfigError
 
 if TYPE_CHECKING:
-    from raysvc.build.cache_entry import CacheEntry
+    from raysvc.builds.cache_entry import CacheEntry
     from raysvc.job.config import JobConfig
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def vision_of(job: JobConfig, entry: CacheEntry) -> TinyVision | None:
         ConfigError: `tiny` for rows with media, `tiny-vision` for rows without or that it cannot see, or a model that was not
             proved to train on media.
     """
-    from raysvc.build.mixed_job import entries_of
+    from raysvc.builds.mixed_job import entries_of
 
     recipes = [one.recipe for one in entries_of(entry.entry)]
     processors = [one["media"]["processor"] for one in recipes if "media" in one]

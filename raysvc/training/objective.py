@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from raysvc.build.job_plan import plan_config
-from raysvc.build.mixed_job import entries_of
+from raysvc.builds.job_plan import plan_config
+from raysvc.builds.mixed_job import entries_of
 from raysvc.errors import ConfigError
 
 if TYPE_CHECKING:
-    from raysvc.build.cache_entry import CacheEntry
+    from raysvc.builds.cache_entry import CacheEntry
     from raysvc.job.config import JobConfig, Reduction
     from raysvc.job.trainer_config import TrainerConfig
 

@@ -2,7 +2,7 @@
 
     <run_dir>/rows.jsonl         one line per optimizer step: which rows were applied
     <run_dir>/metrics.jsonl      one line per step: loss, tokens, times
-    <run_dir>/served.jsonl       how the steps were made, from which step on; see `raysvc.build.serve_log`
+    <run_dir>/served.jsonl       how the steps were made, from which step on; see `raysvc.builds.serve_log`
     <run_dir>/evals.jsonl        one line per eval and time it ran, with the last step trained before it
     <run_dir>/checkpoints/step-<n>.<uid>/   weights; state.json, written last, makes it count
     <run_dir>/model/             the trained model, as `transformers` reads it, when the run has ended
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysvc.build.serve_log import FILE as SERVED
+from raysvc.builds.serve_log import FILE as SERVED
 from raysvc.cache.store.claim import Claim, Owner
 from raysvc.cache.store.posix import PosixStore
 from raysvc.errors import FolderLost

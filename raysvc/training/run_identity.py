@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysvc.build.job_plan import plan_of
+from raysvc.builds.job_plan import plan_of
 from raysvc.errors import StateMismatch
 from raysvc.training.step_log import named_failures
 
 if TYPE_CHECKING:
-    from raysvc.build.cache_entry import CacheEntry
+    from raysvc.builds.cache_entry import CacheEntry
     from raysvc.job.config import JobConfig
 
 FILE = "run.json"

@@ -24,7 +24,7 @@ from raysvc.training.step_log import StepLog
 
 if TYPE_CHECKING:
     from raysvc.actors.worker.results import MiniResult
-    from raysvc.build.cache_entry import CacheEntry
+    from raysvc.builds.cache_entry import CacheEntry
     from raysvc.client.batch_client import Step
     from raysvc.collate.shard import Denominators
     from raysvc.job.config import Reduction

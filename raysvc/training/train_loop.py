@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysvc.api import ServerHandle, building, entry_or_build, serve_entry, serve_spec, start_build
-from raysvc.build.cache_entry import CacheEntry
-from raysvc.build.job_plan import numbered
-from raysvc.build.serve_log import read_served
+from raysvc.builds.cache_entry import CacheEntry
+from raysvc.builds.job_plan import numbered
+from raysvc.builds.serve_log import read_served
 from raysvc.chat.tokens.token_bytes import count_bytes
 from raysvc.client.batch_client import BatchClient, Step, attach
 from raysvc.errors import LeaseHeld, StateMismatch, TokenizerError
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from raysvc.actors.worker.lr_schedule import LearningRate
     from raysvc.actors.worker.torch_worker import ModelSpec
     from raysvc.actors.worker.worker import MiniResult
-    from raysvc.build.build_beside import BuildBeside
+    from raysvc.builds.build_beside import BuildBeside
     from raysvc.plan.schedule import Schedule
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.worker.losses import DistillLoss
 from raysvc.actors.worker.row_losses import PairLoss, RewardLoss
 from raysvc.actors.worker.torch_worker import CausalLMWorker
-from raysvc.build.job_plan import plan_config
-from raysvc.build.mixed_job import mixture_spec
+from raysvc.builds.job_plan import plan_config
+from raysvc.builds.mixed_job import mixture_spec
 from raysvc.collate import Shard
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job

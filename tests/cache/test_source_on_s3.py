@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raysvc.build.build_plan import plan_build
+from raysvc.builds.build_plan import plan_build
 from raysvc.cache.store.open import open_store
 from raysvc.cache.writer import EntryWriter
 from raysvc.errors import RaysvcError, SourceError
@@ -23,7 +23,7 @@ from raysvc.pipelines.sources import fingerprint
 from raysvc.pipelines.sources.look import look_at
 from raysvc.pipelines.sources.scan_memo import Memo
 from raysvc.pipelines.tokenize import BuildTask, SliceWorker
-from tests.build.test_follow import job_of, lines, steps_of
+from tests.builds.test_follow import job_of, lines, steps_of
 
 from .helpers import wait_until_unused
 from .servers import S3

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.build.cache_entry import open_cache
-from raysvc.build.entry_report import Report
+from raysvc.builds.cache_entry import open_cache
+from raysvc.builds.entry_report import Report
 from raysvc.cache import manifest, names
 from raysvc.cache.find import find_entry
 from raysvc.cache.key import cache_key, canonical_json

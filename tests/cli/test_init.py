@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 import raysvc
-from raysvc.build.sample_data import chat_rows
+from raysvc.builds.sample_data import chat_rows
 from raysvc.cli.main import app
 from raysvc.job.job_file import load_job
 from raysvc.training.objective import objective_of

@@ -337,7 +337,7 @@ def test_what_a_notebook_shows_is_small_and_only_text(tmp_path: Path) -> None:
     import numpy as np
 
     from raysvc.actors.server.make_step import Recipe, make_step
-    from raysvc.build.cache_entry import CacheEntry
+    from raysvc.builds.cache_entry import CacheEntry
     from raysvc.client.steps import Mini, Step
     from raysvc.job.config import PlanConfig
     from raysvc.plan.plan import Plan

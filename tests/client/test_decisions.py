@@ -13,7 +13,7 @@ import pytest
 
 import raysvc
 from raysvc.actors.server.spec import MixtureSpec, ServeSpec
-from raysvc.build.serve_log import write_served
+from raysvc.builds.serve_log import write_served
 from raysvc.collate import read_shard
 from raysvc.errors import ConfigError, EntryError, ServerError, StateMismatch, StepOutOfOrder
 from raysvc.inspect.replay_run import replay_run

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import raysvc
-from raysvc.build.cache_entry import open_served
-from raysvc.build.job_plan import plan_of
-from raysvc.build.mixed_job import entries_of, mixture_spec, never_trained, stages_of
+from raysvc.builds.cache_entry import open_served
+from raysvc.builds.job_plan import plan_of
+from raysvc.builds.mixed_job import entries_of, mixture_spec, never_trained, stages_of
 from raysvc.cache.find import open_entry
 from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.errors import ConfigError, PlanError, StateMismatch

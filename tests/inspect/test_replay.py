@@ -244,7 +244,7 @@ def test_a_step_of_rollouts_comes_again_from_the_spool_until_that_is_gone(
 def test_what_a_run_keeps_of_its_server_holds_no_credentials_and_damage_to_it_is_said(tmp_path: Path) -> None:
     from raysvc.actors.server.kept.served_records import ServedRecords
     from raysvc.actors.server.spec import ServeSpec
-    from raysvc.build.serve_log import read_served
+    from raysvc.builds.serve_log import read_served
     from raysvc.errors import ConfigError
 
     secret = {"secret": "hush-7f3a91"}

@@ -10,7 +10,7 @@ from typing import Any
 import raysvc
 from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
-from raysvc.build.job_plan import plan_config, plan_of
+from raysvc.builds.job_plan import plan_config, plan_of
 from raysvc.client.data_state import frontier_of, state_of
 from raysvc.client.steps import RankMicro, RankStep, micros_of
 from raysvc.client.torch_dataset import RankDataset

@@ -112,7 +112,7 @@ def flat(lists: list[list[int]]) -> list[int]:
 
 def order_of(client: StreamClient) -> list[list[int]]:
     """Source rows of each mini-batch, as the plan deals them to one rank."""
-    from raysvc.build.job_plan import plan_of
+    from raysvc.builds.job_plan import plan_of
 
     plan, out = plan_of(client.job, client.entry), []
     origin = client.entry.table()["source_row"].to_numpy()

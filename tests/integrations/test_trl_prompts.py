@@ -151,7 +151,7 @@ def trl_alone(
 
 def order_of(client: StreamClient) -> list[int]:
     """Source rows in the order of the plan."""
-    from raysvc.build.job_plan import plan_of
+    from raysvc.builds.job_plan import plan_of
 
     plan = plan_of(client.job, client.entry)
     origin = client.entry.table()["source_row"].to_numpy()

@@ -149,8 +149,8 @@ def test_a_window_of_pictures_trains_while_it_is_built_as_when_it_is_there(
 
 
 def test_a_source_that_is_followed_takes_no_media(tmp_path: Path) -> None:
-    from raysvc.build.find_or_build import look
-    from raysvc.build.follow import refuse_what_has_no_end
+    from raysvc.builds.find_or_build import look
+    from raysvc.builds.follow import refuse_what_has_no_end
 
     folder = write_image_job(tmp_path, 8).parent
     source = {"path": str(folder / "rows.jsonl"), "follow": True}

@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 import raysvc
-from raysvc.build import explain, find_or_build
-from raysvc.build.sample_data import write_rows
+from raysvc.builds import explain, find_or_build
+from raysvc.builds.sample_data import write_rows
 from raysvc.cache.store.open import open_store
 from raysvc.cache.writer import EntryWriter
 from raysvc.job.config import JobConfig
@@ -90,7 +90,7 @@ def test_two_that_ask_at_once_share_one_build(
 def test_a_builder_that_starts_late_makes_nothing_that_another_has_made(
     tmp_path: Path, sample: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raysvc.build.build_plan import plan_build
+    from raysvc.builds.build_plan import plan_build
     from raysvc.job.config import JobConfig
     from raysvc.pipelines import tokenize
 

@@ -94,7 +94,7 @@ def test_the_rooms_never_import_each_other() -> None:
 def test_rooms_import_nothing_of_the_face_when_they_run() -> None:
     face = (
         "raysvc.api",
-        "raysvc.build.find_or_build",
+        "raysvc.builds.find_or_build",
         "raysvc.training.train",
         "raysvc.training.train_loop",
         "raysvc.cli",

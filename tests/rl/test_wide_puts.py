@@ -14,7 +14,7 @@ from raysvc.actors.rollouts.group_rows import batch_of, taken
 from raysvc.actors.rollouts.rollout_stream import RolloutStream
 from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.spec import Role, RolloutSpec, ServeSpec
-from raysvc.build.serve_log import write_served
+from raysvc.builds.serve_log import write_served
 from raysvc.collate.row_values import cells_of
 from raysvc.errors import SourceError
 from raysvc.inspect.replay_run import replay_run, save

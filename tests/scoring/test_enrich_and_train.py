@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import raysvc
-from raysvc.build.job_plan import plan_of
+from raysvc.builds.job_plan import plan_of
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
 

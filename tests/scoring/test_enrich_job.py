@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import raysvc
-from raysvc.build.mixed_job import entries_of
-from raysvc.build.sample_data import write_tokenizer
+from raysvc.builds.mixed_job import entries_of
+from raysvc.builds.sample_data import write_tokenizer
 from raysvc.cache import names
 from raysvc.cache.entry import Entry
 from raysvc.cache.find import collect_garbage, list_entries
@@ -409,7 +409,7 @@ def test_explain_says_what_differs_and_looking_computes_nothing(job: dict[str, A
 
 
 def test_columns_of_computed_entries_travel_with_their_pads(job: dict[str, Any]) -> None:
-    from raysvc.build.job_plan import plan_config
+    from raysvc.builds.job_plan import plan_config
 
     config = load_job(job, enrich={"teacher": {"model": job["trainer"]["model"], "top_k": 3}})
     plan = plan_config(config, raysvc.enrich(config))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysvc.build.cache_entry import CacheEntry
+from raysvc.builds.cache_entry import CacheEntry
 from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.collate.row_values import RowValues
 from raysvc.training.loss_shares import LossShares, length_bucket
@@ -55,7 +55,7 @@ def test_in_a_run_on_two_ranks_they_are_those_of_one_forward_a_row(
 
     import raysvc
     from raysvc.actors.model.load_model import tiny_model
-    from raysvc.build.sample_data import write_rows
+    from raysvc.builds.sample_data import write_rows
 
     other = write_rows(tmp_path / "other.jsonl", 48)
     sources = {"first": sample["rows"], "second": str(other)}

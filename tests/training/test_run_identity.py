@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raysvc.build.cache_entry import open_cache
+from raysvc.builds.cache_entry import open_cache
 from raysvc.cache.store.open import absolute
 from raysvc.errors import ConfigError, FolderHeld, StateMismatch
 from raysvc.job.config import JobConfig

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysvc.build.cache_entry import CacheEntry
+from raysvc.builds.cache_entry import CacheEntry
 from raysvc.collate.shard import Denominators
 from raysvc.job.trainer_config import Reduction
 from raysvc.progress import silent

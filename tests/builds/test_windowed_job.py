@@ -17,8 +17,8 @@ from raysvc import row_ids
 from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
 from raysvc.api import serve_spec
-from raysvc.build.cache_entry import CacheEntry
-from raysvc.build.job_plan import numbered, plan_of
+from raysvc.builds.cache_entry import CacheEntry
+from raysvc.builds.job_plan import numbered, plan_of
 from raysvc.cli.main import app
 from raysvc.collate.row_values import RowValues
 from raysvc.job.job_file import load_job

@@ -12,8 +12,8 @@ import pytest
 import raysvc
 from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
-from raysvc.build.job_plan import plan_config, plan_of
-from raysvc.build.mixed_job import mixture_spec
+from raysvc.builds.job_plan import plan_config, plan_of
+from raysvc.builds.mixed_job import mixture_spec
 from raysvc.errors import PlanError
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from raysvc.build import build_progress
-from raysvc.build.build_progress import BuildMeter
+from raysvc.builds import build_progress
+from raysvc.builds.build_progress import BuildMeter
 from raysvc.cache.manifest import Receipt
 from raysvc.cache.part_info import PartInfo
 from raysvc.chat.row_counts import RowCounts

@@ -15,7 +15,7 @@ from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.spec import Role
 from raysvc.actors.staging.slots import StagingOptions
 from raysvc.actors.staging.staging import Staging
-from raysvc.build.job_plan import plan_config
+from raysvc.builds.job_plan import plan_config
 from raysvc.client.steps import RankStep, micros_of
 from raysvc.collate.row_values import cells_of
 from raysvc.collate.shard import Shard, read_shard

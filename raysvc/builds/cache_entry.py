@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raysvc.build.entry_report import Report
+from raysvc.builds.entry_report import Report
 from raysvc.cache.growing.followed_entry import FollowedEntry
 from raysvc.cache.growing.growing_entry import BITS
 from raysvc.cache.joined_entry import JoinedEntry
@@ -169,7 +169,7 @@ class CacheEntry:
             TokenizerError: the entry keeps none.
             EntryError: the bytes are not those that the recipe names.
         """
-        from raysvc.build.kept_tokenizer import kept_tokenizer
+        from raysvc.builds.kept_tokenizer import kept_tokenizer
 
         return kept_tokenizer(self._entries)
 
@@ -213,7 +213,7 @@ def open_served(spec: ServeSpec) -> CacheEntry:
     Raises:
         EntryError: one of them is gone or damaged.
     """
-    from raysvc.build.mixed_job import join
+    from raysvc.builds.mixed_job import join
     from raysvc.cache.find import open_entry
 
     assert spec.entry_uri is not None, "a server of rollouts has no entry"

@@ -44,7 +44,7 @@ def jobs_of(job: JobConfig) -> dict[str, JobConfig]:
 
 def join(entries: Sequence[Entry]) -> JoinedEntry:
     """The entries of all sources as one, with their reports added up; where one grows, what is known before it ends."""
-    from raysvc.build.build_report import percentiles
+    from raysvc.builds.build_report import percentiles
 
     joined = JoinedEntry(entries)
     reports = [one.report for one in entries]

@@ -19,13 +19,13 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from raysvc.build.build_beside import BuildBeside, Stopped
-from raysvc.build.build_plan import BuildPlan
-from raysvc.build.build_progress import BuildMeter
-from raysvc.build.build_report import check_share, known_before, make_report
-from raysvc.build.cache_entry import CacheEntry
-from raysvc.build.find_or_build import Looked, Making, begin
-from raysvc.build.job_plan import plan_of
+from raysvc.builds.build_beside import BuildBeside, Stopped
+from raysvc.builds.build_plan import BuildPlan
+from raysvc.builds.build_progress import BuildMeter
+from raysvc.builds.build_report import check_share, known_before, make_report
+from raysvc.builds.cache_entry import CacheEntry
+from raysvc.builds.find_or_build import Looked, Making, begin
+from raysvc.builds.job_plan import plan_of
 from raysvc.cache import names
 from raysvc.cache.growing.followed_entry import FollowedEntry, FollowedSpec
 from raysvc.cache.writer import EntryWriter

@@ -1,4 +1,4 @@
-"""Training and serving while the entry is built: the list in `raysvc.build.build_beside`, with real builds."""
+"""Training and serving while the entry is built: the list in `raysvc.builds.build_beside`, with real builds."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import ray
 import raysvc
 from raysvc.actors.launch import stop_server
 from raysvc.api import cache_root, entry_or_build, serve_entry
-from raysvc.build.build_beside import BuildBeside
-from raysvc.build.build_progress import BuildMeter
-from raysvc.build.find_or_build import Making, begin, look
-from raysvc.build.job_plan import plan_of
+from raysvc.builds.build_beside import BuildBeside
+from raysvc.builds.build_progress import BuildMeter
+from raysvc.builds.find_or_build import Making, begin, look
+from raysvc.builds.job_plan import plan_of
 from raysvc.cache.find import find_entry
 from raysvc.cache.store.open import open_store
 from raysvc.errors import ServerError, StepFailed

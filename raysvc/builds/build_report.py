@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.build.build_plan import BuildPlan
+from raysvc.builds.build_plan import BuildPlan
 from raysvc.cache.entry import Entry
 from raysvc.cache.manifest import Manifest
 from raysvc.cache.writer import EntryWriter

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from raysvc.build.build_plan import BuildPlan, plan_build
-from raysvc.build.build_progress import BuildMeter, source_tag
-from raysvc.build.build_report import check_share, make_report
-from raysvc.build.entry_report import Report
-from raysvc.build.explain import HIT, why_missed
+from raysvc.builds.build_plan import BuildPlan, plan_build
+from raysvc.builds.build_progress import BuildMeter, source_tag
+from raysvc.builds.build_report import check_share, make_report
+from raysvc.builds.entry_report import Report
+from raysvc.builds.explain import HIT, why_missed
 from raysvc.cache.entry import Entry
 from raysvc.cache.find import find_entry, open_entry
 from raysvc.cache.generations import build_generation, next_generation

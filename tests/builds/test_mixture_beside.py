@@ -1,4 +1,4 @@
-"""Mixtures that are trained and served while their entries are built: the list in `raysvc.build.build_beside`, with several sources."""
+"""Mixtures that are trained and served while their entries are built: the list in `raysvc.builds.build_beside`, with several sources."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from raysvc import row_ids
 from raysvc.actors.server.entry_stream import streams_of
 from raysvc.actors.server.spec import TRAIN
 from raysvc.api import entry_or_build, serve_spec
-from raysvc.build import build_beside
-from raysvc.build.build_beside import BuildBeside
-from raysvc.build.job_plan import numbered, plan_of
+from raysvc.builds import build_beside
+from raysvc.builds.build_beside import BuildBeside
+from raysvc.builds.job_plan import numbered, plan_of
 from raysvc.cache.growing.growing_entry import GrowingEntry
 from raysvc.errors import QuarantineExceeded, SourceError
 from raysvc.job.config import JobConfig

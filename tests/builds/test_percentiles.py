@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.build.build_report import percentiles
+from raysvc.builds.build_report import percentiles
 
 
 @settings(max_examples=100)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from raysvc.build.build_plan import BuildPlan, plan_build
+from raysvc.builds.build_plan import BuildPlan, plan_build
 from raysvc.cache.entry import Entry
 from raysvc.cache.find import find_entry
 from raysvc.cache.generations import generations

@@ -24,8 +24,8 @@ import pyarrow.compute as pc
 
 from raysvc.actors.model.model_layout import layout_proof
 from raysvc.actors.model.tiny_vision import NAME as TINY_VISION
-from raysvc.build.build_plan import no_row
-from raysvc.build.media_job import processor_of, with_template
+from raysvc.builds.build_plan import no_row
+from raysvc.builds.media_job import processor_of, with_template
 from raysvc.chat.row_counts import RowCounts, warnings_of
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.detect import resolve_format, seen

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raysvc.build.mixed_job import entries_of, shuffles_of, stages_of
+from raysvc.builds.mixed_job import entries_of, shuffles_of, stages_of
 from raysvc.cache.key import ADDED
 from raysvc.collate.plan_report import PlanReport, plan_report
 from raysvc.collate.shard_bytes import ColumnBytes
@@ -33,7 +33,7 @@ OWN = {  # columns that a format gives its rows
 }
 
 if TYPE_CHECKING:
-    from raysvc.build.cache_entry import CacheEntry
+    from raysvc.builds.cache_entry import CacheEntry
     from raysvc.job.config import JobConfig, PlanConfig
     from raysvc.plan.plan import Plan
 

@@ -1,4 +1,4 @@
-"""Sources that are followed: the lists in `raysvc.build.follow`, `raysvc.pipelines.sources.followed` and `raysvc.cache.growing.listings`."""
+"""Sources that are followed: the lists in `raysvc.builds.follow`, `raysvc.pipelines.sources.followed` and `raysvc.cache.growing.listings`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import raysvc
 from raysvc.actors.server.entry_stream import EntryStream, streams_of
 from raysvc.actors.server.spec import TRAIN, Role
 from raysvc.api import serve_spec
-from raysvc.build.cache_entry import CacheEntry
+from raysvc.builds.cache_entry import CacheEntry
 from raysvc.cache.growing.followed_entry import FollowedEntry
 from raysvc.cli.main import app
 from raysvc.errors import EntryError, RaysvcError

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from raysvc.build.cache_entry import open_cache
-from raysvc.build.job_plan import plan_config
+from raysvc.builds.cache_entry import open_cache
+from raysvc.builds.job_plan import plan_config
 from raysvc.errors import ConfigError
 from raysvc.job.config import JobConfig
 from raysvc.plan.cost import CostModel

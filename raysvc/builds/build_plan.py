@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from raysvc.build.kept_tokenizer import remember
-from raysvc.build.media_job import MEDIA_VERSION, processor_of, with_template
+from raysvc.builds.kept_tokenizer import remember
+from raysvc.builds.media_job import MEDIA_VERSION, processor_of, with_template
 from raysvc.cache.key import cache_key
 from raysvc.cache.store.store import Store
 from raysvc.chat.carry import Carrier, resolved

@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from raysvc.build.build_report import known_before
-from raysvc.build.cache_entry import CacheEntry
-from raysvc.build.find_or_build import Going, Looked, Making, PoolBeside, begin, receipts_beside
-from raysvc.build.job_plan import plan_of
-from raysvc.build.mixed_job import join
+from raysvc.builds.build_report import known_before
+from raysvc.builds.cache_entry import CacheEntry
+from raysvc.builds.find_or_build import Going, Looked, Making, PoolBeside, begin, receipts_beside
+from raysvc.builds.job_plan import plan_of
+from raysvc.builds.mixed_job import join
 from raysvc.cache import names as file_names
 from raysvc.cache.entry import Entry
 from raysvc.cache.growing.growing_entry import GrowingEntry, GrowingSpec
