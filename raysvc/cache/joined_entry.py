@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.cache.key import cache_key
+from raysvc.cache.local.large_array import concatenated
 from raysvc.errors import EntryError
-from raysvc.large_array import concatenated
 from raysvc.media.medium import COLUMN, PATCHES, TOKENS
 from raysvc.row_batch import Array, RowBatch, WideRows
 

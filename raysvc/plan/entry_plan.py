@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from raysvc.cache.growing.followed_entry import FollowedEntry
 from raysvc.cache.key import rows_key
+from raysvc.cache.local.large_array import concatenated
 from raysvc.errors import PlanError
 from raysvc.job.config import PAIRED, PlanConfig
-from raysvc.large_array import concatenated
 from raysvc.media.medium import PATCHES
 from raysvc.plan.groups import Groups
 from raysvc.plan.mixture import Mixture, MixtureSource, Stage, counts_by_weight

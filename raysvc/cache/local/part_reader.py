@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from raysvc.cache.local.large_array import large_array
 from raysvc.cache.local.part_cache import PartCopies, node_copies
 from raysvc.cache.local.part_source import LocalParts, PartSource, RemoteParts
 from raysvc.cache.part_info import PartInfo
 from raysvc.cache.part_table import PartTable
 from raysvc.cache.store.store import Store
-from raysvc.large_array import large_array
 from raysvc.row_batch import RowBatch
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The list in `raysvc.large_array`."""
+"""The list in `raysvc.cache.local.large_array`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from raysvc.cache.local.large_array import concatenated, large_array
 from raysvc.errors import StoreError
-from raysvc.large_array import concatenated, large_array
 
 
 def test_a_small_array_is_held_and_a_large_one_is_a_file_that_nobody_sees(
