@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raysvc.metrics import LaterRecords
-from raysvc.training.stalls import StepTimes
+from raysvc.trackers.stalls import StepTimes
 
 if TYPE_CHECKING:
     from raysvc.collate.info import MiniBatchInfo

@@ -27,7 +27,7 @@ class Line:
         steps_per_s, tokens_per_s: trained.
         stall: share of the time in which the trainer waited for data, 0 to 1; of ranks, the one that waited most.
         stall_s: all of its waits.
-        causes: part of `raysvc.training.stalls.PARTS` -> seconds of all waits that it took, largest first.
+        causes: part of `raysvc.trackers.stalls.PARTS` -> seconds of all waits that it took, largest first.
         look_ahead: outstanding fetches.
         look_ahead_bytes: of these, beyond the next one.
         rollouts: counts of groups and of producers; None: an entry is served.

@@ -17,9 +17,9 @@ from raysvc.collate.loss_weights import mean_count
 from raysvc.errors import ConfigError, StateMismatch
 from raysvc.progress import Progress, Tick
 from raysvc.trackers.reporter import Reporter
+from raysvc.trackers.stalls import StallBook, StepTimes
 from raysvc.training.loss_shares import LossShares, Shares
 from raysvc.training.run_folder import RunFolder
-from raysvc.training.stalls import StallBook, StepTimes
 from raysvc.training.step_log import StepLog
 
 if TYPE_CHECKING:

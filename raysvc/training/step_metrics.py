@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from raysvc.client.meter import ROLE
 from raysvc.metrics import record
-from raysvc.training.stalls import StepTimes
+from raysvc.trackers.stalls import StepTimes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,6 +22,7 @@ from raysvc.errors import LeaseHeld, StateMismatch, TokenizerError
 from raysvc.job.config import JobConfig, cpus_held, held_beside
 from raysvc.progress import Progress, Tick
 from raysvc.trackers.reporter import NO_TRACKERS, Reporter, open_reporter
+from raysvc.trackers.stalls import StallBook
 from raysvc.trackers.tracker import tracked_run
 from raysvc.training.adapting import Adapting
 from raysvc.training.evaluation import Evals, HeldBack
@@ -33,7 +34,6 @@ from raysvc.training.objective import OF_A_CRITIC, mean_of, objective_of
 from raysvc.training.run_folder import Checkpoint, RunFolder, goal
 from raysvc.training.run_identity import claim, identity_of
 from raysvc.training.run_log import RunLog, cache_facts, write_summary
-from raysvc.training.stalls import StallBook
 from raysvc.training.step_log import StepLog
 from raysvc.training.step_metrics import observe_step
 

@@ -11,7 +11,7 @@ from raysvc.actors.server.trainer_reports import TrainerReports
 from raysvc.client import meter as meter_module
 from raysvc.client.meter import RECENT_S, Committed, Given, Meter
 from raysvc.metrics import BY_NAME
-from raysvc.training.stalls import StepTimes
+from raysvc.trackers.stalls import StepTimes
 
 
 class Clock:

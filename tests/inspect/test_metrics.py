@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from raysvc.metrics import BY_NAME, SPILLED, TABLE, record
-from raysvc.training.stalls import PARTS
+from raysvc.trackers.stalls import PARTS
 
 ROOT = Path(__file__).parents[2]
 READ = """

@@ -15,10 +15,10 @@ from raysvc.collate.shard import Denominators
 from raysvc.job.trainer_config import Reduction
 from raysvc.progress import silent
 from raysvc.trackers.reporter import NO_TRACKERS
+from raysvc.trackers.stalls import StepTimes
 from raysvc.training.loss_shares import LossShares
 from raysvc.training.run_folder import RunFolder
 from raysvc.training.run_log import RunLog
-from raysvc.training.stalls import StepTimes
 
 LOSSES = ([1.0, 2.0, 3.0], [10.0])  # of the targets of two mini-batches
 ROWS = ([[1.0], [2.0, 3.0]], [[10.0]])  # the same by row

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.training.stalls import KEEP, StallBook, StepTimes, verdict
+from raysvc.trackers.stalls import KEEP, StallBook, StepTimes, verdict
 
 SECONDS = st.floats(0, 100, allow_nan=False)
 
