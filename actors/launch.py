@@ -1,4 +1,4 @@
-"""Where actor classes meet Ray: the one file with `ray.remote`.
+"""Where the actor classes of the service meet Ray; those of the trainer do in `raysvc.actors.dispatch.worker_places`.
 
 Classes are plain and wrapped here, so that they travel by name (no version skew hides) and can be
 tested without Ray. Server actors are named in the namespace of their team, whatever the driver's own is.
@@ -9,22 +9,18 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
 from ray.actor import ActorHandle
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raysvc.actors.placement import GroupNeed, Resources, place_groups, what_is_missing
+from raysvc.actors.placement import Resources, what_is_missing
 from raysvc.actors.rollouts.rollout_server import RolloutServer
 from raysvc.actors.server.batch_server import BatchServer
 from raysvc.actors.server.collator import Collator
 from raysvc.actors.server.spec import ServeSpec
-from raysvc.actors.worker.torch_worker import CausalLMWorker, ModelSpec
-from raysvc.actors.worker.worker import Worker
 from raysvc.errors import ConfigError, RaysvcError, ServerError
 from raysvc.team import TEAM, own_name, ray_namespace, team_of
 
@@ -124,13 +120,13 @@ def _refuse_without_room(spec: ServeSpec, node_id: str | None, may_grow: bool) -
     """Refuse a server that no node can hold, or not the one it is to be on."""
     need = {"CPU": spec.num_cpus}
     if node_id is None:
-        _refuse_what_never_fits("server.num_cpus", [need], may_grow)
+        refuse_what_never_fits("server.num_cpus", [need], may_grow)
     elif missing := _lacking(node_id, need):
         what = f"asks for a node that cannot hold it: {missing}"
         raise ConfigError("server.placement", what, "lower server.num_cpus, or set server.placement: any")
 
 
-def _refuse_what_never_fits(where: str, bundles: list[Resources], may_grow: bool) -> None:
+def refuse_what_never_fits(where: str, bundles: list[Resources], may_grow: bool) -> None:
     """Refuse bundles that the nodes cannot hold even when all else has ended; say so and wait where nodes may come.
 
     Ray's autoscalers do not tell which nodes they could bring, so the user does.
@@ -247,61 +243,6 @@ def served_names() -> list[tuple[str, str]]:
     actors = ray.util.list_named_actors(all_namespaces=True)
     found = [(team_of(actor["namespace"]), actor["name"]) for actor in actors]
     return sorted((team, name) for team, name in found if team is not None)
-
-
-class PlacedWorkers(NamedTuple):
-    """Workers by group, in rank order, and what holds their places; removing it ends them."""
-
-    workers: dict[str, list[ActorHandle]]
-    reserved: PlacementGroup
-
-
-def start_groups(
-    specs: Mapping[str, ModelSpec],
-    needs: Mapping[str, GroupNeed],
-    colocated: Iterable[Collection[str]] = (),
-    device: str = "cuda",
-    worker: type[Worker] = CausalLMWorker,
-    *,
-    may_grow: bool = False,
-    beside: Sequence[Resources] = (),
-) -> PlacedWorkers:
-    """Workers of several groups in places that are reserved together, packed onto nodes; colocated ones share devices.
-
-    Staging has a thread of its own. A worker is not restarted by Ray: its weights would be gone. The run goes on from a
-    checkpoint.
-
-    Args:
-        may_grow: an autoscaler may bring nodes: what the cluster lacks now is waited for.
-        beside: what the job starts besides, in places of its own: only counted.
-
-    Raises:
-        ConfigError: the cluster cannot hold them all; the error says what is missing. Nothing was started then.
-    """
-    placed = place_groups(needs, colocated)
-    where = f"groups {', '.join(needs)}{' and the server' if beside else ''}"
-    _refuse_what_never_fits(where, [*placed.bundles, *beside], may_grow)
-    reserved = placement_group(placed.bundles, strategy="PACK")
-    actor = ray.remote(concurrency_groups={"stage": 1}, **QUIET)(worker)
-    workers = {}
-    for name, need in needs.items():
-        text = specs[name].model_dump_json()
-        workers[name] = [
-            actor.options(
-                num_cpus=need.num_cpus,
-                num_gpus=need.num_gpus,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(reserved, bundle),
-            ).remote(rank, need.num_workers, device, text)
-            for rank, bundle in enumerate(placed.bundle_of[name])
-        ]
-    return PlacedWorkers(workers, reserved)
-
-
-def nodes_of(reserved: PlacementGroup) -> list[str]:
-    """The node of each place, once all are there."""
-    wait_for(reserved.ready(), "the places of the workers")
-    nodes: dict[int, str] = placement_group_table(reserved)["bundles_to_node_id"]
-    return [nodes[place] for place in range(len(nodes))]
 
 
 def wait_for(refs: Any, what: str, timeout_s: float = 600.0) -> Any:

@@ -23,7 +23,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from raysvc.actors.dispatch.future import Pending, waiting
 from raysvc.actors.dispatch.residency import Move, Residency
 from raysvc.actors.dispatch.worker_group import Running, WorkerGroup, pick_device
-from raysvc.actors.launch import start_groups
+from raysvc.actors.dispatch.worker_places import start_groups
 from raysvc.actors.placement import GroupNeed
 from raysvc.actors.worker.losses import Loss
 from raysvc.actors.worker.results import Metrics, reduce_metrics

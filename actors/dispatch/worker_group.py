@@ -22,7 +22,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raysvc.actors.dispatch.mesh import Mesh
-from raysvc.actors.launch import REPORT_EVERY_S, nodes_of, start_groups
+from raysvc.actors.dispatch.worker_places import nodes_of, start_groups
+from raysvc.actors.launch import REPORT_EVERY_S
 from raysvc.actors.placement import GroupNeed, Resources
 from raysvc.actors.staging.staging import Key, StagingOptions
 from raysvc.actors.worker.results import MiniResult

@@ -88,7 +88,7 @@ class Place:
 CLUSTER = """
 import json, ray
 from ray.cluster_utils import Cluster
-from raysvc.actors.launch import start_groups
+from raysvc.actors.dispatch.worker_places import start_groups
 from raysvc.actors.placement import GroupNeed
 from raysvc.errors import ConfigError
 from tests.actors.ranks import tiny_spec

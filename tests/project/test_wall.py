@@ -1,0 +1,83 @@
+"""The reference trainer is behind a wall: nothing of the service imports it, and who attaches loads none of it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TRAINER = ("raysvc.training", "raysvc.actors.worker", "raysvc.actors.model", "raysvc.actors.dispatch")
+SERVICE = (
+    "actors/server",
+    "actors/rollouts",
+    "actors/launch.py",
+    "actors/placement.py",
+    "pipelines",
+    *(f"raysvc/{room}" for room in ("cache", "chat", "client", "collate", "feedback", "job", "media")),
+    *(f"raysvc/{room}" for room in ("plan", "rl", "trackers")),
+)
+MOST_TO_ATTACH = 120  # modules of ours that a trainer loads before it calls `attach`
+
+
+def files_of(place: str) -> list[Path]:
+    found = ROOT / place
+    return [found] if found.is_file() else sorted(found.rglob("*.py"))
+
+
+def imported_by(path: Path) -> set[str]:
+    """Modules that a file imports anywhere, also inside functions, and for types."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def of_the_trainer(names: set[str]) -> list[str]:
+    return sorted(name for name in names if name.startswith(tuple(f"{one}." for one in TRAINER)))
+
+
+def loaded_after(code: str) -> set[str]:
+    """All modules that a fresh process has loaded after it ran `code`."""
+    program = f"import json, sys\n{code}\nprint(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("place", SERVICE)
+def test_no_file_of_the_service_names_a_module_of_the_trainer(place: str) -> None:
+    files = files_of(place)
+    assert files
+    assert {path.name: of_the_trainer(imported_by(path)) for path in files} == {
+        path.name: [] for path in files
+    }
+
+
+def test_the_service_loads_without_the_trainer() -> None:
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for place in SERVICE
+        for path in files_of(place)
+        if path.stem != "__init__"
+    ]
+    names = [name if name.startswith("raysvc.") else f"raysvc.{name}" for name in modules]
+    own = [
+        name for name in names if not name.startswith("raysvc.trackers.")
+    ]  # these load a tracker's library
+    loaded = loaded_after(f"import importlib\nfor name in {own!r}: importlib.import_module(name)")
+    assert set(own) <= loaded
+    assert of_the_trainer(loaded) == []
+
+
+def test_who_attaches_loads_few_modules_and_neither_ray_nor_torch() -> None:
+    loaded = loaded_after("import raysvc; raysvc.attach")
+    assert len([name for name in loaded if name.partition(".")[0] == "raysvc"]) <= MOST_TO_ATTACH
+    assert of_the_trainer(loaded) == []
+    assert not loaded & {"ray", "torch", "transformers", "datasets"}
