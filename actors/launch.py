@@ -130,6 +130,9 @@ def refuse_what_never_fits(where: str, bundles: list[Resources], may_grow: bool)
     """Refuse bundles that the nodes cannot hold even when all else has ended; say so and wait where nodes may come.
 
     Ray's autoscalers do not tell which nodes they could bring, so the user does.
+
+    Raises:
+        ConfigError: no node can hold one of them, and none may come.
     """
     missing = what_is_missing(bundles, [node["Resources"] for node in ray.nodes() if node["Alive"]])
     if missing is None:
