@@ -4,12 +4,12 @@ Axes: P rows.
 Always true:
 - the number of a row does not depend on how many rows other slices have, so it is known before they are;
 - numbers ascend by source, slice and row;
-- `split` undoes `join`.
+- `split` undoes `join`, and `parse` undoes `written`: `2:17:451` is row 451 of slice 17 of source 2.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 
@@ -33,8 +33,12 @@ def join(slices: Int64s, rows: Int64s) -> Int64s:
     return (slices << _SLICE) | rows
 
 
-def slice_base(first: int) -> int:
-    """What is added to numbers whose slices are counted from `first` on."""
+@overload
+def slice_base(first: int) -> int: ...
+@overload
+def slice_base(first: Int64s) -> Int64s: ...
+def slice_base(first: int | Int64s) -> int | Int64s:
+    """What is added to numbers whose slices are counted from `first` on: the number of the first row of that slice."""
     return first << int(_SLICE)
 
 
@@ -48,3 +52,30 @@ def split(ids: Int64s) -> SlicedPlace:
     return SlicedPlace(
         ids >> _SOURCE, (ids >> _SLICE) & np.int64(MOST_SLICES - 1), ids & np.int64((1 << int(_SLICE)) - 1)
     )
+
+
+def written(row_id: int) -> str:
+    """An id as it is shown: `2:17:451`."""
+    source, piece, row = (int(one[0]) for one in split(np.array([row_id], np.int64)))
+    return f"{source}:{piece}:{row}"
+
+
+def parse(text: str) -> int:
+    """An id as it was shown, or typed: `2:17:451`, `17:451` of the first source, or the one number of all three.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    fields = [field.strip() for field in text.split(":")]
+    if not 1 <= len(fields) <= 3 or not all(field.isascii() and field.isdecimal() for field in fields):
+        raise ValueError(f"{text!r} is not a row id such as 0:17:451")
+    if len(fields) == 1:
+        found = int(fields[0])
+    else:
+        source, piece, row = map(int, ["0", *fields][-3:])
+        if source >= MOST_SOURCES or piece >= MOST_SLICES or row >= 1 << int(_SLICE):
+            raise ValueError(f"{text} is too large for the id of a row")
+        found = source_base(source) + slice_base(piece) + row
+    if found >= 1 << 63:
+        raise ValueError(f"{text} is too large for the id of a row")
+    return found

@@ -25,7 +25,6 @@ from datetime import time as time_of_day
 from decimal import Decimal
 from typing import Any
 
-from raysvc.cache.growing.followed_entry import MOST_SLICES
 from raysvc.cache.growing.listings import Listing, Listings
 from raysvc.cache.key import canonical_json
 from raysvc.errors import SourceError
@@ -39,6 +38,7 @@ from raysvc.pipelines.sources.listing import find_files
 from raysvc.pipelines.sources.scan_memo import Memo
 from raysvc.pipelines.sources.slices import Piece, Slice, packed
 from raysvc.pipelines.sources.source import share_of
+from raysvc.row_ids import MOST_SLICES
 
 log = logging.getLogger(__name__)
 LISTING_BYTES = 1 << 30  # of one listing: what is there at the beginning becomes several

@@ -18,7 +18,6 @@ import numpy as np
 
 from raysvc.builds.entry_report import Report
 from raysvc.cache.growing.followed_entry import FollowedEntry
-from raysvc.cache.growing.growing_entry import BITS
 from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.cache.store.open import open_store
 from raysvc.errors import ConfigError, PlanError
@@ -27,6 +26,7 @@ from raysvc.plan.entry_plan import group_bounds, numbers_by_slice
 from raysvc.plan.fact_table import facts_html, facts_text
 from raysvc.plan.sliced.sliced_rows import positions
 from raysvc.ragged import Int64s
+from raysvc.row_ids import slice_base
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -178,7 +178,7 @@ def _turn_in_slice(entry: FollowedEntry, row_id: int) -> tuple[int, int] | None:
     """As `_turn`, by the rows of its slice alone: an entry without an end has no bounds."""
     if entry.recipe.get("format") not in PAIRED and entry.recipe.get("train_on") != "each_assistant_turn":
         return None
-    number, row = divmod(row_id, 1 << BITS)
+    number, row = divmod(row_id, slice_base(1))
     rows = entry.slice_values("source_row", number)
     first, stop = (int(np.searchsorted(rows, rows[row], side)) for side in ("left", "right"))
     return row - first + 1, stop - first

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from raysvc.inspect.row_view import Kind, RowPicture
     from raysvc.job.config import JobConfig
 
-RowNumber = Annotated[int, typer.Option(help="Row of the entry, counted from 0.", min=0)]
+RowNumber = Annotated[str, typer.Option(help="Row of the entry, counted from 0, or an id such as 2:17:451.")]
 StepNumber = Annotated[
     int | None, typer.Option(help="Show this step instead of a row. Needs no server.", min=0)
 ]
@@ -44,7 +44,7 @@ class _Shown:
 def show(
     config: Job = "job.yaml",
     overrides: Overrides = None,
-    row: RowNumber = 0,
+    row: RowNumber = "0",
     step: StepNumber = None,
     rank: Rank = None,
     rows: Rows = False,
@@ -71,7 +71,7 @@ def show(
     if step is not None:
         found, result = _step(job, step, rank, rows)
     else:
-        found, result = _row(job, row, address)
+        found, result = _row(job, _id_of(row), address)
     if as_json:
         emit(result)
     elif html is not None:
@@ -85,6 +85,16 @@ def show(
         print_rows(found.title, [_cells(line) for line in result["rows"]])
     else:
         _print(found)
+
+
+def _id_of(row: str) -> int:
+    from raysvc.errors import ConfigError
+    from raysvc.row_ids import parse
+
+    try:
+        return parse(row)
+    except ValueError as error:
+        raise ConfigError("row", str(error), "give a number from 0 on, or source:slice:row") from None
 
 
 def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[str, Any]]:

@@ -75,7 +75,7 @@ class PlanConfig(Section):
     )
     skip_rows: tuple[RowId, ...] = Field(
         default=(),
-        description="Row ids that are never trained: a list, or a file (one id per line, or a JSON list).",
+        description="Row ids that are never trained: a list, or a file (one id per line, such as 2:17:451, or a JSON list).",
     )
 
     @field_validator("columns")

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def read_row_ids(path: str) -> tuple[int, ...]:
-    """The ids of a file: a JSON list, or one id a line (`#` begins a comment; `{"row_id": 17}` is an id too).
+    """The ids of a file: a JSON list, or one id a line (`#` begins a comment; `2:17:451` and `{"row_id": 17}` are ids too).
 
     Raises:
         ValueError: no such file, or something in it is not a row id.
@@ -38,6 +38,8 @@ def _sorted(path: str, found: Any, what: str) -> tuple[int, ...]:
     ids = set()
     for number, value in found:
         value = value.get("row_id") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            value = _number(value)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ValueError(f"{what} {number} of {path} is not a row id")
         ids.add(value)
@@ -55,4 +57,13 @@ def _of_line(line: str) -> Any:
     try:
         return json.loads(line)
     except json.JSONDecodeError:
+        return line
+
+
+def _number(text: str) -> int | None:
+    from raysvc.row_ids import parse
+
+    try:
+        return parse(text)
+    except ValueError:
         return None

@@ -22,7 +22,7 @@ from raysvc.actors.server.step_maker import StepMaker
 from raysvc.cache import names
 from raysvc.cache.find import open_entry
 from raysvc.cache.growing import slice_receipts
-from raysvc.cache.growing.growing_entry import BITS, GrowingEntry, GrowingSpec
+from raysvc.cache.growing.growing_entry import GrowingEntry, GrowingSpec
 from raysvc.cache.growing.slice_receipts import SliceReceipts
 from raysvc.cache.key import cache_key
 from raysvc.cache.store.open import open_store
@@ -173,7 +173,7 @@ def test_texts_are_whole_and_as_wide_as_the_longest_of_their_mini_batch(tmp_path
         for dp_size in (1, 2):
             info, shards = stream.make(step, (dp_size,))
             [mini] = info.mini_batches
-            wanted = {row: truth[5 * (row >> BITS) + row % (1 << BITS)] for row in mini.row_ids.tolist()}
+            wanted = {row: truth[5 * (row >> 32) + row % (1 << 32)] for row in mini.row_ids.tolist()}
             width = max(map(len, wanted.values()))
             for shard in shards:
                 texts = shard.arrays["domain"]
@@ -362,10 +362,10 @@ def test_a_first_row_is_that_of_the_first_slice_that_has_rows(tmp_path: Path) ->
     source.build(0)
     builder = threading.Timer(0.05, source.build, (2,))
     builder.start()
-    assert entry.first_row() == 2 << BITS
+    assert entry.first_row() == 2 << 32
     builder.join()
     source.build(1)
-    assert entry.first_row() == 2 << BITS  # what was found is not looked for again
+    assert entry.first_row() == 2 << 32  # what was found is not looked for again
     assert entry.has([0, 1, 2])
     assert entry.num_tokens == sum(len(ids) for n in range(3) for ids in source.table(n)["input_ids"])
     assert len(entry.parts.parts) == 3

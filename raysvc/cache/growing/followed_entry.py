@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from raysvc.cache.entry import Entry
-from raysvc.cache.growing.growing_entry import BITS, GrowingEntry, Parts
+from raysvc.cache.growing.growing_entry import GrowingEntry, Parts
 from raysvc.cache.growing.listings import REMEDY, Listings
 from raysvc.cache.growing.slice_receipts import MOST_LOOK_S, SliceReceipts
 from raysvc.cache.local.part_cache import PartCopies
@@ -28,8 +28,7 @@ from raysvc.cache.manifest import Manifest
 from raysvc.cache.store.store import Store
 from raysvc.errors import EntryError
 from raysvc.ragged import Int64s
-
-MOST_SLICES = 1 << 20  # that have a number
+from raysvc.row_ids import MOST_SLICES, slice_base
 
 
 class FollowedSpec(BaseModel):
@@ -90,7 +89,7 @@ class FollowedEntry(GrowingEntry):
         )
 
     def _part_reader(self, copies: PartCopies | None) -> PartReader:
-        starts = np.arange(MOST_SLICES + 1, dtype=np.int64) << BITS
+        starts = slice_base(np.arange(MOST_SLICES + 1, dtype=np.int64))
         return PartReader(
             self.store, self.folder, Parts(self.receipts), self.receipts.columns, copies, starts
         )
@@ -130,10 +129,7 @@ class FollowedEntry(GrowingEntry):
 
     def row_ids(self) -> Int64s:
         """int64 [N], of the slices that are known by now; waits for them."""
-        ids = [
-            (np.int64(index) << BITS) + np.arange(part.num_rows)
-            for index, part in enumerate(self.parts.parts)
-        ]
+        ids = [slice_base(index) + np.arange(part.num_rows) for index, part in enumerate(self.parts.parts)]
         return np.concatenate(ids) if ids else np.zeros(0, np.int64)
 
     def lengths(self) -> npt.NDArray[np.int32]:

@@ -25,8 +25,7 @@ from raysvc.cache.local.part_reader import PartReader
 from raysvc.cache.manifest import Manifest
 from raysvc.cache.part_info import LazyParts, PartInfo
 from raysvc.cache.store.store import Store
-
-BITS = 32  # of the number of a row in its slice, as in row_ids
+from raysvc.row_ids import slice_base
 
 
 class GrowingSpec(BaseModel):
@@ -66,7 +65,7 @@ class GrowingEntry(Entry):
         )
 
     def _part_reader(self, copies: PartCopies | None) -> PartReader:
-        starts = np.arange(len(self.spec.contents) + 1, dtype=np.int64) << BITS
+        starts = slice_base(np.arange(len(self.spec.contents) + 1, dtype=np.int64))
         return PartReader(
             self.store,
             self.folder,
@@ -93,7 +92,9 @@ class GrowingEntry(Entry):
     def lacks(self, slices: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """bool [N], whether there is no such row in a slice; what is not tokenized yet may be there."""
         used, places = np.unique(slices, return_inverse=True)
-        counts = [1 << BITS if count is None else count for count in self.receipts.num_rows(used.tolist())]
+        counts = [
+            slice_base(1) if count is None else count for count in self.receipts.num_rows(used.tolist())
+        ]
         return rows >= np.array(counts, np.int64)[places]
 
     def wait_for(self, slices: Sequence[int]) -> float:
@@ -110,7 +111,7 @@ class GrowingEntry(Entry):
 
     def first_row(self) -> int:
         """The number of a row that is there; waits for the first slice that has one."""
-        return self.receipts.any_part()[0] << BITS
+        return slice_base(self.receipts.any_part()[0])
 
     def fail(self, why: str) -> None:
         """Nobody builds any more; whoever waits for a slice is told why. "": somebody builds again."""
