@@ -6,7 +6,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from raysvc.chat.row_counts import reasoning_remedy
-from raysvc.chat.source.loss_flags import IGNORED
 from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
 from raysvc.cli.view import View, print_table, printable
 
@@ -58,6 +57,8 @@ def cache_facts(entry: CacheEntry) -> dict[str, Any]:
 
 def report_rows(entry: CacheEntry) -> dict[str, Any]:
     """The report as a person reads it."""
+    from raysvc.chat.source.loss_flags import IGNORED
+
     report = entry.report
     row_counts = report["row_counts"]
     rows: dict[str, Any] = {"rows in": row_counts["rows_in"], "rows written": row_counts["rows_written"]}
