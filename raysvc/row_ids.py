@@ -64,7 +64,7 @@ def parse(text: str) -> int:
     """An id as it was shown, or typed: `2:17:451`, `17:451` of the first source, or the one number of all three.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: it has another form, or is too large.
     """
     fields = [field.strip() for field in text.split(":")]
     if not 1 <= len(fields) <= 3 or not all(field.isascii() and field.isdecimal() for field in fields):
