@@ -27,6 +27,7 @@ from raysvc.chat.slice_tokenizer import SliceResult, SliceTokenizer
 from raysvc.job.config import PoolConfig, TextSpec
 from raysvc.media.media_desk import MediaDesk
 from raysvc.media.media_processor import MediaProcessor
+from raysvc.media.reference import AllowedPlaces
 from raysvc.pipelines.reading.media_files import folder_of, read_media_file
 from raysvc.pipelines.reading.readers import has_long_line, read_lines, read_rows
 from raysvc.pipelines.slice_graph import WorkerPool, answers, receipts_from, slice_graph
@@ -124,9 +125,11 @@ def desk_of(
     """
     name = spec.tokenizer
     loaded = processor or MediaProcessor.load(name.name, name.revision, name.trust_remote_code, spec.media)
-    return MediaDesk(
-        loaded, store, lambda path, folder, most: read_media_file(path, folder, most, storage_options)
-    )
+
+    def fetch(reference: str, folder: str, most: int) -> bytes:
+        return read_media_file(reference, AllowedPlaces(folder, spec.media_allow), most, storage_options)
+
+    return MediaDesk(loaded, store, fetch)
 
 
 def worker_of(began_s: float) -> dict[str, Any]:

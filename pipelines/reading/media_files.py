@@ -1,4 +1,4 @@
-"""Reads the file of a medium that a row names: a path beside the row's own file, or a URL.
+"""Reads the file of a medium that a row names, where `raysvc.media.reference` lets it.
 
 Always true:
 - only regular files are read, and no more than was asked for;
@@ -11,34 +11,35 @@ import os
 import stat
 from typing import Any
 
+from raysvc.media.reference import AllowedPlaces
 from raysvc.pipelines.reading.pinned_file import file_system
+from raysvc.pipelines.reading.web_file import read_web_file
 
 
-def read_media_file(path: str, folder: str, most: int, options: dict[str, Any]) -> bytes:
+def read_media_file(reference: str, places: AllowedPlaces, most: int, options: dict[str, Any]) -> bytes:
     """The bytes of a file, one more than `most` where it is longer.
 
     Args:
-        path: absolute, a URL, or relative to `folder`.
-        folder: of the row's file; a path or URL; empty: the working directory.
+        reference: as the row has it.
+        places: where it may lie.
         most: bytes.
         options: storage options of the source.
 
     Raises:
+        NotAllowed: the row may not name it.
         FileNotFoundError: it is not there.
         OSError: it cannot be read.
     """
-    full = path if "://" in path or os.path.isabs(path) or not folder else f"{folder}/{path}"
+    full = places.address_of(reference, os.path.realpath)
     if "://" not in full:
         return _local(full, most)
-    ours = full.partition("://")[0] == folder.partition("://")[0]
+    if full.startswith(("http://", "https://")):
+        return read_web_file(full, most, places, options)
+    ours = full.partition("://")[0] == places.folder.partition("://")[0]
     try:
         fs, name = file_system(full, options if ours else {})
         with fs.open(name, "rb") as file:
             return bytes(file.read(most + 1))
-    except FileNotFoundError as error:
-        if full.startswith(("http://", "https://")):  # also where no server answers
-            raise OSError(f"the server did not give it: {error}") from None
-        raise
     except OSError:
         raise
     except Exception as error:  # noqa: BLE001  every store has errors of its own, and it is this row's fault
@@ -50,8 +51,10 @@ def folder_of(path: str) -> str:
     return "" if path.startswith("{") else path.rpartition("/")[0]
 
 
-def _local(path: str, most: int) -> bytes:
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError("it is not a regular file")
-    with open(path, "rb") as file:
+def _local(real: str, most: int) -> bytes:
+    """Of a path without links: one that was put there in the meantime is not followed."""
+    descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError("it is not a regular file")
         return file.read(most + 1)

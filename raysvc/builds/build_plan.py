@@ -99,6 +99,7 @@ def plan_build(job: JobConfig, store: Store) -> BuildPlan:
             "version": MEDIA_VERSION,
             **({"max_pixels": MAX_PIXELS} if "image" in processor.kinds else {}),
             "processor": processor.identity(),
+            **({"allow": sorted(spec.media_allow)} if spec.media_allow else {}),
         }
     return BuildPlan(source, spec, tokenizer, recipe, cache_key(recipe), found, processor)
 

@@ -29,7 +29,7 @@ def processor_of(job: JobConfig, first_row: Mapping[str, Any]) -> MediaProcessor
         TokenizerError: `source.media` is true and there is no processor, or one that cannot be used in shards.
         ConfigError: Pillow is missing, or PyAV where rows have videos.
     """
-    wanted, shown = job.source.media, _shown(job, first_row)
+    wanted, shown = job.source.media_kinds, _shown(job, first_row)
     if wanted is False or (wanted is None and not shown):
         return None
     config = job.tokenizer

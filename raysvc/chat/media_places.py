@@ -23,7 +23,8 @@ from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.media_parts import plain_media
 from raysvc.chat.tokens.token_rows import TokenRows
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
-from raysvc.media.kinds import WORDS, Kind, decoded
+from raysvc.media.decoding import all_decoded
+from raysvc.media.kinds import WORDS, Kind
 from raysvc.media.media_desk import MediaDesk
 from raysvc.media.media_processor import MediaProcessor
 from raysvc.media.medium import COLUMN, PATCHES, TOKENS, Medium, text_of
@@ -105,6 +106,5 @@ def true_ids(sequence: Sequence, tokenizer: LoadedTokenizer, desk: MediaDesk) ->
     example = sequence.example
     assert isinstance(example, ChatExample)
     text = tokenizer.reference_text(plain_media(example.messages), example.tools, example.prompt)
-    return desk.processor.expanded(
-        text, [(one.kind, decoded(one.kind, desk.bytes_of(one.sha256), one.size)) for one in sequence.media]
-    )
+    with all_decoded(sequence.media, desk.bytes_of) as media:
+        return desk.processor.expanded(text, media)

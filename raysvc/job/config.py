@@ -160,6 +160,7 @@ class JobConfig(Section):
             roles=self.source.roles,
             ignore=self.source.ignore,
             carry=self.source.carry,
+            media_allow=self.source.media_allow,
             tokenizer=self.tokenizer,
             train_on=self.train_on,
             max_length=self.max_length,
@@ -182,7 +183,7 @@ class JobConfig(Section):
         decides = {
             "source": self.source.model_dump(mode="json", exclude=not_deciding),
             "mixture": self.mixture.decides() if self.mixture else None,
-            "text": self.text.model_dump(mode="json", exclude={"media"}),
+            "text": self.text.model_dump(mode="json", exclude={"media", "media_allow"}),
             "plan": self.plan.model_dump(mode="json", include=set(plan)),
             "trainer": self.trainer.model_dump(mode="json", include=set(trainer)),
         }

@@ -36,6 +36,25 @@ TrainOn = Literal[
 Truncation = Literal["error", "drop", "keep_start", "keep_end_turns"]
 
 
+class MediaConfig(Section):
+    """Media of rows: which kinds there may be, and where they may lie."""
+
+    kinds: bool | tuple[MediaKind, ...] | None = Field(
+        default=None, description="As `source.media` itself, where that is no section."
+    )
+    allow: tuple[str, ...] = Field(
+        default=(),
+        description="Where media may lie beside the folder of the row's file: [images.example.com, s3://bucket/prefix, /data/images].",
+    )
+
+    @field_validator("allow")
+    @classmethod
+    def _known_places(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        from raysvc.media.reference import checked_allow
+
+        return checked_allow(value)
+
+
 class SourceConfig(Section):
     """Where rows come from: files (`path`) or a `datasets` name or folder (`dataset`)."""
 
@@ -70,11 +89,21 @@ class SourceConfig(Section):
         default_factory=dict,
         description="Columns that travel with their row to the worker: [domain, id], or name -> what it holds.",
     )
-    media: bool | tuple[MediaKind, ...] | None = Field(
+    media: bool | tuple[MediaKind, ...] | MediaConfig | None = Field(
         default=None,
-        description="Whether rows may have media, or the kinds that they may have: [image, video]; None: as the first row shows.",
+        description="Whether rows may have media, or the kinds that they may have: [image, video]; None: as the first row shows. {allow: [...]}: where they may lie.",
     )
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False, description="Passed to fsspec.")
+
+    @property
+    def media_kinds(self) -> bool | tuple[MediaKind, ...] | None:
+        """Whether rows may have media, or which; None: as the first row shows."""
+        return self.media.kinds if isinstance(self.media, MediaConfig) else self.media
+
+    @property
+    def media_allow(self) -> tuple[str, ...]:
+        """Where media may lie beside the folder of the row's file."""
+        return self.media.allow if isinstance(self.media, MediaConfig) else ()
 
     @field_validator("path", mode="before")
     @classmethod
@@ -138,6 +167,7 @@ class TextSpec(Section):
     ignore: tuple[str, ...] = ()
     carry: dict[str, CarriedColumn] = Field(default_factory=dict)
     media: tuple[MediaKind, ...] = ()
+    media_allow: tuple[str, ...] = ()
     tokenizer: TokenizerConfig
     train_on: TrainOn = "all_assistant_messages"
     max_length: PositiveInt | None = None

@@ -3,8 +3,8 @@
 | a row says | bytes |
 |---|---|
 | `data:image/png;base64,...`, or `{"bytes": ..., "path": ...}` with bytes | those |
-| a path | of that file, relative to the folder of the row's own file |
-| a URL | what `fsspec` opens there |
+| a path | of that file, relative to the folder of the row's own file, where `reference` allows it |
+| a URL | what lies there, where `reference` allows it |
 | bare base64 of at least 64 characters, where a part says `base64` | those |
 
 Always true:
@@ -31,8 +31,11 @@ from raysvc.media.kinds import WORDS, Kind, size_of
 from raysvc.media.media_processor import MediaProcessor
 from raysvc.media.media_store import digest_of, read_medium, write_medium
 from raysvc.media.pixels import MAX_PIXELS
+from raysvc.media.reference import NotAllowed
 
 UNREADABLE = "cannot be read"
+REFUSED = "may not be named by a row"
+REMEDY = "source.media: {allow: [...]} names hosts, buckets and folders of media"
 MAX_BYTES = 1 << 28
 PATHS_KEPT = 4096
 WRITES = 16
@@ -137,6 +140,8 @@ class MediaDesk:
         except (OSError, ValueError, ImportError) as error:
             if len(source) >= 64 and (found := _base64(source)):
                 return found
+            if isinstance(error, NotAllowed):
+                raise _fault(kind, REFUSED, f"{_short(source)}: {error}; {REMEDY}") from None
             raise _fault(kind, UNREADABLE, f"{_short(source)}: {_short(str(error))}") from None
         if len(data) > MAX_BYTES:
             raise _fault(kind, UNREADABLE, f"{_short(source)} has more than {MAX_BYTES} bytes")

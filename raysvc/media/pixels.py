@@ -17,6 +17,7 @@ Always true:
 from __future__ import annotations
 
 import io
+import re
 import struct
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -81,7 +82,7 @@ def rgb(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
         image.load()
         upright = ImageOps.exif_transpose(image)
     except (OSError, ValueError, SyntaxError, struct.error, IndexError) as error:
-        raise RowFault(BROKEN, str(error)[:120]) from None
+        raise RowFault(BROKEN, _why(error)) from None
     return _in_rgb(upright)
 
 
@@ -103,11 +104,11 @@ def _opened(data: bytes, max_pixels: int) -> Any:
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise RowFault(TOO_LARGE, str(error)[:120]) from None
+        raise RowFault(TOO_LARGE, _why(error)) from None
     except UnidentifiedImageError:
-        raise RowFault(_unknown(data), f"it begins with {data[:12]!r}") from None
+        raise RowFault(_unknown(data), f"its {len(data)} bytes begin like none of these") from None
     except (OSError, ValueError, SyntaxError, struct.error) as error:
-        raise RowFault(BROKEN, str(error)[:120]) from None
+        raise RowFault(BROKEN, _why(error)) from None
     width, height = image.size
     if width * height > max_pixels:
         raise RowFault(TOO_LARGE, f"{width} x {height}, the limit is {max_pixels} pixels")
@@ -115,6 +116,11 @@ def _opened(data: bytes, max_pixels: int) -> Any:
         raise RowFault(BROKEN, f"it has {width} x {height} pixels")
     _check_complete(data, str(image.format))
     return image
+
+
+def _why(error: BaseException) -> str:
+    """What Pillow says, without the bytes of the file that it quotes."""
+    return re.sub(r"\s*\(?(chunk )?b?['\"].*", "", str(error))[:120]
 
 
 def _unknown(data: bytes) -> str:
@@ -169,4 +175,4 @@ def _orientation(image: Any, data: bytes) -> int:
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
     except (OSError, ValueError, SyntaxError, struct.error, TypeError) as error:
-        raise RowFault(BROKEN, f"its EXIF data cannot be read: {error}"[:120]) from None
+        raise RowFault(BROKEN, f"its EXIF data cannot be read: {_why(error)}") from None

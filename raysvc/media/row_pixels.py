@@ -14,7 +14,8 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from raysvc.errors import TokenizerError
-from raysvc.media.kinds import Kind, decoded
+from raysvc.media.decoding import all_decoded
+from raysvc.media.kinds import Kind
 from raysvc.media.media_processor import MediaProcessor, kinds_in
 from raysvc.media.medium import media_of
 
@@ -64,9 +65,8 @@ class RowPixels:
         found = media_of(text)
         if not found:
             return {}
-        return self._processor.arrays(
-            [(one.kind, decoded(one.kind, self._read(one.sha256), one.size)) for one in found]
-        )
+        with all_decoded(found, self._read) as media:
+            return self._processor.arrays(media)
 
     def blanks(self) -> dict[Kind, tuple[Arrays, int]]:
         """Kind -> (arrays of a small blank medium, its patches)."""

@@ -88,7 +88,7 @@ def _opened(data: bytes) -> _Sound:
         raise RowFault(BROKEN, "it has no bytes")
     if data[:4] != b"RIFF" or (len(data) >= 12 and data[8:12] != b"WAVE"):
         kind = next((name for start, name in _OTHERS.items() if data.startswith(start)), "")
-        what = f"it is {kind}" if kind else f"it begins with {data[:12]!r}"
+        what = f"it is {kind}" if kind else f"its {len(data)} bytes begin like no sound that is known"
         raise RowFault(NOT_READ, f"{what}; {CONVERT}")
     form: tuple[int, int, int, int] | None = None
     for name, start, size in _chunks(data):

@@ -139,7 +139,10 @@ def test_every_shape_of_source_gives_the_ids_of_the_same_row(tmp_path: Path, fol
     hf = MediaProcessor.load(str(folder)).hf
     wanted = truth(hf, [{"role": "user", "content": content}, ANSWER], [CLIP, OTHER])
     for name, row in shapes.items():
-        source = {"columns": {"audios": "clips"}} if "clips" in row else {}
+        source = {
+            "columns": {"audios": "clips"} if "clips" in row else {},
+            "media": {"allow": [str(tmp_path)]},
+        }
         entry = build(tmp_path, folder, [row], source=source)
         assert entry.report["row_counts"]["quarantined"] == {}, name
         assert entry.row(0)["input_ids"] == wanted, name
@@ -175,7 +178,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "cut off": (said([CLIP[:-2]]), BROKEN, "it is cut off"),
     "no bytes": (said([b""]), "a data URL is broken", ""),
     "mp3": (said([b"ID3\x04" + bytes(90)]), UNKNOWN, "it is MP3; convert it: ffmpeg"),
-    "a picture": (said([jpeg(40, 40)]), UNKNOWN, "it begins with"),
+    "a picture": (said([jpeg(40, 40)]), UNKNOWN, "begin like no sound"),
     "too long": (said([wav(32001)]), REFUSED, "2.00 s at 16000 Hz: the processor hears the first 2 s alone"),
     "another rate": (said([wav(8000, rate=44100)]), REFUSED, "the processor takes 16000 Hz: ffmpeg -i IN -ar 16000"),
     "too short": (said([wav(300)]), REFUSED, "it is too short"),

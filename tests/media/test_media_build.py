@@ -172,7 +172,7 @@ def test_every_shape_of_source_gives_the_ids_of_the_same_row(tmp_path: Path, fam
     hf = MediaProcessor.load(str(family)).hf
     wanted = truth(hf, [{"role": "user", "content": hf_parts}, answer], [PHOTO, OTHER])
     for name, row in shapes.items():
-        entry = build(tmp_path, family, [row])
+        entry = build(tmp_path, family, [row], source={"media": {"allow": [str(tmp_path)]}})
         assert entry.report["row_counts"]["quarantined"] == {}, name
         assert entry.row(0)["input_ids"] == wanted, name
     files = [p for p in (tmp_path / "cache" / ".media").rglob("*") if p.is_file()]

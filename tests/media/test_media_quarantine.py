@@ -24,9 +24,9 @@ TWO = [data_url(PHOTO), data_url(PHOTO)]
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "cut off": (openai([data_url(PHOTO[:-90])]), "an image is broken"),
     "missing": (openai(["no/such/file.jpg"]), "an image is missing"),
-    "a folder": (openai(["/tmp"]), "an image cannot be read"),
-    "a device": (openai(["/dev/zero"]), "an image cannot be read"),
-    "no server": (openai(["http://127.0.0.1:9/a.jpg"]), "an image cannot be read"),
+    "a folder": (openai(["/tmp"]), "an image may not be named by a row"),
+    "a device": (openai(["/dev/zero"]), "an image may not be named by a row"),
+    "no server": (openai(["http://127.0.0.1:9/a.jpg"]), "an image may not be named by a row"),
     "a bomb": (openai([data_url(bomb(10_000, 10_000))]), "an image has too many pixels"),
     "no base64": (openai(["data:image/png;base64,***"]), "a data URL is broken"),
     "text": (openai([data_url(b"hello, I am no picture")]), UNKNOWN),

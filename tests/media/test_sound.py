@@ -105,8 +105,8 @@ def test_what_is_broken_says_how(name: str) -> None:
     [
         (b"ID3\x04" + bytes(40), "it is MP3; convert it: ffmpeg"),
         (b"fLaC" + bytes(40), "it is FLAC; convert it: ffmpeg"),
-        (b"\xff\xd8\xff\xe0" + bytes(40), "it begins with"),
-        (b"RIFF\x10\x00\x00\x00WEBP" + bytes(40), "it begins with"),
+        (b"\xff\xd8\xff\xe0" + bytes(40), "begin like no sound"),
+        (b"RIFF\x10\x00\x00\x00WEBP" + bytes(40), "begin like no sound"),
         (GOOD[:20] + b"\x55\x00" + GOOD[22:], "of format 85 with 16 bits"),
         (GOOD[:34] + b"\x0c\x00" + GOOD[36:], "of format 1 with 12 bits"),
     ],

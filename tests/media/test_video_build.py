@@ -153,7 +153,7 @@ def test_every_shape_of_source_gives_the_ids_of_the_same_row(tmp_path: Path, fol
     }
     wanted = truth(folder, [CLIP, "Both?", OTHER])["input_ids"].tolist()
     for name, row in shapes.items():
-        entry = build(tmp_path, folder, [row])
+        entry = build(tmp_path, folder, [row], source={"media": {"allow": [str(tmp_path)]}})
         assert entry.report["row_counts"]["quarantined"] == {}, name
         assert entry.row(0)["input_ids"] == wanted, name
     files = [p for p in (tmp_path / "cache" / ".media").rglob("*") if p.is_file()]

@@ -27,6 +27,7 @@ from raysvc.chat.row_errors import RowFault
 from raysvc.chat.sequence import FREE, MediumPlace, Sequence, Span
 from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.media_parts import media_places, plain_media, wrong_count
+from raysvc.media.decoding import check_decodable
 from raysvc.media.kinds import WORDS, Kind, size_text
 from raysvc.media.media_desk import MediaDesk, Taken
 from raysvc.media.media_processor import MediaProcessor, Replacement
@@ -87,6 +88,7 @@ def filled_with_media(sequence: Sequence, render: Render, example: ChatExample, 
         made = _replacement(desk, kind, taken)
         holes.append(_Hole(start, end, made.text, kind))
         places.append(MediumPlace(kind, taken.sha256, taken.size, made.tokens, made.patches, taken.num_bytes))
+    check_decodable(places)
     text, spans = _filled(sequence, holes)
     return replace(sequence, text=text, spans=spans, example=example, media=tuple(places), head="")
 
