@@ -18,6 +18,7 @@ from raysvc.job.config import JobConfig, PoolConfig
 from raysvc.job.job_file import load_job
 
 from .kube_schema import strict
+from .kuberay_pods import folder_behind, pods_of, refusals
 
 CLUSTERS = ("ray-aws.yaml", "ray-gcp.yaml")
 KUBE = (
@@ -39,9 +40,14 @@ def check_core(document: Any) -> None:
 
 def pods(document: Any) -> Iterator[Any]:
     """Pod specs of a RayCluster or RayJob."""
+    if "submitterPodTemplate" in document["spec"]:
+        yield document["spec"]["submitterPodTemplate"]["spec"]
+    yield from cluster_pods(document)
+
+
+def cluster_pods(document: Any) -> Iterator[Any]:
+    """Those of them that are nodes of a cluster."""
     spec = document["spec"]
-    if "submitterPodTemplate" in spec:
-        yield spec["submitterPodTemplate"]["spec"]
     cluster = spec if document["kind"] == "RayCluster" else spec.get("rayClusterSpec")
     if cluster:
         yield cluster["headGroupSpec"]["template"]["spec"]
@@ -107,6 +113,46 @@ def test_no_pod_runs_as_root_and_every_container_has_limits(deploy: Path, name: 
                 assert {"cpu", "memory"} <= set(container["resources"]["limits"])
 
 
+@pytest.mark.parametrize("name", KUBE)
+def test_a_namespace_with_restricted_pod_security_takes_every_pod_the_operators_too(
+    deploy: Path, name: str
+) -> None:
+    for document in documents(deploy / "kuberay" / name):
+        for pod_name, pod in pods_of(document):
+            assert refusals(pod) == [], pod_name
+        bare = {**document["spec"], "submitterPodTemplate": {"spec": {"containers": [{"name": "x"}]}}}
+        if document["kind"] == "RayJob":
+            refused = refusals(next(pods_of({**document, "spec": bare}))[1])
+            assert {"x: capabilities", "x: runAsNonRoot", "x: seccompProfile"} <= set(refused)
+
+
+@pytest.mark.parametrize("name", KUBE[:2])
+def test_the_autoscaler_writes_where_the_head_reads(deploy: Path, name: str) -> None:
+    for document in documents(deploy / "kuberay" / name):
+        head = dict(pods_of(document))["head"]
+        folders = {folder_behind(head, container, "/tmp/ray") for container in ("ray-head", "autoscaler")}
+        assert len(folders) == 1, folders
+
+
+def test_spot_pools_say_so_to_servers(deploy: Path) -> None:
+    """`actors/launch.py` keeps servers off nodes with this label, which nobody but these files sets."""
+    market = "ray.io/market-type"
+    for name in CLUSTERS:
+        types = yaml.safe_load((deploy / name).read_text())["available_node_types"]
+        assert (types["data"]["labels"][market], types["gpu"]["labels"][market]) == ("spot", "on-demand")
+    overlay = yaml.safe_load((deploy / "kuberay/overlays/example/kustomization.yaml").read_text())
+    (patch,) = [yaml.safe_load(patch["patch"]) for patch in overlay["patches"]]
+    values = {change["path"]: change["value"] for change in patch}
+    assert values["/spec/workerGroupSpecs/0/labels/ray.io~1market-type"] == "spot"
+
+
+@pytest.mark.parametrize("name", KUBE)
+def test_no_job_names_the_hub_while_it_forbids_it(deploy: Path, name: str) -> None:
+    for document in documents(deploy / "kuberay" / name):
+        environment = yaml.safe_load(document["spec"].get("runtimeEnvYAML", "{}")).get("env_vars", {})
+        assert "HF_HUB_OFFLINE" not in environment, "the example's tokenizer is a name on the hub"
+
+
 @pytest.mark.parametrize("name", KUBE[:2])
 def test_clusters_have_tokens_autoscaler_v2_and_shared_memory_in_memory(deploy: Path, name: str) -> None:
     for document in documents(deploy / "kuberay" / name):
@@ -114,7 +160,7 @@ def test_clusters_have_tokens_autoscaler_v2_and_shared_memory_in_memory(deploy: 
         assert cluster["authOptions"] == {"mode": "token"}
         assert cluster["enableInTreeAutoscaling"] is True
         assert cluster["autoscalerOptions"]["version"] == "v2"
-        for spec in pods(document):
+        for spec in cluster_pods(document):
             (shm,) = [volume for volume in spec["volumes"] if volume["name"] == "shm"]
             assert shm["emptyDir"]["medium"] == "Memory"
             mounts = spec["containers"][0]["volumeMounts"]
@@ -187,7 +233,13 @@ def test_the_example_as_it_stands_starts_nothing(
     documents = rendered(deploy / "kuberay" / "overlays" / "example")
     check_all(documents, crds)
     found = {document["kind"]: document for document in documents}
-    assert set(found) == {"ConfigMap", "NetworkPolicy", "PodMonitor", "PrometheusRule", "RayCluster"}
+    assert set(found) == {
+        "ConfigMap", "NetworkPolicy", "PodDisruptionBudget", "PodMonitor", "PrometheusRule", "RayCluster",
+    }  # fmt: skip
+    assert found["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == {
+        "ray.io/cluster": found["RayCluster"]["metadata"]["name"],
+        "ray.io/node-type": "head",
+    }
     assert found["RayCluster"]["spec"]["suspend"] is True
     assert found["RayCluster"]["spec"]["workerGroupSpecs"][0]["maxReplicas"] == 64
 
@@ -214,7 +266,7 @@ def test_with_every_component_names_and_images_reach_every_pod(
     assert set(by_name) == {"raysvc", "raysvc-tokenize", "raysvc-train"}
     mounted = [
         volume["configMap"]["name"]
-        for spec in pods(by_name["raysvc-tokenize"])
+        for spec in cluster_pods(by_name["raysvc-tokenize"])
         for volume in spec.get("volumes", [])
         if "configMap" in volume
     ]
@@ -267,7 +319,7 @@ def test_the_image_has_the_torch_that_the_tests_ran_with_and_its_commands_are_sh
     text = (deploy / "Dockerfile").read_text()
     (torch,) = re.findall(r"torch==[\d.]+", text)
     assert torch in (deploy.parent / "constraints.txt").read_text().splitlines()
-    runs = re.findall(r"^RUN (.*(?:\\\n.*)*)", text, re.MULTILINE)
+    runs = re.findall(r"^RUN (.*)", text.replace("\\\n", " "), re.MULTILINE)
     assert len(runs) == text.count("\nRUN ")
     for run in runs:
         subprocess.run(["sh", "-n", "-c", run], check=True)
@@ -298,7 +350,7 @@ def test_both_prometheus_files_find_the_port_named_metrics(deploy: Path) -> None
     assert kept == [".+", "metrics"]
     for name in KUBE[:2]:
         for document in documents(deploy / "kuberay" / name):
-            for spec in pods(document):
+            for spec in cluster_pods(document):
                 assert [
                     port["containerPort"]
                     for port in spec["containers"][0]["ports"]
