@@ -26,6 +26,14 @@ from raysvc.errors import RaysvcError
 log = logging.getLogger(__name__)
 NAMESPACE = "raysvc-builds"
 POLL_S = 0.1
+ANSWER_S = 60.0  # after which a builder that does not answer is reported; it is asked again
+# A builder needs no processor, and its node should last as long as the build: not one that may be taken away, nor one
+# whose processors belong to trainers, where there are others.
+PLACES = (
+    {"raysvc-pool": "!gpu", "ray.io/market-type": "!spot"},
+    {"ray.io/market-type": "!spot"},
+    {},
+)
 MAX_DEATHS = 20
 FORGET_S = 60.0  # a cluster that is busy gives the name of a builder to the one that died, for seconds
 
@@ -164,16 +172,39 @@ def shared_receipts(work: Work) -> Iterator[tuple[int, Receipt]]:
     raise RuntimeError(f"{many} of {work.uri} died; {remedy}") from died
 
 
+def _answer(ref: Any, uri: str) -> News:
+    """What a builder says, however late: a node that is busy or cut off for a while is no reason to end a build.
+
+    Raises:
+        RayActorError: Ray has found the builder dead.
+    """
+    import ray
+
+    while True:
+        try:
+            news: News = ray.get(ref, timeout=ANSWER_S)
+            return news
+        except ray.exceptions.GetTimeoutError:
+            log.warning("the builder of %s has not answered for %.0f s; still waiting", uri, ANSWER_S)
+
+
 def _follow(work: Work) -> Iterator[tuple[int, Receipt]]:
     import ray
 
     name = hashlib.sha256(f"{work.uri}\n{work.cut}".encode()).hexdigest()[:24]
-    actor = ray.remote(Builder).options(name=name, namespace=NAMESPACE, get_if_exists=True, num_cpus=0)
+    actor = ray.remote(Builder).options(
+        name=name,
+        namespace=NAMESPACE,
+        get_if_exists=True,
+        num_cpus=0,
+        label_selector=PLACES[0],
+        fallback_strategy=[{"label_selector": place} for place in PLACES[1:]],
+    )
     builder = actor.remote()
     builder.start.remote(work)
     seen = 0
     while True:
-        news: News = ray.get(builder.news.remote(seen), timeout=60)
+        news = _answer(builder.news.remote(seen), work.uri)
         for number, data in news.receipts:
             yield number, Receipt.from_json(data, "receipt")
         seen += len(news.receipts)

@@ -35,6 +35,8 @@ class WorkerPool:
         min: that are kept while it runs.
         max: None: as many as there are slices.
         num_cpus, num_gpus: of each.
+        memory_bytes: of each; None: none is reserved.
+        resources: custom ones that each holds.
         label_selector: of the nodes.
     """
 
@@ -42,12 +44,31 @@ class WorkerPool:
     max: int | None = None
     num_cpus: float = 1.0
     num_gpus: float = 0.0
+    memory_bytes: float | None = None
+    resources: Mapping[str, float] = field(default_factory=dict)
     label_selector: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: PoolConfig) -> WorkerPool:
         """The workers that a job asks for."""
-        return cls(config.min, config.max, label_selector=config.label_selector)
+        return cls(
+            config.min,
+            config.max,
+            num_cpus=config.num_cpus,
+            memory_bytes=None if config.memory_gb is None else config.memory_gb * 1e9,
+            resources=config.resources,
+            label_selector=config.label_selector,
+        )
+
+    def needs(self) -> dict[str, float]:
+        """What Ray has to have free for a worker, by the names that Ray gives to resources."""
+        named = {
+            "CPU": self.num_cpus,
+            "GPU": self.num_gpus,
+            "memory": self.memory_bytes or 0,
+            **self.resources,
+        }
+        return {kind: amount for kind, amount in named.items() if amount}
 
 
 def answers(pieces: Sequence[str], build: Callable[[Any], Receipt]) -> dict[str, Any]:
@@ -110,6 +131,8 @@ def slice_graph(worker: type, task: Any, pieces: Sequence[Any], pool: WorkerPool
         compute=compute,
         num_cpus=pool.num_cpus,
         num_gpus=pool.num_gpus or None,
+        memory=pool.memory_bytes,
+        **({"resources": dict(pool.resources)} if pool.resources else {}),
     )
 
 
@@ -124,9 +147,8 @@ def free_workers(nodes: Sequence[Mapping[str, Any]], available: Mapping[str, flo
         return True
 
     fit = [node["Resources"] for node in nodes if node["Alive"] and admits(node.get("Labels") or {})]
-    need = {kind: each for kind, each in (("CPU", pool.num_cpus), ("GPU", pool.num_gpus)) if each}
     room = [
         min(available.get(kind, 0), sum(resources.get(kind, 0) for resources in fit)) / each
-        for kind, each in need.items()
+        for kind, each in pool.needs().items()
     ]
     return int(min(room))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
-from ray.exceptions import RayActorError
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from raysvc.cache.manifest import Receipt
+from raysvc.job.config import PoolConfig
 from raysvc.pipelines import shared_build
-from raysvc.pipelines.shared_build import MAX_DEATHS, Work, shared_receipts
+from raysvc.pipelines.shared_build import MAX_DEATHS, News, Work, shared_receipts
+from raysvc.pipelines.slice_graph import WorkerPool, free_workers
 
 WORK = Work("/cache/key", 1, lambda: iter(()))
 
@@ -49,3 +55,72 @@ def test_a_cluster_that_never_forgets_a_dead_builder_ends_the_build(monkeypatch:
     told_by(["first"] * 1000, monkeypatch)
     with pytest.raises(RuntimeError, match="1 builder of /cache/key died"):
         list(shared_receipts(WORK))
+
+
+def test_a_late_answer_is_waited_for_and_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = iter([GetTimeoutError("late"), GetTimeoutError("late"), News((), finished=True)])
+
+    def get(ref: object, timeout: float) -> News:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(ray, "get", get)
+    assert shared_build._answer(None, "/cache/key").finished
+    assert [text.split(" for ")[0] for text in caplog.messages] == [
+        "the builder of /cache/key has not answered"
+    ] * 2
+
+
+PLACED = """
+import json
+from ray.cluster_utils import Cluster
+import ray
+from raysvc.pipelines.shared_build import Work, shared_receipts
+
+store = {"object_store_memory": 80 * 2**20}
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "labels": {"raysvc-pool": "gpu"}, **store})
+cluster.add_node(num_cpus=1, labels={"ray.io/market-type": "spot"}, **store)
+cluster.add_node(num_cpus=1, labels={"raysvc-pool": "data", "here": "yes"}, **store)
+ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+
+def node(uri):
+    from raysvc.pipelines.shared_build import builds_in_progress
+    import time
+    def receipts():
+        time.sleep(3)
+        return iter(())
+    follow = shared_receipts(Work(uri, 1, receipts))
+    import threading
+    thread = threading.Thread(target=lambda: list(follow))
+    thread.start()
+    while not (facts := builds_in_progress()):
+        time.sleep(0.1)
+    thread.join()
+    (labels,) = [n["Labels"] for n in ray.nodes() if n["NodeID"] == facts[0]["node"]]
+    return {k: v for k, v in labels.items() if k in ("raysvc-pool", "ray.io/market-type", "here")}
+
+print(json.dumps([node("/cache/a"), node("/cache/b")]))
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_a_builder_keeps_off_nodes_that_go_and_nodes_of_trainers() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PLACED], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    placed = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
+    assert placed == [{"raysvc-pool": "data", "here": "yes"}] * 2
+
+
+def test_a_worker_needs_what_the_job_reserves_for_it() -> None:
+    pool = WorkerPool.of(PoolConfig(num_cpus=2, memory_gb=3, resources={"data_node": 0.5}))
+    assert pool.needs() == {"CPU": 2, "memory": 3e9, "data_node": 0.5}
+    node = {"Alive": True, "Labels": {}, "Resources": {"CPU": 16, "memory": 10e9, "data_node": 4}}
+    assert free_workers([node], node["Resources"], pool) == 3, "memory is what is short"
