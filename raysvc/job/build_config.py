@@ -34,10 +34,13 @@ class PoolConfig(Section):
     )
     num_cpus: float = Field(default=1.0, gt=0, description="CPUs that Ray reserves for each worker.")
     memory_gb: float | None = Field(
-        default=None, gt=0, description="Memory in GB that Ray reserves for each worker; None: none is reserved."
+        default=None,
+        gt=0,
+        description="Memory in GB that Ray reserves for each worker; None: none is reserved.",
     )
     resources: dict[str, float] = Field(
-        default_factory=dict, description="Custom resources of Ray that each worker holds, like {data_node: 0.01}."
+        default_factory=dict,
+        description="Custom resources of Ray that each worker holds, like {data_node: 0.01}.",
     )
     label_selector: dict[str, str] = Field(
         default={"raysvc-pool": "!gpu"},
