@@ -29,7 +29,7 @@ POLL_S = 0.1
 ANSWER_S = 60.0  # after which a builder that does not answer is reported; it is asked again
 # A builder needs no processor, and its node should last as long as the build: not one that may be taken away, nor one
 # whose processors belong to trainers, where there are others.
-PLACES = (
+PLACES: tuple[dict[str, str], ...] = (
     {"raysvc-pool": "!gpu", "ray.io/market-type": "!spot"},
     {"ray.io/market-type": "!spot"},
     {},
