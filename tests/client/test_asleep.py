@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -189,3 +190,99 @@ def test_a_second_rollout_server_on_a_run_folder_is_refused_by_name_and_changes_
     assert time.monotonic() - begin < 20, "a server that was stopped gave its folder back"
     assert raysvc.rollouts("second").stats()["sequences"] == 3
     stop_server("second")
+
+
+RANK = """
+import os, signal, sys, ray, raysvc
+ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
+client = raysvc.attach("ranks-asleep", dp_size=2, rank=1, group="g", look_ahead_steps=1)
+steps = client.steps()
+for _ in range(3):
+    client.commit(next(steps).index)
+print("ready", flush=True)
+os.kill(os.getpid(), signal.SIGSTOP)
+for call in (lambda: client.state_dict(), lambda: [client.commit(step.index) for step in steps], client.detach):
+    try:
+        call()
+        print("done", flush=True)
+    except Exception as error:
+        print(type(error).__name__, flush=True)
+"""
+
+
+def test_a_rank_that_slept_is_lost_to_its_group_and_touches_nothing_of_the_next_group(serve: Served) -> None:
+    import ray
+
+    import raysvc
+    from raysvc.errors import RankLost
+
+    server = serve("ranks-asleep", num_rows=64, lease_ttl_s=LEASE_S)
+    address = ray.get_runtime_context().gcs_address
+    sleeper = subprocess.Popen([sys.executable, "-c", RANK, address], stdout=subprocess.PIPE, text=True)
+    try:
+        first = raysvc.attach("ranks-asleep", dp_size=2, rank=0, group="g", look_ahead_steps=1)
+        steps = first.steps()
+        for _ in range(3):
+            first.commit(next(steps).index)
+        stopped(sleeper)  # type: ignore[arg-type]
+        begin = time.monotonic()
+
+        def ask_for_30_s() -> None:
+            while time.monotonic() - begin < 30:
+                first.peek(0)
+                time.sleep(0.05)
+
+        with pytest.raises(RankLost, match="rank 1"):
+            ask_for_30_s()
+        with pytest.raises(RankLost):
+            first.detach()
+        second = [
+            raysvc.attach("ranks-asleep", dp_size=2, rank=rank, group="g2", takeover=True, look_ahead_steps=1)
+            for rank in range(2)
+        ]
+        start = second[0].frontier
+        both = zip(*(rank.steps() for rank in second), strict=True)
+        for _ in range(3):
+            for rank, step in zip(second, next(both), strict=True):
+                rank.commit(step.index)
+        sleeper.send_signal(signal.SIGCONT)
+        out, _ = sleeper.communicate(timeout=60)
+        assert out.split() == ["ready", "FencedError", "FencedError", "FencedError"]
+        for rank in second:
+            rank.detach()
+        assert stats(server)["frontier"] == start + 3
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
+def test_a_collator_that_slept_keeps_its_trainer_waiting_and_no_byte_changes(
+    serve: Served, entry: Callable[..., str], streams: Any
+) -> None:
+    import psutil
+
+    import raysvc
+
+    uri = entry(64)
+    serve("calm-collators", entry_uri=uri)
+    with raysvc.attach("calm-collators") as client:
+        expected = streams.take(client, stop=12)
+    serve("asleep-collators", entry_uri=uri, collators=2, lease_ttl_s=LEASE_S)
+    with raysvc.attach("asleep-collators", look_ahead_steps=2) as client:
+        got = streams.take(client, stop=4)
+        collators = [
+            process
+            for process in psutil.process_iter(["cmdline"])
+            if (process.info["cmdline"] or [""])[0].startswith("ray::Collator")
+            and process.environ().get("HOME") == os.environ["HOME"]
+        ]
+        assert len(collators) == 2
+        waking = threading.Timer(
+            3 * LEASE_S, lambda: [each.send_signal(signal.SIGCONT) for each in collators]
+        )
+        for each in collators:
+            each.send_signal(signal.SIGSTOP)
+        waking.start()
+        got |= streams.take(client, stop=12)
+        waking.join()
+    assert got == expected
