@@ -17,6 +17,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from raysvc.errors import SourceError
+
 MAGIC = b"ARROW1\0\0"
 _MARK = b"\xff\xff\xff\xff"  # before the length of each message
 _LEAST_SCHEMA_BYTES = 32  # a length is more than this; a schema without one begins with a small offset
@@ -33,8 +35,18 @@ def opened(stream: io.BufferedReader[Any]) -> Iterator[tuple[pa.RecordBatchStrea
     stream.read(len(MAGIC) if is_file else 0)
     bare = is_file and int.from_bytes(stream.peek(4)[:4], "little") < _LEAST_SCHEMA_BYTES
     source = _Behind(_with_length(stream), stream) if bare else stream
-    with pa.ipc.open_stream(pa.PythonFile(source, mode="r")) as reader:
-        yield reader, is_file
+    try:
+        with pa.ipc.open_stream(pa.PythonFile(source, mode="r")) as reader:
+            yield reader, is_file
+    except pa.ArrowInvalid as error:
+        if is_file and "dictionaries at the start" in str(
+            error
+        ):  # which a file may have, and a stream may not
+            what = "has its dictionaries behind its batches, as polars writes categories"
+            raise SourceError(
+                "source", f"an Arrow file {what}", "use write_parquet, or write_ipc_stream"
+            ) from error
+        raise
 
 
 def _with_length(stream: io.BufferedReader[Any]) -> bytes:

@@ -7,28 +7,29 @@
 | decimal | its digits as text |
 | map | object |
 | text, integer, boolean, list | the same |
+| extension type | what its name says (`arrow_extensions`) |
 | NaN, infinite, bytes, duration | the same; a row that uses it is quarantined (`odd`) |
 | what Python has no value for: a year beyond 9999, an unknown time zone, text that is not UTF-8 | `Unreadable`, which is odd |
 
 Always true:
-- a null inside a list stays;
+- a null inside a list stays, and so does one inside a JSON text;
 - columns whose type needs no change are not looked through;
 - no column has the name of another: one of them would be gone without a word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.types as types
 
-from raysvc.chat.source.json_rows import SourceRow
+from raysvc.chat.source.json_rows import SourceRow, Unreadable
 from raysvc.errors import SourceError
+from raysvc.pipelines.reading.arrow_extensions import Convert, extension_name, reader_of
 
-Convert = Callable[[Any], Any]
 LISTS = (
     types.is_list,
     types.is_large_list,
@@ -38,8 +39,7 @@ LISTS = (
 )
 
 
-class Unreadable:
-    """A value that Python cannot hold."""
+NO_VALUE = Unreadable("Python has no value for it")
 
 
 def rows_of_table(table: pa.Table, first_row: int) -> Iterator[SourceRow]:
@@ -48,25 +48,37 @@ def rows_of_table(table: pa.Table, first_row: int) -> Iterator[SourceRow]:
     Raises:
         SourceError: two columns of one name.
     """
-    names = table.schema.names
-    if len({*names}) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise SourceError("source", f"has the column {twice!r} twice", "give every column a name of its own")
-    converts = {field.name: convert for field in table.schema if (convert := _convert(field.type))}
-    odd = any(_may_be_odd(field.type) for field in table.schema)
+    odd = any(_may_be_odd(field) for field in table.schema)
     number = first_row
     for batch in table.to_batches():
-        rows, is_odd = python_rows(batch)
+        rows, is_odd = _decoded(batch)
         for row in rows:
             data = {name: value for name, value in row.items() if value is not None}
-            for name in converts.keys() & data.keys():
-                if not is_odd or not isinstance(data[name], Unreadable):
-                    data[name] = converts[name](data[name])
             yield SourceRow(number, data, None, None, odd or is_odd)
             number += 1
 
 
-def python_rows(batch: pa.RecordBatch | pa.Table) -> tuple[list[dict[str, Any]], bool]:
+def first_of_table(batch: pa.RecordBatch | pa.Table) -> Iterator[dict[str, Any]]:
+    """The first row, with nulls for the columns that it has no value in; none where there is no row."""
+    yield from _decoded(batch.slice(0, 1))[0]
+
+
+def _decoded(batch: pa.RecordBatch | pa.Table) -> tuple[list[dict[str, Any]], bool]:
+    """(rows in JSON types, whether Python has no value for some of theirs): the only place where values leave Arrow."""
+    names = batch.schema.names
+    if len({*names}) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise SourceError("source", f"has the column {twice!r} twice", "give every column a name of its own")
+    rows, is_odd = _python_rows(batch)
+    converts = {field.name: convert for field in batch.schema if (convert := _convert(field))}
+    for row in rows if converts else ():
+        for name, convert in converts.items():
+            if row[name] is not None and row[name] is not NO_VALUE:
+                row[name] = convert(row[name])
+    return rows, is_odd
+
+
+def _python_rows(batch: pa.RecordBatch | pa.Table) -> tuple[list[dict[str, Any]], bool]:
     """Rows of Python values, and whether Python has no value for some of them."""
     try:
         return batch.to_pylist(), False
@@ -79,36 +91,37 @@ def _value(item: pa.Scalar) -> Any:
     try:
         return item.as_py()
     except (ValueError, OverflowError, ImportError, pa.ArrowException):
-        return Unreadable()
+        return NO_VALUE
 
 
-def _convert(kind: pa.DataType) -> Convert | None:
+def _convert(field: pa.Field) -> Convert | None:
     """What makes JSON of a value that is not null; None when it is JSON."""
+    kind, name = field.type, extension_name(field)
+    if name is not None:
+        return reader_of(name, kind)
     if types.is_struct(kind):
-        return _struct({field.name: _convert(field.type) for field in kind})
+        return _struct({field.name: _convert(field) for field in kind})
     if types.is_map(kind):
-        return _map(_convert(kind.item_type))
+        return _map(_convert(kind.item_field))
     if any(is_list(kind) for is_list in LISTS):
-        item = _convert(kind.value_type)
+        item = _convert(kind.value_field)
         return None if item is None else _list(item)
     if types.is_decimal(kind):
         return _decimal
     if types.is_date(kind) or types.is_time(kind) or types.is_timestamp(kind):
         return _iso
     if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
-        return _convert(kind.value_type)
-    if isinstance(kind, pa.BaseExtensionType):
-        return _convert(kind.storage_type)
+        return _convert(pa.field("", kind.value_type))
     return None
 
 
 def _struct(fields: dict[str, Convert | None]) -> Convert:
     def convert(value: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: item if (change := fields[name]) is None else change(item)
+        read = {
+            name: item if item is None or (change := fields[name]) is None else change(item)
             for name, item in value.items()
-            if item is not None
         }
+        return {name: item for name, item in read.items() if item is not None}
 
     return convert
 
@@ -134,12 +147,16 @@ def _decimal(value: Decimal) -> str:
     return format(value, "f")
 
 
-def _may_be_odd(kind: pa.DataType) -> bool:
-    """Whether values of a type can be none that JSON has."""
+def _may_be_odd(field: pa.Field) -> bool:
+    """Whether values of a field can be none that JSON has."""
+    kind = field.type
+    if extension_name(field) is not None:
+        return True
     if types.is_nested(kind):
-        return any(_may_be_odd(kind.field(place).type) for place in range(kind.num_fields))
+        return any(_may_be_odd(kind.field(place)) for place in range(kind.num_fields))
     if types.is_dictionary(kind):
-        return _may_be_odd(kind.value_type)
-    plain = types.is_string(kind) or types.is_large_string(kind) or types.is_integer(kind)
+        return _may_be_odd(pa.field("", kind.value_type))
+    plain = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    number = types.is_integer(kind) or types.is_boolean(kind) or types.is_null(kind)
     text = types.is_decimal(kind) or types.is_date(kind) or types.is_time(kind) or types.is_timestamp(kind)
-    return not (plain or text or types.is_boolean(kind) or types.is_null(kind))
+    return not (plain or number or text)

@@ -23,7 +23,7 @@ from raysvc.chat.source.json_rows import SourceRow, json_rows, load_json
 from raysvc.errors import SourceError
 from raysvc.job.config import SourceConfig
 from raysvc.pipelines.reading.arrow_file import batches_behind, batches_from_start, rows_of_range
-from raysvc.pipelines.reading.arrow_rows import python_rows, rows_of_table
+from raysvc.pipelines.reading.arrow_rows import first_of_table, rows_of_table
 from raysvc.pipelines.reading.csv_rows import csv_rows
 from raysvc.pipelines.reading.json_file import json_file_rows
 from raysvc.pipelines.reading.pinned_file import (
@@ -145,11 +145,11 @@ def _first_rows(path: str, kind: Kind, storage_options: dict[str, Any]) -> Itera
     with _unverified(path, storage_options) as stream:
         if kind == "parquet":
             for batch in pq.ParquetFile(stream).iter_batches(batch_size=1):
-                yield from python_rows(batch)[0]
+                yield from first_of_table(batch)
         elif kind == "json":
             yield from json_file_rows(path, stream.read())
         elif kind == "arrow":
-            yield from python_rows(rows_of_range(batches_from_start(stream), 0, 1))[0]
+            yield from first_of_table(rows_of_range(batches_from_start(stream), 0, 1))
         else:
             yield from (row.data for row in csv_rows(path, stream, kind))
 

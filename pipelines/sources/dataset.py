@@ -18,6 +18,7 @@ from typing import Any
 
 from raysvc.errors import SourceError
 from raysvc.job.config import SourceConfig
+from raysvc.pipelines.reading.arrow_rows import first_of_table
 from raysvc.pipelines.reading.readers import is_saved, load_dataset_rows, load_parts
 from raysvc.pipelines.sources.cuts import even_cuts
 from raysvc.pipelines.sources.files import SourceFile, resolve_path
@@ -70,7 +71,7 @@ class DatasetSource:
 
     def first_row(self) -> dict[str, Any] | None:
         """The first one."""
-        return dict(self._data[0]) if len(self._data) else None
+        return next(first_of_table(self._data.with_format("arrow")[:1]), None)
 
     def check_unchanged(self) -> None:
         """Of a folder; what lies in the cache of `datasets` is never changed.

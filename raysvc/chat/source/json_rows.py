@@ -16,6 +16,7 @@ import io
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import count, islice, repeat
 from typing import Any, NamedTuple
 
@@ -26,6 +27,17 @@ LINES_AT_ONCE = 64
 _DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
 _LONG_NUMBER = b"0" * 19  # from 2^64 on, orjson makes integers floats
 _STEP = 6
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A value of a row that is none of JSON's types, and cannot be made one.
+
+    Attributes:
+        why: what it is, as a sentence.
+    """
+
+    why: str
 
 
 class SourceRow(NamedTuple):
