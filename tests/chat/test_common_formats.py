@@ -310,3 +310,60 @@ def test_messages_as_python_prints_them_are_set_aside(slice_tokenizer: Any, toke
     made, result = tokenize(slice_tokenizer("chatml_bare"), row)
     assert not made
     assert dict(result.row_counts.quarantined) == {"'chosen' holds messages as Python prints them": 1}
+
+
+def said(*texts: str) -> list[dict[str, str]]:
+    """A conversation that the user begins."""
+    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+
+
+PARTED = {
+    "at the last answer": (said("p", "a"), said("p", "z")),
+    "at the last of two answers": (said("p", "a", "q", "b"), said("p", "a", "q", "c")),
+    "early": (said("p", "a", "q", "b"), said("p", "z", "q", "c")),
+    "early, with one more turn": (said("p", "a"), said("p", "z", "q", "c")),
+    "where the user answers otherwise too": (said("p", "a", "q", "b"), said("p", "z", "r", "c", "s", "d")),
+    "with nothing that differs": (said("p", "a"), said("p", "a")),
+    "behind two equal answers": (said("p", "a", "q", "b", "r", "c"), said("p", "a", "q", "z", "r", "c")),
+}
+
+
+@pytest.mark.parametrize("with_text", [False, True])
+@pytest.mark.parametrize("name", PARTED)
+def test_a_pair_without_a_prompt_is_split_where_trl_splits_it(
+    name: str, with_text: bool, slice_tokenizer: Any, tokenize: Any
+) -> None:
+    trl = pytest.importorskip("trl.data_utils")
+    chosen, rejected = PARTED[name]
+    row = {"chosen": chosen, "rejected": rejected}
+    if with_text:  # as UltraFeedback: the prompt is in both conversations as well
+        row = {"prompt": "p", **row}
+    parted = trl.maybe_extract_prompt(row)
+    made, result = tokenize(slice_tokenizer("chatml_bare"), row)
+    assert len(made) == 2, result.examples
+    for one, side in zip(made, ("chosen", "rejected"), strict=True):
+        answers = [m["content"] + "<|im_end|>" for m in parted[side] if m["role"] == "assistant"]
+        assert one.trained == answers
+
+
+UNPARTED = {
+    "another question": ((said("p", "a"), said("x", "z")), "message 0 differs in content"),
+    "another system prompt": (
+        ([{"role": "system", "content": "s"}, *said("p", "a")], said("p", "z")),
+        "message 0 differs in content, role",
+    ),
+    "a question more, and no answer": ((said("p", "a", "q"), said("p", "a", "r", "c")), "message 2 differs in content"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNPARTED)
+def test_a_pair_that_does_not_part_at_an_answer_is_refused_by_name(
+    name: str, slice_tokenizer: Any, tokenize: Any
+) -> None:
+    (chosen, rejected), why = UNPARTED[name]
+    made, result = tokenize(slice_tokenizer("chatml_bare"), {"chosen": chosen, "rejected": rejected})
+    assert not made
+    assert dict(result.row_counts.quarantined) == {
+        "'chosen' and 'rejected' do not part at an answer of the assistant": 1
+    }
+    assert why in result.examples[0].detail

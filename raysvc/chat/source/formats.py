@@ -282,12 +282,11 @@ class Format:
             history, user = self._history(row), {"role": "user", "content": self._instruction(row)}
             prompt = [*history, user]
             answer = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+        other = self._given(row, "rejected" if side == "chosen" else "chosen", set())
         if prompt is None and isinstance(answer, str):
-            prompt = _shared_words(
-                answer, self._given(row, "rejected" if side == "chosen" else "chosen", changes)
-            )
+            prompt = _shared_words(answer, other)
             answer = answer[len(prompt) :]
-        return self._completed(row, prompt, answer, column, changes, answer_only=True)
+        return self._completed(row, prompt, answer, column, changes, answer_only=True, other=other)
 
     def _opened(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """A pair as OpenAI has it, with what stands in its input as columns."""
@@ -340,6 +339,7 @@ class Format:
         column: str,
         changes: Changes,
         answer_only: bool = False,
+        other: Any = None,
     ) -> Example:
         if isinstance(completion, str) and (prompt is None or isinstance(prompt, str)):
             if self.train_on == "all_tokens":
@@ -352,10 +352,34 @@ class Format:
         if isinstance(prompt, str) and any(message["role"] == "user" for message in after.messages[:2]):
             before, prompt = Conversation([]), None  # the completion is the whole conversation
         whole, start = _joined(before, after), len(before.messages)
-        if prompt is None:
+        if prompt is None and other is not None:
+            start = self._parting(after.messages, self._turn(other, "assistant", column, set()).messages)
+        elif prompt is None:
             places = (n for n, m in enumerate(whole.messages) if m["role"] == "assistant")
             start = max(places, default=0)
         return self._conversation(row, whole, start, changes, answer_only)
+
+    def _parting(self, said: list[Message], other: list[Message]) -> int:
+        """Where the two conversations of a pair part, which is where its prompt ends.
+
+        Raises:
+            RowFault: the assistant does not say both of what differs there.
+        """
+        most = min(len(said), len(other)) - 1
+        place = next((n for n in range(most) if said[n] != other[n]), most)
+        roles = [side[place]["role"] for side in (said, other)]
+        if roles != ["assistant", "assistant"]:
+            keys = sorted(
+                k for k in {*said[place], *other[place]} if said[place].get(k) != other[place].get(k)
+            )
+            differ = (
+                f"message {place} differs in {', '.join(keys)}" if keys else f"both end with a {roles[0]}"
+            )
+            raise RowFault(
+                f"{self.column('chosen')!r} and {self.column('rejected')!r} do not part at an answer of the assistant",
+                f"{differ}: give the prompt in a column of its own",
+            )
+        return place
 
     def _turn(self, value: Any, role: str, column: str, changes: Changes) -> Conversation:
         """Messages; a string is one message of `role`."""
