@@ -1,7 +1,7 @@
 """Finds the files of a source.
 
 Always true:
-- files are sorted within each pattern, and none comes twice;
+- files are sorted within each pattern, and one that is named twice is refused: its rows would come once;
 - a listing is fresh: what fsspec remembers of an earlier one is dropped first;
 - a store that does not answer is an error in `FIRST_ANSWER_S`;
 - names that begin with a dot or an underscore, and what lies in such folders, are no rows, unless the pattern says so;
@@ -42,7 +42,7 @@ def find_files(config: SourceConfig, may_be_none: bool = False) -> list[SourceFi
         may_be_none: a pattern may match nothing.
 
     Raises:
-        SourceError: a pattern matches nothing, or a folder holds no file of a known kind, or several kinds.
+        SourceError: a pattern matches nothing, a file is named twice, or a folder holds no file of a known kind, or several kinds.
     """
     found: dict[str, SourceFile] = {}
     for pattern in config.path:
@@ -54,8 +54,16 @@ def find_files(config: SourceConfig, may_be_none: bool = False) -> list[SourceFi
                 "source.path", f"{pattern!r} matches no file{here}", f"name files that end in {ENDINGS}"
             )
         for file in files:
-            found.setdefault(file.path, file)
+            if file.path in found:
+                raise _named_twice(file, config.path)
+            found[file.path] = file
     return list(found.values())
+
+
+def _named_twice(file: SourceFile, patterns: tuple[str, ...]) -> SourceError:
+    """Nobody can tell whether its rows were meant to count twice."""
+    what = f"names {redacted(file.path)!r} more than once ({', '.join(map(redacted, patterns))})"
+    return SourceError("source.path", what, "name it once; plan.epochs, or a weight of mixture, repeats rows")
 
 
 def _expand(pattern: str, storage_options: dict[str, Any]) -> list[SourceFile]:

@@ -18,7 +18,7 @@ from raysvc.builds.build_plan import BuildPlan
 from raysvc.cache.entry import Entry
 from raysvc.cache.manifest import Manifest
 from raysvc.cache.writer import EntryWriter
-from raysvc.chat.row_counts import Quarantined, RowCounts, check_quarantine
+from raysvc.chat.row_counts import Quarantined, RowCounts, check_quarantine, shown_reasons
 from raysvc.errors import SourceError
 from raysvc.job.config import JobConfig
 from raysvc.redact import redacted
@@ -43,10 +43,10 @@ def make_report(
     examples = [item for one in receipts for item in one.meta["examples"]]
     check_share(job, {"row_counts": row_counts.to_json(), "examples": examples})
     if row_counts.rows_written == 0:
-        left_out = (*row_counts.dropped.items(), *row_counts.quarantined.items())
-        reasons = ", ".join(f"{name}: {count}" for name, count in left_out) or "none were read"
+        left_out = {**row_counts.dropped, **row_counts.quarantined}
+        reasons = shown_reasons(left_out, [Quarantined(**item) for item in examples]) or "none were read"
         raise SourceError(
-            "source", f"no row is left to train on ({reasons})", "check train_on, max_length and truncation"
+            "source", f"no row is left to train on: {reasons}", "check train_on, max_length and truncation"
         )
     return {
         **known_before(job, plan),

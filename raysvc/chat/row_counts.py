@@ -187,12 +187,18 @@ def quarantine_exceeded(
     what: str, quarantined: Mapping[str, int], examples: Sequence[Quarantined]
 ) -> QuarantineExceeded:
     """The error that says `what`, and shows three of the `examples`, of the three commonest reasons."""
-    commonest = sorted(quarantined.items(), key=lambda item: (-item[1], item[0]))[:3]
-    each = -(-EXAMPLES_SHOWN // max(len(commonest), 1))
-    shown = "; ".join(f"{reason} ({n} rows{_some(reason, examples, each)})" for reason, n in commonest)
     return QuarantineExceeded(
-        "source", f"{what}: {shown}", "fix these rows, or raise max_quarantine to go on without them"
+        "source",
+        f"{what}: {shown_reasons(quarantined, examples)}",
+        "fix these rows, or raise max_quarantine to go on without them",
     )
+
+
+def shown_reasons(left_out: Mapping[str, int], examples: Sequence[Quarantined]) -> str:
+    """The three commonest reasons, with three of the examples and what is special about these."""
+    commonest = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))[:3]
+    each = -(-EXAMPLES_SHOWN // max(len(commonest), 1))
+    return "; ".join(f"{reason} ({n} rows{_some(reason, examples, each)})" for reason, n in commonest)
 
 
 def _some(reason: str, examples: Sequence[Quarantined], most: int) -> str:

@@ -22,7 +22,14 @@ FILES: dict[str, tuple[bytes, str]] = {
     "fields.csv": (b"question,answer\na,b,c\n", "row 0: fields and header differ: 3 fields for 2.*commas"),
     "header.csv": (b"question,answer\n", "has no rows; give files with at least one row"),
     "blank.jsonl": (b"\n \n", "holds no row; give files with at least one row"),
-    "numbers.jsonl": (b'{"text": 5}\n', r"no row is left to train on \('text' is not text: 1\)"),
+    "numbers.jsonl": (
+        b'{"text": 5}\n',
+        r"no row is left to train on: 'text' is not text \(1 rows, e.g. row 0: it is a int\)",
+    ),
+    "roles.jsonl": (
+        b'{"messages": [{"role": "user", "content": "a"}, {"rolle": "assistant"}]}\n',
+        r"no row is left to train on: a message has no role \(1 rows, e.g. row 0: messages\[1\] has the keys",
+    ),
 }
 
 

@@ -229,3 +229,12 @@ def test_why_a_web_server_gives_no_file_is_said() -> None:
 def test_a_path_that_no_file_can_have_is_a_source_error(path: str) -> None:
     with pytest.raises(SourceError):
         look_at(SourceConfig(path=(path,)))
+
+
+@pytest.mark.parametrize("patterns", [("a.jsonl", "a.jsonl"), ("a.jsonl", "*.jsonl"), (".", "b")])
+def test_a_file_that_is_named_twice_is_refused_and_not_read_once(
+    tree: Path, patterns: tuple[str, str]
+) -> None:
+    twice = "b/c.jsonl" if "b" in patterns else "a.jsonl"
+    with pytest.raises(SourceError, match=rf"names '.*{twice}' more than once"):
+        names(tree, *patterns)
