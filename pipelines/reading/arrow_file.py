@@ -30,6 +30,9 @@ def opened(stream: io.BufferedReader[Any]) -> Iterator[tuple[pa.RecordBatchStrea
 
     Args:
         stream: at its beginning; behind each batch it stands where the batch ends.
+
+    Raises:
+        SourceError: a file whose dictionaries stand behind its batches.
     """
     is_file = stream.peek(len(MAGIC))[: len(MAGIC)] == MAGIC
     stream.read(len(MAGIC) if is_file else 0)

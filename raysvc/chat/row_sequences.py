@@ -124,7 +124,8 @@ class RowSequences:
             try:
                 if self._desk is not None:
                     self._desk.go_to(row.source_row)
-                wrong = self.renderer.sequences({**row.data, completion: other[completion]}, form)
+                answer = form.opened(other)[completion]
+                wrong = self.renderer.sequences({**form.opened(row.data), completion: answer}, form)
             except (RowFault, RowDropped) as why:
                 counter.leave_out(row.source_row, why)
                 continue

@@ -207,12 +207,12 @@ def test_a_prompt_alone_ends_where_the_model_begins_and_nothing_is_trained(
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"messages": [USER, ANSWER], "label": False}, "label"),
+    ({"instruction": "a", "output": "b", "label": False}, "label"),
     ({"messages": [USER, ANSWER], "weight": 0.5}, "weight"),
     ({"prompt": "a", "completion": "b", "pixel_values": [1]}, "pixel_values"),
     ({"text": "a", "history": [["q", "a"]]}, "history"),
     ({"chosen": "a", "rejected": "b", "margin": 2.0}, "margin"),
-    ({"messages": [USER, ANSWER], "kto_tag": True}, "kto_tag"),
+    ({"instruction": "a", "output": "b", "kto_tag": True}, "kto_tag"),
     ({"messages": [USER, ANSWER], "images": ["a.png"]}, "images"),
     ({"messages": [USER, ANSWER], "chosen": ANSWER}, "chosen"),
     ({"messages": [USER, ANSWER], "rejected_response": "go away"}, "rejected_response"),
@@ -367,3 +367,57 @@ def test_a_pair_that_does_not_part_at_an_answer_is_refused_by_name(
         "'chosen' and 'rejected' do not part at an answer of the assistant": 1
     }
     assert why in result.examples[0].detail
+
+
+JUDGED = [(said("p", "a"), True), (said("q", "b", "r", "c"), False), (said("s", "d"), True)]
+
+
+@pytest.mark.parametrize("label", ["label", "kto_tag"])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_messages_with_a_label_are_kto_whose_completion_is_the_last_message(
+    label: str, as_text: bool, slice_tokenizer: Any, tokenize: Any
+) -> None:
+    apart = [{"prompt": m[:-1], "completion": m[-1:], "label": good} for m, good in JUDGED]
+    given: list[dict[str, Any]] = [
+        {"messages": json.dumps(m) if as_text else m, label: good} for m, good in JUDGED
+    ]
+    assert resolve_format(spec(), given[0]).name == "kto"
+    assert label in seen(resolve_format(spec(), given[0]), given[0])
+    made = slice_tokenizer("chatml_bare")
+    _, wanted = tokenize(made, *apart)
+    made = slice_tokenizer("chatml_bare")
+    _, found = tokenize(made, *given)
+    assert wanted.table.num_rows == 2 * len(JUDGED), wanted.examples
+    assert found.table.to_pylist() == wanted.table.to_pylist()
+
+
+def test_a_label_that_is_ignored_or_carried_makes_no_kto_of_messages() -> None:
+    row = {"messages": said("p", "a"), "label": True}
+    assert resolve_format(spec(ignore=("label",)), row).name == "chat"
+    assert resolve_format(spec(carry={"label": {"dtype": "uint8"}}), row).name == "chat"
+
+
+def test_messages_with_a_label_that_end_with_no_answer_are_set_aside(
+    slice_tokenizer: Any, tokenize: Any
+) -> None:
+    rows = [
+        {"messages": m, "label": True}
+        for m in (said("p", "a"), said("p", "a", "q"), said("p"), said("r", "b"))
+    ]
+    _, result = tokenize(slice_tokenizer("chatml_bare"), *rows)
+    assert set(result.table["source_row"].to_pylist()) == {0, 3}
+    assert dict(result.row_counts.quarantined) == {
+        "'messages' does not end with an answer of the assistant": 1,
+        "'messages' is not a question and an answer": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    "columns", [{"prompt": "messages", "completion": "messages"}, {"question": "answer"}]
+)
+def test_one_column_that_is_read_as_two_of_ours_is_refused(columns: dict[str, str]) -> None:
+    row = {"messages": said("p", "a")} if "prompt" in columns else {"answer": "b"}
+    with pytest.raises(
+        ConfigError, match=r"source\.columns: '(messages|answer)' is read as '\w+' and as '\w+'"
+    ):
+        resolve_format(spec(columns=columns), row)

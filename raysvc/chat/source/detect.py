@@ -1,11 +1,12 @@
 """The format of a source, from its columns.
 
 1. `source.columns` says which column is which; what it does not say has one of the usual names (`ALIASES`).
-2. The first format of `formats.NEEDS` whose columns are all there is the one.
+2. The first format of `formats.NEEDS` whose columns are all there is the one; messages with a label are of `kto`.
 3. What was found is said in one line (`seen`) and is part of the recipe.
 
 Always true:
 - it is found from the column names, never from the content of a row;
+- a column that is declared as two of ours is refused;
 - a missing column is named, with the columns that are there and the nearest one;
 - a column that changes what a row means, and that the format does not use, is refused by its name.
 """
@@ -19,6 +20,8 @@ from typing import Any
 from raysvc.chat.source.formats import (
     BESIDE,
     FUNCTIONS,
+    KTO,
+    KTO_CHAT,
     NEEDS,
     NO_VALUES,
     OPTIONAL,
@@ -41,6 +44,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "input": ("input", "context"),
     "system": ("system", "system_prompt"),
     "tools": ("tools", FUNCTIONS),
+    "label": KTO,
 }
 MESSAGE_KEYS = ("role", "content")  # in source.columns they name keys of a message
 OTHER_NAMES: dict[str, tuple[str, ...]] = {  # columns beside those, that may have one of the usual names
@@ -61,11 +65,12 @@ def resolve_format(spec: TextSpec, first_row: Mapping[str, Any]) -> Format:
         _known_column(ours, theirs, columns)
     name: FormatName = _detect(spec, columns) if spec.format == "auto" else spec.format
     found = dict(spec.columns)
-    for ours in NEEDS[name]:
+    for ours in _needs(spec, name, columns):
         theirs = _theirs(spec, ours, columns)
         if theirs not in columns:
             raise _missing(f"format {name} needs a column {theirs!r}", (theirs,), columns)
         found[ours] = theirs
+    _refuse_twice(found)
     for ours in OTHER_NAMES.get(name, ()):
         found[ours] = _theirs(spec, ours, columns)
     _check_policy(spec, name)
@@ -87,7 +92,10 @@ def format_of(spec: TextSpec) -> Format:
 
 def seen(form: Format, first_row: Mapping[str, Any]) -> str:
     """One line about what was found, for display."""
-    pairs = [f"{ours} = {form.column(ours)}" for ours in NEEDS[form.name]]
+    names = NEEDS[form.name]
+    if form.name == "kto" and form.column("completion") not in first_row:
+        names = KTO_CHAT
+    pairs = [f"{ours} = {form.column(ours)}" for ours in names]
     value = form.get(first_row, "messages") if form.name == "chat" else None
     if isinstance(value, list) and value and isinstance(value[0], dict):
         keys = [key for key in ("role", "content", "from", "value") if key in value[0]]
@@ -108,6 +116,32 @@ def _theirs(spec: TextSpec, ours: str, columns: list[str]) -> str:
     if ours == "question" and "instruction" in columns:
         names = tuple(name for name in names if name != "input")  # which is the instruction's
     return next((name for name in names if name in columns), ours)
+
+
+def _needs(spec: TextSpec, name: FormatName, columns: list[str]) -> tuple[str, ...]:
+    """The columns that a format needs; `kto` takes messages with a label where there is no completion."""
+    if name == "kto" and _theirs(spec, "completion", columns) not in columns and _is_kto_chat(spec, columns):
+        return KTO_CHAT
+    return NEEDS[name]
+
+
+def _is_kto_chat(spec: TextSpec, columns: list[str]) -> bool:
+    """Whether there are messages with a label that means something here, and is not carried."""
+    there = [name for name in columns if name not in {*spec.ignore, *spec.carry}]
+    return all(_theirs(spec, ours, there) in there for ours in KTO_CHAT)
+
+
+def _refuse_twice(found: Mapping[str, str]) -> None:
+    """No column is two of ours: what is trained would stand behind itself."""
+    ours_of: dict[str, str] = {}
+    for ours, theirs in found.items():
+        if ours in MESSAGE_KEYS:
+            continue
+        if theirs in ours_of:
+            what = f"{theirs!r} is read as {ours_of[theirs]!r} and as {ours!r}"
+            remedy = "give each its own column; source.format: kto takes messages with a label"
+            raise ConfigError("source.columns", what, remedy)
+        ours_of[theirs] = ours
 
 
 def _refuse_payload(form: Format, row: Mapping[str, Any]) -> None:
@@ -141,6 +175,8 @@ def _known_column(ours: str, theirs: str, columns: list[str]) -> None:
 
 def _detect(spec: TextSpec, columns: list[str]) -> FormatName:
     for name, needs in NEEDS.items():
+        if name == "chat" and _is_kto_chat(spec, columns):
+            return "kto"
         if all(_theirs(spec, ours, columns) in columns for ours in needs):
             return name  # type: ignore[return-value]
     wanted = tuple(dict.fromkeys(ours for needs in NEEDS.values() for ours in needs))

@@ -60,10 +60,11 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
     "prompt": ("prompt",),
 }
+KTO_CHAT = ("messages", "label")  # of `kto` too: the last message is the completion
 BESIDE: dict[str, tuple[str, ...]] = {  # what a format uses where it is there
     "preference": ("prompt", "messages", "instruction", "input", "history", "tools", "system"),
     "chat": ("tools", "system", "history"),
-    "kto": ("tools", "system", "history"),
+    "kto": ("messages", "tools", "system", "history"),
     "stepwise": ("tools", "system"),
     "prompt_completion": ("tools", "system", "history"),
     "alpaca": ("input", "history", "tools", "system"),
@@ -174,6 +175,7 @@ class Format:
             RowFault: the row cannot be read.
             RowDropped: nothing of it is to be trained.
         """
+        row = self.opened(row)
         for ours in NEEDS[self.name]:
             if self.get(row, ours) is None:
                 raise RowFault(f"no value in column {self.column(ours)!r}", _columns(row))
@@ -182,7 +184,6 @@ class Format:
                 raise RowFault(f"column {name!r} is not used by format {self.name}", refused_why(name))
         examples: tuple[Example, ...]
         if self.name == "preference":
-            row = self._opened(row) if self.column("chosen") == PREFERRED else row
             examples = tuple(self._side(row, side) for side in ("chosen", "rejected"))
         else:
             examples = (getattr(self, f"_{self.name}")(row),)
@@ -288,7 +289,32 @@ class Format:
             answer = answer[len(prompt) :]
         return self._completed(row, prompt, answer, column, changes, answer_only=True, other=other)
 
-    def _opened(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+    def opened(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A row with a column for everything that its format needs, also where one column holds several of them.
+
+        Raises:
+            RowFault: that column does not hold them.
+        """
+        if self.name == "preference" and self.column("chosen") == PREFERRED:
+            return self._with_input_opened(row)
+        if self.name == "kto" and self.get(row, "completion") is None:
+            return self._with_last_turn(row)
+        return row
+
+    def _with_last_turn(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Messages and a label, as LLaMA-Factory has them, with the last message as the completion."""
+        column, messages = self.column("messages"), self._given(row, "messages", set())
+        if messages is None:
+            return row
+        if not isinstance(messages, list) or len(messages) < 2:
+            raise RowFault(f"{column!r} is not a question and an answer", f"it is {kind_of(messages)}")
+        role = self._reader.read(messages[-1], column, set()).messages[-1]["role"]
+        if role != "assistant":
+            raise RowFault(f"{column!r} does not end with an answer of the assistant", f"but with {role!r}")
+        rest = {name: value for name, value in row.items() if name != column}
+        return rest | {self.column("prompt"): messages[:-1], self.column("completion"): messages[-1:]}
+
+    def _with_input_opened(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """A pair as OpenAI has it, with what stands in its input as columns."""
         column = self.column("input")
         given = row.get(column)
@@ -453,7 +479,7 @@ def refused_why(name: str) -> str:
     """Why a column is refused, and what to do."""
     nothing = f"source.ignore: [{name}] says that it has no meaning here"
     if name in KTO:
-        return f"a label (KTO) belongs to a prompt and a completion; {nothing}"
+        return f"a label (KTO) is of source.format: kto, where the last message is what it judges; {nothing}"
     if name == TEMPLATE_KWARGS:
         return f"tokenizer.template_kwargs are the same for all rows of a job; {nothing}"
     if name in (*PAIR, REJECTED_RESPONSE):

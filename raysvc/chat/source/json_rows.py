@@ -31,7 +31,7 @@ _STEP = 6
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A value of a row that is none of JSON's types, and cannot be made one.
+    """A value of a row that JSON has no type for.
 
     Attributes:
         why: what it is, as a sentence.
