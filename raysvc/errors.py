@@ -11,6 +11,8 @@ RaysvcError
 │   │   └── EntryTooNew     a cache entry that a newer version wrote
 │   ├── PlanError           rows, groups and budgets that no plan can satisfy
 │   ├── StateMismatch       a checkpoint of another run
+│   │   ├── CheckpointDamaged   a file of a checkpoint that is not what was written
+│   │   └── CheckpointTooOld    a checkpoint of an earlier version, which wrote pickles
 │   ├── FolderHeld          a run folder that another server or trainer owns
 │   ├── ServerError         a name that is not served, or served with another spec
 │   └── AddressError        a Ray cluster that cannot be reached
@@ -98,6 +100,29 @@ class StateMismatch(UserMistake):
 
 class FolderHeld(UserMistake):
     """A folder that another process owns, which lives."""
+
+
+class CheckpointDamaged(StateMismatch):
+    """A file of a checkpoint that is not what was written: missing, cut off, or with other bytes."""
+
+    @classmethod
+    def of(cls, path: object, what: str) -> CheckpointDamaged:
+        """Of a file directly in the checkpoint's folder; `what` goes on after its name."""
+        return cls(str(path), what, "restore it, or start again with trainer.resume=false")
+
+
+class CheckpointTooOld(StateMismatch):
+    """A checkpoint of an earlier version, which wrote pickles."""
+
+    @classmethod
+    def of(cls, folder: object) -> CheckpointTooOld:
+        """Of a checkpoint's folder."""
+        what = "was written by an earlier raysvc, as pickles, which can run code when they are read"
+        remedy = (
+            "export its model with the raysvc that wrote it (raysvc export --out DIR), "
+            "then train with trainer.model=DIR in another trainer.run_dir"
+        )
+        return cls(str(folder), what, remedy)
 
 
 class ServerError(UserMistake):

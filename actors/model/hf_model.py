@@ -8,7 +8,6 @@ Always true:
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,7 +41,8 @@ def save_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor], folde
 
     lm: Any = getattr(model, "module", model).lm
     if isinstance(lm, TinyLM):
-        lm.save_pretrained(folder, _own_names(weights))
+        with _disk_failures():
+            lm.save_pretrained(folder, _own_names(weights))
         return
     with _no_bars():
         lm.save_pretrained(folder, state_dict=_own_names(weights))
@@ -53,16 +53,17 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
 
     Raises:
         StateMismatch: the checkpoint has no configuration of a model, or weights of another one.
+        CheckpointDamaged: a file of it is not what was written.
     """
     import torch
     from transformers import AutoConfig, GenerationConfig
 
     from raysvc.actors.model.load_model import auto_class
 
+    weights = _own_names(read_weights(checkpoint))
     if not (checkpoint / CONFIG).exists():
         remedy = "export a checkpoint that raysvc train wrote"
         raise StateMismatch(str(checkpoint), f"holds no {CONFIG} of a model", remedy)
-    weights = _own_names(read_weights(checkpoint))
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(checkpoint)
         lm = auto_class(config).from_config(config)
@@ -79,6 +80,17 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
 
 
 @contextmanager
+def _disk_failures() -> Iterator[None]:
+    """What `safetensors` says of a full disk is an OSError."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+@contextmanager
 def _no_bars() -> Iterator[None]:
     """Without the progress bars of `transformers`, which it writes to files and logs too."""
     from transformers.utils import logging
@@ -86,29 +98,23 @@ def _no_bars() -> Iterator[None]:
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        yield
+        with _disk_failures():
+            yield
     finally:
         if shown:
             logging.enable_progress_bar()
 
 
 def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The whole model of a checkpoint in host memory, put together from the shares of all ranks."""
-    import torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    """The whole model of a checkpoint in host memory, put together from the shares of all ranks.
 
-    reader = dcp.FileSystemReader(checkpoint)
-    kept = reader.read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(facts.size, dtype=facts.properties.dtype)
-        for name, facts in kept.items()
-        if name.startswith("model.") and isinstance(facts, TensorStorageMetadata)
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as asked for
-        dcp.load(state, storage_reader=reader, no_dist=True)
-    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+    Raises:
+        CheckpointDamaged: a file that holds a part of it, or its configuration, is not what was written.
+    """
+    from raysvc.actors.model.saved_state import SavedState
+
+    with SavedState(checkpoint) as saved:
+        return {name: saved.whole("model", name) for name in saved.names("model")}
 
 
 def _own_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -44,6 +44,7 @@ from raysvc.actors.worker.row_losses import (
     RowLoss,
 )
 from raysvc.actors.worker.worker import Worker
+from raysvc.cache.store.disk_failures import named_failures
 from raysvc.chat.garbage import no_collection
 from raysvc.collate.columns import IGNORED
 from raysvc.collate.row_values import RowValues
@@ -227,13 +228,18 @@ class CausalLMWorker(Worker):
         return dict(outputs)
 
     def save_checkpoint(self, folder: str) -> None:
-        """Write this rank's part of a checkpoint into an existing folder."""
+        """Write this rank's part of a checkpoint into an existing folder.
+
+        Raises:
+            StoreError: the disk is full, or cannot be written.
+        """
         from raysvc.actors.model import hf_model
         from raysvc.actors.worker import checkpoint
 
-        if self.rank == 0:
-            hf_model.save_config(self.model, Path(folder))
-        checkpoint.save(Path(folder), self.rank, self.model, self.optimizer, self.optimizer_steps)
+        with named_failures(Path(folder)):
+            if self.rank == 0:
+                hf_model.save_config(self.model, Path(folder))
+            checkpoint.save(Path(folder), self.rank, self.model, self.optimizer, self.optimizer_steps)
 
     def load_checkpoint(self, folder: str) -> None:
         """Read what `save_checkpoint` wrote; dp_size and strategy may differ."""
@@ -248,7 +254,8 @@ class CausalLMWorker(Worker):
 
         weights = checkpoint.full_weights(self.model)
         if self.rank == 0:
-            hf_model.save_weights(self.model, weights, Path(folder))
+            with named_failures(Path(folder)):
+                hf_model.save_weights(self.model, weights, Path(folder))
 
     def export_weights(self) -> dict[str, Any] | None:
         """The whole model as numpy arrays with their torch dtype (bfloat16 as uint16); None but on rank 0."""

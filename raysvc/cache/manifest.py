@@ -10,7 +10,6 @@ Always true:
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from raysvc.cache import names
 from raysvc.cache.key import ADDED, cache_key, canonical_json
 from raysvc.cache.part_info import PartInfo, count, damaged, part_info
 from raysvc.cache.part_table import PartTable, TableInfo, write_table
+from raysvc.cache.sealed import seal_of
 from raysvc.cache.store.store import Store
 from raysvc.errors import EntryError, EntryTooNew
 
@@ -224,7 +224,7 @@ class Manifest:
 
 
 def _sealed(fields: dict[str, Any]) -> dict[str, Any]:
-    return fields | {"sha256": hashlib.sha256(canonical_json(fields)).hexdigest()}
+    return fields | {"sha256": seal_of(fields)}
 
 
 def _opened(data: bytes, where: str) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def _opened(data: bytes, where: str) -> dict[str, Any]:
         raw = json.loads(data)
         seal = raw.pop("sha256", None)
         refused = _newer(raw, where)
-        intact = refused or seal == hashlib.sha256(canonical_json(raw)).hexdigest()
+        intact = refused or seal == seal_of(raw)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise damaged(where, f"it is not the JSON that was written ({type(error).__name__})") from None
     if refused is not None:

@@ -20,13 +20,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
+from raysvc.cache.store.disk_failures import named_failures
 from raysvc.cache.store.open import absolute
 from raysvc.chat.garbage import no_collection
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
-from raysvc.errors import ConfigError, TokenizerError
+from raysvc.errors import CheckpointDamaged, ConfigError, TokenizerError
 from raysvc.job.config import JobConfig, TokenizerConfig
 from raysvc.media.media_processor import config_files
-from raysvc.training.run_folder import Checkpoint, RunFolder
+from raysvc.training.run_folder import Checkpoint, RunFolder, read_checkpoint, steps_of
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +40,22 @@ def export(job: JobConfig, out: str | Path, step: int | None = None) -> Checkpoi
 
     Raises:
         ConfigError: no such checkpoint, or `out` holds something.
+        CheckpointDamaged: a file of it is not what was written; no other one is taken instead.
     """
     target = Path(out).expanduser().absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError("--out", f"{target} exists and is not empty", "name a new folder")
-    checkpoint = _chosen(RunFolder(absolute(job.run_dir)), step)
-    write_model(job, target, lambda folder: _from_checkpoint(checkpoint, folder))
+    run = RunFolder(absolute(job.run_dir))
+    folder = _chosen(run, step)
+    try:
+        checkpoint = read_checkpoint(folder)
+        write_model(job, target, lambda draft: _from_checkpoint(checkpoint, draft))
+    except CheckpointDamaged as error:
+        earlier = run.before(folder)
+        remedy = (
+            error.remedy if earlier is None else f"restore it, or export the one before: --step {earlier}"
+        )
+        raise CheckpointDamaged(error.where, error.what, remedy) from None
     return checkpoint
 
 
@@ -57,9 +68,10 @@ def write_model(
         save: of `tokenizer_beside`; None: the tokenizer is loaded now.
     """
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
-    draft.mkdir(parents=True)
     try:
-        write(draft)
+        with named_failures(target):
+            draft.mkdir(parents=True)
+            write(draft)
         (save or tokenizer_of(job.tokenizer))(draft)
         if target.exists():
             shutil.rmtree(target)
@@ -74,16 +86,14 @@ def _from_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
     export_checkpoint(checkpoint.folder, folder)
 
 
-def _chosen(run: RunFolder, step: int | None) -> Checkpoint:
-    there = run.checkpoints()
+def _chosen(run: RunFolder, step: int | None) -> Path:
+    there = {steps_of(folder): folder for folder in run.complete()}
     if not there:
         raise ConfigError("trainer.run_dir", f"{run.path} has no checkpoint", "train first: raysvc train")
-    if step is None:
-        return there[-1]
-    for checkpoint in there:
-        if checkpoint.step == step:
-            return checkpoint
-    steps = ", ".join(str(checkpoint.step) for checkpoint in there)
+    chosen = max(there) if step is None else step
+    if chosen in there:
+        return there[chosen]
+    steps = ", ".join(map(str, there))
     remedy = "name one of these; trainer.keep_checkpoints says how many stay"
     raise ConfigError("--step", f"{run.path} has no checkpoint {step}, but {steps}", remedy)
 

@@ -5,13 +5,14 @@
     <run_dir>/served.jsonl       how the steps were made, from which step on; see `raysvc.builds.serve_log`
     <run_dir>/evals.jsonl        one line per eval and time it ran, with the last step trained before it
     <run_dir>/checkpoints/step-<n>.<uid>/   weights; state.json, written last, makes it count
+    <run_dir>/checkpoints/damaged-step-<n>.<uid>/   one of which a file was not what was written; nobody reads or removes it
     <run_dir>/model/             the trained model, as `transformers` reads it, when the run has ended
     <run_dir>/run.json           which job this is; see `raysvc.training.run_identity`
     <run_dir>/summary.json       written at the end
     <run_dir>/owners/            who trains here; see `raysvc.cache.store.claim`
 
 Always true:
-- a checkpoint without `state.json` does not exist for a reader;
+- a checkpoint without `state.json` does not exist for a reader; one whose `state.json` is not what was written is refused by name;
 - after a resume at step k the logs hold the steps below k and nothing else, so they end up as if the
   run had never stopped;
 - a checkpoint is removed only when enough newer ones are complete;
@@ -32,10 +33,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysvc.builds.serve_log import FILE as SERVED
+from raysvc.cache.sealed import opened, sealed
 from raysvc.cache.store.claim import Claim, Owner
+from raysvc.cache.store.disk_failures import named_failures
 from raysvc.cache.store.posix import PosixStore
-from raysvc.errors import FolderLost
-from raysvc.training.step_log import lines_of, named_failures
+from raysvc.errors import CheckpointDamaged, CheckpointTooOld, FolderLost
+from raysvc.training.step_log import lines_of
 
 if TYPE_CHECKING:
     from raysvc.job.config import JobConfig
@@ -89,20 +92,41 @@ class RunFolder:
         """The trained model."""
         return self.path / "model"
 
+    def complete(self) -> list[Path]:
+        """Folders of complete checkpoints, fewest steps first."""
+        return sorted((folder for folder in self._folders() if STATE in os.listdir(folder)), key=steps_of)
+
     def checkpoints(self) -> list[Checkpoint]:
         """Complete checkpoints, oldest first."""
-        found = [self._read(folder) for folder in self._folders()]
-        return sorted((c for c in found if c is not None), key=lambda c: c.step)
+        return [read_checkpoint(folder) for folder in self.complete()]
 
     def newest(self) -> Checkpoint | None:
-        """The complete checkpoint with the most steps."""
-        return max(self.checkpoints(), key=lambda c: c.step, default=None)
+        """The complete checkpoint with the most steps.
+
+        Raises:
+            CheckpointDamaged: its `state.json` is not what was written.
+        """
+        there = self.complete()
+        return read_checkpoint(there[-1]) if there else None
 
     def new_checkpoint(self, step: int) -> Path:
         """An empty folder for the ranks to write into."""
         folder = self.path / "checkpoints" / f"step-{step:08d}.{uuid.uuid4().hex[:8]}"
         folder.mkdir(parents=True)
         return folder
+
+    def before(self, damaged: Path) -> int | None:
+        """Steps of the newest complete checkpoint that has fewer than this one."""
+        return max((n for n in map(steps_of, self.complete()) if n < steps_of(damaged)), default=None)
+
+    def put_away(self, damaged: Path) -> Path:
+        """Rename a damaged checkpoint, so that it counts no more; nothing of it is removed.
+
+        Raises:
+            FolderHeld: another process trains here.
+        """
+        with self.held():
+            return damaged.rename(damaged.with_name(f"damaged-{damaged.name}"))
 
     def publish(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Make a checkpoint count: its `state.json` appears complete, after everything else is on disk.
@@ -115,7 +139,7 @@ class RunFolder:
             for path in folder.iterdir():
                 _sync(path)
             draft = folder / f".{STATE}.{uuid.uuid4().hex[:8]}"
-            draft.write_text(json.dumps(state, indent=1))
+            draft.write_bytes(sealed(state))
             _sync(draft)
             os.link(draft, folder / STATE)  # refuses to write over one that is there
             draft.unlink()
@@ -142,7 +166,7 @@ class RunFolder:
             FolderLost: another process trains here now.
         """
         self.check_owner()
-        kept = {checkpoint.folder for checkpoint in self.checkpoints()[-keep:]}
+        kept = set(self.complete()[-keep:])
         for folder in self._folders():
             if folder not in kept:
                 (folder / STATE).unlink(missing_ok=True)  # first stop existing, then go
@@ -203,13 +227,28 @@ class RunFolder:
 
     def _folders(self) -> list[Path]:
         root = self.path / "checkpoints"
-        return sorted(folder for folder in root.iterdir() if folder.is_dir()) if root.is_dir() else []
+        return sorted(root.glob("step-*.*")) if root.is_dir() else []
 
-    def _read(self, folder: Path) -> Checkpoint | None:
-        if STATE not in os.listdir(folder):
-            return None
-        state = json.loads((folder / STATE).read_text())
-        return Checkpoint(folder, int(folder.name.removeprefix("step-").split(".")[0]), state)
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """A complete checkpoint.
+
+    Raises:
+        CheckpointDamaged: its `state.json` is not what was written.
+        CheckpointTooOld: an earlier version wrote it.
+    """
+    path = folder / STATE
+    try:
+        return Checkpoint(folder, steps_of(folder), opened(path.read_bytes()))
+    except ValueError as error:
+        if ".metadata" in os.listdir(folder):
+            raise CheckpointTooOld.of(folder) from None
+        raise CheckpointDamaged.of(path, str(error)) from None
+
+
+def steps_of(folder: Path) -> int:
+    """Steps that are trained in a checkpoint."""
+    return int(folder.name.removeprefix("step-").split(".")[0])
 
 
 def _sync(path: Path) -> None:

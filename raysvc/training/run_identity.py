@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysvc.builds.job_plan import plan_of
+from raysvc.cache.store.disk_failures import named_failures
 from raysvc.errors import StateMismatch
-from raysvc.training.step_log import named_failures
 
 if TYPE_CHECKING:
     from raysvc.builds.cache_entry import CacheEntry

@@ -20,11 +20,11 @@ import os
 import re
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from raysvc.errors import StateMismatch, StoreError
+from raysvc.cache.store.disk_failures import named_failures
+from raysvc.errors import StateMismatch
 
 log = logging.getLogger(__name__)
 _STEP = re.compile(rb'\{"step": ?(\d+)[,}]')
@@ -90,20 +90,6 @@ def lines_of(path: Path) -> Iterator[dict[str, Any]]:
                 yield line
             elif data.endswith(b"\n"):
                 _refuse(path, f"has a damaged line {number}")
-
-
-@contextmanager
-def named_failures(path: Path) -> Iterator[None]:
-    """Say which file cannot be written, and what to do about it.
-
-    Raises:
-        StoreError: the system refused it.
-    """
-    try:
-        yield
-    except OSError as error:
-        remedy = "make room or check the disk, then run the same command again"
-        raise StoreError(str(path), f"cannot be written ({error})", remedy) from error
 
 
 def _kept(path: Path, step: int, every_step: bool) -> bytes:

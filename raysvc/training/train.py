@@ -2,6 +2,7 @@
 
 Always true:
 - after a kill at any moment, the same call ends with the row log and weights of a run that was never stopped;
+- a newest checkpoint that is damaged is named in a warning and put away, and the one before it is taken; the last one is refused;
 - what this run started (server, workers) ends with it; a server that was there before stays.
 
 A run waits longest for Ray, so this module imports little and starts it; what a run needs is imported meanwhile.
@@ -13,12 +14,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from raysvc.cache.store.open import absolute
 from raysvc.cluster import starting, starts_own
-from raysvc.errors import ConfigError
+from raysvc.errors import CheckpointDamaged, ConfigError
 from raysvc.job.config import JobConfig, cpus_held
 from raysvc.job.job_file import load_job
 from raysvc.progress import Progress, silent
@@ -65,18 +67,39 @@ def train(
         moved = folder.set_aside()
         if moved is not None:
             log.warning("trainer.resume is false: the earlier run is now in %s", moved)
-    checkpoint = folder.newest()
-    complete = checkpoint is not None and checkpoint.state.get("done_for") == goal(job)
-    if not complete:
-        check_model(job.trainer.model)
-        if may_lack_entries(job):
-            check_layout(job, None)  # before a row is read; all other jobs ask while Ray starts
-            _look_at_rows(job, address, progress)
-    ray_there = None if complete else starting(address, need_cpus=cpus_held(job))
+    ray_there: Future[str] | None = None
+    while True:
+        try:
+            checkpoint = folder.newest()
+            complete = checkpoint is not None and checkpoint.state.get("done_for") == goal(job)
+            if not complete and ray_there is None:
+                check_model(job.trainer.model)
+                if may_lack_entries(job):
+                    check_layout(job, None)  # before a row is read; all other jobs ask while Ray starts
+                    _look_at_rows(job, address, progress)
+                ray_there = starting(address, need_cpus=cpus_held(job))
 
-    from raysvc.training.train_loop import run_job
+            from raysvc.training.train_loop import run_job
 
-    return run_job(job, folder, checkpoint, address, ray_there, progress, should_stop, begin)
+            there = None if complete else ray_there
+            return run_job(job, folder, checkpoint, address, there, progress, should_stop, begin)
+        except CheckpointDamaged as error:
+            _step_back(folder, error)
+
+
+def _step_back(folder: RunFolder, error: CheckpointDamaged) -> None:
+    """Put a damaged checkpoint away, if there is an earlier one: the run then trains the steps between once more, with the same rows.
+
+    Raises:
+        CheckpointDamaged: there is none, and a run that begins again from its first step is the user's decision.
+    """
+    damaged = Path(error.where).parent
+    earlier = folder.before(damaged)
+    if earlier is None:
+        raise error
+    aside = folder.put_away(damaged)
+    what = "DAMAGED CHECKPOINT: %s %s; the run goes on from the checkpoint of step %d, and the damaged one is now %s"
+    log.warning(what, error.where, error.what, earlier, aside)
 
 
 def _look_at_rows(job: JobConfig, address: str | None, progress: Progress) -> None:

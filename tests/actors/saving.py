@@ -36,9 +36,9 @@ def die(*_: Any, **__: Any) -> None:
 
 # in the place of what the process dies, and the checkpoints that count then
 POINTS = {
-    "weights written, random states not": ("torch.save", [1, 2]),
+    "tensors written, not what lies in them": ("raysvc.actors.model.saved_state.write_rank", [1, 2]),
     "ranks done, not published": ("raysvc.training.run_folder.RunFolder.publish", [1, 2]),
-    "state drafted, not in place": ("pathlib.Path.rename", [1, 2]),
+    "state drafted, not in place": ("os.link", [1, 2]),
     "published, old ones not pruned": ("raysvc.training.run_folder.RunFolder.prune", [1, 2, 3]),
     "old one unmarked, not removed": ("shutil.rmtree", [2, 3, 4]),
 }
