@@ -29,7 +29,7 @@ import torch
 
 from raysvc.actors.model.tensor_file import Digests, TensorFile, write_tensors
 from raysvc.cache.local.checksum import checksum_of
-from raysvc.cache.sealed import opened, sealed
+from raysvc.cache.local.sealed import opened, sealed
 from raysvc.errors import CheckpointDamaged, CheckpointTooOld, StateMismatch
 
 FORMAT = 2  # 1 held pickles

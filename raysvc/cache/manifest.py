@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from raysvc.cache import names
 from raysvc.cache.key import ADDED, cache_key, canonical_json
+from raysvc.cache.local.sealed import seal_of
 from raysvc.cache.part_info import PartInfo, count, damaged, part_info
 from raysvc.cache.part_table import PartTable, TableInfo, write_table
-from raysvc.cache.sealed import seal_of
 from raysvc.cache.store.store import Store
 from raysvc.errors import EntryError, EntryTooNew
 

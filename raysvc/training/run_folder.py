@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysvc.builds.serve_log import FILE as SERVED
-from raysvc.cache.sealed import opened, sealed
+from raysvc.cache.local.sealed import opened, sealed
 from raysvc.cache.store.claim import Claim, Owner
 from raysvc.cache.store.disk_failures import named_failures
 from raysvc.cache.store.posix import PosixStore
