@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import raysvc
+from raysvc.actors.server.kept.served_records import ServedRecords
 from raysvc.actors.server.spec import MixtureSpec, ServeSpec
-from raysvc.builds.serve_log import write_served
 from raysvc.collate import read_shard
 from raysvc.errors import ConfigError, EntryError, ServerError, StateMismatch, StepOutOfOrder
 from raysvc.inspect.replay_run import replay_run
@@ -64,7 +64,7 @@ def test_weights_hold_beyond_the_look_ahead_through_a_killed_server_and_are_repl
     name = f"decided-{collators}"
     server = mixed(name, collators=collators)
     spec = ServeSpec.model_validate_json(ray.get(server.spec_json.remote())[0])
-    write_served(str(tmp_path / name), spec)
+    ServedRecords(str(tmp_path / name / "server"), {}).keep(0, spec)
     handed: dict[int, list[str]] = {}
     came: dict[int, int] = {}
     with raysvc.attach(name, dp_size=1, look_ahead_steps=3) as client:
@@ -166,7 +166,8 @@ def test_a_replay_without_the_decisions_of_its_run_is_an_error_and_so_is_a_resum
     import ray
 
     server, run = mixed("cut"), tmp_path / "cut"
-    write_served(str(run), ServeSpec.model_validate_json(ray.get(server.spec_json.remote())[0]))
+    spec = ServeSpec.model_validate_json(ray.get(server.spec_json.remote())[0])
+    ServedRecords(str(run / "server"), {}).keep(0, spec)
     with raysvc.attach("cut", dp_size=1) as client:
         client.set_mixture_weights({"a": 0, "b": 1}, from_step=2)
         lines = []

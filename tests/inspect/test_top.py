@@ -104,7 +104,7 @@ def test_it_watches_the_servers_of_a_cluster(
         "trainer": {"run_dir": str(tmp_path / "run")},
     }
     raysvc.serve(job)
-    raysvc.serve(job, name="watched-too")
+    raysvc.serve(job, name="watched-too", trainer={"run_dir": str(tmp_path / "another")})
     with raysvc.attach("watched", look_ahead_steps=1) as client:
         client.commit(next(iter(client)).index)
         result = CliRunner().invoke(app, ["top", "--json", "--interval", "0.2"])

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from raysvc.actors.rollouts.group_rows import batch_of, taken
 from raysvc.actors.rollouts.rollout_stream import RolloutStream
+from raysvc.actors.server.kept.served_records import ServedRecords
 from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.spec import Role, RolloutSpec, ServeSpec
-from raysvc.builds.serve_log import write_served
 from raysvc.collate.row_values import cells_of
 from raysvc.errors import SourceError
 from raysvc.inspect.replay_run import replay_run, save
@@ -194,7 +194,7 @@ def test_a_step_of_them_is_made_again_without_its_server(tmp_path: Path) -> None
         name="x", entry_uri=None, plan=stream._recipe.plan, pad_token_id=0, journal=str(tmp_path),
         rollouts=RolloutSpec(max_staleness=None),
     )  # fmt: skip
-    write_served(str(tmp_path), spec)
+    ServedRecords(str(tmp_path / "server"), {}).keep(0, spec)
     again = replay_run(str(tmp_path), 0, dp_size=2)
     assert [shard.digest() for shard in again.chosen()] == [shard.digest() for shard in shards]
     save(again.chosen(), tmp_path / "step.safetensors")
