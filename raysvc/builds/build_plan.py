@@ -92,6 +92,8 @@ def plan_build(job: JobConfig, store: Store) -> BuildPlan:
         "max_length": spec.max_length,
         "truncation": spec.truncation if spec.max_length else None,
     }
+    if spec.train_end != "template":
+        recipe["train_end"] = spec.train_end
     if carry:
         recipe["carry"] = {name: column.model_dump(mode="json") for name, column in carry.items()}
     if processor is not None:

@@ -80,7 +80,7 @@ def compare(
         before, text, behind = around(place)
         chat = example(place)
         if isinstance(chat, ChatExample):
-            truth = [*before, *tokenizer.reference_ids(chat.messages, chat.tools, chat.prompt)]
+            truth = [*before, *tokenizer.reference_ids(chat.messages, chat.tools, chat.prompt), *behind]
         else:
             truth = [*before, *reference.encode_with_offsets(text)[0], *behind]
         compared += 1

@@ -37,6 +37,7 @@ class RowCounter:
         self._examples: list[Quarantined] = []
         self._normalized: Counter[str] = Counter()
         self._truncated = self._reasoning_removed = self._kept_by_turns = 0
+        self._endless_turns = self._endless_rows = 0
 
     @property
     def count(self) -> int:
@@ -78,6 +79,11 @@ class RowCounter:
         self._reasoning_removed += messages
         self._kept_by_turns += kept_by_turns
 
+    def leave_open(self, turns: int, rows: int) -> None:
+        """Count trained turns that are written without an end, and rows that have no other ones."""
+        self._endless_turns += turns
+        self._endless_rows += rows
+
     def truncate(self, rows: int) -> None:
         """Count rows that are written with tokens cut away."""
         self._truncated += rows
@@ -97,6 +103,8 @@ class RowCounter:
             rows_truncated=self._truncated,
             reasoning_removed=self._reasoning_removed,
             reasoning_kept_by_turns=self._kept_by_turns,
+            turns_without_end=self._endless_turns,
+            rows_without_end=self._endless_rows,
             dropped=dict(self._dropped),
             quarantined=dict(self._quarantined),
             normalized=dict(self._normalized),

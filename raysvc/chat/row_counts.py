@@ -22,6 +22,8 @@ COUNTS = (
     "rows_truncated",
     "reasoning_removed",
     "reasoning_kept_by_turns",
+    "turns_without_end",
+    "rows_without_end",
     "tokens_rendered",
     "tokens_trained",
     "tokens_context",
@@ -62,7 +64,9 @@ class RowCounts:
         quarantined: reason -> rows that could not be read or verified.
         reasoning_removed: trained messages of written rows whose reasoning the template left out.
         reasoning_kept_by_turns: of these, those of a few rows that were tried, and whose reasoning `each_assistant_turn` keeps.
-        normalized: what the normal form of messages changed -> rows that were written.
+        turns_without_end: trained turns of written rows that the template writes no end of.
+        rows_without_end: written rows with such a turn, and none that has an end.
+        normalized: what the normal form changed -> rows that were written.
         tokens_rendered: tokens of the written rows before truncation.
         tokens_trained: of these, with loss.
         tokens_context: of these, written without loss.
@@ -80,6 +84,8 @@ class RowCounts:
     rows_truncated: int = 0
     reasoning_removed: int = 0
     reasoning_kept_by_turns: int = 0
+    turns_without_end: int = 0
+    rows_without_end: int = 0
     normalized: Mapping[str, int] = field(default_factory=dict)
 
     def __add__(self, other: RowCounts) -> RowCounts:
@@ -154,7 +160,26 @@ def warnings_of(counts: Mapping[str, Any]) -> list[str]:
             f"the chat template removed the reasoning of {counts['reasoning_removed']} trained messages, "
             f"so the model is trained to answer without it; {remedy}"
         )
+    if note := endless_note(counts):
+        found.append(note)
     return found
+
+
+def endless_note(counts: Mapping[str, Any]) -> str:
+    """What it means that trained turns have no end; "" when all have one.
+
+    Args:
+        counts: what `to_json` gave.
+    """
+    turns, rows = counts.get("turns_without_end", 0), counts.get("rows_without_end", 0)
+    if not turns:
+        return ""
+    who = (
+        "NO ROW TEACHES THE MODEL TO STOP: no trained turn has an end"
+        if rows == counts["rows_written"]
+        else f"{turns} trained turns have no end of turn, and {rows} rows have no turn with one"
+    )
+    return f"{who}, because the chat template writes none there; train_end: append adds the model's end of sequence to such a row"
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from raysvc.media.kinds import Kind
 FREE = 0  # text under loss that is no turn: any token may be in it
 OPEN_TURN = 1  # a turn that the template does not end with a token
 CLOSED_TURN = 2  # a turn that ends with its end-of-turn token
+ENDLESS_TURN = 3  # an open one behind which the template writes no end at all
 Span = tuple[int, int, int]
 
 
@@ -45,7 +46,7 @@ class Sequence:
 
     Attributes:
         text: to encode.
-        spans: (start, end, kind) characters under loss; the kind is FREE, OPEN_TURN or CLOSED_TURN.
+        spans: (start, end, kind) characters under loss; the kind is FREE, OPEN_TURN, CLOSED_TURN or ENDLESS_TURN.
         prefix: ids before the text, without loss.
         suffix: ids behind it, with loss.
         example: what it came from.
@@ -54,6 +55,7 @@ class Sequence:
             right whatever it holds.
         media: that the text stands for.
         removed: trained messages with reasoning that the template left out.
+        noted: what was changed of a plain text.
         head: beginning of the text that other rows may share, up to a token that cuts every text; no span begins in it.
     """
 
@@ -67,9 +69,20 @@ class Sequence:
     media: tuple[MediumPlace, ...] = ()
     removed: int = 0
     head: str = ""
+    noted: frozenset[str] = frozenset()
 
     @property
     def changes(self) -> frozenset[str]:
         """What the normal form changed."""
         said = self.example.prompt if isinstance(self.example, StepsExample) else self.example
-        return said.changes if isinstance(said, ChatExample) else frozenset()
+        return said.changes if isinstance(said, ChatExample) else self.noted
+
+    @property
+    def endless(self) -> int:
+        """Trained turns that have no end."""
+        return sum(kind == ENDLESS_TURN for _, _, kind in self.spans)
+
+    @property
+    def has_end(self) -> bool:
+        """Whether a trained turn has one."""
+        return any(kind == CLOSED_TURN for _, _, kind in self.spans)

@@ -111,6 +111,7 @@ class SliceTokenizer:
         self.desk = desk
         self._label = dataset_label
         self._reference, self._encoder, self._switched = encoders_of(self.tokenizer)
+        self._appends_end = spec.train_end == "append"
         renderer = self._new_renderer(fast=True)
         self._rows = RowSequences(spec, self.tokenizer, renderer, desk)
         self._heads = SharedHeads(self._encoder)
@@ -179,7 +180,7 @@ class SliceTokenizer:
                 logger.warning("dataset=%s switched to the reference: %s", self._label, self._switched)
 
     def _new_renderer(self, fast: bool) -> Renderer:
-        return Renderer(self.tokenizer, fast, self.desk)
+        return Renderer(self.tokenizer, fast, self.desk, self._appends_end)
 
     def _made_of_lines(self, data: bytes, first_row: int, counter: RowCounter) -> Iterator[tuple[Kept, int]]:
         for block, number in json_blocks(data, first_row):
@@ -272,7 +273,7 @@ class SliceTokenizer:
         for place in places:
             ids = tokens.ids[tokens.offsets[place] : tokens.offsets[place + 1]].tolist()
             try:
-                expected = true_ids(flat[place], self.tokenizer, self.desk)
+                expected = [*true_ids(flat[place], self.tokenizer, self.desk), *flat[place].suffix]
             except RowFault as fault:
                 raise _DamagedInside(place, fault) from fault
             if ids != expected:
@@ -280,17 +281,23 @@ class SliceTokenizer:
         return len(places)
 
     def _note(self, flat: Sequences, numbers: npt.NDArray[np.int64], kept: Kept, counter: RowCounter) -> None:
-        """Count what the normal form changed, and the reasoning that a template left out, in rows that are written."""
+        """Count what the normal form changed, and the reasoning and the ends that a template left out, in rows that are written."""
         changed: dict[int, frozenset[str]] = {}
         removed: list[tuple[int, Sequence | Shape]] = []
+        endless: dict[int, list[Sequence]] = {}
         for number, kind in zip(numbers.tolist(), kinds_of(flat), strict=True):
             if kind.changes:
                 changed[number] = changed.get(number, frozenset()) | kind.changes
             if kind.removed:
                 removed.append((number, kind))
-        written = set(kept.source_rows.tolist()) if changed or removed else set()
+            if isinstance(kind, Sequence) and kind.endless:
+                endless.setdefault(number, []).append(kind)
+        written = set(kept.source_rows.tolist()) if changed or removed or endless else set()
         for number in changed.keys() & written:
             counter.note(changed[number])
+        for number in endless.keys() & written:
+            own = endless[number]
+            counter.leave_open(sum(one.endless for one in own), not any(one.has_end for one in own))
         lost = [kind for number, kind in removed if number in written]
         if lost:
             counter.remove_reasoning(sum(one.removed for one in lost), self._kept_by_turns(lost))

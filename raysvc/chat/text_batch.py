@@ -117,7 +117,9 @@ def _mixed(sequences: Sequences) -> Batch:
     spans_of_all = Spans(rows, starts, stops, table[:, 4].astype(np.int8))
     data = np.frombuffer(b"".join(pieces), np.uint8)
     heads = _heads([kind.head for kind in kinds_of(sequences)])
-    return Batch(data, ends[first], spans_of_all, heads=heads)
+    behind = [[()] * len(one) if isinstance(one, JoinedRows) else [one.suffix] for one in sequences]
+    suffixes = [*chain.from_iterable(behind)]
+    return Batch(data, ends[first], spans_of_all, suffixes=suffixes if any(suffixes) else [], heads=heads)
 
 
 def _spans(sequence: Sequence) -> PieceSpans:

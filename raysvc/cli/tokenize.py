@@ -75,6 +75,10 @@ def report_rows(entry: CacheEntry) -> dict[str, Any]:
     rows |= {f"quarantined: {reason}": count for reason, count in row_counts["quarantined"].items()}
     if removed := row_counts.get("reasoning_removed", 0):
         rows["trained messages without their reasoning"] = f"{removed} ({reasoning_remedy(row_counts)})"
+    if endless := row_counts.get("turns_without_end", 0):
+        rows["trained turns without an end"] = (
+            f"{endless}, in {row_counts['rows_without_end']} rows no turn has one"
+        )
     rows["rows truncated"] = row_counts.get("rows_truncated", 0)
     for name in ("trained", "context", "truncated"):
         rows[f"tokens {name}"] = row_counts[f"tokens_{name}"]

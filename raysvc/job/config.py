@@ -25,6 +25,7 @@ from raysvc.job.text_config import (
     SourceConfig,
     TextSpec,
     TokenizerConfig,
+    TrainEnd,
     TrainOn,
     Truncation,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "Tail",
     "TextSpec",
     "TokenizerConfig",
+    "TrainEnd",
     "TrainOn",
     "TrainerConfig",
     "Truncation",
@@ -69,6 +71,10 @@ class JobConfig(Section):
     )
     tokenizer: TokenizerConfig
     train_on: TrainOn = Field(default="all_assistant_messages", description="Which tokens have loss.")
+    train_end: TrainEnd = Field(
+        default="template",
+        description="What ends a row whose last trained turn has no end in the template: nothing, or `append` the model's end of sequence.",
+    )
     max_length: PositiveInt | None = Field(default=None, description="Most tokens of a row; None: no limit.")
     truncation: Truncation = Field(default="drop", description="What to do with a longer row.")
     max_quarantine: float = Field(
@@ -104,6 +110,8 @@ class JobConfig(Section):
     def _complete(self) -> JobConfig:
         if self.max_length is None and "truncation" in self.model_fields_set and self.truncation != "drop":
             raise ValueError(f"truncation: {self.truncation} needs max_length")
+        if self.train_end == "append" and self.train_on == "all_tokens":
+            raise ValueError("train_end: append ends trained turns, and train_on: all_tokens has none")
         plan, windowed = self.plan, self._windowed
         if plan.layout == "packed" and windowed and not plan.micro_batch_tokens and not self.max_length:
             raise ValueError(
@@ -163,6 +171,7 @@ class JobConfig(Section):
             media_allow=self.source.media_allow,
             tokenizer=self.tokenizer,
             train_on=self.train_on,
+            train_end=self.train_end,
             max_length=self.max_length,
             truncation=self.truncation,
         )

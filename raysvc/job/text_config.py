@@ -33,6 +33,7 @@ TrainOn = Literal[
     "all_tokens",
     "message_weight",
 ]
+TrainEnd = Literal["template", "append"]
 Truncation = Literal["error", "drop", "keep_start", "keep_end_turns"]
 
 
@@ -170,5 +171,6 @@ class TextSpec(Section):
     media_allow: tuple[str, ...] = ()
     tokenizer: TokenizerConfig
     train_on: TrainOn = "all_assistant_messages"
+    train_end: TrainEnd = "template"
     max_length: PositiveInt | None = None
     truncation: Truncation = "drop"

@@ -114,6 +114,8 @@ def _row_counts(facts: Facts) -> str:
     rows |= {f"quarantined: {name}": count for name, count in row_counts["quarantined"].items()}
     if removed := row_counts.get("reasoning_removed", 0):
         rows["trained messages without their reasoning"] = removed
+    if endless := row_counts.get("turns_without_end", 0):
+        rows["trained turns without an end"] = endless
     notes = "".join(f"<p>Note: {escape(warning)}.</p>" for warning in warnings_of(row_counts))
     tokens = {name: row_counts[f"tokens_{name}"] for name in ("rendered", "trained", "context", "truncated")}
     aside = _records(facts.set_aside, ("source_row", "reason", "detail")) if facts.set_aside else ""

@@ -298,5 +298,5 @@ def test_a_row_that_only_looks_like_an_earlier_one_is_looked_at_closely(name: st
             with pytest.raises(RowFault, match=case.refused):
                 find(render, example)
         else:
-            trained = "".join(render.text[start:end] for start, end, _ in find(render, example))
+            trained = "".join(render.text[one.start : one.end] for one in find(render, example))
             assert trained == case.trained

@@ -5,7 +5,8 @@ Always true:
 - whatever a template or a field raises is this row's fault and comes out as `RowFault`.
 
 Plain text is `tokenizer(text)` with the special tokens that the tokenizer adds, and its end-of-sequence token once at
-the end: appended, unless the text or the tokenizer put it there. What the tokenizer puts before the text is context.
+the end: appended, unless the text or the tokenizer put it there. What the tokenizer puts before the text is context. A text that
+was rendered before has its beginning and its end already: it gets no second ones.
 
 A solution in steps is its prompt (text, or messages with the generation prompt) and each step with a line end behind it; what is
 trained is the last token of each step.
@@ -19,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import replace
+from functools import cached_property
 from itertools import chain, repeat
 from typing import Any
 
@@ -30,9 +32,9 @@ from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.render.token_texts import control_texts
 from raysvc.chat.render.turn_check import is_empty, removed_reasoning
 from raysvc.chat.render.turn_memory import TurnMemory
-from raysvc.chat.render.turn_spans import ALL_EMPTY, TurnFinder
+from raysvc.chat.render.turn_spans import ALL_EMPTY, TurnFinder, TurnSpan
 from raysvc.chat.row_errors import RowDropped, RowFault
-from raysvc.chat.sequence import CLOSED_TURN, FREE, OPEN_TURN, Sequence, Span
+from raysvc.chat.sequence import CLOSED_TURN, ENDLESS_TURN, FREE, OPEN_TURN, Sequence, Span
 from raysvc.chat.source.examples import ChatExample, Example, StepsExample, TextExample, TokensExample
 from raysvc.chat.source.formats import Format
 from raysvc.chat.source.media_parts import NAMES
@@ -44,6 +46,8 @@ from raysvc.job.config import PAIRED
 from raysvc.media.media_desk import MediaDesk
 
 MIN_HEAD = 256  # characters
+HAD_BEGIN = "the text began with the tokens that the tokenizer puts before it"
+HAD_END = "the text ended with an end of turn or of sequence"
 _SHOWN = frozenset(
     {"system", "user", "assistant"}
 )  # roles that a template has a word for, or means to leave out
@@ -56,12 +60,19 @@ class Renderer:
         tokenizer: loaded.
         fast: render by what earlier rows showed; false runs the template for every row.
         desk: takes the media of rows; None where rows have none.
+        appends_end: put the model's end of sequence behind a row whose last turn is trained and has no end.
 
     Raises:
         TokenizerError: the template does not compile.
     """
 
-    def __init__(self, tokenizer: LoadedTokenizer, fast: bool = True, desk: MediaDesk | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: LoadedTokenizer,
+        fast: bool = True,
+        desk: MediaDesk | None = None,
+        appends_end: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
         self.fast = fast
         self._desk = desk
@@ -69,6 +80,8 @@ class Renderer:
         self._templates: dict[str, tuple[ChatTemplate, TurnFinder, TurnMemory]] = {}
         self._plain: tuple[Format, PlainRows | None] | None = None
         self._around, self._eos = _added_around(tokenizer.hf)
+        self._begin = "".join(map(str, tokenizer.hf.convert_ids_to_tokens(list(self._around[0]))))
+        self._end_id = tokenizer.end_id if appends_end else None
         self._cutting = cutting_tokens(tokenizer.hf)
         for has_tools in (False, True) if tokenizer.chat_template else ():
             self._template(has_tools)
@@ -181,7 +194,7 @@ class Renderer:
 
     def _with_media(self, example: ChatExample, desk: MediaDesk) -> Sequence:
         if self._real is None:
-            self._real = Renderer(self._tokenizer, False, desk)
+            self._real = Renderer(self._tokenizer, False, desk, self._end_id is not None)
         if not self._tokenizer.fit(example.tools is not None).parts:
             raise RowFault("the chat template shows no content parts", "so it shows no media")
         plain = plain_example(example)
@@ -233,10 +246,15 @@ class Renderer:
             text = render.text
             return Sequence(text, [(0, len(text), FREE)], example=example), render
         found = (memory if self.fast else finder).spans(render, example)
-        spans = [(start, end, CLOSED_TURN if closed else OPEN_TURN) for start, end, closed in found]
+        spans = [(one.start, one.end, _kind(one)) for one in found]
         text, said = render.text, [example.messages[place] for place in example.trained]
+        suffix: tuple[int, ...] = ()
+        start, end, kind = spans[-1]
+        if self._end_id is not None and kind == ENDLESS_TURN and not text[end:].strip():
+            spans[-1], suffix = (start, len(text), OPEN_TURN), (self._end_id,)
         removed = removed_reasoning(said, "".join([text[start:end] for start, end, _ in spans]))
-        return Sequence(text, spans, example=example, removed=removed, head=self._head(render, spans)), render
+        head = self._head(render, spans)
+        return Sequence(text, spans, suffix=suffix, example=example, removed=removed, head=head), render
 
     def _head(self, render: Render, spans: list[Span]) -> str:
         """The first block, where rows may share it: with all the tools of the row, or a long prompt of the system."""
@@ -246,21 +264,39 @@ class Renderer:
         return first if render.blocks[1].startswith(self._cutting) else ""
 
     def _text(self, example: TextExample) -> Sequence:
-        text = example.context + example.trained
+        whole = example.context + example.trained
+        text, noted = self._without_begin(whole)
+        start = max(len(example.context) - (len(whole) - len(text)), 0)
         if not text:
             raise RowFault("the text is empty")
         prefix, suffix = self._around
-        closed = (suffix and suffix[-1] == self._eos[0]) or (self._eos[1] and text.endswith(self._eos[1]))
-        if self._eos[0] is not None and not closed:
+        adds_end = suffix[-1:] == (self._eos[0],)
+        if text.rstrip().endswith(self._ends):
+            suffix, noted = suffix[:-1] if adds_end else suffix, noted | {HAD_END}
+        elif self._eos[0] is not None and not adds_end:
             suffix = (*suffix, self._eos[0])
-        return Sequence(text, [(len(example.context), len(text), FREE)], prefix, suffix, example=example)
+        return Sequence(text, [(start, len(text), FREE)], prefix, suffix, example=example, noted=noted)
+
+    def _without_begin(self, text: str) -> tuple[str, frozenset[str]]:
+        """A text without the tokens that the tokenizer puts before it, and what was changed."""
+        if not self._begin or not text.startswith(self._begin):
+            return text, frozenset()
+        return text.removeprefix(self._begin), frozenset({HAD_BEGIN})
+
+    @cached_property
+    def _ends(self) -> tuple[str, ...]:
+        """Texts of tokens with which a text has ended: of the sequence, and of a turn of the templates."""
+        turns = [text for _, finder, _ in self._templates.values() for text in finder.turn_ends]
+        return tuple(filter(None, dict.fromkeys((self._eos[1], *self._tokenizer.stop_tokens, *turns))))
 
     def _steps(self, example: StepsExample) -> Sequence:
         """Each step is tokenized alone, so that it ends with a token of its own whatever comes next."""
+        noted: frozenset[str] = frozenset()
         if isinstance(example.prompt, ChatExample):
             ids = self._ids(self._chat(example.prompt).text)
         else:
-            ids = [*self._around[0], *self._ids(example.prompt)]
+            prompt, noted = self._without_begin(example.prompt)
+            ids = [*self._around[0], *self._ids(prompt)]
         mask, end = [0] * len(ids), self._ids(STEP_END)
         for step in example.steps:
             own = [*self._ids(step), *end]
@@ -268,7 +304,7 @@ class Renderer:
             mask += [0] * (len(own) - 1) + [1]
         if mask[0]:
             raise RowFault("the first step ends at the first token", "nothing is before it to be judged")
-        return Sequence("", [], example=example, tokens=TokensExample(ids, mask))
+        return Sequence("", [], example=example, tokens=TokensExample(ids, mask), noted=noted)
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer.hf(text, add_special_tokens=False)["input_ids"])
@@ -297,6 +333,10 @@ class Renderer:
             finder = TurnFinder(template, controls, roles, stops)
             self._templates[name] = (template, finder, TurnMemory(finder))
         return self._templates[name]
+
+
+def _kind(span: TurnSpan) -> int:
+    return CLOSED_TURN if span.closed else ENDLESS_TURN if span.endless else OPEN_TURN
 
 
 def each_turn(example: Example) -> list[Example]:

@@ -53,11 +53,15 @@ ALL_EMPTY = "every trained message is empty"
 
 
 class TurnSpan(NamedTuple):
-    """Characters of a render under loss: [start, end); `closed` when the last of them is a control token."""
+    """Characters of a render under loss: [start, end); `closed` when the last of them is a control token.
+
+    `endless`: the turn ends there, and the template writes no end of it.
+    """
 
     start: int
     end: int
     closed: bool
+    endless: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,12 @@ class TurnFinder:
     def all_tokens(self) -> list[str]:
         """Texts of all control tokens that may stand in a render."""
         return self._tokens.texts
+
+    @property
+    def turn_ends(self) -> tuple[str, ...]:
+        """Texts of the tokens that plain turns end with."""
+        found = [self._tokens.one.findall(frame.eot) for frame in (self._middle, self._last) if frame]
+        return tuple(tokens[-1] for tokens in found if tokens)
 
     def is_end(self, text: str) -> bool:
         """Whether a text is added tokens and the blanks around them, and nothing else."""
@@ -229,7 +239,17 @@ class TurnFinder:
         end = self._end(text, start, stop, extents[-1][1], example, place)
         end = end if marked else self._first_end(text, start, end)
         parts = [*parts[:-1], (start, end)]
-        return [TurnSpan(a, b, self._tokens.closes(text[a:b])) for a, b in parts if text[a:b].strip()]
+        spans = [TurnSpan(a, b, self._tokens.closes(text[a:b])) for a, b in parts if text[a:b].strip()]
+        if spans and self._is_endless(text[:end], example, place):
+            spans[-1] = spans[-1]._replace(endless=True)
+        return spans
+
+    def _is_endless(self, text: str, example: ChatExample, place: int) -> bool:
+        """Whether a turn that ends where a text does has no end: no token, no text behind every turn, and it does not go on."""
+        if self._tokens.closes(text) or self._follows_itself(example, place + 1):
+            return False
+        ends = [frame.eot.strip() for frame in (self._middle, self._last) if frame]
+        return not any(end and text.endswith(end) for end in ends)
 
     def _head(self, render: Render, example: ChatExample, place: int, begin: int, marked: bool) -> int:
         """Rule 2: where the repeated part of the generation prompt ends."""
@@ -324,7 +344,7 @@ class TurnFinder:
 
     def _with_end_of_sequence(self, text: str, end: int, example: ChatExample, place: int) -> int:
         """Rule 5."""
-        if place != len(example.messages) - 1 or not self._eos or text.endswith(self._eos, 0, end):
+        if place != len(example.messages) - 1 or not self._eos:
             return end
         run = self._tokens.run.fullmatch(text, end)
         last = text.rfind(self._eos, end) if run else -1

@@ -93,6 +93,23 @@ class LoadedTokenizer:
         return tuple(str(token) for token in self.hf.convert_ids_to_tokens(ids) if token is not None)
 
     @property
+    def end_id(self) -> int:
+        """The end of sequence of the model: the tokenizer's, unless `generation_config.json` names only others.
+
+        Raises:
+            TokenizerError: there is none.
+        """
+        ends = [end for end in (self.hf.eos_token, *self.stop_tokens) if end]
+        stops = [end for end in ends if end in self.stop_tokens] or ends
+        if not stops:
+            what = f"{self.config.name!r} has no end of sequence"
+            raise TokenizerError(
+                "train_end", what, "set train_end: template, or give the tokenizer an eos_token"
+            )
+        found: int = self.hf.backend_tokenizer.token_to_id(stops[0])
+        return found
+
+    @property
     def now(self) -> datetime | None:
         """Beginning of the day that templates see; None when none is given."""
         return datetime.combine(self.config.date, time()) if self.config.date else None
