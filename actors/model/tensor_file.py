@@ -9,8 +9,7 @@ This file imports torch; import it inside the function that saves or loads.
 Always true:
 - a file that is read runs no code: it holds JSON and numbers;
 - header and tensors together are the whole file, and each has a digest (XXH3-128), so a changed bit anywhere is found by who reads it;
-- a digest is made of bytes that were just copied, while they are in the processor's cache: 6 % of the processor time of a load
-  from memory, the worst case;
+- a digest is made of bytes that were just copied, while they are in the processor's cache: 0.07 s for a gigabyte;
 - nothing that differs from its digest gets into a model.
 """
 
@@ -28,7 +27,7 @@ import xxhash
 from raysvc.cache.local.checksum import checksum_of
 from raysvc.errors import CheckpointDamaged
 
-CHUNK = 1 << 17  # bytes that are copied at once; they fit a processor's cache
+CHUNK = 1 << 18  # bytes that are copied at once; they fit a processor's cache
 AT_MOST = 1 << 30  # bytes of a header
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,

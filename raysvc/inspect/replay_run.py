@@ -186,9 +186,15 @@ def _check_logged(run_dir: str, step: int, info: StepInfo, storage_options: Mapp
     logged: list[list[int]] = []
     try:
         with fsspec.open(f"{run_dir}/{ROWS}", "rb", **storage_options) as file:
-            logged = [json.loads(line)["row_ids"] for line in file if line.startswith(b'{"step":%d,' % step)]
+            lines = [line for line in file if line.startswith(b'{"step":%d,' % step) and line.endswith(b"\n")]
+            logged = [
+                json.loads(line)["row_ids"] for line in lines
+            ]  # what is torn is of a run that was killed
     except FileNotFoundError:
         return
+    except (ValueError, KeyError):
+        remedy = "restore it, or move it away to replay without a comparison"
+        raise EntryError(f"{run_dir}/{ROWS}", f"has a damaged line of step {step}", remedy) from None
     made = [mini.row_ids.tolist() for mini in info.mini_batches]
     if logged and logged[: len(made)] != made:
         what = f"step {step} had other rows than those that can be made again"

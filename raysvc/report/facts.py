@@ -49,6 +49,7 @@ class Facts:
         plan: for `dp_size` ranks; None where the source has no end.
         steps: lines of the run's metrics; empty without a run.
         evals: lines of the run's evals.
+        run_dir: whose logs these are.
         summary: of the run; None without one.
         media: of some rows, by row number.
         decisions: of the run, in the order in which they were made.
@@ -66,6 +67,7 @@ class Facts:
     steps: Sequence[Mapping[str, Any]]
     summary: Mapping[str, Any] | None
     evals: Sequence[Mapping[str, Any]] = ()
+    run_dir: str = ""
     media: Mapping[int, Sequence[ShownMedium]] = field(default_factory=dict)
     decisions: Sequence[Mapping[str, Any]] = ()
 
@@ -99,6 +101,7 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
         steps=steps,
         summary=folder.summary(),
         evals=list(folder.lines(folder.evals)),
+        run_dir=str(folder.path),
         media=media_of_rows(entry, _rows_with_media(sample)),
         decisions=_decisions(job),
     )

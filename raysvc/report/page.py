@@ -19,6 +19,7 @@ from typing import Any
 
 from raysvc.chat.row_counts import warnings_of
 from raysvc.collate.plan_report import PlanReport
+from raysvc.errors import StateMismatch
 from raysvc.report.charts import Chart, bars, histogram, short
 from raysvc.report.facts import Facts, plan_rows, worst_stalls
 from raysvc.report.pictures import STYLE as MEDIA_STYLE
@@ -71,7 +72,7 @@ def render(facts: Facts) -> str:
         _masks(facts),
         pictures,
         _plan(facts.plan, facts.dp_size, figures) if facts.plan else "",
-        _run(facts, figures) if facts.steps else "",
+        _whole_run(facts, figures) if facts.steps else "",
         _decisions(facts.decisions) if facts.decisions else "",
     ]
     scripts = (_file("uplot/uPlot.iife.min.js"), _file("draw.js"))
@@ -141,6 +142,20 @@ def _plan(plan: PlanReport, dp_size: int, figures: _Figures) -> str:
         f"<h2>Plan for {dp_size} {'rank' if dp_size == 1 else 'ranks'}</h2><div class='grid2'><div class='card'>{_table(plan_rows(plan))}</div>"
         f"{chart}</div>"
     )
+
+
+def _whole_run(facts: Facts, figures: _Figures) -> str:
+    """As `_run`.
+
+    Raises:
+        StateMismatch: the logs of the run are not what was written.
+    """
+    try:
+        return _run(facts, figures)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        where = f"{facts.run_dir}: metrics.jsonl, evals.jsonl or summary.json"
+        remedy = "restore it, or give another trainer.run_dir for a report without a run"
+        raise StateMismatch(where, f"holds what no run writes ({error})", remedy) from error
 
 
 def _run(facts: Facts, figures: _Figures) -> str:

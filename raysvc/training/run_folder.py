@@ -37,7 +37,7 @@ from raysvc.cache.local.sealed import opened, sealed
 from raysvc.cache.store.claim import Claim, Owner
 from raysvc.cache.store.disk_failures import named_failures
 from raysvc.cache.store.posix import PosixStore
-from raysvc.errors import CheckpointDamaged, CheckpointTooOld, FolderLost
+from raysvc.errors import CheckpointDamaged, CheckpointTooOld, FolderLost, StateMismatch
 from raysvc.training.step_log import lines_of
 
 if TYPE_CHECKING:
@@ -217,9 +217,19 @@ class RunFolder:
             return draft.rename(self.path / "summary.json")
 
     def summary(self) -> dict[str, Any] | None:
-        """What `write_summary` wrote; None before a run has ended."""
+        """What `write_summary` wrote; None before a run has ended.
+
+        Raises:
+            StateMismatch: it is no summary any more.
+        """
         path = self.path / "summary.json"
-        return dict(json.loads(path.read_text())) if path.exists() else None
+        if not path.exists():
+            return None
+        try:
+            return dict(json.loads(path.read_bytes()))
+        except (ValueError, TypeError):
+            remedy = "remove it: raysvc train writes it again"
+            raise StateMismatch(str(path), "is not the JSON that was written", remedy) from None
 
     def lines(self, path: Path) -> Iterator[dict[str, Any]]:
         """The whole lines of a log."""

@@ -1,6 +1,7 @@
 """Which job a run folder belongs to: `<run_dir>/run.json`, written before the first step.
 
 Always true:
+- a changed byte of it is found: it is no other job then, but a damaged file;
 - what decides rows, order or weights is compared field by field; ranks, devices and micro-batches may change;
 - a folder of another job is refused before anything in it is written, with every field that differs;
 - the fields of `CHANGEABLE` may differ where the user says so (`trainer.resume: changed`).
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysvc.builds.job_plan import plan_of
+from raysvc.cache.local.sealed import opened, sealed
 from raysvc.cache.store.disk_failures import named_failures
 from raysvc.errors import StateMismatch
 
@@ -53,8 +55,9 @@ def claim(folder: Path, identity: Mapping[str, Any], *, has_checkpoint: bool, ch
     """
     known = _read(folder)
     if known is None and has_checkpoint:
-        what = f"has checkpoints, but no readable {FILE} that says of which job"
-        raise StateMismatch(str(folder), what, "give another trainer.run_dir, or trainer.resume=false")
+        what = "is missing or damaged, and says of which job the checkpoints here are"
+        remedy = "restore it, give another trainer.run_dir, or trainer.resume=false"
+        raise StateMismatch(str(folder / FILE), what, remedy)
     if known is not None and has_checkpoint:
         _refuse_another(folder, known, identity, changed)
     if known != identity:
@@ -77,18 +80,17 @@ def _refuse_another(
 
 def _read(folder: Path) -> dict[str, Any] | None:
     try:
-        known = json.loads((folder / FILE).read_text())
+        return opened((folder / FILE).read_bytes())
     except (OSError, ValueError):
         return None
-    return known if isinstance(known, dict) else None
 
 
 def _write(folder: Path, identity: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with named_failures(folder / FILE):
         draft = folder / f".{FILE}.{uuid.uuid4().hex[:8]}"
-        with draft.open("w") as file:
-            json.dump(identity, file, indent=1)
+        with draft.open("wb") as file:
+            file.write(sealed(identity))
             file.flush()
             os.fsync(file.fileno())
         draft.rename(folder / FILE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from raysvc.builds.cache_entry import open_cache
+from raysvc.cache.local.sealed import opened
 from raysvc.cache.store.open import absolute
 from raysvc.errors import ConfigError, FolderHeld, StateMismatch
 from raysvc.job.config import JobConfig
@@ -69,7 +69,7 @@ def test_a_rate_or_length_may_change_where_the_user_says_so(
     with pytest.raises(StateMismatch, match=r"trainer\.resume=changed"):
         claim(tmp_path, identity(**change), has_checkpoint=True, changed=False)
     claim(tmp_path, identity(**change), has_checkpoint=True, changed=True)
-    assert json.loads((tmp_path / FILE).read_text()) == identity(**change)
+    assert opened((tmp_path / FILE).read_bytes()) == identity(**change)
 
 
 @pytest.mark.parametrize(("change", "named"), CHANGES)
@@ -94,7 +94,7 @@ def test_checkpoints_of_no_known_job_are_refused(
     tmp_path: Path, identity: Callable[..., dict[str, Any]], damage: str
 ) -> None:
     (tmp_path / FILE).write_text(damage)
-    with pytest.raises(StateMismatch, match="that says of which job"):
+    with pytest.raises(StateMismatch, match="says of which job"):
         claim(tmp_path, identity(), has_checkpoint=True, changed=False)
 
 
