@@ -26,7 +26,8 @@ from raysvc.errors import RaysvcError
 log = logging.getLogger(__name__)
 NAMESPACE = "raysvc-builds"
 POLL_S = 0.1
-ANSWER_S = 60.0  # after which a builder that does not answer is reported; it is asked again
+LOOK_S = 0.2  # the longest stay in a call of Ray
+REPORT_S = 30.0  # a builder that does not answer is told of this often
 # A builder needs no processor, and its node should last as long as the build: not one that may be taken away, nor one
 # whose processors belong to trainers, where there are others.
 PLACES: tuple[dict[str, str], ...] = (
@@ -36,6 +37,8 @@ PLACES: tuple[dict[str, str], ...] = (
 )
 MAX_DEATHS = 20
 FORGET_S = 60.0  # a cluster that is busy gives the name of a builder to the one that died, for seconds
+
+Check = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -140,8 +143,13 @@ def builds_in_progress(timeout_s: float = 5.0) -> list[dict[str, Any]]:
     return [each for each in facts if not each["finished"]]
 
 
-def shared_receipts(work: Work) -> Iterator[tuple[int, Receipt]]:
+def shared_receipts(work: Work, check: Check = lambda: None) -> Iterator[tuple[int, Receipt]]:
     """Receipts of all slices with the numbers of their entries, made by this cluster's builder; in any order, maybe some twice.
+
+    Args:
+        work: what is left.
+        check: is called between two looks at the builder; what it raises ends the wait, so that nobody who wants to leave
+            Ray is left inside of a call.
 
     Raises:
         RaysvcError: what a task raised on purpose.
@@ -152,7 +160,8 @@ def shared_receipts(work: Work) -> Iterator[tuple[int, Receipt]]:
     deaths, died, since = 0, None, 0.0
     while deaths < MAX_DEATHS:
         try:
-            yield from _follow(work)
+            check()
+            yield from _follow(work, check)
         except ray.exceptions.RayActorError as error:
             if died is None or error.actor_id != died.actor_id:
                 deaths, died, since = deaths + 1, error, time.monotonic()
@@ -172,7 +181,7 @@ def shared_receipts(work: Work) -> Iterator[tuple[int, Receipt]]:
     raise RuntimeError(f"{many} of {work.uri} died; {remedy}") from died
 
 
-def _answer(ref: Any, uri: str) -> News:
+def _answer(ref: Any, uri: str, check: Check) -> News:
     """What a builder says, however late: a node that is busy or cut off for a while is no reason to end a build.
 
     Raises:
@@ -180,15 +189,19 @@ def _answer(ref: Any, uri: str) -> News:
     """
     import ray
 
+    asked = told = time.monotonic()
     while True:
         try:
-            news: News = ray.get(ref, timeout=ANSWER_S)
+            news: News = ray.get(ref, timeout=LOOK_S)
             return news
         except ray.exceptions.GetTimeoutError:
-            log.warning("the builder of %s has not answered for %.0f s; still waiting", uri, ANSWER_S)
+            check()
+        if time.monotonic() - told > REPORT_S:
+            told = time.monotonic()
+            log.warning("waiting for the builder of %s since=%.0fs", uri, told - asked)
 
 
-def _follow(work: Work) -> Iterator[tuple[int, Receipt]]:
+def _follow(work: Work, check: Check) -> Iterator[tuple[int, Receipt]]:
     import ray
 
     name = hashlib.sha256(f"{work.uri}\n{work.cut}".encode()).hexdigest()[:24]
@@ -204,7 +217,7 @@ def _follow(work: Work) -> Iterator[tuple[int, Receipt]]:
     builder.start.remote(work)
     seen = 0
     while True:
-        news = _answer(builder.news.remote(seen), work.uri)
+        news = _answer(builder.news.remote(seen), work.uri, check)
         for number, data in news.receipts:
             yield number, Receipt.from_json(data, "receipt")
         seen += len(news.receipts)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from raysvc.job.config import PoolConfig
 
 log = logging.getLogger(__name__)
+STOP_S = 5.0  # the longest that a run waits at its end for the thread of its build
 RATES = ("rows/s", "tokens/s", "MB/s")
 
 
@@ -197,10 +198,16 @@ class BuildBeside:
         self.check()
 
     def stop(self) -> None:
-        """Build no further slice; what is finished stays for the next build. Does not wait."""
+        """Build no further slice; what is finished stays for the next build.
+
+        Returns when the thread is out of Ray, or after STOP_S: a process that leaves Ray under it would end at once, with
+        an exit code of Ray's.
+        """
         self._stopping.set()
         if self._thread is None:
             self._release()
+        else:
+            self._thread.join(STOP_S)
 
     def _release(self) -> None:
         for build in self._builds:
@@ -244,16 +251,19 @@ class BuildBeside:
         unfinished = set(range(len(going)))
         for place in sorted(unfinished):
             unfinished -= _finished(going, makings, place)
-        for place, receipt in receipts_beside(makings, left) if left else ():
+        for place, receipt in receipts_beside(makings, left, self._go_on) if left else ():
             with errors_of(makings[place].name):
                 going[place].add(receipt)
             if place in unfinished:
                 unfinished -= _finished(going, makings, place)
 
     def _tick(self, tick: Tick) -> None:
+        self._go_on()
+        self._progress(tick)
+
+    def _go_on(self) -> None:
         if self._stopping.is_set():
             raise Stopped
-        self._progress(tick)
 
 
 def _finished(going: Sequence[Going], makings: Sequence[Making], place: int) -> set[int]:

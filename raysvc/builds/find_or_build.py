@@ -306,12 +306,15 @@ class Going:
         return open_entry(writer.uri, job.cache.storage_options)
 
 
-def receipts_beside(makings: Sequence[Making], left: Left) -> Iterator[tuple[int, Receipt]]:
+def receipts_beside(
+    makings: Sequence[Making], left: Left, check: Callable[[], None] = lambda: None
+) -> Iterator[tuple[int, Receipt]]:
     """Make slices of some entries while others hold processors, by one builder and its workers.
 
     Args:
         makings: with one pool.
         left: number of the making, and a slice that nobody has made; those first that are needed first.
+        check: is called while the builder is waited for; what it raises ends that.
     """
     from raysvc.pipelines.local_build import fits_one_process
     from raysvc.pipelines.shared_build import Work, shared_receipts
@@ -328,4 +331,4 @@ def receipts_beside(makings: Sequence[Making], left: Left) -> Iterator[tuple[int
         else partial(receipts_of, tasks, left, pool.workers)
     )
     uris = ", ".join(making.writer.uri + making.work for making in makings)
-    return shared_receipts(Work(uris, len(left), work, "; ".join(making.cut for making in makings)))
+    return shared_receipts(Work(uris, len(left), work, "; ".join(making.cut for making in makings)), check)

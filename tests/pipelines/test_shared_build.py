@@ -24,7 +24,7 @@ def told_by(calls: list[str | None], monkeypatch: pytest.MonkeyPatch) -> Callabl
     """Calls of a builder end as told: by the death of the one that is named, or well. How many there were."""
     left = iter(calls)
 
-    def follow(work: Work) -> Iterator[tuple[int, Receipt]]:
+    def follow(work: Work, check: Callable[[], None]) -> Iterator[tuple[int, Receipt]]:
         if (dead := next(left)) is not None:
             raise RayActorError(dead, f"{dead} died")
         yield from ()
@@ -57,22 +57,42 @@ def test_a_cluster_that_never_forgets_a_dead_builder_ends_the_build(monkeypatch:
         list(shared_receipts(WORK))
 
 
-def test_a_late_answer_is_waited_for_and_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    answers = iter([GetTimeoutError("late"), GetTimeoutError("late"), News((), finished=True)])
+def answers(*given: Exception | News) -> Callable[..., News]:
+    """What `ray.get` does, one call after the other."""
+    left = iter(given)
 
     def get(ref: object, timeout: float) -> News:
-        answer = next(answers)
+        answer = next(left)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    monkeypatch.setattr(ray, "get", get)
-    assert shared_build._answer(None, "/cache/key").finished
-    assert [text.split(" for ")[0] for text in caplog.messages] == [
-        "the builder of /cache/key has not answered"
+    return get
+
+
+def test_a_late_answer_is_waited_for_and_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    late = GetTimeoutError("late")
+    monkeypatch.setattr(ray, "get", answers(late, late, News((), finished=True)))
+    monkeypatch.setattr(shared_build, "REPORT_S", 0.0)
+    assert shared_build._answer(None, "/cache/key", lambda: None).finished
+    assert [text.split(" since=")[0] for text in caplog.messages] == [
+        "waiting for the builder of /cache/key"
     ] * 2
+
+
+def test_who_wants_to_leave_does_not_stay_in_a_call_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = GetTimeoutError("late")
+    monkeypatch.setattr(ray, "get", answers(*[late] * 3))
+    looks = iter([False, True])
+
+    def check() -> None:
+        if next(looks):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        shared_build._answer(None, "/cache/key", check)
 
 
 PLACED = """
