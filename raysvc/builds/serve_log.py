@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from raysvc.cache.local.sealed import SEAL, seal_of
 from raysvc.cache.store.open import open_store
 from raysvc.errors import ConfigError
 
@@ -54,6 +55,8 @@ def read_served(run_dir: str, step: int, storage_options: Mapping[str, Any] | No
         text = store.read(FILE) if FILE in store.list() else b""
         lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith(b"\n")]
         lines = lines or ServedRecords(f"{run_dir}/server", storage_options or {}).lines()
+        if any(line.pop(SEAL, None) != seal_of(line) for line in lines):
+            raise ValueError("a line is not what was written")
         fitting = [line for line in lines if line["step"] <= step]
         if not fitting:
             return None

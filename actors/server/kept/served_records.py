@@ -5,7 +5,8 @@
 Always true:
 - the last record whose step is not above k says how step k was made;
 - a record is created once and never changed; a server that is started again with the same spec adds none;
-- credentials are not in it.
+- credentials are not in it;
+- it carries its checksum: a changed byte would name another entry, seed or step.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from raysvc.actors.server.spec import ServeSpec
+from raysvc.cache.local.sealed import SEAL, seal_of
 from raysvc.cache.store.claim import Claim, open_owned
 
 
 def served_line(step: int, dp_size: int | None, spec: ServeSpec) -> dict[str, Any]:
     """How the steps from `step` on are made; ranks: None where only the trainer knows."""
     kept = spec.model_dump(mode="json", exclude={"storage_options", "evals", "growing"})
-    return {"step": step, "dp_size": dp_size, "spec": kept}
+    line = {"step": step, "dp_size": dp_size, "spec": kept}
+    return {**line, SEAL: seal_of(line)}
 
 
 class ServedRecords:
