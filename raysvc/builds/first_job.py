@@ -96,8 +96,8 @@ class Look:
         return out
 
 
-def look(path: str, tokenizer: str) -> Look:
-    """Look at the first rows of files.
+def look(given: SourceConfig, tokenizer: str) -> Look:
+    """Look at the first rows of a source.
 
     Raises:
         SourceError: no file, no rows, no known format, or none of the first rows can be used.
@@ -109,7 +109,7 @@ def look(path: str, tokenizer: str) -> Look:
     from raysvc.pipelines.sources.look import look_at
     from raysvc.pipelines.tokenize import desk_of
 
-    job = JobConfig(source=SourceConfig(path=(path,)), tokenizer=TokenizerConfig(name=tokenizer))
+    job, path = JobConfig(source=given, tokenizer=TokenizerConfig(name=tokenizer)), _place(given)
     source = look_at(job.source)
     row = source.first_row()
     if row is None:
@@ -154,16 +154,16 @@ def look(path: str, tokenizer: str) -> Look:
     )
 
 
-def job_text(path: str, tokenizer: str, found: Look) -> str:
+def job_text(source: SourceConfig, tokenizer: str, found: Look) -> str:
     """A commented job.yaml."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).name.split(".")[0]).strip("-._") or "sft"
+    stem = Path(_place(source)).name.split(".")[0]
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") or "sft"
     said = "\n".join(f"# {line}" for line in found.lines())
     return f"""# yaml-language-server: $schema={SCHEMA}
 {said}
 
 source:
-  path: {json.dumps(path)}
-  format: {found.format}
+{_source(source)}  format: {found.format}
 {_kinds(found)}tokenizer: {json.dumps(tokenizer)}   # a folder or a hub name; its chat template renders the rows
 
 train_on: all_assistant_messages   # or last_assistant_message, each_assistant_turn, completion, all_tokens, message_weight
@@ -186,6 +186,18 @@ trainer:
   precision: bf16   # float32 weights, bfloat16 forward and backward
   checkpoint_every_steps: 50
 """
+
+
+def _place(source: SourceConfig) -> str:
+    return source.path[0] if source.path else str(source.dataset)
+
+
+def _source(source: SourceConfig) -> str:
+    """The lines that say where rows are and how they are named."""
+    said = {"path": source.path[0] if source.path else None}
+    said |= {name: getattr(source, name) for name in ("dataset", "subset", "revision", "split")}
+    said |= {name: getattr(source, name) for name in ("columns", "roles")}
+    return "".join(f"  {name}: {json.dumps(value)}\n" for name, value in said.items() if value)
 
 
 def _layout(format_name: str, model: str) -> str:

@@ -11,7 +11,7 @@ import typer
 
 from raysvc.cli.common import AsJson, edge, emit
 
-Data = Annotated[str, typer.Argument(help="A file, a glob or a folder of rows.")]
+Data = Annotated[str, typer.Argument(help="A file, a glob or a folder of rows; or dataset_info.json:NAME.")]
 Tokenizer = Annotated[str, typer.Option(help="Tokenizer folder or hub name.")]
 Out = Annotated[Path, typer.Option(help="Job file to write.", metavar="JOB.YAML")]
 
@@ -21,19 +21,22 @@ def init(data: Data, tokenizer: Tokenizer, out: Out = Path("job.yaml"), as_json:
     """Write a commented job.yaml for a file of rows.
 
     It looks at the rows, picks the format and says what it saw. A JSON schema for editors is written beside it.
+    dataset_info.json:NAME is an entry of LLaMA-Factory's file: its columns, tags and ranking go into the job.
 
     Example: raysvc init rows.jsonl --tokenizer Qwen/Qwen2.5-0.5B
     """
+    from raysvc.builds.dataset_info import source_of
     from raysvc.builds.first_job import job_text, look
     from raysvc.errors import ConfigError
     from raysvc.job.job_schema import FILE, schema_text
 
     if out.exists():
         raise ConfigError(str(out), "exists already", "name another file with --out")
-    found = look(data, tokenizer)
+    source = source_of(data)
+    found = look(source, tokenizer)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_name(FILE).write_text(schema_text())
-    out.write_text(job_text(data, tokenizer, found))
+    out.write_text(job_text(source, tokenizer, found))
     if as_json:
         emit({"job": str(out), **asdict(found)})
         return
