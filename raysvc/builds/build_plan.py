@@ -115,6 +115,7 @@ def _normal_form(spec: TextSpec, tokenizer: LoadedTokenizer) -> dict[str, Any] |
         "normal_form": NORMAL_FORM,
         "roles": dict(spec.roles),
         "ignore": sorted(spec.ignore),
+        **({"drop_nulls": True} if spec.drop_nulls else {}),
         "arguments": ["text" if fit.text_arguments else "object" for fit in fits],
         "parts": ["kept" if fit.parts else "joined" for fit in fits],
     }

@@ -20,6 +20,7 @@ import numpy as np
 from raysvc.chat.source.examples import ChatExample, Example
 from raysvc.chat.source.formats import Format
 from raysvc.chat.source.json_rows import SourceRow
+from raysvc.chat.source.nulls import NULLS, without_nulls
 from raysvc.chat.text_batch import Batch
 from raysvc.chat.tokens.encoder import ReferenceEncoder
 from raysvc.chat.tokens.load_faults import varying_fault
@@ -94,10 +95,11 @@ def compare(
 
 def raw_example(row: SourceRow, form: Format, example: Example | None) -> Example | None:
     """The same example with messages and tools of the row itself."""
-    if form.name != "chat" or not isinstance(example, ChatExample) or example.changes:
+    if form.name != "chat" or not isinstance(example, ChatExample) or example.changes - NULLS:
         return example
     data = row.data if row.line is None else json.loads(row.line.removeprefix(b"\xef\xbb\xbf"))
     assert data is not None
+    data = without_nulls(data) if form.drop_nulls else data
     given = _json_of(form.get(data, "messages"))
     messages = [_without_nulls(message) for message in ([given] if isinstance(given, dict) else given)]
     system = form.get(data, "system")

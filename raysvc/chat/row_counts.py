@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysvc.chat.source.nulls import NULLS
 from raysvc.errors import QuarantineExceeded, SourceError
 
 EXAMPLES_SHOWN = 3
+NULLS_SHARE = 0.1  # of all rows: many have neither calls nor tools
 COUNTS = (
     "rows_in",
     "rows_written",
@@ -162,6 +164,12 @@ def warnings_of(counts: Mapping[str, Any]) -> list[str]:
         )
     if note := endless_note(counts):
         found.append(note)
+    nulls = max((counts.get("normalized", {}).get(name, 0) for name in NULLS), default=0)
+    if nulls > NULLS_SHARE * counts.get("rows_written", 0):
+        found.append(
+            f"{nulls} rows have nulls in arguments of calls or in tools, which are rendered: Dataset.to_json writes one "
+            "for every key that another row has; source.drop_nulls: true reads them as absent, as Parquet does"
+        )
     return found
 
 

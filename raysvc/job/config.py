@@ -167,6 +167,7 @@ class JobConfig(Section):
             columns=self.source.columns,
             roles=self.source.roles,
             ignore=self.source.ignore,
+            drop_nulls=self.source.drop_nulls,
             carry=self.source.carry,
             media_allow=self.source.media_allow,
             tokenizer=self.tokenizer,
@@ -187,12 +188,12 @@ class JobConfig(Section):
         """Eight hex digits of what decides rows, order and weights, however long, on however many ranks."""
         plan = ("batch_size", "mini_batch_size", "order", "seed", "shuffle", "tail")
         trainer = ("model", "learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "loss", "seed")
-        unset = (name for name in ("follow", "stream") if not getattr(self.source, name))
+        unset = {name for name in ("follow", "stream", "drop_nulls") if not getattr(self.source, name)}
         not_deciding = {"storage_options", "media", *unset}
         decides = {
             "source": self.source.model_dump(mode="json", exclude=not_deciding),
             "mixture": self.mixture.decides() if self.mixture else None,
-            "text": self.text.model_dump(mode="json", exclude={"media", "media_allow"}),
+            "text": self.text.model_dump(mode="json", exclude={"media", "media_allow", *unset}),
             "plan": self.plan.model_dump(mode="json", include=set(plan)),
             "trainer": self.trainer.model_dump(mode="json", include=set(trainer)),
         }

@@ -86,6 +86,10 @@ class SourceConfig(Section):
         default=(),
         description="Columns to ignore although they would be refused, because they have no meaning in this job: [label].",
     )
+    drop_nulls: bool = Field(
+        default=False,
+        description="Read a null in an object of JSON as absent, as in a table: for rows that `Dataset.to_json` filled up with nulls.",
+    )
     carry: dict[str, CarriedColumn] = Field(
         default_factory=dict,
         description="Columns that travel with their row to the worker: [domain, id], or name -> what it holds.",
@@ -166,6 +170,7 @@ class TextSpec(Section):
     columns: dict[str, str] = Field(default_factory=dict)
     roles: dict[str, str] = Field(default_factory=dict)
     ignore: tuple[str, ...] = ()
+    drop_nulls: bool = False
     carry: dict[str, CarriedColumn] = Field(default_factory=dict)
     media: tuple[MediaKind, ...] = ()
     media_allow: tuple[str, ...] = ()

@@ -87,7 +87,9 @@ def format_of(spec: TextSpec) -> Format:
     assert spec.format != "auto"
     carried = tuple(sorted(spec.carry))
     columns, roles = dict(spec.columns), dict(spec.roles)
-    return Format(spec.format, columns, spec.train_on, roles, spec.ignore, carried, spec.media)
+    return Format(
+        spec.format, columns, spec.train_on, roles, spec.ignore, carried, spec.media, spec.drop_nulls
+    )
 
 
 def seen(form: Format, first_row: Mapping[str, Any]) -> str:

@@ -41,8 +41,10 @@ from raysvc.chat.source.messages import (
     parse_json,
     text_or_messages,
 )
+from raysvc.chat.source.nulls import NULLS_IN_CALLS, NULLS_IN_TOOLS, holds_null, without_nulls
 from raysvc.chat.source.stepwise import read_steps
 from raysvc.chat.source.text_numbers import TRUTHS
+from raysvc.chat.source.tool_calls import arguments_of
 from raysvc.chat.source.tools import read_tools
 from raysvc.chat.source.trained_messages import check_weights, trained_messages
 from raysvc.job.config import Format as FormatName
@@ -99,6 +101,7 @@ class Format:
         ignored: columns that are declared to be without meaning here.
         carried: columns that go along as they are.
         media: what its rows may have beside text.
+        drop_nulls: a null in an object means that the key is absent, as in a table.
     """
 
     name: FormatName
@@ -108,6 +111,7 @@ class Format:
     ignored: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
     media: tuple[Kind, ...] = ()
+    drop_nulls: bool = False
 
     def __post_init__(self) -> None:
         reader = MessageReader(self.roles, self.columns.get("role"), self.columns.get("content"), self.media)
@@ -175,7 +179,7 @@ class Format:
             RowFault: the row cannot be read.
             RowDropped: nothing of it is to be trained.
         """
-        row = self.opened(row)
+        row = self.opened(without_nulls(row) if self.drop_nulls else row)
         for ours in NEEDS[self.name]:
             if self.get(row, ours) is None:
                 raise RowFault(f"no value in column {self.column(ours)!r}", _columns(row))
@@ -431,7 +435,10 @@ class Format:
         return messages, 0
 
     def _tools(self, row: Mapping[str, Any], changes: Changes) -> list[Any] | None:
-        return read_tools(self.get(row, "tools"), changes)
+        given = self.get(row, "tools")
+        if holds_null(given):
+            changes.add(NULLS_IN_TOOLS)
+        return read_tools(given, changes)
 
     def _conversation(
         self,
@@ -444,6 +451,8 @@ class Format:
         messages, added = self._with_system(row, whole.messages, changes)
         tools = self._tools(row, changes)
         parts, calls = whole.has_parts, whole.has_calls
+        if calls and holds_null(arguments_of(messages)):
+            changes.add(NULLS_IN_CALLS)
         noted = frozenset(changes) if changes else frozenset()
         unread = unread_keys(messages, self.ignored)
         if self.train_on == "all_tokens":
