@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysvc.chat.source.nulls import NULLS
 from raysvc.errors import QuarantineExceeded, SourceError
 
 EXAMPLES_SHOWN = 3
+NULLS_IN_CALLS = "nulls in arguments of calls"
+NULLS_IN_TOOLS = "nulls in tools"
+NULLS = frozenset({NULLS_IN_CALLS, NULLS_IN_TOOLS})  # noted, and nothing is changed by it
 NULLS_SHARE = 0.1  # of all rows: many have neither calls nor tools
 COUNTS = (
     "rows_in",

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
+from raysvc.chat.row_counts import NULLS_IN_CALLS, NULLS_IN_TOOLS
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source import media_parts
 from raysvc.chat.source.content_parts import PARTS_READ, flatten_parts, read_parts
@@ -29,7 +30,7 @@ from raysvc.chat.source.examples import (
     TokensExample,
 )
 from raysvc.chat.source.given_tokens import read_tokens
-from raysvc.chat.source.json_rows import Unreadable
+from raysvc.chat.source.json_rows import Unreadable, holds_null, without_nulls
 from raysvc.chat.source.loss_flags import unread_keys
 from raysvc.chat.source.messages import (
     MESSAGES_PARSED,
@@ -41,7 +42,6 @@ from raysvc.chat.source.messages import (
     parse_json,
     text_or_messages,
 )
-from raysvc.chat.source.nulls import NULLS_IN_CALLS, NULLS_IN_TOOLS, holds_null, without_nulls
 from raysvc.chat.source.stepwise import read_steps
 from raysvc.chat.source.text_numbers import TRUTHS
 from raysvc.chat.source.tool_calls import arguments_of

@@ -3,6 +3,9 @@
 JSON is read as it is written: integers of any size stay integers, and `NaN` and `Infinity`, which Python writes, are
 numbers that only a row fails on that uses them.
 
+A null in an object is a value, or was filled in: `Dataset.to_json` gives every object the keys of all rows, with null where a row
+has none. Nothing in a row tells one from the other, so such nulls are counted, and left out where a job says so.
+
 Always true:
 - a row that cannot be read comes with its error: it stops nothing;
 - blank lines are no rows but keep their number;
@@ -15,18 +18,21 @@ import codecs
 import io
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from raysvc.chat.row_errors import RowFault
+
 BLOCK_BYTES = 1 << 25
 LINES_AT_ONCE = 64
 _DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
 _LONG_NUMBER = b"0" * 19  # from 2^64 on, orjson makes integers floats
 _STEP = 6
+_MEANT = "default"  # of a schema, where null says something
 
 
 @dataclass(frozen=True)
@@ -155,3 +161,35 @@ def json_blocks(data: bytes, first_row: int) -> Iterator[tuple[bytes, int]]:
         yield block, first_row
         at = end
         first_row += block.count(b"\n") if at < len(data) else 0
+
+
+def holds_null(value: Any) -> bool:
+    """Whether an object in a value has a null that is no default of a schema."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            if any(item is None and key != _MEANT for key, item in one.items()):
+                return True
+            left += one.values()
+        elif isinstance(one, list):
+            left += one
+    return False
+
+
+def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row without the keys of its objects whose value is null.
+
+    Raises:
+        RowFault: it is nested deeper than Python can follow.
+    """
+    try:
+        return {key: _without(value) for key, value in row.items() if value is not None}
+    except RecursionError:
+        raise RowFault("the row is nested too deep", "source.drop_nulls looks at all of it") from None
+
+
+def _without(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without(item) for key, item in value.items() if item is not None}
+    return [_without(item) for item in value] if isinstance(value, list) else value

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import raysvc
-from raysvc.builds.dataset_info import source_of
+from raysvc.cli.dataset_info import source_of
 from raysvc.cli.main import app
 from raysvc.errors import SourceError
 from raysvc.job.job_file import load_job
