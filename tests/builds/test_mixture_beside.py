@@ -8,7 +8,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -87,8 +87,11 @@ class Builder:
         self.dies_after = 10**9
         self.made: list[tuple[str, int]] = []
 
-    def receipts(self, makings: Sequence[Any], left: Sequence[Any]) -> Iterator[Any]:
+    def receipts(
+        self, makings: Sequence[Any], left: Sequence[Any], check: Callable[[], None]
+    ) -> Iterator[Any]:
         for number, receipt in receipts_here([making.task() for making in makings], left):
+            check()
             self.made.append((makings[number].name, receipt.slice_index))
             if len(self.made) > self.dies_after:
                 raise KeyboardInterrupt
