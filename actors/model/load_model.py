@@ -52,7 +52,7 @@ def load_lm(
         vision: of `tiny-vision`.
 
     Raises:
-        ConfigError: the folder of the model is not on this node.
+        ConfigError: the folder of the model is not on this node, or its configuration cannot be read.
     """
     if name == "tiny":
         return tiny_model(vocab_size, critic)
@@ -63,14 +63,35 @@ def load_lm(
         what = f"there is no folder {name} on {platform.node()}"
         raise ConfigError(where, what, "give one that every node sees, a hub name, or tiny")
     with no_collection():
-        from transformers import AutoConfig, AutoModelForTokenClassification
+        from transformers import AutoModelForTokenClassification
 
-        kind = AutoModelForTokenClassification
+        config, kind = read_config(name, where, revision), AutoModelForTokenClassification
         if not critic:
-            kind = auto_class(AutoConfig.from_pretrained(str(folder), revision=revision))
+            kind = auto_class(config)
     more = {"num_labels": 1} if critic else {}
     model: torch.nn.Module = kind.from_pretrained(str(folder), dtype=dtype, revision=revision, **more)
     return model
+
+
+def read_config(name: str, where: str = "trainer.model", revision: str | None = None) -> Any:
+    """The configuration of a model, as `AutoConfig` reads it.
+
+    Args:
+        name: a folder, or a hub name.
+        where: key of the job, for messages.
+        revision: commit on the hub.
+
+    Raises:
+        ConfigError: it is not there, or `transformers` does not take it.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(Path(name).expanduser()), revision=revision)
+    except Exception as error:  # noqa: BLE001  it is about the file, in as many types as there are rules for its fields
+        said = " ".join(str(error).split())[:300] or type(error).__name__
+        remedy = "give tiny, a folder with config.json, or a hub name that this machine can reach"
+        raise ConfigError(where, f"{name!r} cannot be loaded ({said})", remedy) from None
 
 
 def auto_class(config: Any) -> Any:

@@ -1,12 +1,16 @@
-"""Whether a model keeps the rows of a layout apart, before it is loaded: a tiny model of its architecture is asked."""
+"""Whether a model keeps the rows of a layout apart, before it is loaded: a tiny model of its architecture is asked, and its configuration."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysvc import hub
+from raysvc.actors.model.load_model import read_config
+from raysvc.actors.model.shared_scaling import SharedScaling, shared_scaling
 from raysvc.actors.model.tiny_vision import NAME as TINY_VISION
+from raysvc.errors import ConfigError
 
 if TYPE_CHECKING:
     from raysvc.actors.model.row_isolation import Proof
@@ -41,15 +45,30 @@ def layout_proof(model: str, layout: str) -> Proof | None:
         torch.set_num_threads(threads)
 
 
-def _config_of(model: str) -> Any:
-    """None where this machine does not see it; the workers may."""
-    from transformers import AutoConfig
+def scaling_of(model: str) -> SharedScaling | None:
+    """How the model scales positions by the longest row of a micro-batch; None where it does not, or nobody can say here."""
+    if model in ("tiny", TINY_VISION) or _says_no_scaling(model):
+        return None
+    config = _config_of(model)
+    return None if config is None else shared_scaling(config)
 
+
+def _says_no_scaling(model: str) -> bool:
+    """Whether the file says so without `transformers`, whose import takes a second."""
+    try:
+        text = (Path(model).expanduser() / "config.json").read_text()
+    except (OSError, ValueError):
+        return False
+    return not any(kind in text for kind in ("longrope", "dynamic"))
+
+
+def _config_of(model: str) -> Any:
+    """None where this machine does not see it, or cannot read it; a worker says why."""
     folder = os.path.expanduser(model)
     if os.path.isabs(folder) and not os.path.isdir(folder):
         return None
     try:
         with hub.answering():
-            return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError):
+            return read_config(model)
+    except ConfigError:
         return None

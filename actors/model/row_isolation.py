@@ -70,7 +70,8 @@ def model_inputs(model: Any, layout: str) -> ModelInputs:
             logits = model(**inputs_of(micro.tensors)).logits
 
     Args:
-        model: on its device, with the attention implementation and under the autocast that will be used.
+        model: on its device, with the attention implementation and under the autocast that will be used; also inside of DDP, or
+            a module of your own that takes `input_ids`, and returns logits or an object that has them.
         layout: `padded_right`, `padded_left`, `packed` or `stream`.
 
     Raises:
@@ -94,7 +95,7 @@ def rows_are_isolated(
             padded lines.
     """
     proving = _Proving.of(logits_of(model), model, layout)
-    return not proving.failure(inputs_of or ModelInputs(layout, POSITIONS, model.config))
+    return not proving.failure(inputs_of or ModelInputs(layout, POSITIONS, config_of(model)))
 
 
 def prove(outputs_of: Outputs, lm: torch.nn.Module, layout: str) -> Proof:
@@ -110,7 +111,7 @@ def prove(outputs_of: Outputs, lm: torch.nn.Module, layout: str) -> Proof:
     for name in INPUT_SETS:
         if name != POSITIONS and layout != "packed":
             break  # the mask says all that there is to say
-        inputs = ModelInputs(layout, name, lm.config)
+        inputs = ModelInputs(layout, name, config_of(lm))
         try:
             failure = proving.failure(inputs)
         except NOT_TAKEN as error:
@@ -154,12 +155,12 @@ class _Proving:
 
     @staticmethod
     def of(outputs_of: Outputs, lm: Any, layout: str) -> _Proving:
-        device, count = lm.device, lm.config.get_text_config().vocab_size
+        device, count = next(lm.parameters()).device, _ids_of(lm)
         ids = [_ids(part, count, device) for part in range(6)]
         row, whole = ids[0][:OURS], torch.cat([ids[1][:BEFORE], ids[0][:OURS], ids[2][:OTHER]])
         with _evaluating(lm):
             with _coarsest_step(lm) as steps:
-                alone_NV = _of_row(outputs_of({"input_ids": row[None]}), (0, slice(0, OURS)))
+                alone_NV = _of_row(_alone(outputs_of, lm, row), (0, slice(0, OURS)))
             seeing_NV = _of_row(outputs_of({"input_ids": whole[None]}), (0, slice(BEFORE, BEFORE + OURS)))
         moved, step = _distance(alone_NV, seeing_NV), max(steps)
         one_step = step * float(alone_NV.abs().max())
@@ -186,9 +187,20 @@ class _Proving:
         out = []
         for micro, where in self.micro_batches:
             # the state before comes back: the same dropout in both
-            with torch.random.fork_rng(devices=[self.lm.device] if self.lm.device.type == "cuda" else []):
+            device = self.alone.device
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 out.append(_of_row(self.outputs_of(dict(inputs_of(micro))), where))
         return out
+
+
+def _alone(outputs_of: Outputs, lm: torch.nn.Module, row: torch.Tensor) -> torch.Tensor:
+    try:
+        return outputs_of({"input_ids": row[None]})
+    except TypeError as error:
+        what = (
+            f"{type(lm).__name__} does not take input_ids alone ({error}), so no row of it can be looked at"
+        )
+        raise ConfigError("model", what, "make its other arguments optional") from None
 
 
 def _packed(row: torch.Tensor, before: torch.Tensor, after: torch.Tensor, pads: torch.Tensor) -> Micro:
@@ -240,8 +252,36 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def logits_of(model: Any) -> Outputs:
-    """A model of `transformers`, as it is called."""
-    return lambda inputs: model(**inputs, use_cache=False).logits
+    """A model of `transformers`, as it is called; any other module that returns logits, or an object that has them."""
+    more = {} if config_of(model) is None else {"use_cache": False}
+
+    def outputs_of(inputs: dict[str, Any]) -> torch.Tensor:
+        outputs = model(**inputs, **more)
+        logits: torch.Tensor = getattr(outputs, "logits", outputs)
+        return logits
+
+    return outputs_of
+
+
+def config_of(lm: Any) -> Any:
+    """The configuration of a model of `transformers`, also of one inside of a wrapper such as DDP; None of another module."""
+    while not hasattr(lm, "config") and isinstance(getattr(lm, "module", None), torch.nn.Module):
+        lm = lm.module
+    config = getattr(lm, "config", None)
+    return config if hasattr(config, "get_text_config") else None
+
+
+def _ids_of(lm: torch.nn.Module) -> int:
+    """How many ids the model has an entry for."""
+    config = config_of(lm)
+    if config is not None:
+        return int(config.get_text_config().vocab_size)
+    tables = [each.num_embeddings for each in lm.modules() if isinstance(each, torch.nn.Embedding)]
+    if not tables:
+        what = f"{type(lm).__name__} has neither a configuration of transformers nor an embedding, so no row can be made for it"
+        raise ConfigError("model", what, "give a causal language model")
+    least: int = min(tables)
+    return max(2, least)
 
 
 @contextmanager

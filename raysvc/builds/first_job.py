@@ -18,11 +18,13 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow.compute as pc
 
-from raysvc.actors.model.model_layout import layout_proof
+from raysvc.actors.model.model_layout import layout_proof, scaling_of
 from raysvc.actors.model.tiny_vision import NAME as TINY_VISION
 from raysvc.builds.build_plan import no_row
 from raysvc.builds.media_job import processor_of, with_template
@@ -60,6 +62,7 @@ class Look:
         left_out: columns, and keys of messages, that nothing reads.
         model: that trains them: what the tokenizer came with, or a tiny one.
         layout: of the plan: packed where one row is one example, and the model keeps rows of a line apart.
+        too_long: what is wrong with rows of the sample that are longer than the model's original context, and that context.
     """
 
     format: str
@@ -72,6 +75,7 @@ class Look:
     left_out: tuple[str, ...]
     model: str
     layout: str
+    too_long: tuple[str, int] | None
 
     def lines(self) -> list[str]:
         """The same as sentences."""
@@ -88,6 +92,8 @@ class Look:
         out += [f"{change[0].upper()}{change[1:]}: {rows}." for change, rows in row_counts.normalized.items()]
         if self.left_out:
             out.append(f"Left out: {', '.join(self.left_out)}.")
+        if self.too_long:
+            out.append(f"The model {self.too_long[0]}; the job leaves them out.")
         out += [f"{warning[0].upper()}{warning[1:]}." for warning in warnings_of(row_counts.to_json())]
         out += [
             f"Not usable: {rows}, {why}."
@@ -151,6 +157,7 @@ def look(given: SourceConfig, tokenizer: str) -> Look:
         sample.left_out,
         model := _model(tokenizer, processor),
         _layout(form.name, model),
+        _too_long(model, lengths),
     )
 
 
@@ -167,7 +174,7 @@ source:
 {_kinds(found)}tokenizer: {json.dumps(tokenizer)}   # a folder or a hub name; its chat template renders the rows
 
 train_on: all_assistant_messages   # or last_assistant_message, each_assistant_turn, completion, all_tokens, message_weight
-# max_length: {_power_of_two(found.longest)}   # longer rows are dropped, or cut: truncation: keep_start
+{_max_length(found)}   # longer rows are dropped, or cut: truncation: keep_start
 
 plan:
   batch_size: {min(64, found.num_rows)}   # rows of a step, over all ranks
@@ -205,6 +212,18 @@ def _layout(format_name: str, model: str) -> str:
         return "padded_right"
     proof = layout_proof(model, "packed")
     return "packed" if proof is None or proof.inputs is not None else "padded_right"
+
+
+def _too_long(model: str, lengths: npt.NDArray[np.integer[Any]]) -> tuple[str, int] | None:
+    scaling = scaling_of(model)
+    beyond = scaling.mixes(lengths) if scaling else 0
+    return (scaling.told(f"{beyond} rows are"), scaling.context) if scaling and beyond else None
+
+
+def _max_length(found: Look) -> str:
+    if found.too_long:
+        return f"max_length: {found.too_long[1]}"
+    return f"# max_length: {_power_of_two(found.longest)}"
 
 
 def _of_layout(found: Look) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from raysvc import hub
-from raysvc.actors.model.load_model import tiny_sizes
+from raysvc.actors.model.load_model import read_config, tiny_sizes
 from raysvc.cache.key import canonical_json
 from raysvc.cache.local.checksum import checksum_of
 from raysvc.cache.local.mmap import map_file
@@ -117,22 +117,13 @@ def _of_hub(where: str, name: str) -> ModelFiles:
 
 def _config(where: str, name: str) -> tuple[int, int | None, str | None]:
     """Vocabulary, longest row and commit by the model's own configuration."""
-    from transformers import AutoConfig
-
-    try:
-        with hub.answering():
-            config = AutoConfig.from_pretrained(name)
-        text = config.get_text_config()
-        most = getattr(text, "max_position_embeddings", None)
-        return (
-            int(text.vocab_size),
-            most if isinstance(most, int) else None,
-            getattr(config, "_commit_hash", None),
-        )
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        what = f"{name!r} cannot be loaded ({str(error).strip().splitlines()[0]})"
-        remedy = "give tiny, a folder with config.json, or a hub name that this machine can reach"
-        raise ConfigError(where, what, remedy) from None
+    with hub.answering():
+        config = read_config(name, where)
+    text = config.get_text_config()
+    most, entries = (getattr(text, size, None) for size in ("max_position_embeddings", "vocab_size"))
+    if not isinstance(entries, int):
+        raise ConfigError(where, f"{name!r} does not say its vocab_size", "give a causal language model")
+    return entries, most if isinstance(most, int) else None, getattr(config, "_commit_hash", None)
 
 
 def _content(path: Path, memo: Memo | None) -> tuple[int, str]:

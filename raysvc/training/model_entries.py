@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysvc import hub
+from raysvc.actors.model.load_model import read_config
 from raysvc.actors.model.tiny_vision import NAME as TINY_VISION
 from raysvc.errors import ConfigError
 
@@ -98,8 +99,6 @@ def _json_of(name: str, file: str) -> dict[str, Any]:
 def _entries_on_the_hub(name: str) -> int | None:
     if name in ("tiny", TINY_VISION) or os.path.isdir(os.path.expanduser(name)) or os.path.isabs(name):
         return None
-    from transformers import AutoConfig
-
     with hub.answering():
-        found = getattr(AutoConfig.from_pretrained(name).get_text_config(), "vocab_size", None)
+        found = getattr(read_config(name).get_text_config(), "vocab_size", None)
     return found if isinstance(found, int) else None

@@ -8,13 +8,15 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from raysvc import hub
-from raysvc.actors.model.load_model import check_media_model
-from raysvc.actors.model.model_layout import layout_proof
+from raysvc.actors.model.load_model import check_media_model, read_config
+from raysvc.actors.model.model_layout import layout_proof, scaling_of
 from raysvc.actors.model.tiny_vision import NAME as TINY_VISION
 from raysvc.actors.model.tiny_vision import TinyVision
 from raysvc.errors import ConfigError
+from raysvc.job.config import PAIRED
 
 if TYPE_CHECKING:
+    from raysvc.actors.model.shared_scaling import SharedScaling
     from raysvc.builds.cache_entry import CacheEntry
     from raysvc.job.config import JobConfig
 
@@ -29,15 +31,8 @@ def check_model(name: str) -> None:
     """
     if name in ("tiny", TINY_VISION) or os.path.isabs(os.path.expanduser(name)):
         return
-    from transformers import AutoConfig
-
-    try:
-        with hub.answering():
-            AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        what = f"{name!r} cannot be loaded ({str(error).strip().splitlines()[0]})"
-        remedy = "give tiny, a folder with config.json, or a hub name that this machine can reach"
-        raise ConfigError("trainer.model", what, remedy) from None
+    with hub.answering():
+        read_config(name)
 
 
 def check_layout(job: JobConfig, ray_there: Future[str] | None) -> None:
@@ -64,6 +59,40 @@ def check_layout(job: JobConfig, ray_there: Future[str] | None) -> None:
         raise refusal
     if ray_there is not None:
         log.warning("on a CPU, %s; the workers try it where they run", refusal)
+
+
+def check_scaling(job: JobConfig, entry: CacheEntry) -> None:
+    """Refuse rows that change the positions of the rows beside them; see `shared_scaling`.
+
+    Args:
+        entry: whose rows are all there.
+
+    Raises:
+        ConfigError: some rows are longer than the original context, and share micro-batches with others.
+    """
+    from raysvc.builds.mixed_job import entries_of
+
+    scaling = _scaling_of(job)
+    if scaling is None:
+        return
+    paired = any(one.recipe.get("format") in PAIRED for one in entries_of(entry.entry))
+    if job.plan.micro_batch_size == 1 and scaling.kind == "longrope" and not paired:
+        return
+    beyond = scaling.mixes(entry.entry.lengths())
+    if beyond:
+        raise ConfigError("trainer.model", scaling.told(f"{beyond} rows are"), scaling.remedy)
+
+
+def warn_of_scaling(job: JobConfig) -> None:
+    """As `check_scaling`, of rows that are tokenized while they are trained."""
+    scaling, most = _scaling_of(job), job.max_length
+    if scaling is not None and (most is None or most > scaling.context):
+        log.warning("trainer.model %s; %s", scaling.told("rows may be"), scaling.remedy)
+
+
+def _scaling_of(job: JobConfig) -> SharedScaling | None:
+    """None for `stream`, whose lines are of one length."""
+    return None if job.plan.layout == "stream" else scaling_of(job.trainer.model)
 
 
 def _may_have_gpus(job: JobConfig, ray_there: Future[str] | None) -> bool:
@@ -104,9 +133,7 @@ def vision_of(job: JobConfig, entry: CacheEntry) -> TinyVision | None:
 
 def _check_media(name: str) -> None:
     """See `check_media_model`; of a folder that only the workers see, the first step says it."""
-    from transformers import AutoConfig
-
     folder = os.path.expanduser(name)
     if os.path.isdir(folder) or not os.path.isabs(folder):
         with hub.answering():
-            check_media_model(AutoConfig.from_pretrained(folder).model_type)
+            check_media_model(read_config(name).model_type)

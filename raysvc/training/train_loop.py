@@ -29,7 +29,7 @@ from raysvc.training.evaluation import Evals, HeldBack
 from raysvc.training.export import export, tokenizer_beside, write_model
 from raysvc.training.loss_shares import LossShares
 from raysvc.training.model_entries import check_entries
-from raysvc.training.model_name import check_layout, vision_of
+from raysvc.training.model_name import check_layout, check_scaling, vision_of, warn_of_scaling
 from raysvc.training.objective import OF_A_CRITIC, mean_of, objective_of
 from raysvc.training.run_folder import Checkpoint, RunFolder, goal
 from raysvc.training.run_identity import claim, identity_of
@@ -110,7 +110,9 @@ def _entry_beside_ray(
         found = entry_or_build(job, address, progress)
         if found[1] is None:
             check_entries(job, found[0])
+            check_scaling(job, found[0])
         else:
+            warn_of_scaling(job)
             found[1].make_first(job, step)
         import_module("raysvc.actors.dispatch.dispatch")
     finally:

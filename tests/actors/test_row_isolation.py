@@ -269,3 +269,50 @@ def test_a_worker_refuses_a_layout_when_it_is_built_or_when_its_shard_comes(tmp_
                 inputs()
         else:
             assert set(inputs()) == {"input_ids", "position_ids", "attention_mask"}
+
+
+class _OwnLM(torch.nn.Module):
+    """One layer that means over what a token sees, and no configuration."""
+
+    def __init__(self, apart: bool, **more: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.ids, self.head, self.apart = torch.nn.Embedding(VOCAB, 8), torch.nn.Linear(8, VOCAB), apart
+
+    def forward(self, input_ids: Any, position_ids: Any = None, attention_mask: Any = None) -> torch.Tensor:
+        seen = torch.ones(input_ids.shape[1], input_ids.shape[1]).tril().expand(len(input_ids), -1, -1)
+        if attention_mask is not None:
+            seen = seen * attention_mask[:, None] + torch.eye(input_ids.shape[1])
+        elif self.apart and position_ids is not None:
+            row = (position_ids == 0).cumsum(1)
+            seen = seen * (row[:, :, None] == row[:, None])
+        means: torch.Tensor = self.head(seen @ self.ids(input_ids) / seen.sum(-1, keepdim=True))
+        return means
+
+
+def test_a_module_without_a_configuration_is_proved_as_any_other() -> None:
+    assert raysvc.model_inputs(_OwnLM(apart=True), "packed").name == "position_ids"
+    with pytest.raises(ConfigError, match=r"_OwnLM does not keep the rows of a micro-batch apart"):
+        raysvc.model_inputs(_OwnLM(apart=False), "packed")
+
+
+def test_a_module_for_which_no_row_can_be_made_is_refused_by_name() -> None:
+    class NeedsMore(_OwnLM):
+        def forward(self, input_ids: Any, of_mine: Any) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(input_ids)
+
+    with pytest.raises(ConfigError, match=r"NeedsMore does not take input_ids alone .*'of_mine'"):
+        raysvc.model_inputs(NeedsMore(apart=True), "packed")
+    with pytest.raises(ConfigError, match="Linear has neither a configuration of transformers nor an embed"):
+        raysvc.model_inputs(torch.nn.Linear(2, 2), "packed")
+
+
+def test_a_model_inside_of_ddp_is_asked_as_the_model_itself() -> None:
+    group = torch.distributed
+    group.init_process_group("gloo", rank=0, world_size=1, store=group.HashStore())
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(small_model("gpt_oss"))
+        assert raysvc.model_inputs(wrapped, "packed").name == APART["gpt_oss"]
+        assert not raysvc.rows_are_isolated(wrapped, "packed")
+    finally:
+        group.destroy_process_group()

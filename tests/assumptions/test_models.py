@@ -124,7 +124,7 @@ LONG = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_posit
 def test_some_scalings_of_positions_follow_the_longest_row_of_a_batch(
     kind: str, more: dict[str, Any]
 ) -> None:
-    """No layout keeps rows apart where one of them is longer than the original context: docs/models.md says so."""
+    """No layout keeps rows apart where one of them is longer than the original context: `shared_scaling.py` refuses it."""
     rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0, **more}
     lm = small_model("llama", rope_parameters=rope, max_position_embeddings=16)
     for width, apart in ((16, True), (20, False)):
