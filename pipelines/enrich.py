@@ -82,7 +82,7 @@ def receipts_of(
 def compute_slice(task: EnrichTask, compute: Computing, piece: RowSlice) -> Receipt:
     """Read, compute and write one slice: what a build does in a worker, or in the process that asks."""
     began_s = time.time()
-    rows = task.base.read(np.arange(piece.first_row, piece.first_row + piece.num_rows))
+    rows = task.base.read(task.base.row_ids(piece.first_row, piece.first_row + piece.num_rows))
     computed = compute(rows)
     offsets = pa.array(rows.offsets.astype(np.int32))
     table = pa.table(

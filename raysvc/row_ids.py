@@ -1,14 +1,15 @@
-"""Numbers of rows that name their slice: `source << 52 | slice << 32 | row in the slice`.
+"""The id of a row is its address: `source << 52 | slice << 32 | row in the slice`, written `source:slice:row`.
 
 Axes: P rows.
 Always true:
 - the number of a row does not depend on how many rows other slices have, so it is known before they are;
 - numbers ascend by source, slice and row;
-- `split` undoes `join`, and `parse` undoes `written`: `2:17:451` is row 451 of slice 17 of source 2.
+- `split` undoes `join`, `parse` undoes `written`, and `RowPlaces.positions_of` undoes `ids_of`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -28,7 +29,7 @@ class SlicedPlace(NamedTuple):
     row: Int64s
 
 
-def join(slices: Int64s, rows: Int64s) -> Int64s:
+def join(slices: Int64s, rows: Int64s | np.int64) -> Int64s:
     """Numbers of rows of source 0; add `source_base` for another one."""
     return (slices << _SLICE) | rows
 
@@ -38,11 +39,15 @@ def slice_base(first: int) -> int: ...
 @overload
 def slice_base(first: Int64s) -> Int64s: ...
 def slice_base(first: int | Int64s) -> int | Int64s:
-    """What is added to numbers whose slices are counted from `first` on: the number of the first row of that slice."""
+    """What is added to numbers whose slices are counted from `first` on: the id of the first row of that slice."""
     return first << int(_SLICE)
 
 
-def source_base(source: int) -> int:
+@overload
+def source_base(source: int) -> int: ...
+@overload
+def source_base(source: Int64s) -> Int64s: ...
+def source_base(source: int | Int64s) -> int | Int64s:
     """What is added to the numbers of a mixture's source."""
     return source << int(_SOURCE)
 
@@ -79,3 +84,45 @@ def parse(text: str) -> int:
     if found >= 1 << 63:
         raise ValueError(f"{text} is too large for the id of a row")
     return found
+
+
+class RowPlaces:
+    """Rows that lie slice after slice and source after source: the id of each position, and the position of each id.
+
+    Args:
+        starts: of each source, int64 [S + 1]: the first position of each of its slices, and where they end.
+    """
+
+    def __init__(self, starts: Sequence[Int64s]) -> None:
+        ends = np.cumsum([0, *(int(one[-1]) for one in starts)])
+        firsts = [one[:-1] + end for one, end in zip(starts, ends, strict=False)]
+        ids = [
+            join(np.arange(len(one) - 1, dtype=np.int64), np.int64(source_base(number)))
+            for number, one in enumerate(starts)
+        ]
+        self._firsts = np.concatenate([*firsts, ends[-1:]]).astype(np.int64)
+        self._ids = np.concatenate([*ids, np.zeros(0, np.int64)])
+
+    @classmethod
+    def of_rows(cls, num_rows: int) -> RowPlaces:
+        """Of rows without slices: an id is a position."""
+        return cls([np.append(np.arange(0, max(num_rows, 1), 1 << int(_SLICE)), num_rows)])
+
+    def ids_of(self, positions: Int64s) -> Int64s:
+        """The ids of rows at these positions."""
+        slices = np.searchsorted(self._firsts[:-1], positions, side="right") - 1
+        ids: Int64s = self._ids[slices] + (positions - self._firsts[slices])
+        return ids
+
+    def positions_of(self, ids: Int64s) -> Int64s:
+        """The positions of rows.
+
+        Raises:
+            IndexError: a row that is not there.
+        """
+        slices = np.searchsorted(self._ids, ids, side="right") - 1
+        found: Int64s = self._firsts[slices] + (ids - self._ids[slices])
+        gone = (slices < 0) | (found >= self._firsts[slices + 1])
+        if gone.any():
+            raise IndexError(f"there is no row {written(ids[int(np.argmax(gone))])}")
+        return found

@@ -93,14 +93,14 @@ class _Open:
         return self.plan.schedule.groups_before(step) + self.plan.schedule.groups_at(step)
 
     def read(self, mini: MiniBatchPlan) -> RowBatch:
-        rows = self.entry.read(self.plan.rows.positions(mini.row_ids))
-        return of_fixed_width(replace(rows, row_ids=mini.row_ids), self._widths(rows))
+        rows = self.entry.read(mini.row_ids)
+        return of_fixed_width(rows, self._widths(rows))
 
     def like(self, mini: MiniBatchPlan) -> RowBatch:
         """A row with columns as wide as those of a mini-batch; rows are read only where their texts decide that."""
         rows = self.some_rows
         if self.texts and self.text_widths is None:
-            rows = self.entry.read(self.plan.rows.positions(mini.row_ids))
+            rows = self.entry.read(mini.row_ids)
         return of_fixed_width(self.some_rows, self._widths(rows))
 
     def _widths(self, rows: RowBatch) -> Mapping[str, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,11 +22,10 @@ from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.cache.store.open import open_store
 from raysvc.errors import ConfigError, PlanError
 from raysvc.job.config import PAIRED
-from raysvc.plan.entry_plan import group_bounds, numbers_by_slice
 from raysvc.plan.fact_table import facts_html, facts_text
-from raysvc.plan.sliced.sliced_rows import positions
+from raysvc.plan.sliced.sliced_rows import check_rows
 from raysvc.ragged import Int64s
-from raysvc.row_ids import slice_base
+from raysvc.row_ids import parse, split
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -44,15 +43,12 @@ class CacheEntry:
         hit: whether it was there already.
         reason: why it was used or built, one clause.
         sources: names of the sources of a mixture.
-        by_slice: rows are asked for by the numbers that a windowed plan gives them, `raysvc.row_ids`; else by
-            their positions.
     """
 
     entry: Entry | JoinedEntry
     hit: bool = True
     reason: str = "opened by its address"
     sources: tuple[str, ...] = ()
-    by_slice: bool = False
 
     @property
     def uri(self) -> str:
@@ -87,13 +83,17 @@ class CacheEntry:
         """All rows, memory-mapped."""
         return self.entry.table()
 
-    def row(self, index: int) -> dict[str, Any]:
-        """One row: column name -> list or value."""
-        return self.entry.row(int(self._positions([index])[0]))
+    def row_ids(self) -> Int64s:
+        """int64 [N], ids of all rows, as `raysvc.row_ids` makes them; in the order of the entry."""
+        return self.entry.row_ids()
+
+    def row(self, index: int | str) -> dict[str, Any]:
+        """One row, by its id, which may be written `0:17:451`: column name -> list or value."""
+        return self.entry.row(int(self._ids([index])[0]))
 
     def origins(self, row_ids: Sequence[int]) -> list[tuple[str, int]]:
         """Where rows come from: the source (its name in a mixture, else its files), and the row's number there."""
-        numbers = self.entry.read(self._positions(row_ids)).rows["source_row"].tolist()
+        numbers = self.entry.read(self._ids(row_ids)).rows["source_row"].tolist()
         if not isinstance(self.entry, JoinedEntry):
             return [(", ".join(self.report["paths"]), number) for number in numbers]
         return list(zip(self.sources_of(row_ids), numbers, strict=True))
@@ -101,35 +101,30 @@ class CacheEntry:
     def sources_of(self, row_ids: Sequence[int] | Int64s) -> list[str]:
         """The source of a mixture that each row is of."""
         assert isinstance(self.entry, JoinedEntry)
-        return [self.sources[place] for place in self.entry.places(self._positions(row_ids))[0].tolist()]
+        return [self.sources[place] for place in self.entry.places(self._ids(row_ids))[0].tolist()]
 
     def turns(self, row_ids: Sequence[int]) -> list[tuple[int, int] | None]:
         """(i, n) of each row: the i-th of the n rows that `each_assistant_turn` made of its source row; None of any other."""
-        ids = self._positions(row_ids)
-        if isinstance(self.entry, FollowedEntry):
-            return [_turn_in_slice(self.entry, row_id) for row_id in ids.tolist()]
+        ids = self._ids(row_ids)
         if not isinstance(self.entry, JoinedEntry):
-            return [_turn(self._bounds[0], place) for place in ids.tolist()]
-        parts, places = (found.tolist() for found in self.entry.places(ids))
-        return [_turn(self._bounds[part], place) for part, place in zip(parts, places, strict=True)]
+            return [_turn(self.entry, row_id) for row_id in ids.tolist()]
+        numbers, local = (found.tolist() for found in self.entry.places(ids))
+        return [_turn(self.entry.entries[k], row_id) for k, row_id in zip(numbers, local, strict=True)]
 
-    def _positions(self, row_ids: Sequence[int] | Int64s) -> Int64s:
+    def _ids(self, row_ids: Sequence[int | str] | Int64s) -> Int64s:
         try:
-            ids = np.array(row_ids, np.int64)
-        except OverflowError as error:
-            what = f"{max(row_ids)} is too large for the id of a row"
+            ids = np.array([parse(one) if isinstance(one, str) else one for one in row_ids], np.int64)
+        except (OverflowError, ValueError) as error:
+            what = f"{row_ids!r} are not ids of rows"[:200]
             raise PlanError("row", what, "take one from a row log, or from raysvc plan --step") from error
-        return positions(self._entries, ids) if self.by_slice else ids
+        check_rows(self._entries, ids)
+        return ids
 
     @property
     def _entries(self) -> Sequence[Entry]:
         return self.entry.entries if isinstance(self.entry, JoinedEntry) else (self.entry,)
 
-    @cached_property
-    def _bounds(self) -> list[Int64s | None]:
-        return [group_bounds(one) for one in self._entries]
-
-    def text(self, index: int) -> str:
+    def text(self, index: int | str) -> str:
         """One row as the tokenizer decodes it, special tokens included.
 
         Raises:
@@ -137,7 +132,7 @@ class CacheEntry:
         """
         return str(self.tokenizer.decode(self.row(index)["input_ids"]))
 
-    def spans(self, index: int) -> list[tuple[str, bool]]:
+    def spans(self, index: int | str) -> list[tuple[str, bool]]:
         """One row as stretches of text: (text, trained)."""
         row = self.row(index)
         ids, mask = row["input_ids"], row["loss_mask"]
@@ -174,21 +169,13 @@ class CacheEntry:
         return kept_tokenizer(self._entries)
 
 
-def _turn_in_slice(entry: FollowedEntry, row_id: int) -> tuple[int, int] | None:
-    """As `_turn`, by the rows of its slice alone: an entry without an end has no bounds."""
+def _turn(entry: Entry, row_id: int) -> tuple[int, int] | None:
     if entry.recipe.get("format") not in PAIRED and entry.recipe.get("train_on") != "each_assistant_turn":
         return None
-    number, row = divmod(row_id, slice_base(1))
-    rows = entry.slice_values("source_row", number)
+    _, piece, row = (int(one[0]) for one in split(np.array([row_id])))
+    rows = entry.slice_values("source_row", piece)
     first, stop = (int(np.searchsorted(rows, rows[row], side)) for side in ("left", "right"))
     return row - first + 1, stop - first
-
-
-def _turn(bounds: Int64s | None, row: int) -> tuple[int, int] | None:
-    if bounds is None:
-        return None
-    group = int(np.searchsorted(bounds, row, "right")) - 1
-    return row - int(bounds[group]) + 1, int(bounds[group + 1] - bounds[group])
 
 
 def open_cache(uri: str | Path, storage_options: Mapping[str, Any] | None = None) -> CacheEntry:
@@ -217,12 +204,11 @@ def open_served(spec: ServeSpec) -> CacheEntry:
     from raysvc.cache.find import open_entry
 
     assert spec.entry_uri is not None, "a server of rollouts has no entry"
-    by_slice = numbers_by_slice(spec.plan, spec.mixture.shuffles if spec.mixture else ())
     if spec.followed is not None:
         root, _, folder = spec.entry_uri.rpartition("/")
         followed = FollowedEntry(open_store(root, spec.storage_options), folder, spec.followed)
-        return CacheEntry(followed, by_slice=by_slice)
+        return CacheEntry(followed)
     if spec.mixture is None:
-        return replace(open_cache(spec.entry_uri, spec.storage_options), by_slice=by_slice)
+        return open_cache(spec.entry_uri, spec.storage_options)
     entries = [open_entry(uri, spec.storage_options) for uri in spec.mixture.entry_uris]
-    return CacheEntry(join(entries), sources=spec.mixture.names, by_slice=by_slice)
+    return CacheEntry(join(entries), sources=spec.mixture.names)

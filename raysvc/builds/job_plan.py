@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.collate.text_columns import of_fixed_width, text_widths
 from raysvc.errors import ConfigError
 from raysvc.plan.cost import CostModel
-from raysvc.plan.entry_plan import numbers_by_slice, plan_of_entries
+from raysvc.plan.entry_plan import plan_of_entries
 
 COMPUTED = ("ref_logprobs", "teacher_ids", "teacher_logprobs")  # columns that a job may be given later
 OWN = {  # columns that a format gives its rows
@@ -44,16 +43,13 @@ def plan_of(job: JobConfig, entry: CacheEntry) -> Plan:
     return plan_of_entries(plan_config(job, entry), entries, stages_of(job, entries), shuffles_of(job))
 
 
-def numbered(job: JobConfig, entry: CacheEntry) -> CacheEntry:
-    """The entry, whose rows have the numbers of the job's plan."""
-    return replace(entry, by_slice=numbers_by_slice(job.plan, shuffles_of(job)))
-
-
 def report_of(job: JobConfig, entry: CacheEntry) -> PlanReport:
     """The report of the job's plan, with the bytes that its server will send."""
     plan = plan_of(job, entry)
     widths = text_widths(entry.entry, plan.config.columns)
-    column_bytes = ColumnBytes.of(of_fixed_width(entry.entry.read(np.arange(1)), widths), plan.config)
+    column_bytes = ColumnBytes.of(
+        of_fixed_width(entry.entry.read(np.array([entry.entry.first_row()])), widths), plan.config
+    )
     return plan_report(plan, job.trainer.dp_size, column_bytes, look_ahead_steps=job.server.look_ahead_steps)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from raysvc.cache.use_marker import Hold, this_process
 from raysvc.cache.verify import Problem, verify_folder
 from raysvc.errors import EntryError
 from raysvc.row_batch import RowBatch
+from raysvc.row_ids import RowPlaces, slice_base
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -171,7 +173,7 @@ class Entry:
         """Rows in the given order.
 
         Args:
-            row_ids: int [N], 0-based positions in the entry; may repeat.
+            row_ids: int [N], as in `raysvc.row_ids`; may repeat.
 
         Raises:
             IndexError: a row that is not there.
@@ -180,11 +182,12 @@ class Entry:
         """
         ids = np.asarray(row_ids, np.int64)
         self._begin_hold()
-        batch, *more = (reader.read(ids) for reader in self._readers)
+        positions = self._places.positions_of(ids)
+        batch, *more = (reader.read(positions) for reader in self._readers)
         for added in more:
             batch = _with_columns(batch, added, self.uri)
         self._wait_for_hold()
-        return batch
+        return replace(batch, row_ids=ids)
 
     def row_values(self, name: str) -> npt.NDArray[Any]:
         """A per-row column of all rows, [N]; of a mapped part no page of another column is read.
@@ -205,9 +208,22 @@ class Entry:
         """int64 [S + 1], the first row of each slice of the source, and the number of rows."""
         return self._readers[0].starts
 
+    @cached_property
+    def _places(self) -> RowPlaces:
+        return RowPlaces([self.slice_starts])
+
+    def row_ids(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
+        """int64 [n], ids of the rows from the `first` to before the `stop`-th, in their order; None: to the last."""
+        return self._places.ids_of(np.arange(first, self.num_rows if stop is None else stop))
+
     def first_row(self) -> int:
-        """The number of a row that is there."""
-        return 0
+        """The id of a row that is there."""
+        return slice_base(int(np.argmax(np.diff(self.slice_starts) > 0))) if self.num_rows else 0
+
+    def lacks(self, slices: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """bool [N], whether there is no such row in a slice."""
+        counts = np.append(np.diff(self.slice_starts), 0)
+        return np.asarray(rows >= counts[np.minimum(slices, len(counts) - 1)])
 
     @cached_property
     def source_rows(self) -> npt.NDArray[np.int64]:
@@ -248,8 +264,9 @@ class Entry:
         Args:
             row_ids: int [N].
         """
+        positions = self._places.positions_of(np.asarray(row_ids, np.int64))
         for reader in self._readers:
-            reader.prefetch(np.asarray(row_ids, np.int64))
+            reader.prefetch(positions)
 
     def row(self, row_id: int) -> dict[str, Any]:
         """One row as plain Python values."""

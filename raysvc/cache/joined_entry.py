@@ -23,6 +23,7 @@ from raysvc.cache.local.large_array import concatenated
 from raysvc.errors import EntryError
 from raysvc.media.medium import COLUMN, PATCHES, TOKENS
 from raysvc.row_batch import Array, RowBatch, WideRows
+from raysvc.row_ids import source_base, split, written
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -47,7 +48,6 @@ class JoinedEntry:
     def __init__(self, entries: Sequence[Entry], report: Mapping[str, Any] | None = None) -> None:
         self.entries = tuple(entries)
         self.report = report or {}
-        self._starts: Ids = np.cumsum([0, *(entry.slice_starts[-1] for entry in entries)], dtype=np.int64)
 
     @property
     def uri(self) -> str:
@@ -78,16 +78,21 @@ class JoinedEntry:
         return concatenated([entry.lengths() for entry in self.entries])
 
     def places(self, row_ids: npt.NDArray[np.integer[Any]]) -> tuple[Ids, Ids]:
-        """For each row the number of its entry, and its position there; int64 [N] both.
+        """For each row the number of its entry, and its id there; int64 [N] both.
 
         Raises:
             IndexError: a row that is not there.
         """
         ids = np.asarray(row_ids, np.int64)
-        if len(ids) and (ids.min() < 0 or ids.max() >= self._starts[-1]):
-            raise IndexError(f"rows {ids.min()} to {ids.max()} of entries of {self.num_rows} rows")
-        numbers = np.searchsorted(self._starts, ids, side="right") - 1
-        return numbers, ids - self._starts[numbers]
+        numbers = split(ids).source
+        gone = (numbers < 0) | (numbers >= len(self.entries))
+        if gone.any():
+            raise IndexError(f"there is no row {written(ids[int(np.argmax(gone))])}")
+        return numbers, ids - source_base(numbers)
+
+    def row_ids(self) -> Ids:
+        """int64 [N], ids of all rows, entry after entry."""
+        return np.concatenate([source_base(k) + one.row_ids() for k, one in enumerate(self.entries)])
 
     def read(self, row_ids: npt.NDArray[np.integer[Any]]) -> RowBatch:
         """Rows in the given order; see `Entry.read`."""

@@ -30,7 +30,7 @@ def plan(
     Example: raysvc plan -c job.yaml plan.layout=packed plan.micro_batch_tokens=8192
     """
     from raysvc import api
-    from raysvc.builds.job_plan import numbered, plan_of, report_of
+    from raysvc.builds.job_plan import plan_of, report_of
     from raysvc.cache.growing.followed_entry import FollowedEntry
     from raysvc.collate.plan_report import rows_of_step
     from raysvc.errors import PlanError
@@ -53,7 +53,7 @@ def plan(
                 "--step", f"{step} is not below the {steps.schedule.num_steps} steps", "give a smaller one"
             )
         rows = [row._asdict() for row in rows_of_step(steps, step, dp_size)]
-        origins = numbered(job, entry).origins([row["row_id"] for row in rows])
+        origins = entry.origins([row["row_id"] for row in rows])
         rows = [
             {**row, **({"source": source} if job.mixture else {}), "source_row": number}
             for row, (source, number) in zip(rows, origins, strict=True)

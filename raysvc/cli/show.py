@@ -99,15 +99,11 @@ def _id_of(row: str) -> int:
 
 def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[str, Any]]:
     from raysvc import api
-    from raysvc.builds.job_plan import numbered
-    from raysvc.errors import EntryError
     from raysvc.inspect.row_media import media_of_rows
     from raysvc.inspect.row_view import columns_of_row, row_picture
 
     with View() as view:
-        entry = numbered(job, as_far_as_there(job, api.tokenize(job, address=address, progress=view), view))
-    if row >= entry.num_rows and not entry.by_slice:
-        raise EntryError("--row", f"{row} is not below the {entry.num_rows} rows", "give a smaller one")
+        entry = as_far_as_there(job, api.tokenize(job, address=address, progress=view), view)
     values = entry.row(row)
     picture = row_picture(row, values["input_ids"], values["loss_mask"], entry.tokenizer)
     carried = columns_of_row(values)

@@ -28,7 +28,7 @@ from raysvc.plan.plan import Plan
 from raysvc.plan.schedule import Schedule
 from raysvc.plan.state import PlanState
 
-RECORD_VERSION = 1
+RECORD_VERSION = 2  # rows by their addresses
 MOST_ROWS = 100_000  # that one decision may leave out: it is read again at every start
 
 
@@ -131,7 +131,7 @@ def decision_of(request: Request, from_step: int, plan: Plan, sources: Sources |
         what = f"{len(request.skip_rows)} rows at once, and {MOST_ROWS} are the most"
         raise PlanError("skip_rows", what, "leave them out in several calls")
     rows = np.unique(np.array(request.skip_rows, np.int64))
-    plan.rows.positions(rows)
+    plan.rows.check(rows)
     state = PlanState.before(from_step, plan.schedule, plan.hash, plan.identity, {})
     weights = None if request.weights is None else {k: float(v) for k, v in request.weights.items()}
     return Decision(request.call, from_step, weights, counts, tuple(rows.tolist()), state.to_json())

@@ -46,7 +46,7 @@ def labelled(uri: str, storage_options: Mapping[str, Any] | None = None, *, row_
     rows = load_from_disk(tokens, storage_options=dict(storage_options or {}) or None)
     names = ["input_ids", "loss_mask"]
     if row_ids:
-        rows, names = rows.add_column(ROW_ID, np.arange(len(rows))), [*names, ROW_ID]
+        rows, names = rows.add_column(ROW_ID, entry.row_ids()), [*names, ROW_ID]
     return rows.with_transform(_labelled, columns=names)
 
 
@@ -80,7 +80,7 @@ class WithColumns:
         self._entry = open_entry(uri, dict(storage_options or {}))
         carried = declared_columns(self._entry.recipe)
         self._pads = {name: carried[name]["pad"] if name in carried else 0 for name in self._columns}
-        first = self._entry.read(np.arange(1))
+        first = self._entry.read(np.array([self._entry.first_row()]))
         known = sorted({*first.tokens, *first.rows, *first.wide})
         for name in self._columns:
             if name not in known:

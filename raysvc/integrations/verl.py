@@ -58,10 +58,13 @@ class PlannedPrompts(RLHFDataset):  # type: ignore[misc]  # verl is not followed
             return row
         if not 0 <= item < len(self):
             raise IndexError(item)
+        import numpy as np
+
         step, place = divmod(item, self._schedule.batch_size)
         number = self._rows_of(step)[place]
-        row = super().__getitem__(int(self._origin[number]))
-        self._check(number, row)
+        origin = int(self._entry.read(np.array([number])).rows["source_row"][0])
+        row = super().__getitem__(origin)
+        self._check(number, origin, row)
         return row
 
     def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
@@ -102,7 +105,6 @@ class PlannedPrompts(RLHFDataset):  # type: ignore[misc]  # verl is not followed
         self._entry, self._plan = entry.entry, plan_of(job, entry)
         self._schedule = self._plan.schedule
         self._known: tuple[int, list[int]] = (-1, [])  # the rows of one step
-        self._origin = entry.table()["source_row"].to_numpy()
         wanted = config.get("gen_batch_size", None) or config.train_batch_size
         if self._schedule.batch_size != wanted:
             what = f"is {self._schedule.batch_size}, and verl takes {wanted} prompts a step"
@@ -119,7 +121,7 @@ class PlannedPrompts(RLHFDataset):  # type: ignore[misc]  # verl is not followed
             self._known = (step, [row for mini in minis for row in mini.row_ids.tolist()])
         return self._known[1]
 
-    def _check(self, number: int, row: dict[str, Any]) -> None:
+    def _check(self, number: int, origin: int, row: dict[str, Any]) -> None:
         import numpy as np
         from verl.utils.tokenizer import normalize_token_ids
 
@@ -129,7 +131,7 @@ class PlannedPrompts(RLHFDataset):  # type: ignore[misc]  # verl is not followed
             row["raw_prompt"], add_generation_prompt=True, tokenize=True, **options
         )
         if normalize_token_ids(found) != own:
-            what = f"source row {self._origin[number]} has other ids than verl would make of it"
+            what = f"source row {origin} has other ids than verl would make of it"
             raise ConfigError("data.raysvc_job", what, "use verl's tokenizer, template and tools in the job")
 
 

@@ -91,7 +91,7 @@ def plan_of_entries(
     groups = _joined(entries, [one.bounds for one in held], pairs)
     return Plan(
         config, concatenated([one.lengths for one in held]), groups=groups, entry_keys=keys, mixture=mixture, patches=_patches(entries),
-        row_values=entries[0].row_values,
+        row_values=entries[0].row_values, slice_starts=[one.slice_starts for one in entries],
     )  # fmt: skip
 
 

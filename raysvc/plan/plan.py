@@ -41,8 +41,9 @@ from raysvc.plan.sliced.followed_order import FollowedOrder
 from raysvc.plan.sliced.sliced_rows import SlicedRows
 from raysvc.plan.sliced.window_order import WindowOrder, is_windowed
 from raysvc.plan.windows import Windows
+from raysvc.row_ids import RowPlaces, written
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2  # ids of rows are addresses
 DEFAULT_MICRO_BATCH_SIZE = 8
 PACKED_TOKENS = 4096  # least capacity of a packed line where none is given
 
@@ -85,6 +86,7 @@ class Plan:
         mixture: the stream of groups when there are several entries; rows lie one entry after the other.
         patches: int [N], work of a media encoder, by row; None: the rows have no media. It decides ranks alone.
         row_values: a per-row column of all rows by name, [N], for `plan.order`.
+        slice_starts: of each entry, int64 [S + 1], the first row of each slice, and where they end; (): an id is a position.
 
     Attributes:
         schedule: step arithmetic.
@@ -106,11 +108,13 @@ class Plan:
         mixture: Mixture | None = None,
         patches: npt.NDArray[np.integer[Any]] | None = None,
         row_values: Callable[[str], npt.NDArray[Any]] | None = None,
+        slice_starts: Sequence[npt.NDArray[np.int64]] = (),
     ) -> None:
+        places = RowPlaces(slice_starts) if slice_starts else None
         rows = (
             lengths
             if isinstance(lengths, SlicedRows)
-            else HeldRows(lengths, _groups(len(lengths), uids, groups), patches)
+            else HeldRows(lengths, _groups(len(lengths), uids, groups), patches, places)
         )
         longest = rows.longest()
         needs = pair_cells(longest, _rules(config)) if rows.are_pairs else longest
@@ -121,7 +125,7 @@ class Plan:
         self.config = config
         self.rows: PlanRows = rows
         self.windows = (
-            Windows(longest, config.window) if config.layout == "stream" and config.window else None
+            Windows(longest, config.window, places) if config.layout == "stream" and config.window else None
         )
         num_groups = self.windows.num_windows if self.windows else rows.num_groups
         if (
@@ -260,7 +264,7 @@ class Plan:
             if len(over):
                 raise PlanError(
                     "plan.micro_batch_tokens",
-                    f"row {pieces.row_ids[over[0]]} has {cells[over[0]]} tokens, over its {self.rules.tokens}",
+                    f"row {written(pieces.row_ids[over[0]])} has {cells[over[0]]} tokens, over its {self.rules.tokens}",
                     "raise it, or set plan.oversize to truncate, drop or alone",
                 )
 
@@ -332,7 +336,7 @@ def _refuse_contradictions(config: PlanConfig, rows: PlanRows, mixture: Mixture 
         )
     if config.skip_rows:
         try:
-            rows.positions(np.array(config.skip_rows, np.int64))
+            rows.check(np.array(config.skip_rows, np.int64))
         except PlanError as error:
             raise PlanError("plan.skip_rows", error.what, "remove it") from None
 

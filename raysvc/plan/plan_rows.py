@@ -15,8 +15,10 @@ import numpy.typing as npt
 from raysvc.errors import PlanError
 from raysvc.plan.groups import Groups
 from raysvc.ragged import Int64s
+from raysvc.row_ids import RowPlaces
 
 Int32s = npt.NDArray[np.int32]
+NO_ROW = "take the id from a row log, or from raysvc plan --step"
 
 
 class PlanRows(Protocol):
@@ -36,7 +38,7 @@ class PlanRows(Protocol):
 
     @property
     def are_sliced(self) -> bool:
-        """Whether a row's number names its slice, as `raysvc.row_ids` says."""
+        """Whether the plan goes slice by slice, and knows no length before it opens one."""
 
     @property
     def digest(self) -> str:
@@ -55,11 +57,11 @@ class PlanRows(Protocol):
     def patches_of(self, row_ids: Int64s) -> Int64s | None:
         """Work of a media encoder, of rows; None: no row has media."""
 
-    def positions(self, row_ids: Int64s) -> Int64s:
-        """Where rows lie in the entry, or in the joined entries of a mixture.
+    def check(self, row_ids: Int64s) -> None:
+        """Refuse rows that are not there.
 
         Raises:
-            PlanError: a row that is not there.
+            PlanError: names the first of them.
         """
 
     def longest(self) -> npt.NDArray[np.integer[Any]]:
@@ -73,6 +75,7 @@ class HeldRows:
         lengths: int [N]; may be a memory map, is never copied.
         groups: of these rows.
         patches: int [N], of their media; None: they have none.
+        places: of the rows in slices; None: an id is a position.
 
     Raises:
         PlanError: the groups are of another number of rows.
@@ -85,10 +88,12 @@ class HeldRows:
         lengths: npt.NDArray[np.integer[Any]],
         groups: Groups,
         patches: npt.NDArray[np.integer[Any]] | None = None,
+        places: RowPlaces | None = None,
     ) -> None:
         if groups.num_rows != len(lengths):
             raise PlanError("uid", f"{groups.num_rows} uids for {len(lengths)} rows", "give one uid per row")
         self.lengths, self.groups, self.patches = lengths, groups, patches
+        self.places = places or RowPlaces.of_rows(len(lengths))
 
     @property
     def num_rows(self) -> int:
@@ -111,12 +116,13 @@ class HeldRows:
         return self.groups.digest
 
     def rows_of(self, groups: Int64s) -> tuple[Int64s, Int32s]:
-        """See `Groups.rows_of`."""
-        return self.groups.rows_of(groups)
+        """Rows of groups, by their ids; see `Groups.rows_of`."""
+        positions, index = self.groups.rows_of(groups)
+        return self.places.ids_of(positions), index
 
     def lengths_of(self, row_ids: Int64s) -> Int32s:
         """Tokens of rows."""
-        return np.asarray(self.lengths[row_ids], np.int32)
+        return np.asarray(self.lengths[self.places.positions_of(row_ids)], np.int32)
 
     @property
     def have_media(self) -> bool:
@@ -125,18 +131,20 @@ class HeldRows:
 
     def patches_of(self, row_ids: Int64s) -> Int64s | None:
         """Of these rows."""
-        return None if self.patches is None else self.patches[row_ids].astype(np.int64)
+        if self.patches is None:
+            return None
+        return self.patches[self.places.positions_of(row_ids)].astype(np.int64)
 
-    def positions(self, row_ids: Int64s) -> Int64s:
-        """The numbers themselves.
+    def check(self, row_ids: Int64s) -> None:
+        """Refuse rows that are not there.
 
         Raises:
-            PlanError: a row that is not there.
+            PlanError: names the first of them.
         """
-        if len(row_ids) and not 0 <= row_ids.min() <= row_ids.max() < self.num_rows:
-            wrong = next(row for row in row_ids.tolist() if not 0 <= row < self.num_rows)
-            raise PlanError("row", f"{wrong} must be in [0, {self.num_rows})", "give one of them")
-        return row_ids
+        try:
+            self.places.positions_of(row_ids)
+        except IndexError as error:
+            raise PlanError("row", str(error), NO_ROW) from None
 
     def longest(self) -> npt.NDArray[np.integer[Any]]:
         """All lengths."""

@@ -15,12 +15,16 @@ import numpy.typing as npt
 
 from raysvc.plan.row_pieces import Int64s, Pieces
 from raysvc.ragged import cells_of_runs, offsets_of
+from raysvc.row_ids import RowPlaces
 
 
 class Windows:
     """Windows of `window` tokens over documents of `lengths` (int [N]); holds one int64 per document."""
 
-    def __init__(self, lengths: npt.NDArray[np.integer[Any]], window: int) -> None:
+    def __init__(
+        self, lengths: npt.NDArray[np.integer[Any]], window: int, places: RowPlaces | None = None
+    ) -> None:
+        self.places = places or RowPlaces.of_rows(len(lengths))
         self.window = window
         self.offsets = offsets_of(lengths)
         self.num_windows = -(-int(self.offsets[-1]) // window)
@@ -37,7 +41,7 @@ class Windows:
         lengths = np.minimum(ends[index], self.offsets[rows + 1]) - self.offsets[rows] - starts
         some = lengths > 0  # documents without a token
         return Pieces(
-            row_ids=rows[some],
+            row_ids=self.places.ids_of(rows[some]),
             starts=starts[some].astype(np.int32),
             lengths=lengths[some].astype(np.int32),
             group_index=index[some].astype(np.int32),

@@ -77,9 +77,8 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
     folder = RunFolder(absolute(job.run_dir))
     steps = list(folder.lines(folder.metrics))
     report = entry.report
-    lengths, rows, has_end = entry.entry.lengths(), np.arange(entry.num_rows), True
-    if isinstance(entry.entry, FollowedEntry):
-        rows, has_end = entry.entry.row_ids(), False
+    lengths, rows = entry.entry.lengths(), entry.row_ids()
+    has_end = not isinstance(entry.entry, FollowedEntry)
     sample = entry.entry.read(rows[_spread(len(rows), TRAINED_SAMPLE)])
     return Facts(
         title=f"{job.server.name}: {', '.join(report['paths'])}",

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from raysvc.api import ServerHandle, building, entry_or_build, serve_entry, serve_spec, start_build
 from raysvc.builds.cache_entry import CacheEntry
-from raysvc.builds.job_plan import numbered
 from raysvc.builds.serve_log import read_served
 from raysvc.chat.tokens.token_bytes import count_bytes
 from raysvc.client.batch_client import BatchClient, Step, attach
@@ -215,7 +214,7 @@ class _Run:
         )
         self._write_served(start)
         per_epoch = client.schedule.steps_per_epoch
-        entry = numbered(self.job, self.entry)
+        entry = self.entry
         shares, self.adapting = LossShares(entry), Adapting(self.job.mixture, entry)
         books = RunLog(
             self.folder,

@@ -25,7 +25,7 @@ from raysvc.actors.server.spec import TRAIN
 from raysvc.api import entry_or_build, serve_spec
 from raysvc.builds import build_beside
 from raysvc.builds.build_beside import BuildBeside
-from raysvc.builds.job_plan import numbered, plan_of
+from raysvc.builds.job_plan import plan_of
 from raysvc.cache.growing.growing_entry import GrowingEntry
 from raysvc.errors import QuarantineExceeded, SourceError
 from raysvc.job.config import JobConfig
@@ -129,7 +129,7 @@ def test_sources_with_a_window_grow_and_those_in_full_shuffle_are_there(
     finished = plan_of(job, again)
     assert finished.identity == plan.identity
     assert finished.hash == plan.hash
-    told, grown = numbered(job, again), numbered(job, entry)
+    told, grown = again, entry
     for step in range(plan.schedule.num_steps):
         for mine, its in zip(
             plan.step(step, 2).mini_batches, finished.step(step, 2).mini_batches, strict=True

@@ -18,7 +18,7 @@ from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
 from raysvc.api import serve_spec
 from raysvc.builds.cache_entry import CacheEntry
-from raysvc.builds.job_plan import numbered, plan_of
+from raysvc.builds.job_plan import plan_of
 from raysvc.cli.main import app
 from raysvc.collate.row_values import RowValues
 from raysvc.job.job_file import load_job
@@ -62,7 +62,7 @@ def stream_of(job_path: Path) -> tuple[EntryStream, CacheEntry]:
     entry = raysvc.tokenize(job)
     spec = serve_spec(job, entry)
     recipe = Recipe(spec.plan, spec.pad_token_id)
-    return EntryStream(spec.entry_uri, spec.storage_options, recipe, spec.mixture), numbered(job, entry)
+    return EntryStream(spec.entry_uri, spec.storage_options, recipe, spec.mixture), entry
 
 
 def run_json(*arguments: str) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def test_conversations_that_were_left_out_have_a_place_and_no_rows(
     assert plan.schedule.num_groups == 40
     steps = [plan.step(step, 1) for step in range(plan.schedule.steps_per_epoch)]
     ids = [row for step in steps for mini in step.mini_batches for row in mini.row_ids.tolist()]
-    by_slice = numbered(job, entry)
+    by_slice = entry
     assert {by_slice.row(row)["source_row"] for row in ids} == set(range(40)) - {3, 5}
     assert sum(mini.num_groups for step in steps for mini in step.mini_batches) == 38
 
@@ -213,7 +213,7 @@ def test_weights_of_a_mixture_are_shares_of_the_rows_of_the_source(
         for mini in plan.step(step, 1).mini_batches
         for row in mini.row_ids.tolist()
     ]
-    names = numbered(job, entry).sources_of(ids)
+    names = entry.sources_of(ids)
     assert plan.schedule.num_groups == 800
     assert names.count("talk") == 200  # half of its rows cannot be read, and leave holes
     assert names.count("tale") == 400

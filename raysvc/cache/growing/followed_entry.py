@@ -127,11 +127,6 @@ class FollowedEntry(GrowingEntry):
         """Tokens of the slices that are known by now; waits for them."""
         return sum(part.num_tokens for part in self.parts.parts)
 
-    def row_ids(self) -> Int64s:
-        """int64 [N], of the slices that are known by now; waits for them."""
-        ids = [slice_base(index) + np.arange(part.num_rows) for index, part in enumerate(self.parts.parts)]
-        return np.concatenate(ids) if ids else np.zeros(0, np.int64)
-
     def lengths(self) -> npt.NDArray[np.int32]:
         """int32 [N], tokens of these rows."""
         return np.concatenate([np.zeros(0, np.int32), *self.lengths_by_slice()])

@@ -113,6 +113,11 @@ class GrowingEntry(Entry):
         """The number of a row that is there; waits for the first slice that has one."""
         return slice_base(self.receipts.any_part()[0])
 
+    def row_ids(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
+        """As `Entry.row_ids`, of the slices that are known by now; waits for them."""
+        ids = [slice_base(index) + np.arange(part.num_rows) for index, part in enumerate(self.parts.parts)]
+        return np.concatenate([*ids, np.zeros(0, np.int64)])[first:stop]
+
     def fail(self, why: str) -> None:
         """Nobody builds any more; whoever waits for a slice is told why. "": somebody builds again."""
         self.receipts.fail(why)

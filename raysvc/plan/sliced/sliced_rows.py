@@ -25,13 +25,12 @@ import numpy.typing as npt
 
 from raysvc import row_ids
 from raysvc.cache.growing.followed_entry import FollowedEntry
-from raysvc.cache.growing.growing_entry import GrowingEntry
 from raysvc.cache.growing.listings import Listing
 from raysvc.cache.part_info import REBUILD
 from raysvc.errors import EntryError, PlanError
 from raysvc.job.config import PAIRED, PlanConfig
 from raysvc.media.medium import COLUMN, PATCHES
-from raysvc.plan.plan_rows import Int32s
+from raysvc.plan.plan_rows import NO_ROW, Int32s
 from raysvc.plan.schedule import ENDLESS
 from raysvc.plan.sliced.followed_order import FollowedOrder
 from raysvc.plan.sliced.window_order import WindowOrder
@@ -80,6 +79,9 @@ class SlicedEntry(Protocol):
 
     def slice_values(self, name: str, index: int) -> npt.NDArray[Any]:
         """A per-row column of a slice."""
+
+    def lacks(self, slices: Int64s, rows: Int64s) -> npt.NDArray[np.bool_]:
+        """bool [N], whether there is no such row in a slice."""
 
 
 class HeldEntry(SlicedEntry, Protocol):
@@ -238,6 +240,7 @@ class FullSource:
 
     def __init__(self, entry: HeldEntry, bounds: Int64s | None) -> None:
         self.entry, self.bounds, self.lengths = entry, bounds, entry.lengths()
+        self._places = row_ids.RowPlaces([entry.slice_starts])
 
     @property
     def num_groups(self) -> int:
@@ -249,17 +252,15 @@ class FullSource:
         first, size = groups, np.ones(len(groups), np.int64)
         if self.bounds is not None:
             first, size = self.bounds[groups], self.bounds[groups + 1] - self.bounds[groups]
-        starts = self.entry.slice_starts
-        slices = np.searchsorted(starts, first, side="right") - 1
-        return row_ids.join(slices, first - starts[slices]), size
+        return self._places.ids_of(first), size
 
     def lengths_of(self, ids: Int64s) -> Int32s:
         """Tokens of rows."""
-        return np.asarray(self.lengths[positions([self.entry], ids)], np.int32)
+        return np.asarray(self.lengths[self._places.positions_of(ids)], np.int32)
 
     def patches_of(self, ids: Int64s) -> Int64s:
         """Work of a media encoder, of rows."""
-        return np.asarray(self._patches[positions([self.entry], ids)], np.int64)
+        return np.asarray(self._patches[self._places.positions_of(ids)], np.int64)
 
     @cached_property
     def _patches(self) -> npt.NDArray[Any]:
@@ -351,9 +352,9 @@ class SlicedRows:
                 out[here] = self.sources[number].patches_of(ids[here] - row_ids.source_base(number))
         return out
 
-    def positions(self, ids: Int64s) -> Int64s:
-        """Where rows lie in the joined entries."""
-        return positions(self._entries, ids)
+    def check(self, ids: Int64s) -> None:
+        """Refuse rows that are not there; see `check_rows`."""
+        check_rows(self._entries, ids)
 
     def longest(self) -> npt.NDArray[np.integer[Any]]:
         """A row of `max_length` tokens, twice; none where a source has no such limit."""
@@ -382,27 +383,21 @@ def _window(shuffle: str, num_bytes: int, num_slices: int) -> int:
     return max(FEWEST, min(MOST, WINDOW_BYTES * num_slices // max(num_bytes, 1)))
 
 
-def positions(entries: Sequence[SlicedEntry], ids: Int64s) -> Int64s:
-    """Where the rows of these numbers lie in the entries, joined one after the other.
+def check_rows(entries: Sequence[SlicedEntry], ids: Int64s) -> None:
+    """Refuse rows that are not in the entries of a mixture, or in the only one.
 
     Raises:
-        PlanError: a row that is not there.
+        PlanError: names the first of them.
     """
-    place, out = row_ids.split(ids), np.empty(len(ids), np.int64)
+    place = row_ids.split(ids)
     for number, here in _runs(place.source):
-        entry = entries[number] if 0 <= number < len(entries) else None
-        starts = np.zeros(1, np.int64) if entry is None else entry.slice_starts
-        slices, last = place.slice[here], len(starts) - 1
-        found = starts[np.minimum(slices, last)] + place.row[here]
-        gone = found >= starts[np.minimum(slices + 1, last)]
-        if isinstance(entry, GrowingEntry):
-            gone |= entry.lacks(slices, place.row[here])
+        gone = np.ones(len(here), np.bool_)
+        if 0 <= number < len(entries):
+            slices, rows = place.slice[here], place.row[here]
+            gone = (slices >= len(entries[number].slice_starts) - 1) | entries[number].lacks(slices, rows)
         if gone.any():
-            at = int(np.argmax(gone))
-            what = f"{ids[here][at]} would be row {place.row[here][at]} of slice {slices[at]}, which is not there"
-            raise PlanError("row", what, "take the id from a row log, or from raysvc plan --step")
-        out[here] = found + sum(int(other.slice_starts[-1]) for other in entries[:number])
-    return out
+            what = f"there is no row {row_ids.written(ids[here][int(np.argmax(gone))])}"
+            raise PlanError("row", what, NO_ROW)
 
 
 def digest_of(entry: SlicedEntry) -> str:
