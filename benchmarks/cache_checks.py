@@ -77,7 +77,7 @@ def scan(uri: str, checked: bool) -> tuple[float, float]:
     entry = open_entry(uri)
     wall, processor = time.perf_counter(), time.process_time()
     for at in range(0, len(entry), BATCH):
-        rows = entry.read(np.arange(at, min(at + BATCH, len(entry))))
+        rows = entry.read(entry.row_ids(at, min(at + BATCH, len(entry))))
         rows.tokens["input_ids"].sum(dtype=np.int64) + rows.tokens["loss_mask"].sum()
     return time.perf_counter() - wall, time.process_time() - processor
 

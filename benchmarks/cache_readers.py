@@ -48,7 +48,8 @@ def read_raysvc(path: str) -> Times:
 
         def scan() -> int:
             batches = (
-                entry.read(np.arange(at, min(at + BATCH, len(entry)))) for at in range(0, len(entry), BATCH)
+                entry.read(entry.row_ids(at, min(at + BATCH, len(entry))))
+                for at in range(0, len(entry), BATCH)
             )
             return sum(
                 int(b.tokens["input_ids"].sum(dtype=np.int64) + b.tokens["loss_mask"].sum()) for b in batches
@@ -134,7 +135,7 @@ def write_streaming(path: str, out: str) -> Times:
     columns = {"input_ids": "ndarray:int32", "loss_mask": "ndarray:uint8"}
     with MDSWriter(out=out, columns=columns, size_limit=1 << 24) as writer:
         for at in range(0, len(entry), BATCH):
-            batch = entry.read(np.arange(at, min(at + BATCH, len(entry))))
+            batch = entry.read(entry.row_ids(at, min(at + BATCH, len(entry))))
             for a, b in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
                 writer.write({name: batch.tokens[name][a:b] for name in columns})
     return {}

@@ -14,7 +14,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 from cache_entries import BATCH, Times, Watch, memory_mb, run_one
 
 THREADS = 4
@@ -33,7 +32,7 @@ def read_rows(uri: str) -> Times:
     entry, open_s = opened(uri)
     watch = Watch()
     for at in range(0, len(entry), BATCH):
-        entry.read(np.arange(at, min(at + BATCH, len(entry))))
+        entry.read(entry.row_ids(at, min(at + BATCH, len(entry))))
     return {**speed(entry.manifest.num_bytes, watch), "open": open_s}
 
 

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 BENCH = Path(__file__).parents[1] / ".bench" / "serve"
 
 
@@ -33,7 +31,7 @@ class Rows:
             from raysvc.cache.find import open_entry
 
             self.entry = open_entry(self.uri)
-        batch = self.entry.read(np.array([index]))
+        batch = self.entry.read(self.entry.row_ids(index, index + 1))
         return {"input_ids": batch.tokens["input_ids"], "loss_mask": batch.tokens["loss_mask"]}
 
 

@@ -100,8 +100,7 @@ class CacheEntry:
 
     def sources_of(self, row_ids: Sequence[int] | Int64s) -> list[str]:
         """The source of a mixture that each row is of."""
-        assert isinstance(self.entry, JoinedEntry)
-        return [self.sources[place] for place in self.entry.places(self._ids(row_ids))[0].tolist()]
+        return [self.sources[number] for number in split(np.asarray(row_ids, np.int64)).source.tolist()]
 
     def turns(self, row_ids: Sequence[int]) -> list[tuple[int, int] | None]:
         """(i, n) of each row: the i-th of the n rows that `each_assistant_turn` made of its source row; None of any other."""

@@ -132,7 +132,7 @@ def shards_of(job: JobConfig, entry: raysvc.CacheEntry, layout: str, dp_size: in
     stream = EntryStream(str(first), {}, recipe, mixture_spec(planned, entry.entry))
     _, shards = stream.make(0, (dp_size,))
     found = sorted(row for shard in shards for row in shard.row_ids.tolist() if row >= 0)
-    assert found == list(range(entry.num_rows))
+    assert found == entry.row_ids().tolist()
     return shards
 
 

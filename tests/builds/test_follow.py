@@ -307,7 +307,7 @@ def test_steps_and_rows_of_a_source_without_an_end_can_be_shown_and_those_that_a
     for row in (10, 1 << 32, (1 << 32) + 1):
         refused = runner.invoke(app, ["show", "-c", str(path), "--row", str(row)])
         assert refused.exit_code == 2
-        assert "which is not there" in refused.stderr
+        assert "there is no row" in refused.stderr
 
 
 def test_a_report_has_the_rows_of_all_listings_and_no_plan(tmp_path: Path, sample: dict[str, str]) -> None:

@@ -77,15 +77,15 @@ def test_a_served_step_has_the_rows_that_its_ids_name(tmp_path: Path, sample: di
     stream, entry = stream_of(path)
     slices = entry.entry.slice_starts  # type: ignore[union-attr]
     assert len(slices) - 1 >= 8
-    rows = {(row["source_row"], tuple(row["input_ids"])): None for row in entry.entry.table().to_pylist()}
+    table = entry.entry.table().to_pylist()
+    rows = {(row["source_row"], tuple(row["input_ids"])): None for row in table}
     seen: list[tuple[int, tuple[int, ...]]] = []
     for step in range(stream.schedule.steps_per_epoch):
         info, shards = stream.make(step, (2,))
         ids = [row for mini in info.mini_batches for row in mini.row_ids.tolist()]
         for row in ids:
             place = row_ids.split(np.array([row]))
-            at = int(slices[place.slice[0]] + place.row[0])
-            plain = entry.entry.row(at)
+            plain = table[int(slices[place.slice[0]] + place.row[0])]
             assert plain == entry.row(row)
             seen.append((plain["source_row"], tuple(plain["input_ids"])))
         for shard in shards:
@@ -113,8 +113,7 @@ def test_conversations_that_were_left_out_have_a_place_and_no_rows(
     assert plan.schedule.num_groups == 40
     steps = [plan.step(step, 1) for step in range(plan.schedule.steps_per_epoch)]
     ids = [row for step in steps for mini in step.mini_batches for row in mini.row_ids.tolist()]
-    by_slice = entry
-    assert {by_slice.row(row)["source_row"] for row in ids} == set(range(40)) - {3, 5}
+    assert {entry.row(row)["source_row"] for row in ids} == set(range(40)) - {3, 5}
     assert sum(mini.num_groups for step in steps for mini in step.mini_batches) == 38
 
 
@@ -138,7 +137,7 @@ def test_plan_show_and_replay_speak_of_the_same_rows(tmp_path: Path, sample: dic
         assert one["turn"] == list(entry.turns([row])[0] or ())
     wrong = runner.invoke(app, ["show", "-c", str(path), "--row", str(99 << 32)])
     assert wrong.exit_code == 2
-    assert "row 0 of slice 99, which is not there" in wrong.stderr
+    assert "there is no row 0:99:0" in wrong.stderr
 
 
 def test_a_number_that_no_row_can_have_is_refused(tmp_path: Path, sample: dict[str, str]) -> None:
@@ -146,7 +145,8 @@ def test_a_number_that_no_row_can_have_is_refused(tmp_path: Path, sample: dict[s
     for row in (1 << 51, 1 << 70):
         result = runner.invoke(app, ["show", str(job), "--row", str(row)])
         assert result.exit_code == 2
-        assert f"error: row: {row} " in result.stderr
+        assert "error: row: " in result.stderr
+        assert "0:524288:0" in result.stderr or str(row) in result.stderr
 
 
 def test_a_mixture_of_a_windowed_and_a_full_source_is_served_and_counted_by_source(

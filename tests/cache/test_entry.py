@@ -27,6 +27,7 @@ from raysvc.cache.store.open import open_store
 from raysvc.cache.store.store import Store
 from raysvc.errors import EntryError, EntryTooNew, StoreError
 from raysvc.row_batch import RowBatch
+from raysvc.row_ids import parse, written
 
 from .helpers import KEY, RECIPE, build, make_slices
 from .servers import S3, proxy
@@ -69,7 +70,7 @@ def test_an_entry_says_what_it_holds(store):
     assert entry.lengths().tolist() == [len(row["input_ids"]) for row in expected_rows(slices)]
     assert entry.lengths().dtype == np.int32
     assert entry.table().select(slices[0].column_names).to_pylist() == expected_rows(slices)
-    assert entry.row(7) == expected_rows(slices)[7]
+    assert entry.row(entry.row_ids()[7]) == expected_rows(slices)[7]
     assert str(entry.num_rows) in repr(entry)
 
 
@@ -79,21 +80,24 @@ def test_rows_come_in_the_order_asked_for(ids):
     store = open_store("memory://rows-in-order")
     slices = make_slices(SIZES)
     build(store, slices)
-    batch = find_entry(store, KEY).read(np.array(ids, np.int32))
+    entry = find_entry(store, KEY)
+    chosen = entry.row_ids()[np.array(ids, np.int64)]
+    batch = entry.read(chosen)
     rows = expected_rows(slices)
     assert rows_of(batch) == [rows[i] for i in ids]
-    assert batch.row_ids.tolist() == ids
+    assert batch.row_ids.tolist() == chosen.tolist()
     assert batch.row_ids.dtype == batch.offsets.dtype == np.int64
     assert batch.tokens["input_ids"].dtype == np.int32
     assert batch.tokens["loss_mask"].dtype == np.uint8
     assert batch.tokens["logprobs"].dtype == np.float32
 
 
-@pytest.mark.parametrize("ids", [[13], [-1], [0, 99]])
+@pytest.mark.parametrize("ids", ["0:0:5", "0:1:0", "0:3:1", "1:0:0", "0:2:7", 13, -1])
 def test_a_row_that_is_not_there_is_an_index_error(store, ids):
     build(store, make_slices(SIZES))
-    with pytest.raises(IndexError, match="of an entry of 13 rows"):
-        find_entry(store, KEY).read(np.array(ids))
+    row = parse(ids) if isinstance(ids, str) else ids
+    with pytest.raises(IndexError, match=f"no row {written(row)}"):
+        find_entry(store, KEY).read(np.array([0, row]))
 
 
 @pytest.mark.parametrize("name", ["nothing", "input_ids", "uid"])
@@ -124,7 +128,7 @@ def test_many_threads_may_read_at_once(store):
     def reader(seed: int) -> None:
         for _ in range(5):
             ids = np.random.default_rng(seed).integers(0, 400, 20)
-            if rows_of(entry.read(ids)) != [rows[i] for i in ids]:
+            if rows_of(entry.read(entry.row_ids()[ids])) != [rows[i] for i in ids]:
                 wrong.append(seed)
 
     threads = [threading.Thread(target=reader, args=(seed,)) for seed in range(8)]
@@ -187,7 +191,7 @@ def test_reading_imports_nothing_heavy(tmp_path):
     build(open_store(str(tmp_path)))
     code = (
         "import sys, numpy; from raysvc.cache.find import open_entry;"
-        f"e = open_entry({str(tmp_path / KEY)!r}); e.read(numpy.arange(12)); e.lengths(); e.table(); e.verify();"
+        f"e = open_entry({str(tmp_path / KEY)!r}); e.read(e.row_ids()); e.lengths(); e.table(); e.verify();"
         "print({'pandas', 'ray', 'torch', 'datasets', 'fsspec'} & set(sys.modules))"
     )
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -200,7 +204,7 @@ def test_opening_costs_the_same_for_any_number_of_rows(tmp_path):
     build(store, make_slices((50,) * 4))
     entry = find_entry(store, KEY)
     assert entry.parts._views == {}
-    entry.row(60)
+    entry.row(entry.row_ids()[60])
     assert list(entry.parts._views) == [1]
 
 
@@ -236,7 +240,7 @@ class TestDamage:
         path.unlink()
         assert [(p.name, p.kind) for p in entry.verify()] == [(path.name, "missing")]
         with pytest.raises(EntryError, match=f"{path.name}: it is missing"):
-            entry.row(6)
+            entry.row(parse("0:2:1"))
         with pytest.raises(EntryError, match=f"{path.name}: it is missing"):
             open_entry(entry.uri)
 
@@ -247,7 +251,7 @@ class TestDamage:
         path.write_bytes(path.read_bytes()[:-8])
         assert [(p.name, p.kind) for p in entry.verify()] == [(path.name, "size")]
         with pytest.raises(EntryError, match=f"{path.name}.*bytes instead of"):
-            entry.row(6)
+            entry.row(parse("0:2:1"))
         with pytest.raises(EntryError, match=f"{path.name}.*bytes instead of"):
             open_entry(entry.uri)
 
@@ -384,8 +388,8 @@ class TestRemote:
         with proxy(s3) as seen:
             for _ in range(2):
                 entry = self.entry(built, seen, PartCopies(private_copies, 1 << 30))
-                entry.read(np.arange(180))
-                entry.read(np.arange(180)[::-1])
+                entry.read(entry.row_ids())
+                entry.read(entry.row_ids()[::-1])
             assert self.downloads(seen) == 6
 
     def test_a_copy_that_was_changed_on_disk_is_fetched_again(self, s3, built, private_copies):
@@ -424,26 +428,26 @@ class TestRemote:
         rng = np.random.default_rng(0)
         for _ in range(5):
             ids = rng.permutation(180)
-            assert entry.read(ids).rows["source_row"].tolist() == ids.tolist()
+            assert entry.read(entry.row_ids()[ids]).rows["source_row"].tolist() == ids.tolist()
             assert copies.held_bytes() <= 2.5 * part * 1.1
         assert entry.parts._mapped_bytes <= 2.5 * part
 
     def test_reading_from_front_to_back_fetches_ahead(self, s3, built, private_copies):
         with proxy(s3) as seen:
             entry = self.entry(built, seen, PartCopies(private_copies, 1 << 30))
-            entry.read(np.arange(10))
+            entry.read(entry.row_ids()[:10])
             _wait_until(lambda: self.downloads(seen) == 1 + READ_AHEAD)
-            entry.read(np.arange(10, 40))
+            entry.read(entry.row_ids()[10:40])
             _wait_until(lambda: self.downloads(seen) == 2 + READ_AHEAD)
 
     def test_reading_at_random_fetches_only_what_was_announced(self, s3, built, private_copies):
         with proxy(s3) as seen:
             entry = self.entry(built, seen, PartCopies(private_copies, 1 << 30))
-            entry.read(np.array([100]))
+            entry.read(entry.row_ids()[[100]])
             assert self.downloads(seen) == 1
-            entry.prefetch(np.array([170, 0]))
+            entry.prefetch(entry.row_ids()[[170, 0]])
             _wait_until(lambda: self.downloads(seen) == 3)
-            entry.read(np.array([0, 170, 100]))
+            entry.read(entry.row_ids()[[0, 170, 100]])
             assert self.downloads(seen) == 3
 
     def test_lengths_need_no_download_of_a_part(self, s3, built, private_copies):

@@ -283,7 +283,7 @@ class TestUse:
         entry.row(0)
         age(store, KEY, 10 * DAY_S, *(n for n in store.list(KEY) if not names.USE.fullmatch(n)))
         assert collect_garbage(store, older_than_s=0, max_bytes=0, grace_s=0) == []
-        assert entry.row(7)["source_row"] == 7
+        assert entry.row(entry.row_ids()[7])["source_row"] == 7
         assert open_entry(entry.uri).verify() == []
         del entry
         wait_until(lambda: not any(names.USE.fullmatch(name) for name in store.list(KEY)))

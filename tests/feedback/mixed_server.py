@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from raysvc import row_ids
 from raysvc.actors.server.batch_server import BatchServer
 from raysvc.actors.server.spec import MixtureSpec, Role, ServeSpec
 from raysvc.client.data_state import state_of
@@ -76,4 +77,4 @@ class Trainer:
 
 def sources_of(rows: list[int]) -> np.ndarray:
     """int [3], rows of each source."""
-    return np.bincount(np.searchsorted(np.cumsum(ROWS), rows, side="right"), minlength=len(ROWS))
+    return np.bincount(row_ids.split(np.array(rows, np.int64)).source, minlength=len(ROWS))

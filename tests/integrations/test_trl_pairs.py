@@ -115,10 +115,10 @@ def order_of(client: StreamClient) -> list[list[int]]:
     from raysvc.builds.job_plan import plan_of
 
     plan, out = plan_of(client.job, client.entry), []
-    origin = client.entry.table()["source_row"].to_numpy()
     for step in range(plan.schedule.num_steps):
         for mini in plan.step(step, 1).mini_batches:
-            out.append(origin[mini.row_ids[mini.ranks[0].rows]].tolist()[0::2])
+            read = client.entry.entry.read(mini.row_ids[mini.ranks[0].rows])
+            out.append(read.rows["source_row"].tolist()[0::2])
     return out
 
 

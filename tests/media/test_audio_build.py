@@ -199,7 +199,7 @@ def test_a_row_with_bad_audio_is_quarantined_with_its_reason(name: str, tmp_path
     entry = build(tmp_path, folder, [said([CLIP]), bad, said([CLIP])])
     assert entry.report["row_counts"]["quarantined"] == {reason: 1}
     assert detail in entry.report["examples"][0]["detail"]
-    assert [entry.row(row)["source_row"] for row in range(entry.num_rows)] == [0, 2]
+    assert [entry.row(row)["source_row"] for row in entry.row_ids()] == [0, 2]
 
 
 def test_an_empty_file_is_no_clip(tmp_path: Path, folder: Path) -> None:

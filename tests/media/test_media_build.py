@@ -238,7 +238,7 @@ def test_each_turn_has_the_images_that_came_before_it(tmp_path: Path, family: Pa
         said += openai([url], "And this?", answer)["messages"]
     entry = build(tmp_path, family, [{"messages": said}], train_on="each_assistant_turn")
     digests = [hashlib.sha256(data).hexdigest() for data in (PHOTO, OTHER)]
-    found = [[one.sha256 for one in media_of(entry.row(row)["media"])] for row in range(entry.num_rows)]
+    found = [[one.sha256 for one in media_of(entry.row(row)["media"])] for row in entry.row_ids()]
     assert found == [digests[:1], digests]
 
 

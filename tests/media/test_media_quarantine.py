@@ -74,7 +74,7 @@ def test_a_row_with_a_bad_image_is_quarantined_with_its_reason(
     bad, reason = as_chat(BAD[name][0]), BAD[name][1]
     entry = build(tmp_path, family, [GOOD, bad, GOOD])
     assert entry.report["row_counts"]["quarantined"] == {reason: 1}
-    assert [entry.row(row)["source_row"] for row in range(entry.num_rows)] == [0, 2]
+    assert [entry.row(row)["source_row"] for row in entry.row_ids()] == [0, 2]
     assert entry.report["examples"][0]["source_row"] == 1
 
 
@@ -82,7 +82,7 @@ def test_bad_images_side_by_side_are_quarantined_each_with_its_reason(tmp_path: 
     rows = [each for bad, _ in BAD.values() for each in (GOOD, as_chat(bad))]
     entry = build(tmp_path, family, rows)
     assert entry.report["row_counts"]["quarantined"] == Counter(reason for _, reason in BAD.values())
-    assert [entry.row(row)["source_row"] for row in range(entry.num_rows)] == list(range(0, len(rows), 2))
+    assert [entry.row(row)["source_row"] for row in entry.row_ids()] == list(range(0, len(rows), 2))
 
 
 def test_a_size_that_the_processor_refuses_is_quarantined(

@@ -203,7 +203,7 @@ def test_rows_of_a_tar_become_an_entry_with_their_media(tmp_path: Path) -> None:
         )
         digests = {
             row["source_row"]: [one.sha256 for one in media_of(row["media"])]
-            for row in map(entry.row, range(entry.num_rows))
+            for row in map(entry.row, entry.row_ids().tolist())
         }
         assert digests == {n: [hashlib.sha256(media[n]).hexdigest()] for n in (0, 3, 4, 5)}
         (reason,) = entry.report["row_counts"]["quarantined"].items()

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raysvc import row_ids
 from raysvc.job.config import PlanConfig
 from raysvc.plan.entry_plan import plan_of_entries
 from raysvc.plan.plan import Plan
@@ -117,7 +118,7 @@ class Source:
     def __init__(self, key, lengths, patches=None):
         self.key, self.num_rows, self.recipe, self._patches = key, len(lengths), {"format": "chat"}, patches
         self.columns = {} if patches is None else {"media_patches": "int32"}
-        self._lengths = lengths
+        self._lengths, self.slice_starts = lengths, np.array([0, len(lengths)])
 
     def lengths(self):
         return self._lengths
@@ -134,7 +135,8 @@ def test_a_mixture_of_images_and_text_is_even_in_both():
     config = PlanConfig(batch_size=512, micro_batch_tokens=8192, layout="packed")
     plan = plan_of_entries(config, entries, [(0, (600, 600))])
     (mini,) = plan.step(0, 8).mini_batches
-    of_rows = np.concatenate([np.zeros(600, np.int64), patches])[mini.row_ids]
+    places = row_ids.split(mini.row_ids)
+    of_rows = np.concatenate([np.zeros(600, np.int64), patches])[places.source * 600 + places.row]
     assert over_the_mean(mini.ranks, of_rows) <= 1.02
     assert over_the_mean(mini.ranks, plan.rules.cost.of(mini.lengths)) <= 1.02
     assert not plan_of_entries(config, entries[:1]).rows.have_media

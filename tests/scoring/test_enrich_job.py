@@ -180,7 +180,7 @@ def test_a_source_of_a_mixture_has_its_own_teacher(job: dict[str, Any], tmp_path
     one = raysvc.enrich(job, enrich={"teacher": {"model": models["a"], "top_k": 2}})
     assert entries_of(entry.entry)[0].uri == one.uri
     assert (entry.sources, entry.num_rows) == (("a", "b"), 34)
-    assert len(entry.row(30)["teacher_ids"][0]) == 2
+    assert len(entry.row("1:0:6")["teacher_ids"][0]) == 2
     with pytest.raises(ConfigError, match="has no model for the source 'b' \\(it has a\\)"):
         raysvc.enrich(mixed, enrich={"teacher": {"by": "source", "models": {"a": models["a"]}}})
 

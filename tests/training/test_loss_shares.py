@@ -31,7 +31,10 @@ def mixture(*num_rows: int) -> CacheEntry:
 
 
 def test_every_row_counts_once_in_its_source_and_in_its_bucket() -> None:
-    ranks = [[reported({0: (64, 1.0, 10), 5: (65, 2.0, 5)})], [reported({4: (1, 4.0, 1), 3: (128, 8.0, 0)})]]
+    ranks = [
+        [reported({0: (64, 1.0, 10), (1 << 52) + 1: (65, 2.0, 5)})],
+        [reported({1 << 52: (1, 4.0, 1), 3: (128, 8.0, 0)})],
+    ]
     found = LossShares(mixture(4, 3)).of(ranks)
     assert found["by_source"] == {"a": [9.0, 10], "b": [6.0, 6]}
     assert found["by_length"] == {"1": [4.0, 1], "64": [1.0, 10], "128": [10.0, 5]}

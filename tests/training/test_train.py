@@ -159,8 +159,8 @@ def plain_loss_and_bits(uri: str, seed: int) -> tuple[float, float]:
     torch.manual_seed(seed)
     lm = tiny_model(int(entry.report["vocab_size"])).eval()
     nats, text_nats, targets, text = 0.0, 0.0, 0, 0
-    for index in range(entry.num_rows):
-        row = entry.row(index)
+    for row_id in entry.row_ids():
+        row = entry.row(row_id)
         ids = torch.tensor([row["input_ids"]])
         with torch.no_grad():
             logs = lm(input_ids=ids).logits[0, :-1].double().log_softmax(-1)
