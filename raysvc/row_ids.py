@@ -10,7 +10,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -60,9 +60,8 @@ def split(ids: Int64s) -> SlicedPlace:
 
 
 def written(row_id: int) -> str:
-    """An id as it is shown: `2:17:451`."""
-    source, piece, row = (int(one[0]) for one in split(np.array([row_id], np.int64)))
-    return f"{source}:{piece}:{row}"
+    """An id as it is shown, logged and typed: `2:17:451`."""
+    return f"{row_id >> int(_SOURCE)}:{(row_id >> int(_SLICE)) % MOST_SLICES}:{row_id % (1 << int(_SLICE))}"
 
 
 def parse(text: str) -> int:
@@ -84,6 +83,11 @@ def parse(text: str) -> int:
     if found >= 1 << 63:
         raise ValueError(f"{text} is too large for the id of a row")
     return found
+
+
+def parsed(value: Any) -> Any:
+    """What `parse` makes of a text; anything else as it is."""
+    return parse(value) if isinstance(value, str) else value
 
 
 class RowPlaces:

@@ -25,7 +25,7 @@ from raysvc.job.config import PAIRED
 from raysvc.plan.fact_table import facts_html, facts_text
 from raysvc.plan.sliced.sliced_rows import check_rows
 from raysvc.ragged import Int64s
-from raysvc.row_ids import parse, split
+from raysvc.row_ids import parsed, split
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -91,18 +91,19 @@ class CacheEntry:
         """One row, by its id, which may be written `0:17:451`: column name -> list or value."""
         return self.entry.row(int(self._ids([index])[0]))
 
-    def origins(self, row_ids: Sequence[int]) -> list[tuple[str, int]]:
+    def origins(self, row_ids: Sequence[int | str]) -> list[tuple[str, int]]:
         """Where rows come from: the source (its name in a mixture, else its files), and the row's number there."""
-        numbers = self.entry.read(self._ids(row_ids)).rows["source_row"].tolist()
+        ids = self._ids(row_ids)
+        numbers = self.entry.read(ids).rows["source_row"].tolist()
         if not isinstance(self.entry, JoinedEntry):
             return [(", ".join(self.report["paths"]), number) for number in numbers]
-        return list(zip(self.sources_of(row_ids), numbers, strict=True))
+        return list(zip(self.sources_of(ids), numbers, strict=True))
 
     def sources_of(self, row_ids: Sequence[int] | Int64s) -> list[str]:
         """The source of a mixture that each row is of."""
         return [self.sources[number] for number in split(np.asarray(row_ids, np.int64)).source.tolist()]
 
-    def turns(self, row_ids: Sequence[int]) -> list[tuple[int, int] | None]:
+    def turns(self, row_ids: Sequence[int | str]) -> list[tuple[int, int] | None]:
         """(i, n) of each row: the i-th of the n rows that `each_assistant_turn` made of its source row; None of any other."""
         ids = self._ids(row_ids)
         if not isinstance(self.entry, JoinedEntry):
@@ -112,7 +113,7 @@ class CacheEntry:
 
     def _ids(self, row_ids: Sequence[int | str] | Int64s) -> Int64s:
         try:
-            ids = np.array([parse(one) if isinstance(one, str) else one for one in row_ids], np.int64)
+            ids = np.array([parsed(one) for one in row_ids], np.int64)
         except (OverflowError, ValueError) as error:
             what = f"{row_ids!r} are not ids of rows"[:200]
             raise PlanError("row", what, "take one from a row log, or from raysvc plan --step") from error

@@ -35,6 +35,7 @@ def plan(
     from raysvc.collate.plan_report import rows_of_step
     from raysvc.errors import PlanError
     from raysvc.job.job_file import load_job
+    from raysvc.row_ids import written
 
     job = load_job(config, overrides or ())
     with View() as view:
@@ -55,7 +56,12 @@ def plan(
         rows = [row._asdict() for row in rows_of_step(steps, step, dp_size)]
         origins = entry.origins([row["row_id"] for row in rows])
         rows = [
-            {**row, **({"source": source} if job.mixture else {}), "source_row": number}
+            {
+                **row,
+                "row_id": written(row["row_id"]),
+                **({"source": source} if job.mixture else {}),
+                "source_row": number,
+            }
             for row, (source, number) in zip(rows, origins, strict=True)
         ]
         if as_json:

@@ -101,6 +101,7 @@ def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[st
     from raysvc import api
     from raysvc.inspect.row_media import media_of_rows
     from raysvc.inspect.row_view import columns_of_row, row_picture
+    from raysvc.row_ids import written
 
     with View() as view:
         entry = as_far_as_there(job, api.tokenize(job, address=address, progress=view), view)
@@ -108,15 +109,15 @@ def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[st
     picture = row_picture(row, values["input_ids"], values["loss_mask"], entry.tokenizer)
     carried = columns_of_row(values)
     number, (turn,) = values["source_row"], entry.turns([row])
-    head = f"row {row} of {entry.num_rows}, {_origin(number, turn)}, {_tokens(picture)}{_carried(carried)}"
+    head = f"row {written(row)} of {entry.num_rows}, {_origin(number, turn)}, {_tokens(picture)}{_carried(carried)}"
     spans = [list(span) for span in entry.spans(row)]
     removed = _removed(job, entry, number)
     notes = [f"note: {_removed_note(removed, entry)}"] if removed else []
     facts = [f"source: {', '.join(entry.report['paths'])}", *notes, *_notes(entry)]
     media = media_of_rows(entry, [row])
-    result = {"row": row, "source_row": number, "turn": turn, "reasoning_removed": removed,
+    result = {"row": written(row), "source_row": number, "turn": turn, "reasoning_removed": removed,
               "spans": spans, "columns": carried, "media": _json(media, row)}  # fmt: skip
-    return _Shown(f"Row {row}", facts, [(head, picture)], media), result
+    return _Shown(f"Row {written(row)}", facts, [(head, picture)], media), result
 
 
 def _step(job: JobConfig, step: int, rank: int | None, only_rows: bool) -> tuple[_Shown, dict[str, Any]]:
@@ -221,13 +222,15 @@ def _origin(source_row: int | None, turn: tuple[int, int] | None) -> str:
 
 
 def _head(picture: RowPicture, origin: str) -> str:
+    from raysvc.row_ids import written
+
     place = picture.place
     assert place is not None
     where = f"mini {place.mini} rank {place.rank} micro {place.micro} line {place.line}"
     where += f" columns {place.column}–{place.column + picture.length - 1}"
     if picture.is_dummy:
         return f"{where} | dummy: {picture.length} tokens without loss, so that all ranks do the same work"
-    row = f"row {picture.row_id} ({origin})"
+    row = f"row {written(picture.row_id)} ({origin})"
     positions = f"positions {picture.first}–{picture.last}"
     return f"{where} | {row}, {_tokens(picture)}, {positions}{_carried(picture.columns)}"
 

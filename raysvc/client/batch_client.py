@@ -144,7 +144,7 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         """Leave rows out from a step on, for good; returns that step. They leave holes: no other row moves.
 
         Args:
-            row_ids: as in `MiniBatchInfo.row_ids`; at most 100,000 in one call.
+            row_ids: as in `MiniBatchInfo.row_ids`, or as a row log writes them; at most 100,000 in one call.
             from_step: as in `set_mixture_weights`.
 
         Raises:

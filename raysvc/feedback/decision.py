@@ -27,6 +27,7 @@ from raysvc.plan.mixture import Mixture, Stage
 from raysvc.plan.plan import Plan
 from raysvc.plan.schedule import Schedule
 from raysvc.plan.state import PlanState
+from raysvc.row_ids import parse, written
 
 RECORD_VERSION = 2  # rows by their addresses
 MOST_ROWS = 100_000  # that one decision may leave out: it is read again at every start
@@ -93,8 +94,8 @@ class Decision:
         return self.from_step, hashlib.sha256(does.encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as a JSON-able mapping."""
-        return asdict(self)
+        """The fields as a JSON-able mapping; rows as they are typed."""
+        return {**asdict(self), "skip_rows": list(map(written, self.skip_rows))}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Decision:
@@ -109,7 +110,9 @@ class Decision:
                 "decision.version", f"{data.get('version')!r} is not {RECORD_VERSION}", remedy
             )
         known = {name: data[name] for name in cls.__dataclass_fields__}
-        return cls(**{**known, "counts": tuple(data["counts"]), "skip_rows": tuple(data["skip_rows"])})
+        return cls(
+            **{**known, "counts": tuple(data["counts"]), "skip_rows": tuple(map(parse, data["skip_rows"]))}
+        )
 
 
 def decision_of(request: Request, from_step: int, plan: Plan, sources: Sources | None) -> Decision:

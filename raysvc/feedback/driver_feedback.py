@@ -22,10 +22,11 @@ from raysvc.errors import ConfigError
 from raysvc.feedback.decision import Request
 from raysvc.feedback.feedback_log import RowOutcomes
 from raysvc.ragged import Int64s
+from raysvc.row_ids import parsed
 
 SEND_AT_ROWS = 65_536  # a megabyte and a half with one column
 _OWN = ("step", "row_id")
-Numbers = Sequence[int] | Sequence[float] | npt.NDArray[Any]
+Numbers = Sequence[int] | Sequence[str] | Sequence[float] | npt.NDArray[Any]
 
 
 class DriverFeedback:
@@ -136,7 +137,7 @@ def _row_ids(where: str, row_ids: Numbers) -> Int64s:
         ConfigError: some are no row ids.
     """
     try:
-        found = np.array(row_ids)
+        found = np.array([parsed(one) for one in row_ids] if isinstance(row_ids, list | tuple) else row_ids)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(where, str(error), "give whole numbers") from None
     are_whole = found.dtype.kind in "iu" or not found.size

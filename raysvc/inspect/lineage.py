@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raysvc.inspect.row_view import DUMMY, RowPicture
+from raysvc.row_ids import written
 
 if TYPE_CHECKING:
     from raysvc.builds.cache_entry import CacheEntry
@@ -27,7 +28,7 @@ class LineageRow:
     micro: int
     line: int
     column: int
-    row_id: int | None
+    row_id: str | None
     source: str | None
     source_row: int | None
     plan_position: int | None
@@ -52,7 +53,7 @@ def _row(
     first = schedule.position_of(step) + picture.place.mini * schedule.mini_batch_size
     source, source_row = origins.get(picture.row_id, (None, None))
     known: dict[str, Any] = {
-        "row_id": picture.row_id if real else None,
+        "row_id": written(picture.row_id) if real else None,
         "source": source,
         "source_row": source_row,
         "plan_position": first + (picture.group or 0) if real else None,

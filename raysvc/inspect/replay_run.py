@@ -21,6 +21,7 @@ import numpy as np
 from raysvc.builds.serve_log import FILE, read_served
 from raysvc.errors import ConfigError, EntryError
 from raysvc.job.column_dtypes import BF16
+from raysvc.row_ids import written
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -183,7 +184,7 @@ def _check_logged(run_dir: str, step: int, info: StepInfo, storage_options: Mapp
     """Compare the rows of a step that was made again with the row log, if there is one that has the step."""
     import fsspec
 
-    logged: list[list[int]] = []
+    logged: list[list[str]] = []
     try:
         with fsspec.open(f"{run_dir}/{ROWS}", "rb", **storage_options) as file:
             lines = [line for line in file if line.startswith(b'{"step":%d,' % step) and line.endswith(b"\n")]
@@ -195,7 +196,7 @@ def _check_logged(run_dir: str, step: int, info: StepInfo, storage_options: Mapp
     except (ValueError, KeyError):
         remedy = "restore it, or move it away to replay without a comparison"
         raise EntryError(f"{run_dir}/{ROWS}", f"has a damaged line of step {step}", remedy) from None
-    made = [mini.row_ids.tolist() for mini in info.mini_batches]
+    made = [list(map(written, mini.row_ids.tolist())) for mini in info.mini_batches]
     if logged and logged[: len(made)] != made:
         what = f"step {step} had other rows than those that can be made again"
         remedy = "restore server/feedback of the run folder, and the entry, as they were in the run"

@@ -83,7 +83,7 @@ def _tree(job: str | Path | Mapping[str, Any] | JobConfig | None) -> dict[str, A
         )
     path = Path(job)
     try:
-        tree = _EachKeyOnce(path.read_text()).get_single_data()
+        tree = _JobYaml(path.read_text()).get_single_data()
     except OSError as error:
         raise ConfigError(
             str(path), f"cannot be read ({error.strerror})", "give the path of a job.yaml"
@@ -99,8 +99,18 @@ def _tree(job: str | Path | Mapping[str, Any] | JobConfig | None) -> dict[str, A
     return tree
 
 
-class _EachKeyOnce(yaml.SafeLoader):
-    """YAML as it is usually read, but a key that stands twice is refused: PyYAML takes the last, and a section is lost."""
+class _JobYaml(yaml.SafeLoader):
+    """YAML as it is usually read, but for two habits of PyYAML.
+
+    A key that stands twice is refused: PyYAML takes the last, and a section is lost. And `2:17:45`, the id of a row, is text:
+    PyYAML counts it in base 60, as YAML 1.1 did and YAML 1.2 does not.
+    """
+
+    def resolve(self, kind: type[yaml.Node], value: str | None, implicit: Any) -> str:
+        """The tag of a node."""
+        tag = str(super().resolve(kind, value, implicit))  # type: ignore[no-untyped-call]
+        in_base_60 = tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float") and ":" in (value or "")
+        return "tag:yaml.org,2002:str" if in_base_60 else tag
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """The mapping of a node.
@@ -123,7 +133,7 @@ def _override(text: str) -> dict[str, Any]:
             f"override {text!r}", "is not KEY=VALUE", "write plan.batch_size=64, or -c in front of a job file"
         )
     try:
-        parsed = yaml.safe_load(value)
+        parsed = _JobYaml(value).get_single_data()
     except (yaml.YAMLError, ValueError):
         parsed = value
     return _nested(tuple(key.strip().split(".")), parsed)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from raysvc.job.row_id_file import read_row_ids
+from raysvc.job.row_id_file import read_row_ids, row_id
 from raysvc.job.section import PositiveInt, Section
 
 Layout = Literal["padded_right", "padded_left", "packed", "stream"]
@@ -15,7 +15,9 @@ Tail = Literal["pad", "drop", "wrap"]
 Packing = Literal["balanced", "best_fit", "first_fit"]
 Oversize = Literal["error", "truncate", "drop", "alone"]
 SHUFFLES = re.compile(r"none|full|block\([1-9]\d*\)|window(\([1-9]\d{0,3}\))?")
-RowId = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Number = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Text = Annotated[str, Field(pattern=r"^\d+(:\d+){0,2}$")]
+RowId = Annotated[_Number, BeforeValidator(row_id, json_schema_input_type=_Number | _Text)]
 
 
 class PlanConfig(Section):

@@ -38,8 +38,10 @@ def _sorted(path: str, found: Any, what: str) -> tuple[int, ...]:
     ids = set()
     for number, value in found:
         value = value.get("row_id") if isinstance(value, dict) else value
-        if isinstance(value, str):
-            value = _number(value)
+        try:
+            value = row_id(value)
+        except ValueError:
+            value = None
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ValueError(f"{what} {number} of {path} is not a row id")
         ids.add(value)
@@ -60,10 +62,12 @@ def _of_line(line: str) -> Any:
         return line
 
 
-def _number(text: str) -> int | None:
-    from raysvc.row_ids import parse
+def row_id(value: Any) -> Any:
+    """The number of an id that is written as text; anything else as it is.
 
-    try:
-        return parse(text)
-    except ValueError:
-        return None
+    Raises:
+        ValueError: it is text of another form.
+    """
+    from raysvc.row_ids import parsed  # brings numpy, which most jobs can be read without
+
+    return parsed(value)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from raysvc.collate.loss_weights import mean_count
 from raysvc.errors import ConfigError, StateMismatch
 from raysvc.progress import Progress, Tick
+from raysvc.row_ids import written
 from raysvc.trackers.reporter import Reporter
 from raysvc.trackers.stalls import StallBook, StepTimes
 from raysvc.training.loss_shares import LossShares, Shares
@@ -75,7 +76,12 @@ class RunLog:
 
         infos = [mini.info for mini in step.optimizer_steps() if mini.info is not None]
         for index, info in enumerate(infos):
-            line = {"step": step.index, "mini": index, "epoch": step.epoch, "row_ids": info.row_ids.tolist()}
+            line = {
+                "step": step.index,
+                "mini": index,
+                "epoch": step.epoch,
+                "row_ids": list(map(written, info.row_ids.tolist())),
+            }
             self._rows.append(line)
         losses = [sum(rank[index].loss for rank in results) for index in range(len(infos))]
         tokens = sum(info.denominators.tokens for info in infos)

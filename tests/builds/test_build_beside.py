@@ -26,6 +26,7 @@ from raysvc.errors import ServerError, StepFailed
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
 from raysvc.progress import silent
+from raysvc.row_ids import written
 
 from .test_windowed_job import conversations, job_file
 
@@ -188,7 +189,9 @@ def test_kills_of_trainer_server_and_builder_change_no_step(
     lines = [json.loads(line) for line in logged(tmp_path, "killed")[0]]
     assert [(line["step"], line["mini"]) for line in lines] == [(step, 0) for step in range(24)]
     for line in lines:
-        assert line["row_ids"] == plan.step(line["step"], 1).mini_batches[0].row_ids.tolist()
+        assert line["row_ids"] == list(
+            map(written, plan.step(line["step"], 1).mini_batches[0].row_ids.tolist())
+        )
 
 
 @pytest.mark.ray

@@ -32,6 +32,7 @@ from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
 from raysvc.pipelines.tokenize import receipts_here
 from raysvc.progress import Tick, silent
+from raysvc.row_ids import written
 
 from .test_build_beside import KILLED, SLOW, logged, windowed
 from .test_windowed_job import conversations
@@ -438,4 +439,6 @@ def test_kills_of_trainer_server_and_builder_change_no_step_of_a_mixture(
     lines = [json.loads(line) for line in logged(tmp_path, "killed")[0]]
     assert [(line["step"], line["mini"]) for line in lines] == [(step, 0) for step in range(24)]
     for line in lines:
-        assert line["row_ids"] == plan_ahead.step(line["step"], 1).mini_batches[0].row_ids.tolist()
+        assert line["row_ids"] == list(
+            map(written, plan_ahead.step(line["step"], 1).mini_batches[0].row_ids.tolist())
+        )

@@ -121,7 +121,7 @@ def test_plan_show_and_replay_speak_of_the_same_rows(tmp_path: Path, sample: dic
     path = job_file(tmp_path, sample, conversations(tmp_path, "talk", 60, 3))
     stream, entry = stream_of(path)
     info, shards = stream.make(3, (2,))
-    served = sorted(row for mini in info.mini_batches for row in mini.row_ids.tolist())
+    served = sorted(row_ids.written(row) for mini in info.mini_batches for row in mini.row_ids.tolist())
     planned = run_json("plan", "-c", str(path), "--step", "3")["rows"]
     assert sorted(row["row_id"] for row in planned) == served
     assert {row["row_id"]: row["source_row"] for row in planned} == {
@@ -132,7 +132,7 @@ def test_plan_show_and_replay_speak_of_the_same_rows(tmp_path: Path, sample: dic
     replayed = run_json("replay", "-c", str(path), "--step", "3")
     assert [shard["sha256"] for shard in replayed["shards"]] == [shard.digest() for shard in shards]
     for row in served[:4]:
-        one = run_json("show", "-c", str(path), "--row", str(row))
+        one = run_json("show", "-c", str(path), "--row", row)
         assert one["source_row"] == entry.row(row)["source_row"]
         assert one["turn"] == list(entry.turns([row])[0] or ())
     wrong = runner.invoke(app, ["show", "-c", str(path), "--row", str(99 << 32)])
@@ -248,5 +248,5 @@ def test_a_windowed_run_goes_on_in_the_middle_of_a_window_on_other_ranks(
     logged = [json.loads(line) for line in logs[0].decode().splitlines()]
     for line in logged:
         mini = known.step(line["step"], 3).mini_batches[line["mini"]]
-        assert line["row_ids"] == mini.row_ids.tolist()
+        assert line["row_ids"] == list(map(row_ids.written, mini.row_ids.tolist()))
     assert PlanState.of(known, 4).to_json()["groups"] == 40

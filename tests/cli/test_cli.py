@@ -63,8 +63,8 @@ def test_the_steps_of_a_plan_list_every_row_once(job: Path) -> None:
     rows = [
         row for step in range(15) for row in run_json("plan", "-c", str(job), "--step", str(step))["rows"]
     ]
-    assert sorted(row["row_id"] for row in rows) == list(range(240))
-    assert all(row["source_row"] == row["row_id"] for row in rows)
+    assert sorted(row["source_row"] for row in rows) == list(range(240))
+    assert all(row["row_id"] == f"0:0:{row['source_row']}" for row in rows)
 
 
 def test_show_marks_what_is_trained(job: Path, sample: dict[str, str]) -> None:

@@ -17,6 +17,7 @@ from raysvc.actors.server.spec import MixtureSpec, ServeSpec
 from raysvc.collate import read_shard
 from raysvc.errors import ConfigError, EntryError, ServerError, StateMismatch, StepOutOfOrder
 from raysvc.inspect.replay_run import replay_run
+from raysvc.row_ids import written
 
 pytestmark = pytest.mark.ray
 ROWS = (90, 60)
@@ -139,7 +140,7 @@ def test_what_a_client_may_not_decide_or_report_is_refused_by_name(
             client.report_rows(0, [1, 2])
         with pytest.raises(ConfigError, match=r"report_rows\(loss\).*give one number a row"):
             client.report_rows(0, [1, 2], loss=[0.5])
-        wrong: list[Any] = [[-1], [1.5], ["1"], [2**63], [None], [[1, 2], [3]], [True]]
+        wrong: list[Any] = [[-1], [1.5], ["1.5"], [2**63], [None], [[1, 2], [3]], [True]]
         for rows in wrong:
             with pytest.raises(ConfigError, match=r"skip_rows\(row_ids\)"):
                 client.skip_rows(rows)
@@ -174,7 +175,8 @@ def test_a_replay_without_the_decisions_of_its_run_is_an_error_and_so_is_a_resum
         for step in client:
             row_ids = [mini.info.row_ids.tolist() for mini in step.mini_batches if mini.info]
             lines += [
-                {"step": step.index, "mini": place, "row_ids": rows} for place, rows in enumerate(row_ids)
+                {"step": step.index, "mini": place, "row_ids": list(map(written, rows))}
+                for place, rows in enumerate(row_ids)
             ]
             client.commit(step.index)
         state = client.state_dict()

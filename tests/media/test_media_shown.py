@@ -82,7 +82,7 @@ def test_a_step_names_the_media_of_its_rows(job: Path) -> None:
         for row in rows
         if row["row_id"] is not None
     }
-    assert named == {0: [digest(FIRST), digest(SECOND)], 1: [], 2: [digest(SECOND)]}
+    assert named == {"0:0:0": [digest(FIRST), digest(SECOND)], "0:0:1": [], "0:0:2": [digest(SECOND)]}
     run("show", "-c", str(job), "--step", "0", "--rows")
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from raysvc.row_ids import parse, source_base
+
 STEPS, EVERY = 20, 4
 
 KILLED = """
@@ -84,14 +86,14 @@ def rows_of(log: list[str]) -> dict[int, list[list[int]]]:
     """Step -> rows of its two mini-batches; they are trained twice."""
     rows: dict[int, list[list[int]]] = {}
     for line in map(json.loads, log):
-        rows.setdefault(line["step"], []).append(line["row_ids"])
+        rows.setdefault(line["step"], []).append([parse(row) for row in line["row_ids"]])
     assert all(each[:2] == each[2:] for each in rows.values())
     return {step: each[:2] for step, each in rows.items()}
 
 
 def planted_in(minis: list[list[int]]) -> int:
-    """How many are of the planted source, the last 120 of 360 rows."""
-    return sum(row >= 240 for mini in minis for row in mini)
+    """How many are of the planted source, the third one."""
+    return sum(row >= source_base(2) for mini in minis for row in mini)
 
 
 @pytest.mark.ray

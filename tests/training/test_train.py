@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
+from raysvc.row_ids import parse
+
 pytestmark = pytest.mark.ray
 
 
@@ -55,9 +57,9 @@ def test_a_run_trains_every_row_once_an_epoch_and_its_loss_falls(
     assert json.loads((tmp_path / "whole" / "summary.json").read_text()) == summary
     rows = [json.loads(line) for line in (tmp_path / "whole" / "rows.jsonl").read_text().splitlines()]
     for epoch in (0, 1):
-        assert sorted(row for line in rows if line["epoch"] == epoch for row in line["row_ids"]) == list(
-            range(240)
-        )
+        assert sorted(
+            parse(row) for line in rows if line["epoch"] == epoch for row in line["row_ids"]
+        ) == list(range(240))
 
 
 def test_columns_without_those_that_the_trainer_reads_are_refused_before_a_row_is_read(
@@ -170,7 +172,7 @@ def plain_loss_and_bits(uri: str, seed: int) -> tuple[float, float]:
             nll, is_text = -float(logs[place - 1, token]), token not in entry.tokenizer.all_special_ids
             nats, targets = nats + nll, targets + 1
             text_nats += nll * is_text
-        trained_text = "".join(part for part, trained in entry.spans(index) if trained)
+        trained_text = "".join(part for part, trained in entry.spans(row_id) if trained)
         for special in entry.tokenizer.all_special_tokens:
             trained_text = trained_text.replace(special, "")
         text += len(trained_text.encode())
