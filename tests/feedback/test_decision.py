@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raysvc import row_ids
 from raysvc.actors.server.batch_server import BatchServer
 from raysvc.actors.server.collator import Collator
 from raysvc.actors.server.entry_stream import streams_of
@@ -102,7 +103,8 @@ def test_whatever_is_decided_killed_and_resumed_the_rows_are_those_that_the_jour
         elif what in ("weights", "skip"):
             step = int(rng.integers(1, STEPS))
             shares = dict(zip(NAMES, rng.integers(0, 4, 3).tolist(), strict=True))
-            rows = tuple(rng.integers(0, sum(ROWS), 5).tolist())
+            source = int(rng.integers(len(ROWS)))
+            rows = tuple((row_ids.source_base(source) + rng.integers(0, ROWS[source], 5)).tolist())
             if not any(shares.values()):
                 continue
             request = (
