@@ -184,7 +184,7 @@ def _check_logged(run_dir: str, step: int, info: StepInfo, storage_options: Mapp
     """Compare the rows of a step that was made again with the row log, if there is one that has the step."""
     import fsspec
 
-    logged: list[list[str]] = []
+    logged: list[list[str | int]] = []
     try:
         with fsspec.open(f"{run_dir}/{ROWS}", "rb", **storage_options) as file:
             lines = [line for line in file if line.startswith(b'{"step":%d,' % step) and line.endswith(b"\n")]
@@ -196,6 +196,9 @@ def _check_logged(run_dir: str, step: int, info: StepInfo, storage_options: Mapp
     except (ValueError, KeyError):
         remedy = "restore it, or move it away to replay without a comparison"
         raise EntryError(f"{run_dir}/{ROWS}", f"has a damaged line of step {step}", remedy) from None
+    if any(isinstance(row, int) for rows in logged for row in rows):
+        what = "names rows by numbers, as raysvc did before rows were source:slice:row"
+        raise EntryError(f"{run_dir}/{ROWS}", what, "use the raysvc version that wrote it")
     made = [list(map(written, mini.row_ids.tolist())) for mini in info.mini_batches]
     if logged and logged[: len(made)] != made:
         what = f"step {step} had other rows than those that can be made again"
