@@ -18,6 +18,7 @@ import yaml
 
 from raysvc.cli.main import app
 from raysvc.job.job_file import load_job
+from raysvc.row_ids import parse
 
 from .test_follow import job_of, lines, steps_of
 from .test_windowed_job import run_json, runner
@@ -47,7 +48,8 @@ def job_file(folder: Path, sample: dict[str, str], run: str, **sections: Any) ->
 
 
 def rows_of(folder: Path, run: str) -> list[list[int]]:
-    return [json.loads(line)["row_ids"] for line in (folder / run / "rows.jsonl").read_text().splitlines()]
+    lines = (folder / run / "rows.jsonl").read_text().splitlines()
+    return [list(map(parse, json.loads(line)["row_ids"])) for line in lines]
 
 
 def losses_of(folder: Path, run: str) -> list[float]:
