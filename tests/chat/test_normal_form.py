@@ -522,6 +522,10 @@ NEEDS_CONTENT = """\
 {{- '' + m.content }}
 {%- for call in m.tool_calls or [] %}{{ '<call>' + call.function | tojson + '</call>' }}{% endfor %}{{ '<|im_end|>\\n' }}
 {%- endfor %}"""
+# as that of QwQ: the last message may lack a content, any other may not
+NEEDS_IT_BEFORE_OTHERS = NEEDS_CONTENT.replace(
+    "'' + m.content", "(m.content if loop.last else m.content.strip()) or ''"
+)
 
 
 @pytest.mark.parametrize("absent", [{}, {"content": None}])
@@ -530,6 +534,7 @@ def test_a_call_without_a_content_gets_an_empty_one_where_the_template_fails_wit
 ) -> None:
     for template, is_filled in (
         (NEEDS_CONTENT, True),
+        (NEEDS_IT_BEFORE_OTHERS, True),
         (NEEDS_CONTENT.replace("m.content", "(m.content or '')"), False),
     ):
         config = TokenizerConfig(name=tokenizer_folder(TOOLS), chat_template=template)
@@ -541,3 +546,18 @@ def test_a_call_without_a_content_gets_an_empty_one_where_the_template_fails_wit
         assert made[0].ids == truth, result.examples
         noted = {"absent contents beside calls or reasoning made empty texts": 1} if is_filled else {}
         assert result.row_counts.normalized == noted
+
+
+def test_reasoning_without_a_content_gets_an_empty_one_where_the_template_fails_without(
+    tokenizer_folder: Any, tokenize: Any
+) -> None:
+    template = NEEDS_CONTENT.replace(
+        "'' + m.content",
+        "m.reasoning_content | default('') + (m.content if m.tool_calls else '' + m.content)",
+    )
+    config = TokenizerConfig(name=tokenizer_folder(TOOLS), chat_template=template)
+    thought = {"role": "assistant", "reasoning_content": "It rains."}
+    made, result = tokenize(SliceTokenizer(TextSpec(tokenizer=config)), {"messages": [USER, thought]})
+    said = [USER, {**thought, "content": ""}]
+    assert made, result.examples
+    assert made[0].ids == made[0].hf.apply_chat_template(said, chat_template=template, return_dict=False)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any, Protocol
 
 from raysvc.chat.row_errors import RowFault
@@ -38,8 +39,10 @@ _DECLARED: dict[str, Any] = {
     "description": _TOLD[1],
     "parameters": {"type": "object", "properties": {_TOLD[2]: {"type": "string", "description": "d"}}},
 }
+BESIDE_CONTENT = ("tool_calls", "reasoning_content")
 MAX_DEPTH = 100  # of arguments
 _SPEAKERS = (("user",), ("user", "assistant"), ("system", "user", "assistant"))
+_EMPTY: Message = {"content": ""}
 _FORMS = ("{'type'", '{"type"')
 
 
@@ -58,14 +61,14 @@ class TemplateFit:
         text_arguments: `arguments` as JSON text, and not as an object.
         only_parts: contents that are plain texts are not shown, or refused.
         bare_tools: declarations of tools without their wrapping.
-        needs_content: an assistant's message with calls must have a content, if an empty one.
+        needs_content: beside which of `BESIDE_CONTENT` an assistant's message must have a content, if an empty one.
     """
 
     parts: bool
     text_arguments: bool
     only_parts: bool = False
     bare_tools: bool = False
-    needs_content: bool = False
+    needs_content: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, render: AsksTemplate) -> TemplateFit:
@@ -90,8 +93,8 @@ class TemplateFit:
         if example.tools and self.bare_tools:
             changes = example.changes - {TOOLS_WRAPPED} | {TOOLS_BARE}
             example = replace(example, tools=without_wrapping(example.tools), changes=changes)
-        if self.needs_content and any(map(_lacks_content, example.messages)):
-            filled = [{**one, "content": ""} if _lacks_content(one) else one for one in example.messages]
+        if self.needs_content and any(map(self._lacks_content, example.messages)):
+            filled = [{**one, "content": ""} if self._lacks_content(one) else one for one in example.messages]
             example = replace(example, messages=filled, changes=example.changes | {CONTENT_ADDED})
         if not example.has_calls:
             return example
@@ -106,17 +109,14 @@ class TemplateFit:
         messages = [_with_arguments(message, change) for message in example.messages]
         return replace(example, messages=messages, changes=example.changes | noted)
 
+    def _lacks_content(self, message: Message) -> bool:
+        if "content" in message or message["role"] != "assistant":
+            return False
+        return next((key for key in BESIDE_CONTENT if key in message), "") in self.needs_content
+
     @staticmethod
     def _as_text(value: Any) -> str:
         return value if isinstance(value, str) else json.dumps(_as_object(value), ensure_ascii=False)
-
-
-def _lacks_content(message: Message) -> bool:
-    return (
-        "content" not in message
-        and message["role"] == "assistant"
-        and not {"tool_calls", "reasoning_content"}.isdisjoint(message)
-    )
 
 
 def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
@@ -204,24 +204,38 @@ def _wants_bare_tools(render: AsksTemplate) -> bool:
     return not is_shown({"type": "function", "function": _DECLARED}) and is_shown(_DECLARED)
 
 
-def _needs_content(render: AsksTemplate, arguments: Any) -> bool:
-    """Whether a template fails on a call without a content, and takes one beside an empty text."""
-    return not _call_shown(render, arguments, {}) and bool(_call_shown(render, arguments))
+def _needs_content(render: AsksTemplate, arguments: Any) -> frozenset[str]:
+    """Beside which keys a template fails somewhere without a content, where it takes an empty text."""
+
+    def fails(beside: tuple[list[Message], ...], alone: tuple[list[Message], ...]) -> bool:
+        pairs = zip(beside, alone, strict=True)
+        return any(_try(render, with_it) and not _try(render, without) for with_it, without in pairs)
+
+    calls = fails(_calling(arguments, _EMPTY), _calling(arguments, {}))
+    return frozenset(compress(BESIDE_CONTENT, (calls, fails(_reasoning(_EMPTY), _reasoning({})))))
 
 
-def _call_shown(render: AsksTemplate, arguments: Any, content: Message | None = None) -> str:
+def _call_shown(render: AsksTemplate, arguments: Any) -> str:
     """How a template shows one call; nothing when it refuses it."""
+    return next(filter(None, (_try(render, one) for one in _calling(arguments, _EMPTY))), "")
+
+
+def _calling(arguments: Any, content: Message) -> tuple[list[Message], ...]:
+    """A call as the last message, and one that was answered."""
     call = {"id": "a12345678", "type": "function", "function": {"name": "f", "arguments": arguments}}
     asks: list[Message] = [
         {"role": "user", "content": "a"},
-        {"role": "assistant", **({"content": ""} if content is None else content), "tool_calls": [call]},
+        {"role": "assistant", **content, "tool_calls": [call]},
     ]
-    answered: list[Message] = [
-        *asks,
-        {"role": "tool", "name": "f", "tool_call_id": "a12345678", "content": "b"},
-        {"role": "assistant", "content": "c"},
-    ]
-    return _try(render, asks) or _try(render, answered)
+    result = {"role": "tool", "name": "f", "tool_call_id": "a12345678", "content": "b"}
+    return asks, [*asks, result, {"role": "assistant", "content": "c"}]
+
+
+def _reasoning(content: Message) -> tuple[list[Message], ...]:
+    """Reasoning without an answer, as the last message, and before another turn."""
+    asked: Message = {"role": "user", "content": "a"}
+    thinks: list[Message] = [asked, {"role": "assistant", **content, "reasoning_content": "r"}]
+    return thinks, [*thinks, asked, {"role": "assistant", "content": "c"}]
 
 
 def _try(render: AsksTemplate, messages: list[Message], tools: list[Any] | None = None) -> str:
