@@ -34,6 +34,8 @@ UNCLEAR: list[dict[str, Any]] = [
     {"train_on": False},
     {"ignore": True},
     {"ignore": "true"},
+    {"use_loss": "no"},
+    {"masking": "On "},
     {"no_loss": 1},
     {"learn": False},
     {"supervised": 0},

@@ -4,7 +4,7 @@ Always true:
 - a spelling in the table has one meaning, the one that its owner gives it;
 - a key that sounds like one and is in no table, with a truth value, a number or a list, is refused by its name: `mask: 1` is
   trained for some and not for others;
-- any other unknown key with a truth value or a number is named in the report, as an unused column is.
+- any other unknown key with a truth value or a number, also as a word, is named in the report, as an unused column is.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ SPELLINGS: Mapping[str, Spelling] = MappingProxyType(
 WITHIN = ("train_detail", "training_detail")  # which characters of a message are trained, as Axolotl has it
 IGNORED = "messages."  # what `source.ignore` writes before the name of such a key
 _SOUNDS_SO = re.compile(r"train|loss|mask|ignor|learn|weight|supervis|label", re.IGNORECASE)
+_ANSWERS = frozenset((*TRUTHS, "yes", "no", "on", "off"))
 _READ = frozenset((*SPELLINGS, *WITHIN, "role", "content", "name", "prefix", "partial", "is_error"))
 
 
@@ -122,6 +123,6 @@ def _is_true(name: str, value: Any) -> bool:
 def _is_unread(name: str, value: Any) -> bool:
     if name in _READ and not _is_measured(name, value):
         return False
-    if isinstance(value, bool | int | float) or (isinstance(value, str) and value.lower() in TRUTHS):
+    if isinstance(value, bool | int | float) or (isinstance(value, str) and value.strip().lower() in _ANSWERS):
         return True
     return isinstance(value, list) and bool(_SOUNDS_SO.search(name))
