@@ -13,7 +13,7 @@ from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source import tools
 from raysvc.chat.source.template_fit import TOOLS_BARE
-from raysvc.chat.source.tools import TOOLS_PARSED, TOOLS_WRAPPED, read_tools
+from raysvc.chat.source.tools import TOOLS_LISTED, TOOLS_PARSED, TOOLS_UNKNOWN, TOOLS_WRAPPED, read_tools
 
 FORMS = (
     "",
@@ -132,11 +132,12 @@ def test_a_declaration_is_given_as_servers_give_it(container: str, shape: str) -
     kept = copy.deepcopy(given)
     assert json.dumps(read_tools(given, changes)) == json.dumps([WRAPPED])
     assert given == kept
-    counted = {TOOLS_WRAPPED: shape != "wrapped", TOOLS_PARSED: "JSON" in container}
+    listed = container in ("one", "JSON text of one")
+    counted = {TOOLS_WRAPPED: shape != "wrapped", TOOLS_PARSED: "JSON" in container, TOOLS_LISTED: listed}
     assert changes == {change for change, is_so in counted.items() if is_so}
 
 
-@pytest.mark.parametrize("given", [None, "", " ", "[]", []])
+@pytest.mark.parametrize("given", [None, "", " ", "[]", [], "{}", {}])
 def test_no_tools_are_none(given: Any) -> None:
     changes: set[str] = set()
     assert (read_tools(given, changes), changes) == (None, set())
@@ -154,7 +155,33 @@ def test_no_tools_are_none(given: Any) -> None:
 def test_a_tool_without_a_function_stays_as_it_is(other: dict[str, Any]) -> None:
     changes: set[str] = set()
     assert read_tools([other, WRAPPED], changes) == [other, WRAPPED]
-    assert not changes
+    assert changes == ({TOOLS_UNKNOWN} if "type" not in other else set())
+
+
+@pytest.mark.parametrize("container", ["one", "JSON text of one"])
+@pytest.mark.parametrize("shape", ["wrapped", "bare"])
+def test_one_declaration_in_the_place_of_the_list_is_a_list_of_one(
+    container: str, shape: str, slice_tokenizer: Any, tokenize: Any
+) -> None:
+    rows = [
+        {"messages": [*ASKED, {"role": "assistant", "content": "hi there"}], "tools": given}
+        for given in ([WRAPPED], CONTAINERS[container](BARE_ONES.get(shape, WRAPPED)))
+    ]
+    (listed, one), result = tokenize(slice_tokenizer("merges_tools"), *rows)
+    assert one.ids == listed.ids
+    assert result.row_counts.normalized[TOOLS_LISTED] == 1
+
+
+@pytest.mark.parametrize("given", [{"get_weather": FUNCTION}, {"tools": [WRAPPED]}])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_an_object_that_declares_no_tool_sets_its_row_aside(
+    given: dict[str, Any], as_text: bool, slice_tokenizer: Any, tokenize: Any
+) -> None:
+    said = [*ASKED, {"role": "assistant", "content": "hi there"}]
+    rows = [{"messages": said}, {"messages": said, "tools": json.dumps(given) if as_text else given}]
+    made, result = tokenize(slice_tokenizer("merges_tools"), *rows)
+    assert len(made) == 1
+    assert result.row_counts.quarantined == {"'tools' is an object that declares no tool": 1}
 
 
 BARE_NAMES = "{% for tool in tools or [] %}{{ tool.name + ': ' + tool.description + tool.parameters | tojson }}{% endfor %}"

@@ -123,6 +123,8 @@ def _is_true(name: str, value: Any) -> bool:
 def _is_unread(name: str, value: Any) -> bool:
     if name in _READ and not _is_measured(name, value):
         return False
-    if isinstance(value, bool | int | float) or (isinstance(value, str) and value.strip().lower() in _ANSWERS):
+    if isinstance(value, bool | int | float) or (
+        isinstance(value, str) and value.strip().lower() in _ANSWERS
+    ):
         return True
     return isinstance(value, list) and bool(_SOUNDS_SO.search(name))

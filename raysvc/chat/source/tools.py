@@ -4,7 +4,8 @@
 2. A bare declaration, `{name, description, parameters}`, becomes `{"type": "function", "function": {...}}`, as servers with
    OpenAI's protocol give it to the template: `type` first, then the name, the description and the parameters. So does one
    of OpenAI's Responses (`type` beside the name), of Anthropic (`input_schema`) and of MCP (`inputSchema`).
-3. Any other declaration stays as it is, among them tools without a function (`{"type": "web_search"}`).
+3. Any other declaration stays as it is, among them tools without a function (`{"type": "web_search"}`). One that has neither a
+   name nor a type (Gemini's, Bedrock's) is counted; an object of such in the place of the list is refused.
 
 Rows repeat a few sets of tools, so a text is parsed once, and what is in it is written as JSON once.
 
@@ -22,6 +23,8 @@ from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.messages import Changes, kind_of, parse_json, refuse_deep
 
 TOOLS_PARSED = "tools that were JSON text"
+TOOLS_LISTED = "one tool declaration made a list of one"
+TOOLS_UNKNOWN = "tool declarations without a name or a type, given as they are"
 TOOLS_WRAPPED = "bare tool declarations wrapped as functions"
 SCHEMAS = {"input_schema": "parameters", "inputSchema": "parameters"}
 FUNCTION_TYPES = (None, "function")  # of a bare declaration; Anthropic's may also say custom
@@ -84,9 +87,11 @@ def _share(tools: Any) -> None:
 def _as_tools(value: Any) -> tuple[list[Any] | None, frozenset[str]]:
     if isinstance(value, str):
         return _tools_of(value)
-    if value is None or value == []:
+    if value is None or value in ([], {}):
         return NO_TOOLS
     given = value if isinstance(value, list) else [value]
+    if isinstance(value, dict) and not _is_declared(value):
+        raise RowFault("'tools' is an object that declares no tool", f"it has the keys {sorted(value)}"[:80])
     read = [parse_json(tool, "tools") if isinstance(tool, str) else tool for tool in given]
     if not all(isinstance(tool, dict) for tool in read):
         raise RowFault("'tools' is not a list of tools", f"it is {kind_of(value)}")
@@ -94,7 +99,9 @@ def _as_tools(value: Any) -> tuple[list[Any] | None, frozenset[str]]:
     made = [*map(_declared, read)]
     changed = {
         TOOLS_PARSED: any(isinstance(tool, str) for tool in given),
+        TOOLS_LISTED: isinstance(value, dict),
         TOOLS_WRAPPED: any(new is not old for new, old in zip(made, read, strict=True)),
+        TOOLS_UNKNOWN: not all(map(_is_declared, read)),
     }
     return made, frozenset(change for change, is_so in changed.items() if is_so)
 
@@ -109,6 +116,13 @@ def _declared(tool: dict[str, Any]) -> dict[str, Any]:
     said = {SCHEMAS.get(key, key): value for key, value in tool.items() if key not in _UNSAID}
     ordered = [*(key for key in ORDER if key in said), *(key for key in said if key not in ORDER)]
     return {"type": "function", "function": {key: said[key] for key in ordered}}
+
+
+def _is_declared(tool: dict[str, Any]) -> bool:
+    """Whether it says what it is: a function, or a tool of another type."""
+    return isinstance(tool.get("function"), dict) or any(
+        isinstance(tool.get(key), str) for key in ("type", "name")
+    )
 
 
 def _is_wrapped(tool: dict[str, Any]) -> bool:
