@@ -12,16 +12,15 @@ import uuid
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raysvc.actors.placement import Resources, what_is_missing
 from raysvc.actors.rollouts.rollout_server import RolloutServer
 from raysvc.actors.server.batch_server import BatchServer
 from raysvc.actors.server.collator import Collator
 from raysvc.actors.server.spec import ServeSpec
 from raysvc.errors import ConfigError, RaysvcError, ServerError
+from raysvc.nodes.room import Resources, amounts, has_free, no_room, refuse_what_never_fits, what_is_missing
 from raysvc.team import TEAM, own_name, ray_namespace, team_of
 
 log = logging.getLogger(__name__)
@@ -99,8 +98,7 @@ def start_collators(spec_json: str, count: int, node_id: str | None) -> list[Act
         node_id: where they are to be if there is room; None: spread over the nodes.
     """
     actor = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1, **QUIET)(Collator)
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if missing := what_is_missing([{"CPU": 1.0}] * count, nodes):
+    if missing := no_room([{"CPU": 1.0}] * count):
         log.warning("steps wait for more nodes for='server.collators': %s; lower it, or add nodes", missing)
     where = "SPREAD" if node_id is None else NodeAffinitySchedulingStrategy(node_id, soft=True)
     return [actor.options(scheduling_strategy=where).remote(spec_json) for _ in range(count)]
@@ -126,33 +124,13 @@ def _refuse_without_room(spec: ServeSpec, node_id: str | None, may_grow: bool) -
         raise ConfigError("server.placement", what, "lower server.num_cpus, or set server.placement: any")
 
 
-def refuse_what_never_fits(where: str, bundles: list[Resources], may_grow: bool) -> None:
-    """Refuse bundles that the nodes cannot hold even when all else has ended; say so and wait where nodes may come.
-
-    Ray's autoscalers do not tell which nodes they could bring, so the user does.
-
-    Raises:
-        ConfigError: no node can hold one of them, and none may come.
-    """
-    missing = what_is_missing(bundles, [node["Resources"] for node in ray.nodes() if node["Alive"]])
-    if missing is None:
-        return
-    if not may_grow:
-        remedy = "ask for less, add nodes, or set wait_for_nodes (trainer.wait_for_nodes of a job) where they come on demand"
-        raise ConfigError(where, missing, remedy)
-    log.warning("waiting for more nodes for=%r: %s", where, missing)
-
-
-def _lacking(node_id: str, need: dict[str, float]) -> str | None:
+def _lacking(node_id: str, need: Resources) -> str | None:
     """What a node lacks for an actor; what ended just now may be counted as used for a while."""
     total = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
     if missing := what_is_missing([need], [total]):
         return missing.replace("the cluster", "that node")
-    begin = time.monotonic()
-    while missing := what_is_missing([need], [available_resources_per_node().get(node_id, {})]):
-        if time.monotonic() - begin > SETTLE_S:
-            return missing.replace("the cluster has", "that node has free")
-        time.sleep(0.1)
+    if need["CPU"] and not has_free(node_id, need, SETTLE_S):
+        return f"needs {amounts(need)}, and that node has less than that free"
     return None
 
 

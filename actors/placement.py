@@ -1,25 +1,21 @@
-"""Where the workers of several groups go: bundles of resources, and what a cluster lacks for them.
+"""Where the workers of several groups go: bundles of resources.
 
 1. Groups that are colocated share bundles: rank r of each of them is in the set's r-th bundle.
 2. A bundle has the sum of what its workers need, so one bundle is at most one GPU, and its workers share that device.
 3. A group that is not colocated has bundles of its own.
-4. Bundles fit when each finds room on a node: the largest first, on the first node that has it. Nodes that are filled
-   before others are begun is what PACK asks of Ray too.
 
 Always true:
 - every worker has exactly one bundle; workers of two sets never share one;
-- colocated groups have as many workers as each other, and need at most one GPU together;
-- a refusal names the resource, how much is needed and how much there is.
+- colocated groups have as many workers as each other, and need at most one GPU together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from raysvc.errors import ConfigError
-
-Resources = dict[str, float]
+from raysvc.nodes.room import Resources
 
 
 class GroupNeed(NamedTuple):
@@ -62,25 +58,14 @@ def place_groups(needs: Mapping[str, GroupNeed], colocated: Iterable[Collection[
     return Placement(bundles, bundle_of)
 
 
-def what_is_missing(bundles: Sequence[Resources], nodes: Sequence[Mapping[str, float]]) -> str | None:
-    """Why the bundles do not fit on nodes of these resources; None when they do."""
-    kinds = sorted({kind for bundle in bundles for kind in bundle})
-    for kind in kinds:
-        need, have = _total(bundles, kind), _total(nodes, kind)
-        if need > have + 1e-6:
-            return f"needs {need:g} {kind}, the cluster has {have:g}"
-    free = [dict(node) for node in nodes]
-    for bundle in sorted(bundles, key=lambda b: (b.get("GPU", 0), b.get("CPU", 0)), reverse=True):  # 4
-        room = next((node for node in free if _holds(node, bundle)), None)
-        if room is None:
-            largest = ", ".join(f"{max((node.get(k, 0) for node in nodes), default=0):g} {k}" for k in bundle)
-            wanted = ", ".join(f"{amount:g} {kind}" for kind, amount in bundle.items())
-            places = "a place" if len(bundles) == 1 else f"{len(bundles)} places"
-            each = "" if len(bundles) == 1 else " each"
-            return f"needs {places} of {wanted} on one node{each} (most on a node: {largest})"
-        for kind, amount in bundle.items():
-            room[kind] = room.get(kind, 0.0) - amount
-    return None
+def pick_device(device: str, dp_size: int, num_gpus: float | None = None) -> str:
+    """`auto` is CUDA where the cluster has a GPU for every rank."""
+    if device != "auto":
+        return device
+    import ray
+
+    need = dp_size * (1.0 if num_gpus is None else num_gpus)
+    return "cuda" if 0 < need <= ray.cluster_resources().get("GPU", 0) else "cpu"
 
 
 def _check(needs: Mapping[str, GroupNeed], shared: list[list[str]]) -> None:
@@ -105,11 +90,3 @@ def _check(needs: Mapping[str, GroupNeed], shared: list[list[str]]) -> None:
         if gpus > 1 + 1e-6:
             remedy = f"give each worker {1 / len(names):.3g} of a GPU"
             raise ConfigError("colocated", f"{', '.join(names)} need {gpus:g} GPUs in one place", remedy)
-
-
-def _total(resources: Iterable[Mapping[str, float]], kind: str) -> float:
-    return sum(each.get(kind, 0.0) for each in resources)
-
-
-def _holds(node: Mapping[str, float], bundle: Resources) -> bool:
-    return all(node.get(kind, 0.0) + 1e-6 >= amount for kind, amount in bundle.items())

@@ -22,6 +22,7 @@ from raysvc import errors
 from raysvc.cache.manifest import Receipt
 from raysvc.errors import RaysvcError
 from raysvc.job.config import PoolConfig
+from raysvc.nodes.room import living_nodes, nodes_with
 
 if TYPE_CHECKING:
     import ray.data
@@ -118,7 +119,8 @@ def slice_graph(worker: type, task: Any, pieces: Sequence[Any], pool: WorkerPool
     context.execution_options.label_selector = dict(pool.label_selector) or None
     most = min(len(pieces), pool.max or len(pieces))
     least = min(pool.min, most)
-    free = free_workers(ray.nodes(), ray.available_resources(), pool)
+    fit = nodes_with(pool.label_selector, living_nodes())
+    free = free_workers(fit, ray.available_resources(), pool)
     compute = ray.data.ActorPoolStrategy(
         min_size=least, initial_size=max(least, min(most, free)), max_size=most
     )
@@ -137,18 +139,14 @@ def slice_graph(worker: type, task: Any, pieces: Sequence[Any], pool: WorkerPool
 
 
 def free_workers(nodes: Sequence[Mapping[str, Any]], available: Mapping[str, float], pool: WorkerPool) -> int:
-    """Workers to start with: what is free of the nodes that the pool may use; a growing cluster adds to it."""
+    """Workers to start with: what is free of the nodes that the pool may use; a growing cluster adds to it.
 
-    def admits(labels: Mapping[str, str]) -> bool:
-        for name, wanted in pool.label_selector.items():
-            has = labels.get(name)
-            if "(" not in wanted and ((has == wanted[1:]) if wanted[:1] == "!" else (has != wanted)):
-                return False  # in(...) and !in(...) are left to Ray
-        return True
-
-    fit = [node["Resources"] for node in nodes if node["Alive"] and admits(node.get("Labels") or {})]
+    Args:
+        nodes: whose labels fit.
+        available: of the whole cluster.
+    """
     room = [
-        min(available.get(kind, 0), sum(resources.get(kind, 0) for resources in fit)) / each
+        min(available.get(kind, 0), sum(node["Resources"].get(kind, 0) for node in nodes)) / each
         for kind, each in pool.needs().items()
     ]
     return int(min(room))

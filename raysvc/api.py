@@ -141,7 +141,13 @@ def serve(
     """
     flag("serve(detached)", detached)
     optional_text("serve(address)", address)
+    from raysvc.cluster import connect, starts_own
+    from raysvc.nodes.job_nodes import server_sees
+
     job = load_job(config, **overrides)
+    if not starts_own(address):
+        connect(address)
+        server_sees(job)  # before its rows are tokenized
     entry, build = entry_or_build(job, address, progress)
     if build is None:
         return serve_entry(job, entry, address=address, detached=detached)

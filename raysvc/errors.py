@@ -15,7 +15,8 @@ RaysvcError
 │   │   └── CheckpointTooOld    a checkpoint of an earlier version, which wrote pickles
 │   ├── FolderHeld          a run folder that another server or trainer owns
 │   ├── ServerError         a name that is not served, or served with another spec
-│   └── AddressError        a Ray cluster that cannot be reached
+│   ├── AddressError        a Ray cluster that cannot be reached
+│   └── NodeError           files that a node of the cluster does not see
 ├── LeaseError
 │   ├── LeaseHeld           somebody else holds the server
 │   ├── FencedError         this holder was replaced
@@ -131,6 +132,10 @@ class ServerError(UserMistake):
 
 class AddressError(UserMistake):
     """A Ray cluster that cannot be reached or used."""
+
+
+class NodeError(UserMistake):
+    """Something that a node of the cluster does not see or cannot run."""
 
 
 class LeaseError(RaysvcError):

@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raysvc.actors.dispatch.future import Pending, waiting
 from raysvc.actors.dispatch.residency import Move, Residency
-from raysvc.actors.dispatch.worker_group import Running, WorkerGroup, pick_device
+from raysvc.actors.dispatch.worker_group import Running, WorkerGroup
 from raysvc.actors.dispatch.worker_places import start_groups
 from raysvc.actors.placement import GroupNeed
 from raysvc.actors.worker.losses import Loss
@@ -34,7 +34,7 @@ from raysvc.errors import ConfigError, RaysvcError
 if TYPE_CHECKING:
     from raysvc.client.batch_client import Mini
 
-__all__ = ["Pending", "Running", "WorkerDispatch", "WorkerGroup", "pick_device"]
+__all__ = ["Pending", "Running", "WorkerDispatch", "WorkerGroup"]
 T = TypeVar("T")
 
 

@@ -24,12 +24,13 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from raysvc.actors.dispatch.mesh import Mesh
 from raysvc.actors.dispatch.worker_places import nodes_of, start_groups
 from raysvc.actors.launch import REPORT_EVERY_S
-from raysvc.actors.placement import GroupNeed, Resources
+from raysvc.actors.placement import GroupNeed, pick_device
 from raysvc.actors.staging.staging import Key, StagingOptions
 from raysvc.actors.worker.results import MiniResult
 from raysvc.actors.worker.torch_worker import ModelSpec
 from raysvc.collate.row_values import RowValues
 from raysvc.errors import ConfigError, RaysvcError, WorkerFailed
+from raysvc.nodes.room import Resources
 
 if TYPE_CHECKING:
     from raysvc.client.batch_client import Step
@@ -280,11 +281,3 @@ def _cause(error: ray.exceptions.RayError) -> str:
     pid, node, kind = (found[1] if found else "?" for found in facts.values())
     memory = ", out of memory" if isinstance(error, ray.exceptions.OutOfMemoryError) else ""
     return f"its process {pid} on node {node} died ({type(error).__name__}, {kind}{memory})"
-
-
-def pick_device(device: str, dp_size: int, num_gpus: float | None = None) -> str:
-    """`auto` is CUDA where the cluster has a GPU for every rank."""
-    if device != "auto":
-        return device
-    need = dp_size * (1.0 if num_gpus is None else num_gpus)
-    return "cuda" if 0 < need <= ray.cluster_resources().get("GPU", 0) else "cpu"

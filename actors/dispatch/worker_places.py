@@ -15,10 +15,11 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raysvc.actors.launch import QUIET, refuse_what_never_fits, wait_for
-from raysvc.actors.placement import GroupNeed, Resources, place_groups
+from raysvc.actors.launch import QUIET, wait_for
+from raysvc.actors.placement import GroupNeed, place_groups
 from raysvc.actors.worker.torch_worker import CausalLMWorker, ModelSpec
 from raysvc.actors.worker.worker import Worker
+from raysvc.nodes.room import Resources, refuse_what_never_fits
 
 
 class PlacedWorkers(NamedTuple):

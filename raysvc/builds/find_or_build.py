@@ -236,15 +236,24 @@ class Making:
             meter.waiting("loading the tokenizer")
             return local_receipts(task, left, self.plan.tokenizer, self.plan.processor)
         from raysvc.cluster import connect
+        from raysvc.nodes.job_nodes import ready_to_tokenize
         from raysvc.pipelines.shared_build import Work, shared_receipts
+        from raysvc.pipelines.slice_graph import WorkerPool
         from raysvc.pipelines.tokenize import receipts_of
 
         meter.waiting("starting Ray")
         connect(address)
         meter.waiting("starting workers")
-        work = partial(receipts_of, [task], [(0, piece) for piece in left], self.job.workers)
-        shared = shared_receipts(Work(task.writer.uri, len(left), work, self.cut))
+        mine = [(0, piece) for piece in left]
+        watch = ready_to_tokenize([self.job_and_root], mine, WorkerPool.of(self.job.workers), meter.waiting)
+        work = partial(receipts_of, [task], mine, self.job.workers)
+        shared = shared_receipts(Work(task.writer.uri, len(left), work, self.cut), watch.check)
         return (receipt for _, receipt in shared)
+
+    @property
+    def job_and_root(self) -> tuple[JobConfig, str]:
+        """What nodes are chosen by, and where the entry is made."""
+        return self.job, self.writer.store.url
 
     @property
     def cut(self) -> str:
@@ -316,8 +325,10 @@ def receipts_beside(
         left: number of the making, and a slice that nobody has made; those first that are needed first.
         check: is called while the builder is waited for; what it raises ends that.
     """
+    from raysvc.nodes.job_nodes import ready_to_tokenize
     from raysvc.pipelines.local_build import fits_one_process
     from raysvc.pipelines.shared_build import Work, shared_receipts
+    from raysvc.pipelines.slice_graph import WorkerPool
     from raysvc.pipelines.tokenize import receipts_here, receipts_of
 
     pool = makings[0].pool
@@ -325,10 +336,16 @@ def receipts_beside(
     num_bytes = sum(piece.num_bytes for _, piece in left)
     small = fits_one_process(num_bytes, len(left), makings[0].job.workers, os.cpu_count() or 1)
     tasks = [making.task() for making in makings]
+    workers = None if small else pool.workers
     work = (
-        partial(receipts_here, tasks, left)
-        if small or pool.workers is None
-        else partial(receipts_of, tasks, left, pool.workers)
+        partial(receipts_here, tasks, left) if workers is None else partial(receipts_of, tasks, left, workers)
     )
+    asked = None if workers is None else WorkerPool.of(workers)
+    watch = ready_to_tokenize([making.job_and_root for making in makings], left, asked, log.info)
     uris = ", ".join(making.writer.uri + making.work for making in makings)
-    return shared_receipts(Work(uris, len(left), work, "; ".join(making.cut for making in makings)), check)
+
+    def go_on() -> None:
+        check()
+        watch.check()
+
+    return shared_receipts(Work(uris, len(left), work, "; ".join(making.cut for making in makings)), go_on)

@@ -14,22 +14,23 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from raysvc.errors import RaysvcError
+from raysvc.errors import RaysvcError, StoreError
 from raysvc.inspect.finding import Finding, State
 from raysvc.inspect.node_checks import (
     MAX_SKEW_S,
     MIN_SHM_SHARE,
-    ask_nodes,
     check_access,
     check_answers,
     check_node_gpus,
     check_node_shm,
     check_packages,
     clock_skew,
-    label,
+    facts_of,
 )
-from raysvc.inspect.node_facts import StoragePlace, facts_of_this_node, remove, shared_memory, write_marker
+from raysvc.inspect.node_facts import facts_of_this_node, shared_memory
 from raysvc.job.config import JobConfig
+from raysvc.nodes.place import NodePlace, SharedFolder
+from raysvc.nodes.room import label
 
 MIN_RAY = (2, 60)
 
@@ -66,10 +67,10 @@ def _check_nodes(job: JobConfig | None, nodes: list[dict[str, Any]]) -> list[Fin
     """What only the nodes can say."""
     places, findings = _places(job)
     try:
-        answers, missing = ask_nodes(nodes, tuple(place for place, _ in places))
+        answers, missing = facts_of(nodes, tuple(places))
     finally:
-        for place, _ in places:
-            remove(place.marker, place.options)
+        for place in places:
+            place.close()
     gpus = {label(node): float(node["Resources"].get("GPU", 0)) for node in nodes}
     device = job.trainer.device if job is not None else "auto"
     answering = [node for node in nodes if label(node) in answers]
@@ -80,14 +81,14 @@ def _check_nodes(job: JobConfig | None, nodes: list[dict[str, Any]]) -> list[Fin
         check_node_shm(answers),
         check_node_gpus(answers, gpus, device),
         *findings,
-        *(check_access(place.name, url, answers) for place, url in places),
+        *(check_access(place.name, place.url, answers) for place in places),
         check_clock_skew(clock_skew(answering))
         if answering
         else Finding("clock", "skip", "no node answered"),
     ]
 
 
-def _places(job: JobConfig | None) -> tuple[list[tuple[StoragePlace, str]], list[Finding]]:
+def _places(job: JobConfig | None) -> tuple[list[NodePlace], list[Finding]]:
     """The folders of a job, each with a file that nodes look for; findings for those we cannot write to ourselves."""
     from raysvc.api import cache_root
     from raysvc.cache.store.open import absolute
@@ -95,12 +96,14 @@ def _places(job: JobConfig | None) -> tuple[list[tuple[StoragePlace, str]], list
     if job is None:
         return [], []
     urls = {"cache.root": cache_root(job), "trainer.run_dir": absolute(job.run_dir)}
-    places, findings = [], []
+    places: list[NodePlace] = []
+    findings = []
     for name, url in urls.items():
         try:
-            places.append((write_marker(name, url, job.cache.storage_options), url))
-        except OSError as error:
-            what = f"{url}: {type(error).__name__}: {error.strerror or error}"
+            places.append(SharedFolder.open(name, url, job.cache.storage_options))
+        except (OSError, StoreError) as error:
+            text = error.what if isinstance(error, StoreError) else error.strerror or error
+            what = f"{url}: {type(error).__name__}: {text}"
             findings.append(
                 Finding(f"{name} on nodes", "fail", what, f"give {name} a place that can be written")
             )

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from raysvc.inspect.finding import Finding
-from raysvc.inspect.node_facts import NodeFacts, StoragePlace, facts_of_this_node, now_s
+from raysvc.inspect.node_facts import NodeFacts, facts_of_this_node, now_s
+from raysvc.nodes.ask import ask_nodes, on_node
+from raysvc.nodes.place import NodePlace
+from raysvc.nodes.preflight import REMEDY
+from raysvc.nodes.room import Node, label
 
 ANSWER_TIMEOUT_S = 120.0  # a first task on a node starts a process and imports torch
 MIN_SHM_SHARE = 0.3  # of memory: what Ray takes for objects by default
@@ -20,31 +23,18 @@ MAX_SKEW_S = 1.0  # a lease lives for 30 s
 Answers = Mapping[str, NodeFacts]
 
 
-def ask_nodes(
-    nodes: Sequence[Mapping[str, Any]], places: tuple[StoragePlace, ...] = ()
+def facts_of(
+    nodes: Sequence[Node], places: tuple[NodePlace, ...] = ()
 ) -> tuple[dict[str, NodeFacts], dict[str, str]]:
-    """Facts by node, and why the others did not answer."""
-    import ray
-
-    ask = ray.remote(facts_of_this_node)
-    refs = {label(node): _on(node, ask).remote(places) for node in nodes}
-    ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=ANSWER_TIMEOUT_S)
-    answers, missing = {}, {}
-    for name, ref in refs.items():
-        if ref not in ready:
-            missing[name] = f"no answer in {ANSWER_TIMEOUT_S:.0f} s"
-            ray.cancel(ref, force=True)
-            continue
-        try:
-            answers[name] = ray.get(ref)
-        except ray.exceptions.RayError as error:
-            missing[name] = str(error).strip().splitlines()[-1]
-    return answers, missing
-
-
-def label(node: Mapping[str, Any]) -> str:
-    """Name of a node for display; two on one address differ by id."""
-    return f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})"
+    """Facts by node, and why the others did not answer; what this machine finds wrong with a place counts too."""
+    names = {node["NodeID"]: label(node) for node in nodes}
+    found = ask_nodes(nodes, facts_of_this_node, places, timeout_s=ANSWER_TIMEOUT_S)
+    late = dict.fromkeys(found.late, f"no answer in {ANSWER_TIMEOUT_S:.0f} s")
+    for node, facts in found.given.items():
+        for place in places:
+            facts.access[place.name] = facts.access[place.name] or place.try_here(node)
+    missing = {names[node]: why for node, why in {**found.failed, **late}.items()}
+    return {names[node]: facts for node, facts in found.given.items()}, missing
 
 
 def check_answers(answers: Answers, missing: Mapping[str, str]) -> Finding:
@@ -118,28 +108,18 @@ def check_access(name: str, url: str, answers: Answers) -> Finding:
     bad = [f"{node} {why}" for node, facts in sorted(answers.items()) if (why := facts.access.get(name))]
     if not bad:
         return Finding(f"{name} on nodes", "ok", f"{url} is read and written from all of them")
-    remedy = (
-        f"give {name} an s3:// or gs:// URL, or a folder that is mounted on every node, and make it writable"
-    )
-    return Finding(f"{name} on nodes", "fail", f"{url}: {'; '.join(bad)}", remedy)
+    return Finding(f"{name} on nodes", "fail", f"{url}: {'; '.join(bad)}", REMEDY)
 
 
-def clock_skew(nodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def clock_skew(nodes: Sequence[Node]) -> dict[str, float]:
     """Seconds by which the clocks of nodes are ahead of this one."""
     import ray
 
-    now, skew_s = ray.remote(now_s), {}
+    skew_s = {}
     for node in nodes:
-        ask = _on(node, now)
-        ray.get(ask.remote(), timeout=ANSWER_TIMEOUT_S)  # the first call starts a process
+        ask, name = on_node(node["NodeID"], now_s), node["NodeID"]
+        ray.get(ask.remote(name), timeout=ANSWER_TIMEOUT_S)  # the first call starts a process
         before = time.time()
-        there = ray.get(ask.remote(), timeout=ANSWER_TIMEOUT_S)
+        there = ray.get(ask.remote(name), timeout=ANSWER_TIMEOUT_S)
         skew_s[label(node)] = there - (before + time.time()) / 2
     return skew_s
-
-
-def _on(node: Mapping[str, Any], task: Any) -> Any:
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-    return task.options(num_cpus=0, scheduling_strategy=where, max_retries=0)

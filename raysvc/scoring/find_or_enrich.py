@@ -154,6 +154,7 @@ class _Enriching:
             compute = task.load()
             return (compute_slice(task, compute, piece) for piece in left)
         from raysvc.cluster import connect
+        from raysvc.nodes.job_nodes import ready_to_enrich
         from raysvc.pipelines.enrich import receipts_of
         from raysvc.pipelines.shared_build import Work, shared_receipts
 
@@ -162,12 +163,14 @@ class _Enriching:
         self._meter.waiting("starting workers")
         device, pool = self._pool()
         task = self._task(device)
+        models = list(self.plan.models.values())
+        watch = ready_to_enrich(self.job, self.writer.store.url, models, pool, self._meter.waiting)
         work = Work(task.writer.uri, len(left), partial(receipts_of, task, left, pool))
-        return (receipt for _, receipt in shared_receipts(work))
+        return (receipt for _, receipt in shared_receipts(work, watch.check))
 
     def _pool(self) -> tuple[str, WorkerPool]:
         """The job's own workers: its ranks where it trains on GPUs, else what tokenizes."""
-        from raysvc.actors.dispatch.worker_group import pick_device
+        from raysvc.actors.placement import pick_device
         from raysvc.pipelines.slice_graph import WorkerPool
 
         trainer = self.job.trainer

@@ -23,6 +23,7 @@ from raysvc.cluster import starting, starts_own
 from raysvc.errors import CheckpointDamaged, ConfigError
 from raysvc.job.config import JobConfig, cpus_held
 from raysvc.job.job_file import load_job
+from raysvc.nodes.job_nodes import trainer_sees
 from raysvc.progress import Progress, silent
 from raysvc.trackers.known_trackers import check_installed
 from raysvc.training.model_entries import check_entries, may_lack_entries
@@ -74,10 +75,14 @@ def train(
             complete = checkpoint is not None and checkpoint.state.get("done_for") == goal(job)
             if not complete and ray_there is None:
                 check_model(job.trainer.model)
+                joins = not starts_own(address)
                 if may_lack_entries(job):
                     check_layout(job, None)  # before a row is read; all other jobs ask while Ray starts
                     _look_at_rows(job, address, progress)
                 ray_there = starting(address, need_cpus=cpus_held(job))
+                if joins:
+                    ray_there.result()
+                    trainer_sees(job)  # before its rows are tokenized
 
             from raysvc.training.train_loop import run_job
 

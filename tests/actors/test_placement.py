@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.actors.placement import GroupNeed, place_groups, what_is_missing
+from raysvc.actors.placement import GroupNeed, place_groups
 from raysvc.errors import ConfigError
+from raysvc.nodes.room import what_is_missing
 
 HALF = GroupNeed(2, num_cpus=1, num_gpus=0.5)
 
@@ -255,7 +256,7 @@ def test_a_run_has_its_workers_packed_on_parts_of_gpus_and_its_server_where_it_w
     assert told["data"] == told["trainer"] == told["here"], "the entry is a folder of the asking node"
     assert "server.placement" in told["large"]
     assert "needs 2 CPU, that node has 1" in told["large"]
-    assert "needs 0.75 CPU, that node has free 0.5" in told["full"]
+    assert "needs 0.75 CPU, and that node has less than that free" in told["full"]
     assert "needs 5 GPU, the cluster has 4" in told["gpus"]
     assert "needs 5.5 CPU, the cluster has 5" in told["both"], "workers and server together"
     assert "NCCL refuses two ranks on one device" in told["cuda"]

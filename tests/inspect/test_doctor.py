@@ -27,7 +27,8 @@ from raysvc.inspect.node_checks import (
     check_node_shm,
     check_packages,
 )
-from raysvc.inspect.node_facts import NodeFacts, facts_of_this_node, remove, write_marker
+from raysvc.inspect.node_facts import NodeFacts, facts_of_this_node
+from raysvc.nodes.place import SharedFolder
 
 GB = 10**9
 
@@ -130,23 +131,24 @@ def test_driver_torch_and_ray_agree_about_gpus(
 
 
 def test_a_folder_that_a_node_does_not_share_is_found(tmp_path: Path) -> None:
-    place = write_marker("cache.root", str(tmp_path / "not" / "there"), {})
-    assert facts_of_this_node((place,)).access == {"cache.root": ""}
-    remove(place.marker, {})
-    access = facts_of_this_node((place,)).access  # as a node that has another disk
+    place = SharedFolder.open("cache.root", str(tmp_path / "not" / "there"), {})
+    assert facts_of_this_node("n", (place,)).access == {"cache.root": ""}
+    assert place.try_here("n") == ""
+    place.close()
+    access = facts_of_this_node("n", (place,)).access  # as a node that has another disk
     assert list(tmp_path.iterdir()) == []
     found = check_access("cache.root", "/cache", {"b": node(access=access)})
     assert (found.state, found.what) == (
         "fail", "/cache: b does not see a file that this machine wrote there",
     )  # fmt: skip
-    assert "mounted on every node" in found.remedy
+    assert "every node must see it" in found.remedy
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_cannot_be_written_is_found(tmp_path: Path) -> None:
-    place = write_marker("cache.root", str(tmp_path), {})
+    place = SharedFolder.open("cache.root", str(tmp_path), {})
     tmp_path.chmod(0o555)
-    assert "PermissionError" in facts_of_this_node((place,)).access["cache.root"]
+    assert "cannot be written" in facts_of_this_node("n", (place,)).access["cache.root"]
 
 
 def test_the_address_of_the_environment_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,140 @@
+"""What the nodes of a cluster must see for a job, and which of them: asked before the work that needs it begins.
+
+| who | which nodes | what they must see |
+| --- | --- | --- |
+| workers that tokenize | `workers.label_selector`, room for one | `cache.root`, the first source file, the tokenizer |
+| workers that enrich | the same, or those of the trainer's ranks | `cache.root`, the models |
+| the server | `server.placement` | `cache.root`, the run folder |
+| the trainer's ranks | room for one | the run folder, the model |
+
+Always true:
+- an object store and a shared folder are asked the same;
+- a job that runs on the node of this process alone asks nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from raysvc.cache.store.open import absolute, default_root, open_store
+from raysvc.nodes.place import SharedFile, SharedFolder, SharedModel
+from raysvc.nodes.preflight import Opening, ready_for, workers_see
+from raysvc.nodes.room import Resources, RoomWatch, Selector, living_nodes, nodes_with
+
+if TYPE_CHECKING:
+    from raysvc.job.config import JobConfig
+    from raysvc.pipelines.slice_graph import WorkerPool
+    from raysvc.pipelines.tokenize import Left
+
+KEPT: tuple[Selector, ...] = ({"ray.io/market-type": "!spot"}, {})  # where a server goes
+
+
+def ready_to_tokenize(
+    jobs: Sequence[tuple[JobConfig, str]], left: Left, pool: WorkerPool | None, say: Callable[[str], None]
+) -> RoomWatch:
+    """Nodes of the workers of some builds.
+
+    Args:
+        jobs: of the builds, each with the root of its entry.
+        left: number of the build, and a slice.
+        pool: None: the builder makes the slices itself.
+        say: is told what is waited for.
+
+    Raises:
+        ConfigError: no node can hold a worker, and none may come.
+        NodeError: a node does not see what it needs.
+    """
+    from raysvc.pipelines.shared_build import PLACES
+
+    firsts = {number: piece.pieces[0] for number, piece in reversed(left)}
+    places: dict[tuple[str, str], Opening] = {}
+    for number, piece in firsts.items():
+        job, root = jobs[number]
+        places["cache.root", root] = _folder("cache.root", root, job)
+        if piece.kind != "dataset":
+            options = job.source.storage_options
+            places["source.path", piece.path] = partial(SharedFile.open, "source.path", piece.path, options)
+        name = job.tokenizer.name
+        places["tokenizer", name] = partial(SharedModel.open, "tokenizer", name, job.tokenizer.revision)
+    need, selector = ({}, _first_that_fits(PLACES)) if pool is None else (pool.needs(), pool.label_selector)
+    may_grow = jobs[0][0].trainer.wait_for_nodes
+    return ready_for("workers", list(places.values()), need, selector, may_grow=may_grow, say=say)
+
+
+def ready_to_enrich(
+    job: JobConfig, root: str, models: Sequence[Any], pool: WorkerPool, say: Callable[[str], None]
+) -> RoomWatch:
+    """Nodes of workers that run a model.
+
+    Args:
+        root: of the entry.
+        models: with `name` and `revision`.
+        pool: the workers.
+        say: is told what is waited for.
+
+    Raises:
+        ConfigError: no node can hold a worker, and none may come.
+        NodeError: a node does not see what it needs.
+    """
+    places = [_folder("cache.root", root, job), *(_model("enrich", one.name, one.revision) for one in models)]
+    may_grow = job.trainer.wait_for_nodes
+    opened = [place for place in places if place is not None]
+    return ready_for("workers", opened, pool.needs(), pool.label_selector, may_grow=may_grow, say=say)
+
+
+def server_sees(job: JobConfig) -> None:
+    """The nodes where a job's server may start, unless it starts where this process is.
+
+    Raises:
+        NodeError: one of them does not see what a server needs.
+    """
+    placement = job.server.placement
+    in_bucket = open_store(default_root(job.cache.root)).local_path("") is None
+    if placement == "any" or (placement == "data" and in_bucket):
+        workers_see(_of_server(job), {"CPU": job.server.num_cpus}, _first_that_fits(KEPT))
+
+
+def trainer_sees(job: JobConfig) -> None:
+    """The nodes where the ranks of a job may run, and its server with them.
+
+    Raises:
+        NodeError: one of them does not see what it needs.
+    """
+    from raysvc.actors.placement import pick_device
+
+    trainer = job.trainer
+    cuda = pick_device(trainer.device, trainer.dp_size, trainer.gpus_per_worker).startswith("cuda")
+    gpus = (1.0 if cuda else 0.0) if trainer.gpus_per_worker is None else trainer.gpus_per_worker
+    need: Resources = {"CPU": trainer.cpus_per_worker, **({"GPU": gpus} if gpus else {})}
+    places = [_folder("trainer.run_dir", absolute(job.run_dir), job)]
+    if (model := _model("trainer.model", trainer.model, None)) is not None:
+        places.append(model)
+    if job.server.placement == "trainer":
+        places.append(_folder("cache.root", default_root(job.cache.root), job))
+    workers_see(places, need)
+    server_sees(job)
+
+
+def _of_server(job: JobConfig) -> list[Opening]:
+    return [
+        _folder("cache.root", default_root(job.cache.root), job),
+        _folder("trainer.run_dir", absolute(job.run_dir), job),
+    ]
+
+
+def _folder(name: str, url: str, job: JobConfig) -> Opening:
+    return partial(SharedFolder.open, name, url, job.cache.storage_options)
+
+
+def _model(name: str, model: str, revision: str | None) -> Opening | None:
+    """None: it is made where it is needed."""
+    from raysvc.actors.model.tiny_vision import NAME as TINY_VISION
+
+    return None if model in ("tiny", TINY_VISION) else partial(SharedModel.open, name, model, revision)
+
+
+def _first_that_fits(selectors: Sequence[Selector]) -> Selector:
+    nodes = living_nodes()
+    return next((one for one in selectors if nodes_with(one, nodes)), {})
