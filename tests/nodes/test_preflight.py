@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from dataclasses import replace
 from functools import partial
@@ -75,7 +76,9 @@ def test_one_error_names_all_nodes_and_places() -> None:
 def test_a_node_that_has_another_view_is_refused_and_this_one_is_not_asked(
     tmp_path: Path, ray_session: None
 ) -> None:
-    private = os.open(tmp_path, os.O_RDONLY)
+    opened = os.open(tmp_path, os.O_RDONLY)
+    private = fcntl.fcntl(opened, fcntl.F_DUPFD, 900)  # a number that no other process uses
+    os.close(opened)
     try:
         here_alone = f"/proc/self/fd/{private}"  # a folder of this process
         opening = partial(SharedFolder.open, "cache.root", here_alone)
