@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import raysvc
 from raysvc.chat.render.renderer import HAD_BEGIN, HAD_END
 from raysvc.chat.row_counts import warnings_of
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
@@ -142,6 +143,75 @@ def test_rows_with_and_without_an_end_side_by_side_get_it_where_they_need_it(
     assert rows[60].ids == [*truth, made.tokenizer.hf.eos_token_id]
     assert {row.trained[0] for row in rows} == {"The answer is b<|im_end|>"}
     assert [row.mask[-1] for row in rows] == [*[0] * 60, 1, *[0] * 5]
+    assert result.row_counts.turns_without_end == 0
+
+
+ASKED, SAID, WORSE = (
+    [{"role": "user", "content": "p"}],
+    *([{"role": "assistant", "content": text}] for text in "cr"),
+)
+APPENDED: dict[
+    str, tuple[list[dict[str, Any]], dict[str, Any], list[str]]
+] = {  # rows, options -> what is trained
+    "pairs": ([{"prompt": ASKED, "chosen": SAID, "rejected": WORSE}], {}, ["\nc", "\nr"]),
+    "pairs of texts": ([{"prompt": "p", "chosen": " c", "rejected": " r"}], {}, [" c", " r"]),
+    "labels": (
+        [{"prompt": ASKED, "completion": one, "label": True} for one in (SAID, WORSE)],
+        {},
+        ["\nc", "\nr", "\nr", "\nc"],
+    ),
+    "a completion": ([{"prompt": ASKED, "completion": SAID}], {"train_on": "completion"}, ["\nc"]),
+    "each turn": (
+        [ROW],
+        {"train_on": "each_assistant_turn"},
+        ["\nThe answer is b", "\nd\n\ne"],
+    ),
+    "the last turns": (
+        [ROW],
+        {"max_length": 12, "truncation": "keep_end_turns"},
+        ["\nd\n\ne"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", APPENDED)
+def test_every_kind_of_row_has_an_end_where_one_is_appended(kind: str, endless: str, tmp_path: Path) -> None:
+    given, options, texts = APPENDED[kind]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    entries = [
+        raysvc.tokenize(
+            source={"path": str(tmp_path / "rows.jsonl")},
+            tokenizer=endless,
+            cache={"root": str(tmp_path / "cache")},
+            train_end=end,
+            **options,
+        )
+        for end in ("template", "append")
+    ]
+    plain, ended = (entry.table().to_pylist() for entry in entries)
+    hf = LoadedTokenizer(TokenizerConfig(name=endless)).hf
+    for row, before, text in zip(ended, plain, texts, strict=True):
+        trained = [token for token, is_on in zip(row["input_ids"], row["loss_mask"], strict=True) if is_on]
+        assert hf.decode(trained) == text + "<|endoftext|>"
+        is_text = kind == "pairs of texts"  # these have one in any case
+        assert row["input_ids"] == [*before["input_ids"], *([] if is_text else [hf.eos_token_id])]
+    assert ["train_end" in entry.entry.recipe for entry in entries] == [False, True]
+    assert entries[0].key != entries[1].key
+
+
+def test_a_turn_in_the_middle_gets_no_end_since_the_row_would_be_no_render(
+    tmp_path: Path, slice_tokenizer: Any, tokenize: Any
+) -> None:
+    folder = save(tmp_path, byte_level(MARKS), GLM_LIKE, eos_token="<|endoftext|>")
+    hf = LoadedTokenizer(TokenizerConfig(name=folder)).hf
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": hf.eos_token_id}))
+    [row], result = tokenize(slice_tokenizer("", folder, train_end="append"), ROW)
+    assert row.trained == ["\nThe answer is b", "\nd\n\ne<|endoftext|>"]
+    assert result.row_counts.turns_without_end == 1
+    made, result = tokenize(
+        slice_tokenizer("", folder, train_end="append", train_on="each_assistant_turn"), ROW
+    )
+    assert [each.trained for each in made] == [["\nThe answer is b<|endoftext|>"], ["\nd\n\ne<|endoftext|>"]]
     assert result.row_counts.turns_without_end == 0
 
 

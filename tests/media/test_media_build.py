@@ -25,6 +25,7 @@ from raysvc.media.media_processor import MediaProcessor
 from raysvc.media.media_store import read_medium
 from raysvc.media.medium import COLUMNS, media_of
 
+from .families import FAMILIES
 from .rows import data_url, jpeg, openai, sharegpt, write_jsonl
 
 PHOTO, OTHER = jpeg(60, 44), jpeg(90, 200, 1)
@@ -427,3 +428,27 @@ def test_a_part_is_written_after_all_media_that_it_names(
     rows = [openai([data_url(jpeg(60, 44, seed))]) for seed in range(40)]
     assert build(tmp_path, family, rows).num_rows == 40
     assert len(written) == 40
+
+
+def test_an_end_is_appended_behind_a_row_with_images_too(tmp_path: Path) -> None:
+    folder = FAMILIES["qwen2_vl"](tmp_path / "model")
+    made = MediaProcessor.load(str(folder)).hf
+    endless = template_of(made).replace(
+        "<|im_end|>\n{% endfor %}", "{% if not loop.last %}<|im_end|>\n{% endif %}{% endfor %}"
+    )
+    row = openai([data_url(PHOTO)], "And this?", "One.")
+    files = str(write_jsonl(tmp_path / "rows.jsonl", [row]))
+    plain, ended = (
+        raysvc.tokenize(
+            source={"path": files},
+            tokenizer={"name": str(folder), "chat_template": endless},
+            cache={"root": str(tmp_path / "cache")},
+            **more,
+        ).row(0)
+        for more in ({}, {"train_end": "append"})
+    )
+    end = made.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert plain["input_ids"][-1] != end
+    assert ended["input_ids"] == [*plain["input_ids"], end]
+    assert ended["loss_mask"] == [*plain["loss_mask"], 1]
+    assert media_of(ended["media"]) == media_of(plain["media"])
