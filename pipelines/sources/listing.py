@@ -54,9 +54,10 @@ def find_files(config: SourceConfig, may_be_none: bool = False) -> list[SourceFi
                 "source.path", f"{pattern!r} matches no file{here}", f"name files that end in {ENDINGS}"
             )
         for file in files:
-            if file.path in found:
+            place = file.path if "://" in file.path else os.path.normpath(file.path)
+            if place in found:
                 raise _named_twice(file, config.path)
-            found[file.path] = file
+            found[place] = file
     return list(found.values())
 
 

@@ -231,7 +231,9 @@ def test_a_path_that_no_file_can_have_is_a_source_error(path: str) -> None:
         look_at(SourceConfig(path=(path,)))
 
 
-@pytest.mark.parametrize("patterns", [("a.jsonl", "a.jsonl"), ("a.jsonl", "*.jsonl"), (".", "b")])
+@pytest.mark.parametrize(
+    "patterns", [("a.jsonl", "a.jsonl"), ("a.jsonl", "*.jsonl"), (".", "b"), ("a.jsonl", "b/../a.jsonl")]
+)
 def test_a_file_that_is_named_twice_is_refused_and_not_read_once(
     tree: Path, patterns: tuple[str, str]
 ) -> None:
