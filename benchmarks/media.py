@@ -163,7 +163,7 @@ def spec_of(name: str, uri: str, processor_at: Path, collators: int) -> Any:
 
     plan = PlanConfig(batch_size=BATCH, layout="packed", micro_batch_tokens=8192, epochs=1000)
     return ServeSpec(
-        name=name, entry_uri=uri, plan=plan, pad_token_id=0, journal=None, num_cpus=0, collators=collators,
+        name=name, sources=[uri], plan=plan, pad_token_id=0, journal=None, num_cpus=0, collators=collators,
         processor=ProcessorSpec(name=str(processor_at)), lease_ttl_s=120.0,
     )  # fmt: skip
 

@@ -220,7 +220,7 @@ def slow_store_rows(folder: Path, seconds: float) -> list[dict[str, Any]]:
 
     spec = ServeSpec(
         name="slow",
-        entry_uri=None,
+        sources=(),
         plan=PlanConfig(**PLAN),
         pad_token_id=0,
         journal=str(folder / "slow"),

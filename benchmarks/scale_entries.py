@@ -82,12 +82,13 @@ def measure(uri: str, shuffle: str) -> dict[str, Any]:
     """One server's stream, opened and asked for steps."""
     from raysvc.actors.server.entry_stream import EntryStream
     from raysvc.actors.server.make_step import Recipe
+    from raysvc.actors.server.spec import SourceSpec
     from raysvc.job.config import PlanConfig
 
     config = PlanConfig(batch_size=1024, shuffle=shuffle, micro_batch_tokens=16384)
     before = memory()["own MB"]
     begin = time.perf_counter()
-    stream = EntryStream(uri, {}, Recipe(config, 0))
+    stream = EntryStream([SourceSpec(uri=uri)], {}, Recipe(config, 0))
     num_steps = stream.schedule.num_steps
     opened = time.perf_counter()
     stream.outline(0, 8)

@@ -35,6 +35,7 @@ from common import show
 from raysvc import row_ids
 from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
+from raysvc.actors.server.spec import SourceSpec
 from raysvc.cache.growing.growing_entry import GrowingSpec
 from raysvc.cache.key import cache_key
 from raysvc.cache.manifest import Manifest, Receipt
@@ -93,12 +94,12 @@ class Corpus:
         parts = tuple(self.receipt(root, number, "")[1].part for number in range(self.slices))
         manifest = Manifest(self.key, parts, self._made[0].columns, self.recipe, self.spec.report)
         (root / "manifest.json").write_bytes(manifest.to_json())
-        return EntryStream(str(root), {}, self._steps)
+        return EntryStream([SourceSpec(uri=str(root))], {}, self._steps)
 
     def growing(self) -> tuple[Path, EntryStream]:
         """The folder of an entry that nobody has begun, and a stream of it."""
         root = self._root("growing")
-        return root, EntryStream(str(root), {}, self._steps, growing={str(root): self.spec})
+        return root, EntryStream([SourceSpec(uri=str(root), coming=self.spec)], {}, self._steps)
 
     def _root(self, name: str) -> Path:
         root = self.folder / name / self.key

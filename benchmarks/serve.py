@@ -83,7 +83,7 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
     uri = make_entry(folder / "cache", ROWS * steps_per_epoch, TOKENS)
     plan = PlanConfig(batch_size=ROWS, epochs=200, micro_batch_size=ROWS)
     spec = ServeSpec(
-        name="bench", entry_uri=uri, plan=plan, pad_token_id=0, journal=str(folder / "journal"), num_cpus=0.5
+        name="bench", sources=[uri], plan=plan, pad_token_id=0, journal=str(folder / "journal"), num_cpus=0.5
     )
     server = start_server(spec, detached=True)
     systems: dict[str, Callable[[], Iterator[Any]]] = {
@@ -121,7 +121,7 @@ def serial(spec: Any) -> Iterator[Any]:
     from raysvc.actors.server.entry_stream import EntryStream
     from raysvc.actors.server.make_step import Recipe
 
-    stream = EntryStream(spec.entry_uri, {}, Recipe(spec.plan, 0))
+    stream = EntryStream(spec.sources, {}, Recipe(spec.plan, 0))
     for step in range(stream.schedule.num_steps):
         yield stream.make(step, (1,))[1][0].arrays
 

@@ -172,7 +172,7 @@ def server(uri: str, plan: dict[str, Any], **fields: Any) -> Iterator[str]:
 
     spec = ServeSpec(
         name="gain",
-        entry_uri=uri,
+        sources=[uri],
         plan=PlanConfig(**plan),
         pad_token_id=0,
         journal=None,

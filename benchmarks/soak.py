@@ -136,7 +136,7 @@ def serve(folder: Path, uri: str, name: str, num_steps: int) -> Any:
 
     plan = PlanConfig(batch_size=64, mini_batch_size=32, epochs=-(-num_steps // 100))
     spec = ServeSpec(
-        name=name, entry_uri=uri, plan=plan, pad_token_id=0, journal=str(folder / "journal"), num_cpus=0
+        name=name, sources=[uri], plan=plan, pad_token_id=0, journal=str(folder / "journal"), num_cpus=0
     )
     return start_server(spec, detached=True)
 

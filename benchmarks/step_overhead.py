@@ -70,7 +70,7 @@ def measure(folder: Path, steps: int, compute_s: float) -> None:
     uri = make_entry(folder / "cache", 64 * (steps + 4 * BLOCK), 200)
     plan = PlanConfig(batch_size=64, micro_batch_size=8)
     spec = ServeSpec(
-        name="overhead", entry_uri=uri, plan=plan, pad_token_id=0, journal=str(folder / "journal")
+        name="overhead", sources=[uri], plan=plan, pad_token_id=0, journal=str(folder / "journal")
     )
     server = start_server(spec, detached=False)
     actor = ray.remote(concurrency_groups={"stage": 1})(SleepingWorker).options(num_cpus=0.5)

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from raysvc.builds.cache_entry import CacheEntry
 from raysvc.builds.job_plan import plan_config
-from raysvc.cache.growing.followed_entry import FollowedEntry
-from raysvc.cache.growing.growing_entry import GrowingEntry
 from raysvc.cache.store.open import absolute, default_root
 from raysvc.client.arguments import flag, optional_text
 from raysvc.errors import RaysvcError
@@ -82,9 +80,8 @@ def tokenize(
     if job.source.follow:
         from raysvc.builds.follow import catch_up
 
-        return CacheEntry(
-            catch_up(look(job, cache_root(job)), address, progress), False, "its source is followed"
-        )
+        entry = catch_up(look(job, cache_root(job)), address, progress)
+        return CacheEntry((entry,), False, "its source is followed")
     found = [
         find_or_build(each, cache_root(each), address, progress, name) for name, each in jobs_of(job).items()
     ]
@@ -279,8 +276,8 @@ def serve_entry(
 
 def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
     """The spec of a job's server."""
-    from raysvc.actors.server.spec import EvalSpec, ServeSpec
-    from raysvc.builds.mixed_job import entries_of, mixture_spec
+    from raysvc.actors.server.spec import EvalSpec, ServeSpec, SourceSpec
+    from raysvc.builds.mixed_job import mixture_spec
     from raysvc.scoring.job_columns import added_columns
 
     computed = added_columns(entry)  # for losses, and an eval counts tokens
@@ -292,15 +289,13 @@ def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
         )
         for name, each in job.evals.items()
     }
-    mixture = mixture_spec(job, entry.entry)
-    followed = entry.entry.followed if isinstance(entry.entry, FollowedEntry) else None
-    grow = [one for one in entries_of(entry.entry) if isinstance(one, GrowingEntry) and followed is None]
+    mixture = mixture_spec(job, entry.entries)
     return ServeSpec(
         name=job.server.name,
-        entry_uri=entry.uri if mixture is None else mixture.entry_uris[0],
+        sources=tuple(
+            SourceSpec.model_validate({"uri": one.uri, "coming": one.coming}) for one in entry.entries
+        ),
         mixture=mixture,
-        growing={one.uri: one.spec for one in grow},
-        followed=followed,
         plan=plan_config(job, entry),
         pad_token_id=int(entry.report["pad_token_id"]),
         journal=f"{absolute(job.run_dir)}/server",
@@ -320,12 +315,11 @@ def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
 
 def _processor_of(job: JobConfig, entry: CacheEntry) -> Any:
     """Where the processor of the rows' media is loaded from; None: they have none."""
-    from raysvc.builds.mixed_job import entries_of
     from raysvc.cache.store.open import absolute
     from raysvc.media.row_pixels import ProcessorSpec
     from raysvc.plan.sliced.sliced_rows import has_media
 
-    if not any(has_media(one) for one in entries_of(entry.entry)):
+    if not any(has_media(one) for one in entry.entries):
         return None
     name = job.tokenizer.name
     return ProcessorSpec(

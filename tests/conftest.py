@@ -173,10 +173,10 @@ def serve(tmp_path: Path, entry: Callable[..., str], ray_session: None) -> Itera
 
     def start(name: str, num_rows: int = 50, plan: dict[str, Any] | None = None, **fields: Any) -> Any:
         config = PlanConfig(**{"batch_size": 8, "mini_batch_size": 4, "epochs": 3, **(plan or {})})
-        uri = fields.pop("entry_uri", None) or entry(num_rows)
+        sources = fields.pop("sources", None) or [entry(num_rows)]
         journal = fields.pop("journal", str(tmp_path / f"journal-{name}"))
         spec = ServeSpec(
-            name=name, entry_uri=uri, plan=config, pad_token_id=0, journal=journal, num_cpus=0, **fields
+            name=name, sources=sources, plan=config, pad_token_id=0, journal=journal, num_cpus=0, **fields
         )
         started.append(name)
         return start_server(spec, detached=True)

@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from raysvc.cache.entry import Entry
-from raysvc.cache.joined_entry import JoinedEntry
+from raysvc.cache.rows import Rows
 from raysvc.chat.row_errors import RowFault
 from raysvc.collate.shard import Shard
 from raysvc.collate.with_media import with_media
@@ -33,19 +32,18 @@ class EntryMedia:
     """See the module.
 
     Args:
-        entry: whose rows have media.
-        rows: of the plan; they know their patches.
+        rows: that have media.
+        planned: they know the patches of each.
         processor: where it is loaded from.
     """
 
-    def __init__(self, entry: Entry | JoinedEntry, rows: PlanRows, processor: ProcessorSpec) -> None:
-        self._entry, self._rows, self._processor = entry, rows, processor
-        self._entries = entry.entries if isinstance(entry, JoinedEntry) else (entry,)
+    def __init__(self, rows: Rows, planned: PlanRows, processor: ProcessorSpec) -> None:
+        self._entries, self._planned, self._processor = rows.entries, planned, processor
 
     @classmethod
-    def of(cls, entry: Entry | JoinedEntry, plan: Plan, processor: ProcessorSpec | None) -> EntryMedia | None:
+    def of(cls, rows: Rows, plan: Plan, processor: ProcessorSpec | None) -> EntryMedia | None:
         """None where no row has media."""
-        return cls(entry, plan.rows, processor) if processor is not None and plan.rows.have_media else None
+        return cls(rows, plan.rows, processor) if processor is not None and plan.rows.have_media else None
 
     def fill(self, shard: Shard, rows: RowBatch) -> Shard:
         """The shard with the arrays of the media of its rows.
@@ -69,7 +67,7 @@ class EntryMedia:
 
     def planned(self, rank_bytes: Sequence[int], mini: MiniBatchPlan) -> tuple[int, ...]:
         """[R], bytes of each rank's shard, with media."""
-        patches = self._rows.patches_of(mini.row_ids)
+        patches = self._planned.patches_of(mini.row_ids)
         assert patches is not None
         rows = [rank.rows[rank.rows >= 0] for rank in mini.ranks]
         of_media = [int(patches[each].sum() * self._bytes_per_patch) for each in rows]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,17 +25,14 @@ from raysvc.actors.server.spec import (
     Part,
     Role,
     ServeSpec,
+    SourceSpec,
     StepInfo,
     StepOutline,
     as_role,
 )
 from raysvc.cache.entry import Entry
-from raysvc.cache.find import open_entry
-from raysvc.cache.growing.followed_entry import FollowedEntry, FollowedSpec
-from raysvc.cache.growing.growing_entry import GrowingEntry, GrowingSpec
-from raysvc.cache.joined_entry import JoinedEntry
+from raysvc.cache.rows import Rows
 from raysvc.cache.store.claim import Claim
-from raysvc.cache.store.open import open_store
 from raysvc.collate.shard import Shard
 from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.collate.text_columns import of_fixed_width, text_names, text_widths, widest_of
@@ -63,7 +59,7 @@ class _Facts:
 
 @dataclass(frozen=True)
 class _Open:
-    """Entry and plan, while they are held.
+    """Rows and plan, while they are held.
 
     Attributes:
         some_rows: a row, which tells the columns.
@@ -71,7 +67,7 @@ class _Open:
         text_widths: of them in the whole run; None: each mini-batch has its own.
     """
 
-    entry: Entry | JoinedEntry
+    rows: Rows
     plan: Plan
     some_rows: RowBatch
     texts: tuple[str, ...]
@@ -79,28 +75,27 @@ class _Open:
     media: EntryMedia | None
     decisions: tuple[Decision, ...]
 
-    def growing(self, step: int) -> list[tuple[GrowingEntry, list[int]]]:
+    def slices_of(self, step: int) -> list[tuple[Entry, list[int]]]:
         """The entries that are being built, each with the slices of it that a step has rows of."""
-        entries = self.entry.entries if isinstance(self.entry, JoinedEntry) else (self.entry,)
-        found = [(number, one) for number, one in enumerate(entries) if isinstance(one, GrowingEntry)]
+        found = [(number, one) for number, one in enumerate(self.rows.entries) if not one.is_whole]
         if not found:
             return []
         place = row_ids.split(self.plan.groups_of(step))
         return [(one, np.unique(place.slice[place.source == number]).tolist()) for number, one in found]
 
     def end_of(self, step: int) -> int:
-        """Rows of the source in all steps up to this one, of a source that is followed."""
+        """Groups of all steps up to this one."""
         return self.plan.schedule.groups_before(step) + self.plan.schedule.groups_at(step)
 
     def read(self, mini: MiniBatchPlan) -> RowBatch:
-        rows = self.entry.read(mini.row_ids)
+        rows = self.rows.read(mini.row_ids)
         return of_fixed_width(rows, self._widths(rows))
 
     def like(self, mini: MiniBatchPlan) -> RowBatch:
         """A row with columns as wide as those of a mini-batch; rows are read only where their texts decide that."""
         rows = self.some_rows
         if self.texts and self.text_widths is None:
-            rows = self.entry.read(mini.row_ids)
+            rows = self.rows.read(mini.row_ids)
         return of_fixed_width(self.some_rows, self._widths(rows))
 
     def _widths(self, rows: RowBatch) -> Mapping[str, int]:
@@ -111,33 +106,27 @@ class EntryStream:
     """Steps of an entry.
 
     Args:
-        uri: of the entry.
+        sources: the entry, or those of a mixture.
         storage_options: for fsspec.
         recipe: plan and padding.
-        mixture: the entries of a mixture, of which `uri` is the first; None: one entry.
+        mixture: how the sources are mixed; None: there is one.
         processor: of the media of rows; None: they have none.
-        growing: address -> entry that may not be finished.
-        followed: of an entry whose source is followed.
         feedback: where decisions are; None: none can be made.
     """
 
     def __init__(
         self,
-        uri: str,
+        sources: Sequence[SourceSpec],
         storage_options: Mapping[str, Any],
         recipe: Recipe,
         mixture: MixtureSpec | None = None,
         processor: ProcessorSpec | None = None,
-        growing: Mapping[str, GrowingSpec] = MappingProxyType({}),
-        followed: FollowedSpec | None = None,
         feedback: FeedbackLog | None = None,
     ) -> None:
-        self._followed = followed
-        self._uri, self._storage_options, self._recipe = uri, dict(storage_options), recipe
-        self._mixture, self._processor, self._growing = mixture, processor, dict(growing)
-        self._feedback = feedback
+        self._sources, self._storage_options, self._recipe = tuple(sources), dict(storage_options), recipe
+        self._mixture, self._processor, self._feedback = mixture, processor, feedback
         self._failure = ""  # why nobody builds any more
-        self._being_built: tuple[GrowingEntry, ...] = ()  # that failure is told to; before they are open
+        self._entries: tuple[Entry, ...] = ()  # that failure is told to; before they are open
         self._lock = threading.Lock()
         self._open: _Open | None = None  # guarded by self._lock
         self._known: _Facts | None = None  # written once, under self._lock
@@ -187,9 +176,10 @@ class EntryStream:
     def is_there(self, step: int) -> bool:
         """Whether the rows of a step are tokenized."""
         opened = self._opened()
-        if isinstance(opened.entry, FollowedEntry) and not opened.entry.knows(opened.end_of(step)):
-            return False
-        return all(entry.has(slices) for entry, slices in opened.growing(step))
+        end = opened.end_of(step)
+        return all(entry.knows(end) for entry in opened.rows.entries) and all(
+            entry.has(slices) for entry, slices in opened.slices_of(step)
+        )
 
     def wait_for(self, step: int) -> float:
         """Wait until the rows of a step are tokenized; seconds.
@@ -197,15 +187,15 @@ class EntryStream:
         Raises:
             EntryError: their build has failed.
         """
-        opened, waited_s = self._opened(), 0.0
-        if isinstance(opened.entry, FollowedEntry):
-            waited_s = opened.entry.wait_until_known(opened.end_of(step))
-        return waited_s + sum(entry.wait_for(slices) for entry, slices in opened.growing(step))
+        opened = self._opened()
+        end = opened.end_of(step)
+        waited_s = sum(entry.wait_until_known(end) for entry in opened.rows.entries)
+        return waited_s + sum(entry.wait_for(slices) for entry, slices in opened.slices_of(step))
 
     def end_build(self, why: str) -> None:
         """The build has failed: whoever waits for its rows is told why. "": another build begins."""
         self._failure = why
-        for entry in self._being_built:
+        for entry in self._entries:
             entry.fail(why)
 
     def outline(self, step: int, role: Role | int) -> StepOutline:
@@ -238,12 +228,12 @@ class EntryStream:
     def decides(self) -> tuple[Plan, Sources | None]:
         """What a decision is made of: the plan, and the sources of a mixture."""
         opened, mixture = self._opened(), self._mixture
-        if mixture is None or not isinstance(opened.entry, JoinedEntry):
+        if mixture is None:
             return opened.plan, None
         shuffles = [
             one or self._recipe.plan.shuffle for one in mixture.shuffles or (None,) * len(mixture.names)
         ]
-        return opened.plan, Sources(mixture.names, opened.entry.entries, mixture.by, shuffles)
+        return opened.plan, Sources(mixture.names, opened.rows.entries, mixture.by, shuffles)
 
     def follow(self, decisions: Sequence[Decision]) -> None:
         """Make the steps to come by these decisions, which are on disk."""
@@ -266,46 +256,28 @@ class EntryStream:
     def _opened(self) -> _Open:
         with self._lock:
             if self._open is None:
-                entry, plan = self._entry_and_plan()
+                rows, plan = self._rows_and_plan()
                 columns = self._recipe.plan.columns
-                some_rows = entry.read(np.array([entry.first_row()]))
+                some_rows = rows.read(np.array([rows.first_row()]))
                 texts = text_names(some_rows, columns)
-                widths = None if plan.rows.are_sliced else text_widths(entry, columns)
+                widths = None if plan.rows.are_sliced else text_widths(rows.entries, columns)
                 fixed = of_fixed_width(some_rows, widest_of(some_rows, texts) if widths is None else widths)
                 ColumnBytes.of(fixed, self._recipe.plan)  # refuses columns that are not there
-                media = EntryMedia.of(entry, plan, self._processor)
+                media = EntryMedia.of(rows, plan, self._processor)
                 decisions = tuple(self._feedback.decisions()) if self._feedback else ()
                 plan = decided_plan(plan, decisions)
-                self._open = _Open(entry, plan, some_rows, texts, widths, media, decisions)
-                self._known = _Facts(plan.schedule, plan.hash, plan.identity, entry.key, entry.num_rows)
+                self._open = _Open(rows, plan, some_rows, texts, widths, media, decisions)
+                self._known = _Facts(plan.schedule, plan.hash, plan.identity, rows.key, rows.num_rows)
             return self._open
 
-    def _entry_and_plan(self) -> tuple[Entry | JoinedEntry, Plan]:
+    def _rows_and_plan(self) -> tuple[Rows, Plan]:
         mixture = self._mixture
-        uris = (self._uri,) if mixture is None else mixture.entry_uris
-        entries = [self._entry(uri) for uri in uris]
-        self._being_built = tuple(one for one in entries if isinstance(one, GrowingEntry))
+        self._entries = tuple(one.opened(self._storage_options) for one in self._sources)
         if self._failure:  # it was told before there was an entry to tell
-            for entry in self._being_built:
+            for entry in self._entries:
                 entry.fail(self._failure)
-        if mixture is None:
-            return entries[0], plan_of_entries(self._recipe.plan, entries)
-        plan = plan_of_entries(self._recipe.plan, entries, mixture.stages, mixture.shuffles)
-        return JoinedEntry(entries), plan
-
-    def _entry(self, uri: str) -> Entry:
-        """An entry: a finished one where it is finished by now."""
-        root, _, folder = uri.rpartition("/")
-        if self._followed is not None:
-            return FollowedEntry(open_store(root, self._storage_options), folder, self._followed)
-        if uri not in self._growing:
-            return open_entry(uri, self._storage_options)
-        entry = GrowingEntry(open_store(root, self._storage_options), folder, self._growing[uri])
-        if not entry.is_finished():
-            return entry
-        finished = open_entry(uri, self._storage_options)
-        entry.receipts.refuse_another_cut(finished.manifest, uri)
-        return finished
+        stages, shuffles = (mixture.stages, mixture.shuffles) if mixture else ((), ())
+        return Rows(self._entries), plan_of_entries(self._recipe.plan, self._entries, stages, shuffles)
 
     def _facts(self) -> _Facts:
         if self._known is None:
@@ -322,20 +294,18 @@ def feedback_log(journal: str, storage_options: Mapping[str, Any], claim: Claim 
 def streams_of(spec: ServeSpec) -> dict[str, EntryStream]:
     """The streams of a server that read an entry: what is trained, if it is one, and the evals."""
     streams: dict[str, EntryStream] = {}
-    if spec.entry_uri is not None:
+    if spec.sources:
         recipe = Recipe(spec.plan, spec.pad_token_id)
         streams[TRAIN] = EntryStream(
-            spec.entry_uri,
+            spec.sources,
             spec.storage_options,
             recipe,
             spec.mixture,
             spec.processor,
-            spec.growing,
-            spec.followed,
             feedback_log(spec.journal, spec.storage_options) if spec.journal else None,
         )
     for name, evaluation in spec.evals.items():
         recipe = Recipe(eval_plan(spec.plan, evaluation.batch_size, evaluation.without), spec.pad_token_id)
-        uri, options = evaluation.entry_uri, spec.storage_options
-        streams[name] = EntryStream(uri, options, recipe, processor=spec.processor)
+        source = SourceSpec(uri=evaluation.entry_uri)
+        streams[name] = EntryStream([source], spec.storage_options, recipe, processor=spec.processor)
     return streams

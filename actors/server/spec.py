@@ -8,12 +8,13 @@ Always true:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from raysvc.cache.growing.followed_entry import FollowedSpec
 from raysvc.cache.growing.growing_entry import GrowingSpec
@@ -21,6 +22,9 @@ from raysvc.collate.collate import Collate
 from raysvc.collate.info import MiniBatchInfo
 from raysvc.job.config import PlanConfig
 from raysvc.media.row_pixels import ProcessorSpec
+
+if TYPE_CHECKING:
+    from raysvc.cache.entry import Entry
 
 Share = Literal["none", "stream"]
 TRAIN = ""  # name of the stream that is trained; others are evals
@@ -69,6 +73,41 @@ def as_role(ranks: Role | int) -> Role:
     return Role(ranks) if isinstance(ranks, int) else ranks
 
 
+class SourceSpec(BaseModel):
+    """One entry of what is served; its address alone says the same of a finished one."""
+
+    model_config = ConfigDict(frozen=True)
+    uri: str
+    coming: GrowingSpec | FollowedSpec | None = Field(
+        default=None,
+        description="What is known of an entry that was not finished when the server was started.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _address(cls, value: Any) -> Any:
+        return {"uri": value} if isinstance(value, str) else value
+
+    def opened(self, storage_options: Mapping[str, Any]) -> Entry:
+        """The entry: a finished one where it is finished by now.
+
+        Raises:
+            EntryError: it is gone, damaged or another one.
+        """
+        from raysvc.cache.find import open_entry
+        from raysvc.cache.store.open import open_store
+
+        if self.coming is None:
+            return open_entry(self.uri, storage_options)
+        root, _, folder = self.uri.rpartition("/")
+        return self.coming.opened(open_store(root, storage_options), folder)
+
+    def lasting(self) -> SourceSpec:
+        """What holds of it when the build has ended."""
+        has_end = self.coming is None or self.coming.has_end
+        return SourceSpec(uri=self.uri) if has_end else self
+
+
 class EvalSpec(BaseModel):
     """An entry that is read beside training."""
 
@@ -83,7 +122,6 @@ class MixtureSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True)
     names: tuple[str, ...] = Field(description="Of the sources, for display.")
-    entry_uris: tuple[str, ...]
     stages: tuple[tuple[int, tuple[int, ...]], ...] = Field(
         description="Position of the stream at which a stage begins, and the rows of each entry in its period."
     )
@@ -116,17 +154,12 @@ class ServeSpec(BaseModel):
 
     model_config = ConfigDict(frozen=True)
     name: str
-    entry_uri: str | None = Field(description="What is trained; of a mixture the first; None: `rollouts`.")
+    sources: tuple[SourceSpec, ...] = Field(description="What is trained; (): `rollouts`.")
     mixture: MixtureSpec | None = None
     plan: PlanConfig
     pad_token_id: int
     journal: str | None = Field(description="fsspec URL of the leases' folder; None: kept in memory only")
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
-    growing: dict[str, GrowingSpec] = Field(
-        default_factory=dict,
-        description="Address -> entry that was not finished when the server was started.",
-    )
-    followed: FollowedSpec | None = Field(default=None, description="Of an entry whose source is followed.")
     evals: dict[str, EvalSpec] = Field(default_factory=dict)
     processor: ProcessorSpec | None = Field(default=None, description="Of the media of rows.")
     rollouts: RolloutSpec | None = None
@@ -153,7 +186,11 @@ class ServeSpec(BaseModel):
         return ", ".join(found) or None
 
     def _flat(self) -> dict[str, Any]:
-        return {**self.model_dump(exclude={"plan", "owner", "team", "growing"}), **self.plan.model_dump()}
+        return {**self.lasting().model_dump(exclude={"plan", "owner", "team"}), **self.plan.model_dump()}
+
+    def lasting(self) -> ServeSpec:
+        """The spec, with what holds of its sources when their builds have ended."""
+        return self.model_copy(update={"sources": tuple(one.lasting() for one in self.sources)})
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from raysvc.builds.build_report import known_before
 from raysvc.builds.cache_entry import CacheEntry
 from raysvc.builds.find_or_build import Going, Looked, Making, PoolBeside, begin, receipts_beside
 from raysvc.builds.job_plan import plan_of
-from raysvc.builds.mixed_job import join
 from raysvc.cache import names as file_names
 from raysvc.cache.entry import Entry
 from raysvc.cache.growing.growing_entry import GrowingEntry, GrowingSpec
@@ -71,10 +70,10 @@ def entry_of(job: JobConfig, entries: Sequence[Entry], hit: bool, reasons: Seque
         reasons: why each is used or built.
     """
     if job.mixture is None:
-        return CacheEntry(entries[0], hit, reasons[0])
+        return CacheEntry(tuple(entries), hit, reasons[0])
     names = tuple(job.mixture.sources)
     told = "; ".join(f"{name}: {reason}" for name, reason in zip(names, reasons, strict=True))
-    return CacheEntry(join(entries), hit, told, names)
+    return CacheEntry(tuple(entries), hit, told, names)
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raysvc.builds.entry_report import Report
-from raysvc.cache.growing.followed_entry import FollowedEntry
-from raysvc.cache.joined_entry import JoinedEntry
-from raysvc.cache.store.open import open_store
+from raysvc.builds.entry_report import Report, joined_report
+from raysvc.cache.rows import Rows
 from raysvc.errors import ConfigError, PlanError
 from raysvc.job.config import PAIRED
 from raysvc.plan.fact_table import facts_html, facts_text
@@ -36,39 +34,44 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class CacheEntry:
-    """A finished entry, opened.
+    """The entries of a job, opened: one, or one for each source of a mixture.
 
     Attributes:
-        entry: random access to its rows.
+        entries: of one tokenizer; finished, or to be read while somebody builds them.
         hit: whether it was there already.
         reason: why it was used or built, one clause.
         sources: names of the sources of a mixture.
     """
 
-    entry: Entry | JoinedEntry
+    entries: tuple[Entry, ...]
     hit: bool = True
     reason: str = "opened by its address"
     sources: tuple[str, ...] = ()
 
+    @cached_property
+    def rows(self) -> Rows:
+        """Random access to the rows of all entries."""
+        return Rows(self.entries)
+
     @property
     def uri(self) -> str:
         """Folder or URL."""
-        return self.entry.uri
+        return self.rows.uri
 
     @property
     def key(self) -> str:
         """64 hex digits: the hash of what decided the bytes."""
-        return self.entry.key
+        return self.rows.key
 
     @property
     def num_rows(self) -> int:
         """Rows."""
-        return self.entry.num_rows
+        return self.rows.num_rows
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all rows, context included."""
-        return self.entry.num_tokens
+        return self.rows.num_tokens
 
     @cached_property
     def report(self) -> Mapping[str, Any]:
@@ -77,25 +80,25 @@ class CacheEntry:
         Raises:
             EntryError: a field is missing or of a wrong type.
         """
-        return Report(self.entry.report, self.uri)
+        return Report(joined_report(self.entries), self.uri)
 
     def table(self) -> pa.Table:
         """All rows, memory-mapped."""
-        return self.entry.table()
+        return self.rows.table()
 
     def row_ids(self) -> Int64s:
         """int64 [N], ids of all rows, as `raysvc.row_ids` makes them; in the order of the entry."""
-        return self.entry.row_ids()
+        return self.rows.row_ids()
 
     def row(self, index: int | str) -> dict[str, Any]:
         """One row, by its id, which may be written `0:17:451`: column name -> list or value."""
-        return self.entry.row(int(self._ids([index])[0]))
+        return self.rows.row(int(self._ids([index])[0]))
 
     def origins(self, row_ids: Sequence[int | str]) -> list[tuple[str, int]]:
         """Where rows come from: the source (its name in a mixture, else its files), and the row's number there."""
         ids = self._ids(row_ids)
-        numbers = self.entry.read(ids).rows["source_row"].tolist()
-        if not isinstance(self.entry, JoinedEntry):
+        numbers = self.rows.read(ids).rows["source_row"].tolist()
+        if not self.sources:
             return [(", ".join(self.report["paths"]), number) for number in numbers]
         return list(zip(self.sources_of(ids), numbers, strict=True))
 
@@ -106,10 +109,8 @@ class CacheEntry:
     def turns(self, row_ids: Sequence[int | str]) -> list[tuple[int, int] | None]:
         """(i, n) of each row: the i-th of the n rows that `each_assistant_turn` made of its source row; None of any other."""
         ids = self._ids(row_ids)
-        if not isinstance(self.entry, JoinedEntry):
-            return [_turn(self.entry, row_id) for row_id in ids.tolist()]
-        numbers, local = (found.tolist() for found in self.entry.places(ids))
-        return [_turn(self.entry.entries[k], row_id) for k, row_id in zip(numbers, local, strict=True)]
+        numbers, local = (found.tolist() for found in self.rows.places(ids))
+        return [_turn(self.entries[k], row_id) for k, row_id in zip(numbers, local, strict=True)]
 
     def _ids(self, row_ids: Sequence[int | str] | Int64s) -> Int64s:
         try:
@@ -117,12 +118,8 @@ class CacheEntry:
         except (OverflowError, ValueError) as error:
             what = f"{row_ids!r} are not ids of rows"[:200]
             raise PlanError("row", what, "take one from a row log, or from raysvc plan --step") from error
-        check_rows(self._entries, ids)
+        check_rows(self.entries, ids)
         return ids
-
-    @property
-    def _entries(self) -> Sequence[Entry]:
-        return self.entry.entries if isinstance(self.entry, JoinedEntry) else (self.entry,)
 
     def text(self, index: int | str) -> str:
         """One row as the tokenizer decodes it, special tokens included.
@@ -166,7 +163,7 @@ class CacheEntry:
         """
         from raysvc.builds.kept_tokenizer import kept_tokenizer
 
-        return kept_tokenizer(self._entries)
+        return kept_tokenizer(self.entries)
 
 
 def _turn(entry: Entry, row_id: int) -> tuple[int, int] | None:
@@ -191,7 +188,7 @@ def open_cache(uri: str | Path, storage_options: Mapping[str, Any] | None = None
         raise ConfigError(
             "open_cache(uri)", f"{uri!r} is not an address", "give the folder or URL of an entry"
         )
-    return CacheEntry(open_entry(str(uri), dict(storage_options or {})))
+    return CacheEntry((open_entry(str(uri), dict(storage_options or {})),))
 
 
 def open_served(spec: ServeSpec) -> CacheEntry:
@@ -200,15 +197,6 @@ def open_served(spec: ServeSpec) -> CacheEntry:
     Raises:
         EntryError: one of them is gone or damaged.
     """
-    from raysvc.builds.mixed_job import join
-    from raysvc.cache.find import open_entry
-
-    assert spec.entry_uri is not None, "a server of rollouts has no entry"
-    if spec.followed is not None:
-        root, _, folder = spec.entry_uri.rpartition("/")
-        followed = FollowedEntry(open_store(root, spec.storage_options), folder, spec.followed)
-        return CacheEntry(followed)
-    if spec.mixture is None:
-        return open_cache(spec.entry_uri, spec.storage_options)
-    entries = [open_entry(uri, spec.storage_options) for uri in spec.mixture.entry_uris]
-    return CacheEntry(join(entries), sources=spec.mixture.names)
+    assert spec.sources, "a server of rollouts has no entry"
+    entries = tuple(one.opened(spec.storage_options) for one in spec.sources)
+    return CacheEntry(entries, sources=spec.mixture.names if spec.mixture else ())

@@ -1,4 +1,4 @@
-"""The report of an entry, as far as it can be believed.
+"""The report of an entry, or of several as one, as far as it can be believed.
 
 Always true:
 - a field that raysvc reads has the type it was written with, or reading the report is an EntryError;
@@ -7,13 +7,20 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Never
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Never
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from raysvc.cache.part_info import REBUILD
+from raysvc.chat.row_counts import RowCounts
 from raysvc.errors import EntryError
+
+if TYPE_CHECKING:
+    from raysvc.cache.entry import Entry
 
 
 class _Example(BaseModel):
@@ -69,3 +76,47 @@ class Report(dict[str, Any]):
 
     def __missing__(self, name: str) -> Never:
         raise EntryError(self._where, f"its report has no {name}", REBUILD)
+
+
+def joined_report(entries: Sequence[Entry]) -> Mapping[str, Any]:
+    """What the builders of some entries of one tokenizer reported, added up; where one grows, what is known before it ends."""
+    from raysvc.builds.build_report import percentiles
+
+    reports = [one.report for one in entries]
+    if len(entries) == 1:
+        return reports[0]
+    if not all(one.is_whole for one in entries):
+        return {**reports[0], **_known_before(reports)}
+    lengths = percentiles(chain.from_iterable(one.lengths_by_slice() for one in entries))
+    return {**_added(reports), "length_percentiles": lengths}
+
+
+def _added(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    verifications = [one["verification"] for one in reports]
+    row_counts = reduce(RowCounts.__add__, (RowCounts.from_json(one["row_counts"]) for one in reports))
+    switched = {
+        reason for verification in verifications for reason in verification["switched_to_the_reference"]
+    }
+    return {
+        **reports[0],
+        "row_counts": row_counts.to_json(),
+        "examples": [example for one in reports for example in one["examples"]],
+        "verification": {
+            "rows_compared_with_the_reference": sum(
+                verification["rows_compared_with_the_reference"] for verification in verifications
+            ),
+            "switched_to_the_reference": sorted(switched),
+        },
+        "left_out": sorted({name for one in reports for name in one.get("left_out", ())}),
+        "encoders": dict(sum((Counter(one["encoders"]) for one in reports), Counter[str]())),
+        "seconds": round(sum(one["seconds"] for one in reports), 3),
+        **_known_before(reports),
+    }
+
+
+def _known_before(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What is known of several builds before a row is tokenized."""
+    return {
+        "source_bytes": sum(one["source_bytes"] for one in reports),
+        "paths": [path for one in reports for path in one["paths"]],
+    }

@@ -126,7 +126,7 @@ class FollowBeside(BuildBeside):
             super().make_first(job, step)
 
     def _entry(self, job: JobConfig) -> CacheEntry:
-        return CacheEntry(self._own, hit=False, reason="its source is followed")
+        return CacheEntry((self._own,), hit=False, reason="its source is followed")
 
     def _order(self, job: JobConfig, step: int) -> list[tuple[int, int]]:
         plan = plan_of(job, self.entry)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from raysvc.builds.mixed_job import entries_of, shuffles_of, stages_of
+from raysvc.builds.mixed_job import shuffles_of, stages_of
 from raysvc.cache.key import ADDED
 from raysvc.collate.plan_report import PlanReport, plan_report
 from raysvc.collate.shard_bytes import ColumnBytes
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 
 def plan_of(job: JobConfig, entry: CacheEntry) -> Plan:
     """The plan that the job's server would follow."""
-    entries = entries_of(entry.entry)
+    entries = entry.entries
     return plan_of_entries(plan_config(job, entry), entries, stages_of(job, entries), shuffles_of(job))
 
 
 def report_of(job: JobConfig, entry: CacheEntry) -> PlanReport:
     """The report of the job's plan, with the bytes that its server will send."""
     plan = plan_of(job, entry)
-    widths = text_widths(entry.entry, plan.config.columns)
+    widths = text_widths(entry.entries, plan.config.columns)
     column_bytes = ColumnBytes.of(
-        of_fixed_width(entry.entry.read(np.array([entry.entry.first_row()])), widths), plan.config
+        of_fixed_width(entry.rows.read(np.array([entry.rows.first_row()])), widths), plan.config
     )
     return plan_report(plan, job.trainer.dp_size, column_bytes, look_ahead_steps=job.server.look_ahead_steps)
 
@@ -78,7 +78,7 @@ def plan_config(job: JobConfig, entry: CacheEntry | None = None) -> PlanConfig:
 
 def _carried(entry: CacheEntry) -> dict[str, Any]:
     """Name -> what the recipe says of a carried or computed column."""
-    recipes = [one.recipe for one in entries_of(entry.entry)]
+    recipes = [one.recipe for one in entry.entries]
     each = [declared_columns(recipe) for recipe in recipes]
     carried = {name: column for its in each for name, column in its.items()}
     for name in carried:

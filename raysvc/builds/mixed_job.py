@@ -1,4 +1,4 @@
-"""A job's mixture: one job per source, their entries joined, and the counts of each stage.
+"""A job's mixture: one job per source, and the counts of each stage.
 
 Axes: K sources.
 Always true:
@@ -9,16 +9,10 @@ Always true:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import reduce
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from raysvc.cache.growing.growing_entry import GrowingEntry
-from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.cache.key import rows_key
-from raysvc.chat.row_counts import RowCounts
 from raysvc.errors import PlanError
 from raysvc.plan.entry_plan import count_groups, weighted_counts
 from raysvc.plan.mixture import counts_by_epochs
@@ -42,39 +36,18 @@ def jobs_of(job: JobConfig) -> dict[str, JobConfig]:
     }
 
 
-def join(entries: Sequence[Entry]) -> JoinedEntry:
-    """The entries of all sources as one, with their reports added up; where one grows, what is known before it ends."""
-    from raysvc.builds.build_report import percentiles
-
-    joined = JoinedEntry(entries)
-    reports = [one.report for one in entries]
-    if any(isinstance(one, GrowingEntry) for one in entries):
-        joined.report = {**reports[0], **_known_before(reports)}
-        return joined
-    lengths = percentiles(chain.from_iterable(one.lengths_by_slice() for one in entries))
-    joined.report = {**_added(reports), "length_percentiles": lengths}
-    return joined
-
-
-def mixture_spec(job: JobConfig, entry: Entry | JoinedEntry) -> MixtureSpec | None:
+def mixture_spec(job: JobConfig, entries: Sequence[Entry]) -> MixtureSpec | None:
     """What a server needs of the job's mixture; None when the job has none."""
     from raysvc.actors.server.spec import MixtureSpec
 
     if job.mixture is None:
         return None
-    entries = entries_of(entry)
     return MixtureSpec(
         names=tuple(job.mixture.sources),
-        entry_uris=tuple(one.uri for one in entries),
         stages=stages_of(job, entries),
         shuffles=shuffles_of(job),
         by=job.mixture.by,
     )
-
-
-def entries_of(entry: Entry | JoinedEntry) -> Sequence[Entry]:
-    """The entries of a mixture, or the one entry."""
-    return entry.entries if isinstance(entry, JoinedEntry) else (entry,)
 
 
 def stages_of(job: JobConfig, entries: Sequence[Entry]) -> Stages:
@@ -134,35 +107,3 @@ def _counts(job: JobConfig, mixture: MixtureConfig, step: int, entries: Sequence
     each_count = iter(counts)
     until = max(place for place, here in enumerate(joined) if here) + 1  # so that a source can be appended
     return tuple(next(each_count) if here else 0 for here in joined[:until])
-
-
-def _added(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One report of several builds with the same tokenizer."""
-    verifications = [one["verification"] for one in reports]
-    row_counts = reduce(RowCounts.__add__, (RowCounts.from_json(one["row_counts"]) for one in reports))
-    switched = {
-        reason for verification in verifications for reason in verification["switched_to_the_reference"]
-    }
-    return {
-        **reports[0],
-        "row_counts": row_counts.to_json(),
-        "examples": [example for one in reports for example in one["examples"]],
-        "verification": {
-            "rows_compared_with_the_reference": sum(
-                verification["rows_compared_with_the_reference"] for verification in verifications
-            ),
-            "switched_to_the_reference": sorted(switched),
-        },
-        "left_out": sorted({name for one in reports for name in one.get("left_out", ())}),
-        "encoders": dict(sum((Counter(one["encoders"]) for one in reports), Counter[str]())),
-        "seconds": round(sum(one["seconds"] for one in reports), 3),
-        **_known_before(reports),
-    }
-
-
-def _known_before(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What is known of several builds before a row is tokenized."""
-    return {
-        "source_bytes": sum(one["source_bytes"] for one in reports),
-        "paths": [path for one in reports for path in one["paths"]],
-    }

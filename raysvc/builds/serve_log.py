@@ -1,6 +1,6 @@
 """What a run was served from which step on: `<run_dir>/served.jsonl`, so that any step can be made again.
 
-    {"step": 0, "dp_size": 2, "spec": {"name": ..., "entry_uri": ..., "plan": {...}, ...}}
+    {"step": 0, "dp_size": 2, "spec": {"name": ..., "sources": [...], "plan": {...}, ...}}
 
 A server whose trainer is not ours keeps the same lines itself, as records beside its leases; see `raysvc.actors.server.kept.served_records`.
 

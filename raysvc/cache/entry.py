@@ -39,10 +39,23 @@ from raysvc.row_ids import RowPlaces, slice_base
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pydantic import BaseModel
 
 
 class Entry:
-    """One generation of one key."""
+    """One generation of one key.
+
+    Slices are there, or to come: of this class all are there, of `raysvc.cache.growing` some are waited for.
+
+    Attributes:
+        is_whole: whether all slices are there.
+        has_end: whether there is a last slice.
+        coming: what is known of it before it is whole; None: it is.
+    """
+
+    is_whole = True
+    has_end = True
+    coming: BaseModel | None = None
 
     def __init__(
         self,
@@ -224,6 +237,38 @@ class Entry:
         """bool [N], whether there is no such row in a slice."""
         counts = np.append(np.diff(self.slice_starts), 0)
         return np.asarray(rows >= counts[np.minimum(slices, len(counts) - 1)])
+
+    def has(self, slices: Sequence[int]) -> bool:
+        """Whether all of these slices are there."""
+        return True
+
+    def wait_for(self, slices: Sequence[int]) -> float:
+        """Wait until these slices are there; seconds.
+
+        Raises:
+            EntryError: the build has failed.
+        """
+        return 0.0
+
+    @property
+    def num_known(self) -> int:
+        """Rows of the source that have a slice by now."""
+        return int(self.source_rows.sum())
+
+    def knows(self, num_groups: int) -> bool:
+        """Whether it is known in which slices the first rows of the source are."""
+        return True
+
+    def wait_until_known(self, num_groups: int) -> float:
+        """Wait until that is known; seconds.
+
+        Raises:
+            EntryError: nobody looks for more rows.
+        """
+        return 0.0
+
+    def fail(self, why: str) -> None:
+        """Nobody builds any more: whoever waits for a slice is told why. "": somebody builds again."""
 
     @cached_property
     def source_rows(self) -> npt.NDArray[np.int64]:

@@ -31,7 +31,6 @@ def plan(
     """
     from raysvc import api
     from raysvc.builds.job_plan import plan_of, report_of
-    from raysvc.cache.growing.followed_entry import FollowedEntry
     from raysvc.collate.plan_report import rows_of_step
     from raysvc.errors import PlanError
     from raysvc.job.job_file import load_job
@@ -41,10 +40,10 @@ def plan(
     with View() as view:
         entry = as_far_as_there(job, api.tokenize(job, address=address, progress=view), view)
     steps = plan_of(job, entry)
-    if isinstance(entry.entry, FollowedEntry):
+    if not all(one.has_end for one in entry.entries):
         position = 0 if step is None else steps.schedule.position_of(step + 1)
-        if step is None or not entry.entry.knows(position):
-            there = entry.entry.num_known // job.plan.batch_size
+        if step is None or not entry.entries[0].knows(position):
+            there = entry.entries[0].num_known // job.plan.batch_size
             what = f"has no end; {there} steps of it are there by now"
             raise PlanError("source.follow", what, "give --step, a number below that, or plan without follow")
     dp_size = job.trainer.dp_size

@@ -82,7 +82,7 @@ def serve_rollouts(
     filled = mapping(_ARGUMENT.format("defaults"), defaults or {})
     spec = ServeSpec(
         name=matching(_ARGUMENT.format("name"), name, NAME),
-        entry_uri=None,
+        sources=(),
         plan=_plan(plan),
         pad_token_id=integer(_ARGUMENT.format("pad_token_id"), pad_token_id, 0),
         journal=f"{absolute(text(_ARGUMENT.format('run_dir'), run_dir))}/server",

@@ -26,10 +26,9 @@ class Reported(Protocol):
         """What its builder told."""
 
 
-def text_widths(entry: Reported, columns: Sequence[str]) -> dict[str, int]:
+def text_widths(entries: Sequence[Reported], columns: Sequence[str]) -> dict[str, int]:
     """Column of text among `columns` -> characters of the longest one, of an entry or of all of a mixture."""
-    reports = [one.report for one in getattr(entry, "entries", (entry,))]
-    found = [(n, w) for report in reports for n, w in report.get("text_widths", {}).items() if n in columns]
+    found = [(n, w) for one in entries for n, w in one.report.get("text_widths", {}).items() if n in columns]
     return {name: max(1, *(width for other, width in found if other == name)) for name, _ in found}
 
 

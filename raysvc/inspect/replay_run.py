@@ -210,17 +210,15 @@ def _rows(spec: ServeSpec, run_dir: str, step: int) -> EntryStream:
     from raysvc.actors.server.entry_stream import EntryStream, feedback_log
     from raysvc.actors.server.make_step import Recipe
 
-    assert spec.entry_uri is not None, "a spec has an entry or rollouts"
     stream = EntryStream(
-        spec.entry_uri,
+        spec.sources,
         spec.storage_options,
         Recipe(spec.plan, spec.pad_token_id),
         spec.mixture,
-        followed=spec.followed,
         feedback=feedback_log(f"{run_dir}/server", spec.storage_options),
     )
     num_steps = stream.schedule.num_steps
-    if spec.followed is not None and not stream.is_there(step):
+    if step in range(num_steps) and not stream.is_there(step):
         what = f"has no step {step} yet: its rows are not there, or not tokenized"
         raise EntryError(f"the source of {spec.name!r}", what, "run raysvc tokenize, or wait for new files")
     if not 0 <= step < num_steps:

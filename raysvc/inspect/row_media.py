@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.builds.mixed_job import entries_of
 from raysvc.chat.row_errors import RowFault
 from raysvc.errors import EntryError, StoreError
 from raysvc.media.kinds import decoded, size_text
@@ -99,10 +98,10 @@ def media_of_rows(entry: CacheEntry, row_ids: Sequence[int]) -> dict[int, tuple[
         entry: of one source, or of a mixture.
         row_ids: of the entry.
     """
-    if not any(COLUMN in one.columns for one in entries_of(entry.entry)) or not len(row_ids):
+    if not any(COLUMN in one.columns for one in entry.entries) or not len(row_ids):
         return {}
-    texts = entry.entry.read(np.array(row_ids, np.int64)).rows[COLUMN].tolist()
-    store = entries_of(entry.entry)[0].store  # the entries of a mixture lie in one root
+    texts = entry.rows.read(np.array(row_ids, np.int64)).rows[COLUMN].tolist()
+    store = entry.entries[0].store  # the entries of a mixture lie in one root
     found = {row: media_of(text) for row, text in zip(row_ids, texts, strict=True)}
     return {
         row: tuple(ShownMedium(one, f"{store.url}/{medium_path(one.sha256)}", store) for one in media)
@@ -115,7 +114,7 @@ def media_of_shards(spec: ServeSpec, shards: Sequence[Shard]) -> list[list[str]]
     """For each shard the digests of the media of its rows, in the order of the rows; empty lists for rollouts."""
     from raysvc.builds.cache_entry import open_served
 
-    if spec.entry_uri is None:
+    if not spec.sources:
         return [[] for _ in shards]
     entry = open_served(spec)
     found = []

@@ -102,7 +102,7 @@ class PlannedPrompts(RLHFDataset):  # type: ignore[misc]  # verl is not followed
 
         job = load_job(config.raysvc_job, source={"path": list(self.data_files), "format": "prompt"})
         entry = raysvc.tokenize(job)
-        self._entry, self._plan = entry.entry, plan_of(job, entry)
+        self._entry, self._plan = entry.rows, plan_of(job, entry)
         self._schedule = self._plan.schedule
         self._known: tuple[int, list[int]] = (-1, [])  # the rows of one step
         wanted = config.get("gen_batch_size", None) or config.train_batch_size

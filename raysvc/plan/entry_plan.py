@@ -41,7 +41,7 @@ from raysvc.plan.sliced.window_order import WindowOrder, is_windowed
 from raysvc.ragged import Int64s
 
 
-class Rows(SlicedEntry, Protocol):
+class PlannedEntry(SlicedEntry, Protocol):
     """What a plan asks of an entry."""
 
     def lengths(self) -> npt.NDArray[np.int32]:
@@ -51,7 +51,7 @@ class Rows(SlicedEntry, Protocol):
         """A per-row column of all rows, [N]."""
 
 
-class CountedRows(Rows, Protocol):
+class CountedRows(PlannedEntry, Protocol):
     """What the weights of a mixture ask of an entry."""
 
     @property
@@ -61,7 +61,7 @@ class CountedRows(Rows, Protocol):
 
 def plan_of_entries(
     config: PlanConfig,
-    entries: Sequence[Rows],
+    entries: Sequence[PlannedEntry],
     stages: Sequence[tuple[int, tuple[int, ...]]] = (),
     shuffles: Sequence[str | None] = (),
 ) -> Plan:
@@ -95,7 +95,7 @@ def plan_of_entries(
     )  # fmt: skip
 
 
-def _patches(entries: Sequence[Rows]) -> npt.NDArray[np.int32] | None:
+def _patches(entries: Sequence[PlannedEntry]) -> npt.NDArray[np.int32] | None:
     """int32 [N], patches of each row's media; None: no entry has media."""
     if not any(PATCHES in one.columns for one in entries):
         return None
@@ -115,7 +115,7 @@ def numbers_by_slice(config: PlanConfig, shuffles: Sequence[str | None] = ()) ->
     return any(is_windowed(one or config.shuffle) for one in shuffles or (None,))
 
 
-def _source(entry: Rows, shuffle: str) -> PlanSource:
+def _source(entry: PlannedEntry, shuffle: str) -> PlanSource:
     if is_windowed(shuffle):
         window = (
             MOST if isinstance(entry, FollowedEntry) and shuffle == "window" else window_of(shuffle, entry)
@@ -149,7 +149,7 @@ def _mixture(
     return Mixture(tuple(mixed), tuple(Stage(*stage) for stage in stages), config.seed, block)
 
 
-def _are_pairs(entries: Sequence[Rows]) -> bool:
+def _are_pairs(entries: Sequence[PlannedEntry]) -> bool:
     """Whether the rows are pairs.
 
     Raises:
@@ -162,7 +162,7 @@ def _are_pairs(entries: Sequence[Rows]) -> bool:
     return bool(formats & set(PAIRED))
 
 
-def group_bounds(entry: Rows) -> Int64s | None:
+def group_bounds(entry: PlannedEntry) -> Int64s | None:
     """First row of each group, and N, int64 [G + 1]; None: every row is its own group.
 
     The rows of a conversation, or of a pair, lie together, and are known by their equal `source_row`.
@@ -176,7 +176,7 @@ def group_bounds(entry: Rows) -> Int64s | None:
     return np.concatenate([[0], firsts, [len(source_rows)]]).astype(np.int64)
 
 
-def count_groups(entry: Rows, shuffle: str) -> int:
+def count_groups(entry: PlannedEntry, shuffle: str) -> int:
     """Groups of an entry; with a window those that its source has rows for, and no row is read."""
     if is_windowed(shuffle):
         return int(entry.source_rows.sum())
@@ -201,7 +201,7 @@ def weighted_counts(
     return counts_by_weight(weights, groups, tokens)
 
 
-def _joined(entries: Sequence[Rows], bounds: Sequence[Int64s | None], pairs: bool) -> Groups | None:
+def _joined(entries: Sequence[PlannedEntry], bounds: Sequence[Int64s | None], pairs: bool) -> Groups | None:
     """Groups over the rows of all entries, one entry after the other; None: every row is its own group."""
     if all(one is None for one in bounds):
         return None

@@ -15,13 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.builds.job_plan import report_of
-from raysvc.cache.growing.followed_entry import FollowedEntry
-from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.cache.store.open import absolute
 from raysvc.collate.plan_report import PlanReport
 from raysvc.feedback.feedback_log import FeedbackLog
 from raysvc.inspect.row_media import ShownMedium, media_of_rows
 from raysvc.media.medium import TOKENS
+from raysvc.row_ids import split
 from raysvc.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -77,9 +76,9 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
     folder = RunFolder(absolute(job.run_dir))
     steps = list(folder.lines(folder.metrics))
     report = entry.report
-    lengths, rows = entry.entry.lengths(), entry.row_ids()
-    has_end = not isinstance(entry.entry, FollowedEntry)
-    sample = entry.entry.read(rows[_spread(len(rows), TRAINED_SAMPLE)])
+    lengths, rows = entry.rows.lengths(), entry.row_ids()
+    has_end = all(one.has_end for one in entry.entries)
+    sample = entry.rows.read(rows[_spread(len(rows), TRAINED_SAMPLE)])
     return Facts(
         title=f"{job.server.name}: {', '.join(report['paths'])}",
         overview={
@@ -142,9 +141,9 @@ def _by_source(
     entry: CacheEntry, rows: npt.NDArray[np.int64], values: npt.NDArray[Any]
 ) -> dict[str, Sequence[float]]:
     """Values of rows by the source they come from; one source is named `rows`."""
-    if not isinstance(entry.entry, JoinedEntry):
+    if not entry.sources:
         return {"rows": values.tolist()}
-    numbers, _ = entry.entry.places(rows)
+    numbers = split(rows).source
     return {name: values[numbers == number].tolist() for number, name in enumerate(entry.sources)}
 
 

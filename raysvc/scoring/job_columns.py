@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysvc.builds.cache_entry import CacheEntry
 from raysvc.builds.explain import explain_job
-from raysvc.builds.mixed_job import entries_of, jobs_of, join
+from raysvc.builds.mixed_job import jobs_of
 from raysvc.cache.find import find_entry, open_entry
 from raysvc.cache.key import ADDED
 from raysvc.progress import Progress, silent
@@ -96,21 +96,21 @@ def explain_columns(job: JobConfig, source: str, root: str) -> dict[str, Any]:
 
 def added_columns(entry: CacheEntry) -> set[str]:
     """Names of the columns of an entry that were computed."""
-    recipes = [one.recipe for one in entries_of(entry.entry)]
+    recipes = [one.recipe for one in entry.entries]
     return {name for recipe in recipes for each in recipe.get(ADDED, ()) for name in each["columns"]}
 
 
 def added_reports(entry: CacheEntry) -> list[Mapping[str, Any]]:
     """What was computed, source by source in the order in which it was added."""
-    return [report for one in entries_of(entry.entry) for report in one.report.get("added", ())]
+    return [report for one in entry.entries for report in one.report.get("added", ())]
 
 
 def _sources(job: JobConfig, entry: CacheEntry) -> Iterator[tuple[JobConfig, list[Wanted], Entry]]:
-    for (its, wanted), one in zip(wanted_of(job).values(), entries_of(entry.entry), strict=True):
+    for (its, wanted), one in zip(wanted_of(job).values(), entry.entries, strict=True):
         yield its, wanted, one
 
 
 def _entry(base: CacheEntry, added: list[Any], hit: bool, reason: str) -> CacheEntry:
-    if all(one is before for one, before in zip(added, entries_of(base.entry), strict=True)):
+    if all(one is before for one, before in zip(added, base.entries, strict=True)):
         return base
-    return CacheEntry(join(added) if base.sources else added[0], hit, reason, base.sources)
+    return CacheEntry(tuple(added), hit, reason, base.sources)

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.cache.joined_entry import JoinedEntry
-
 if TYPE_CHECKING:
     from raysvc.actors.worker.results import MiniResult
     from raysvc.builds.cache_entry import CacheEntry
@@ -32,7 +30,7 @@ class LossShares:
     """
 
     def __init__(self, entry: CacheEntry) -> None:
-        self._mixed = entry if isinstance(entry.entry, JoinedEntry) else None
+        self._mixed = entry if entry.sources else None
 
     def of(self, results: Sequence[Sequence[MiniResult]]) -> dict[str, Any]:
         """`by_source` (of a mixture) and `by_length` (rows of at most so many tokens); {} where workers do not say.

@@ -55,10 +55,8 @@ def _first_beyond(entry: CacheEntry, entries: int) -> str | None:
     """The first row with an id beyond so many entries, in words."""
     import pyarrow.compute as pc
 
-    from raysvc.builds.mixed_job import entries_of
-
     start = 0
-    for one in entries_of(entry.entry):
+    for one in entry.entries:
         for table in one.part_tables():
             lists = table.column("input_ids").combine_chunks()
             ids = pc.list_flatten(lists)

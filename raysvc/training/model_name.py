@@ -70,15 +70,14 @@ def check_scaling(job: JobConfig, entry: CacheEntry) -> None:
     Raises:
         ConfigError: some rows are longer than the original context, and share micro-batches with others.
     """
-    from raysvc.builds.mixed_job import entries_of
 
     scaling = _scaling_of(job)
     if scaling is None:
         return
-    paired = any(one.recipe.get("format") in PAIRED for one in entries_of(entry.entry))
+    paired = any(one.recipe.get("format") in PAIRED for one in entry.entries)
     if job.plan.micro_batch_size == 1 and scaling.kind == "longrope" and not paired:
         return
-    beyond = scaling.mixes(entry.entry.lengths())
+    beyond = scaling.mixes(entry.rows.lengths())
     if beyond:
         raise ConfigError("trainer.model", scaling.told(f"{beyond} rows are"), scaling.remedy)
 
@@ -111,9 +110,8 @@ def vision_of(job: JobConfig, entry: CacheEntry) -> TinyVision | None:
         ConfigError: `tiny` for rows with media, `tiny-vision` for rows without or that it cannot see, or a model that was not
             proved to train on media.
     """
-    from raysvc.builds.mixed_job import entries_of
 
-    recipes = [one.recipe for one in entries_of(entry.entry)]
+    recipes = [one.recipe for one in entry.entries]
     processors = [one["media"]["processor"] for one in recipes if "media" in one]
     name = job.trainer.model
     if name == "tiny" and processors:

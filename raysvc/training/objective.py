@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from raysvc.builds.job_plan import plan_config
-from raysvc.builds.mixed_job import entries_of
 from raysvc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def _check(job: JobConfig, entry: CacheEntry, columns: tuple[str, ...]) -> None:
     objective = job.trainer.objective
     where = f"trainer.objective {objective}"
     wanted = FORMAT.get(objective)
-    for recipe in (one.recipe for one in entries_of(entry.entry)):
+    for recipe in (one.recipe for one in entry.entries):
         found = str(recipe.get("format"))
         if wanted is not None and found != wanted:
             raise ConfigError(

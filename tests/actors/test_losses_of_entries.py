@@ -14,6 +14,7 @@ import torch
 import raysvc
 from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
+from raysvc.actors.server.spec import SourceSpec
 from raysvc.actors.worker.losses import DistillLoss
 from raysvc.actors.worker.row_losses import PairLoss, RewardLoss
 from raysvc.actors.worker.torch_worker import CausalLMWorker
@@ -128,8 +129,8 @@ def shards_of(job: JobConfig, entry: raysvc.CacheEntry, layout: str, dp_size: in
         update={"plan": job.plan.model_copy(update={**PLANS[layout], "shuffle": "none"})}
     )
     recipe = Recipe(plan_config(planned, entry), 0)
-    first = entry.entry.entries[0].uri if job.mixture is not None else entry.uri
-    stream = EntryStream(str(first), {}, recipe, mixture_spec(planned, entry.entry))
+    sources = [SourceSpec(uri=one.uri) for one in entry.entries]
+    stream = EntryStream(sources, {}, recipe, mixture_spec(planned, entry.entries))
     _, shards = stream.make(0, (dp_size,))
     found = sorted(row for shard in shards for row in shard.row_ids.tolist() if row >= 0)
     assert found == entry.row_ids().tolist()

@@ -89,7 +89,7 @@ class Kept:
         self.number += 1
         number, spec = (
             self.number,
-            ServeSpec(name="s", entry_uri=None, plan=PlanConfig(), pad_token_id=self.number, journal="x"),
+            ServeSpec(name="s", sources=(), plan=PlanConfig(), pad_token_id=self.number, journal="x"),
         )
         return {
             "lease": lambda: self.leases.attach("", "rows", f"h{number}", f"h{number}", 0, 1, True, 1),

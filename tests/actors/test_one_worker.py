@@ -138,7 +138,7 @@ def test_a_job_switches_parts_of_staging_and_the_mean_of_the_loss() -> None:
         },
     }
     job = JobConfig(source={"path": "rows.jsonl"}, tokenizer="tokenizer", trainer=trainer)
-    entry: Any = SimpleNamespace(report={"vocab_size": 64}, entry=SimpleNamespace(recipe={}))
+    entry: Any = SimpleNamespace(report={"vocab_size": 64}, entries=[SimpleNamespace(recipe={})])
     spec = model_spec(job, entry)
     assert spec.staging == StagingOptions(False, False, False, 1_500_000, timing=True, timing_every_steps=4)
     assert (spec.loss, spec.loss_constant) == ("constant", 512)

@@ -122,7 +122,7 @@ def test_decisions_and_outcomes_of_a_server_that_slept_are_refused(folder: Folde
 
 
 def test_how_steps_were_made_is_written_by_the_owner_alone_and_never_over_another(folder: Folder) -> None:
-    spec = ServeSpec(name="s", entry_uri=None, plan=PlanConfig(), pad_token_id=0, journal=folder.url)
+    spec = ServeSpec(name="s", sources=(), plan=PlanConfig(), pad_token_id=0, journal=folder.url)
     other = spec.model_copy(update={"pad_token_id": 9})
     old, new = folder.claim("old"), folder.claim("new")
     ServedRecords(folder.url, folder.options, old).keep(0, spec)

@@ -82,7 +82,7 @@ def test_the_gauges_of_a_server_are_set_again_and_again(
     for module in (rollout_server, orphan_watch):
         monkeypatch.setattr(module, "record", count)
     spec = ServeSpec(
-        name="s", entry_uri=None, plan=PlanConfig(batch_size=2), pad_token_id=0, journal=str(tmp_path),
+        name="s", sources=(), plan=PlanConfig(batch_size=2), pad_token_id=0, journal=str(tmp_path),
         rollouts=RolloutSpec(max_staleness=1), orphan_ttl_s=0.2,
     )  # fmt: skip
     server = rollout_server.RolloutServer(spec.model_dump_json(), "first")
@@ -103,7 +103,7 @@ def test_a_server_is_no_orphan_while_who_started_it_waits_for_an_answer(tmp_path
 
     spec = ServeSpec(
         name="s",
-        entry_uri=None,
+        sources=(),
         plan=PlanConfig(batch_size=2),
         pad_token_id=0,
         journal=None,
@@ -140,7 +140,7 @@ def test_a_slow_answer_to_who_starts_or_attaches_is_a_visit(
 
     monkeypatch.setattr(OrphanWatch, "_end", lambda watch: reaped.set())
     spec = ServeSpec(
-        name="s", entry_uri=entry(8), plan=PlanConfig(batch_size=2), pad_token_id=0, journal=str(tmp_path / "j"),
+        name="s", sources=[entry(8)], plan=PlanConfig(batch_size=2), pad_token_id=0, journal=str(tmp_path / "j"),
         orphan_ttl_s=1.0, reap=True,
     )  # fmt: skip
     server = Slow(spec.model_dump_json(), "first")

@@ -74,7 +74,7 @@ def test_a_run_trains_while_its_entry_is_built_and_both_are_what_they_would_be(
     entry = find_entry(open_store(str(tmp_path / "beside-cache")), built.key)
     assert entry is not None
     assert entry.table().equals(built.table())
-    sums = [[part.checksum for part in one.manifest.parts] for one in (entry, built.entry)]  # type: ignore[union-attr]
+    sums = [[part.checksum for part in one.manifest.parts] for one in (entry, built.entries[0])]  # type: ignore[union-attr]
     assert sums[0] == sums[1]
     hit = raysvc.train(windowed(tmp_path, sample, "hit", "beside-cache"))
     assert hit["cache"]["hit"]
@@ -94,11 +94,11 @@ def test_the_first_slice_is_made_before_there_is_a_cluster_and_kept_by_the_build
     [first, *others] = plan.order.slices_from(plan.schedule.epoch_of(step), plan.schedule.position_of(step))
     assert others
     build.make_first(job, step)
-    entry.entry.wait_for([first])  # type: ignore[union-attr]
-    assert not any(entry.entry.has([one]) for one in others)  # type: ignore[union-attr]
-    made = entry.entry.parts.parts[first].name  # type: ignore[union-attr]
+    entry.entries[0].wait_for([first])  # type: ignore[union-attr]
+    assert not any(entry.entries[0].has([one]) for one in others)  # type: ignore[union-attr]
+    made = entry.entries[0].parts.parts[first].name  # type: ignore[union-attr]
     build.stop()
-    assert raysvc.tokenize(job).entry.manifest.parts[first].name == made  # type: ignore[union-attr]
+    assert raysvc.tokenize(job).entries[0].manifest.parts[first].name == made  # type: ignore[union-attr]
 
 
 start = BuildBeside.start
@@ -184,7 +184,7 @@ def test_kills_of_trainer_server_and_builder_change_no_step(
     went_on = run("others")
     assert went_on.returncode == 0, went_on.stderr
     entry = raysvc.tokenize(load_job(job("ahead")))  # goes on with what the runs have built
-    assert len(entry.entry.manifest.parts) > 90  # type: ignore[union-attr]
+    assert len(entry.entries[0].manifest.parts) > 90  # type: ignore[union-attr]
     plan = plan_of(load_job(job("ahead")), entry)
     lines = [json.loads(line) for line in logged(tmp_path, "killed")[0]]
     assert [(line["step"], line["mini"]) for line in lines] == [(step, 0) for step in range(24)]
@@ -300,6 +300,8 @@ def test_who_cuts_a_source_otherwise_does_not_take_slices_of_the_build_that_runs
         )
         first = next(running)
         entry = raysvc.tokenize(job("coarse", 3))
-        assert entry.entry.table()["source_row"].to_pylist() == list(range(60))
-        assert entry.entry.source_rows.tolist() == [part.num_rows for part in entry.entry.manifest.parts]  # type: ignore[union-attr]
+        assert entry.rows.table()["source_row"].to_pylist() == list(range(60))
+        assert entry.entries[0].source_rows.tolist() == [
+            part.num_rows for part in entry.entries[0].manifest.parts
+        ]  # type: ignore[union-attr]
         assert sorted(one.slice_index for one in (first, *running)) == list(range(len(slices)))

@@ -13,6 +13,7 @@ import pytest
 import raysvc
 from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
+from raysvc.actors.server.spec import SourceSpec
 from raysvc.actors.staging.slots import StagingOptions
 from raysvc.actors.staging.staging import Staging
 from raysvc.builds.job_plan import plan_config, report_of
@@ -72,7 +73,7 @@ def job(tmp_path: Path, sample: dict[str, str]) -> JobConfig:
 
 
 def stream_of(job: JobConfig, entry: raysvc.CacheEntry) -> EntryStream:
-    return EntryStream(entry.uri, {}, Recipe(plan_config(job, entry), 0))
+    return EntryStream([SourceSpec(uri=str(entry.uri))], {}, Recipe(plan_config(job, entry), 0))
 
 
 def test_all_that_is_carried_is_at_the_worker(job: JobConfig, tmp_path: Path) -> None:

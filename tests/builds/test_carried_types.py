@@ -12,7 +12,7 @@ import pytest
 import raysvc
 from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
-from raysvc.actors.server.spec import Role
+from raysvc.actors.server.spec import Role, SourceSpec
 from raysvc.actors.staging.slots import StagingOptions
 from raysvc.actors.staging.staging import Staging
 from raysvc.builds.job_plan import plan_config
@@ -130,7 +130,7 @@ def test_values_of_every_type_are_whole_at_every_consumer(base: JobConfig, layou
         bits = np.dtype([("bfloat16", np.uint16)])
         halves = {name: plain(np.array(row[name], bits)) for name in truth if name.startswith("bfloat16")}
         assert {name: row[name] for name in truth} | halves == truth
-    stream = EntryStream(str(entry.uri), {}, Recipe(plan_config(job, entry), 0))
+    stream = EntryStream([SourceSpec(uri=str(entry.uri))], {}, Recipe(plan_config(job, entry), 0))
     info, shards = stream.make(0, (2,))
     assert stream.outline(0, Role(2)).mini_batches[0].rank_bytes == tuple(one.nbytes for one in shards)
     assert [one.digest() for one in replay_job(job, 0).chosen()] == [one.digest() for one in shards]

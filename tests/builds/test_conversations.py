@@ -13,6 +13,7 @@ import pytest
 import raysvc
 from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
+from raysvc.actors.server.spec import SourceSpec
 from raysvc.builds.job_plan import plan_config, plan_of
 from raysvc.builds.mixed_job import mixture_spec
 from raysvc.errors import PlanError
@@ -75,17 +76,17 @@ def test_a_server_follows_the_plan_that_is_shown(tmp_path: Path, sample: dict[st
     job = job_of(tmp_path, sample["tokenizer"])
     entry = raysvc.tokenize(job)
     shown = plan_of(job, entry)
-    stream = EntryStream(entry.uri, {}, Recipe(plan_config(job), 0))
+    stream = EntryStream([SourceSpec(uri=str(entry.uri))], {}, Recipe(plan_config(job), 0))
     assert stream.identity == shown.identity
     assert stream.schedule.num_groups == len(TURNS)
-    lengths = entry.entry.lengths()
+    lengths = entry.rows.lengths()
     assert Plan(plan_config(job), lengths, entry_keys=[entry.key]).hash != shown.hash
 
 
 def test_other_entries_keep_their_plan(tmp_path: Path, sample: dict[str, str]) -> None:
     job = job_of(tmp_path, sample["tokenizer"], train_on="all_assistant_messages")
     entry = raysvc.tokenize(job)
-    alone = Plan(plan_config(job), entry.entry.lengths(), entry_keys=[entry.key])
+    alone = Plan(plan_config(job), entry.rows.lengths(), entry_keys=[entry.key])
     assert plan_of(job, entry).identity == alone.identity
     assert alone.identity["uids"] == ""
 
@@ -98,11 +99,12 @@ def test_a_mixture_counts_conversations_of_each_source(tmp_path: Path, sample: d
     }
     job = job_of(tmp_path, sample["tokenizer"], mixture={"sources": sources})
     entry = raysvc.tokenize(job)
-    spec = mixture_spec(job, entry.entry)
+    spec = mixture_spec(job, entry.entries)
     assert spec is not None
     assert spec.stages == ((0, (len(TURNS), 2 * len(other))),)
     shown = plan_of(job, entry)
-    assert EntryStream(spec.entry_uris[0], {}, Recipe(plan_config(job), 0), spec).identity == shown.identity
+    sources = [SourceSpec(uri=one.uri) for one in entry.entries]
+    assert EntryStream(sources, {}, Recipe(plan_config(job), 0), spec).identity == shown.identity
     turns = {("a", number): count for number, count in enumerate(TURNS)}
     turns |= {("b", number): count for number, count in enumerate(other)}
     for step in conversations(shown, entry):

@@ -73,11 +73,11 @@ def steps_of(job: JobConfig, entry: CacheEntry | None = None) -> list[tuple[list
 
 
 def texts_of(entry: CacheEntry) -> list[str]:
-    assert isinstance(entry.entry, FollowedEntry)
+    assert isinstance(entry.entries[0], FollowedEntry)
     out = []
-    for index, rows in enumerate(entry.entry.source_rows.tolist()):
+    for index, rows in enumerate(entry.entries[0].source_rows.tolist()):
         ids = [(index << 32) | row for row in range(rows)]
-        out += [str(entry.tokenizer.decode(entry.entry.row(one)["input_ids"])) for one in ids]
+        out += [str(entry.tokenizer.decode(entry.rows.row(one)["input_ids"])) for one in ids]
     return out
 
 
@@ -252,7 +252,7 @@ def test_listings_that_are_gone_or_others_are_refused(tmp_path: Path, sample: di
     data = kept.read_bytes()
     kept.unlink()
     with pytest.raises(EntryError, match="gone"):
-        stream_of(job, CacheEntry(stream._opened().entry)).is_there(5)  # type: ignore[arg-type]
+        stream_of(job, CacheEntry(stream._opened().rows.entries)).is_there(5)  # type: ignore[arg-type]
     again = stream_of(job, raysvc.tokenize(job))
     assert again.plan_hash != state["hash"]
     kept.unlink()

@@ -78,7 +78,7 @@ def checksums(job: JobConfig) -> list[list[str]]:
     """Of the parts of each source's entry, which are there."""
     entry = raysvc.tokenize(job)
     assert entry.hit
-    return [[part.checksum for part in one.manifest.parts] for one in entry.entry.entries]  # type: ignore[union-attr]
+    return [[part.checksum for part in one.manifest.parts] for one in entry.entries]  # type: ignore[union-attr]
 
 
 class Builder:
@@ -120,7 +120,7 @@ def test_sources_with_a_window_grow_and_those_in_full_shuffle_are_there(
     job = load_job(mixed(tmp_path, sample, "grows", "grows-cache"))
     entry, build = entry_or_build(job, None, silent)
     assert build is not None
-    kinds = [isinstance(one, GrowingEntry) for one in entry.entry.entries]  # type: ignore[union-attr]
+    kinds = [isinstance(one, GrowingEntry) for one in entry.entries]  # type: ignore[union-attr]
     assert kinds == [True, True, False]
     plan = plan_of(job, entry)
     build_now(build, job, 0)
@@ -149,7 +149,7 @@ def test_one_that_is_there_is_used_and_only_the_others_are_built(
     entry, build = entry_or_build(job, None, silent)
     assert build is not None
     assert not entry.hit
-    assert entry.entry.entries[0].uri == alone.uri  # type: ignore[union-attr]
+    assert entry.entries[0].uri == alone.uri  # type: ignore[union-attr]
     build_now(build, job, 0)
     assert {name for name, _ in builder.made} == {"tale"}  # the one that was missing
     assert "talk: same" in entry.reason
@@ -176,7 +176,7 @@ def test_carried_text_and_an_entry_of_ones_own_are_not_waited_for(
     entry, build = entry_or_build(job, None, silent)
     assert build is not None
     spec = serve_spec(job, entry)
-    assert list(spec.growing) == [entry.uri]
+    assert [one.uri for one in spec.sources if one.coming] == [entry.uri]
     build_now(build, job, 0)
     growing, finished = (streams_of(one)[TRAIN] for one in (spec, spec.model_copy(update={"growing": {}})))
     ahead = raysvc.tokenize(job)
@@ -243,7 +243,7 @@ def test_columns_that_a_model_computes_wait_for_the_entry_and_say_so(
     entry, build = entry_or_build(
         load_job(windowed(tmp_path, sample, "scored", "cache", **model)), None, silent
     )
-    assert (build, entry.entry.num_rows > 0) == (None, True)
+    assert (build, entry.rows.num_rows > 0) == (None, True)
     why = "a model computes ref_logprobs of all rows"
     assert waits(caplog) == [f"the first step waits until all of the source is tokenized: {why}"]
     entry_or_build(
@@ -294,9 +294,7 @@ def test_slices_are_made_as_the_stream_needs_them_and_a_first_one_of_each_source
     assert build is not None
     order, plan = build._order(job, step), plan_of(job, entry)
     build.stop()
-    slices = {
-        (number, index) for number in (0, 1) for index in range(len(entry.entry.entries[number].source_rows))
-    }  # type: ignore[union-attr]
+    slices = {(number, index) for number in (0, 1) for index in range(len(entry.entries[number].source_rows))}  # type: ignore[union-attr]
     assert len(order) == len(set(order)) == len(slices)
     assert set(order) == slices
     assert {number for number, _ in order[:2]} == {0, 1}

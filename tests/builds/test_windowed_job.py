@@ -62,7 +62,7 @@ def stream_of(job_path: Path) -> tuple[EntryStream, CacheEntry]:
     entry = raysvc.tokenize(job)
     spec = serve_spec(job, entry)
     recipe = Recipe(spec.plan, spec.pad_token_id)
-    return EntryStream(spec.entry_uri, spec.storage_options, recipe, spec.mixture), entry
+    return EntryStream(spec.sources, spec.storage_options, recipe, spec.mixture), entry
 
 
 def run_json(*arguments: str) -> dict[str, Any]:
@@ -75,9 +75,9 @@ def run_json(*arguments: str) -> dict[str, Any]:
 def test_a_served_step_has_the_rows_that_its_ids_name(tmp_path: Path, sample: dict[str, str]) -> None:
     path = job_file(tmp_path, sample, conversations(tmp_path, "talk", 90, 4))
     stream, entry = stream_of(path)
-    slices = entry.entry.slice_starts  # type: ignore[union-attr]
+    slices = entry.entries[0].slice_starts  # type: ignore[union-attr]
     assert len(slices) - 1 >= 8
-    table = entry.entry.table().to_pylist()
+    table = entry.rows.table().to_pylist()
     rows = {(row["source_row"], tuple(row["input_ids"])): None for row in table}
     seen: list[tuple[int, tuple[int, ...]]] = []
     for step in range(stream.schedule.steps_per_epoch):

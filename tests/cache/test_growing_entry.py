@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
-from raysvc.actors.server.spec import Role, ServeSpec
+from raysvc.actors.server.spec import Role, ServeSpec, SourceSpec
 from raysvc.actors.server.step_maker import StepMaker
 from raysvc.cache import names
 from raysvc.cache.find import open_entry
@@ -88,7 +88,8 @@ class Source:
         writer.commit([receipts[index] for index in range(len(self.slices))], self.recipe, self.report)
 
     def stream(self, config: PlanConfig, growing: bool) -> EntryStream:
-        return EntryStream(self.uri, {}, Recipe(config, 0), growing={self.uri: self.spec} if growing else {})
+        source = SourceSpec(uri=self.uri, coming=self.spec if growing else None)
+        return EntryStream([source], {}, Recipe(config, 0))
 
 
 def digests(stream: EntryStream, step: int, dp_size: int = 2) -> list[Any]:
@@ -238,8 +239,7 @@ def test_who_waits_is_told_that_the_build_failed_and_what_is_there_is_served(tmp
 def test_sizes_and_peeks_never_wait_and_a_step_that_will_not_come_is_refused(tmp_path: Path) -> None:
     source = Source(tmp_path, [[1] * 4] * 3)
     spec = ServeSpec(
-        name="s", entry_uri=source.uri, plan=PlanConfig(batch_size=4, shuffle="window(1)"), pad_token_id=0, journal=None,
-        growing={source.uri: source.spec},
+        name="s", sources=[SourceSpec(uri=source.uri, coming=source.spec)], plan=PlanConfig(batch_size=4, shuffle="window(1)"), pad_token_id=0, journal=None,
     )  # fmt: skip
     stream = source.stream(spec.plan, growing=True)
     maker = StepMaker(spec, {"": stream})

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from raysvc import row_ids
 from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
-from raysvc.actors.server.spec import MixtureSpec
+from raysvc.actors.server.spec import MixtureSpec, SourceSpec
 from raysvc.cache.find import open_entry
 from raysvc.cache.growing import slice_receipts
 from raysvc.errors import EntryError
@@ -31,7 +31,6 @@ class Mixed:
         self.sources, self.shuffles = sources, shuffles
         self.spec = MixtureSpec(
             names=tuple("abc"[: len(sources)]),
-            entry_uris=tuple(one.uri for one in sources),
             stages=stages,
             shuffles=tuple(shuffles),
         )
@@ -44,8 +43,9 @@ class Mixed:
         return [one for one, shuffle in zip(self.sources, self.shuffles, strict=True) if shuffle != "full"]
 
     def stream(self, config: PlanConfig, growing: bool) -> EntryStream:
-        specs = {one.uri: one.spec for one in self.growing} if growing else {}
-        return EntryStream(self.sources[0].uri, {}, Recipe(config, 0), self.spec, growing=specs)
+        coming = {one.uri: one.spec for one in self.growing} if growing else {}
+        sources = [SourceSpec(uri=one.uri, coming=coming.get(one.uri)) for one in self.sources]
+        return EntryStream(sources, {}, Recipe(config, 0), self.spec)
 
 
 def build_all(source: Source) -> None:

@@ -357,7 +357,7 @@ def test_what_a_notebook_shows_is_small_and_only_text(tmp_path: Path) -> None:
     info, shards = make_step([plan.step(1, 2)], read, [Recipe(plan.config, 0)])
     step = Step(1, 0, (Mini(shards, info.mini_batches[0]),))
     shown = {
-        CacheEntry(Hostile()): ("4,000", "123,456"),  # type: ignore[arg-type]
+        CacheEntry((Hostile(),)): ("4,000", "123,456"),  # type: ignore[arg-type]
         plan: ("12", "full, seed 0"),
         shards[1]: ("padded_right [2, 5]", "input_ids attention_mask"),
         step: ("trained tokens", "16"),

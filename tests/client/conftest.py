@@ -25,7 +25,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Itera
         if name not in started:
             config = PlanConfig(**{"batch_size": 8, "mini_batch_size": 4, "epochs": 3, **(plan or {})})
             fields |= {"journal": str(folder / name), "pad_token_id": 0, "num_cpus": 0}
-            spec = ServeSpec(name=name, entry_uri=uri, plan=config, **fields)
+            spec = ServeSpec(name=name, sources=[uri], plan=config, **fields)
             started[name] = start_server(spec, detached=True)
         with raysvc.attach(name, takeover=True) as client:
             client.rewind(0)

@@ -37,7 +37,7 @@ def made_of(spec: Any) -> dict[str, list[list[str]]]:
     from raysvc.actors.server.entry_stream import EntryStream
     from raysvc.actors.server.make_step import Recipe
 
-    source = EntryStream(spec.entry_uri, {}, Recipe(spec.plan, spec.pad_token_id))
+    source = EntryStream(spec.sources, {}, Recipe(spec.plan, spec.pad_token_id))
     steps = range(source.schedule.num_steps)
     return {str(step): [[digest(shard)] for shard in source.make(step, (1,))[1]] for step in steps}
 

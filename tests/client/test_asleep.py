@@ -264,10 +264,10 @@ def test_a_collator_that_slept_keeps_its_trainer_waiting_and_no_byte_changes(
     import raysvc
 
     uri = entry(64)
-    serve("calm-collators", entry_uri=uri)
+    serve("calm-collators", sources=[uri])
     with raysvc.attach("calm-collators") as client:
         expected = streams.take(client, stop=12)
-    serve("asleep-collators", entry_uri=uri, collators=2, lease_ttl_s=LEASE_S)
+    serve("asleep-collators", sources=[uri], collators=2, lease_ttl_s=LEASE_S)
     with raysvc.attach("asleep-collators", look_ahead_steps=2) as client:
         got = streams.take(client, stop=4)
         collators = [

@@ -123,7 +123,7 @@ def test_an_error_in_collation_comes_at_its_step_and_not_before(
     from raysvc.errors import StepFailed
 
     uri = entry(40, per_part=8)
-    serve("broken", entry_uri=uri, plan={"shuffle": "none"})
+    serve("broken", sources=[uri], plan={"shuffle": "none"})
     parts = sorted(path for path in Path(uri).iterdir() if path.suffix == ".arrow")
     parts[2].unlink()  # rows 16 to 23: step 2
     with raysvc.attach("broken", look_ahead_steps=4) as client:
@@ -152,7 +152,7 @@ def test_the_loops_own_error_is_the_one_to_see_and_nothing_is_left(
 
     uri = entry(40, per_part=8)
     name = f"boom-{collation_fails_too}"
-    server = serve(name, entry_uri=uri, plan={"shuffle": "none"})
+    server = serve(name, sources=[uri], plan={"shuffle": "none"})
     if collation_fails_too:
         for part in sorted(Path(uri).glob("*.arrow"))[1:]:  # every step but the first
             part.unlink()
@@ -179,13 +179,13 @@ def test_commits_are_monotone_repeatable_marked_and_survive_a_new_server(serve: 
     from raysvc.actors.launch import stop_server, wait_for
 
     uri = entry(50)
-    serve("commits", entry_uri=uri)
+    serve("commits", sources=[uri])
     with raysvc.attach("commits") as client:
         for index in (0, 0, 1, 0, 2):
             client.commit(index, skipped=index == 1)
         assert client.frontier == 3
     stop_server("commits")
-    server = serve("commits", entry_uri=uri)
+    server = serve("commits", sources=[uri])
     with raysvc.attach("commits") as client:
         assert next(iter(client)).index == 3
         stats = wait_for(server.stats.options(concurrency_group="control").remote(), "stats")
@@ -203,8 +203,8 @@ def test_a_state_is_the_frontier_with_fetches_in_flight_and_the_trainers_state_w
     from raysvc.errors import StateMismatch
 
     uri = entry(50)
-    serve("state", entry_uri=uri)
-    serve("foreign", entry_uri=entry(50, seed=1), plan={"batch_size": 10, "mini_batch_size": 5})
+    serve("state", sources=[uri])
+    serve("foreign", sources=[entry(50, seed=1)], plan={"batch_size": 10, "mini_batch_size": 5})
     with raysvc.attach("state", look_ahead_steps=4) as client:
         for step in client.steps(stop=6):
             client.commit(step.index)

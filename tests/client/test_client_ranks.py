@@ -234,7 +234,7 @@ def test_a_rank_whose_loop_fails_raises_its_own_error_and_leaves_nothing_but_its
 
     uri = entry(40, per_part=8)
     name = f"rank-boom-{collation_fails_too}"
-    server = serve(name, entry_uri=uri, plan={"shuffle": "none"})
+    server = serve(name, sources=[uri], plan={"shuffle": "none"})
     if collation_fails_too:
         for part in sorted(Path(uri).glob("*.arrow"))[3:]:  # every step but the first three
             part.unlink()
@@ -285,7 +285,7 @@ def test_an_error_in_collation_comes_to_every_rank_at_its_step(
     from raysvc.errors import StepFailed
 
     uri = entry(40, per_part=8)
-    serve("rank-broken", entry_uri=uri, plan={"shuffle": "none"})
+    serve("rank-broken", sources=[uri], plan={"shuffle": "none"})
     sorted(Path(uri).glob("*.arrow"))[2].unlink()  # rows 16 to 23: step 2
     ranks = attach_ranks("rank-broken", look_ahead_steps=4)
     for rank in ranks:

@@ -86,9 +86,9 @@ def test_collators_give_the_bytes_of_the_server_to_roles_ranks_and_evals(
             rank.detach()
         return got
 
-    serve(f"alone-{plan}", entry_uri=uri, plan=PLANS[plan], evals=evals)
+    serve(f"alone-{plan}", sources=[uri], plan=PLANS[plan], evals=evals)
     expected = everything(f"alone-{plan}")
-    server = serve(f"beside-{plan}", entry_uri=uri, plan=PLANS[plan], evals=evals, collators=2)
+    server = serve(f"beside-{plan}", sources=[uri], plan=PLANS[plan], evals=evals, collators=2)
     refs, before, threads = streams.num_refs(), collator_pids(), streams.threads()
     assert everything(f"beside-{plan}") == expected
     assert stats(server)["made"] == 0, "the server made nothing itself"
@@ -141,7 +141,7 @@ def test_batches_of_a_role_are_the_same_from_collators_and_after_kills_of_the_se
     uri = entry(50)
     names = [f"{how}-{layout}" for how in ("one", "killed", "beside")]
     servers = {
-        name: serve(name, entry_uri=uri, plan=plan, collators=2 * name.startswith("beside")) for name in names
+        name: serve(name, sources=[uri], plan=plan, collators=2 * name.startswith("beside")) for name in names
     }
     expected = everything(names[0])
     assert len(expected) > 2 * 2 * 6
@@ -189,7 +189,7 @@ def test_a_step_that_a_collator_cannot_make_fails_by_name_and_is_made_when_it_ca
     import raysvc
 
     uri = entry(48, per_part=8)
-    serve("broken", entry_uri=uri, collators=1)
+    serve("broken", sources=[uri], collators=1)
     part = sorted(Path(uri.removeprefix("file://")).glob("**/*.arrow"))[1]
     with raysvc.attach("broken", look_ahead_steps=1) as client:
         kept = part.rename(part.with_suffix(".away"))  # the server has it open
@@ -217,10 +217,10 @@ def test_kills_under_collators_change_no_byte(
         monkeypatch.setattr(collator_pool, "LEAVING_STEPS", 3)
         caplog.set_level("INFO", "raysvc.actors.server.collator_pool")
     uri, plan = entry(400), {"batch_size": 100, "mini_batch_size": 50, "epochs": 3, "pad_to_multiple": 4096}
-    serve("calm", entry_uri=uri, plan=plan)
+    serve("calm", sources=[uri], plan=plan)
     with raysvc.attach("calm", dp_size=2, look_ahead_steps=0) as client:
         expected = streams.take(client)
-    server = serve(f"killed-{who}", entry_uri=uri, plan=plan, collators=2)
+    server = serve(f"killed-{who}", sources=[uri], plan=plan, collators=2)
     got, killed, known = {}, 0, collator_pids()
     with raysvc.attach(f"killed-{who}", dp_size=2, look_ahead_steps=2) as client:
         for step in client:
@@ -354,7 +354,7 @@ def run_on_nodes(program: str, entry: str, folder: Path, **plan: Any) -> tuple[d
     from raysvc.job.config import PlanConfig
 
     spec = ServeSpec(
-        name="node", entry_uri=entry, pad_token_id=0, journal=str(folder / "j"), num_cpus=0, collators=2,
+        name="node", sources=[entry], pad_token_id=0, journal=str(folder / "j"), num_cpus=0, collators=2,
         plan=PlanConfig(batch_size=8, mini_batch_size=4, pad_to_multiple=2048, **plan),
     )  # fmt: skip
     done = subprocess.run(

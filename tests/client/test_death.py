@@ -45,10 +45,10 @@ def test_a_killed_server_comes_back_and_the_stream_goes_on(
     import raysvc
 
     uri, plan = entry(400), {"batch_size": 100, "mini_batch_size": 50, "epochs": 2, "pad_to_multiple": 8192}
-    serve("calm", entry_uri=uri, plan=plan)
+    serve("calm", sources=[uri], plan=plan)
     with raysvc.attach("calm", look_ahead_steps=0) as client:
         expected = streams.take(client)
-    server = serve(f"killed-{point}", entry_uri=uri, plan=plan)
+    server = serve(f"killed-{point}", sources=[uri], plan=plan)
     threads, refs, got, pids = streams.threads(), streams.num_refs(), {}, set()
     with raysvc.attach(f"killed-{point}", look_ahead_steps=1) as client:
         if point == "idle":
@@ -89,8 +89,8 @@ def test_a_trainer_killed_at_four_points_ends_with_the_rows_of_one_that_was_not(
     import ray
 
     uri = entry(50)
-    server = serve("trainer", entry_uri=uri, lease_ttl_s=1.0)
-    serve("undisturbed", entry_uri=uri)
+    server = serve("trainer", sources=[uri], lease_ttl_s=1.0)
+    serve("undisturbed", sources=[uri])
     address = ray.get_runtime_context().gcs_address
 
     def run(name: str, checkpoint: str, *death: str) -> int:
@@ -208,7 +208,7 @@ def test_a_lost_node_takes_nothing_with_it_and_the_server_moves_to_one_that_stay
 
     plan = PlanConfig(batch_size=8, mini_batch_size=4, epochs=2, pad_to_multiple=2048)
     spec = ServeSpec(
-        name="node", entry_uri=entry(50), plan=plan, pad_token_id=0, journal=str(tmp_path / "j"), num_cpus=1
+        name="node", sources=[entry(50)], plan=plan, pad_token_id=0, journal=str(tmp_path / "j"), num_cpus=1
     )
     done = subprocess.run(
         [sys.executable, "-c", NODE, spec.model_dump_json(), str(HERE)],

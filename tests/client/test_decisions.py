@@ -29,9 +29,9 @@ def mixed(serve: Callable[..., Any], entry: Callable[..., str], tmp_path: Path) 
 
     def start(name: str, **fields: Any) -> Any:
         uris = tuple(entry(rows, seed=rows) for rows in ROWS)
-        mixture = MixtureSpec(names=("a", "b"), entry_uris=uris, stages=((0, (90, 30)),))
+        mixture = MixtureSpec(names=("a", "b"), stages=((0, (90, 30)),))
         run = {"journal": str(tmp_path / name / "server"), "plan": {"epochs": 1}}
-        return serve(name, entry_uri=uris[0], mixture=mixture, **{**run, **fields})
+        return serve(name, sources=uris, mixture=mixture, **{**run, **fields})
 
     return start
 

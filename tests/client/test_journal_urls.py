@@ -48,7 +48,7 @@ def test_commits_leases_and_fences_outlive_kills_and_servers_on_s3(
     from raysvc.errors import LeaseHeld
 
     uri = entry(50)
-    server = serve("s3", entry_uri=uri, **bucket)
+    server = serve("s3", sources=[uri], **bucket)
     with raysvc.attach("s3") as client:
         streams.take(client, stop=5)
         flushed(server)
@@ -63,7 +63,7 @@ def test_commits_leases_and_fences_outlive_kills_and_servers_on_s3(
     lease = record["leases"][""]
     assert (lease["frontier"], lease["skipped"], lease["holder"]) == (8, [7], None), "detach flushed it"
     stop_server("s3")
-    serve("s3", entry_uri=uri, **bucket)
+    serve("s3", sources=[uri], **bucket)
     with raysvc.attach("s3") as client:
         assert (client.frontier, client.lease.fence) == (8, 2)
 

@@ -59,10 +59,11 @@ def row_ids(uri: str, plan: Any, step: int) -> list[list[int]]:
     """Of each mini-batch, from the plan, in this process."""
     from raysvc.actors.server.entry_stream import EntryStream
     from raysvc.actors.server.make_step import Recipe
+    from raysvc.actors.server.spec import SourceSpec
 
     key = uri, plan.model_dump_json()
     if key not in _STREAMS:
-        _STREAMS[key] = EntryStream(uri, {}, Recipe(plan, 0))
+        _STREAMS[key] = EntryStream([SourceSpec(uri=uri)], {}, Recipe(plan, 0))
     return [mini.row_ids.tolist() for mini in _STREAMS[key].outline(step, 1).mini_batches]
 
 
@@ -79,7 +80,7 @@ def train_under_kills(
 
     plan = {"batch_size": 8, "mini_batch_size": 4, "epochs": 100_000}
     name, seat = f"kills-{look_ahead}-{step_ms}-{rank}", {"rank": 0, "group": "g"} if rank else {}
-    server = serve(name, entry_uri=uri, plan=plan)
+    server = serve(name, sources=[uri], plan=plan)
     killer, expected = Killer(server, kills, seed=look_ahead), 0
     with raysvc.attach(name, look_ahead_steps=look_ahead, **seat) as client:
         killer.start()
@@ -167,7 +168,7 @@ def test_lost_requests_and_lost_answers_of_actor_calls_change_nothing(
     plan = PlanConfig(batch_size=8, mini_batch_size=4, epochs=20)
     uri = entry(50)
     spec = ServeSpec(
-        name="rpcs", entry_uri=uri, plan=plan, pad_token_id=0, journal=str(tmp_path / "j"), num_cpus=0
+        name="rpcs", sources=[uri], plan=plan, pad_token_id=0, journal=str(tmp_path / "j"), num_cpus=0
     )
     faults = {"CoreWorkerService.grpc_client.PushTask": FAULTS}
     done = subprocess.run(

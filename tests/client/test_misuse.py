@@ -233,7 +233,7 @@ def test_a_run_that_never_commits_is_warned_once(
 ) -> None:
     import raysvc
 
-    serve("no-commits", entry_uri=entry(50), plan={"epochs": 30})
+    serve("no-commits", sources=[entry(50)], plan={"epochs": 30})
     with raysvc.attach("no-commits", look_ahead_steps=8) as client:
         for _ in client.steps(stop=150):
             pass

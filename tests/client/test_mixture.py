@@ -12,9 +12,9 @@ import pytest
 import raysvc
 from raysvc.builds.cache_entry import open_served
 from raysvc.builds.job_plan import plan_of
-from raysvc.builds.mixed_job import entries_of, mixture_spec, never_trained, stages_of
+from raysvc.builds.mixed_job import mixture_spec, never_trained, stages_of
 from raysvc.cache.find import open_entry
-from raysvc.cache.joined_entry import JoinedEntry
+from raysvc.cache.rows import Rows
 from raysvc.errors import ConfigError, PlanError, StateMismatch
 from raysvc.inspect.lineage import lineage
 from raysvc.inspect.replay_run import replay_job
@@ -56,7 +56,7 @@ def steps_of(job: JobConfig, entry: Any) -> list[np.ndarray]:
     """The source of each row, step by step."""
     plan = plan_of(job, entry)
     return [
-        entry.entry.places(np.concatenate([mini.row_ids for mini in plan.step(step, 1).mini_batches]))[0]
+        entry.rows.places(np.concatenate([mini.row_ids for mini in plan.step(step, 1).mini_batches]))[0]
         for step in range(plan.schedule.num_steps)
     ]
 
@@ -84,9 +84,9 @@ def test_a_source_whose_share_is_too_small_for_a_row_is_named(
     job = job_of(tmp_path, cache_root, sample, shares)
     entry = raysvc.tokenize(job)
     assert set(np.concatenate(steps_of(job, entry)).tolist()) == {0}
-    assert never_trained(job, stages_of(job, entries_of(entry.entry))) == ["b"]
+    assert never_trained(job, stages_of(job, entry.entries)) == ["b"]
     job = job_of(tmp_path, cache_root, sample, {**shares, "b": {"weight": 2}})
-    assert never_trained(job, stages_of(job, entries_of(entry.entry))) == []
+    assert never_trained(job, stages_of(job, entry.entries)) == []
 
 
 def test_tokens_can_be_what_weights_share(
@@ -95,9 +95,9 @@ def test_tokens_can_be_what_weights_share(
     job = job_of(tmp_path, cache_root, sample, {"a": {"weight": 1}, "b": {"weight": 1}})
     job = job.model_copy(update={"mixture": job.mixture.model_copy(update={"by": "tokens"})})
     entry = raysvc.tokenize(job)
-    lengths = entry.entry.lengths()
+    lengths = entry.rows.lengths()
     per_row = [lengths[:40].mean(), lengths[40:].mean()]
-    counts = mixture_spec(job, entry.entry).stages[0][1]
+    counts = mixture_spec(job, entry.entries).stages[0][1]
     tokens = [count * mean for count, mean in zip(counts, per_row, strict=True)]
     assert tokens[0] == pytest.approx(tokens[1], rel=0.05)
 
@@ -191,7 +191,7 @@ def test_a_source_that_stands_twice_is_refused(
 
 def test_joined_entries_give_every_row_as_its_own_entry_does(tmp_path: Path, entry: Any) -> None:
     entries = [open_entry(entry(count, seed=count, per_part=4)) for count in (7, 1, 12)]
-    joined = JoinedEntry(entries)
+    joined = Rows(entries)
     ids = joined.row_ids()[[19, 0, 7, 8, 8, 6, 12]]
     batch = joined.read(ids)
     assert batch.row_ids.tolist() == ids.tolist()

@@ -33,10 +33,10 @@ def test_the_same_spec_finds_the_running_server_and_another_is_refused_with_ever
     from raysvc.errors import ServerError
 
     uri = entry(50)
-    one = serve("twice", entry_uri=uri)
-    assert call(serve("twice", entry_uri=uri), "stats")["pid"] == call(one, "stats")["pid"]
+    one = serve("twice", sources=[uri])
+    assert call(serve("twice", sources=[uri]), "stats")["pid"] == call(one, "stats")["pid"]
     with pytest.raises(ServerError, match=r"batch_size \(8 -> 16\)") as caught:
-        serve("twice", entry_uri=uri, plan={"batch_size": 16}, lease_ttl_s=31)
+        serve("twice", sources=[uri], plan={"batch_size": 16}, lease_ttl_s=31)
     assert "lease_ttl_s (30.0 -> 31.0)" in str(caught.value)
 
 
@@ -45,7 +45,7 @@ def test_a_server_that_can_serve_nothing_says_why_and_leaves_no_actor(serve: Ser
     from raysvc.errors import ConfigError, EntryError
 
     with pytest.raises(EntryError, match="there is no such entry"):
-        serve("nothing", entry_uri=str(tmp_path / "cache" / ("0" * 64)))
+        serve("nothing", sources=[str(tmp_path / "cache" / ("0" * 64))])
     with pytest.raises(ConfigError, match="logprobs"):
         serve("columns", plan={"columns": ("input_ids", "labels", "logprobs")})
     eventually(lambda: not {"nothing", "columns"} & set(server_names()))
@@ -114,7 +114,7 @@ def test_control_calls_are_answered_while_a_large_step_is_collated(
 
     uri = entry(4000, tokens=500)
     plan = {"batch_size": 2000, "mini_batch_size": 500, "epochs": 8, "pad_to_multiple": 4096}
-    server = serve("busy", entry_uri=uri, plan=plan)
+    server = serve("busy", sources=[uri], plan=plan)
     with raysvc.attach("busy", look_ahead_steps=0) as client:
         (info, *_) = client._connection.fetch("fetch", 5, 0, (1,))  # 4 x 500 x 4096 cells of 13 bytes
         answered = 0

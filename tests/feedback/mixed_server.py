@@ -24,9 +24,9 @@ def mixed_spec(uris: list[str], journal: Path, **fields: Any) -> ServeSpec:
     """40 steps of 8 rows: of a, b and c 4, 2 and 2 of every 8."""
     plan = {"batch_size": 8, "mini_batch_size": 4, "epochs": 2, "seed": 3, **fields.pop("plan", {})}
     stages = fields.pop("stages", ((0, (80, 40, 40)),))
-    mixture = MixtureSpec(names=NAMES, entry_uris=tuple(uris), stages=stages)
+    mixture = MixtureSpec(names=NAMES, stages=stages)
     return ServeSpec(
-        name="mixed", entry_uri=uris[0], mixture=mixture, plan=PlanConfig(**plan), pad_token_id=0, journal=str(journal), **fields
+        name="mixed", sources=uris, mixture=mixture, plan=PlanConfig(**plan), pad_token_id=0, journal=str(journal), **fields
     )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def planned(spec: ServeSpec) -> list[list[list[int]]]:
     for one in decisions:
         if one.weights is not None:
             stages[one.from_step * 8] = counts_by_weight([one.weights[name] for name in NAMES], ROWS)
-    entries = [open_entry(uri) for uri in spec.mixture.entry_uris]
+    entries = [open_entry(one.uri) for one in spec.sources]
     plan = plan_of_entries(spec.plan, entries, sorted(stages.items()))
     found = []
     for step in range(STEPS):
@@ -266,7 +266,7 @@ def test_decisions_of_another_plan_are_refused_and_a_grown_mixture_keeps_them(
     few = mixed_spec(uris, tmp_path, stages=((0, (80, 80)),))
     assert few.mixture is not None
     two = few.model_copy(
-        update={"mixture": few.mixture.model_copy(update={"names": NAMES[:2], "entry_uris": tuple(uris[:2])})}
+        update={"mixture": few.mixture.model_copy(update={"names": NAMES[:2]}), "sources": few.sources[:2]}
     )
     trainer = Trainer(server_of(two))
     trainer.decide(Request("x", 6, {"a": 3, "b": 1}))

@@ -178,7 +178,7 @@ until = time.monotonic() + 60  # reports come every half second
 while not (arrived() and spilled()) and time.monotonic() < until:
     time.sleep(0.2)
 entry = raysvc.tokenize(sys.argv[1])
-row_counts = {**entry.report["row_counts"], "short": int((entry.entry.lengths() <= 80).sum())}
+row_counts = {**entry.report["row_counts"], "short": int((entry.rows.lengths() <= 80).sum())}
 mine = [sample for sample in seen.values() if sample[0].startswith("ray_raysvc_")]
 print(json.dumps({"mine": mine, "last": last_of_training, "during": sorted(during), "all": sorted({name for name, _ in seen}),
                   "summary": summary, "spilled": spilled(), "row_counts": row_counts}), flush=True)

@@ -250,7 +250,7 @@ def test_what_a_run_keeps_of_its_server_holds_no_credentials_and_damage_to_it_is
 
     secret = {"secret": "hush-7f3a91"}
     spec = ServeSpec(
-        name="s", entry_uri="/e", plan=PlanConfig(), pad_token_id=0, journal=None, storage_options=secret
+        name="s", sources=["/e"], plan=PlanConfig(), pad_token_id=0, journal=None, storage_options=secret
     )
     records = ServedRecords(f"{tmp_path}/server", {})
     records.keep(0, spec)

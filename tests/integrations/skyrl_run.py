@@ -245,7 +245,7 @@ def main(folder: str, steps: int) -> None:
         columns=("input_ids", "loss_mask"),
     )
     server = start_server(
-        ServeSpec(name="run", entry_uri=uri, plan=plan, pad_token_id=PAD, journal=f"{folder}/journal"),
+        ServeSpec(name="run", sources=[uri], plan=plan, pad_token_id=PAD, journal=f"{folder}/journal"),
         detached=False,
     )
     ours = through_raysvc("run", steps)

@@ -10,6 +10,7 @@ from typing import Any
 import raysvc
 from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
+from raysvc.actors.server.spec import SourceSpec
 from raysvc.builds.job_plan import plan_config, plan_of
 from raysvc.client.data_state import frontier_of, state_of
 from raysvc.client.steps import RankMicro, RankStep, micros_of
@@ -23,7 +24,9 @@ class StreamClient:
 
     def __init__(self, job: JobConfig, rank: int = 0, dp_size: int = 1) -> None:
         self.job, self.entry = job, raysvc.tokenize(job)
-        self._stream = EntryStream(self.entry.uri, {}, Recipe(plan_config(job, self.entry), 0))
+        self._stream = EntryStream(
+            [SourceSpec(uri=str(self.entry.uri))], {}, Recipe(plan_config(job, self.entry), 0)
+        )
         self.schedule = plan_of(job, self.entry).schedule
         self.rank, self.dp_size, self.frontier = rank, dp_size, 0
         self.orders: dict[int, str] = {}

@@ -117,7 +117,7 @@ def order_of(client: StreamClient) -> list[list[int]]:
     plan, out = plan_of(client.job, client.entry), []
     for step in range(plan.schedule.num_steps):
         for mini in plan.step(step, 1).mini_batches:
-            read = client.entry.entry.read(mini.row_ids[mini.ranks[0].rows])
+            read = client.entry.rows.read(mini.row_ids[mini.ranks[0].rows])
             out.append(read.rows["source_row"].tolist()[0::2])
     return out
 

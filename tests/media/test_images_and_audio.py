@@ -11,6 +11,7 @@ import pytest
 
 from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
+from raysvc.actors.server.spec import SourceSpec
 from raysvc.errors import TokenizerError
 from raysvc.job.config import PlanConfig
 from raysvc.media.media_processor import MediaProcessor
@@ -85,7 +86,9 @@ def test_rows_of_images_and_sounds_are_those_of_the_processor(tmp_path: Path, fo
     assert entry.report["row_counts"]["quarantined"] == {}
     assert entry.report["verification"]["switched_to_the_reference"] == []
     plan = PlanConfig(batch_size=len(made), shuffle="none", layout="packed", micro_batch_tokens=4096)
-    stream = EntryStream(str(entry.uri), {}, Recipe(plan, 0), processor=ProcessorSpec(name=str(folder)))
+    stream = EntryStream(
+        [SourceSpec(uri=str(entry.uri))], {}, Recipe(plan, 0), processor=ProcessorSpec(name=str(folder))
+    )
     _, (shard,) = stream.make(0, (1,))
     for row, parts in enumerate(made):
         theirs, values = truth(hf, parts), entry.row(row)

@@ -291,7 +291,7 @@ def test_text_rows_between_rows_with_images_are_the_processors_too(tmp_path: Pat
     assert entry.num_rows == 42
     assert entry.row(7)["input_ids"] == entry.row(40)["input_ids"] == truth_of_text(hf, text["messages"])
     assert [entry.row(n)["media"] is None for n in (0, 7, 41)] == [False, True, False]
-    assert entry.entry.row_values("media_tokens")[[7, 40]].tolist() == [0, 0]
+    assert entry.entries[0].row_values("media_tokens")[[7, 40]].tolist() == [0, 0]
 
 
 def truth_of_text(hf: Any, messages: list[dict[str, Any]]) -> list[int]:
@@ -340,7 +340,7 @@ def test_without_a_processor_a_column_of_images_stays_refused(tmp_path: Path, sa
     ):
         build(tmp_path, sample["tokenizer"], rows, source={"media": True})
     ignored = build(tmp_path, sample["tokenizer"], rows, source={"ignore": ["images"]})
-    assert not set(COLUMNS) & set(ignored.entry.columns)
+    assert not set(COLUMNS) & set(ignored.entries[0].columns)
 
 
 def test_text_rows_of_a_model_with_images_have_no_columns_and_the_key_of_before(
@@ -348,8 +348,8 @@ def test_text_rows_of_a_model_with_images_have_no_columns_and_the_key_of_before(
 ) -> None:
     text = {"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Ho."}]}
     entry = build(tmp_path, family, [text] * 3)
-    assert not set(COLUMNS) & set(entry.entry.columns)
-    assert "media" not in entry.entry.recipe
+    assert not set(COLUMNS) & set(entry.entries[0].columns)
+    assert "media" not in entry.entries[0].recipe
 
 
 def test_another_processor_gives_another_key(tmp_path: Path, family: Path) -> None:

@@ -181,9 +181,9 @@ def test_verify_names_a_broken_medium_and_a_build_makes_it_again(
     again = build(tmp_path, folder, [openai([data_url(FIRST), data_url(BOTH)])])
     assert again.key == key
     assert path.read_bytes() == BOTH
-    assert verify_folder(store, again.entry.folder) == []
+    assert verify_folder(store, again.entries[0].folder) == []
     path.unlink()
-    (problem,) = verify_folder(store, again.entry.folder)
+    (problem,) = verify_folder(store, again.entries[0].folder)
     assert problem.kind == "missing"
 
 
@@ -194,8 +194,8 @@ def test_an_entry_names_its_media_once_each(
         tmp_path, folder, [openai([data_url(FIRST)] * 2), openai([data_url(FIRST), data_url(SECOND)])]
     )
     assert twice.report["media"]["count"] == 2
-    found = read_digests(twice.entry.store, twice.entry.folder, twice.report)
+    found = read_digests(twice.entries[0].store, twice.entries[0].folder, twice.report)
     assert found == sorted({digest(FIRST), digest(SECOND)})
     assert {one.sha256 for row in range(2) for one in media_of(twice.row(row)["media"])} == set(found)
     collect(root)
-    assert read_digests(twice.entry.store, twice.entry.folder, twice.report) == found
+    assert read_digests(twice.entries[0].store, twice.entries[0].folder, twice.report) == found

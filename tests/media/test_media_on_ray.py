@@ -30,7 +30,7 @@ def test_workers_make_the_rows_of_one_process(tmp_path: Path, ray_session: None)
             source=source, tokenizer=str(folder), cache={"root": str(tmp_path / name)}, workers=workers
         )
     assert made["one"].key == made["many"].key
-    assert len(made["many"].entry.manifest.parts) > 1
+    assert len(made["many"].entries[0].manifest.parts) > 1
     assert made["one"].table().to_pylist() == made["many"].table().to_pylist()
     kept = [sorted(path.name for path in (tmp_path / name / FOLDER).glob("*/*")) for name in made]
     assert kept[0] == kept[1]

@@ -13,7 +13,7 @@ import pytest
 
 from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
-from raysvc.actors.server.spec import Part, Role
+from raysvc.actors.server.spec import Part, Role, SourceSpec
 from raysvc.collate.shard import Shard
 from raysvc.collate.with_media import with_media
 from raysvc.errors import ConfigError, EntryError, TokenizerError
@@ -69,7 +69,9 @@ CHANGED = {"image_mean": [0.1, 0.2, 0.3], "padding_value": 0.5}
 def stream(served: Any, layout: str = "rows", **plan: Any) -> EntryStream:
     folder, _, uri = served
     config = PlanConfig(**{"batch_size": 7, "shuffle": "none", **WINDOWED[layout], **plan})
-    return EntryStream(uri, {}, Recipe(config, 0), processor=ProcessorSpec(name=str(folder)))
+    return EntryStream(
+        [SourceSpec(uri=uri)], {}, Recipe(config, 0), processor=ProcessorSpec(name=str(folder))
+    )
 
 
 def the_reader() -> Any:
@@ -204,7 +206,7 @@ def test_collators_give_a_trainer_the_pixels_of_the_server(
 
     folder, _, uri = served
     fields = {
-        "entry_uri": uri,
+        "sources": [uri],
         "processor": ProcessorSpec(name=str(folder)),
         "plan": {"batch_size": 4, "mini_batch_size": 2, "layout": "packed"},
     }

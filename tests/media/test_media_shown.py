@@ -169,7 +169,7 @@ def test_a_mixture_of_text_and_images_keeps_the_media_of_its_rows(tmp_path: Path
             tokenizer=str(folder),
             cache={"root": str(tmp_path / "cache")},
         )
-        rows = entry.entry.read(entry.row_ids()).rows
+        rows = entry.rows.read(entry.row_ids()).rows
         with_media = [text is not None and digest(FIRST) in text for text in rows["media"].tolist()]
         assert with_media == [order[row // 2] == "seen" for row in range(4)]
         assert [tokens > 0 for tokens in rows["media_tokens"].tolist()] == with_media

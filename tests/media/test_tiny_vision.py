@@ -139,7 +139,7 @@ def test_a_window_of_pictures_trains_while_it_is_built_as_when_it_is_there(
             }
         )
         if name == "ahead":
-            assert len(raysvc.tokenize(job).entry.slice_starts) > 4
+            assert len(raysvc.tokenize(job).entries[0].slice_starts) > 4
         assert raysvc.train(job)["cache"]["hit"] == (name == "ahead")
         metrics = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         rows = [json.loads(line) for line in (tmp_path / name / "rows.jsonl").read_text().splitlines()]

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import raysvc
 from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
+from raysvc.actors.server.spec import SourceSpec
 from raysvc.errors import ConfigError, EntryError, TokenizerError
 from raysvc.job.config import PlanConfig
 from raysvc.media.media_processor import MediaProcessor
@@ -128,7 +129,9 @@ def test_ids_masks_and_pixels_are_those_of_the_processor_for_any_texts_images_an
 
 def stream_of(entry: Any, folder: Path, count: int) -> EntryStream:
     plan = PlanConfig(batch_size=count, shuffle="none", layout="padded_right", micro_batch_size=count)
-    return EntryStream(str(entry.uri), {}, Recipe(plan, 0), processor=ProcessorSpec(name=str(folder)))
+    return EntryStream(
+        [SourceSpec(uri=str(entry.uri))], {}, Recipe(plan, 0), processor=ProcessorSpec(name=str(folder))
+    )
 
 
 def test_every_shape_of_source_gives_the_ids_of_the_same_row(tmp_path: Path, folder: Path) -> None:
@@ -255,7 +258,7 @@ def test_rows_of_images_keep_their_key_and_say_how_videos_are_read(tmp_path: Pat
     entry = build(tmp_path, folder, rows)
     assert entry.report["row_counts"]["quarantined"] == {"column 'videos' is not used by format chat": 1}
     assert "source.media: [video]" in entry.report["examples"][0]["detail"]
-    assert "videos" not in entry.entry.recipe["media"]["processor"]
+    assert "videos" not in entry.entries[0].recipe["media"]["processor"]
     own = MediaProcessor.load(str(folder)).identity()
     with_videos = MediaProcessor.load(str(folder), kinds=["image", "video"]).identity()
     assert {name: with_videos[name] for name in own} == own
@@ -318,5 +321,7 @@ def test_a_video_that_is_damaged_inside_is_named_by_its_row_and_can_be_left_out(
     ):
         stream_of(entry, folder, 3).make(0, (1,))
     plan = PlanConfig(batch_size=3, shuffle="none", micro_batch_size=3, skip_rows=(1,))
-    stream = EntryStream(str(entry.uri), {}, Recipe(plan, 0), processor=ProcessorSpec(name=str(folder)))
+    stream = EntryStream(
+        [SourceSpec(uri=str(entry.uri))], {}, Recipe(plan, 0), processor=ProcessorSpec(name=str(folder))
+    )
     assert stream.make(0, (1,))[1][0].row_ids.tolist() == [0, 2]

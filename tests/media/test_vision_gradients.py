@@ -15,6 +15,7 @@ import torch
 from raysvc.actors.model.load_model import load_lm
 from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
+from raysvc.actors.server.spec import SourceSpec
 from raysvc.actors.worker.losses import SftLoss
 from raysvc.job.config import PlanConfig
 from raysvc.media.row_pixels import ProcessorSpec
@@ -71,7 +72,9 @@ def expected(family: Any) -> tuple[dict[str, np.ndarray], float]:
 def shards_of(family: Any, layout: str, dp_size: int) -> list[Any]:
     folder, _, uri = family
     plan = PlanConfig(batch_size=7, shuffle="none", **LAYOUTS[layout])
-    stream = EntryStream(uri, {}, Recipe(plan, 0), processor=ProcessorSpec(name=str(folder)))
+    stream = EntryStream(
+        [SourceSpec(uri=uri)], {}, Recipe(plan, 0), processor=ProcessorSpec(name=str(folder))
+    )
     _, shards = stream.make(0, (dp_size,))
     return list(shards)
 

@@ -52,8 +52,8 @@ def test_a_job_without_parallelism_and_one_with_many_slices_give_the_same_rows(
     job = sections(tmp_path, sample, 150, 6)
     many = raysvc.tokenize(**job, cache={"root": str(tmp_path / "many")})
     one = raysvc.tokenize(**{**job, "workers": {"max": 1}}, cache={"root": str(tmp_path / "one")})
-    assert len(many.entry.manifest.parts) > 3
-    assert len(one.entry.manifest.parts) == 1
+    assert len(many.entries[0].manifest.parts) > 3
+    assert len(one.entries[0].manifest.parts) == 1
     assert many.key == one.key
     assert rows_of(many) == rows_of(one)
 
@@ -84,7 +84,7 @@ def test_two_that_ask_at_once_share_one_build(
         thread.join()
     assert entries[0].uri == entries[1].uri
     parts = list(Path(entries[0].uri).glob("part-*.arrow"))
-    assert len(parts) == len(entries[0].entry.manifest.parts), "no slice was made twice"
+    assert len(parts) == len(entries[0].entries[0].manifest.parts), "no slice was made twice"
 
 
 def test_a_builder_that_starts_late_makes_nothing_that_another_has_made(
@@ -185,7 +185,7 @@ def test_a_killed_build_goes_on_from_its_finished_slices(
         process.send_signal(signal.SIGKILL)
         process.communicate()
     resumed = raysvc.tokenize(**job)
-    names = {part.name for part in resumed.entry.manifest.parts}
+    names = {part.name for part in resumed.entries[0].manifest.parts}
     assert {receipt.part.name for receipt in finished.values()} <= names, "finished slices are not made again"
     calm = raysvc.tokenize(**{**job, "cache": {"root": str(tmp_path / "calm")}})
     assert resumed.table().equals(calm.table())

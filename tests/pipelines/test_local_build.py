@@ -73,7 +73,7 @@ def parts_of(uri: str) -> list[Path]:
 
 
 def bytes_of_parts(entry: raysvc.CacheEntry) -> list[bytes]:
-    return [(Path(entry.uri) / part.name).read_bytes() for part in entry.entry.manifest.parts]
+    return [(Path(entry.uri) / part.name).read_bytes() for part in entry.entries[0].manifest.parts]
 
 
 def test_a_small_source_is_tokenized_without_ray(tmp_path: Path, sample: dict[str, str]) -> None:
@@ -111,7 +111,7 @@ def test_two_processes_make_each_slice_once(tmp_path: Path, sample: dict[str, st
     results = [process.communicate(timeout=60) for process in (first, second)]
     uris = {json.loads(out.splitlines()[-1])["uri"] for out, _ in results}
     (uri,) = uris
-    assert len(parts_of(uri)) == len(raysvc.open_cache(uri).entry.manifest.parts)
+    assert len(parts_of(uri)) == len(raysvc.open_cache(uri).entries[0].manifest.parts)
 
 
 def test_a_process_that_waits_goes_on_where_a_killed_one_stopped(
@@ -137,7 +137,7 @@ def test_a_process_that_waits_goes_on_where_a_killed_one_stopped(
     first.send_signal(signal.SIGKILL)
     first.communicate()
     second.join(60)
-    names = {part.name for part in found[0].entry.manifest.parts}
+    names = {part.name for part in found[0].entries[0].manifest.parts}
     assert len(made) == 3
     assert made <= names, "finished slices are not made again"
     assert ticks[-1].facts["resumed rows"] > 0

@@ -14,6 +14,7 @@ import pytest
 
 from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
+from raysvc.actors.server.spec import SourceSpec
 from raysvc.job.config import PlanConfig
 from tests.conftest import write_entry
 
@@ -26,7 +27,7 @@ def digest_of_run(root: Path, plan: dict[str, Any]) -> str:
     """sha256 of all arrays of all shards, for each number of ranks; an entry of 61 rows in five slices."""
     uri = write_entry(root, 61, per_part=13, seed=7)
     config = PlanConfig(batch_size=12, mini_batch_size=6, epochs=2, seed=3, **plan)
-    stream = EntryStream(uri, {}, Recipe(config, 0))
+    stream = EntryStream([SourceSpec(uri=uri)], {}, Recipe(config, 0))
     digest = hashlib.sha256()
     for dp_size in DP_SIZES:
         for step in range(stream.schedule.num_steps):

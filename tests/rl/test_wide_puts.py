@@ -191,7 +191,7 @@ def test_a_step_of_them_is_made_again_without_its_server(tmp_path: Path) -> None
     assert stream.form(0, 0)
     _, shards = stream.make(0, (2,))
     spec = ServeSpec(
-        name="x", entry_uri=None, plan=stream._recipe.plan, pad_token_id=0, journal=str(tmp_path),
+        name="x", sources=(), plan=stream._recipe.plan, pad_token_id=0, journal=str(tmp_path),
         rollouts=RolloutSpec(max_staleness=None),
     )  # fmt: skip
     ServedRecords(str(tmp_path / "server"), {}).keep(0, spec)

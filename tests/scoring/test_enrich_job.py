@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import raysvc
-from raysvc.builds.mixed_job import entries_of
 from raysvc.builds.sample_data import write_tokenizer
 from raysvc.cache import names
 from raysvc.cache.entry import Entry
@@ -128,28 +127,28 @@ def test_where_a_model_lies_changes_nothing_and_what_it_holds_does(
 def test_a_reference_and_a_teacher_are_two_entries_on_one_another(job: dict[str, Any]) -> None:
     reference = entry_of(job, ref_logprobs={})
     both = entry_of(job, ref_logprobs={}, teacher={"model": job["trainer"]["model"], "top_k": 3})
-    assert both.entry.folders == (
-        both.entry.folder,
-        reference.entry.folder,
-        raysvc.tokenize(job).entry.folder,
+    assert both.entries[0].folders == (
+        both.entries[0].folder,
+        reference.entries[0].folder,
+        raysvc.tokenize(job).entries[0].folder,
     )
     assert np.array_equal(
-        both.entry.read(np.arange(24)).tokens["ref_logprobs"],
-        reference.entry.read(np.arange(24)).tokens["ref_logprobs"],
+        both.rows.read(np.arange(24)).tokens["ref_logprobs"],
+        reference.rows.read(np.arange(24)).tokens["ref_logprobs"],
     )
-    assert both.entry.read(np.arange(24)).wide["teacher_ids"].shape == (3,)
+    assert both.rows.read(np.arange(24)).wide["teacher_ids"].shape == (3,)
 
 
 def test_slices_and_batches_change_no_number(job: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = entry_of(job, ref_logprobs={}).entry.read(np.arange(24)).tokens["ref_logprobs"]
+    whole = entry_of(job, ref_logprobs={}).rows.read(np.arange(24)).tokens["ref_logprobs"]
     monkeypatch.setattr(row_slices, "LEAST_TOKENS", 40)
     cut = entry_of(
         {**job, "cache": {"root": job["cache"]["root"], "force": True}},
         ref_logprobs={},
         micro_batch_tokens=50,
     )
-    assert len(cut.entry.manifest.parts) > 5
-    assert np.abs(cut.entry.read(np.arange(24)).tokens["ref_logprobs"] - whole).max() < 2e-6
+    assert len(cut.entries[0].manifest.parts) > 5
+    assert np.abs(cut.rows.read(np.arange(24)).tokens["ref_logprobs"] - whole).max() < 2e-6
 
 
 def test_a_row_has_the_teacher_that_its_column_names(job: dict[str, Any], tmp_path: Path) -> None:
@@ -178,7 +177,7 @@ def test_a_source_of_a_mixture_has_its_own_teacher(job: dict[str, Any], tmp_path
     }
     entry = raysvc.enrich(mixed, enrich={"teacher": {"by": "source", "models": models, "top_k": 2}})
     one = raysvc.enrich(job, enrich={"teacher": {"model": models["a"], "top_k": 2}})
-    assert entries_of(entry.entry)[0].uri == one.uri
+    assert entry.entries[0].uri == one.uri
     assert (entry.sources, entry.num_rows) == (("a", "b"), 34)
     assert len(entry.row("1:0:6")["teacher_ids"][0]) == 2
     with pytest.raises(ConfigError, match="has no model for the source 'b' \\(it has a\\)"):
@@ -192,7 +191,7 @@ class TestRefused:
         before = set(folders(job)) if Path(job["cache"]["root"]).exists() else set()
         with pytest.raises(ConfigError, match=message):
             entry_of(job, **enrich)
-        base = raysvc.tokenize(job).entry.folder
+        base = raysvc.tokenize(job).entries[0].folder
         assert set(folders(job)) - before <= {base}
         assert not any(names.SHARED.fullmatch(name) for name in open_store(job["cache"]["root"]).list(base))
 
@@ -220,7 +219,7 @@ class TestRefused:
     def test_a_smaller_vocabulary_of_the_same_tokenizer_is_taken_where_rows_have_no_more(
         self, job: dict[str, Any], tmp_path: Path
     ) -> None:
-        most = max(max(row["input_ids"]) for row in map(raysvc.tokenize(job).entry.row, range(4)))
+        most = max(max(row["input_ids"]) for row in map(raysvc.tokenize(job).rows.row, range(4)))
         assert most < 511
         path = save_model(tmp_path / "s", 511)
         shutil.copytree(job["tokenizer"], path, dirs_exist_ok=True)
@@ -310,7 +309,9 @@ class TestRefused:
         with pytest.raises(ConfigError, match="its model changed while the columns were computed"):
             entry_of(job, ref_logprobs={})
         assert "finished" not in {
-            state for folder, state in folders(job).items() if folder != raysvc.tokenize(job).entry.folder
+            state
+            for folder, state in folders(job).items()
+            if folder != raysvc.tokenize(job).entries[0].folder
         }
 
 
@@ -344,7 +345,7 @@ def test_two_that_ask_at_once_compute_once(job: dict[str, Any], monkeypatch: pyt
     for thread in threads:
         thread.join()
     assert len({one.uri for one in entries}) == 1
-    assert sorted(made) == list(range(len(entries[0].entry.manifest.parts)))
+    assert sorted(made) == list(range(len(entries[0].entries[0].manifest.parts)))
 
 
 def test_a_build_that_ended_half_way_goes_on(job: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,28 +367,28 @@ def test_a_build_that_ended_half_way_goes_on(job: dict[str, Any], monkeypatch: p
         entry_of(job, ref_logprobs={})
     monkeypatch.setattr(enrich, "compute_slice", lambda *args: (made.append(args[2].index), real(*args))[1])
     entry = entry_of(job, ref_logprobs={})
-    assert sorted(made) == list(range(len(whole.entry.manifest.parts)))
-    assert [one.checksum for one in entry.entry.manifest.parts] == [
-        one.checksum for one in whole.entry.manifest.parts
+    assert sorted(made) == list(range(len(whole.entries[0].manifest.parts)))
+    assert [one.checksum for one in entry.entries[0].manifest.parts] == [
+        one.checksum for one in whole.entries[0].manifest.parts
     ]
 
 
 def test_gc_between_computing_and_training_takes_neither(job: dict[str, Any]) -> None:
     """However old both are, the base outlives what shares it; what is gone is computed again."""
     entry = entry_of(job, ref_logprobs={})
-    values = entry.entry.read(np.arange(24)).tokens["ref_logprobs"]
+    values = entry.rows.read(np.arange(24)).tokens["ref_logprobs"]
     store = open_store(job["cache"]["root"])
     collect_garbage(store, older_than_s=0, grace_s=0)
-    reader = Entry.open(store, entry.entry.folder)
+    reader = Entry.open(store, entry.entries[0].folder)
     assert np.array_equal(reader.read(np.arange(24)).tokens["ref_logprobs"], values)
-    for one in (entry.entry, reader):
+    for one in (entry.entries[0], reader):
         one._held.result().release()
     wait_until_unused(job["cache"]["root"])  # marks of the build
     collect_garbage(store, older_than_s=0, grace_s=0)
     collect_garbage(store, older_than_s=0, grace_s=0)
     assert folders(job) == {}
     again = entry_of(job, ref_logprobs={})
-    assert np.array_equal(again.entry.read(np.arange(24)).tokens["ref_logprobs"], values)
+    assert np.array_equal(again.rows.read(np.arange(24)).tokens["ref_logprobs"], values)
 
 
 def test_explain_says_what_differs_and_looking_computes_nothing(job: dict[str, Any]) -> None:
@@ -436,7 +437,7 @@ def test_an_entry_on_s3_gets_its_columns_there(
     assert entry.key == local.key
     every = np.arange(24)
     assert np.array_equal(
-        entry.entry.read(every).tokens["ref_logprobs"], local.entry.read(every).tokens["ref_logprobs"]
+        entry.rows.read(every).tokens["ref_logprobs"], local.rows.read(every).tokens["ref_logprobs"]
     )
     assert entry_of(job, ref_logprobs={}).hit
 

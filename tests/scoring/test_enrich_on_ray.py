@@ -42,7 +42,7 @@ def job(tmp_path: Path, sample: dict[str, str]) -> dict[str, Any]:
 
 
 def values_of(entry: raysvc.CacheEntry) -> np.ndarray:
-    return np.asarray(entry.entry.read(np.arange(entry.num_rows)).tokens["ref_logprobs"])
+    return np.asarray(entry.rows.read(np.arange(entry.num_rows)).tokens["ref_logprobs"])
 
 
 @pytest.fixture
@@ -77,8 +77,7 @@ def test_workers_compute_what_one_process_does(
 def receipts_of(entry: raysvc.CacheEntry) -> list[Any]:
     from raysvc.cache.writer import EntryWriter
 
-    assert isinstance(entry.entry, Entry)
-    return list(EntryWriter(entry.entry.store, entry.key, 0).receipts().values())
+    return list(EntryWriter(entry.entries[0].store, entry.key, 0).receipts().values())
 
 
 @pytest.mark.slow
@@ -117,7 +116,7 @@ def test_two_that_ask_at_once_share_the_workers(
         thread.join()
     assert entries[0].uri == entries[1].uri
     parts = list(Path(entries[0].uri).glob("part-*.arrow"))
-    assert len(parts) == len(entries[0].entry.manifest.parts) > 2, "no slice was computed twice"
+    assert len(parts) == len(entries[0].entries[0].manifest.parts) > 2, "no slice was computed twice"
 
 
 BUILDER = """
@@ -162,7 +161,7 @@ def test_a_killed_builder_loses_only_what_it_was_computing(
     entries = [raysvc.enrich(job, cache={"root": root}) for root in (killed, whole)]
     torch.set_num_threads(threads)
     assert [one.hit for one in entries] == [True, False]
-    resumed, undisturbed = (one.entry for one in entries)
+    resumed, undisturbed = (one.entries[0] for one in entries)
     assert isinstance(resumed, Entry)
     assert isinstance(undisturbed, Entry)
     assert len(resumed.manifest.parts) > 10

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from raysvc.builds.cache_entry import CacheEntry
-from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.collate.row_values import RowValues
 from raysvc.training.loss_shares import LossShares, length_bucket
 
@@ -27,7 +26,7 @@ def reported(rows: dict[int, tuple[int, float, int]]) -> Any:
 
 def mixture(*num_rows: int) -> CacheEntry:
     entries: Any = [SimpleNamespace(slice_starts=[0, count], key=str(count)) for count in num_rows]
-    return CacheEntry(JoinedEntry(entries), sources=tuple("abc"[: len(num_rows)]))
+    return CacheEntry(tuple(entries), sources=tuple("abc"[: len(num_rows)]))
 
 
 def test_every_row_counts_once_in_its_source_and_in_its_bucket() -> None:

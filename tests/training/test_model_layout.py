@@ -174,7 +174,7 @@ def test_rows_that_change_the_positions_of_their_neighbours_are_refused(
     rope: dict[str, Any], layout: str, tmp_path: Path, sample: dict[str, str]
 ) -> None:
     entry = entry_of(sample, tmp_path / "cache")
-    lengths = np.array(sorted(entry.entry.lengths()))
+    lengths = np.array(sorted(entry.rows.lengths()))
     context, longest = int(np.median(lengths)), int(lengths.max())
     beyond = int((lengths > context).sum())
     assert 0 < beyond < len(lengths)
@@ -190,7 +190,7 @@ def test_rows_that_are_all_beyond_the_context_or_alone_are_what_they_are_alone(
     tmp_path: Path, sample: dict[str, str]
 ) -> None:
     entry = entry_of(sample, tmp_path / "cache")
-    below = int(entry.entry.lengths().min()) - 1
+    below = int(entry.rows.lengths().min()) - 1
     check_scaling(job_of(scaled_folder(tmp_path / "all", LONGROPE, below)), entry)
     with pytest.raises(ConfigError, match="dynamic"):  # depends on what the model saw before
         check_scaling(job_of(scaled_folder(tmp_path / "history", DYNAMIC, below)), entry)

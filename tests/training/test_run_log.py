@@ -61,7 +61,7 @@ def test_the_loss_of_a_step_is_that_of_its_mini_batches_as_one(
         silent,
         NO_TRACKERS,
         1,
-        LossShares(CacheEntry(SimpleNamespace())),
+        LossShares(CacheEntry(())),
         reduction,  # type: ignore[arg-type]
     )
     results: Any = [reported, reported]  # two ranks with half of it each

@@ -22,7 +22,7 @@ from raysvc.cache.store.claim import Claim, open_owned
 
 def served_line(step: int, dp_size: int | None, spec: ServeSpec) -> dict[str, Any]:
     """How the steps from `step` on are made; ranks: None where only the trainer knows."""
-    kept = spec.model_dump(mode="json", exclude={"storage_options", "evals", "growing"})
+    kept = spec.lasting().model_dump(mode="json", exclude={"storage_options", "evals"})
     line = {"step": step, "dp_size": dp_size, "spec": kept}
     return {**line, SEAL: seal_of(line)}
 

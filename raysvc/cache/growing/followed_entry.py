@@ -49,9 +49,21 @@ class FollowedSpec(BaseModel):
     listings: str
     uid: str
 
+    @property
+    def has_end(self) -> bool:
+        """Never."""
+        return False
+
+    def opened(self, store: Store, folder: str) -> Entry:
+        """The entry, to be read while its source is followed."""
+        return FollowedEntry(store, folder, self)
+
 
 class FollowedEntry(GrowingEntry):
     """One generation of a key whose source is followed."""
+
+    is_whole = False
+    has_end = False
 
     def __init__(
         self,
@@ -72,7 +84,7 @@ class FollowedEntry(GrowingEntry):
         Raises:
             EntryError: there are no listings, or other ones.
         """
-        self.followed = spec
+        self.coming = self.followed = spec
         self.receipts = SliceReceipts(store, folder, (), ())
         self.listings = Listings(store, spec.listings)
         self._growing = threading.Lock()  # guards what is appended to the slices

@@ -44,9 +44,29 @@ class GrowingSpec(BaseModel):
     report: dict[str, Any]
     contents: tuple[str, ...]
 
+    @property
+    def has_end(self) -> bool:
+        """Always."""
+        return True
+
+    def opened(self, store: Store, folder: str) -> Entry:
+        """The entry, to be read while somebody builds it; the finished one where it is finished by now.
+
+        Raises:
+            EntryError: it was finished from another cut of the source.
+        """
+        entry = GrowingEntry(store, folder, self)
+        if not entry.is_finished():
+            return entry
+        finished = Entry.open(store, folder)
+        entry.receipts.refuse_another_cut(finished.manifest, finished.uri)
+        return finished
+
 
 class GrowingEntry(Entry):
     """One generation of a key that somebody builds, or has just built."""
+
+    is_whole = False
 
     def __init__(
         self, store: Store, folder: str, spec: GrowingSpec, copies: PartCopies | None = None
@@ -58,7 +78,7 @@ class GrowingEntry(Entry):
             spec: what is known of it.
             copies: as in `Entry`.
         """
-        self.spec = spec
+        self.coming = self.spec = spec
         self.receipts = SliceReceipts(store, folder, spec.report["source_rows"], spec.contents)
         super().__init__(
             store, folder, Manifest(spec.key, (), self.receipts.columns, spec.recipe, spec.report), copies

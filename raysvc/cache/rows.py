@@ -1,4 +1,4 @@
-"""Several entries, read as one.
+"""The rows of one entry or of several, read as one.
 
 Axes: K entries, N rows.
 
@@ -34,20 +34,18 @@ Ids = npt.NDArray[np.int64]
 NO_MEDIA: dict[str, Any] = {COLUMN: None, TOKENS: 0, PATCHES: 0}
 
 
-class JoinedEntry:
-    """K entries, read like one.
+class Rows:
+    """What a run reads: the rows of K entries, by their addresses.
 
     Args:
-        entries: of one tokenizer.
-        report: of all of them together.
+        entries: of one tokenizer; entry k is source k.
 
     Attributes:
-        entries, report: as given.
+        entries: as given.
     """
 
-    def __init__(self, entries: Sequence[Entry], report: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, entries: Sequence[Entry]) -> None:
         self.entries = tuple(entries)
-        self.report = report or {}
 
     @property
     def uri(self) -> str:
@@ -56,8 +54,9 @@ class JoinedEntry:
 
     @property
     def key(self) -> str:
-        """Hash of the entries' keys."""
-        return cache_key({"joined": [entry.key for entry in self.entries]})
+        """That of the only entry, or a hash of all keys."""
+        keys = [entry.key for entry in self.entries]
+        return keys[0] if len(keys) == 1 else cache_key({"joined": keys})
 
     @property
     def num_rows(self) -> int:
@@ -97,6 +96,8 @@ class JoinedEntry:
     def read(self, row_ids: npt.NDArray[np.integer[Any]]) -> RowBatch:
         """Rows in the given order; see `Entry.read`."""
         ids = np.asarray(row_ids, np.int64)
+        if len(self.entries) == 1:  # nothing to bring together
+            return self.entries[0].read(ids)
         numbers, local = self.places(ids)
         used = np.unique(numbers).tolist() or [0]
         where = {number: np.flatnonzero(numbers == number) for number in used}

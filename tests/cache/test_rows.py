@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from raysvc.cache.entry import Entry
 from raysvc.cache.find import find_entry
-from raysvc.cache.joined_entry import JoinedEntry
 from raysvc.cache.key import cache_key
+from raysvc.cache.rows import Rows
 from raysvc.cache.store.open import open_store
 from raysvc.errors import EntryError
 from raysvc.row_ids import parse
@@ -37,8 +37,8 @@ def tables() -> list[list[pa.Table]]:
 
 
 @pytest.fixture(scope="module")
-def joined(tables) -> JoinedEntry:
-    return JoinedEntry([entry_of(slices, str(number)) for number, slices in enumerate(tables)])
+def joined(tables) -> Rows:
+    return Rows([entry_of(slices, str(number)) for number, slices in enumerate(tables)])
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +57,8 @@ def test_rows_and_tokens_are_those_of_all_entries(joined, rows):
 
 
 def test_the_key_follows_from_the_keys_of_the_entries_and_their_order(joined):
-    assert joined.key == JoinedEntry(joined.entries).key
-    assert joined.key != JoinedEntry(joined.entries[::-1]).key
+    assert joined.key == Rows(joined.entries).key
+    assert joined.key != Rows(joined.entries[::-1]).key
 
 
 @settings(max_examples=60)
@@ -90,7 +90,7 @@ def test_a_row_that_is_not_there_is_an_error(joined, row):
 
 def test_a_column_that_one_entry_lacks_is_not_there(tables):
     without = [table.drop_columns(["logprobs", "reward"]) for table in tables[1]]
-    joined = JoinedEntry([entry_of(tables[0], "all"), entry_of(without, "fewer")])
+    joined = Rows([entry_of(tables[0], "all"), entry_of(without, "fewer")])
     batch = joined.read(joined.row_ids())
     assert "logprobs" not in batch.tokens
     assert "reward" not in batch.rows
@@ -102,7 +102,7 @@ def test_a_column_of_two_types_becomes_one_that_holds_both(tables):
     as_float = [
         table.set_column(place, "source_row", table["source_row"].cast(pa.float64())) for table in tables[1]
     ]
-    joined = JoinedEntry([entry_of(tables[0], "int"), entry_of(as_float, "float")])
+    joined = Rows([entry_of(tables[0], "int"), entry_of(as_float, "float")])
     batch = joined.read(joined.row_ids())
     assert batch.rows["source_row"].dtype == np.float64
     assert batch.rows["source_row"].tolist() == [*range(8), *range(4)]
@@ -115,6 +115,6 @@ def test_a_column_of_two_shapes_is_refused_with_both(tables):
             for table in tables[1]
         ]  # fmt: skip
 
-    joined = JoinedEntry([entry_of(vectors(2), "two"), entry_of(vectors(3), "three")])
+    joined = Rows([entry_of(vectors(2), "two"), entry_of(vectors(3), "three")])
     with pytest.raises(EntryError, match=r"column score is \(2,\) and \(3,\) in different entries"):
         joined.read(joined.row_ids()[[0, -1]])
