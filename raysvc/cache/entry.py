@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pydantic import BaseModel
 
+    from raysvc.cache.growing.listings import Listings
+
 
 class Entry:
     """One generation of one key.
@@ -49,12 +51,10 @@ class Entry:
 
     Attributes:
         is_whole: whether all slices are there.
-        has_end: whether there is a last slice.
         coming: what is known of it before it is whole; None: it is.
     """
 
     is_whole = True
-    has_end = True
     coming: BaseModel | None = None
 
     def __init__(
@@ -249,6 +249,11 @@ class Entry:
             EntryError: the build has failed.
         """
         return 0.0
+
+    @property
+    def listings(self) -> Listings | None:
+        """Of a source that is followed, and has no last slice; else None."""
+        return None
 
     @property
     def num_known(self) -> int:

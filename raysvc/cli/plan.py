@@ -40,7 +40,7 @@ def plan(
     with View() as view:
         entry = as_far_as_there(job, api.tokenize(job, address=address, progress=view), view)
     steps = plan_of(job, entry)
-    if not all(one.has_end for one in entry.entries):
+    if any(one.listings for one in entry.entries):
         position = 0 if step is None else steps.schedule.position_of(step + 1)
         if step is None or not entry.entries[0].knows(position):
             there = entry.entries[0].num_known // job.plan.batch_size

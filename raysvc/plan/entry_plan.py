@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.cache.growing.followed_entry import FollowedEntry
 from raysvc.cache.key import rows_key
 from raysvc.cache.local.large_array import concatenated
 from raysvc.errors import PlanError
@@ -81,7 +80,7 @@ def plan_of_entries(
     wanted = [one or config.shuffle for one in shuffles] or [config.shuffle] * len(entries)
     if numbers_by_slice(config, shuffles):
         rows = SlicedRows([_source(*each) for each in zip(entries, wanted, strict=True)])
-        if not stages and not isinstance(entries[0], FollowedEntry):
+        if not stages and not entries[0].listings:
             window = window_of(config.shuffle, entries[0])
             config = config.model_copy(update={"shuffle": f"window({window})"})
         mixture = _mixture(config, rows.sources, wanted, stages) if stages else None
@@ -117,9 +116,7 @@ def numbers_by_slice(config: PlanConfig, shuffles: Sequence[str | None] = ()) ->
 
 def _source(entry: PlannedEntry, shuffle: str) -> PlanSource:
     if is_windowed(shuffle):
-        window = (
-            MOST if isinstance(entry, FollowedEntry) and shuffle == "window" else window_of(shuffle, entry)
-        )
+        window = MOST if entry.listings and shuffle == "window" else window_of(shuffle, entry)
         return WindowedSource(entry, window + OPEN_BEYOND)
     return FullSource(entry, group_bounds(entry))
 

@@ -77,7 +77,7 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
     steps = list(folder.lines(folder.metrics))
     report = entry.report
     lengths, rows = entry.rows.lengths(), entry.row_ids()
-    has_end = all(one.has_end for one in entry.entries)
+    has_end = not any(one.listings for one in entry.entries)
     sample = entry.rows.read(rows[_spread(len(rows), TRAINED_SAMPLE)])
     return Facts(
         title=f"{job.server.name}: {', '.join(report['paths'])}",

@@ -115,6 +115,8 @@ def test_pairs_with_images_stay_together_and_are_even():
 class Source:
     """An entry, as a plan sees it."""
 
+    listings = None
+
     def __init__(self, key, lengths, patches=None):
         self.key, self.num_rows, self.recipe, self._patches = key, len(lengths), {"format": "chat"}, patches
         self.columns = {} if patches is None else {"media_patches": "int32"}

@@ -85,6 +85,8 @@ def test_a_pair_that_fits_no_line_is_refused_by_its_number() -> None:
 
 
 class Source:
+    listings = None
+
     def __init__(self, key: str, form: str) -> None:
         self.key, self.recipe, self.num_rows, self.columns = key, {"format": form}, 4, {}
         self.slice_starts = np.array([0, 4])

@@ -62,9 +62,6 @@ class FollowedSpec(BaseModel):
 class FollowedEntry(GrowingEntry):
     """One generation of a key whose source is followed."""
 
-    is_whole = False
-    has_end = False
-
     def __init__(
         self,
         store: Store,
@@ -86,7 +83,7 @@ class FollowedEntry(GrowingEntry):
         """
         self.coming = self.followed = spec
         self.receipts = SliceReceipts(store, folder, (), ())
-        self.listings = Listings(store, spec.listings)
+        self._listings = Listings(store, spec.listings)
         self._growing = threading.Lock()  # guards what is appended to the slices
         self._source_rows = np.zeros(0, np.int64)
         self._num_listings = 0  # whose slices are known here
@@ -107,6 +104,11 @@ class FollowedEntry(GrowingEntry):
         )
 
     @property
+    def listings(self) -> Listings:
+        """Of its source, as far as they are known here."""
+        return self._listings
+
+    @property
     def source_rows(self) -> Int64s:
         """int64 [S], rows of the source in each slice that is known by now."""
         return self._source_rows
@@ -114,7 +116,7 @@ class FollowedEntry(GrowingEntry):
     @property
     def num_known(self) -> int:
         """Rows of the source that have a slice by now."""
-        return int(self.listings.ends[self._num_listings - 1]) if self._num_listings else 0
+        return int(self._listings.ends[self._num_listings - 1]) if self._num_listings else 0
 
     def knows(self, num_groups: int) -> bool:
         """Whether the listings have so many rows of the source; looks for new ones, twice a second at most."""
@@ -154,12 +156,12 @@ class FollowedEntry(GrowingEntry):
             EntryError: they are not those that the entry was made of.
         """
         with self._growing:
-            self.listings.refresh()
-            if self.listings.uid != self.followed.uid:
+            self._listings.refresh()
+            if self._listings.uid != self.followed.uid:
                 what = f"the listings {self.followed.listings} of its source are gone, or others"
                 raise EntryError(f"{self.receipts.where}", what, REMEDY)
             self._looked_s = time.monotonic()
-            for listing in self.listings.known[self._num_listings :]:
+            for listing in self._listings.known[self._num_listings :]:
                 self.receipts.extend(listing.groups.tolist(), listing.contents)
                 self._source_rows = np.append(self._source_rows, listing.groups)
                 self._num_listings += 1

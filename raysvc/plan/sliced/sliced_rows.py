@@ -24,8 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc import row_ids
-from raysvc.cache.growing.followed_entry import FollowedEntry
-from raysvc.cache.growing.listings import Listing
+from raysvc.cache.growing.listings import Listing, Listings
 from raysvc.cache.part_info import REBUILD
 from raysvc.errors import EntryError, PlanError
 from raysvc.job.config import PAIRED, PlanConfig
@@ -65,6 +64,10 @@ class SlicedEntry(Protocol):
     @property
     def columns(self) -> Mapping[str, str]:
         """Name -> type."""
+
+    @property
+    def listings(self) -> Listings | None:
+        """Of a source that is followed, and has no last slice; else None."""
 
     @property
     def slice_starts(self) -> Int64s:
@@ -156,7 +159,7 @@ class WindowedSource:
     @property
     def num_groups(self) -> int:
         """Groups of all slices."""
-        return ENDLESS if isinstance(self.entry, FollowedEntry) else int(self.groups.sum())
+        return ENDLESS if self.entry.listings else int(self.groups.sum())
 
     def spans(self, groups: Int64s) -> tuple[Int64s, Int64s]:
         """First row of each group, and how many rows it has; 0 where its row of the source was left out."""
@@ -303,12 +306,12 @@ class SlicedRows:
         """The order of a single source."""
         [source] = self.sources
         assert isinstance(source, WindowedSource)
-        if isinstance(source.entry, FollowedEntry):
+        if listings := source.entry.listings:
 
             def window(listing: Listing) -> int:
                 return _window(config.shuffle, listing.num_bytes, len(listing.slices))
 
-            return FollowedOrder(source.entry.listings, window, config.seed)
+            return FollowedOrder(listings, window, config.seed)
         return WindowOrder(source.groups, window_of(config.shuffle, source.entry), config.seed)
 
     def rows_of(self, groups: Int64s) -> tuple[Int64s, Int32s]:
@@ -402,7 +405,7 @@ def check_rows(entries: Sequence[SlicedEntry], ids: Int64s) -> None:
 
 def digest_of(entry: SlicedEntry) -> str:
     """sha256 of the rows of each slice of the source: another cut of it is another order. The key of one that is followed tells its cuts."""
-    if isinstance(entry, FollowedEntry):
+    if entry.listings:
         return entry.key
     return hashlib.sha256(entry.source_rows.astype("<i8").tobytes()).hexdigest()
 

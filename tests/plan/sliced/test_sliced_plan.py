@@ -46,6 +46,7 @@ class FakeEntry:
     max_length: int | None = None
 
     media: bool = False
+    listings = None
 
     def __post_init__(self) -> None:
         sizes = {"rows": lambda n: min(n, 1), "pairs": lambda n: 2 * min(n, 1), "turns": lambda n: n}[
