@@ -29,10 +29,9 @@ from raysvc.cache.use_marker import Hold
 from raysvc.cache.writer import EntryWriter
 from raysvc.chat.row_counts import errors_of
 from raysvc.errors import RaysvcError
-from raysvc.feedback.decision import position_of
 from raysvc.job.config import JobConfig
-from raysvc.plan.mixture import Mixture
-from raysvc.plan.sliced.window_order import WindowOrder, is_windowed
+from raysvc.plan.order import CustomOrder, Order
+from raysvc.plan.sliced.window_order import is_windowed
 from raysvc.progress import Progress, Tick, silent
 
 if TYPE_CHECKING:
@@ -215,13 +214,10 @@ class BuildBeside:
     def _order(self, job: JobConfig, step: int) -> list[tuple[int, int]]:
         """(place in `_builds`, slice) of all slices, as they are needed; the first ones are of different builds."""
         plan = plan_of(job, self.entry)
+        assert not isinstance(plan.order, Order | CustomOrder), "an order over all rows waits for them"
         step = min(step, plan.schedule.num_steps - 1)
-        if isinstance(plan.order, WindowOrder):
-            position = plan.schedule.epoch_of(step), plan.schedule.position_of(step)
-            return [(0, index) for index in plan.order.slices_from(*position).tolist()]
-        assert isinstance(plan.order, Mixture)
+        needed = plan.order.needed(plan.schedule.epoch_of(step), plan.schedule.position_of(step))
         places = {build.number: place for place, build in enumerate(self._builds)}
-        needed = plan.order.slices_from(position_of(plan.schedule, step))
         order = [(places[number], index) for number, index in needed if number in places]
         firsts = list({place: (place, index) for place, index in reversed(order)}.values())[::-1]
         return list(dict.fromkeys([*firsts, *order]))

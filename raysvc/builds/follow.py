@@ -25,7 +25,6 @@ from raysvc.builds.build_progress import BuildMeter
 from raysvc.builds.build_report import check_share, known_before, make_report
 from raysvc.builds.cache_entry import CacheEntry
 from raysvc.builds.find_or_build import Looked, Making, begin
-from raysvc.builds.job_plan import plan_of
 from raysvc.cache import names
 from raysvc.cache.growing.followed_entry import FollowedEntry, FollowedSpec
 from raysvc.cache.writer import EntryWriter
@@ -33,7 +32,6 @@ from raysvc.chat.row_counts import RowCounts
 from raysvc.errors import ConfigError, SourceError
 from raysvc.job.config import JobConfig
 from raysvc.pipelines.sources.followed import FollowedSource
-from raysvc.plan.sliced.followed_order import FollowedOrder
 from raysvc.progress import Progress
 
 if TYPE_CHECKING:
@@ -127,11 +125,6 @@ class FollowBeside(BuildBeside):
 
     def _entry(self, job: JobConfig) -> CacheEntry:
         return CacheEntry((self._own,), hit=False, reason="its source is followed")
-
-    def _order(self, job: JobConfig, step: int) -> list[tuple[int, int]]:
-        plan = plan_of(job, self.entry)
-        assert isinstance(plan.order, FollowedOrder)
-        return [(0, index) for index in plan.order.slices_from(plan.schedule.position_of(step))]
 
     def _make(self, makings: Sequence[Making], order: Sequence[tuple[int, int]]) -> None:
         [making] = makings

@@ -128,11 +128,12 @@ class Mixture:
             offset += source.num_groups
         return out
 
-    def slices_from(self, position: int) -> list[tuple[int, int]]:
-        """(source, slice) of every windowed source: those first that the stream needs first from this position on.
+    def needed(self, epoch: int, position: int) -> list[tuple[int, int]]:
+        """(source, slice) of every windowed source: those first that the stream needs first from this position of the epoch on.
 
         To within some positions: what a stage gives a source is taken as spread evenly.
         """
+        position += epoch * self.num_groups
         stages, firsts, before = self._in_force
         far = int(_LARGEST_PERIOD) // stages[-1].period + 1
         stream = np.array([*firsts, firsts[-1] + far * stages[-1].period], float)

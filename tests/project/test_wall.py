@@ -81,3 +81,33 @@ def test_who_attaches_loads_few_modules_and_neither_ray_nor_torch() -> None:
     assert len([name for name in loaded if name.partition(".")[0] == "raysvc"]) <= MOST_TO_ATTACH
     assert of_the_trainer(loaded) == []
     assert not loaded & {"ray", "torch", "transformers", "datasets"}
+
+
+KINDS_OF_ENTRIES = {"Entry", "GrowingEntry", "FollowedEntry", "Rows"}
+KINDS_OF_ORDERS = {
+    "Mixture",
+    "Order",
+    "WindowOrder",
+    "FollowedOrder",
+    "CustomOrder",
+    "HeldRows",
+    "SlicedRows",
+    "WindowedSource",
+}
+
+
+def test_nobody_asks_an_entry_for_its_class_and_few_ask_an_order() -> None:
+    """What all of them answer is a method; a test of the class is a second path."""
+    of_entries, of_orders = [], []
+    for path in [one for room in ("raysvc", "actors", "pipelines") for one in files_of(room)]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id == "isinstance"
+            ):
+                asked = {name.id for name in ast.walk(node.args[1]) if isinstance(name, ast.Name)}
+                of_entries += [f"{path}:{node.lineno}"] * bool(asked & KINDS_OF_ENTRIES)
+                of_orders += [f"{path}:{node.lineno}"] * bool(asked & KINDS_OF_ORDERS)
+    assert of_entries == []
+    assert len(of_orders) <= 12, of_orders

@@ -56,8 +56,9 @@ class FollowedOrder:
             out[here] = found + row_ids.slice_base(listing.first_slice)
         return out
 
-    def slices_from(self, position: int) -> list[int]:
-        """Slices of the listings from the one that has this position on, in the order in which they are needed."""
+    def needed(self, epoch: int, position: int) -> list[tuple[int, int]]:
+        """(source, slice), of source 0, of the listings from the one that has this position on: those first that are needed first."""
+        assert epoch == 0, "a source that is followed has one epoch"
         ends = self._listings.ends
         first = int(np.searchsorted(ends, position, side="right"))
         found: list[int] = []
@@ -65,7 +66,7 @@ class FollowedOrder:
             begin = int(ends[number - 1]) if number else 0
             order = self._order(number).slices_from(0, max(position - begin, 0))
             found += (order + self._listings.known[number].first_slice).tolist()
-        return found
+        return [(0, number) for number in found]
 
     def _order(self, number: int) -> WindowOrder:
         with self._lock:

@@ -68,6 +68,10 @@ class WindowOrder:
         keys = round_keys_each(f"{known.key}/slice", slices)
         return row_ids.join(slices[of_place], permute_each(known.sizes[places], keys, of_place, number))  # 2
 
+    def needed(self, epoch: int, position: int) -> list[tuple[int, int]]:
+        """(source, slice) of all slices, of source 0, as `slices_from`."""
+        return [(0, number) for number in self.slices_from(epoch, position).tolist()]
+
     def slices_from(self, epoch: int, position: int) -> Int64s:
         """All slices [S]: those first that the positions of the epoch from this one on need first."""
         return self.needs_from(epoch, position)[0]
