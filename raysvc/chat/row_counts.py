@@ -19,7 +19,7 @@ EXAMPLES_SHOWN = 3
 NULLS_IN_CALLS = "nulls in arguments of calls"
 NULLS_IN_TOOLS = "nulls in tools"
 NULLS = frozenset({NULLS_IN_CALLS, NULLS_IN_TOOLS})  # noted, and nothing is changed by it
-NULLS_SHARE = 0.1  # of all rows: many have neither calls nor tools
+NULLS_SHARE = 0.01  # of all rows: most may have neither calls nor tools
 COUNTS = (
     "rows_in",
     "rows_written",

@@ -81,10 +81,20 @@ def test_filled_nulls_are_counted_and_warned_about_with_the_setting_that_drops_t
     assert "source.drop_nulls: true" in warning
 
 
+def test_filled_nulls_are_warned_about_where_few_rows_have_calls_at_all(
+    written: dict[str, str], tmp_path: Path, tokenize: Tokenize
+) -> None:
+    plain = [{"messages": [{"role": "user", "content": "go"}, {"role": "assistant", "content": "no"}]}] * 150
+    path = tmp_path / "mixed.jsonl"
+    path.write_text(Path(written["jsonl"]).read_text() + "".join(json.dumps(row) + "\n" for row in plain))
+    [warning] = warnings_of(tokenize(str(path), False).row_counts.to_json())
+    assert warning.startswith("8 rows have nulls")
+
+
 def test_a_null_that_few_rows_have_a_default_and_a_list_warn_of_nothing(
     tmp_path: Path, tokenize: Tokenize
 ) -> None:
-    rows = [chat(1) for _ in range(30)]
+    rows = [chat(1) for _ in range(120)]
     rows[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]["note"] = None
     for row in rows:
         row["tools"][0]["function"]["parameters"]["properties"]["city"]["default"] = None
