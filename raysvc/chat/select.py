@@ -20,7 +20,7 @@ from raysvc.chat.row_counter import RowCounter
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.tokens.encoder import Ints32, Ints64
 from raysvc.chat.tokens.token_rows import TokenRows
-from raysvc.chat.truncate import Ranges, kept_ranges
+from raysvc.chat.truncate import MAX_TOKENS, Ranges, kept_ranges
 from raysvc.job.config import TextSpec
 
 
@@ -94,8 +94,7 @@ def _odd(tokens: TokenRows, lengths: Ints64, spec: TextSpec) -> npt.NDArray[np.b
     if len(there):
         trained[there] = np.maximum.reduceat(tokens.mask, tokens.offsets[there])
     odd: npt.NDArray[np.bool_] = (trained == 0) & (spec.format != "prompt")
-    if spec.max_length is not None:
-        odd |= lengths > spec.max_length
+    odd |= lengths > (spec.max_length or MAX_TOKENS)
     odd[list(tokens.faults)] = True
     return odd
 

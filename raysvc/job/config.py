@@ -75,7 +75,9 @@ class JobConfig(Section):
         default="template",
         description="What ends a row whose last trained turn has no end in the template: nothing, or `append` the model's end of sequence.",
     )
-    max_length: PositiveInt | None = Field(default=None, description="Most tokens of a row; None: no limit.")
+    max_length: PositiveInt | None = Field(
+        default=None, description="Most tokens of a row; None: 1,048,576, and a longer row is quarantined."
+    )
     truncation: Truncation = Field(default="drop", description="What to do with a longer row.")
     max_quarantine: float = Field(
         default=0.01, ge=0, le=1, description="Share of rows that may be quarantined before the build fails."

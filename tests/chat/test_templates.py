@@ -185,24 +185,6 @@ def test_a_template_of_one_turn_is_probed_with_one_turn(slice_tokenizer: Any, to
     assert list(result.row_counts.quarantined) == ["a trained turn holds a control token"]
 
 
-LOOPS = [
-    "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
-    "{% for m in messages %}{% for a in range(60000) %}{{ m.content }}{% endfor %}{% endfor %}",
-]
-
-
-@pytest.mark.parametrize("text", LOOPS)
-@pytest.mark.parametrize("fast", [True, False])
-def test_a_template_that_would_loop_for_hours_is_refused(text: str, fast: bool) -> None:
-    from raysvc.chat.render.template import ChatTemplate
-    from raysvc.chat.row_errors import RowFault
-
-    template = ChatTemplate(text, {}, fast=fast)
-    for _ in range(2):  # a render begins with all its numbers again
-        with pytest.raises(RowFault, match="more than 100000 numbers"):
-            template.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None)
-
-
 def test_a_loop_over_a_number_of_the_row_is_walked_and_has_the_bound_too() -> None:
     from raysvc.chat.render.template import ChatTemplate
     from raysvc.chat.row_errors import RowFault
@@ -214,7 +196,7 @@ def test_a_loop_over_a_number_of_the_row_is_walked_and_has_the_bound_too() -> No
     template = ChatTemplate(f"{{% for m in messages %}}{loops}{{% endfor %}}", {})
     for number in (2, 3, 40):
         assert len(template.render([{"role": "user", "content": str(number)}], None).text) == 4 * number**2
-    with pytest.raises(RowFault, match="more than 100000 numbers"):
+    with pytest.raises(RowFault, match="characters"):
         template.render([{"role": "user", "content": "90000"}], None)
     assert template.fast is not None
     assert template.fast.counts["walked"] == 2

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raysvc.chat.truncate import LAST_TURN_TOO_LONG, NOTHING_LEFT, TOO_LONG
+from raysvc.chat.source.json_rows import SourceRow
+from raysvc.chat.truncate import LAST_TURN_TOO_LONG, MAX_TOKENS, NOTHING_LEFT, TOO_LONG, TOO_MANY
 from raysvc.errors import SourceError
 
 TEMPLATE = "merges_tools"
@@ -33,6 +34,17 @@ def test_drop_leaves_out_what_is_too_long(slice_tokenizer: Any, tokenize: Any) -
     assert result.table["source_row"].to_pylist() == [0, 2]
     assert result.row_counts.dropped == {TOO_LONG: 1}
     assert len(made[0].ids) == limit
+
+
+def test_without_a_max_length_a_row_of_more_than_a_million_tokens_is_quarantined(
+    slice_tokenizer: Any, tokenize: Any
+) -> None:
+    rows = [{"input_ids": [1] * n} for n in (MAX_TOKENS, MAX_TOKENS + 1)]
+    for limit, written in ((None, 1), (MAX_TOKENS + 1, 2)):
+        tokenizer = slice_tokenizer(TEMPLATE, train_on="all_tokens", max_length=limit)
+        result = tokenizer.run([SourceRow(n, row) for n, row in enumerate(rows)])
+        assert result.row_counts.rows_written == written
+        assert result.row_counts.quarantined == ({TOO_MANY: 1} if limit is None else {})
 
 
 def test_error_names_the_row_and_both_lengths(slice_tokenizer: Any, tokenize: Any) -> None:

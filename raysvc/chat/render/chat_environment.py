@@ -1,8 +1,8 @@
 """The Jinja environment of chat templates, without `transformers`.
 
 Always true:
-- a template renders here what it renders in `apply_chat_template`, and is refused where it is refused there, and where its
-  `range`s have more than `MAX_NUMBERS` numbers together: a template comes with a model, and must not stop a build;
+- a template renders here what it renders in `apply_chat_template`, and is refused where it is refused there, and where a step
+  of it is too large (`bounded_environment`): a template comes with a model, and must not stop a build;
 - an environment is shared with nobody: what a caller hangs into one changes no other.
 """
 
@@ -16,11 +16,10 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from raysvc.chat.bounds.bounded_environment import BoundedEnvironment
+from raysvc.chat.bounds.sizes import MAX_SIZE, check_json, fits
 from raysvc.chat.source.tools import written_forms
-
-MAX_NUMBERS = 100_000  # as many as the sandbox allows a single range
 
 
 class GenerationBlocks(jinja2.ext.Extension):
@@ -64,43 +63,21 @@ class _Namespace(jinja2.utils.Namespace):
         super().__setitem__(name, value)
 
 
-class _Range:
-    """`range` in a template; loops inside loops together go over at most `MAX_NUMBERS` of one render."""
-
-    def __init__(self) -> None:
-        self.left = MAX_NUMBERS
-
-    def __call__(self, *args: int) -> range:
-        numbers = range(*args)
-        self.left -= len(numbers)
-        if self.left < 0:
-            raise OverflowError(f"its ranges have more than {MAX_NUMBERS} numbers together")
-        return numbers
-
-
-def begin_render(environment: jinja2.Environment) -> None:
-    """Give the loops of the next render their numbers."""
-    numbers = environment.globals["range"]
-    assert isinstance(numbers, _Range)
-    numbers.left = MAX_NUMBERS
-
-
-def chat_environment(now: datetime | None = None) -> ImmutableSandboxedEnvironment:
+def chat_environment(now: datetime | None = None) -> BoundedEnvironment:
     """A new environment with the blocks, filters and globals that chat templates use.
 
     Args:
         now: what `strftime_now` shows; None reads the clock at every call.
     """
-    environment = ImmutableSandboxedEnvironment(
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _tojson
+    environment.filters.measured(tojson=_tojson)
     environment.globals |= {
         "raise_exception": _raise,
         "strftime_now": lambda form: (now or datetime.now()).strftime(form),
         "dict": _Dict(),
         "namespace": _Namespace,
-        "range": _Range(),
     }
     return environment
 
@@ -129,6 +106,7 @@ def _raise(message: str) -> None:
     raise jinja2.exceptions.TemplateError(message)
 
 
+MANY = 64  # blanks of an indent
 _PLAIN_JSON = (False, None, None, False)
 _write = json_writer()
 
@@ -140,13 +118,19 @@ def _tojson(
     is_plain = (ensure_ascii, indent, separators, sort_keys) == _PLAIN_JSON
     forms = written_forms(x)
     if forms is None and is_plain:
-        return _write(x)
+        text = _write(x)
+        if len(text) > MAX_SIZE:
+            fits(len(text))
+        return text
     form = "" if is_plain else f"{ensure_ascii!r} {indent!r} {separators!r} {sort_keys!r}"
-    text = forms.get(form) if forms else None
-    if text is None:
-        text = json.dumps(
-            x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
-        if forms is not None:
-            forms[form] = text
+    known = forms.get(form) if forms else None
+    if known is not None:
+        return known
+    if separators is not None or (indent is not None and indent.__class__ is not int) or (indent or 0) > MANY:
+        check_json(indent, separators)
+    text = json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    if len(text) > MAX_SIZE:
+        fits(len(text))
+    if forms is not None:
+        forms[form] = text
     return text

@@ -14,6 +14,7 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any
 
+from raysvc.chat.bounds.budget import OverBudget, within_budget
 from raysvc.errors import TokenizerError
 
 _FOR = re.compile(r"\s*for (.+?) in ")
@@ -43,16 +44,17 @@ class CompiledTemplate:
 
         from raysvc.chat.render.chat_environment import chat_environment
 
+        self.environment: Any = chat_environment(now)
         try:
-            self.environment: Any = chat_environment(now)
-            self._source = _source_of(text, generator)  # type: ignore[arg-type]  # mypy: a class has no hash
-        except TemplateError as error:
+            self._source = within_budget(_source_of, text, generator)
+        except OverBudget as fault:
+            raise costly_template(fault) from None
+        except (TemplateError, SyntaxError, RecursionError, MemoryError) as error:
             raise TokenizerError(
                 "tokenizer.chat_template",
                 f"the template does not compile ({type(error).__name__}: {error})",
                 "fix the template",
             ) from error
-        self.environment.filters = dict(self.environment.filters)
         self.environment.tests = dict(self.environment.tests)
         self._template = self.environment.template_class.from_code(
             self.environment, self._source.code, self.environment.make_globals(None)
@@ -63,9 +65,6 @@ class CompiledTemplate:
 
     def context(self, given: dict[str, Any]) -> Any:
         """A context to render with, once."""
-        from raysvc.chat.render.chat_environment import begin_render
-
-        begin_render(self.environment)
         return self._template.new_context(given)
 
     def on_generation(self, listener: Callable[[Any], Any]) -> None:
@@ -86,6 +85,15 @@ class CompiledTemplate:
         """Values of the variables that were set in the body of the `for` on a line."""
         levels = tuple(target[: target.index("_", 2) + 1] for target in self.targets(line))
         return [value for name, value in variables.items() if name.startswith(levels)]
+
+
+def costly_template(fault: OverBudget) -> TokenizerError:
+    """Of a template that takes too much whatever the row."""
+    return TokenizerError(
+        "tokenizer.chat_template",
+        str(fault),
+        "set tokenizer.chat_template to another one, and look where this one is from",
+    )
 
 
 class _Source:

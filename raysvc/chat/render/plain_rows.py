@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.chat.render.plain_columns import PlainRow, given_to, plain_rows_of
+from raysvc.chat.render.real_render import FREE_CHARS
 from raysvc.chat.render.rendered import NOBODY, Render, Written, extents_of, render_of
 from raysvc.chat.render.shape import JoinedRows, Sequences, Shape, Turn, kinds_of
 from raysvc.chat.render.template import ChatTemplate
@@ -142,6 +143,8 @@ class PlainRows:
             return None
         marks, owners, texts = zip(*written, strict=True)
         text = "".join(texts)
+        if len(text) > FREE_CHARS:
+            return None
         if shape.openings is None:
             return text
         if text != shape.filled_in(said) or marks != shape.marks:

@@ -2,6 +2,7 @@
 
 Always true:
 - what the template raises comes out as `RowFault`;
+- a text has at most `FREE_CHARS` and `CHARS_OF_ROW` times what the template was given, in characters;
 - text belongs to the message of the innermost loop over messages that the writing line stands in, or to nobody;
 - outside of those, in loops over numbers whose bodies set one variable to a message, it belongs to that message; with two, to nobody.
 """
@@ -13,10 +14,22 @@ from datetime import datetime
 from types import FrameType
 from typing import Any
 
+from raysvc.chat.bounds.budget import OverBudget, within_budget
+from raysvc.chat.bounds.sizes import RenderTooCostly, size_of
 from raysvc.chat.render.compiled import CompiledTemplate
 from raysvc.chat.render.rendered import Render, Written, render_of
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.messages import Message
+
+FREE_CHARS = 1 << 18  # of a text; the fixed words of the longest template that we know are a tenth
+CHARS_OF_ROW = 16  # that a template may write for each that it was given
+MAX_ROW = 1 << 32
+LONG_TEXT = f"it writes more than {FREE_CHARS:,} characters and {CHARS_OF_ROW} times what its row has"
+
+
+def most_chars(*given: Any) -> int:
+    """Characters that a template may write, for all that it was given."""
+    return FREE_CHARS + CHARS_OF_ROW * size_of(given, MAX_ROW)
 
 
 class RealRender:
@@ -48,15 +61,27 @@ class RealRender:
             RowFault: the template raised.
         """
         given = {**self._variables, "messages": messages, "tools": tools, "add_generation_prompt": prompt}
+        try:
+            return within_budget(self._written, given, messages)
+        except OverBudget:
+            raise
+        except Exception as error:  # noqa: BLE001  a template may raise anything, and it is this row's fault
+            raise _template_fault(error) from None
+
+    def _written(self, given: dict[str, Any], messages: list[Message]) -> Render:
         root = self._compiled.root(self._compiled.context(given))
         places = {id(message) for message in messages}
         written: list[Written] = []
-        try:
-            for piece in root:
-                owner = self._owner(root.gi_frame, places)
-                written.append((type(piece) is _Generated, owner, str(piece)))
-        except Exception as error:  # noqa: BLE001  a template may raise anything, and it is this row's fault
-            raise _template_fault(error) from None
+        left = FREE_CHARS
+        for piece in root:
+            owner = self._owner(root.gi_frame, places)
+            text = str(piece)
+            written.append((type(piece) is _Generated, owner, text))
+            left -= len(text)
+            if left < 0:
+                left = most_chars(given) - sum(len(text) for _, _, text in written)
+                if left < 0:
+                    raise RenderTooCostly(LONG_TEXT)
         return render_of(written, messages)
 
     def _owner(self, frame: FrameType, places: set[int]) -> Any:

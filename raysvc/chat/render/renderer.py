@@ -24,8 +24,10 @@ from functools import cached_property
 from itertools import chain, repeat
 from typing import Any
 
+from raysvc.chat.bounds.budget import TOO_COSTLY, OverBudget
 from raysvc.chat.render.media_text import check_media, filled_with_media, plain_example
 from raysvc.chat.render.plain_rows import PlainRows
+from raysvc.chat.render.real_render import FREE_CHARS, LONG_TEXT, most_chars
 from raysvc.chat.render.rendered import Render
 from raysvc.chat.render.shape import JoinedRows, Sequences, one_by_one
 from raysvc.chat.render.template import ChatTemplate
@@ -212,7 +214,8 @@ class Renderer:
         if not example.all_tokens or example.prompt:
             return self._rendered(example)[0]
         example = self._fitted(example)
-        text = self._template(example.tools is not None)[0].rendered_text(example.messages, example.tools)
+        template = self._template(example.tools is not None)[0]
+        text = self._checked(template.rendered_text(example.messages, example.tools), example)
         return Sequence(text, [(0, len(text), FREE)], example=example)
 
     def _fitted(self, example: ChatExample) -> ChatExample:
@@ -240,14 +243,14 @@ class Renderer:
         example = self._fitted(example)
         if example.prompt:
             prompt = template.render(example.messages, example.tools, prompt=True)
-            return Sequence(prompt.text, [], example=example), prompt
+            return Sequence(self._checked(prompt.text, example), [], example=example), prompt
         render = template.render(example.messages, example.tools)
+        text = self._checked(render.text, example)
         if example.all_tokens:
-            text = render.text
             return Sequence(text, [(0, len(text), FREE)], example=example), render
         found = (memory if self.fast else finder).spans(render, example)
         spans = [(one.start, one.end, _kind(one)) for one in found]
-        text, said = render.text, [example.messages[place] for place in example.trained]
+        said = [example.messages[place] for place in example.trained]
         suffix: tuple[int, ...] = ()
         start, end, kind = spans[-1]
         if self._end_id is not None and kind == ENDLESS_TURN and not text[end:].strip():
@@ -255,6 +258,14 @@ class Renderer:
         removed = removed_reasoning(said, "".join([text[start:end] for start, end, _ in spans]))
         head = self._head(render, spans)
         return Sequence(text, spans, suffix=suffix, example=example, removed=removed, head=head), render
+
+    def _checked(self, text: str, example: ChatExample) -> str:
+        """A text that rows may have, also where no template ran to write it."""
+        if len(text) > FREE_CHARS:
+            given = example.messages, example.tools, self._tokenizer.template_variables
+            if len(text) > most_chars(*given):
+                raise OverBudget(TOO_COSTLY, LONG_TEXT)
+        return text
 
     def _head(self, render: Render, spans: list[Span]) -> str:
         """The first block, where rows may share it: with all the tools of the row, or a long prompt of the system."""

@@ -15,6 +15,8 @@ from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
+from raysvc.chat.bounds.budget import OverBudget
+from raysvc.chat.render.compiled import costly_template
 from raysvc.chat.render.prompt_words import words_decide
 from raysvc.chat.render.real_render import RealRender
 from raysvc.chat.render.rendered import NOBODY, Render, marks_within
@@ -25,6 +27,7 @@ from raysvc.chat.source.messages import Message, is_plain
 from raysvc.chat.trace.fast_render import FastRender
 from raysvc.chat.trace.self_test import tracing_works
 
+MAX_COSTLY = 3  # renders
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}(?!\s*\{%[-+]?\s*endgeneration\b)")
 
 
@@ -63,6 +66,7 @@ class ChatTemplate:
         self.render_really = RealRender(text, variables, now).render
         self.words_decide_prompt = words_decide(text)
         self._in_parts = in_parts
+        self._ended = self._costly = 0  # renders, but for plain rows that were walked
         self._learns = True
         fast = fast and tracing_works()
         self.fast = FastRender(text, variables, self.render_really, now) if fast else None
@@ -77,6 +81,7 @@ class ChatTemplate:
 
         Raises:
             RowFault: the template raised.
+            TokenizerError: it takes more than a render may, of most rows.
         """
         messages = self.shown(messages)
         if len({*map(id, messages)}) != len(messages):
@@ -114,9 +119,17 @@ class ChatTemplate:
         return in_parts(messages) if self._in_parts else messages
 
     def _render_once(self, messages: list[Message], tools: list[Any] | None, prompt: bool) -> Render:
-        if self.fast is not None and self._learns:
-            return self.fast.render(messages, tools, prompt)
-        return self.render_really(messages, tools, prompt)
+        by_trace = self.fast.render if self.fast is not None and self._learns else None
+        try:
+            made = (by_trace or self.render_really)(messages, tools, prompt)
+        except OverBudget as fault:
+            self._costly += 1
+            walked = self.fast.counts["walked"] if self.fast else 0
+            if self._costly >= MAX_COSTLY and self._costly > max(self._ended, walked):
+                raise costly_template(fault) from None
+            raise
+        self._ended += 1
+        return made
 
     def _with_last(self, render: Render, messages: list[Message], tools: list[Any] | None) -> Render:
         """With the end of the text as the last message's, where the template writes that one outside of its loop."""

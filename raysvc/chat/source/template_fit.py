@@ -23,6 +23,7 @@ from raysvc.chat.source.json_rows import load_json
 from raysvc.chat.source.messages import Message, refuse_deep
 from raysvc.chat.source.tool_calls import arguments_of
 from raysvc.chat.source.tools import TOOLS_WRAPPED, without_wrapping
+from raysvc.errors import TokenizerError
 
 ARGUMENTS_PARSED = "arguments that were JSON text made objects"
 ARGUMENTS_WRITTEN = "arguments that were objects made JSON text"
@@ -241,5 +242,7 @@ def _reasoning(content: Message) -> tuple[list[Message], ...]:
 def _try(render: AsksTemplate, messages: list[Message], tools: list[Any] | None = None) -> str:
     try:
         return render(messages, tools)
+    except TokenizerError:
+        raise  # the template takes too much, and would for each question
     except Exception:  # noqa: BLE001  a template may raise anything, and then it does not take them
         return ""

@@ -18,6 +18,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from raysvc.chat.bounds.budget import OverBudget, within_budget
+from raysvc.chat.render.compiled import costly_template
 from raysvc.chat.source.media_parts import in_parts
 from raysvc.chat.source.template_fit import PROBE_TOOL, TemplateFit, hides_role
 from raysvc.chat.tokens.backend_parts import refuse_dropped_text
@@ -174,15 +176,22 @@ class LoadedTokenizer:
         return self._hidden[name, role]
 
     def _probed(self, name: str, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
-        """A render of messages that ask what a template takes; with a tool, where it refuses to go without."""
+        """A render of messages that ask what a template takes; with a tool, where it refuses to go without.
+
+        Raises:
+            TokenizerError: it takes more than a render may, of a few words.
+        """
+        ask = partial(self._apply, name, messages, tokenize=False)
         try:
-            return str(self._apply(name, messages, tools=tools, tokenize=False))
+            return str(within_budget(partial(ask, tools=tools)))
+        except OverBudget as fault:
+            raise costly_template(fault) from None
         except Exception:  # noqa: BLE001  a template may raise anything
-            return str(self._apply(name, messages, tools=tools or [PROBE_TOOL], tokenize=False))
+            return str(within_budget(partial(ask, tools=tools or [PROBE_TOOL])))
 
     def _apply(self, name: str, messages: list[dict[str, Any]], **options: Any) -> Any:
         options = {"tokenize": True, **options, **self.config.template_kwargs}
-        with _clock_at(self.now):
+        with _clock_at(self.now), _bounded():
             return self.hf.apply_chat_template(
                 messages, return_dict=False, chat_template=self.templates[name], **options
             )
@@ -234,6 +243,22 @@ def _clock_at(now: datetime | None) -> Iterator[None]:
     finally:
         for place in places:
             place.datetime = datetime
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """Let `apply_chat_template` compile templates in our sandbox, where no step is too large; all else stays its own."""
+    theirs: Any = sys.modules.get("transformers.utils.chat_template_utils")
+    if theirs is None:
+        yield
+        return
+    from raysvc.chat.bounds.bounded_environment import BoundedEnvironment
+
+    own, theirs.ImmutableSandboxedEnvironment = theirs.ImmutableSandboxedEnvironment, BoundedEnvironment
+    try:
+        yield
+    finally:
+        theirs.ImmutableSandboxedEnvironment = own
 
 
 def _generation_config(config: TokenizerConfig) -> Path | None:

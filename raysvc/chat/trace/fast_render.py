@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
+from raysvc.chat.bounds.budget import OverBudget
 from raysvc.chat.render.rendered import Render, Written, render_of
 from raysvc.chat.trace.automaton import Miss
 from raysvc.chat.trace.traced_value import Untraceable
@@ -60,6 +61,7 @@ class FastRender:
             made = render_of(self._template.walk(*row), messages)
         except Exception as error:  # noqa: BLE001  the template raises too, or the real render knows better
             self.counts["rendered"] += 1
+            self._note_costly(error)
             real = self._real(*row)
             if isinstance(error, Miss) and self.counts["refused"] < MAX_REFUSED:
                 self._learn(real, *row)
@@ -89,7 +91,8 @@ class FastRender:
             return None
         try:
             written = self._template.walk(messages, tools, False)
-        except Exception:  # noqa: BLE001  new, or the template raises: `render` knows which
+        except Exception as error:  # noqa: BLE001  new, or the template raises: `render` knows which
+            self._note_costly(error)
             return None
         self.counts["walked"] += 1
         return written
@@ -113,6 +116,12 @@ class FastRender:
             self._note("different", f"{made.text[:40]!r} for {real.text[:40]!r}")
             self._is_trusted = False
         return real
+
+    def _note_costly(self, error: Exception) -> None:
+        """Walk no more where a row took all that a render may: it would take it twice, as the real render decides."""
+        if isinstance(error, OverBudget):
+            self._note("costly", error.detail)
+            self._is_trusted = False
 
     def _note(self, fate: str, reason: str) -> None:
         self.counts[fate] += 1

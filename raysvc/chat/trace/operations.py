@@ -17,7 +17,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any
 
-ADD, IN, JOIN = "{} + {}", "{} in {}", "''.join({})"
+ADD, IN, JOIN, KEEP = "{} + {}", "{} in {}", "joined({})", "kept({})"
 AT, SLICE, LENGTH = "{}[{}]", "{}[{}:{}:{}]", "len({})"
 NEAR = "{0}[{1}] if 0 <= {1} < len({0}) else {2}"
 LIST = "{0} if {0}.__class__ is list else list({0})"
@@ -57,7 +57,7 @@ def needs_after(form: str, args: tuple[Any, ...]) -> Needs:
     needs = [*map(needs_of, args[0] if form == JOIN else args)]
     if not any(needs) or (form == IN and needs == [Needs.ROLES, Needs.MESSAGES]):
         return Needs.ROLES
-    if form in (ADD, JOIN, TEXT):
+    if form in (ADD, JOIN, KEEP, TEXT):
         return Needs.TEXT if {*needs} <= {Needs.ROLES, Needs.TEXT} else Needs.WORDS
     first, *others = needs
     if any(others) or first is Needs.WORDS:

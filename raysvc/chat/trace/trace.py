@@ -17,6 +17,7 @@ from jinja2.nodes import EvalContext
 from jinja2.runtime import Context, Undefined
 from jinja2.utils import Namespace, missing
 
+from raysvc.chat.bounds.sizes import FEW
 from raysvc.chat.render.compiled import CompiledTemplate
 from raysvc.chat.render.rendered import Written
 from raysvc.chat.trace.automaton import Automaton, State, Tree
@@ -99,10 +100,10 @@ class Trace:
                 raise Untraceable("a value that was taken for dead")
             return str(value.var)
         if kind is dict:
-            return f"{{{''.join(f'{self.code(key)}: {self.code(item)}, ' for key, item in value.items())}}}"
+            return f"kept({{{''.join(f'{self.code(key)}: {self.code(item)}, ' for key, item in value.items())}}})"
         if kind in (list, tuple):
             inner = "".join(f"{self.code(item)}, " for item in value)
-            return f"[{inner}]" if kind is list else f"({inner})"
+            return f"kept([{inner}])" if kind is list else f"({inner})"
         if value is None or kind in (str, bool, int):
             return f"({value!r})" if kind is int and value < 0 else repr(value)
         if isinstance(value, Context):
@@ -163,7 +164,8 @@ class Trace:
         lines = self._end.lines
         for (generated, owner), written in groupby(self._written, itemgetter(0, 1)):
             pieces = [piece for _, _, piece in written]
-            text = pieces[0] if len(pieces) == 1 else f"''.join(({', '.join(pieces)}))"
+            joins = "''.join" if len(pieces) <= FEW else "joined"
+            text = pieces[0] if len(pieces) == 1 else f"{joins}(({', '.join(pieces)}))"
             lines.append(f"out(({generated}, {owner}, {text}))")
             eval(lines[-1], self._automaton.names, self._values)
         values = self.code(tuple(registers))

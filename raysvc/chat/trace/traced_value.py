@@ -66,7 +66,7 @@ def _operator(sign: str, reflected: bool) -> Any:
     return operate
 
 
-_SIGNS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**"}
+_SIGNS = {"add": "+", "sub": "-", "truediv": "/", "floordiv": "//"}
 _SIGNS |= {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 for _name, _sign in _SIGNS.items():
     setattr(Traced, f"__{_name}__", _operator(_sign, False))

@@ -18,15 +18,19 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.nodes import CallBlock, Compare, ExtensionAttribute, Scope
 from jinja2.runtime import LoopContext, Undefined
 
-from raysvc.chat.render.chat_environment import begin_render, chat_environment
+from raysvc.chat.bounds.bounded_environment import KEPT
+from raysvc.chat.bounds.budget import within_budget
+from raysvc.chat.bounds.sizes import FEW, FREE_METHODS, MAX_SIZE, METHODS, SEARCHES, Check, joined, kept
+from raysvc.chat.render.chat_environment import chat_environment
 from raysvc.chat.render.compiled import CompiledTemplate
 from raysvc.chat.render.rendered import Written
 from raysvc.chat.trace.automaton import Automaton, State
-from raysvc.chat.trace.operations import EQUALS, FIELD, IN, ITEM, JOIN, TEXT, Needs
+from raysvc.chat.trace.operations import EQUALS, FIELD, IN, ITEM, JOIN, KEEP, TEXT, Needs
 from raysvc.chat.trace.trace import Trace
 from raysvc.chat.trace.traced_value import LOOP_FIELDS, Method, Traced, TracedLoop, Untraceable, holds_traced
 
-_PURE_METHODS = {*dir(str), "get", "items", "keys", "values"} - {"format", "format_map"}
+_SHORT = 64  # of a text that methods look for
+_METHODS = FREE_METHODS | METHODS.keys()
 
 
 class _TracedCode(CodeGenerator):
@@ -74,6 +78,9 @@ class TracingTemplate:
         Raises:
             Exception: the row cannot be traced, whatever the reason.
         """
+        return within_budget(self._trace_of, messages, tools, prompt)
+
+    def _trace_of(self, messages: list[Any], tools: Any, prompt: bool) -> Trace:
         row = {"messages": messages, "tools": tools}
         trace = self._trace = Trace(self._compiled, self.automaton, prompt, row)
         given = {name: Traced(trace, name, value) for name, value in row.items()}
@@ -91,23 +98,36 @@ class TracingTemplate:
         Raises:
             Miss: something in it is new. Whatever else is raised says that the row has to be rendered.
         """
-        begin_render(self._compiled.environment)
+        return within_budget(self._walk, messages, tools, prompt)
+
+    def _walk(self, messages: list[Any], tools: Any, prompt: bool) -> list[Written]:
         state: State | None = self.automaton.states[prompt]
         out: list[Written] = []
         add, registers = out.append, ()
         while state is not None:
             state, registers = state.run(messages, tools, add, registers)
+        if len(out) > FEW and sum([len(text) for _, _, text in out]) > MAX_SIZE:
+            raise Untraceable("a long text: the real render knows how long it may be")
         return out
 
     def _hook(self) -> dict[str, Any]:
         """Replace what the compiled code calls; gives what it called before, by name."""
-        names: dict[str, Any] = {"getattr": self._plain.getattr, "getitem": self._plain.getitem}
+        names: dict[str, Any] = {
+            "getattr": self._plain.getattr,
+            "getitem": self._plain.getitem,
+            "joined": joined,
+        }
+        names |= {
+            "kept": kept,
+            **{f"method_{name}": _measured(name, check) for name, check in METHODS.items()},
+        }
         environment = self._compiled.environment
         for kind in ("filter", "test", "global"):
             named = getattr(environment, f"{kind}s")
             names |= {f"{kind}_{name}": each for name, each in named.items()}
             if kind != "global":
-                named.update({name: self._noted(f"{kind}_{name}", real) for name, real in named.items()})
+                named.update({name: self._noted(f"{kind}_{name}", real) for name, real in [*named.items()]})
+        environment.filters[KEPT] = lambda value: self._kept(value)  # a trace knows functions, and no methods
         for kind in ("getattr", "getitem"):
             setattr(environment, kind, partial(self._field, kind))
         environment.call, environment.concat = self._call, self._concat
@@ -126,7 +146,10 @@ class TracingTemplate:
             case "filter_selectattr", (_, _, str(key), "equalto" | "eq" | "==", str()) if key.isidentifier():
                 form = EQUALS
             case _:
-                form = f"{name}({', '.join(['{}'] * len(args) + [f'{key}={{}}' for key in kwargs])})"
+                slots = ["{}"] * len(args) + [f"{key}={{}}" for key in kwargs]
+                form = (
+                    f"{name}, {', '.join(slots)})" if name.endswith("({}") else f"{name}({', '.join(slots)})"
+                )
         return self._trace.let(form, *owner, *args, *kwargs.values())
 
     def _noted(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,11 +180,18 @@ class TracingTemplate:
 
     def _call(self, context: Any, called: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
-        if type(called) is Method and called.var in _PURE_METHODS:
-            return self._let_call(f"{{}}.{called.var}", args, kwargs, called.value)
+        if type(called) is Method and called.var in _METHODS:
+            form = _method(called.var, (*args, *kwargs.values()))
+            return self._let_call(form, args, kwargs, called.value)
         if called is self._compiled.environment.globals["range"] and holds_traced((args, kwargs)):
             return self._let_call("global_range", args, kwargs)
         return type(self._plain).call(self._compiled.environment, context, called, *args, **kwargs)
+
+    def _kept(self, value: Any) -> Any:
+        """A display goes on as it is: the code for it measures it."""
+        if type(value) is Traced:
+            return self._trace.let(KEEP, value)
+        return value if holds_traced(value) else kept(value)
 
     def _concat(self, pieces: Any) -> Any:
         parts = tuple(pieces)
@@ -175,3 +205,17 @@ class TracingTemplate:
             return LoopContext(over, *args)
         loop = TracedLoop(over)
         return zip(loop, repeat(loop))
+
+
+def _method(name: str, given: tuple[Any, ...]) -> str:
+    """The beginning of a call of a method, which is measured before where it may make much."""
+    is_short = name in SEARCHES and all(type(each) is str and len(each) <= _SHORT for each in given)
+    return f"{{}}.{name}" if name not in METHODS or is_short else f"method_{name}({{}}"
+
+
+def _measured(name: str, check: Check) -> Callable[..., Any]:
+    def run(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        check(owner, *args, **kwargs)
+        return getattr(owner, name)(*args, **kwargs)
+
+    return run
