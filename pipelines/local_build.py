@@ -7,7 +7,7 @@ Always true:
 - whether a build is small follows from its slices and the cores alone;
 - on one host one process at a time builds an entry here; the next one goes on from its receipts;
 - two hosts may make a slice twice: the commit names one of the two, and the other is garbage;
-- a killed process holds no lock.
+- a killed process holds no lock, and one that is stopped is not waited for.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import fcntl
 import hashlib
 import os
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +31,7 @@ from raysvc.pipelines.sources.slices import Slice
 from raysvc.pipelines.tokenize import BuildTask, build_slice, desk_of
 
 CLUSTER_S = 6.0  # measured on two cores: Ray's start, and a worker that has imported and loaded its tokenizer
+ASLEEP_S = 10.0  # a builder that says nothing for so long is not waited for
 BYTES_PER_S = 10e6  # of JSON lines on one core, with a tokenizer of 150,000 entries
 
 
@@ -76,7 +79,8 @@ def only_builder_here(uri: str, on_wait: Callable[[], None]) -> Iterator[None]:
     """Hold the right to build an entry in this process, on this host.
 
     The lock is a file of the host's own temporary folder, never of the cache, which may lie on NFS. It saves work and
-    guards nothing: where it cannot be had, the build goes on without.
+    guards nothing: where it cannot be had, the build goes on without. So it does where the holder gives no sign of life for
+    `ASLEEP_S` (it was stopped): both make the same parts, and one of them commits.
 
     Args:
         uri: of the entry.
@@ -87,13 +91,25 @@ def only_builder_here(uri: str, on_wait: Callable[[], None]) -> Iterator[None]:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         held = _locked(path, on_wait)
     except OSError:
+        held = None
+    if held is None:
         yield
         return
+    ended = threading.Event()
+    beats = threading.Thread(target=_beat, args=(held, ended), name="raysvc-builder-lives", daemon=True)
+    beats.start()
     try:
         yield
     finally:
+        ended.set()
+        beats.join()
         path.unlink(missing_ok=True)
         os.close(held)
+
+
+def _beat(held: int, ended: threading.Event) -> None:
+    while not ended.wait(ASLEEP_S / 10):
+        os.utime(held)
 
 
 def _lock_path(uri: str) -> Path:
@@ -101,18 +117,35 @@ def _lock_path(uri: str) -> Path:
     return Path(tempfile.gettempdir()) / f"raysvc-builds-{os.getuid()}" / f"{name}.lock"
 
 
-def _locked(path: Path, on_wait: Callable[[], None]) -> int:
-    """A descriptor that holds the lock of the file that now has this name: who had it before has removed his."""
+def _locked(path: Path, on_wait: Callable[[], None]) -> int | None:
+    """A descriptor that holds the lock of the file that now has this name: who had it before has removed his. None: who has it sleeps."""
     while True:
         held = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             on_wait()
-            fcntl.flock(held, fcntl.LOCK_EX)
+            if not _freed(held):
+                os.close(held)
+                return None
         try:
             if os.fstat(held).st_ino == path.stat().st_ino:
                 return held
         except FileNotFoundError:
             pass
         os.close(held)
+
+
+def _freed(held: int) -> bool:
+    """Wait for the lock; whether it was had, before its holder gave no sign of life for `ASLEEP_S`."""
+    seen, since_s = os.fstat(held).st_mtime_ns, time.monotonic()
+    while time.monotonic() - since_s < ASLEEP_S:
+        time.sleep(0.05)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if (now := os.fstat(held).st_mtime_ns) != seen:
+                seen, since_s = now, time.monotonic()
+        else:
+            return True
+    return False

@@ -114,6 +114,28 @@ def test_two_processes_make_each_slice_once(tmp_path: Path, sample: dict[str, st
     assert len(parts_of(uri)) == len(raysvc.open_cache(uri).entries[0].manifest.parts)
 
 
+def test_a_builder_that_is_stopped_is_not_waited_for_and_may_wake_and_end(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    job = write_job(tmp_path, sample)
+    first = start(PAUSE + TOKENIZE, job)
+    assert first.stdout is not None
+    assert first.stdin is not None
+    assert first.stdout.readline() == "three slices are made\n"
+    first.send_signal(signal.SIGSTOP)
+    try:
+        soon = "from raysvc.pipelines import local_build; local_build.ASLEEP_S = 1.0\n"
+        out, err = start(soon + TOKENIZE, job).communicate(timeout=60)
+        uri = json.loads(out.splitlines()[-1])["uri"]
+        built = bytes_of_parts(raysvc.open_cache(uri))
+    finally:
+        first.send_signal(signal.SIGCONT)
+    out, err = first.communicate("\n", timeout=60)
+    assert json.loads(out.splitlines()[-1])["uri"] == uri, err
+    assert bytes_of_parts(raysvc.open_cache(uri)) == built
+    assert raysvc.open_cache(uri).entries[0].verify() == []
+
+
 def test_a_process_that_waits_goes_on_where_a_killed_one_stopped(
     tmp_path: Path, sample: dict[str, str]
 ) -> None:
