@@ -14,7 +14,7 @@ XDIST := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: install dev demo docs gpu test test-long coverage test-nfs test-s3 lint format type check clean
+.PHONY: install dev demo docs gpu test test-long test-versions coverage test-nfs test-s3 lint format type check clean
 
 install: $(RUN)
 
@@ -65,6 +65,11 @@ test-s3: dev
 # On a machine with a CUDA device, in at most eight minutes: what staging does there, as one JSON object and a table.
 gpu: dev
 	$(BIN)/python benchmarks/gpu.py
+
+# The lowest and the newest versions that pyproject.toml allows, on every Python 3.11 or newer that can be had: some 2 GB each, in .versions.
+test-versions: dev
+	$(BIN)/pip install --quiet uv
+	$(BIN)/python tests/versions.py
 
 lint: dev
 	$(BIN)/ruff check .

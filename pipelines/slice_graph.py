@@ -3,8 +3,12 @@
 The driver sends descriptions of slices as JSON and gets receipts back. What a user has to fix comes back as data: Ray
 Data would wrap it until its type is lost.
 
+Ray Data keeps a block and its books for every call of a worker, and a call costs some 20 ms of its own. So there are at most
+`MOST_CALLS` of them: of more slices the first ones have a call each, and the rest share the other half.
+
 Always true:
-- one slice is one call of a worker;
+- a slice is in one call of a worker;
+- the first slices have a call each, so the first receipts come early;
 - an error that was raised on purpose is raised again as it was;
 - the pool starts on what is free now of the nodes that it may use, and grows with the cluster.
 """
@@ -26,6 +30,9 @@ from raysvc.nodes.room import living_nodes, nodes_with
 
 if TYPE_CHECKING:
     import ray.data
+
+
+MOST_CALLS = 1024
 
 
 @dataclass(frozen=True)
@@ -73,8 +80,14 @@ class WorkerPool:
 
 
 def answers(pieces: Sequence[str], build: Callable[[Any], Receipt]) -> dict[str, Any]:
-    """What a worker returns for its batch of slices: themselves, receipts and errors, as columns of text."""
-    results = [{"slice": piece, **_answer(json.loads(piece), build)} for piece in pieces]
+    """What a worker returns for its call: slices, receipts and errors, as columns of text.
+
+    Args:
+        pieces: JSON lists of slices.
+        build: makes a slice.
+    """
+    several = [piece for text in pieces for piece in json.loads(text)]
+    results = [{"slice": json.dumps(piece), **_answer(piece, build)} for piece in several]
     columns = ("slice", "receipt", "error")
     return {name: np.array([result[name] for result in results], dtype=object) for name in columns}
 
@@ -104,7 +117,7 @@ def slice_graph(worker: type, task: Any, pieces: Sequence[Any], pool: WorkerPool
     """The graph over some slices; lazy.
 
     Args:
-        worker: class of the actors; made with `task`, called with a batch whose column `slice` is JSON.
+        worker: class of the actors; made with `task`, called with a batch whose column `slice` is JSON lists of slices.
         task: what every worker knows.
         pieces: plain JSON.
         pool: the workers.
@@ -117,14 +130,15 @@ def slice_graph(worker: type, task: Any, pieces: Sequence[Any], pool: WorkerPool
     context.print_on_execution_start = False
     # on the whole execution: given to map_batches alone, Ray Data's own requests still start a node of every pool
     context.execution_options.label_selector = dict(pool.label_selector) or None
-    most = min(len(pieces), pool.max or len(pieces))
+    calls = calls_of(pieces)
+    most = min(len(calls), pool.max or len(calls))
     least = min(pool.min, most)
     fit = nodes_with(pool.label_selector, living_nodes())
     free = free_workers(fit, ray.available_resources(), pool)
     compute = ray.data.ActorPoolStrategy(
         min_size=least, initial_size=max(least, min(most, free)), max_size=most
     )
-    rows = [{"slice": json.dumps(piece)} for piece in pieces]
+    rows = [{"slice": json.dumps(call)} for call in calls]
     data = ray.data.from_items(rows, override_num_blocks=len(rows))
     return data.map_batches(
         worker,
@@ -136,6 +150,14 @@ def slice_graph(worker: type, task: Any, pieces: Sequence[Any], pool: WorkerPool
         memory=pool.memory_bytes,
         **({"resources": dict(pool.resources)} if pool.resources else {}),
     )
+
+
+def calls_of(pieces: Sequence[Any]) -> list[Sequence[Any]]:
+    """Slices by the call of a worker that makes them, in their order."""
+    alone = len(pieces) if len(pieces) <= MOST_CALLS else MOST_CALLS // 2
+    each = max(1, -(-(len(pieces) - alone) // (MOST_CALLS // 2)))
+    shared = (pieces[first : first + each] for first in range(alone, len(pieces), each))
+    return [*([piece] for piece in pieces[:alone]), *shared]
 
 
 def free_workers(nodes: Sequence[Mapping[str, Any]], available: Mapping[str, float], pool: WorkerPool) -> int:

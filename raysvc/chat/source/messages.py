@@ -233,13 +233,16 @@ def _cleaned(message: Message, changes: Changes) -> Message:
 
 
 def _with_aliases(message: Message) -> Message:
-    """Reasoning under all the names that templates read it by, as `apply_chat_template` gives it to them."""
+    """Reasoning under all the names that templates read it by, as `apply_chat_template` gives it to them.
+
+    Up to 5.20 `transformers` gives it under the row's own name alone.
+    """
     if _REASONING.isdisjoint(message):
         return message
     from transformers.utils import chat_template_utils as theirs
 
-    aliased: Message = theirs._alias_reasoning_fields([message])[0]
-    return aliased
+    alias = getattr(theirs, "_alias_reasoning_fields", None)
+    return message if alias is None else alias([message])[0]
 
 
 def parse_json(text: str, column: str) -> Any:
