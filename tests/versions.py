@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 TORCH = "torch==2.13.0"
 LEFT_OUT = ("nvidia-", "cuda-", "triton", "torch==")  # of the list: what torch brings
-WITH = ("pytest", "pytest-timeout", "hypothesis", "moto")
+WITH = ("pytest", "pytest-timeout", "hypothesis", "moto", "trl")  # templates of TRL are rows of tests
 CORE = ("tests/plan", "tests/collate", "tests/cache", "tests/chat", "tests/test_ragged.py")
 SMOKE = """
 from pathlib import Path

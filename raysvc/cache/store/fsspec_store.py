@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
+from inspect import signature
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -64,12 +65,11 @@ class FsspecStore:
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
         """Bytes of a file."""
         whole = start is None and end is None
-        single = (
-            {"max_concurrency": 1} if whole and self._is_s3() else {}
-        )  # else s3fs asks for the size first
 
         def attempt() -> bytes:
-            return bytes(self._fs().cat_file(self._path(name), start=start, end=end, **single))
+            fs = self._fs()
+            single = _in_one_request(fs) if whole and self._is_s3() else {}
+            return bytes(fs.cat_file(self._path(name), start=start, end=end, **single))
 
         return self._retried("read", attempt)
 
@@ -171,6 +171,11 @@ class FsspecStore:
                 if _says_taken(error):
                     raise FileExistsError(errno.EEXIST, "the name is taken", name) from error
                 raise
+
+
+def _in_one_request(fs: Any) -> dict[str, int]:
+    """How s3fs reads without asking for the size first; before 2026.3 it never asks."""
+    return {"max_concurrency": 1} if "max_concurrency" in signature(fs._cat_file).parameters else {}
 
 
 def _says_taken(error: Exception) -> bool:
