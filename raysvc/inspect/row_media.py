@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from raysvc.chat.row_errors import RowFault
 from raysvc.errors import EntryError, StoreError
-from raysvc.media.kinds import decoded, size_text
+from raysvc.media.decoding import all_decoded
+from raysvc.media.kinds import size_text
 from raysvc.media.media_store import medium_path, read_medium
 from raysvc.media.medium import COLUMN, Medium, json_of, media_of
 from raysvc.media.video import EncodedVideo
@@ -61,7 +62,8 @@ class ShownMedium:
     def picture(self) -> bytes | None:
         """A small JPEG, of audio of its waveform, of a video of its middle frame; None when the medium cannot be decoded here."""
         try:
-            image = _picture_of(self.medium, read_medium(self.store, self.medium.sha256))
+            with all_decoded([self.medium], lambda sha256: read_medium(self.store, sha256)) as [(_, found)]:
+                image = _picture_of(found)
         except (EntryError, StoreError, RowFault, ImportError):
             return None
         image.thumbnail((PICTURE_PIXELS, PICTURE_PIXELS))
@@ -70,13 +72,12 @@ class ShownMedium:
         return out.getvalue()
 
 
-def _picture_of(medium: Medium, data: bytes) -> Image:
+def _picture_of(found: Any) -> Image:
     from PIL.Image import fromarray
 
-    found = decoded(medium.kind, data, medium.size)
     if isinstance(found, EncodedVideo):
         return fromarray(next(found.frames([found.size.frames // 2])))
-    return _drawn(found) if medium.kind == "audio" else found
+    return _drawn(found) if isinstance(found, np.ndarray) else found
 
 
 def _drawn(waveform: npt.NDArray[np.float32]) -> Image:
