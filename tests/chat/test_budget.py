@@ -120,6 +120,37 @@ def test_nothing_is_raised_after_a_run_has_ended(monkeypatch: pytest.MonkeyPatch
     assert min(ends.values()) > 0, ends
 
 
+def test_a_run_that_is_interrupted_ends_while_a_profiler_watches() -> None:
+    """CPython 3.11 does not go on where an exception of a thread was announced and taken back, and each call is watched."""
+    code = """
+import cProfile, itertools
+from raysvc.chat.bounds import budget
+from raysvc.chat.bounds.budget import OverBudget, within_budget
+
+def forever():
+    for _ in itertools.count():
+        pass
+
+def after():
+    return sum(range(10))
+
+budget.MAX_SECONDS = 0.2
+profile = cProfile.Profile()
+profile.enable()
+for _ in range(3):
+    try:
+        within_budget(forever)
+    except OverBudget as error:
+        print(error.detail)
+    after()
+profile.disable()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines() == ["it takes more than 0.2 s of processor time"] * 3
+
+
 def test_each_thread_has_a_budget_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "MAX_SECONDS", 0.2)
     ends: list[str] = []

@@ -8,7 +8,7 @@ single step cannot be interrupted so; `sizes` refuses such steps before they beg
 2. The watching thread sees the same odd number again and again, and how much processor time this thread spent since, and
    how much memory the process took.
 3. When that is too much it condemns the number and raises `RenderTooCostly` in that thread.
-4. What ends looks whether it was condemned. If so it waits for the watching thread, and takes back what was not raised yet.
+4. What ends looks whether it was condemned. If so it waits for the watching thread, and for an exception that was not raised yet.
 
 Always true:
 - a run that ends within its budget is not interrupted, nor is anything that comes after it;
@@ -122,15 +122,21 @@ class _Watch:
             self._woken.set()
 
     def end(self, run: _Run) -> None:
-        """After it nothing is raised in the thread any more."""
+        """After it nothing is raised in the thread any more.
+
+        What may still be under way is replaced by an exception of our own, which is waited for. To take it back (None) would
+        leave CPython 3.11 looking for it at every step, and without end while a profiler or a debugger watches.
+        """
         while True:
             try:
                 run.count = (run.count + 1) & ~1
-                if run.condemned:
-                    with self._lock:
-                        run.condemned = 0
-                        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(run.thread), None)
-                return
+                if not run.condemned:
+                    return
+                with self._lock:  # who condemned this run has raised it, and nobody does any more
+                    run.condemned = 0
+                _raise_in(run.thread)
+                while True:
+                    pass
             except RenderTooCostly:
                 continue
 
@@ -180,8 +186,7 @@ class _Watch:
         with self._lock:
             run.condemned = count
             if run.count == count:  # else it ended, and either saw that it is condemned or did not have to
-                error = ctypes.py_object(RenderTooCostly)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(run.thread), error)
+                _raise_in(run.thread)
 
 
 def within_budget(run: Callable[..., Made], *args: Any) -> Made:
@@ -192,20 +197,29 @@ def within_budget(run: Callable[..., Made], *args: Any) -> Made:
     """
     own = _own.run
     try:
-        own.count += 1
-        if _watch.is_asleep:
-            _watch.wake()
-        made = run(*args)
-        own.count += 1
-        if own.condemned:
-            _watch.end(own)
-        return made
+        try:
+            own.count += 1
+            if _watch.is_asleep:
+                _watch.wake()
+            return run(*args)
+        finally:
+            own.count = (
+                own.count + 1
+            ) & ~1  # nothing is decided against it from here on, and one exception may be under way
+            if own.condemned:
+                _watch.end(own)
     except RenderTooCostly as why:
-        _watch.end(own)
+        try:
+            _watch.end(own)
+        except RenderTooCostly:  # that one, at the first step of the call
+            _watch.end(own)
         raise OverBudget(TOO_COSTLY, str(why) or own.why) from None
-    except BaseException:
-        _watch.end(own)
-        raise
+
+
+def _raise_in(thread: int) -> None:
+    """Raise at the next step of a thread, instead of what is to be raised there already."""
+    error = ctypes.py_object(RenderTooCostly)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
 
 
 def _private_bytes() -> int:
