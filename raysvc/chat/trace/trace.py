@@ -47,6 +47,7 @@ class Trace:
         self, compiled: CompiledTemplate, automaton: Automaton, prompt: bool, row: dict[str, Any]
     ) -> None:
         self._compiled, self._automaton, self._prompt, self._row = compiled, automaton, prompt, row
+        self._messages = {id(message) for message in row["messages"]}
         self._state, self._epoch = automaton.states[prompt], 0
         self._generations: list[Traced | None] = []  # that are open: the message of each
         self._loops: dict[int, TracedLoop] = {}  # by the line of their `for` in the root, outermost first
@@ -129,7 +130,6 @@ class Trace:
     def _owner(self, frame: FrameType) -> Traced | None:
         """The message for whom the root writes, as the real render says."""
         taken: list[Traced] = []
-        places = {id(message) for message in self._row["messages"]}
         for line in reversed(self._compiled.loops_around(frame.f_lineno)):
             loop = self._loops.get(line)
             if loop is None or loop.item is None:
@@ -139,7 +139,7 @@ class Trace:
                 return item
             if type(item.value) is int:
                 inside = self._compiled.set_in(line, frame.f_locals)
-                taken += [each for each in inside if type(each) is Traced and id(each.value) in places]
+                taken += [each for each in inside if type(each) is Traced and id(each.value) in self._messages]
         return taken[0] if len(taken) == 1 else None
 
     def step(self, loop: TracedLoop, frame: FrameType) -> None:
