@@ -107,7 +107,7 @@ def test_the_environment_of_transformers_is_the_one_that_ours_copies() -> None:
                  "newline_sequence", "block_start_string", "variable_start_string", "comment_start_string",
                  "line_statement_prefix", "line_comment_prefix", "finalize"):  # fmt: skip
         assert getattr(theirs, name) == getattr(ours, name), name
-    assert theirs.filters.keys() == ours.filters.keys()
+    assert theirs.filters.keys() == {name for name in ours.filters if not name.startswith("_")}  # our checks
     assert theirs.tests.keys() == ours.tests.keys()
     assert theirs.globals.keys() == ours.globals.keys()
     tags = {tag for extension in theirs.extensions.values() for tag in extension.tags}

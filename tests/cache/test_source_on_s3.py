@@ -126,7 +126,7 @@ def test_an_object_that_is_overwritten_in_mid_build_makes_no_part_and_no_entry(
     other = fsspec.filesystem("s3", **s3.options, skip_instance_cache=True)
     other.pipe_file(f"{there.url}/{name}", _encoded(name, "eno", "two"))
     worker = SliceWorker([BuildTask(plan.spec, EntryWriter(store, plan.key, 0), s3.options, 0.01)])
-    (error,) = worker({"slice": [json.dumps([0, slices[0].to_json()])]})["error"]
+    (error,) = worker({"slice": [json.dumps([[0, slices[0].to_json()]])]})["error"]
     assert name in error
     assert "changed" in error
     assert EntryWriter(store, plan.key, 0).receipts() == {}

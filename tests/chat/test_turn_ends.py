@@ -195,7 +195,7 @@ def test_every_kind_of_row_has_an_end_where_one_is_appended(kind: str, endless: 
         assert hf.decode(trained) == text + "<|endoftext|>"
         is_text = kind == "pairs of texts"  # these have one in any case
         assert row["input_ids"] == [*before["input_ids"], *([] if is_text else [hf.eos_token_id])]
-    assert ["train_end" in entry.entry.recipe for entry in entries] == [False, True]
+    assert ["train_end" in entry.entries[0].recipe for entry in entries] == [False, True]
     assert entries[0].key != entries[1].key
 
 

@@ -101,7 +101,7 @@ def test_a_builder_that_starts_late_makes_nothing_that_another_has_made(
     task = tokenize.BuildTask(plan.spec, writer, {}, 0.01)
     worker = tokenize.SliceWorker([task])
     for piece in plan.source.slices:
-        worker({"slice": [json.dumps([0, piece.to_json()])]})
+        worker({"slice": [json.dumps([[0, piece.to_json()]])]})
     monkeypatch.setattr(tokenize, "build_graph", None)
     left = [(0, piece) for piece in plan.source.slices]
     found = tokenize.receipts_of([task], left, job.workers)

@@ -139,7 +139,9 @@ class Trace:
                 return item
             if type(item.value) is int:
                 inside = self._compiled.set_in(line, frame.f_locals)
-                taken += [each for each in inside if type(each) is Traced and id(each.value) in self._messages]
+                taken += [
+                    each for each in inside if type(each) is Traced and id(each.value) in self._messages
+                ]
         return taken[0] if len(taken) == 1 else None
 
     def step(self, loop: TracedLoop, frame: FrameType) -> None:
