@@ -77,7 +77,7 @@ class _Open:
 
     def slices_of(self, step: int) -> list[tuple[Entry, list[int]]]:
         """The entries that are being built, each with the slices of it that a step has rows of."""
-        found = [(number, one) for number, one in enumerate(self.rows.entries) if not one.is_whole]
+        found = [(number, one) for number, one in enumerate(self.rows.entries) if one.coming]
         if not found:
             return []
         place = row_ids.split(self.plan.groups_of(step))

@@ -85,7 +85,7 @@ def joined_report(entries: Sequence[Entry]) -> Mapping[str, Any]:
     reports = [one.report for one in entries]
     if len(entries) == 1:
         return reports[0]
-    if not all(one.is_whole for one in entries):
+    if any(one.coming for one in entries):
         return {**reports[0], **_known_before(reports)}
     lengths = percentiles(chain.from_iterable(one.lengths_by_slice() for one in entries))
     return {**_added(reports), "length_percentiles": lengths}

@@ -50,11 +50,9 @@ class Entry:
     Slices are there, or to come: of this class all are there, of `raysvc.cache.growing` some are waited for.
 
     Attributes:
-        is_whole: whether all slices are there.
-        coming: what is known of it before it is whole; None: it is.
+        coming: what is known of it while slices are to come; None: all are there.
     """
 
-    is_whole = True
     coming: BaseModel | None = None
 
     def __init__(

@@ -81,7 +81,7 @@ class FollowedEntry(GrowingEntry):
         Raises:
             EntryError: there are no listings, or other ones.
         """
-        self.coming = self.followed = spec
+        self.coming = self._spec = spec
         self.receipts = SliceReceipts(store, folder, (), ())
         self._listings = Listings(store, spec.listings)
         self._growing = threading.Lock()  # guards what is appended to the slices
@@ -157,8 +157,8 @@ class FollowedEntry(GrowingEntry):
         """
         with self._growing:
             self._listings.refresh()
-            if self._listings.uid != self.followed.uid:
-                what = f"the listings {self.followed.listings} of its source are gone, or others"
+            if self._listings.uid != self._spec.uid:
+                what = f"the listings {self._spec.listings} of its source are gone, or others"
                 raise EntryError(f"{self.receipts.where}", what, REMEDY)
             self._looked_s = time.monotonic()
             for listing in self._listings.known[self._num_listings :]:

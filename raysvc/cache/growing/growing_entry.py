@@ -66,8 +66,6 @@ class GrowingSpec(BaseModel):
 class GrowingEntry(Entry):
     """One generation of a key that somebody builds, or has just built."""
 
-    is_whole = False
-
     def __init__(
         self, store: Store, folder: str, spec: GrowingSpec, copies: PartCopies | None = None
     ) -> None:
@@ -78,14 +76,15 @@ class GrowingEntry(Entry):
             spec: what is known of it.
             copies: as in `Entry`.
         """
-        self.coming = self.spec = spec
+        self.coming = spec
+        self._num_slices = len(spec.contents)
         self.receipts = SliceReceipts(store, folder, spec.report["source_rows"], spec.contents)
         super().__init__(
             store, folder, Manifest(spec.key, (), self.receipts.columns, spec.recipe, spec.report), copies
         )
 
     def _part_reader(self, copies: PartCopies | None) -> PartReader:
-        starts = slice_base(np.arange(len(self.spec.contents) + 1, dtype=np.int64))
+        starts = slice_base(np.arange(self._num_slices + 1, dtype=np.int64))
         return PartReader(
             self.store,
             self.folder,

@@ -134,9 +134,9 @@ class _Watch:
                     return
                 with self._lock:  # who condemned this run has raised it, and nobody does any more
                     run.condemned = 0
-                _raise_in(run.thread)
-                while True:
+                while _raise_in(run.thread):
                     pass
+                return
             except RenderTooCostly:
                 continue
 
@@ -216,10 +216,10 @@ def within_budget(run: Callable[..., Made], *args: Any) -> Made:
         raise OverBudget(TOO_COSTLY, str(why) or own.why) from None
 
 
-def _raise_in(thread: int) -> None:
-    """Raise at the next step of a thread, instead of what is to be raised there already."""
+def _raise_in(thread: int) -> bool:
+    """Raise at the next step of a thread, instead of what is to be raised there already; whether there is such a thread."""
     error = ctypes.py_object(RenderTooCostly)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
+    return bool(ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error))
 
 
 def _private_bytes() -> int:
