@@ -19,7 +19,7 @@ from raysvc.cli.main import app
 from raysvc.collate import read_shard
 from raysvc.inspect.row_view import DUMMY, padding_cells, shard_pictures
 from raysvc.job.config import PlanConfig
-from raysvc.row_ids import written
+from raysvc.row_ids import parse, written
 
 runner = CliRunner()
 
@@ -187,6 +187,12 @@ def test_rows_that_a_file_takes_out_in_mid_run_leave_holes_from_there_on(
     again = run_json("replay", "-c", str(other), "--step", "0", "plan.layout=padded_right")
     assert again["recorded"] is True
     assert again["dp_size"] == 1
+    log = tmp_path / "run" / "rows.jsonl"
+    numbered = [{**line, "row_ids": [parse(row) for row in line["row_ids"]]} for line in lines]
+    log.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in numbered))
+    old = runner.invoke(app, ["replay", "-c", str(other), "--step", "0"])
+    assert old.exit_code == 2
+    assert "names rows by numbers, as raysvc did before" in old.stderr
 
 
 @pytest.mark.parametrize(

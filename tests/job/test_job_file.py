@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import date as day
+from pathlib import Path
 
 import pytest
 
@@ -113,3 +114,14 @@ def test_a_key_merged_from_an_anchor_may_be_given_anew(tmp_path):
 def test_a_pad_may_be_no_number():
     job = load_job({**JOB, "plan": {"pad_values": {"reward": float("-inf")}}})
     assert job.plan.pad_values == {"reward": float("-inf")}
+
+
+@pytest.mark.parametrize("typed", ["2:17:45", '"2:17:45"', str((2 << 52) + (17 << 32) + 45)])
+def test_a_row_is_typed_as_it_is_written(tmp_path: Path, typed: str) -> None:
+    """PyYAML counts `2:17:45` in base 60, as YAML 1.1 did."""
+    path = tmp_path / "job.yaml"
+    text = "source: {path: x}\ntokenizer: t\nplan:\n  skip_rows: "
+    for listed in (f"[{typed}]", f"\n    - {typed}"):
+        path.write_text(text + listed + "\n")
+        assert load_job(path).plan.skip_rows == (2 * 2**52 + 17 * 2**32 + 45,)
+    assert load_job(path, [f"plan.skip_rows=[{typed}]"]).plan.skip_rows == (2 * 2**52 + 17 * 2**32 + 45,)

@@ -18,6 +18,9 @@ from typer.testing import CliRunner
 
 import raysvc
 from raysvc.cli.main import app
+from raysvc.inspect.row_media import media_of_rows
+from raysvc.job.job_file import load_job
+from raysvc.media import decoding
 from raysvc.media.pixels import rgb
 from raysvc.report.pictures import MOST_PICTURES, gallery
 
@@ -173,3 +176,13 @@ def test_a_mixture_of_text_and_images_keeps_the_media_of_its_rows(tmp_path: Path
         with_media = [text is not None and digest(FIRST) in text for text in rows["media"].tolist()]
         assert with_media == [order[row // 2] == "seen" for row in range(4)]
         assert [tokens > 0 for tokens in rows["media_tokens"].tolist()] == with_media
+
+
+def test_pictures_are_drawn_within_the_budget_of_decoding(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("tokenize", "-c", str(job))
+    entry = raysvc.tokenize(load_job(job))
+    row = int(entry.row_ids()[0])
+    (first, _) = media_of_rows(entry, [row])[row]
+    assert first.picture()
+    monkeypatch.setattr(decoding, "_budget", decoding.Budget(1000))
+    assert first.picture() is None
