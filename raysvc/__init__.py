@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from raysvc.actors.model.row_isolation import model_inputs, rows_are_isolated
     from raysvc.actors.server.spec import Role
     from raysvc.api import ServerHandle, enrich, serve, tokenize
-    from raysvc.builds.cache_entry import CacheEntry, open_cache
+    from raysvc.builds.cache_entry import CacheEntry, open_cache, read_entry
     from raysvc.client.batch_client import BatchClient, attach
     from raysvc.client.rank_client import RankClient
     from raysvc.client.rollout_serving import serve_rollouts
@@ -39,6 +39,7 @@ __all__ = [
     "loss_scale",
     "model_inputs",
     "open_cache",
+    "read_entry",
     "read_shard",
     "rollouts",
     "rows_are_isolated",
@@ -59,6 +60,7 @@ _HOMES = {
     "loss_scale": "raysvc.collate.loss_weights",
     "model_inputs": "raysvc.actors.model.row_isolation",
     "open_cache": "raysvc.builds.cache_entry",
+    "read_entry": "raysvc.builds.cache_entry",
     "read_shard": "raysvc.collate.shard",
     "rollouts": "raysvc.client.rollouts",
     "rows_are_isolated": "raysvc.actors.model.row_isolation",

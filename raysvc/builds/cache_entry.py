@@ -27,6 +27,7 @@ from raysvc.row_ids import parsed, split
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import ray.data
 
     from raysvc.actors.server.spec import ServeSpec
     from raysvc.cache.entry import Entry
@@ -85,6 +86,31 @@ class CacheEntry:
     def table(self) -> pa.Table:
         """All rows, memory-mapped."""
         return self.rows.table()
+
+    def ray_dataset(
+        self, columns: Sequence[str] | None = None, *, rows: range | None = None
+    ) -> ray.data.Dataset:
+        """All rows as a Ray Dataset, one read task a part; lazy. It connects to Ray.
+
+        A row has its columns with their types (bfloat16 as its bits, uint16), and `row_id`, int64, which `plan.rows` of a job
+        takes. The nodes have to see the entry's folder.
+
+        Args:
+            columns: to read; None: `row_id` and all that the entries have in common.
+            rows: positions, as `range(1000, 2000)`; None: all.
+
+        Raises:
+            ConfigError: a column or rows that are not there.
+            EntryError: its build goes on.
+        """
+        import ray.data
+
+        from raysvc.cluster import connect
+        from raysvc.pipelines.entry_datasource import EntryDatasource
+
+        source = EntryDatasource(self.entries, columns, rows)
+        connect()
+        return ray.data.read_datasource(source)
 
     def row_ids(self) -> Int64s:
         """int64 [N], ids of all rows, as `raysvc.row_ids` makes them; in the order of the entry."""
@@ -189,6 +215,17 @@ def open_cache(uri: str | Path, storage_options: Mapping[str, Any] | None = None
             "open_cache(uri)", f"{uri!r} is not an address", "give the folder or URL of an entry"
         )
     return CacheEntry((open_entry(str(uri), dict(storage_options or {})),))
+
+
+def read_entry(
+    uri: str | Path,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    columns: Sequence[str] | None = None,
+    rows: range | None = None,
+) -> ray.data.Dataset:
+    """A finished entry as a Ray Dataset: `open_cache`, then `CacheEntry.ray_dataset`; arguments and errors as there."""
+    return open_cache(uri, storage_options).ray_dataset(columns, rows=rows)
 
 
 def open_served(spec: ServeSpec) -> CacheEntry:
