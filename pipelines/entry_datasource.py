@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -124,7 +124,9 @@ class EntryDatasource(Datasource):  # type: ignore[misc]  # ray is not followed
         self._names = there if columns is None else tuple(columns)
         for name in self._names:
             if name not in there:
-                raise ConfigError("columns", f"there is no column {name!r}", f"name some of {', '.join(there)}")
+                raise ConfigError(
+                    "columns", f"there is no column {name!r}", f"name some of {', '.join(there)}"
+                )
         if len(set(self._names)) < len(self._names) or not self._names:
             raise ConfigError("columns", f"{list(self._names)} names none, or one twice", "name each once")
         self._rows = _checked_rows(rows, sum(entry.num_rows for entry in self._entries))
@@ -179,7 +181,9 @@ class EntryDatasource(Datasource):  # type: ignore[misc]  # ray is not followed
         """What is read, part after part; of no row, of one part nothing."""
         pieces, start = [], 0
         for number, entry in enumerate(self._entries):
-            for index, (first, stop) in enumerate(zip(entry.slice_starts, entry.slice_starts[1:], strict=False)):
+            for index, (first, stop) in enumerate(
+                zip(entry.slice_starts, entry.slice_starts[1:], strict=False)
+            ):
                 low = max(self._rows.start, start + int(first)) - start - int(first)
                 high = min(self._rows.stop, start + int(stop)) - start - int(first)
                 if low < high:

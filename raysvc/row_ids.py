@@ -10,6 +10,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -106,14 +107,22 @@ class RowPlaces:
         ]
         self._firsts = np.concatenate([*firsts, ends[-1:]]).astype(np.int64)
         self._ids = np.concatenate([*ids, np.zeros(0, np.int64)])
+        self._chosen: Int64s | None = None  # positions that have a position of their own; None: all
 
     @classmethod
     def of_rows(cls, num_rows: int) -> RowPlaces:
         """Of rows without slices: an id is a position."""
         return cls([np.append(np.arange(0, max(num_rows, 1), 1 << int(_SLICE)), num_rows)])
 
+    def among(self, chosen: Int64s) -> RowPlaces:
+        """Those of some of the rows: position p is that of row `chosen[p]`; int64 [M], ascending."""
+        some = copy(self)
+        some._chosen = chosen
+        return some
+
     def ids_of(self, positions: Int64s) -> Int64s:
         """The ids of rows at these positions."""
+        positions = positions if self._chosen is None else self._chosen[positions]
         slices = np.searchsorted(self._firsts[:-1], positions, side="right") - 1
         ids: Int64s = self._ids[slices] + (positions - self._firsts[slices])
         return ids
@@ -129,4 +138,10 @@ class RowPlaces:
         gone = (slices < 0) | (found >= self._firsts[slices + 1])
         if gone.any():
             raise IndexError(f"there is no row {written(ids[int(np.argmax(gone))])}")
-        return found
+        if self._chosen is None:
+            return found
+        places = np.searchsorted(self._chosen, found)
+        gone = np.append(self._chosen, -1)[places] != found
+        if gone.any():
+            raise IndexError(f"row {written(ids[int(np.argmax(gone))])} is not among the chosen ones")
+        return places

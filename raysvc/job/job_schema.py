@@ -19,6 +19,8 @@ SHORT_FORMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("SourceConfig", "path", {"type": "string"}),
     ("SourceConfig", "carry", NAMES),
     ("PlanConfig", "skip_rows", {"type": "string"}),
+    ("RowsConfig", "include", {"type": "string"}),
+    ("RowsConfig", "exclude", {"type": "string"}),
 )
 
 

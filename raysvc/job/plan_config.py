@@ -20,6 +20,23 @@ _Text = Annotated[str, Field(pattern=r"^\d+(:\d+){0,2}$")]
 RowId = Annotated[_Number, BeforeValidator(row_id, json_schema_input_type=_Number | _Text)]
 
 
+class RowsConfig(Section):
+    """Which rows of the entry a plan is of; the others are in no step, and leave no hole."""
+
+    include: tuple[RowId, ...] | None = Field(
+        default=None,
+        description="Row ids: a list, or a file or folder of them as text, JSON or Parquet with a column row_id. None: all rows.",
+    )
+    exclude: tuple[RowId, ...] = Field(
+        default=(), description="Row ids that are left out, in the same forms."
+    )
+
+    @field_validator("include", "exclude", mode="before")
+    @classmethod
+    def _ids_of_a_file(cls, value: object) -> object:
+        return read_row_ids(value) if isinstance(value, str) else value
+
+
 class PlanConfig(Section):
     """Which rows go where, and in which shape."""
 
@@ -78,6 +95,10 @@ class PlanConfig(Section):
     skip_rows: tuple[RowId, ...] = Field(
         default=(),
         description="Row ids that are never trained: a list, or a file (one id per line, such as 2:17:451, or a JSON list).",
+    )
+
+    rows: RowsConfig | None = Field(
+        default=None, description="The rows that the plan is of, as a list of ids; None: all."
     )
 
     @field_validator("columns")

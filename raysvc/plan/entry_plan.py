@@ -10,7 +10,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +20,7 @@ from raysvc.cache.key import rows_key
 from raysvc.cache.local.large_array import concatenated
 from raysvc.errors import PlanError
 from raysvc.job.config import PAIRED, PlanConfig
+from raysvc.job.plan_config import RowsConfig
 from raysvc.media.medium import PATCHES
 from raysvc.plan.groups import Groups
 from raysvc.plan.mixture import Mixture, MixtureSource, Stage, counts_by_weight
@@ -38,6 +39,7 @@ from raysvc.plan.sliced.sliced_rows import (
 )
 from raysvc.plan.sliced.window_order import WindowOrder, is_windowed
 from raysvc.ragged import Int64s
+from raysvc.row_ids import RowPlaces
 
 
 class PlannedEntry(SlicedEntry, Protocol):
@@ -78,6 +80,11 @@ def plan_of_entries(
     keys = [rows_key(one.key, one.recipe) for one in entries]
     pairs = _are_pairs(entries)
     wanted = [one or config.shuffle for one in shuffles] or [config.shuffle] * len(entries)
+    if config.rows is not None and (len(entries) > 1 or numbers_by_slice(config, shuffles)):
+        what = "a mixture and shuffle: window go by all rows of a source, and a list of rows by some"
+        raise PlanError(
+            "plan.rows", what, "use one source with shuffle: full, block(n) or none, or plan.skip_rows"
+        )
     if numbers_by_slice(config, shuffles):
         rows = SlicedRows([_source(*each) for each in zip(entries, wanted, strict=True)])
         if not stages and not entries[0].listings:
@@ -88,10 +95,41 @@ def plan_of_entries(
     held = [FullSource(one, group_bounds(one)) for one in entries]
     mixture = _mixture(config, held, wanted, stages) if stages else None
     groups = _joined(entries, [one.bounds for one in held], pairs)
+    lengths, patches = concatenated([one.lengths for one in held]), _patches(entries)
+    row_values: Callable[[str], npt.NDArray[Any]] = entries[0].row_values
+    chosen = None if config.rows is None else _chosen(config.rows, entries[0], groups)
+    if chosen is not None:
+        lengths, patches = lengths[chosen], None if patches is None else patches[chosen]
+        groups = None if groups is None else groups.among(chosen)
+        row_values = _values_of(entries[0], chosen)
     return Plan(
-        config, concatenated([one.lengths for one in held]), groups=groups, entry_keys=keys, mixture=mixture, patches=_patches(entries),
-        row_values=entries[0].row_values, slice_starts=[one.slice_starts for one in entries],
+        config, lengths, groups=groups, entry_keys=keys, mixture=mixture, patches=patches,
+        row_values=row_values, slice_starts=[one.slice_starts for one in entries], chosen=chosen,
     )  # fmt: skip
+
+
+def _chosen(rows: RowsConfig, entry: PlannedEntry, groups: Groups | None) -> Int64s:
+    """int64 [M], positions of the rows that a plan is of, ascending; a pair is chosen as a whole.
+
+    Raises:
+        PlanError: a row that is not there, or no row is left.
+    """
+    places, kept = RowPlaces([entry.slice_starts]), np.full(entry.num_rows, rows.include is None)
+    for name, ids, keeps in (("include", rows.include or (), True), ("exclude", rows.exclude, False)):
+        try:
+            kept[places.positions_of(np.array(ids, np.int64))] = keeps
+        except IndexError as error:
+            remedy = "take the ids from the column row_id of CacheEntry.ray_dataset"
+            raise PlanError(f"plan.rows.{name}", str(error), remedy) from None
+    if groups is not None and groups.are_pairs:
+        kept &= kept.reshape(-1, 2).all(axis=1).repeat(2)
+    if not kept.any():
+        raise PlanError("plan.rows", "no row is left", "include some, or exclude fewer")
+    return np.flatnonzero(kept).astype(np.int64)
+
+
+def _values_of(entry: PlannedEntry, chosen: Int64s) -> Callable[[str], npt.NDArray[Any]]:
+    return lambda name: entry.row_values(name)[chosen]
 
 
 def _patches(entries: Sequence[PlannedEntry]) -> npt.NDArray[np.int32] | None:
@@ -226,6 +264,7 @@ def eval_plan(config: PlanConfig, batch_size: int, without: Sequence[str] = ()) 
             "order": None,
             "tail": "pad",
             "skip_rows": (),
+            "rows": None,
             "columns": tuple(name for name in config.columns if name not in without),
         }
     )

@@ -87,6 +87,7 @@ class Plan:
         patches: int [N], work of a media encoder, by row; None: the rows have no media. It decides ranks alone.
         row_values: a per-row column of all rows by name, [N], for `plan.order`.
         slice_starts: of each entry, int64 [S + 1], the first row of each slice, and where they end; (): an id is a position.
+        chosen: int64 [N], ascending: the rows of the entries that the plan is of; None: all. All else is of these rows alone.
 
     Attributes:
         schedule: step arithmetic.
@@ -109,8 +110,11 @@ class Plan:
         patches: npt.NDArray[np.integer[Any]] | None = None,
         row_values: Callable[[str], npt.NDArray[Any]] | None = None,
         slice_starts: Sequence[npt.NDArray[np.int64]] = (),
+        chosen: npt.NDArray[np.int64] | None = None,
     ) -> None:
         places = RowPlaces(slice_starts) if slice_starts else None
+        if places is not None and chosen is not None:
+            places = places.among(chosen)
         rows = (
             lengths
             if isinstance(lengths, SlicedRows)
@@ -145,6 +149,8 @@ class Plan:
         self.schedule = schedule_of(config, self.order.num_groups)
         self.rules = _rules(config)
         self.identity = _identity(config, self.schedule, rows, entry_keys, mixture)
+        if chosen is not None:
+            self.identity["chosen"] = hashlib.sha256(chosen.astype("<i8").tobytes()).hexdigest()
         if isinstance(self.order, CustomOrder):
             self.identity["order"] = self.order.identity()
         self.hash = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()

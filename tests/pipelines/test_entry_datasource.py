@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,9 @@ def rows_of(num_rows: int, seed: int, tokens: int = 9) -> pa.Table:
     halves = pa.array(rng.integers(0, 1 << 16, total).astype(np.uint16))
     table = pa.table(
         {
-            "input_ids": pa.ListArray.from_arrays(offsets, pa.array(rng.integers(0, 999, total).astype("i4"))),
+            "input_ids": pa.ListArray.from_arrays(
+                offsets, pa.array(rng.integers(0, 999, total).astype("i4"))
+            ),
             "loss_mask": pa.ListArray.from_arrays(offsets, pa.array(rng.integers(0, 2, total).astype("u1"))),
             "experts": pa.ListArray.from_arrays(offsets, shaped),
             "logprobs": pa.ListArray.from_arrays(offsets, halves),
@@ -168,7 +171,7 @@ def test_a_range_of_rows_and_chosen_columns(small: Entry, ray_session: None) -> 
     assert (none.count(), none.schema().names, none.take_all()) == (0, ["domain"], [])
     cases: list[dict[str, Any]] = [
         {"columns": ["nothing"]}, {"columns": []}, {"columns": ["domain", "domain"]},
-        {"rows": range(0, 13)}, {"rows": range(0, 4, 2)}, {"rows": (0, 4)},
+        {"rows": range(13)}, {"rows": range(0, 4, 2)}, {"rows": (0, 4)},
     ]  # fmt: skip
     for wrong in cases:
         with pytest.raises(ConfigError):
@@ -181,7 +184,7 @@ def test_columns_that_were_added_are_read_with_their_rows(small: Entry, ray_sess
     writer, cuts, receipts = EntryWriter(small.store, cache_key(recipe)), (0, 4, 9, 12), []
     flat = np.repeat(np.arange(12, dtype=np.float32), lengths)
     ends = np.cumsum([0, *lengths])
-    for index, (first, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for index, (first, stop) in enumerate(itertools.pairwise(cuts)):
         offsets = pa.array((ends[first : stop + 1] - ends[first]).astype(np.int32))
         values = pa.ListArray.from_arrays(offsets, pa.array(flat[ends[first] : ends[stop]]))
         receipts.append(writer.write_part(index, pa.table({"ref": values}), {}, {}))
