@@ -1,7 +1,7 @@
 """A small build in the process that asks: the slices, parts and receipts of any build, without a cluster.
 
 A cluster costs `CLUSTER_S` before its first row. Below the size at which its workers win that back, one process
-tokenizes the slices one after the other, with the function that a worker runs.
+makes the slices one after the other, with the class that a worker runs (`raysvc.pipelines.tokenize.SliceMaker`).
 
 Always true:
 - whether a build is small follows from its slices and the cores alone;
@@ -18,60 +18,30 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from raysvc.cache.manifest import Receipt
-from raysvc.chat.slice_tokenizer import SliceTokenizer
-from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.job.config import PoolConfig
-from raysvc.media.media_processor import MediaProcessor
-from raysvc.pipelines.sources.slices import Slice
-from raysvc.pipelines.tokenize import BuildTask, build_slice, desk_of
 
 CLUSTER_S = 6.0  # measured on two cores: Ray's start, and a worker that has imported and loaded its tokenizer
 ASLEEP_S = 10.0  # a builder that says nothing for so long is not waited for
 BYTES_PER_S = 10e6  # of JSON lines on one core, with a tokenizer of 150,000 entries
 
 
-def fits_one_process(num_bytes: float, num_slices: int, pool: PoolConfig, cores: int) -> bool:
+def fits_one_process(num_bytes: float, num_slices: int, pool: PoolConfig, cores: int | None = None) -> bool:
     """Whether one process ends a build before the workers of a cluster would.
 
     Args:
         num_bytes: of the slices that are left.
         num_slices: as many.
         pool: a job that asks for several workers gets them.
-        cores: of this machine, as a guess of how many workers there would be.
+        cores: as a guess of how many workers there would be; None: those of this machine.
     """
+    cores = cores or os.cpu_count() or 1
     workers = min(num_slices, cores, pool.max or cores)
     alone_s = num_bytes / BYTES_PER_S
     return pool.min == 1 and alone_s < CLUSTER_S + alone_s / max(workers, 1)
-
-
-def local_receipts(
-    task: BuildTask,
-    slices: Sequence[Slice],
-    tokenizer: LoadedTokenizer,
-    processor: MediaProcessor | None = None,
-) -> Iterator[Receipt]:
-    """Receipts of the slices, in their order.
-
-    Args:
-        task: what is built.
-        slices: that are left.
-        tokenizer: of the task, loaded.
-        processor: of its media, where rows may have some.
-
-    Raises:
-        RaysvcError: what a slice raises, as it raises it.
-    """
-    desk = None
-    if processor is not None:
-        desk = desk_of(task.spec, task.writer.store, task.storage_options, processor)
-    worker = SliceTokenizer(task.spec, tokenizer=tokenizer, desk=desk)
-    for piece in slices:
-        yield build_slice(task, worker, piece)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from raysvc.cache.writer import EntryWriter
 from raysvc.chat.first_rows import FirstRows
 from raysvc.chat.row_counts import Quarantined, RowCounts, errors_of
 from raysvc.chat.slice_tokenizer import SliceResult, SliceTokenizer
+from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.job.config import PoolConfig, TextSpec
 from raysvc.media.media_desk import MediaDesk
 from raysvc.media.media_processor import MediaProcessor
@@ -60,39 +61,57 @@ class BuildTask:
     name: str = ""
 
 
-Left = Sequence[tuple[int, Slice]]  # what is left of some builds: number of the task, and slice
+SlicesLeft = Sequence[tuple[int, Slice]]  # of some builds: number of the build, and slice
 
 
-class SliceWorker:
-    """Tokenizes slices of some builds in a Ray Data actor; a tokenizer is loaded once."""
+class SliceMaker:
+    """Reads, tokenizes and writes slices of some builds; each tokenizer is loaded once.
+
+    Args:
+        tasks: of the builds.
+        loaded: tokenizer and media processor of each, where the process has them.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[BuildTask],
+        loaded: Sequence[tuple[LoadedTokenizer, MediaProcessor | None]] = (),
+    ) -> None:
+        self._tasks, self._loaded = tasks, loaded
+        self._tokenizers: dict[int, SliceTokenizer] = {}  # by number of the task
+
+    def build(self, number: int, piece: Slice) -> Receipt:
+        """Make a slice of a task."""
+        task = self._tasks[number]
+        with errors_of(task.name):
+            if number not in self._tokenizers:
+                self._tokenizers[number] = self._tokenizer(number)
+            return build_slice(task, self._tokenizers[number], piece)
+
+    def _tokenizer(self, number: int) -> SliceTokenizer:
+        task = self._tasks[number]
+        spec = task.spec
+        tokenizer, processor = self._loaded[number] if self._loaded else (None, None)
+        desk = desk_of(spec, task.writer.store, task.storage_options, processor) if spec.media else None
+        known = (one.tokenizer for one in self._tokenizers.values() if one.spec.tokenizer == spec.tokenizer)
+        return SliceTokenizer(spec, tokenizer=next(known, tokenizer), desk=desk)
+
+
+class SliceWorker(SliceMaker):
+    """Makes slices in a Ray Data actor, which has one core."""
 
     def __init__(self, tasks: Sequence[BuildTask]) -> None:
-        # one actor has one CPU: threads of the encoder would only fight the other actors
+        # threads of the encoder would only fight the other actors
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         os.environ["RAYON_NUM_THREADS"] = "1"
         os.nice(max(task.niceness for task in tasks))  # Linux: of this thread and of those that it starts
-        self._tasks = tasks
-        self._tokenizers: dict[int, SliceTokenizer] = {}  # by number of the task
+        super().__init__(tasks)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         return answers(
             batch["slice"],
             lambda piece: self.build(piece[0], Slice.from_json(piece[1])),
         )
-
-    def build(self, number: int, piece: Slice) -> Receipt:
-        """Read, tokenize and write a slice of a task."""
-        task = self._tasks[number]
-        with errors_of(task.name):
-            if number not in self._tokenizers:
-                self._tokenizers[number] = self._tokenizer(task)
-            return build_slice(task, self._tokenizers[number], piece)
-
-    def _tokenizer(self, task: BuildTask) -> SliceTokenizer:
-        spec = task.spec
-        desk = desk_of(spec, task.writer.store, task.storage_options) if spec.media else None
-        known = (one.tokenizer for one in self._tokenizers.values() if one.spec.tokenizer == spec.tokenizer)
-        return SliceTokenizer(spec, tokenizer=next(known, None), desk=desk)
 
 
 def build_slice(task: BuildTask, tokenizer: SliceTokenizer, piece: Slice) -> Receipt:
@@ -195,7 +214,9 @@ def _is_usable(meta: Mapping[str, Any]) -> bool:
     return types == (int, str, str)
 
 
-def receipts_of(tasks: Sequence[BuildTask], left: Left, pool: PoolConfig) -> Iterator[tuple[int, Receipt]]:
+def receipts_of(
+    tasks: Sequence[BuildTask], left: SlicesLeft, pool: PoolConfig
+) -> Iterator[tuple[int, Receipt]]:
     """Run the graph over what nobody has done by now; receipts come as slices finish, in any order.
 
     Args:
@@ -212,7 +233,7 @@ def receipts_of(tasks: Sequence[BuildTask], left: Left, pool: PoolConfig) -> Ite
         yield from ((piece[0], receipt) for piece, receipt in receipts_from(build_graph(tasks, left, pool)))
 
 
-def receipts_here(tasks: Sequence[BuildTask], left: Left) -> Iterator[tuple[int, Receipt]]:
+def receipts_here(tasks: Sequence[BuildTask], left: SlicesLeft) -> Iterator[tuple[int, Receipt]]:
     """The same without workers: in this process and on one core, one slice after the other."""
     done, left = _still_left(tasks, left)
     yield from done
@@ -221,13 +242,13 @@ def receipts_here(tasks: Sequence[BuildTask], left: Left) -> Iterator[tuple[int,
         yield number, worker.build(number, piece)
 
 
-def build_graph(tasks: Sequence[BuildTask], left: Left, pool: PoolConfig) -> ray.data.Dataset:
+def build_graph(tasks: Sequence[BuildTask], left: SlicesLeft, pool: PoolConfig) -> ray.data.Dataset:
     """The Ray Data graph over some slices; lazy."""
     pieces = [(number, piece.to_json()) for number, piece in left]
     return slice_graph(SliceWorker, tuple(tasks), pieces, WorkerPool.of(pool))
 
 
-def _still_left(tasks: Sequence[BuildTask], left: Left) -> tuple[list[tuple[int, Receipt]], Left]:
+def _still_left(tasks: Sequence[BuildTask], left: SlicesLeft) -> tuple[list[tuple[int, Receipt]], SlicesLeft]:
     done: list[tuple[int, Receipt]] = []
     for number, task in enumerate(tasks):
         found, _ = split_done(task.writer, [piece for one, piece in left if one == number])

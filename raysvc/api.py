@@ -72,21 +72,9 @@ def tokenize(
     Raises:
         UserMistake: files, columns, tokenizer, template or cache root that cannot be used.
     """
-    from raysvc.builds.build_beside import entry_of
-    from raysvc.builds.find_or_build import find_or_build, look
-    from raysvc.builds.mixed_job import jobs_of
+    from raysvc.builds.find_or_build import find_or_build
 
-    job = load_job(config, **overrides)
-    if job.source.follow:
-        from raysvc.builds.follow import catch_up
-
-        entry = catch_up(look(job, cache_root(job)), address, progress)
-        return CacheEntry((entry,), False, "its source is followed")
-    found = [
-        find_or_build(each, cache_root(each), address, progress, name) for name, each in jobs_of(job).items()
-    ]
-    entries, hits, reasons = zip(*found, strict=True)
-    return entry_of(job, entries, all(hits), reasons)
+    return find_or_build(load_job(config, **overrides), address, progress)
 
 
 def enrich(
@@ -163,38 +151,12 @@ def entry_or_build(
     Raises:
         UserMistake: as `enrich`.
     """
-    from raysvc.builds.build_beside import BuildBeside, entry_of, known_at_the_end, windowed_sources
-    from raysvc.builds.find_or_build import build, look
-    from raysvc.builds.mixed_job import jobs_of
-    from raysvc.chat.row_counts import errors_of
+    from raysvc.builds.build_beside import find_or_begin
     from raysvc.scoring.job_columns import wanted_of, with_columns
 
-    if job.source.follow:
-        from raysvc.builds.follow import FollowBeside
-
-        following = FollowBeside(look(job, cache_root(job)))
-        return following.entry, following
-    windowed = windowed_sources(job)
     columns = {name: None for _, wanted in wanted_of(job).values() for one in wanted for name in one.columns}
-    at_the_end = known_at_the_end(job, list(columns))
-    looked, hit = [], True
-    for (name, each), has_window in zip(jobs_of(job).items(), windowed, strict=True):
-        with errors_of(name):
-            found = look(each, cache_root(each), name)
-            hit = hit and found.entry is not None
-            if found.entry is None and (at_the_end or not has_window):
-                if any(windowed):
-                    what = f"source {name!r}" if name else "the source"
-                    why = at_the_end or "it has no window"
-                    log.warning("the first step waits until all of %s is tokenized: %s", what, why)
-                found = replace(found, entry=build(found, address, progress))
-        looked.append(found)
-    there = [found.entry for found in looked if found.entry is not None]
-    if len(there) == len(looked):
-        entry = entry_of(job, there, hit, [found.reason for found in looked])
-        return with_columns(job, entry, address, progress), None
-    growing = BuildBeside(job, looked)
-    return growing.entry, growing
+    entry, build = find_or_begin(job, list(columns), address, progress)
+    return (entry, build) if build is not None else (with_columns(job, entry, address, progress), None)
 
 
 def start_build(

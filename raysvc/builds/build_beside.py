@@ -5,6 +5,7 @@ Always true:
 - slices are made in the order in which the steps need them, from the next step on, and then the rest; of several sources by one
   builder, a first slice of each before all others, since it tells the columns;
 - an entry is finished when its last slice is made, whatever others need;
+- a source that is followed has a thread of its own, which looks for new rows when those that are listed are made;
 - an error of the build reaches the server, whoever waits there, and the caller of `check` or `wait`;
 - what was made before a stop or a kill is there for the next build.
 """
@@ -14,32 +15,63 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from raysvc.builds.build_report import known_before
+from raysvc.builds.build import Build
 from raysvc.builds.cache_entry import CacheEntry
-from raysvc.builds.find_or_build import Going, Looked, Making, PoolBeside, begin, receipts_beside
+from raysvc.builds.find_or_build import as_one, begin, build, run
 from raysvc.builds.job_plan import plan_of
-from raysvc.cache import names as file_names
-from raysvc.cache.entry import Entry
-from raysvc.cache.growing.growing_entry import GrowingEntry, GrowingSpec
-from raysvc.cache.use_marker import Hold
-from raysvc.cache.writer import EntryWriter
-from raysvc.chat.row_counts import errors_of
+from raysvc.builds.lookup import Lookup, look
+from raysvc.builds.mixed_job import jobs_of
+from raysvc.builds.places import beside
+from raysvc.cache.store.open import default_root
 from raysvc.errors import RaysvcError
 from raysvc.job.config import JobConfig
 from raysvc.plan.order import CustomOrder, Order
 from raysvc.plan.sliced.window_order import is_windowed
-from raysvc.progress import Progress, Tick, silent
+from raysvc.progress import Progress, Tick
 
 if TYPE_CHECKING:
+    from raysvc.builds.places import Place
     from raysvc.job.config import PoolConfig
 
 log = logging.getLogger(__name__)
-STOP_S = 5.0  # the longest that a run waits at its end for the thread of its build
+STOP_S = 5.0  # the longest that a run waits at its end for the threads of its build
 RATES = ("rows/s", "tokens/s", "MB/s")
+
+
+def find_or_begin(
+    job: JobConfig, computed: Sequence[str], address: str | None, progress: Progress
+) -> tuple[CacheEntry, BuildBeside | None]:
+    """The entries of a job; where one of them is to grow while it is read, also its build, which nobody has started.
+
+    Args:
+        computed: columns that a model computes.
+
+    Raises:
+        UserMistake: as `raysvc.builds.find_or_build.find_or_build`.
+    """
+    windowed = windowed_sources(job)
+    at_the_end = known_at_the_end(job, computed)
+    looked, found = [], []
+    for (name, each), has_window in zip(jobs_of(job).items(), windowed, strict=True):
+        looked.append(look(each, default_root(each.cache.root), name))
+        one, grows = looked[-1], each.source.follow or (has_window and not at_the_end)
+        if one.entry is None and not grows:
+            if any(windowed):
+                what = f"source {name!r}" if name else "the source"
+                why = at_the_end or "it has no window"
+                log.warning("the first step waits until all of %s is tokenized: %s", what, why)
+            one = replace(one, entry=build(one, address, progress))
+        found.append(one)
+    entries = [one.entry for one in found if one.entry is not None]
+    if len(entries) == len(found):
+        return as_one(job, looked, entries), None
+    growing = BuildBeside(job, found)
+    return growing.entry, growing
 
 
 def windowed_sources(job: JobConfig) -> list[bool]:
@@ -61,51 +93,8 @@ def known_at_the_end(job: JobConfig, computed: Sequence[str]) -> str:
     return f"a model computes {', '.join(computed)} of all rows" if computed else ""
 
 
-def entry_of(job: JobConfig, entries: Sequence[Entry], hit: bool, reasons: Sequence[str]) -> CacheEntry:
-    """The entries of a job's sources as a user holds them.
-
-    Args:
-        hit: whether all were there.
-        reasons: why each is used or built.
-    """
-    if job.mixture is None:
-        return CacheEntry(tuple(entries), hit, reasons[0])
-    names = tuple(job.mixture.sources)
-    told = "; ".join(f"{name}: {reason}" for name, reason in zip(names, reasons, strict=True))
-    return CacheEntry(tuple(entries), hit, told, names)
-
-
-@dataclass(frozen=True)
-class _Build:
-    """One entry that is built.
-
-    Attributes:
-        number: of its source in the mixture; 0 without.
-        hold: on its folder.
-    """
-
-    number: int
-    found: Looked
-    writer: EntryWriter
-    hold: Hold
-
-    def making(self, progress: Progress, pool: PoolBeside | None = None) -> Making:
-        found = self.found
-        return Making(found.job, found.plan, self.writer, progress, pool, name=found.name)
-
-    def entry(self) -> GrowingEntry:
-        found = self.found
-        spec = GrowingSpec(
-            key=found.plan.key,
-            recipe={name: value for name, value in found.plan.recipe.items() if name != "source"},
-            report=known_before(found.job, found.plan),
-            contents=tuple(piece.identity()["bytes"] for piece in found.plan.source.slices),
-        )
-        return GrowingEntry(self.writer.store, self.writer.folder, spec)
-
-
 class BuildBeside:
-    """A build, in a thread of this process, which has joined a cluster when it starts.
+    """Builds in threads of this process, which has joined a cluster when they start.
 
     Args:
         job: whose sources they are.
@@ -115,29 +104,24 @@ class BuildBeside:
         entry: what grows; of a mixture the entries that are there too.
     """
 
-    def __init__(self, job: JobConfig, looked: Sequence[Looked]) -> None:
-        self._looked = looked
-        self._builds: list[_Build] = []
+    def __init__(self, job: JobConfig, looked: Sequence[Lookup]) -> None:
+        self._builds: list[Build] = []
         try:
             for number, found in enumerate(looked):
                 if found.entry is None:
-                    writer, hold = begin(found)
-                    self._builds.append(_Build(number, found, writer, hold))
-                    tokenizer = f"{writer.folder}/{file_names.TOKENIZER}"  # for evals, before the end
-                    writer.store.create(tokenizer, found.plan.tokenizer.content())
-            self.entry = self._entry(job)
+                    self._builds.append(begin(found, number=number))
+            grow = iter([one.growing() for one in self._builds])
+            entries = [next(grow) if found.entry is None else found.entry for found in looked]
+            self.entry = as_one(job, looked, entries)
         except BaseException:
             self._release()
             raise
-        self._progress: Progress = silent
+        ending = [one for one in self._builds if one.has_end]
+        endless = [[one] for one in self._builds if not one.has_end]
+        self._lanes = [lane for lane in (ending, *endless) if lane]  # each is built in a thread
         self._stopping = threading.Event()
         self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
-
-    def _entry(self, job: JobConfig) -> CacheEntry:
-        grow = iter([build.entry() for build in self._builds])
-        entries = [next(grow) if found.entry is None else found.entry for found in self._looked]
-        return entry_of(job, entries, False, [found.reason for found in self._looked])
+        self._threads: list[threading.Thread] = []
 
     def make_first(self, job: JobConfig, step: int) -> None:
         """Begin with the first slice of each source that the steps from `step` on need, in a thread of this process: a cluster may only
@@ -145,12 +129,13 @@ class BuildBeside:
 
         What is wrong with a slice is said by the build, which meets it again.
         """
-        makings = [build.making(silent) for build in self._builds]
 
         def make() -> None:
             with contextlib.suppress(RaysvcError):
-                for number, index in self._order(job, step)[: len(makings)]:
-                    makings[number].make_here(index)
+                order = self._order(job, step)
+                for number in range(len(self._builds)):
+                    for index in [piece for one, piece in order if one == number][:1]:
+                        self._builds[number].make_here(index)
 
         threading.Thread(target=make, name="raysvc-first-slice", daemon=True).start()
 
@@ -169,20 +154,20 @@ class BuildBeside:
             step: to train next.
             workers: of the build; None: one core.
             progress: of the build.
-            on_error: is told what ended the build; from the thread.
+            on_error: is told what ended the build; from a thread.
         """
-        self._progress = progress
-        together = _Together(
-            self._tick,
-            [sum(piece.num_rows for piece in build.found.plan.source.slices) for build in self._builds],
-        )
-        pool = PoolBeside(workers)
-        makings = [build.making(together.of(place), pool) for place, build in enumerate(self._builds)]
+        summed = SummedProgress(progress, [one.num_rows for one in self._builds])
+        for place, one in enumerate(self._builds):
+            one.progress = self._until_stopped(summed.of(place))
         order = self._order(job, step)
-        self._thread = threading.Thread(
-            target=self._run, args=(makings, order, on_error), name="raysvc-build", daemon=True
-        )
-        self._thread.start()
+        for lane in self._lanes:
+            numbers = {self._builds.index(one): place for place, one in enumerate(lane)}
+            mine = [(numbers[number], index) for number, index in order if number in numbers]
+            thread = threading.Thread(
+                target=self._run, args=(lane, mine, workers, on_error), name="raysvc-build", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
 
     def check(self) -> None:
         """Raise what ended the build."""
@@ -191,25 +176,26 @@ class BuildBeside:
 
     def wait(self) -> None:
         """Wait for the finished entries; raises what ended the build."""
-        if self._thread is not None:
-            self._thread.join()
+        for thread in self._threads:
+            thread.join()
         self.check()
 
     def stop(self) -> None:
         """Build no further slice; what is finished stays for the next build.
 
-        Returns when the thread is out of Ray, or after STOP_S: a process that leaves Ray under it would end at once, with
+        Returns when the threads are out of Ray, or after STOP_S: a process that leaves Ray under them would end at once, with
         an exit code of Ray's.
         """
         self._stopping.set()
-        if self._thread is None:
+        if not self._threads:
             self._release()
-        else:
-            self._thread.join(STOP_S)
+        until_s = time.monotonic() + STOP_S
+        for thread in self._threads:
+            thread.join(max(until_s - time.monotonic(), 0.0))
 
     def _release(self) -> None:
-        for build in self._builds:
-            build.hold.release()
+        for one in self._builds:
+            one.hold.release()
 
     def _order(self, job: JobConfig, step: int) -> list[tuple[int, int]]:
         """(place in `_builds`, slice) of all slices, as they are needed; the first ones are of different builds."""
@@ -217,60 +203,52 @@ class BuildBeside:
         assert not isinstance(plan.order, Order | CustomOrder), "an order over all rows waits for them"
         step = min(step, plan.schedule.num_steps - 1)
         needed = plan.order.needed(plan.schedule.epoch_of(step), plan.schedule.position_of(step))
-        places = {build.number: place for place, build in enumerate(self._builds)}
+        places = {one.number: place for place, one in enumerate(self._builds)}
         order = [(places[number], index) for number, index in needed if number in places]
         firsts = list({place: (place, index) for place, index in reversed(order)}.values())[::-1]
         return list(dict.fromkeys([*firsts, *order]))
 
     def _run(
-        self, makings: Sequence[Making], order: Sequence[tuple[int, int]], on_error: Callable[[str], None]
+        self,
+        lane: Sequence[Build],
+        order: Sequence[tuple[int, int]],
+        workers: PoolConfig | None,
+        on_error: Callable[[str], None],
     ) -> None:
         try:
             with contextlib.ExitStack() as held:
-                for build in self._builds:
-                    held.enter_context(build.hold)
-                self._make(makings, order)
+                for one in lane:
+                    held.enter_context(one.hold)
+                self._make(lane, order, beside(workers, small_here=not lane[0].has_end))
         except Stopped:
             return
         except Exception as error:  # noqa: BLE001 - told to the server, and raised by `check`
             if self._stopping.is_set():
                 return
             self._error = error
-            log.error("build failed entry=%s error=%s", self.entry.uri, error)
+            log.error("build failed entry=%s error=%s", lane[0].writer.uri, error)
             on_error(str(error))
 
-    def _make(self, makings: Sequence[Making], order: Sequence[tuple[int, int]]) -> None:
-        going = [Going(making) for making in makings]
-        missing = {(place, piece.index): piece for place, one in enumerate(going) for piece in one.left}
-        left = [(one[0], missing[one]) for one in order if one in missing]
-        unfinished = set(range(len(going)))
-        for place in sorted(unfinished):
-            unfinished -= _finished(going, makings, place)
-        for place, receipt in receipts_beside(makings, left, self._go_on) if left else ():
-            with errors_of(makings[place].name):
-                going[place].add(receipt)
-            if place in unfinished:
-                unfinished -= _finished(going, makings, place)
+    def _make(self, lane: Sequence[Build], order: Sequence[tuple[int, int]] | None, place: Place) -> None:
+        while True:
+            run(lane, place, order, self._go_on)
+            if not lane[0].wait_for_more(self._stopping.wait):
+                return
+            order = None
 
-    def _tick(self, tick: Tick) -> None:
-        self._go_on()
-        self._progress(tick)
+    def _until_stopped(self, progress: Progress) -> Progress:
+        def tick(tick: Tick) -> None:
+            self._go_on()
+            progress(tick)
+
+        return tick
 
     def _go_on(self) -> None:
         if self._stopping.is_set():
             raise Stopped
 
 
-def _finished(going: Sequence[Going], makings: Sequence[Making], place: int) -> set[int]:
-    """The place, once its entry is finished."""
-    if not going[place].is_complete:
-        return set()
-    with errors_of(makings[place].name):
-        going[place].finish()
-    return {place}
-
-
-class _Together:
+class SummedProgress:
     """The ticks of some builds that go on at the same time, as those of one."""
 
     def __init__(self, progress: Progress, num_rows: Sequence[int]) -> None:

@@ -26,13 +26,16 @@ from raysvc.nodes.room import Resources, RoomWatch, Selector, living_nodes, node
 if TYPE_CHECKING:
     from raysvc.job.config import JobConfig
     from raysvc.pipelines.slice_graph import WorkerPool
-    from raysvc.pipelines.tokenize import Left
+    from raysvc.pipelines.tokenize import SlicesLeft
 
 KEPT: tuple[Selector, ...] = ({"ray.io/market-type": "!spot"}, {})  # where a server goes
 
 
 def ready_to_tokenize(
-    jobs: Sequence[tuple[JobConfig, str]], left: Left, pool: WorkerPool | None, say: Callable[[str], None]
+    jobs: Sequence[tuple[JobConfig, str]],
+    left: SlicesLeft,
+    pool: WorkerPool | None,
+    say: Callable[[str], None],
 ) -> RoomWatch:
     """Nodes of the workers of some builds.
 

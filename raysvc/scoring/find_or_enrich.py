@@ -9,16 +9,16 @@ Always true:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 
+from raysvc.builds.build import held_generation
 from raysvc.builds.build_progress import source_tag
-from raysvc.builds.find_or_build import held_generation
+from raysvc.builds.find_or_build import run
 from raysvc.cache.find import find_entry, open_entry
 from raysvc.cache.generations import build_generation, next_generation
 from raysvc.cache.use_marker import Hold, share, this_process
@@ -31,12 +31,15 @@ from raysvc.scoring.enrich_plan import EnrichPlan, check_models, plan_columns, r
 from raysvc.scoring.explain_columns import why_not_there
 
 if TYPE_CHECKING:
+    from raysvc.builds.places import Check
     from raysvc.cache.entry import Entry
     from raysvc.cache.manifest import Receipt
     from raysvc.job.config import JobConfig
     from raysvc.pipelines.enrich import EnrichTask
     from raysvc.pipelines.slice_graph import WorkerPool
     from raysvc.scoring.wanted import Wanted
+
+    Left = Sequence[tuple[int, RowSlice]]
 
 HIT = "same rows, models and options"
 FLOPS_PER_S = 10e9  # of one core, with room to spare
@@ -100,44 +103,66 @@ def _check_values(wanted: Wanted, base: Entry) -> None:
         raise no_model(wanted.by, unknown[0], wanted.models)
 
 
-@dataclass
 class _Enriching:
-    """One process's share of the work: from what is finished to the manifest."""
+    """One process's share of the work: from what is finished to the manifest; see `raysvc.builds.build.Resumable`."""
 
-    job: JobConfig
-    base: Entry
-    plan: EnrichPlan
-    writer: EntryWriter
-    progress: Progress
+    name = ""
+    left: Sequence[RowSlice] = ()
+
+    def __init__(
+        self, job: JobConfig, base: Entry, plan: EnrichPlan, writer: EntryWriter, progress: Progress
+    ) -> None:
+        self.job, self.base, self.plan, self.writer, self.progress = job, base, plan, writer, progress
+        self._slices = row_slices(base.lengths(), plan.wanted.bytes_per_token)
+        self._done: dict[int, Receipt] = {}
+        self._begin = time.perf_counter()
 
     def entry(self, address: str | None) -> Entry:
         """Compute what nobody has computed, and finish the entry."""
-        from raysvc.pipelines.enrich import split_computed
         from raysvc.pipelines.local_build import only_builder_here
 
-        begin = time.perf_counter()
-        slices = row_slices(self.base.lengths(), self.plan.wanted.bytes_per_token)
-        left = split_computed(self.writer, slices)[1]
-        small = self._is_small(left)
-        with only_builder_here(self.writer.uri, self._say_another) if small else nullcontext():
-            done, left = split_computed(self.writer, slices)
-            self._meter = _Meter(self.progress, slices, done.values())
-            for receipt in self._receipts(left, small, address) if left else ():
-                if receipt.slice_index not in done:
-                    done[receipt.slice_index] = receipt
-                    self._meter.add(receipt)
-            receipts = [done[piece.index] for piece in slices]
-            self._check_unchanged()
-            report = self._report(receipts, time.perf_counter() - begin)
-            self.writer.commit(receipts, dict(self.plan.recipe), report, base=self.base.folder)
-            self._meter.finish()
+        self.start()
+        if not self._is_small():
+            return run([self], partial(self._in_cluster, address))[0]
+        with only_builder_here(self.writer.uri, self._say_another) if self.left else nullcontext():
+            return run([self], self._in_this_process)[0]
+
+    def start(self, needed: Collection[int] | None = None) -> None:
+        """Look at what is computed."""
+        from raysvc.pipelines.enrich import split_computed
+
+        self._done, self.left = split_computed(self.writer, self._slices)
+        self._meter = _Meter(self.progress, self._slices, self._done.values())
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every slice is computed."""
+        return len(self._done) == len(self._slices)
+
+    def add(self, receipt: Receipt) -> None:
+        """Take a slice that was computed, maybe once more."""
+        if receipt.slice_index not in self._done:
+            self._done[receipt.slice_index] = receipt
+            self._meter.add(receipt)
+
+    def finish(self) -> Entry:
+        """Write the manifest, and open the finished entry.
+
+        Raises:
+            ConfigError: a model is another one now.
+        """
+        receipts = [self._done[piece.index] for piece in self._slices]
+        self._check_unchanged()
+        report = self._report(receipts, time.perf_counter() - self._begin)
+        self.writer.commit(receipts, dict(self.plan.recipe), report, base=self.base.folder)
+        self._meter.finish()
         return open_entry(self.writer.uri, self.job.cache.storage_options)
 
-    def _is_small(self, left: Sequence[RowSlice]) -> bool:
+    def _is_small(self) -> bool:
         """Whether this process computes what is left before a worker of a cluster would have begun."""
         from raysvc.pipelines.local_build import CLUSTER_S
 
-        share = sum(piece.num_rows for piece in left) / max(self.base.num_rows, 1)
+        share = sum(piece.num_rows for piece in self.left) / max(self.base.num_rows, 1)
         parameters = sum(model.num_bytes for model in self.plan.models.values()) / 2
         alone_s = 2 * parameters * self.base.num_tokens * share / FLOPS_PER_S
         return self.job.trainer.device != "cuda" and self.job.workers.min == 1 and alone_s < CLUSTER_S
@@ -145,14 +170,19 @@ class _Enriching:
     def _say_another(self) -> None:
         self.progress(Tick("enrich", 0, None, "rows", waiting="another process computes this entry"))
 
-    def _receipts(self, left: Sequence[RowSlice], small: bool, address: str | None) -> Iterator[Receipt]:
-        if small:
-            from raysvc.pipelines.enrich import compute_slice
+    def _in_this_process(self, _: Any, left: Left, check: Check) -> Iterator[tuple[int, Receipt]]:
+        from raysvc.pipelines.enrich import compute_slice
 
-            self._meter.waiting("loading the model")
-            task = self._task("cpu")
-            compute = task.load()
-            return (compute_slice(task, compute, piece) for piece in left)
+        self._meter.waiting("loading the model")
+        task = self._task("cpu")
+        compute = task.load()
+        for number, piece in left:
+            check()
+            yield number, compute_slice(task, compute, piece)
+
+    def _in_cluster(
+        self, address: str | None, _: Any, left: Left, check: Check
+    ) -> Iterator[tuple[int, Receipt]]:
         from raysvc.cluster import connect
         from raysvc.nodes.job_nodes import ready_to_enrich
         from raysvc.pipelines.enrich import receipts_of
@@ -165,8 +195,9 @@ class _Enriching:
         task = self._task(device)
         models = list(self.plan.models.values())
         watch = ready_to_enrich(self.job, self.writer.store.url, models, pool, self._meter.waiting)
-        work = Work(task.writer.uri, len(left), partial(receipts_of, task, left, pool))
-        return (receipt for _, receipt in shared_receipts(work, watch.check))
+        pieces = [piece for _, piece in left]
+        work = Work(task.writer.uri, len(left), partial(receipts_of, task, pieces, pool))
+        return shared_receipts(work, watch.check)
 
     def _pool(self) -> tuple[str, WorkerPool]:
         """The job's own workers: its ranks where it trains on GPUs, else what tokenizes."""

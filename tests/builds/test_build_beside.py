@@ -17,9 +17,10 @@ import raysvc
 from raysvc.actors.launch import stop_server
 from raysvc.api import cache_root, entry_or_build, serve_entry
 from raysvc.builds.build_beside import BuildBeside
-from raysvc.builds.build_progress import BuildMeter
-from raysvc.builds.find_or_build import Making, begin, look
+from raysvc.builds.find_or_build import begin
 from raysvc.builds.job_plan import plan_of
+from raysvc.builds.lookup import look
+from raysvc.builds.places import in_cluster
 from raysvc.cache.find import find_entry
 from raysvc.cache.store.open import open_store
 from raysvc.errors import ServerError, StepFailed
@@ -292,16 +293,17 @@ def test_who_cuts_a_source_otherwise_does_not_take_slices_of_the_build_that_runs
         return load_job(windowed(tmp_path, sample, name, "cuts-cache", workers=workers))
 
     found = look(job("fine", 6), cache_root(job("fine", 6)))
-    writer, hold = begin(found)
+    build = begin(found)
     slices = found.plan.source.slices
-    with hold:
-        running = Making(found.job, found.plan, writer, silent).receipts(
-            slices, None, BuildMeter(silent, slices, [], found.job, 1)
-        )
-        first = next(running)
+    with build.hold:
+        build.start()
+        running = in_cluster(None)([build], [(0, piece) for piece in slices], lambda: None)
+        _, first = next(running)
         entry = raysvc.tokenize(job("coarse", 3))
         assert entry.rows.table()["source_row"].to_pylist() == list(range(60))
         assert entry.entries[0].source_rows.tolist() == [
             part.num_rows for part in entry.entries[0].manifest.parts
         ]  # type: ignore[union-attr]
-        assert sorted(one.slice_index for one in (first, *running)) == list(range(len(slices)))
+        assert sorted(one.slice_index for one in (first, *(receipt for _, receipt in running))) == list(
+            range(len(slices))
+        )

@@ -1,4 +1,4 @@
-"""Sources that are followed: the lists in `raysvc.builds.follow`, `raysvc.pipelines.sources.followed` and `raysvc.cache.growing.listings`."""
+"""Sources that are followed: the lists in `raysvc.builds.followed_build`, `raysvc.pipelines.sources.followed` and `raysvc.cache.growing.listings`."""
 
 from __future__ import annotations
 

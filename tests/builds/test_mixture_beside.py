@@ -89,11 +89,11 @@ class Builder:
         self.made: list[tuple[str, int]] = []
 
     def receipts(
-        self, makings: Sequence[Any], left: Sequence[Any], check: Callable[[], None]
+        self, builds: Sequence[Any], left: Sequence[Any], check: Callable[[], None]
     ) -> Iterator[Any]:
-        for number, receipt in receipts_here([making.task() for making in makings], left):
+        for number, receipt in receipts_here([one.task() for one in builds], left):
             check()
-            self.made.append((makings[number].name, receipt.slice_index))
+            self.made.append((builds[number].name, receipt.slice_index))
             if len(self.made) > self.dies_after:
                 raise KeyboardInterrupt
             yield number, receipt
@@ -102,16 +102,15 @@ class Builder:
 @pytest.fixture
 def builder(monkeypatch: pytest.MonkeyPatch) -> Builder:
     builder = Builder()
-    monkeypatch.setattr(build_beside, "receipts_beside", builder.receipts)
+    monkeypatch.setattr(build_beside, "beside", lambda workers, small_here: builder.receipts)
     monkeypatch.setattr(os, "nice", lambda more: 0)
     return builder
 
 
 def build_now(build: BuildBeside, job: JobConfig, step: int) -> None:
     """The whole build, in this thread."""
-    order = build._order(job, step)
-    makings = [one.making(silent) for one in build._builds]
-    build._make(makings, order)
+    [lane] = build._lanes
+    build._make(lane, build._order(job, step), build_beside.beside(None, small_here=False))
 
 
 def test_sources_with_a_window_grow_and_those_in_full_shuffle_are_there(
@@ -274,7 +273,7 @@ def test_a_build_that_was_killed_goes_on_and_its_entries_are_those_of_a_build_ah
         try:
             if chance.random() < 0.5:
                 number, index = build._order(beside, step)[0]
-                build._builds[number].making(silent).make_here(index)
+                build._builds[number].make_here(index)
             build_now(build, beside, step)
         except KeyboardInterrupt:
             pass

@@ -149,8 +149,8 @@ def test_a_window_of_pictures_trains_while_it_is_built_as_when_it_is_there(
 
 
 def test_a_source_that_is_followed_takes_no_media(tmp_path: Path) -> None:
-    from raysvc.builds.find_or_build import look
-    from raysvc.builds.follow import refuse_what_has_no_end
+    from raysvc.builds.find_or_build import begin
+    from raysvc.builds.lookup import look
 
     folder = write_image_job(tmp_path, 8).parent
     source = {"path": str(folder / "rows.jsonl"), "follow": True}
@@ -161,4 +161,4 @@ def test_a_source_that_is_followed_takes_no_media(tmp_path: Path) -> None:
     }
     found = look(load_job({**job, "plan": {"shuffle": "window"}}), str(tmp_path / "cache"))
     with pytest.raises(ConfigError, match=r"source\.follow: has rows with media.*train them without follow"):
-        refuse_what_has_no_end(found)
+        begin(found)

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import raysvc
-from raysvc.builds import explain, find_or_build
+from raysvc.builds import build, explain
 from raysvc.builds.sample_data import write_rows
 from raysvc.cache.store.open import open_store
 from raysvc.cache.writer import EntryWriter
@@ -138,7 +138,7 @@ def test_a_source_that_changes_while_it_is_tokenized_makes_no_entry(
     tmp_path: Path, sample: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = {**sections(tmp_path, sample, 50, 1), "cache": {"root": str(tmp_path / "cache")}}
-    real = find_or_build.make_report
+    real = build.make_report
     monkeypatch.setattr("raysvc.pipelines.local_build.CLUSTER_S", 1e9)  # who looks is the same for both
 
     def late(*args: Any) -> Any:
@@ -146,7 +146,7 @@ def test_a_source_that_changes_while_it_is_tokenized_makes_no_entry(
             file.write(b"\n")
         return real(*args)
 
-    monkeypatch.setattr(find_or_build, "make_report", late)
+    monkeypatch.setattr(build, "make_report", late)
     with pytest.raises(raysvc.errors.SourceError, match="changed while it was tokenized"):
         raysvc.tokenize(**job)
     monkeypatch.undo()

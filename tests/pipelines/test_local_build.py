@@ -37,14 +37,14 @@ print(json.dumps({"uri": entry.uri, "ray": sorted(m for m in sys.modules if m.sp
 PAUSE = """
 import sys, time
 from pathlib import Path
-from raysvc.pipelines import local_build
-real = local_build.build_slice
+from raysvc.pipelines import tokenize
+real = tokenize.build_slice
 def paused(task, tokenizer, piece):
     if piece.index == 3:
         print("three slices are made", flush=True)
         sys.stdin.readline()
     return real(task, tokenizer, piece)
-local_build.build_slice = paused
+tokenize.build_slice = paused
 """
 
 

@@ -1,0 +1,85 @@
+"""What a job's source would be as an entry: its name, and whether the cache has it.
+
+Always true:
+- the key is known before any row is tokenized;
+- a finished entry is used as it is, unless the job forbids that.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from raysvc.builds.build_plan import BuildPlan, plan_build
+from raysvc.builds.build_progress import source_tag
+from raysvc.builds.build_report import check_share
+from raysvc.builds.entry_report import Report
+from raysvc.builds.explain import HIT, why_missed
+from raysvc.cache.entry import Entry
+from raysvc.cache.find import find_entry
+from raysvc.cache.generations import build_generation, next_generation
+from raysvc.cache.key import PRIVATE, SHARED, cache_key
+from raysvc.cache.store.open import open_store
+from raysvc.cache.store.store import Store
+from raysvc.chat.row_counts import errors_of
+from raysvc.chat.tokens.tokenizer import anchored
+from raysvc.job.config import JobConfig
+from raysvc.metrics import record
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What a look at source and cache found.
+
+    Attributes:
+        entry: the finished one; None: it has to be built.
+        reason: why it is used or has to be built.
+        generation_of: chooses where it is built.
+        name: of the source in its mixture.
+    """
+
+    job: JobConfig
+    store: Store
+    plan: BuildPlan
+    entry: Entry | None
+    reason: str
+    generation_of: Callable[[Store, str], int] = build_generation
+    name: str = ""
+
+
+def look(job: JobConfig, root: str, name: str = "") -> Lookup:
+    """Look at the source, name its entry, and find it.
+
+    Args:
+        job: of one source.
+        root: of the cache.
+        name: of the source in its mixture.
+
+    Raises:
+        QuarantineExceeded: the entry is there, and a less strict job built it.
+        UserMistake: as `plan_build`.
+    """
+    with errors_of(name):
+        return _look(job, root, name)
+
+
+def _look(job: JobConfig, root: str, name: str) -> Lookup:
+    store = open_store(root, job.cache.storage_options, job.cache.unsafe_store)
+    job = job.model_copy(update={"tokenizer": anchored(job.tokenizer)})
+    plan = plan_build(job, store)
+    if job.source.follow:
+        return Lookup(job, store, plan, None, "its source is followed", name=name)
+    if not job.cache.enabled:
+        recipe = {**plan.recipe, PRIVATE: uuid.uuid4().hex, SHARED: plan.key}
+        plan = replace(plan, recipe=recipe, key=cache_key(recipe))
+        return Lookup(job, store, plan, None, "cache.enabled is false", name=name)
+    entry = None if job.cache.force else find_entry(store, plan.key)
+    if entry is not None:
+        check_share(job, Report(entry.report, entry.uri))
+        record("cache_hits", 1, source=source_tag(job))
+        return Lookup(job, store, plan, entry, HIT, name=name)
+    record("cache_misses", 1, source=source_tag(job))
+    if job.cache.force:
+        return Lookup(job, store, plan, None, "cache.force is true", next_generation, name)
+    return Lookup(job, store, plan, None, why_missed(store, plan)[0], name=name)
