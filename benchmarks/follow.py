@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from raysvc.builds.sample_data import chat_rows, row_texts, write_tokenizer
+from raysvc.cli.sample_data import chat_rows, row_texts, write_tokenizer
 
 BATCH, BATCHES = 8, 12
 RUN = "import raysvc, sys; raysvc.train(sys.argv[1])"

@@ -53,7 +53,7 @@ def build(slices: int, answer: Any) -> None:
     import ray
 
     import raysvc
-    from raysvc.builds.sample_data import chat_rows, row_texts, write_rows, write_tokenizer
+    from raysvc.cli.sample_data import chat_rows, row_texts, write_rows, write_tokenizer
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

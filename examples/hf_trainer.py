@@ -11,7 +11,7 @@ from typing import Any
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 import raysvc
-from raysvc.builds.sample_data import write_job
+from raysvc.cli.sample_data import write_job
 from raysvc.integrations.transformers import FromServer
 
 

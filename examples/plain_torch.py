@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import raysvc
-from raysvc.builds.sample_data import write_job
+from raysvc.cli.sample_data import write_job
 
 
 def main(folder: Path) -> dict[str, Any]:

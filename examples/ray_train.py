@@ -16,7 +16,7 @@ from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_model
 
 import raysvc
-from raysvc.builds.sample_data import write_job
+from raysvc.cli.sample_data import write_job
 
 
 def train_rank(config: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ import ray
 import torch
 
 import raysvc
-from raysvc.builds.sample_data import write_job
+from raysvc.cli.sample_data import write_job
 
 
 def train(server: str) -> dict[str, Any]:

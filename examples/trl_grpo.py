@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 import raysvc
-from raysvc.builds.sample_data import write_job
+from raysvc.cli.sample_data import write_job
 from raysvc.integrations.trl_prompts import PromptsFromServer
 
 PROMPTS, EACH = 4, 8  # of a generation batch, completions of a prompt

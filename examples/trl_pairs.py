@@ -19,7 +19,7 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
 import raysvc
-from raysvc.builds.sample_data import write_job
+from raysvc.cli.sample_data import write_job
 from raysvc.integrations.trl_server import PairsFromServer
 
 

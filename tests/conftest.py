@@ -116,7 +116,7 @@ def ray_session() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Paths of 240 chat rows and a small tokenizer, made once."""
-    from raysvc.builds.sample_data import chat_rows, row_texts, write_rows, write_tokenizer
+    from raysvc.cli.sample_data import chat_rows, row_texts, write_rows, write_tokenizer
 
     folder = tmp_path_factory.mktemp("sample")
     rows = write_rows(folder / "rows.jsonl", 240)

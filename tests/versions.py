@@ -33,7 +33,7 @@ SMOKE = """
 from pathlib import Path
 import sys
 import raysvc
-from raysvc.builds.sample_data import chat_rows, row_texts, write_rows, write_tokenizer
+from raysvc.cli.sample_data import chat_rows, row_texts, write_rows, write_tokenizer
 
 folder = Path(sys.argv[1])
 rows = write_rows(folder / "rows.jsonl", 240)

@@ -39,14 +39,16 @@ class FollowedBuild(Build):
         until_now: the build ends with what is there now.
 
     Raises:
-        ConfigError: the job wants what is known only when a source has ended.
+        ConfigError: its rows have media.
         StoreError: it cannot be built there.
     """
 
     def __init__(
         self, found: Lookup, progress: Progress = silent, number: int = 0, *, until_now: bool = False
     ) -> None:
-        _refuse_what_has_no_end(found)
+        if found.plan.processor is not None:
+            what = "has rows with media, and a source that is followed is read as text alone"
+            raise ConfigError("source.follow", what, "train them without follow, with plan.shuffle: window")
         assert isinstance(found.plan.source, FollowedSource)
         self._source, self.has_end = found.plan.source, until_now
         super().__init__(found, progress, number)
@@ -146,14 +148,3 @@ class FollowedBuild(Build):
             listings=self._source.listings.name,
             uid=self._source.listings.uid,
         )
-
-
-def _refuse_what_has_no_end(found: Lookup) -> None:
-    from raysvc.scoring.job_columns import wanted_of
-
-    if found.plan.processor is not None:
-        what = "has rows with media, and a source that is followed is read as text alone"
-        raise ConfigError("source.follow", what, "train them without follow, with plan.shuffle: window")
-    if any(wanted for _, wanted in wanted_of(found.job).values()):
-        what = "is for rows as they are, and this job wants columns that a model computes"
-        raise ConfigError("source.follow", what, "train without follow, after raysvc enrich")

@@ -41,7 +41,7 @@ def demo(rows: Rows = 3000, images: Images = False, address: Address = None, as_
 
 def write_job(folder: Path, num_rows: int) -> Path:
     """Write rows, tokenizer and `job.yaml`; the same bytes every time."""
-    from raysvc.builds import sample_data
+    from raysvc.cli import sample_data
 
     trainer = {
         "dp_size": 2,

@@ -25,8 +25,8 @@ def init(data: Data, tokenizer: Tokenizer, out: Out = Path("job.yaml"), as_json:
 
     Example: raysvc init rows.jsonl --tokenizer Qwen/Qwen2.5-0.5B
     """
-    from raysvc.builds.first_job import job_text, look
     from raysvc.cli.dataset_info import source_of
+    from raysvc.cli.first_job import job_text, look
     from raysvc.errors import ConfigError
     from raysvc.job.job_schema import FILE, schema_text
 

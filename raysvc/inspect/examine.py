@@ -225,8 +225,8 @@ def _check_tokenizer(job: JobConfig) -> Finding:
 
 def _check_plan(job: JobConfig, nodes: list[dict[str, Any]]) -> Finding:
     from raysvc.api import cache_root, tokenize
-    from raysvc.builds.explain import explain_job
     from raysvc.builds.job_plan import report_of
+    from raysvc.builds.lookup import explain_job
     from raysvc.scoring.job_columns import with_found_columns
 
     if not explain_job(job, cache_root(job))["hit"]:

@@ -147,7 +147,7 @@ def save(shards: list[Shard], path: Path) -> None:
 
 def _spec_of(job: JobConfig) -> ServeSpec:
     from raysvc.api import cache_root, serve_spec, tokenize
-    from raysvc.builds.explain import explain_job
+    from raysvc.builds.lookup import explain_job
     from raysvc.builds.mixed_job import jobs_of
     from raysvc.scoring.job_columns import with_found_columns
 

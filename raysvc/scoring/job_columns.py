@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raysvc.builds.cache_entry import CacheEntry
-from raysvc.builds.explain import explain_job
+from raysvc.builds.lookup import explain_job
 from raysvc.builds.mixed_job import jobs_of
 from raysvc.cache.find import find_entry, open_entry
 from raysvc.cache.key import ADDED
+from raysvc.errors import ConfigError
 from raysvc.progress import Progress, silent
 from raysvc.scoring.explain_columns import why_not_there
 from raysvc.scoring.find_or_enrich import HIT, find_or_enrich, planned
@@ -31,7 +32,11 @@ def wanted_of(job: JobConfig) -> dict[str, tuple[JobConfig, list[Wanted]]]:
     Raises:
         ConfigError: columns that cannot be computed for it.
     """
-    return {name: (each, wanted_columns(each, name)) for name, each in jobs_of(job).items()}
+    found = {name: (each, wanted_columns(each, name)) for name, each in jobs_of(job).items()}
+    if any(each.source.follow and wanted for each, wanted in found.values()):
+        what = "is for rows as they are, and this job wants columns that a model computes"
+        raise ConfigError("source.follow", what, "train without follow, after raysvc enrich")
+    return found
 
 
 def with_columns(

@@ -13,8 +13,8 @@ import yaml
 from typer.testing import CliRunner
 
 import raysvc
-from raysvc.builds.sample_data import chat_rows
 from raysvc.cli.main import app
+from raysvc.cli.sample_data import chat_rows
 from raysvc.job.job_file import load_job
 from raysvc.training.objective import objective_of
 from tests.actors.small_models import small_model
@@ -184,7 +184,7 @@ def test_init_says_what_tokenize_warns_of(tmp_path: Path, sample: dict[str, str]
         entry = raysvc.tokenize(
             job.model_copy(update={"cache": job.cache.model_copy(update={"root": str(tmp_path / "cache")})})
         )
-    warnings = [record.getMessage() for record in caplog.records if record.name.endswith("find_or_build")]
+    warnings = [record.getMessage() for record in caplog.records if record.name.endswith("builds.build")]
     assert any("removed the reasoning of 1 trained messages" in warning for warning in warnings)
     said = out.read_text().lower()
     assert all(warning.lower() in said for warning in warnings)

@@ -16,10 +16,10 @@ import pytest
 import yaml
 
 import raysvc
-from raysvc.builds import build, explain
-from raysvc.builds.sample_data import write_rows
+from raysvc.builds import build, lookup
 from raysvc.cache.store.open import open_store
 from raysvc.cache.writer import EntryWriter
+from raysvc.cli.sample_data import write_rows
 from raysvc.job.config import JobConfig
 
 pytestmark = pytest.mark.ray
@@ -119,11 +119,11 @@ def test_an_error_in_a_task_arrives_as_what_it_was(
 def test_a_miss_because_of_damage_is_told_as_that(tmp_path: Path, sample: dict[str, str]) -> None:
     job = JobConfig.model_validate(sections(tmp_path, sample, 5, 1))
     root = str(tmp_path / "cache")
-    key = explain.explain_job(job, root)["key"]
+    key = lookup.explain_job(job, root)["key"]
     (tmp_path / "cache" / key).mkdir(parents=True)
     (tmp_path / "cache" / key / "manifest.json").write_text("{}")
     (tmp_path / "cache" / key / "damaged.json").write_text("[]")
-    assert explain.explain_job(job, root)["reason"] == f"its entry {key[:12]} is damaged"
+    assert lookup.explain_job(job, root)["reason"] == f"its entry {key[:12]} is damaged"
 
 
 def test_a_root_that_only_this_process_sees_is_refused_before_anything_starts(

@@ -22,7 +22,7 @@ import pytest
 import yaml
 
 import raysvc
-from raysvc.builds.sample_data import write_rows
+from raysvc.cli.sample_data import write_rows
 from raysvc.job.config import PoolConfig
 from raysvc.pipelines import local_build
 from raysvc.pipelines.local_build import fits_one_process, only_builder_here

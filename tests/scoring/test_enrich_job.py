@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import raysvc
-from raysvc.builds.sample_data import write_tokenizer
 from raysvc.cache import names
 from raysvc.cache.entry import Entry
 from raysvc.cache.find import collect_garbage, list_entries
 from raysvc.cache.store.open import open_store
+from raysvc.cli.sample_data import write_tokenizer
 from raysvc.errors import ConfigError
 from raysvc.job.job_file import load_job
 from raysvc.pipelines import row_slices

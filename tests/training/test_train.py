@@ -184,7 +184,7 @@ def test_a_run_with_evals_and_a_schedule_goes_on_like_one_without_evals_on_other
     tmp_path: Path, sample: dict[str, str], ray_session: None
 ) -> None:
     import raysvc
-    from raysvc.builds.sample_data import write_rows
+    from raysvc.cli.sample_data import write_rows
     from raysvc.progress import Tick
     from raysvc.training.run_folder import RunFolder
 
