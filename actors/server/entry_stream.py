@@ -83,9 +83,9 @@ class _Open:
         place = row_ids.split(self.plan.groups_of(step))
         return [(one, np.unique(place.slice[place.source == number]).tolist()) for number, one in found]
 
-    def end_of(self, step: int) -> int:
-        """Groups of all steps up to this one."""
-        return self.plan.schedule.groups_before(step) + self.plan.schedule.groups_at(step)
+    def ends_of(self, step: int) -> list[tuple[Entry, int]]:
+        """The entries, each with its groups that all steps up to this one have."""
+        return list(zip(self.rows.entries, self.plan.rows_known_by(step), strict=True))
 
     def read(self, mini: MiniBatchPlan) -> RowBatch:
         rows = self.rows.read(mini.row_ids)
@@ -176,8 +176,7 @@ class EntryStream:
     def is_there(self, step: int) -> bool:
         """Whether the rows of a step are tokenized."""
         opened = self._opened()
-        end = opened.end_of(step)
-        return all(entry.knows(end) for entry in opened.rows.entries) and all(
+        return all(entry.knows(end) for entry, end in opened.ends_of(step)) and all(
             entry.has(slices) for entry, slices in opened.slices_of(step)
         )
 
@@ -188,8 +187,7 @@ class EntryStream:
             EntryError: their build has failed.
         """
         opened = self._opened()
-        end = opened.end_of(step)
-        waited_s = sum(entry.wait_until_known(end) for entry in opened.rows.entries)
+        waited_s = sum(entry.wait_until_known(end) for entry, end in opened.ends_of(step))
         return waited_s + sum(entry.wait_for(slices) for entry, slices in opened.slices_of(step))
 
     def end_build(self, why: str) -> None:

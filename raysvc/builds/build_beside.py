@@ -175,9 +175,10 @@ class BuildBeside:
             raise self._error
 
     def wait(self) -> None:
-        """Wait for the finished entries; raises what ended the build."""
-        for thread in self._threads:
-            thread.join()
+        """Wait for the finished entries, not for a source that is followed; raises what ended the build."""
+        for thread, lane in zip(self._threads, self._lanes, strict=False):
+            if lane[0].has_end:
+                thread.join()
         self.check()
 
     def stop(self) -> None:

@@ -85,8 +85,9 @@ def joined_report(entries: Sequence[Entry]) -> Mapping[str, Any]:
     reports = [one.report for one in entries]
     if len(entries) == 1:
         return reports[0]
-    if any(one.coming for one in entries):
-        return {**reports[0], **_known_before(reports)}
+    if not all("row_counts" in one for one in reports):
+        known = {name: value for name, value in reports[0].items() if all(name in one for one in reports)}
+        return {**known, **_known_before(reports)}
     lengths = percentiles(chain.from_iterable(one.lengths_by_slice() for one in entries))
     return {**_added(reports), "length_percentiles": lengths}
 
@@ -117,6 +118,6 @@ def _added(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _known_before(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What is known of several builds before a row is tokenized."""
     return {
-        "source_bytes": sum(one["source_bytes"] for one in reports),
+        "source_bytes": sum(one.get("source_bytes", 0) for one in reports),
         "paths": [path for one in reports for path in one["paths"]],
     }

@@ -19,7 +19,7 @@ from raysvc.builds.lookup import Lookup
 from raysvc.cache import names
 from raysvc.cache.growing.followed_entry import FollowedEntry, FollowedSpec
 from raysvc.chat.row_counts import RowCounts, errors_of
-from raysvc.errors import ConfigError, SourceError
+from raysvc.errors import SourceError
 from raysvc.pipelines.sources.followed import FollowedSource
 from raysvc.progress import Progress, silent
 
@@ -39,16 +39,12 @@ class FollowedBuild(Build):
         until_now: the build ends with what is there now.
 
     Raises:
-        ConfigError: its rows have media.
         StoreError: it cannot be built there.
     """
 
     def __init__(
         self, found: Lookup, progress: Progress = silent, number: int = 0, *, until_now: bool = False
     ) -> None:
-        if found.plan.processor is not None:
-            what = "has rows with media, and a source that is followed is read as text alone"
-            raise ConfigError("source.follow", what, "train them without follow, with plan.shuffle: window")
         assert isinstance(found.plan.source, FollowedSource)
         self._source, self.has_end = found.plan.source, until_now
         super().__init__(found, progress, number)
@@ -137,7 +133,8 @@ class FollowedBuild(Build):
         """What is known of the entry; from now on it is marked as one that never has a manifest, and keeps its tokenizer."""
         plan, writer = self.found.plan, self.writer
         writer.store.create(f"{writer.folder}/{names.TOKENIZER}", plan.tokenizer.content())
-        writer.store.create(f"{writer.folder}/{names.FOLLOWED}", b"{}")
+        media = b"{}" if plan.processor is None else b'{"media": true}'  # gc removes none while it is built
+        writer.store.create(f"{writer.folder}/{names.FOLLOWED}", media)
         report = known_before(self.found.job, plan)
         return FollowedSpec(
             key=plan.key,

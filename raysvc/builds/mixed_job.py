@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from raysvc.cache.key import rows_key
 from raysvc.errors import PlanError
 from raysvc.plan.entry_plan import count_groups, weighted_counts
-from raysvc.plan.mixture import counts_by_epochs
+from raysvc.plan.mixture import counts_by_epochs, groups_of_epoch
 from raysvc.plan.plan import schedule_of
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ def stages_of(job: JobConfig, entries: Sequence[Entry]) -> Stages:
     for step in sorted({each.from_step for each in mixture.sources.values()}):
         first = 0
         if stages:
-            schedule = schedule_of(job.plan, sum(stages[0][1]))
+            sizes = [count_groups(*each) for each in zip(entries, _shuffles(job, mixture), strict=True)]
+            schedule = schedule_of(job.plan, groups_of_epoch(stages[0][1], sizes))
             first = schedule.epoch_of(step) * schedule.num_groups + schedule.position_of(step)
         stages.append((first, _counts(job, mixture, step, entries)))
     return tuple(stages)
@@ -91,12 +92,17 @@ def shuffles_of(job: JobConfig) -> tuple[str | None, ...]:
     return found if any(found) else ()
 
 
+def _shuffles(job: JobConfig, mixture: MixtureConfig) -> list[str]:
+    """Of each source."""
+    return [each.shuffle or job.plan.shuffle for each in mixture.sources.values()]
+
+
 def _counts(job: JobConfig, mixture: MixtureConfig, step: int, entries: Sequence[Entry]) -> tuple[int, ...]:
     """Groups of each source in a period, of those that have joined by `step`."""
     joined = [each.from_step <= step for each in mixture.sources.values()]
     known = [entry for entry, here in zip(entries, joined, strict=True) if here]
     shares = [each for each, here in zip(mixture.sources.values(), joined, strict=True) if here]
-    shuffles = [each.shuffle or job.plan.shuffle for each in shares]
+    shuffles = [one for one, here in zip(_shuffles(job, mixture), joined, strict=True) if here]
     if shares[0].epochs is not None:
         groups = [count_groups(*each) for each in zip(known, shuffles, strict=True)]
         counts = counts_by_epochs([each.epochs or 0 for each in shares], groups)

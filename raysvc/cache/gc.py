@@ -248,9 +248,14 @@ class _Visit:
         finally:
             media_gc.end_removal(self.store)
 
+    def _may_take_media(self, folder: _Folder) -> bool:
+        """Whether it is of a build that may refer to more media; the mark of a source that is followed tells whether its rows have any."""
+        if names.MANIFEST in folder.there:
+            return False
+        return not folder.is_followed or self.store.read(f"{folder.name}/{names.FOLLOWED}") != b"{}"
+
     def _media_of(self, folders: Sequence[_Folder], remove: bool) -> list[Removal]:
-        without = {names.MANIFEST, names.FOLLOWED}  # a source that is followed has no media
-        builds = [one.name for one in folders if one.is_held and not without & one.there]
+        builds = [one.name for one in folders if one.is_held and self._may_take_media(one)]
         if builds:
             reason = f"{builds[0]} is being built, and may refer to any"
             return [Removal(media_store.FOLDER, "skipped", reason, 0)]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
 from raysvc.cli.enrich import as_far_as_there
 from raysvc.cli.view import View, print_rows, print_table
+
+if TYPE_CHECKING:
+    from raysvc.builds.cache_entry import CacheEntry
+    from raysvc.plan.plan import Plan
 
 StepNumber = Annotated[int | None, typer.Option(help="Show the rows of this step.", min=0)]
 BAR = 30
@@ -41,9 +46,8 @@ def plan(
         entry = as_far_as_there(job, api.tokenize(job, address=address, progress=view), view)
     steps = plan_of(job, entry)
     if any(one.listings for one in entry.entries):
-        position = 0 if step is None else steps.schedule.position_of(step + 1)
-        if step is None or not entry.entries[0].knows(position):
-            there = entry.entries[0].num_known // job.plan.batch_size
+        there = _steps_there(steps, entry)
+        if step is None or step >= there:
             what = f"has no end; {there} steps of it are there by now"
             raise PlanError("source.follow", what, "give --step, a number below that, or plan without follow")
     dp_size = job.trainer.dp_size
@@ -76,6 +80,17 @@ def plan(
     for start, stop, count in report.histogram:
         bar = "█" * round(BAR * count / max(n for _, _, n in report.histogram))
         print(f"{start:>10,} – {stop:>10,} tokens {bar} {count}")
+
+
+def _steps_there(plan: Plan, entry: CacheEntry) -> int:
+    """Steps whose rows are listed by now."""
+
+    def are_listed(steps: int) -> bool:
+        ends = plan.rows_known_by(steps - 1)
+        return all(one.knows(end) for one, end in zip(entry.entries, ends, strict=True))
+
+    every = range(1, plan.schedule.num_steps + 1)
+    return bisect.bisect_right(every, False, key=lambda steps: not are_listed(steps))
 
 
 def _facts(report: dict[str, Any]) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def _spec_of(job: JobConfig) -> ServeSpec:
     from raysvc.builds.mixed_job import jobs_of
     from raysvc.scoring.job_columns import with_found_columns
 
-    if job.source.follow:
+    if any(one.source.follow for one in jobs_of(job).values()):
         followed: ServeSpec = serve_spec(job.model_copy(update={"evals": {}}), tokenize(job))
         return followed
     jobs = jobs_of(job).values()

@@ -135,24 +135,39 @@ class JobConfig(Section):
 
     def _refuse_followed(self) -> None:
         """Refuse what a source without an end cannot have."""
-        others = {f"evals.{name}.source": each.source for name, each in self.evals.items()}
+        if followed := [name for name, each in self.evals.items() if each.source.follow]:
+            raise ValueError(
+                f"evals.{followed[0]}.source.follow: an eval reads all rows of its source, and this one has no end"
+            )
+        where, shuffle, epochs = "source", self.plan.shuffle, self.plan.epochs
         if self.mixture is not None:
-            others |= {
-                f"mixture.sources.{name}.source": each.source for name, each in self.mixture.sources.items()
-            }
-        if followed := [name for name, source in others.items() if source.follow]:
-            raise ValueError(f"{followed[0]}.follow: only the section source of a job can be followed")
-        if not self.source.follow:
+            mixed = self.mixture.sources.items()
+            first = next(((name, each) for name, each in mixed if each.source.follow), None)
+            if first is None:
+                return
+            where, shuffle = f"mixture.sources.{first[0]}.source", first[1].shuffle or shuffle
+            epochs = epochs if self.is_endless else 1  # the other sources have some
+            if first[1].epochs is not None or self.mixture.by == "tokens":
+                raise ValueError(f"{where}.follow has no number of rows; give the sources weights, by: rows")
+        elif not self.source.follow:
             return
         problem = (
-            f"needs plan.shuffle: window, and it is {self.plan.shuffle}" if not self._windowed
-            else f"has no second epoch, and plan.epochs is {self.plan.epochs}" if self.plan.epochs > 1
+            f"needs plan.shuffle: window, and it is {shuffle}" if not shuffle.startswith("window")
+            else f"has no second epoch, and plan.epochs is {epochs}" if epochs > 1
             else "keeps its rows in the cache, and cache.enabled is false" if not self.cache.enabled
             else "keeps the listing of an earlier run, and cache.force is true" if self.cache.force
             else ""
         )  # fmt: skip
         if problem:
-            raise ValueError(f"source.follow {problem}")
+            raise ValueError(f"{where}.follow {problem}")
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether all rows that a run begins with are of sources that are followed."""
+        if self.mixture is None:
+            return self.source.follow
+        first = [each for each in self.mixture.sources.values() if not each.from_step and each.weight != 0]
+        return all(each.source.follow for each in first)
 
     @property
     def _windowed(self) -> str | None:

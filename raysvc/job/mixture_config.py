@@ -61,9 +61,9 @@ class MixtureConfig(Section):
         if self.adapt is None:
             del known["adapt"]
         for each in known["sources"].values():
-            del each["source"]["follow"]  # refused
-            if not each["source"]["stream"]:
-                del each["source"]["stream"]
+            for name in ("follow", "stream"):
+                if not each["source"][name]:
+                    del each["source"][name]
             if each["shuffle"] is None:
                 del each["shuffle"]
         return known

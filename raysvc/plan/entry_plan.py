@@ -26,6 +26,8 @@ from raysvc.plan.groups import Groups
 from raysvc.plan.mixture import Mixture, MixtureSource, Stage, counts_by_weight
 from raysvc.plan.order import Order, parse_shuffle
 from raysvc.plan.plan import Plan
+from raysvc.plan.schedule import ENDLESS
+from raysvc.plan.sliced.followed_order import FollowedOrder
 from raysvc.plan.sliced.sliced_rows import (
     MOST,
     OPEN_BEYOND,
@@ -35,6 +37,7 @@ from raysvc.plan.sliced.sliced_rows import (
     SlicedRows,
     WindowedSource,
     digest_of,
+    order_of,
     window_of,
 )
 from raysvc.plan.sliced.window_order import WindowOrder, is_windowed
@@ -170,10 +173,11 @@ def _mixture(
     mixed = []
     for source, shuffle in zip(sources, shuffles, strict=True):
         key = rows_key(source.entry.key, source.entry.recipe)
-        order: Order | WindowOrder | None = None
+        order: Order | WindowOrder | FollowedOrder | None = None
         if isinstance(source, WindowedSource):
-            window = window_of(shuffle, source.entry)
-            shuffle, order = f"window({window})", WindowOrder(source.groups, window, config.seed, salt=key)
+            order = order_of(source.entry, shuffle, config.seed, salt=key)
+            if not source.entry.listings:  # each listing has a window of its own
+                shuffle = f"window({window_of(shuffle, source.entry)})"
         elif shuffle != config.shuffle:
             order = Order(source.num_groups, config.seed, parse_shuffle(shuffle), salt=key)
         own = shuffle if order else ""
@@ -212,7 +216,9 @@ def group_bounds(entry: PlannedEntry) -> Int64s | None:
 
 
 def count_groups(entry: PlannedEntry, shuffle: str) -> int:
-    """Groups of an entry; with a window those that its source has rows for, and no row is read."""
+    """Groups of an entry; with a window those that its source has rows for, and no row is read. `ENDLESS`: its source is followed."""
+    if entry.listings:
+        return ENDLESS
     if is_windowed(shuffle):
         return int(entry.source_rows.sum())
     bounds = group_bounds(entry)

@@ -27,9 +27,12 @@ import numpy.typing as npt
 from raysvc import row_ids
 from raysvc.errors import PlanError
 from raysvc.plan.order import Order
+from raysvc.plan.schedule import ENDLESS
+from raysvc.plan.sliced.followed_order import FollowedOrder
 from raysvc.plan.sliced.window_order import WindowOrder
 
 Int64s = npt.NDArray[np.int64]
+ENDLESS_PERIOD = 10_000
 _LARGEST_PERIOD = 3_000_000_000  # its square fits int64
 
 
@@ -47,7 +50,7 @@ class MixtureSource:
 
     key: str
     num_groups: int
-    order: Order | WindowOrder | None = None
+    order: Order | WindowOrder | FollowedOrder | None = None
     shuffle: str = ""
     slices: str = ""
 
@@ -77,7 +80,7 @@ class Mixture:
 
     Attributes:
         sources: K of them; new ones are appended.
-        stages: by ascending `first`, the first one at 0; its period is the length of an epoch.
+        stages: by ascending `first`, the first one at 0; its period is the length of an epoch, unless all sources in it are followed.
         seed: of the run.
         block: see `Order`.
         decided: stages that came later, by ascending `first`; one takes the place of a stage that begins where it does.
@@ -113,7 +116,15 @@ class Mixture:
     @property
     def num_groups(self) -> int:
         """Positions of one epoch."""
-        return self.stages[0].period
+        return groups_of_epoch(self.stages[0].counts, [source.num_groups for source in self.sources])
+
+    def turns_before(self, position: int) -> list[int]:
+        """[K], how many groups of each source come before a position of the stream, all epochs counted."""
+        stages, firsts, before = self._in_force
+        number = int(np.searchsorted(firsts, position, side="right")) - 1
+        more = _counts_until(stages[number], position - firsts[number], len(self.sources))
+        turns: list[int] = (before[number] + more).tolist()
+        return turns
 
     def at(self, epoch: int, positions: Int64s) -> Int64s:
         """Groups at `positions` (int64 [P], each in [0, num_groups)) of `epoch`."""
@@ -139,7 +150,7 @@ class Mixture:
         stream = np.array([*firsts, firsts[-1] + far * stages[-1].period], float)
         needs, found = [], []
         for number, source in enumerate(self.sources):
-            if isinstance(source.order, WindowOrder):
+            if isinstance(source.order, WindowOrder | FollowedOrder):
                 counts = stages[-1].counts
                 last = before[-1][number] + far * (counts[number] if number < len(counts) else 0)
                 turns = np.array([*(one[number] for one in before), last], float)
@@ -192,6 +203,17 @@ class Mixture:
         return source_of, turn
 
 
+def groups_of_epoch(counts: Sequence[int], num_groups: Sequence[int]) -> int:
+    """Positions of an epoch of a mixture: the period of its first stage; `ENDLESS` where all sources in it are.
+
+    Args:
+        counts: of each source that is in the stage.
+        num_groups: of each source.
+    """
+    there = [size for count, size in zip(counts, num_groups, strict=False) if count]
+    return ENDLESS if all(size >= ENDLESS for size in there) else sum(counts)
+
+
 def apportion(weights: Sequence[Fraction | float | int], total: int) -> tuple[int, ...]:
     """Whole numbers like `weights` that sum to `total`, by largest remainder (ties: the earlier one).
 
@@ -218,7 +240,8 @@ def counts_by_epochs(epochs: Sequence[float], num_groups: Sequence[int]) -> tupl
 def counts_by_weight(
     weights: Sequence[float], num_groups: Sequence[int], tokens: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Counts of a stage in which the sources come by `weights`, and the scarcest is passed once.
+    """Counts of a stage in which the sources come by `weights`, and the scarcest is passed once; where no source has an end, of
+    `ENDLESS_PERIOD` groups.
 
     Args:
         weights: shares of groups; with `tokens`, shares of tokens.
@@ -232,7 +255,7 @@ def counts_by_weight(
     if whole <= 0:
         return apportion(shares, 1)
     total = min(int(size * whole / share) for share, size in zip(shares, num_groups, strict=True) if share)
-    return apportion(shares, max(total, 1))
+    return apportion(shares, ENDLESS_PERIOD if total >= ENDLESS else max(total, 1))
 
 
 def _pattern(stage: Stage, positions: Int64s) -> tuple[Int64s, Int64s]:

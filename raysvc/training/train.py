@@ -60,7 +60,7 @@ def train(
     check_installed(job.trainer.report_to)
     _check_collators(job, address)
     _check_columns(job)
-    if job.source.follow and job.trainer.max_steps is None:
+    if job.is_endless and job.trainer.max_steps is None:
         what = "a source that is followed has no end, so the run would have none"
         raise ConfigError("trainer.max_steps", what, "say how many steps to train")
     folder = RunFolder(absolute(job.run_dir))

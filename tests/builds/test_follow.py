@@ -66,7 +66,7 @@ def steps_of(job: JobConfig, entry: CacheEntry | None = None) -> list[tuple[list
     """Row ids and digests of every step that is there."""
     stream = stream_of(job, raysvc.tokenize(job) if entry is None else entry)
     found = []
-    while stream.is_there(len(found)):
+    while len(found) < stream.schedule.num_steps and stream.is_there(len(found)):
         info, shards = stream.make(len(found), [Role(2)])
         found.append((info.mini_batches[0].row_ids.tolist(), [shard.digest() for shard in shards]))
     return found
@@ -223,7 +223,7 @@ def test_a_whole_file_counts_when_nobody_writes_to_it_and_is_refused_when_it_cha
         ({"plan": {"batch_size": 4, "shuffle": "window", "epochs": 2}}, "no second epoch"),
         ({"cache": {"enabled": False}}, "cache.enabled is false"),
         ({"cache": {"force": True}}, "cache.force is true"),
-        ({"evals": {"e": {"source": {"path": "x.jsonl", "follow": True}}}}, "only the section source"),
+        ({"evals": {"e": {"source": {"path": "x.jsonl", "follow": True}}}}, "an eval reads all rows"),
         ({"source": {"dataset": "x", "follow": True}}, "files that appear"),
     ],
 )

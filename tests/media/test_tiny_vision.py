@@ -148,17 +148,66 @@ def test_a_window_of_pictures_trains_while_it_is_built_as_when_it_is_there(
     assert logs["ahead"] == logs["beside"]
 
 
-def test_a_source_that_is_followed_takes_no_media(tmp_path: Path) -> None:
+def test_a_source_that_is_followed_takes_media_which_gc_keeps(tmp_path: Path) -> None:
+    import raysvc
+    from raysvc.actors.server.entry_stream import streams_of
+    from raysvc.actors.server.spec import TRAIN
+    from raysvc.api import serve_spec
     from raysvc.builds.find_or_build import begin
     from raysvc.builds.lookup import look
+    from raysvc.cache.gc import collect_garbage
+    from raysvc.cache.store.open import open_store
 
-    folder = write_image_job(tmp_path, 8).parent
-    source = {"path": str(folder / "rows.jsonl"), "follow": True}
-    job = {
-        "source": source,
-        "tokenizer": str(folder / "tokenizer"),
-        "cache": {"root": str(tmp_path / "cache")},
-    }
-    found = look(load_job({**job, "plan": {"shuffle": "window"}}), str(tmp_path / "cache"))
-    with pytest.raises(ConfigError, match=r"source\.follow: has rows with media.*train them without follow"):
-        begin(found)
+    sections = load_job(write_image_job(tmp_path, 24)).model_dump(mode="json", exclude_unset=True)
+    rows = tmp_path / "rows.jsonl"
+    text = rows.read_text().splitlines(keepends=True)
+
+    def job_of(follow: bool) -> Any:
+        return load_job(
+            {
+                **sections,
+                "source": {"path": str(rows), "follow": follow},
+                "cache": {"root": str(tmp_path / "cache")},
+                "plan": {"batch_size": 8, "shuffle": "window(3)"},
+                "server": {"name": "eyes"},
+            }
+        )
+
+    def rows_of(job: Any, steps: int) -> dict[int, Any]:
+        """Source row -> what a rank gets of it."""
+        entry = raysvc.tokenize(job)
+        stream = streams_of(serve_spec(job, entry))[TRAIN]
+        found = {}
+        for step in range(steps):
+            for shard in stream.make(step, (8,))[1]:
+                [row] = [one for one in shard.row_ids.tolist() if one >= 0]
+                pixels = shard.arrays["pixel_values"].tobytes()
+                found[entry.row(row)["source_row"]] = entry.row(row)["input_ids"], pixels
+        return found
+
+    def media_files() -> set[str]:
+        return {path.name for path in (tmp_path / "cache" / ".media").rglob("*") if len(path.name) == 64}
+
+    def removed_media(held: bool = False) -> list[str]:
+        for marker in () if held else (tmp_path / "cache").glob("*/use-*"):
+            marker.unlink()  # of this process, which reads what it wrote
+        found = collect_garbage(open_store(str(tmp_path / "cache")), grace_s=0.0)
+        return [one.action for one in found if one.folder == ".media"]
+
+    rows.write_text("".join(text[:8]))
+    first = rows_of(job_of(True), 1)
+    kept = media_files()
+    assert kept
+    assert removed_media() == []
+    assert media_files() == kept, "its receipts name them"
+    (tmp_path / "cache" / ".media" / "ab").mkdir()
+    (tmp_path / "cache" / ".media" / "ab" / ("ab" * 32)).write_bytes(b"of nobody yet")
+    build = begin(look(job_of(True), str(tmp_path / "cache")))
+    assert removed_media(held=True) == ["skipped"], "who follows may refer to it"
+    build.hold.release()
+    assert removed_media() == ["removed"]
+    with rows.open("a") as file:
+        file.write("".join(text[8:16]))
+    followed = rows_of(job_of(True), 2)
+    assert first.items() <= followed.items()
+    assert followed == rows_of(job_of(False), 2)

@@ -58,15 +58,20 @@ class FollowedOrder:
 
     def needed(self, epoch: int, position: int) -> list[tuple[int, int]]:
         """(source, slice), of source 0, of the listings from the one that has this position on: those first that are needed first."""
+        return [(0, number) for number in self.needs_from(epoch, position)[0].tolist()]
+
+    def needs_from(self, epoch: int, position: int) -> tuple[Int64s, Int64s]:
+        """These slices [S], and the position from which on each is needed [S]."""
         assert epoch == 0, "a source that is followed has one epoch"
         ends = self._listings.ends
         first = int(np.searchsorted(ends, position, side="right"))
-        found: list[int] = []
+        slices, places = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for number in range(first, len(ends)):
             begin = int(ends[number - 1]) if number else 0
-            order = self._order(number).slices_from(0, max(position - begin, 0))
-            found += (order + self._listings.known[number].first_slice).tolist()
-        return [(0, number) for number in found]
+            found, needed = self._order(number).needs_from(0, max(position - begin, 0))
+            slices.append(found + self._listings.known[number].first_slice)
+            places.append(needed + begin)
+        return np.concatenate(slices), np.concatenate(places)
 
     def _order(self, number: int) -> WindowOrder:
         with self._lock:

@@ -305,14 +305,7 @@ class SlicedRows:
     def order(self, config: PlanConfig) -> WindowOrder | FollowedOrder:
         """The order of a single source."""
         [source] = self.sources
-        assert isinstance(source, WindowedSource)
-        if listings := source.entry.listings:
-
-            def window(listing: Listing) -> int:
-                return _window(config.shuffle, listing.num_bytes, len(listing.slices))
-
-            return FollowedOrder(listings, window, config.seed)
-        return WindowOrder(source.groups, window_of(config.shuffle, source.entry), config.seed)
+        return order_of(source.entry, config.shuffle, config.seed)
 
     def rows_of(self, groups: Int64s) -> tuple[Int64s, Int32s]:
         """Rows of groups, group after group, and the number of each row's group, among those that have rows."""
@@ -369,6 +362,22 @@ class SlicedRows:
 def has_media(entry: SlicedEntry) -> bool:
     """Whether rows of an entry may have media; also of one that nobody has begun to build."""
     return COLUMN in entry.recipe
+
+
+def order_of(entry: SlicedEntry, shuffle: str, seed: int, salt: str = "") -> WindowOrder | FollowedOrder:
+    """The order of the groups of an entry by slices.
+
+    Args:
+        shuffle: `window` or `window(W)`.
+        salt: tells entries of one plan apart.
+    """
+    if listings := entry.listings:
+
+        def window(listing: Listing) -> int:
+            return _window(shuffle, listing.num_bytes, len(listing.slices))
+
+        return FollowedOrder(listings, window, seed)
+    return WindowOrder(entry.source_rows, window_of(shuffle, entry), seed, salt=salt)
 
 
 def window_of(shuffle: str, entry: SlicedEntry) -> int:
