@@ -17,12 +17,10 @@ from raysvc.builds.job_plan import declared_columns
 from raysvc.cache.find import open_entry
 from raysvc.collate.columns import IGNORED
 from raysvc.errors import ConfigError
-from raysvc.job.column_dtypes import BF16, scalar_of
+from raysvc.integrations.row_tensors import laid, tensor_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-    from raysvc.row_batch import Array, RowBatch
 
 ROW_ID = "row_id"
 Collate = Callable[[list[dict[str, Any]]], dict[str, Any]]
@@ -93,33 +91,7 @@ class WithColumns:
             what = f"made {lines} lines of {len(rows)} rows"
             raise ConfigError("WithColumns", what, "use a collator that pads: padding_free=False")
         found = self._entry.read(np.array([row[ROW_ID] for row in rows], np.int64))
-        return batch | {name: _tensor(_laid(found, name, width, pad)) for name, pad in self._pads.items()}
-
-
-def _laid(rows: RowBatch, name: str, width: int, pad: float | int) -> Array:
-    """[B, width, *shape] of a column per token, [B, *shape] of one per row."""
-    cell = rows.cell(name)
-    if cell is None:
-        return np.array(rows.rows[name])
-    dtype, shape = cell
-    sheet = np.full((len(rows), width, *shape), scalar_of(pad, dtype), dtype)
-    for line, (start, length) in enumerate(zip(rows.offsets.tolist(), rows.lengths.tolist(), strict=False)):
-        whole = (
-            rows.wide[name].pieces[line] if name in rows.wide else rows.tokens[name][start : start + length]
-        )
-        kept = min(length, width)  # a collator may have cut the row's end
-        sheet[line, :kept] = whole[:kept]
-    return sheet
-
-
-def _tensor(values: np.ndarray[Any, Any]) -> Any:
-    import torch
-
-    if values.dtype.kind in "OU":
-        return values.tolist()
-    if values.dtype == BF16:
-        return torch.from_numpy(values["bfloat16"]).view(torch.bfloat16)
-    return torch.from_numpy(values)
+        return batch | {name: tensor_of(laid(found, name, width, pad)) for name, pad in self._pads.items()}
 
 
 def _labelled(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:

@@ -122,6 +122,27 @@ def test_ray_train_with_a_killed_worker_ends_like_ranks_that_nobody_killed(
 
 
 @pytest.mark.slow
+def test_a_shard_of_ray_train_goes_on_after_a_kill_and_with_more_workers(
+    example: Example, tmp_path: Path
+) -> None:
+    pytest.importorskip("tensorboardX", reason="ray[train] is not installed")
+    from raysvc.cache.find import open_entry
+    from raysvc.job.config import PlanConfig
+    from raysvc.plan.entry_plan import plan_of_entries
+
+    facts = example("ray_train_data", str(tmp_path))
+    plan = plan_of_entries(PlanConfig(batch_size=1, epochs=2), [open_entry(facts["uri"])])
+    order = [int(plan.step(step, 1).mini_batches[0].row_ids[0]) for step in range(256)]
+    first, second = facts["runs"]
+    assert (first["starts"], second["starts"]) == (1, 2), (
+        "the failure policy started it again, then a new run"
+    )
+    assert first["batches"] == [10] * 8
+    assert second["batches"] == [10] * 8 + [12] * 12, "four end the first epoch"
+    assert facts["rows"] == order[: 8 * 10 + 12 * 12]
+
+
+@pytest.mark.slow
 def test_a_controller_hands_on_refs_by_mini_batch_and_rank(example: Example) -> None:
     facts = example("skyrl_controller")
     assert facts["shape"] == [[2, 2], [2, 2]]

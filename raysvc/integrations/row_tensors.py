@@ -1,0 +1,44 @@
+"""Columns of rows as tensors, rows padded on the right.
+
+Always true:
+- rows are in the order in which they were read;
+- no Python runs per token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from raysvc.job.column_dtypes import BF16, scalar_of
+
+if TYPE_CHECKING:
+    from raysvc.row_batch import Array, RowBatch
+
+
+def laid(rows: RowBatch, name: str, width: int, pad: float | int) -> Array:
+    """[B, width, *shape] of a column per token, [B, *shape] of one per row."""
+    cell = rows.cell(name)
+    if cell is None:
+        return np.array(rows.rows[name])
+    dtype, shape = cell
+    sheet = np.full((len(rows), width, *shape), scalar_of(pad, dtype), dtype)
+    for line, (start, length) in enumerate(zip(rows.offsets.tolist(), rows.lengths.tolist(), strict=False)):
+        whole = (
+            rows.wide[name].pieces[line] if name in rows.wide else rows.tokens[name][start : start + length]
+        )
+        kept = min(length, width)  # a collator may have cut the row's end
+        sheet[line, :kept] = whole[:kept]
+    return sheet
+
+
+def tensor_of(values: np.ndarray[Any, Any]) -> Any:
+    """The array as a tensor of its own type; text as a list."""
+    import torch
+
+    if values.dtype.kind in "OU":
+        return values.tolist()
+    if values.dtype == BF16:
+        return torch.from_numpy(values["bfloat16"]).view(torch.bfloat16)
+    return torch.from_numpy(values)
