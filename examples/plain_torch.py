@@ -1,4 +1,4 @@
-"""A plain torch loop: attach, wrap as a `DataLoader`, train. `python examples/plain_torch.py [FOLDER]`
+"""A plain torch loop without a server: load, wrap as a `DataLoader`, train. `python examples/plain_torch.py [FOLDER]`
 
 The loss is divided by the targets of the whole mini-batch, so it does not depend on how rows are split.
 """
@@ -22,7 +22,6 @@ from raysvc.cli.sample_data import write_job
 def main(folder: Path) -> dict[str, Any]:
     plan = {"batch_size": 32, "mini_batch_size": 16, "micro_batch_tokens": 1024, "epochs": 2}
     job = write_job(folder, 128, plan=plan)
-    server = raysvc.serve(job, name="plain-torch", detached=False)  # ends with this process
 
     torch.manual_seed(0)
     size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -30,10 +29,8 @@ def main(folder: Path) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses, loss, rows = [], 0.0, 0
 
-    with raysvc.attach(server.name, rank=0) as client:
-        client.rewind(0)  # whatever an earlier run committed
-        loader = DataLoader(client.as_torch_dataset(), batch_size=None)
-        for micro in loader:
+    with raysvc.load(job) as loader:  # or raysvc.attach(name, rank=0), of a job that raysvc.serve serves
+        for micro in DataLoader(loader.as_torch_dataset(), batch_size=None):
             logits = model(micro["input_ids"], attention_mask=micro["attention_mask"]).logits
             labels = micro["labels"][:, 1:].flatten().long()  # -100 where there is no loss
             total = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction="sum")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from raysvc.client.rollouts import rollouts
     from raysvc.collate.loss_weights import loss_scale
     from raysvc.collate.shard import read_shard
+    from raysvc.loader import Loader, load
     from raysvc.rl.group import Group
     from raysvc.training.train import train
 
@@ -30,12 +31,14 @@ __all__ = [
     "BatchClient",
     "CacheEntry",
     "Group",
+    "Loader",
     "RankClient",
     "Role",
     "ServerHandle",
     "attach",
     "enrich",
     "errors",
+    "load",
     "loss_scale",
     "model_inputs",
     "open_cache",
@@ -52,11 +55,13 @@ _HOMES = {
     "BatchClient": "raysvc.client.batch_client",
     "CacheEntry": "raysvc.builds.cache_entry",
     "Group": "raysvc.rl.group",
+    "Loader": "raysvc.loader",
     "RankClient": "raysvc.client.rank_client",
     "Role": "raysvc.actors.server.spec",
     "ServerHandle": "raysvc.api",
     "attach": "raysvc.client.batch_client",
     "enrich": "raysvc.api",
+    "load": "raysvc.loader",
     "loss_scale": "raysvc.collate.loss_weights",
     "model_inputs": "raysvc.actors.model.row_isolation",
     "open_cache": "raysvc.builds.cache_entry",

@@ -24,15 +24,21 @@ from raysvc.job.config import JobConfig
 from raysvc.progress import Progress, Tick, silent
 
 if TYPE_CHECKING:
-    from raysvc.builds.places import Check
+    from raysvc.builds.places import Check, Place
     from raysvc.cache.manifest import Receipt
 
 
-def find_or_build(job: JobConfig, address: str | None, progress: Progress) -> CacheEntry:
+def find_or_build(
+    job: JobConfig,
+    address: str | None,
+    progress: Progress,
+    large: Callable[[str | None], Place] = in_cluster,
+) -> CacheEntry:
     """The entries of a job, built where they are not there.
 
     Args:
         address: of the cluster that builds what is large.
+        large: the place at that address.
 
     Raises:
         UserMistake: files, columns, tokenizer, template or cache root that cannot be used.
@@ -40,7 +46,7 @@ def find_or_build(job: JobConfig, address: str | None, progress: Progress) -> Ca
     found, entries = [], []
     for name, each in jobs_of(job).items():
         found.append(look(each, default_root(each.cache.root), name))
-        entries.append(found[-1].entry or build(found[-1], address, progress))
+        entries.append(found[-1].entry or build(found[-1], address, progress, large))
     return as_one(job, found, entries)
 
 
@@ -74,13 +80,18 @@ def begin(found: Lookup, progress: Progress = silent, number: int = 0, *, until_
     return Build(found, progress, number)
 
 
-def build(found: Lookup, address: str | None, progress: Progress) -> Entry:
+def build(
+    found: Lookup,
+    address: str | None,
+    progress: Progress,
+    large: Callable[[str | None], Place] = in_cluster,
+) -> Entry:
     """Make the entry that was not found, in this process where it is small."""
     one = begin(found, progress, until_now=True)
     with one.hold:
         one.start()
         if not one.fits_one_process(one.left):
-            return run([one], in_cluster(address))[0]
+            return run([one], large(address))[0]
         from raysvc.pipelines.local_build import only_builder_here
 
         waiting = Tick("tokenize", 0, None, "rows", waiting="another process builds this entry")

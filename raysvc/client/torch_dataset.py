@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 
 
 class RankSteps(Protocol):
-    """What a dataset asks of the `RankClient` that made it."""
+    """What a dataset asks of the client or loader that made it."""
 
-    lease: Lease
+    @property
+    def lease(self) -> Lease:
+        """What a state says of the rows."""
 
     @property
     def schedule(self) -> Schedule:
@@ -64,7 +66,7 @@ class RankSteps(Protocol):
 
 
 class RankDataset(IterableDataset[dict[str, torch.Tensor]]):  # type: ignore[misc]  # torch is not followed
-    """See the module; made by `RankClient.as_torch_dataset`.
+    """See the module; made by `as_torch_dataset` of a `RankClient` or `Loader`.
 
     Items hold the arrays of `Shard.micro`, `row_ids`, and the denominators of the whole mini-batch as scalars:
     `num_tokens`, `num_rows`, `num_groups`; `loss_scale` is the factor of the sum of the item's token losses, for
