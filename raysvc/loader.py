@@ -78,25 +78,27 @@ def _known_rank(rank: int, dp_size: int) -> int:
 def _entry_of(job: JobConfig, address: str | None, progress: Progress) -> CacheEntry:
     from raysvc.builds.find_or_build import find_or_build
     from raysvc.builds.mixed_job import jobs_of
-    from raysvc.builds.places import in_cluster
     from raysvc.scoring.job_columns import with_found_columns
 
     if any(one.source.follow for one in jobs_of(job).values()):
         what = "needs somebody who looks for new rows while steps are taken"
         raise ConfigError("source.follow", what, "use raysvc.serve and raysvc.attach")
 
-    def only_named(address: str | None) -> Place:
-        if address is None:
-            what = "is more than one process tokenizes in a few seconds"
-            remedy = 'run raysvc tokenize first, which uses all cores, or give load(address="local") to start Ray for it'
-            raise ConfigError("source", what, remedy)
-        return in_cluster(address)
-
-    entry, missing = with_found_columns(job, find_or_build(job, address, progress, only_named), progress)
+    entry, missing = with_found_columns(job, find_or_build(job, address, progress, _only_named), progress)
     if missing:
         what = f"the job wants {', '.join(missing)}, which a model computes, and nobody has"
         raise ConfigError("enrich", what, "run raysvc enrich first")
     return entry
+
+
+def _only_named(address: str | None) -> Place:
+    from raysvc.builds.places import in_cluster
+
+    if address is None:
+        what = "is more than one process tokenizes in a few seconds"
+        remedy = 'run raysvc tokenize first, which uses all cores, or give load(address="local") to start Ray for it'
+        raise ConfigError("source", what, remedy)
+    return in_cluster(address)
 
 
 class Loader:

@@ -36,6 +36,7 @@ from raysvc.actors.server.spec import StepOutline as StepOutline
 from raysvc.actors.server.step_maker import StepMaker, Stream
 from raysvc.actors.server.trainer_feedback import TrainerFeedback
 from raysvc.actors.server.trainer_reports import TrainerReports
+from raysvc.actors.versions import HERE, Side, check_versions_meet
 from raysvc.cache.store.claim import Claim
 from raysvc.collate.reused_memory import keep_freed_memory
 from raysvc.collate.shard import CutWire, Wire, cut
@@ -44,7 +45,6 @@ from raysvc.feedback.decision import Request
 from raysvc.feedback.feedback_log import RowOutcomes
 from raysvc.media.medium import COLUMN
 from raysvc.metrics import record, speak_for_server_of
-from raysvc.versions import HERE, Side, check_versions_meet
 
 log = logging.getLogger(__name__)
 

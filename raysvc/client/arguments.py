@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from raysvc.actors.versions import HERE, Side, check_versions_meet
 from raysvc.errors import ConfigError, VersionMismatch
 from raysvc.team import refuse_foreign
-from raysvc.versions import HERE, Side, check_versions_meet
 
 BEFORE = "an older version, which does not say"
 

@@ -29,9 +29,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from raysvc.actors.server.spec import Part, Role
+from raysvc.actors.versions import HERE
 from raysvc.client.commits import Commits
 from raysvc.errors import LeaseError, PlanError, RankLost, ServerError
-from raysvc.versions import HERE
 
 if TYPE_CHECKING:
     from raysvc.actors.server.collator_pool import CollatorPool

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from raysvc.actors.versions import HERE, WIRE, Side, check_versions_meet
 from raysvc.client.arguments import meet
 from raysvc.errors import VersionMismatch
-from raysvc.versions import HERE, WIRE, Side, check_versions_meet
 
 ROOT = Path(__file__).parents[2]
 NEWER_PATCH, NEWER_MINOR = "0.1.99", "0.2.0"
