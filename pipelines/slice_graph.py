@@ -87,12 +87,13 @@ def answers(pieces: Sequence[str], build: Callable[[Any], Receipt]) -> dict[str,
         build: makes a slice.
     """
     several = [piece for text in pieces for piece in json.loads(text)]
-    results = [{"slice": json.dumps(piece), **_answer(piece, build)} for piece in several]
+    results = [{"slice": json.dumps(piece), **answer(piece, build)} for piece in several]
     columns = ("slice", "receipt", "error")
     return {name: np.array([result[name] for result in results], dtype=object) for name in columns}
 
 
-def _answer(piece: Any, build: Callable[[Any], Receipt]) -> dict[str, str]:
+def answer(piece: Any, build: Callable[[Any], Receipt]) -> dict[str, str]:
+    """The receipt of a slice, or the error that was raised on purpose, as text."""
     try:
         return {"receipt": build(piece).to_json().decode(), "error": ""}
     except RaysvcError as error:

@@ -84,11 +84,15 @@ class SliceMaker:
         """Make a slice of a task."""
         task = self._tasks[number]
         with errors_of(task.name):
-            if number not in self._tokenizers:
-                self._tokenizers[number] = self._tokenizer(number)
-            return build_slice(task, self._tokenizers[number], piece)
+            return build_slice(task, self.tokenizer(number), piece)
 
-    def _tokenizer(self, number: int) -> SliceTokenizer:
+    def tokenizer(self, number: int) -> SliceTokenizer:
+        """That of a task."""
+        if number not in self._tokenizers:
+            self._tokenizers[number] = self._new_tokenizer(number)
+        return self._tokenizers[number]
+
+    def _new_tokenizer(self, number: int) -> SliceTokenizer:
         task = self._tasks[number]
         spec = task.spec
         tokenizer, processor = self._loaded[number] if self._loaded else (None, None)
@@ -119,6 +123,13 @@ def build_slice(task: BuildTask, tokenizer: SliceTokenizer, piece: Slice) -> Rec
     began_s = time.time()
     first_rows = FirstRows(task.max_quarantine, before=piece.first_row)
     result = tokenize_slice(tokenizer, piece, task.storage_options, first_rows)
+    return write_slice(task, tokenizer, piece, result, began_s)
+
+
+def write_slice(
+    task: BuildTask, tokenizer: SliceTokenizer, piece: Slice, result: SliceResult, began_s: float
+) -> Receipt:
+    """Make a tokenized slice durable."""
     if tokenizer.desk is not None:
         tokenizer.desk.settle()  # the part names its media
     meta = part_meta(piece, result, worker_of(began_s))
@@ -196,13 +207,13 @@ def split_done(writer: EntryWriter, slices: Sequence[Slice]) -> tuple[dict[int, 
     wanted = {piece.index: piece.identity() for piece in slices}
 
     def fits(receipt: Receipt) -> bool:
-        return receipt.meta.get("slice") == wanted.get(receipt.slice_index, 0) and _is_usable(receipt.meta)
+        return receipt.meta.get("slice") == wanted.get(receipt.slice_index, 0) and is_usable(receipt.meta)
 
     done = writer.receipts(fits)
     return done, [piece for piece in slices if piece.index not in done]
 
 
-def _is_usable(meta: Mapping[str, Any]) -> bool:
+def is_usable(meta: Mapping[str, Any]) -> bool:
     """Whether a receipt's maker left all that the report is made of."""
     try:
         RowCounts.from_json(meta["row_counts"]).check()

@@ -7,6 +7,7 @@
 | `arrow.bool8` | true or false |
 | `arrow.fixed_shape_tensor` | lists in lists, in the order of its axes |
 | `Array2D` to `Array5D` of `datasets` | lists in lists, as stored |
+| tensors of Ray Data | lists in lists |
 | any other | `Unreadable`: a row that uses it is quarantined, and the reason names the type |
 
 Always true:
@@ -27,6 +28,7 @@ from raysvc.chat.source.json_rows import Unreadable, load_json
 
 Convert = Callable[[Any], Any]
 _NAME = b"ARROW:extension:name"
+_RAY_TENSORS = tuple(f"ray.data.arrow_{kind}" for kind in ("tensor", "tensor_v2", "variable_shaped_tensor"))
 _ARRAYS = tuple(f"datasets.features.features.Array{axes}DExtensionType" for axes in range(2, 6))
 
 
@@ -86,10 +88,15 @@ def _tensor(name: str, kind: pa.DataType) -> Convert:
     return convert
 
 
+def _of_ray(name: str, kind: pa.DataType) -> Convert:
+    return lambda value: value.tolist() if isinstance(value, np.ndarray) else _refused(name, kind)(value)
+
+
 READERS: dict[str, Callable[[str, pa.DataType], Convert | None]] = {
     "arrow.json": _json,
     "arrow.uuid": _uuid,
     "arrow.bool8": _bool8,
     "arrow.fixed_shape_tensor": _tensor,
     **dict.fromkeys(_ARRAYS, _as_stored),
+    **dict.fromkeys(_RAY_TENSORS, _of_ray),
 }

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from raysvc.errors import SourceError
 
-Kind = Literal["lines", "text", "json", "csv", "tsv", "parquet", "arrow", "tar", "dataset"]
+Kind = Literal["lines", "text", "json", "csv", "tsv", "parquet", "arrow", "tar", "dataset", "ray"]
 LINE_KINDS: tuple[Kind, ...] = ("lines", "text")  # cut at line ends
 CSV_KINDS: tuple[Kind, ...] = ("csv", "tsv")
 BYTE_KINDS: tuple[Kind, ...] = (*LINE_KINDS, *CSV_KINDS, "arrow", "tar")  # a slice is a range of bytes

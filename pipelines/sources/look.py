@@ -24,6 +24,10 @@ def look_at(config: SourceConfig, slice_bytes: int | None = None, memo: Memo | N
     Raises:
         SourceError: no files, or one that cannot be read; a part of a dataset is asked of files.
     """
+    if config.ray is not None:
+        from raysvc.pipelines.sources.ray_source import RaySource
+
+        return RaySource(config)
     if config.follow:
         if memo is None:
             raise SourceError("source.follow", "needs a cache, where its listings lie", "name cache.root")

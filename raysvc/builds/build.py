@@ -86,6 +86,7 @@ class Build:
 
     left: Sequence[Slice] = ()
     has_end = True  # its source has one
+    streams = False  # rows come to whoever tokenizes them
 
     def __init__(self, found: Lookup, progress: Progress = silent, number: int = 0) -> None:
         self.found, self.progress, self.number, self.name = found, progress, number, found.name

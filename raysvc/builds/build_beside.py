@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from raysvc.builds.build import Build
 from raysvc.builds.cache_entry import CacheEntry
-from raysvc.builds.find_or_build import as_one, begin, build, run
+from raysvc.builds.find_or_build import as_one, begin, build, join, run
 from raysvc.builds.job_plan import plan_of
 from raysvc.builds.lookup import Lookup, look
 from raysvc.builds.mixed_job import jobs_of
@@ -54,6 +54,7 @@ def find_or_begin(
     Raises:
         UserMistake: as `raysvc.builds.find_or_build.find_or_build`.
     """
+    join(job, address)
     windowed = windowed_sources(job)
     at_the_end = known_at_the_end(job, computed)
     looked, found = [], []

@@ -124,7 +124,7 @@ def _normal_form(spec: TextSpec, tokenizer: LoadedTokenizer) -> dict[str, Any] |
 def _first_row(job: JobConfig, source: Source) -> dict[str, Any]:
     row = source.first_row()
     if row is None:
-        where = ", ".join(job.source.path) or str(job.source.dataset)
+        where = ", ".join(job.source.names)
         raise no_row("source", f"{where} holds", source, job.source.storage_options)
     return row
 

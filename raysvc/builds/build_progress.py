@@ -70,11 +70,11 @@ class BuildMeter:
         Raises:
             QuarantineExceeded: the first rows are nearly all quarantined.
         """
-        self._done += self._rows[receipt.slice_index]
         self._slices_done += 1
         self._tokens += receipt.part.num_tokens
         self._note_worker(receipt)
         row_counts = RowCounts.from_json(receipt.meta["row_counts"])
+        self._done += self._rows.get(receipt.slice_index, row_counts.rows_in)
         self._record(receipt, row_counts)
         self._tick()
         self._check_first_rows(receipt, row_counts)
@@ -112,7 +112,7 @@ class BuildMeter:
         facts = {**self._rates(final), **self._where()}
         if self._resumed:
             facts["resumed rows"] = self._resumed
-        self._progress(Tick("tokenize", self._done, self._total, "rows", facts, final, waiting))
+        self._progress(Tick("tokenize", self._done, self._total or None, "rows", facts, final, waiting))
 
     def _rates(self, final: bool) -> dict[str, Any]:
         if self._work_began is None:
@@ -120,6 +120,8 @@ class BuildMeter:
         seconds = max(time.time() - self._work_began, 1e-3)
         rate = (self._done - self._resumed) / seconds
         facts: dict[str, Any] = {"rows/s": round(rate), "tokens/s": round(self._tokens / seconds)}
+        if self._total == 0:  # nobody knows how many rows there are
+            return facts
         facts["MB/s"] = round(self._num_bytes * rate / self._total / 1e6, 1)
         if rate > 0 and not final:
             facts["ETA"] = f"{(self._total - self._done) / rate:.0f} s"
@@ -127,7 +129,7 @@ class BuildMeter:
 
     def _where(self) -> dict[str, Any]:
         """Of a build of several workers: how many, where, and the slice that took longest."""
-        if len(self._workers) < 2:
+        if len(self._workers) < 2 or self._total == 0:
             return {}
         seconds, index, host = self._slowest
         done = self._num_bytes * self._done / self._total
@@ -142,4 +144,4 @@ class BuildMeter:
 
 def source_tag(job: JobConfig) -> str:
     """A short name of the source for metrics: the dataset, or the last name of the first path."""
-    return redacted(job.source.dataset or job.source.path[0]).rstrip("/").rpartition("/")[2]
+    return redacted(job.source.names[0]).rstrip("/").rpartition("/")[2]

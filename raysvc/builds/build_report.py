@@ -73,7 +73,7 @@ def known_before(job: JobConfig, plan: BuildPlan) -> dict[str, Any]:
         "vocab_size": len(plan.tokenizer.hf),
         "source_bytes": plan.source.num_bytes,
         "source_rows": [piece.num_rows for piece in plan.source.slices],
-        "paths": [redacted(path) for path in job.source.path or (str(job.source.dataset),)],
+        "paths": [redacted(path) for path in job.source.names],
     }
 
 

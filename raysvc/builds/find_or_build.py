@@ -17,7 +17,8 @@ from raysvc.builds.cache_entry import CacheEntry
 from raysvc.builds.followed_build import FollowedBuild
 from raysvc.builds.lookup import Lookup, look
 from raysvc.builds.mixed_job import jobs_of
-from raysvc.builds.places import in_cluster, in_this_process
+from raysvc.builds.places import from_dataset, in_cluster, in_this_process
+from raysvc.builds.streamed_build import StreamedBuild
 from raysvc.cache.entry import Entry
 from raysvc.cache.store.open import default_root
 from raysvc.job.config import JobConfig
@@ -44,10 +45,19 @@ def find_or_build(
         UserMistake: files, columns, tokenizer, template or cache root that cannot be used.
     """
     found, entries = [], []
+    join(job, address)
     for name, each in jobs_of(job).items():
         found.append(look(each, default_root(each.cache.root), name))
         entries.append(found[-1].entry or build(found[-1], address, progress, large))
     return as_one(job, found, entries)
+
+
+def join(job: JobConfig, address: str | None) -> None:
+    """Join the cluster, or start one, where a source of the job is a Ray Dataset, which is looked at there."""
+    if any(each.source.ray is not None for each in jobs_of(job).values()):
+        from raysvc.cluster import connect
+
+        connect(address)
 
 
 def as_one(job: JobConfig, found: Sequence[Lookup], entries: Sequence[Entry]) -> CacheEntry:
@@ -77,6 +87,8 @@ def begin(found: Lookup, progress: Progress = silent, number: int = 0, *, until_
     """
     if found.job.source.follow:
         return FollowedBuild(found, progress, number, until_now=until_now)
+    if found.job.source.ray is not None:
+        return StreamedBuild(found, progress, number)
     return Build(found, progress, number)
 
 
@@ -90,6 +102,8 @@ def build(
     one = begin(found, progress, until_now=True)
     with one.hold:
         one.start()
+        if one.streams:
+            return run([one], from_dataset)[0]
         if not one.fits_one_process(one.left):
             return run([one], large(address))[0]
         from raysvc.pipelines.local_build import only_builder_here

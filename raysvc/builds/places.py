@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from raysvc.builds.build import Build
+from raysvc.builds.streamed_build import StreamedBuild
 from raysvc.job.config import PoolConfig
 
 if TYPE_CHECKING:
@@ -52,6 +53,14 @@ def in_cluster(address: str | None) -> Place:
         return _by_builder(builds, left, builds[0].found.job.workers, 0, say, check)
 
     return make
+
+
+def from_dataset(builds: Sequence[Build], left: SlicesLeft, check: Check) -> Iterator[tuple[int, Receipt]]:
+    """Make slices as a Ray Dataset brings their rows, by its own executor."""
+    [build] = builds
+    assert isinstance(build, StreamedBuild)
+    build.meter.waiting("starting the Ray Dataset")
+    return build.receipts(check)
 
 
 def beside(workers: PoolConfig | None, *, small_here: bool = False) -> Place:

@@ -120,6 +120,10 @@ class JobConfig(Section):
                 f"plan.layout: packed with shuffle: {windowed} has to know its capacity before the rows; give max_length, or plan.micro_batch_tokens"
             )
         self._refuse_followed()
+        if windowed and any(one.ray is not None for one in self._sources):
+            raise ValueError(
+                f"plan.shuffle: {windowed} goes by slices that are known before they are read, and a Ray Dataset has none; use full or block(n)"
+            )
         adapt, ahead = self.mixture.adapt if self.mixture else None, self.server.look_ahead_steps
         if adapt is not None and adapt.every_steps < ahead + 2:
             raise ValueError(
@@ -170,6 +174,10 @@ class JobConfig(Section):
         return all(each.source.follow for each in first)
 
     @property
+    def _sources(self) -> list[SourceConfig]:
+        return [each.source for each in self.mixture.sources.values()] if self.mixture else [self.source]
+
+    @property
     def _windowed(self) -> str | None:
         """The first shuffle of a source that goes by slices."""
         sources = self.mixture.sources.values() if self.mixture else ()
@@ -205,7 +213,8 @@ class JobConfig(Section):
         """Eight hex digits of what decides rows, order and weights, however long, on however many ranks."""
         plan = ("batch_size", "mini_batch_size", "order", "seed", "shuffle", "tail")
         trainer = ("model", "learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "loss", "seed")
-        unset = {name for name in ("follow", "stream", "drop_nulls") if not getattr(self.source, name)}
+        optional = ("follow", "stream", "drop_nulls", "ray", "args", "version")
+        unset = {name for name in optional if not getattr(self.source, name)}
         not_deciding = {"storage_options", "media", *unset}
         decides = {
             "source": self.source.model_dump(mode="json", exclude=not_deciding),

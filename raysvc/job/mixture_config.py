@@ -61,7 +61,7 @@ class MixtureConfig(Section):
         if self.adapt is None:
             del known["adapt"]
         for each in known["sources"].values():
-            for name in ("follow", "stream"):
+            for name in ("follow", "stream", "ray", "args", "version"):
                 if not each["source"][name]:
                     del each["source"][name]
             if each["shuffle"] is None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from datetime import date as Day
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PlainSerializer, WithJsonSchema, field_validator, model_validator
 
 from raysvc.job.carried import RESERVED, CarriedColumn
+from raysvc.job.named_function import PATTERN
 from raysvc.job.section import PositiveInt, Section
 
 MediaKind = Literal["image", "audio", "video"]
@@ -56,11 +58,38 @@ class MediaConfig(Section):
         return checked_allow(value)
 
 
+def _is_dataset(value: object) -> bool:
+    """Whether it is a `ray.data.Dataset`; nobody has one who has not imported Ray."""
+    return type(value).__module__.startswith("ray.data") and hasattr(value, "map_batches")
+
+
+def _ray_name(value: Any) -> str:
+    return value if isinstance(value, str) else "a Ray Dataset"
+
+
+_RayDataset = Annotated[
+    Any,
+    PlainSerializer(_ray_name, when_used="json-unless-none"),
+    WithJsonSchema({"anyOf": [{"type": "string", "pattern": PATTERN}, {"type": "null"}]}),
+]
+
+
 class SourceConfig(Section):
-    """Where rows come from: files (`path`) or a `datasets` name or folder (`dataset`)."""
+    """Where rows come from: files (`path`), a `datasets` name or folder (`dataset`), or a Ray Dataset (`ray`)."""
 
     path: tuple[str, ...] = Field(default=(), description="Files, globs or folders; any fsspec URL.")
     dataset: str | None = Field(default=None, description="A `datasets` hub name or a `save_to_disk` folder.")
+    ray: _RayDataset = Field(
+        default=None,
+        description="package.module:function of the job's working directory, which returns a Ray Dataset; in Python also the Dataset.",
+    )
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of the function of ray."
+    )
+    version: str | None = Field(
+        default=None,
+        description="Names the rows of ray in place of a digest of them, like the snapshot id of a table.",
+    )
     subset: str | None = Field(default=None, description="Configuration name of the dataset.")
     stream: bool = Field(
         default=False,
@@ -110,6 +139,24 @@ class SourceConfig(Section):
         """Where media may lie beside the folder of the row's file."""
         return self.media.allow if isinstance(self.media, MediaConfig) else ()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What it is called: its paths, or the one name of a dataset."""
+        return self.path or (str(self.dataset if self.ray is None else _ray_name(self.ray)),)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_dataset(cls, value: Any) -> Any:
+        return {"ray": value} if _is_dataset(value) else value
+
+    @field_validator("ray")
+    @classmethod
+    def _function_or_dataset(cls, value: Any) -> Any:
+        named = isinstance(value, str) and re.match(PATTERN, value)
+        if value is not None and not named and not _is_dataset(value):
+            raise ValueError("should be package.module:function, or a ray.data.Dataset")
+        return value
+
     @field_validator("path", mode="before")
     @classmethod
     def _one_or_many(cls, value: object) -> object:
@@ -133,11 +180,19 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _exactly_one(self) -> SourceConfig:
-        if bool(self.path) == (self.dataset is not None):
-            raise ValueError("give exactly one of `path` and `dataset`")
+        if bool(self.path) + (self.dataset is not None) + (self.ray is not None) != 1:
+            raise ValueError("give exactly one of `path`, `dataset` and `ray`")
+        if self.version is not None and self.ray is None:
+            raise ValueError("version is for ray; files and datasets are named by their content")
+        if self.args and not isinstance(self.ray, str):
+            raise ValueError("args are those of the function that ray names")
+        if self.ray is not None and (self.subset or self.revision or self.split):
+            raise ValueError(
+                "subset, revision and split are of a `datasets` name; select rows in the Ray Dataset"
+            )
         if self.stream and self.dataset is None:
             raise ValueError("stream is for a `datasets` name; files of `path` are read by slices anyway")
-        if self.follow and self.dataset is not None:
+        if self.follow and not self.path:
             raise ValueError("follow is for files that appear; name their folder in `path`, not a dataset")
         return self
 

@@ -18,19 +18,16 @@ Always true:
 from __future__ import annotations
 
 import hashlib
-import importlib
 import math
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.errors import ConfigError, PlanError
+from raysvc.errors import PlanError
+from raysvc.job.named_function import function_of, line_of
 from raysvc.plan.groups import OrderRows
 
 Int64s = npt.NDArray[np.int64]
@@ -173,7 +170,7 @@ class CustomOrder:
 
     def __init__(self, name: str, rows: OrderRows) -> None:
         self.num_groups = rows.num_groups
-        self._name, self._rows, self._function = name, rows, _function_of(name)
+        self._name, self._rows, self._function = name, rows, function_of(_WHERE, name, "(epoch, rows)")
         self._epoch = lru_cache(maxsize=2)(self._made)
         self._digests: dict[int, str] = {}  # of every epoch that was made
 
@@ -208,9 +205,7 @@ class CustomOrder:
             returned = self._function(epoch, self._rows)
             order = np.asarray(returned)
         except Exception as error:  # of the user's function: whatever it is, it is named
-            what = (
-                f"{self._name} raised {type(error).__name__} for epoch {epoch}: {error}{_line_of(error, 0)}"
-            )
+            what = f"{self._name} raised {type(error).__name__} for epoch {epoch}: {error}{line_of(error, 0)}"
             raise PlanError(_WHERE, what, "correct the function") from error
         count = self.num_groups
         if order.shape != (count,) or order.dtype.kind not in "iu":
@@ -222,30 +217,6 @@ class CustomOrder:
             what = f"{self._name} left {missing} of {count} groups out of epoch {epoch}"
             raise PlanError(_WHERE, what, f"return the integers 0 to {count - 1}, each once")
         return order.astype(np.int64)
-
-
-def _function_of(name: str) -> Callable[[int, OrderRows], Any]:
-    module, _, attribute = name.partition(":")
-    try:
-        found: Any = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        remedy = "make it importable where the server runs: install it, put its folder on PYTHONPATH, or into the job's working_dir"
-        raise ConfigError(_WHERE, f"{name} cannot be imported: {error}", remedy) from error
-    except Exception as error:  # of the user's module: whatever it is, it is named
-        what = f"{name} cannot be imported: {type(error).__name__}: {error}{_line_of(error, -1)}"
-        raise ConfigError(_WHERE, what, "correct the module") from error
-    if not callable(found):
-        raise ConfigError(_WHERE, f"{name} cannot be called", "name a function of (epoch, rows)")
-    function: Callable[[int, OrderRows], Any] = found
-    return function
-
-
-def _line_of(error: Exception, frame: int) -> str:
-    """Where the user's code raised, by the frame below ours; nothing where it was not reached."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    if not frames or isinstance(error, SyntaxError):
-        return ""
-    return f" ({Path(frames[frame].filename).name}, line {frames[frame].lineno})"
 
 
 def permute_each(sizes: Int64s, keys: Sequence[UInt64s], which: Int64s, positions: Int64s) -> Int64s:

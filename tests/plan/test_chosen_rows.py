@@ -103,7 +103,7 @@ def test_an_order_of_the_user_sees_the_chosen_rows(monkeypatch: pytest.MonkeyPat
         seen["source_row"] = rows.column("source_row").tolist()
         return np.argsort(-rows.lengths, kind="stable")
 
-    monkeypatch.setattr(order, "_function_of", lambda name: longest_first)
+    monkeypatch.setattr(order, "function_of", lambda *_: longest_first)
     plan = plan_of(ALL, order="mine:longest_first", epochs=1, rows={"include": [IDS[at] for at in KEPT]})
     by_length = sorted(KEPT, key=lambda at: -int(ALL.lengths()[at]))
     assert [*itertools.chain(*steps_of(plan))] == [IDS[at] for at in by_length]
