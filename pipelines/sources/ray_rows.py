@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,6 +40,7 @@ SLICE_BYTES = 1 << 23  # about so many of JSON
 LEAST_ROWS, MOST_ROWS = 1 << 4, 1 << 11  # of a slice
 _ID = "__raysvc_id"
 _TASK_BITS = 33  # of `monotonically_increasing_id`: the row in its task
+_CAUSE = re.compile(r"^[\w.]+: \S.*", re.MULTILINE)
 _OBJECTS = "ray.data.arrow_pickled_object"
 
 
@@ -48,7 +50,7 @@ def first_row(data: ray.data.Dataset) -> dict[str, Any]:
     Raises:
         SourceError: there is none, or the Dataset fails.
     """
-    with _kept_order(data.limit(1)) as one:
+    with _executed(data.limit(1)) as one:
         for table in one.iter_batches(batch_size=1, batch_format="pyarrow"):
             _refuse_objects(table)
             return next(first_of_table(table))
@@ -88,29 +90,21 @@ def streamed(
         RaysvcError: what `work` raised on purpose, as it was raised there.
     """
     from ray.data.expressions import monotonically_increasing_id
-    from ray.exceptions import RayError
 
     cut = data.repartition(target_num_rows_per_block=slice_rows, strict=True)
     numbered = cut.with_column(_ID, monotonically_increasing_id())
     graph = numbered.map_batches(work, batch_size=None, batch_format="pyarrow", **options)
     index, is_full = 0, True
-    with _kept_order(graph) as ordered:
-        try:
-            for row in ordered.iter_rows():
-                if row["error"]:
-                    raise _error_of(row["error"])
-                piece = Slice.from_json(json.loads(row["slice"]))
-                if piece.index != index or not is_full:
-                    what = f"Ray Data gave slice {piece.index} where {index} comes"
-                    raise SourceError(
-                        WHERE, what, "write the Dataset to files, and name these in source.path"
-                    )
-                yield piece, row["answer"]
-                index, is_full = index + 1, piece.num_rows == slice_rows
-        except RayError as error:
-            cause = str(error.__cause__ or error).strip().splitlines()
-            what = f"its Dataset failed: {cause[-1] if cause else type(error).__name__}"
-            raise SourceError(WHERE, what[:500], "run its take_all() by itself, and correct it") from error
+    with _executed(graph) as ordered:
+        for row in ordered.iter_rows():
+            if row["error"]:
+                raise _error_of(row["error"])
+            piece = Slice.from_json(json.loads(row["slice"]))
+            if piece.index != index or not is_full:
+                what = f"Ray Data gave slice {piece.index} where {index} comes"
+                raise SourceError(WHERE, what, "write the Dataset to files, and name these in source.path")
+            yield piece, row["answer"]
+            index, is_full = index + 1, piece.num_rows == slice_rows
 
 
 def read_slice(table: pa.Table, slice_rows: int) -> tuple[Slice, list[SourceRow]]:
@@ -154,12 +148,22 @@ def _error_of(text: str) -> RaysvcError:
 
 
 @contextmanager
-def _kept_order(data: ray.data.Dataset) -> Iterator[ray.data.Dataset]:
-    """The Dataset, which keeps the order of its blocks meanwhile; its context is shared with what it was made of."""
+def _executed(data: ray.data.Dataset) -> Iterator[ray.data.Dataset]:
+    """The Dataset, which keeps the order of its blocks meanwhile; its context is shared with what it was made of.
+
+    Raises:
+        SourceError: it fails.
+    """
+    from ray.exceptions import RayError
+
     options = data.context.execution_options
     before, options.preserve_order = options.preserve_order, True
     try:
         yield data
+    except RayError as error:
+        cause = _CAUSE.search(str(error))  # of several that caused each other the first is told first
+        what = f"its Dataset failed: {cause[0] if cause else type(error).__name__}"
+        raise SourceError(WHERE, what[:500], "run its take_all() by itself, and correct it") from error
     finally:
         options.preserve_order = before
 
