@@ -25,7 +25,7 @@ def look_at(config: SourceConfig, slice_bytes: int | None = None, memo: Memo | N
         SourceError: no files, or one that cannot be read; a part of a dataset is asked of files.
     """
     if config.ray is not None:
-        from raysvc.pipelines.sources.ray_source import RaySource
+        from raysvc.pipelines.ray_data.ray_source import RaySource
 
         return RaySource(config)
     if config.follow:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raysvc.builds.kept_tokenizer import remember
-from raysvc.builds.media_job import MEDIA_VERSION, processor_of, with_template
 from raysvc.cache.key import cache_key
 from raysvc.cache.store.store import Store
 from raysvc.chat.carry import Carrier, resolved
@@ -21,6 +20,7 @@ from raysvc.chat.source.messages import NORMAL_FORM
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.errors import SourceError
 from raysvc.job.config import Format, JobConfig, TextSpec
+from raysvc.media.media_job import MEDIA_VERSION, processor_of, with_template
 from raysvc.media.media_processor import MediaProcessor
 from raysvc.media.pixels import MAX_PIXELS
 from raysvc.pipelines.sources.scan_memo import Memo

@@ -106,7 +106,7 @@ class CacheEntry:
         import ray.data
 
         from raysvc.cluster import connect
-        from raysvc.pipelines.entry_datasource import EntryDatasource
+        from raysvc.pipelines.ray_data.entry_datasource import EntryDatasource
 
         source = EntryDatasource(self.entries, columns, rows)
         connect()

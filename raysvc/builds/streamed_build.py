@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from raysvc.builds.build import Build
 from raysvc.builds.build_progress import BuildMeter
 from raysvc.errors import SourceError
-from raysvc.pipelines.sources.ray_source import RaySource
+from raysvc.pipelines.ray_data.ray_source import RaySource
 from raysvc.pipelines.sources.slices import Slice
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class StreamedBuild(Build):
         Raises:
             RaysvcError: what a slice raised on purpose, or the Dataset fails.
         """
-        from raysvc.pipelines.ray_build import receipts_of_rows
+        from raysvc.pipelines.ray_data.ray_build import receipts_of_rows
 
         slices: list[Slice] = []
         waiting: Receipt | None = None  # the build is complete when it takes the last one

@@ -27,7 +27,6 @@ import pyarrow.compute as pc
 from raysvc.actors.model.model_layout import layout_proof, scaling_of
 from raysvc.actors.model.tiny_vision import NAME as TINY_VISION
 from raysvc.builds.build_plan import no_row
-from raysvc.builds.media_job import processor_of, with_template
 from raysvc.chat.row_counts import RowCounts, warnings_of
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.detect import resolve_format, seen
@@ -35,6 +34,7 @@ from raysvc.errors import SourceError
 from raysvc.job.config import JobConfig, SourceConfig, TokenizerConfig
 from raysvc.job.job_schema import FILE as SCHEMA
 from raysvc.media.kinds import WORDS, Kind
+from raysvc.media.media_job import processor_of, with_template
 from raysvc.media.media_processor import MediaProcessor
 from raysvc.media.medium import COLUMN, media_of
 

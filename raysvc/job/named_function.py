@@ -15,8 +15,6 @@ from typing import Any
 
 from raysvc.errors import ConfigError
 
-PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
-
 
 def function_of(where: str, name: str, takes: str) -> Callable[..., Any]:
     """The function of a name.

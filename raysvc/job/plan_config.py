@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from raysvc.job.named_function import PATTERN
 from raysvc.job.row_id_file import read_row_ids, row_id
-from raysvc.job.section import PositiveInt, Section
+from raysvc.job.section import FUNCTION, PositiveInt, Section
 
 Layout = Literal["padded_right", "padded_left", "packed", "stream"]
 Tail = Literal["pad", "drop", "wrap"]
@@ -58,7 +57,7 @@ class PlanConfig(Section):
     )
     order: str | None = Field(
         default=None,
-        pattern=PATTERN,
+        pattern=FUNCTION,
         description="module:name of a function of (epoch, rows) that orders the groups in place of `shuffle`; see docs/concepts.md.",
     )
     tail: Tail = Field(

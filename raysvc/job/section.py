@@ -12,6 +12,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+FUNCTION = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"  # of the user: package.module:name
 PositiveInt = Annotated[int, Field(ge=1)]
 
 

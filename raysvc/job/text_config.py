@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainSerializer, WithJsonSchema, field_validator, model_validator
 
 from raysvc.job.carried import RESERVED, CarriedColumn
-from raysvc.job.named_function import PATTERN
-from raysvc.job.section import PositiveInt, Section
+from raysvc.job.section import FUNCTION, PositiveInt, Section
 
 MediaKind = Literal["image", "audio", "video"]
 Format = Literal[
@@ -70,7 +69,7 @@ def _ray_name(value: Any) -> str:
 _RayDataset = Annotated[
     Any,
     PlainSerializer(_ray_name, when_used="json-unless-none"),
-    WithJsonSchema({"anyOf": [{"type": "string", "pattern": PATTERN}, {"type": "null"}]}),
+    WithJsonSchema({"anyOf": [{"type": "string", "pattern": FUNCTION}, {"type": "null"}]}),
 ]
 
 
@@ -152,7 +151,7 @@ class SourceConfig(Section):
     @field_validator("ray")
     @classmethod
     def _function_or_dataset(cls, value: Any) -> Any:
-        named = isinstance(value, str) and re.match(PATTERN, value)
+        named = isinstance(value, str) and re.match(FUNCTION, value)
         if value is not None and not named and not _is_dataset(value):
             raise ValueError("should be package.module:function, or a ray.data.Dataset")
         return value

@@ -27,7 +27,6 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.errors import PlanError
-from raysvc.job.named_function import function_of, line_of
 from raysvc.plan.groups import OrderRows
 
 Int64s = npt.NDArray[np.int64]
@@ -169,6 +168,8 @@ class CustomOrder:
     """
 
     def __init__(self, name: str, rows: OrderRows) -> None:
+        from raysvc.job.named_function import function_of
+
         self.num_groups = rows.num_groups
         self._name, self._rows, self._function = name, rows, function_of(_WHERE, name, "(epoch, rows)")
         self._epoch = lru_cache(maxsize=2)(self._made)
@@ -205,6 +206,8 @@ class CustomOrder:
             returned = self._function(epoch, self._rows)
             order = np.asarray(returned)
         except Exception as error:  # of the user's function: whatever it is, it is named
+            from raysvc.job.named_function import line_of
+
             what = f"{self._name} raised {type(error).__name__} for epoch {epoch}: {error}{line_of(error, 0)}"
             raise PlanError(_WHERE, what, "correct the function") from error
         count = self.num_groups

@@ -22,8 +22,8 @@ from raysvc.builds.cache_entry import CacheEntry
 from raysvc.cache.entry import Entry
 from raysvc.errors import ConfigError, SourceError
 from raysvc.job.job_file import load_job
-from raysvc.pipelines.sources import ray_rows
-from raysvc.pipelines.sources.ray_rows import read_slice, rows_of_slice
+from raysvc.pipelines.ray_data import ray_rows
+from raysvc.pipelines.ray_data.ray_rows import read_slice, rows_of_slice
 from raysvc.progress import Tick
 from raysvc.row_ids import MOST_SLICES
 

@@ -23,7 +23,7 @@ from raysvc.cache.store.store import Store
 from raysvc.cache.writer import EntryWriter
 from raysvc.errors import ConfigError, EntryError
 from raysvc.job.carried import MARK
-from raysvc.pipelines.entry_datasource import EntryDatasource
+from raysvc.pipelines.ray_data.entry_datasource import EntryDatasource
 from raysvc.row_ids import slice_base, source_base
 
 pytestmark = pytest.mark.ray

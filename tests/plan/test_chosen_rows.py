@@ -95,7 +95,7 @@ def test_a_conversation_stays_together_and_a_pair_is_taken_whole() -> None:
 
 
 def test_an_order_of_the_user_sees_the_chosen_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    import raysvc.plan.order as order
+    import raysvc.job.named_function as named
 
     seen: dict[str, list[int]] = {}
 
@@ -103,7 +103,7 @@ def test_an_order_of_the_user_sees_the_chosen_rows(monkeypatch: pytest.MonkeyPat
         seen["source_row"] = rows.column("source_row").tolist()
         return np.argsort(-rows.lengths, kind="stable")
 
-    monkeypatch.setattr(order, "function_of", lambda *_: longest_first)
+    monkeypatch.setattr(named, "function_of", lambda *_: longest_first)
     plan = plan_of(ALL, order="mine:longest_first", epochs=1, rows={"include": [IDS[at] for at in KEPT]})
     by_length = sorted(KEPT, key=lambda at: -int(ALL.lengths()[at]))
     assert [*itertools.chain(*steps_of(plan))] == [IDS[at] for at in by_length]

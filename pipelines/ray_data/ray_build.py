@@ -17,8 +17,8 @@ from raysvc.chat.first_rows import FirstRows
 from raysvc.chat.row_counts import errors_of
 from raysvc.errors import SourceError
 from raysvc.job.config import PoolConfig
-from raysvc.pipelines.sources.ray_rows import WHERE, answered, read_slice, streamed
-from raysvc.pipelines.sources.ray_source import RaySource
+from raysvc.pipelines.ray_data.ray_rows import WHERE, answered, read_slice, streamed
+from raysvc.pipelines.ray_data.ray_source import RaySource
 from raysvc.pipelines.sources.slices import Slice
 from raysvc.pipelines.tokenize import BuildTask, SliceWorker, write_slice
 

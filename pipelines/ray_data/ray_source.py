@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from raysvc.errors import ConfigError, SourceError
 from raysvc.job.config import SourceConfig
 from raysvc.job.named_function import function_of, line_of
-from raysvc.pipelines.sources.ray_rows import WHERE, first_row, rows_of_slice, slices_of
+from raysvc.pipelines.ray_data.ray_rows import WHERE, first_row, rows_of_slice, slices_of
 from raysvc.pipelines.sources.slices import Slice
 
 if TYPE_CHECKING:
