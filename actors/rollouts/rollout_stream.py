@@ -181,6 +181,10 @@ class RolloutStream:
         column_bytes = ColumnBytes.of(rows.batch, recipe.plan)
         return outline(self._plan(step, rows, role.dp_size), recipe, lambda mini: column_bytes)
 
+    def nbytes(self, step: int, role: Role) -> int:
+        """Bytes of a role's shards of a formed step."""
+        return self.outline(step, role).nbytes
+
     def is_there(self, step: int) -> bool:
         """Whether a step has been formed is told elsewhere: nobody waits here."""
         return True

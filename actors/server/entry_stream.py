@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from raysvc.actors.server.spec import (
     StepOutline,
     as_role,
 )
+from raysvc.actors.server.step_cache import SharedSteps
 from raysvc.cache.entry import Entry
 from raysvc.cache.rows import Rows
 from raysvc.cache.store.claim import Claim
@@ -44,6 +45,8 @@ from raysvc.plan.plan import MiniBatchPlan, Plan
 from raysvc.plan.schedule import Schedule
 from raysvc.plan.state import PlanState
 from raysvc.row_batch import RowBatch
+
+SIZES = 4096  # of steps and roles, that are remembered
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class _Open:
         some_rows: a row, which tells the columns.
         texts: columns of text that travel.
         text_widths: of them in the whole run; None: each mini-batch has its own.
+        sizes: bytes of the newest steps that were asked for, by step and role.
     """
 
     rows: Rows
@@ -74,6 +78,7 @@ class _Open:
     text_widths: Mapping[str, int] | None
     media: EntryMedia | None
     decisions: tuple[Decision, ...]
+    sizes: SharedSteps[int] = field(default_factory=lambda: SharedSteps(SIZES))
 
     def slices_of(self, step: int) -> list[tuple[Entry, list[int]]]:
         """The entries that are being built, each with the slices of it that a step has rows of."""
@@ -198,7 +203,16 @@ class EntryStream:
 
     def outline(self, step: int, role: Role | int) -> StepOutline:
         """What the plan says of a step."""
-        opened, role = self._opened(), as_role(role)
+        return self._outline(self._opened(), step, as_role(role))
+
+    def nbytes(self, step: int, role: Role) -> int:
+        """Bytes of a role's shards of a step; planned once for all ranks that ask."""
+        opened = self._opened()
+        return opened.sizes.get(
+            (step, role), None, lambda: self._outline(opened, step, role).nbytes, lambda _: 1
+        )
+
+    def _outline(self, opened: _Open, step: int, role: Role) -> StepOutline:
         recipe = self._recipe.of(role)
         media = opened.media if recipe.media else None
 
@@ -238,7 +252,8 @@ class EntryStream:
         with self._lock:
             if self._open is not None:
                 plan = decided_plan(self._open.plan, decisions)
-                self._open = replace(self._open, plan=plan, decisions=tuple(decisions))
+                sizes: SharedSteps[int] = SharedSteps(SIZES)
+                self._open = replace(self._open, plan=plan, decisions=tuple(decisions), sizes=sizes)
 
     def catch_up(self, number: int) -> None:
         """Know at least so many decisions."""

@@ -14,7 +14,7 @@ import collections
 from collections.abc import Callable, Generator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-SIZES_AT_ONCE = 8
+SIZES_AT_ONCE = 16
 
 
 class Indexed(Protocol):
