@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from raysvc.actors.rollouts.rollout_stream import RolloutStream
 from raysvc.actors.server.batch_server import BatchServer
 from raysvc.actors.server.kept.folder_claim import claim_of
 from raysvc.actors.server.kept.served_records import ServedRecords
 from raysvc.actors.server.make_step import Recipe
-from raysvc.actors.server.spec import TRAIN, Role, RolloutSpec, ServeSpec, StepInfo
-from raysvc.collate.shard import CutWire, Wire
+from raysvc.actors.server.spec import TRAIN, Role, RolloutSpec, ServeSpec
+from raysvc.actors.server.step_maker import Made
 from raysvc.errors import ConfigError, LeaseError, SourceError, StepFailed, StepNotReady, StepOutOfOrder
 from raysvc.metrics import record
 from raysvc.rl.group import Group
@@ -31,7 +30,6 @@ from raysvc.rl.group_table import table_of
 
 log = logging.getLogger(__name__)
 CHECK_EVERY_S = 0.5
-W = TypeVar("W")  # how shards travel
 
 
 class RolloutServer(BatchServer):
@@ -220,27 +218,6 @@ class RolloutServer(BatchServer):
                 raise
             return None
 
-    def fetch(
-        self, fence: int, step: int, roles: tuple[Role, ...], stream: str = TRAIN
-    ) -> tuple[StepInfo | Wire, ...]:
-        """As `BatchServer.fetch`, once enough groups are there.
-
-        Raises:
-            StepNotReady: they did not come in time.
-        """
-        if stream != TRAIN:
-            return super().fetch(fence, step, roles, stream)
-        return self._made(fence, step, roles, lambda: BatchServer.fetch(self, fence, step, roles))
-
-    def fetch_rank(
-        self, fence: int, step: int, rank: int, num_ranks: int, stream: str = TRAIN
-    ) -> tuple[StepInfo | CutWire, ...]:
-        """As `BatchServer.fetch_rank`, once enough groups are there."""
-        if stream != TRAIN:
-            return super().fetch_rank(fence, step, rank, num_ranks, stream)
-        make = partial(BatchServer.fetch_rank, self, fence, step, rank, num_ranks)
-        return self._made(fence, step, (Role(num_ranks),), make)
-
     def _went_to(self, step: int, before: int) -> None:
         timeline = self._rollouts.store.rewind(step, before)
         if timeline is not None:
@@ -250,16 +227,21 @@ class RolloutServer(BatchServer):
             )  # fmt: skip
 
     def _made(
-        self, fence: int, step: int, roles: tuple[Role, ...], make: Callable[[], tuple[StepInfo | W, ...]]
-    ) -> tuple[StepInfo | W, ...]:
-        """A step once its groups are there; a group that cannot be collated is quarantined, and the step made again."""
+        self, fence: int, step: int, roles: tuple[Role, ...], stream: str, by_rank: bool = False
+    ) -> Made:
+        """A step once its groups are there; a group that cannot be collated is quarantined, and the step made again.
+
+        Raises:
+            StepNotReady: they did not come in time.
+        """
+        if stream != TRAIN:
+            return super()._made(fence, step, roles, stream, by_rank)
         groups_s = 0.0
         while True:
             groups_s += self._await_groups(fence, step)
             try:
-                info, *shards = make()
-                assert isinstance(info, StepInfo), "the first result of a fetch"
-                return replace(info, groups_s=groups_s), *shards
+                info, shards = super()._made(fence, step, roles, stream, by_rank)
+                return replace(info, groups_s=groups_s), shards
             except StepFailed:
                 if not self._rollouts.repair(step, roles):
                     raise

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from raysvc.actors.server.entry_stream import streams_of
@@ -27,19 +28,19 @@ from raysvc.actors.server.leases import Leases
 from raysvc.actors.server.orphan_watch import OrphanWatch
 from raysvc.actors.server.reader_lease import Peers, ReaderLease
 from raysvc.actors.server.spec import TRAIN as TRAIN
-from raysvc.actors.server.spec import AdmittedStep
+from raysvc.actors.server.spec import AdmittedStep, Commit
 from raysvc.actors.server.spec import Lease as Lease
 from raysvc.actors.server.spec import Role as Role
 from raysvc.actors.server.spec import ServeSpec as ServeSpec
 from raysvc.actors.server.spec import StepInfo as StepInfo
 from raysvc.actors.server.spec import StepOutline as StepOutline
-from raysvc.actors.server.step_maker import StepMaker, Stream
+from raysvc.actors.server.step_maker import Made, StepMaker, Stream
 from raysvc.actors.server.trainer_feedback import TrainerFeedback
 from raysvc.actors.server.trainer_reports import TrainerReports
 from raysvc.actors.versions import HERE, Side, check_versions_meet
 from raysvc.cache.store.claim import Claim
 from raysvc.collate.reused_memory import keep_freed_memory
-from raysvc.collate.shard import CutWire, Wire, cut
+from raysvc.collate.shard import Wire, cut
 from raysvc.errors import ConfigError, LeaseHeld, StepOutOfOrder
 from raysvc.feedback.decision import Request
 from raysvc.feedback.feedback_log import RowOutcomes
@@ -298,17 +299,22 @@ class BatchServer:
             StepOutOfOrder: there is no such step.
             StepFailed: the step could not be made; carries the cause.
         """
-        self._leases.check(fence)
-        if self.spec.share == "none":
-            info, shards = self._maker.make(step, roles, stream)
-        else:
-            info, shards = self._maker.make_shared(step, roles, stream, readers=None)
+        info, shards = self._made(fence, step, roles, stream)
         return (info, *(shard.to_wire() for shard in shards))
 
     def fetch_rank(
-        self, fence: int, step: int, rank: int, num_ranks: int, stream: str = TRAIN
-    ) -> tuple[StepInfo | CutWire, ...]:
-        """The step's info, then this rank's shard of each mini-batch, as it travels (`shard.cut`); collated once for all ranks.
+        self,
+        fence: int,
+        step: int,
+        rank: int,
+        num_ranks: int,
+        stream: str = TRAIN,
+        commits: Sequence[Commit] = (),
+    ) -> list[Any]:
+        """The step's info (`StepInfo.for_rank`), then this rank's shard of each mini-batch (`shard.cut`); collated once for all ranks.
+
+        Args:
+            commits: of this rank, which came along: a call saved at every step.
 
         A step that ranks ask for while they are no further apart than their look-ahead is kept until all have it, however
         small `share_bytes` is.
@@ -316,12 +322,22 @@ class BatchServer:
         Raises:
             FencedError, StepOutOfOrder, StepFailed: as `fetch`.
         """
-        lease = self._leases.check(fence)
-        alone = self.spec.share == "none"
+        for commit in commits:
+            self.commit(fence, commit.step, commit.skipped, rank, commit.moves)
+        info, shards = self._made(fence, step, (Role(num_ranks),), stream, by_rank=True)
+        known = info.for_rank(self._leases.check(fence).frontier)
+        return [known, *(cut(shard.to_wire()) for shard in shards[rank::num_ranks])]
+
+    def _made(
+        self, fence: int, step: int, roles: tuple[Role, ...], stream: str, by_rank: bool = False
+    ) -> Made:
+        """Info and shards of a step, for a driver or for the ranks that each ask for it."""
+        lease, alone = self._leases.check(fence), self.spec.share == "none"
+        if alone and not by_rank:
+            return self._maker.make(step, roles, stream)
+        readers = roles[0].dp_size if alone else None
         pinned = alone and stream == TRAIN and step < lease.frontier + 2 * lease.window
-        readers = num_ranks if alone else None
-        info, shards = self._maker.make_shared(step, (Role(num_ranks),), stream, readers, pinned)
-        return (info, *(cut(shard.to_wire()) for shard in shards[rank::num_ranks]))
+        return self._maker.make_shared(step, roles, stream, readers, pinned)
 
     def admit(self, fence: int, step: int, stream: str = TRAIN) -> AdmittedStep:
         """Let a trainer's collators make a step; they wait for what it returns.

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 from raysvc.errors import FencedError, LeaseHeld, StateMismatch
@@ -57,7 +58,8 @@ class Peers(NamedTuple):
 
     Attributes:
         frontier: of the group.
-        behind: (rank, its next step) of ranks further behind the asking one than its look-ahead reaches.
+        behind: (rank, its next step) of ranks further behind the asking one than its look-ahead reaches; the first rank
+            that is so far ahead hears it for all.
         silent: ranks that missed their heartbeats.
     """
 
@@ -210,15 +212,18 @@ class ReaderLease:
 
     def peers(self, rank: int, now_s: float, ttl_s: float) -> Peers:
         """Which ranks keep this one waiting, and which are silent for two heartbeats of three in a lease."""
-        own = self.seats[rank].frontier or 0
         seated = [(number, seat) for number, seat in enumerate(self.seats) if seat.frontier is not None]
-        behind = [(number, seat.frontier or 0) for number, seat in seated]
+        steps = [(number, seat.frontier or 0) for number, seat in seated]
+        lowest = min((step for _, step in steps), default=0)
+        told = next((number for number, step in steps if step - lowest > self.window), None)
+        own = self.seats[rank].frontier or 0
+        behind = [(number, step) for number, step in steps if rank == told and own - step > self.window]
         silent = [
             SilentRank(number, seat.holder, now_s - seat.seen_s)
             for number, seat in seated
             if number != rank and seat.holder and now_s - seat.seen_s > ttl_s * 2 / 3
         ]
-        return Peers(self.frontier, tuple(b for b in behind if own - b[1] > self.window), tuple(silent))
+        return Peers(self.frontier, tuple(behind), tuple(silent))
 
     def later(self, by_s: float) -> ReaderLease:
         """With all signs of life so much later."""
@@ -259,7 +264,12 @@ class ReaderLease:
 
     def _seated(self, rank: int, seat: Seat) -> ReaderLease:
         """With another seat; the frontier is the smallest of all seats once they are taken."""
-        seats = (*self.seats[:rank], seat, *self.seats[rank + 1 :])
+        seats, before = (*self.seats[:rank], seat, *self.seats[rank + 1 :]), self.seats[rank].frontier
+        if before is not None and seat.frontier is not None and seat.frontier >= self.frontier:
+            # it can only have grown, and has not where another seat is still there: seldom more than a few are looked at
+            others = islice(cycle(seats), rank, rank + len(seats))
+            if any(each.frontier in (None, self.frontier) for each in others):
+                return replace(self, seats=seats)
         frontiers = [seat.frontier for seat in seats if seat.frontier is not None]
         frontier = min(frontiers) if len(frontiers) == len(seats) else self.frontier
         back = frontier < self.frontier

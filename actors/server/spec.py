@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from raysvc.cache.growing.followed_entry import FollowedSpec
 from raysvc.cache.growing.growing_entry import GrowingSpec
 from raysvc.collate.collate import Collate
-from raysvc.collate.info import MiniBatchInfo
+from raysvc.collate.info import MiniBatchInfo, info_of_plain
 from raysvc.job.config import PlanConfig
 from raysvc.media.row_pixels import ProcessorSpec
 
@@ -54,6 +54,14 @@ class Part(NamedTuple):
 
     role: int
     rank: int
+
+
+class Commit(NamedTuple):
+    """All steps up to `step` are trained, or `step` was skipped; `moves` of this seat before it."""
+
+    step: int
+    skipped: bool
+    moves: int
 
 
 class AdmittedStep(NamedTuple):
@@ -236,13 +244,14 @@ class StepInfo:
         epoch: 0-based.
         mini_batches: one info per mini-batch, of the first role.
         rows: by mini-batch, role and rank: int32 [S], where each of the rank's rows stands in the mini-batch's `row_ids`,
-            -1 for a dummy.
+            -1 for a dummy; () for a rank that fetches its own.
         read_s: reading rows.
         collate_s: writing arrays.
         weight_versions: oldest and newest weight version of the rows (rollouts), else None.
         groups_s: waiting for producers of rollouts.
         build_s: waiting for rows to be tokenized.
         order: as `raysvc.plan.Plan.order_of` of the epoch.
+        frontier: of the group when a rank fetched; no part of the step.
     """
 
     index: int
@@ -255,6 +264,20 @@ class StepInfo:
     groups_s: float = 0.0
     build_s: float = 0.0
     order: str | None = None
+    frontier: int = 0
+
+    def for_rank(self, frontier: int) -> list[Any]:
+        """What a rank gets, of types that Ray sends without pickling: all but `rows`, which say where the rows of every rank are."""
+        minis, versions = [mini.plain for mini in self.mini_batches], self.weight_versions
+        times = [self.read_s, self.collate_s, versions and list(versions), self.groups_s, self.build_s]
+        return [self.index, self.epoch, minis, [], *times, self.order, frontier]
+
+    @classmethod
+    def of_rank(cls, made: list[Any]) -> StepInfo:
+        """The info of `for_rank`."""
+        index, epoch, minis, _, read_s, collate_s, versions, *others = made
+        infos = tuple(info_of_plain(mini) for mini in minis)
+        return cls(index, epoch, infos, (), read_s, collate_s, versions and tuple(versions), *others)
 
 
 @dataclass(frozen=True, eq=False)

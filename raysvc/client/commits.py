@@ -12,17 +12,10 @@ import collections
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+
+from raysvc.actors.server.spec import Commit
 
 AT_MOST = 8
-
-
-class Commit(NamedTuple):
-    """All steps up to `step` are trained, or `step` was skipped; `moves` of this seat before it."""
-
-    step: int
-    skipped: bool
-    moves: int
 
 
 class Commits:
@@ -34,6 +27,7 @@ class Commits:
     Attributes:
         moves: of this seat so far.
         lookers: threads in `looked_for`.
+        takes: how often `take` was called.
     """
 
     def __init__(self, wake: Callable[[], object]) -> None:
@@ -42,6 +36,7 @@ class Commits:
         self._noted: collections.deque[tuple[int, bool, int]] = collections.deque()
         self._lock = threading.Lock()
         self.lookers = 0  # written under _lock
+        self.takes = 0  # written by who takes
 
     def __bool__(self) -> bool:
         return bool(self._noted)
@@ -54,6 +49,7 @@ class Commits:
 
     def take(self) -> list[Commit]:
         """What has to be sent of those noted so far, in their order; one thread at a time."""
+        self.takes += 1
         return covering([Commit(*self._noted.popleft()) for _ in range(len(self._noted))])
 
     @contextmanager

@@ -4,6 +4,7 @@ Always true:
 - a heartbeat thread keeps the lease while this process lives, however long a step takes;
 - a sending thread sends what the training loop must not wait for;
 - a commit (`commits.note`) wakes no thread while another one looks for commits by itself (`sends_commits`);
+- a rank's commit goes along with its next fetch where one is due, and is sent by itself within two looks otherwise;
 - commits may reach the server in any order and more than once; any other call of the holder is sent when all commits
   before it are answered;
 - a state is given out only by a holder whom the server knew within the last half of a lease, or knows now;
@@ -28,9 +29,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from raysvc.actors.server.spec import Part, Role
+from raysvc.actors.server.spec import TRAIN, Commit, Part, Role
 from raysvc.actors.versions import HERE
-from raysvc.client.commits import Commits
+from raysvc.client.commits import Commits, covering
 from raysvc.errors import LeaseError, PlanError, RankLost, ServerError
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ log = logging.getLogger(__name__)
 POLL_S = 0.5
 REPORT_S = 2.0  # a driver, or rank 0, says so often how it does
 COMMITS_AT_ONCE = 8
+ASKING_RANKS = (
+    2  # that ask at once who is behind: one of them is not, as a rule; others learn it with a heartbeat
+)
 
 
 def new_holder() -> str:
@@ -109,6 +113,10 @@ class Connection:
         self._sending = threading.Lock()  # guards what sends commits and takes their answers
         # (step, ref) of commits that are not answered; guarded by _sending
         self._unanswered: collections.deque[tuple[int, Any]] = collections.deque()
+        # a step of rollouts may wait for groups that producers put when a commit is known; collators know no commits
+        self._takes_along = rank is not None and not lease.forms and not lease.collators
+        self._along: dict[int, tuple[Commit, ...]] = {}  # step that was fetched -> commits that went along
+        self._seen_takes = -1  # of the commits that `send_commits` saw last; -1: it saw none
         self._beside: list[threading.Thread] = []  # of `beside`
         self._methods: dict[tuple[str, str, int], Any] = {}
         self._lost: BaseException | None = None  # set once, by the thread that learns it first
@@ -192,13 +200,19 @@ class Connection:
         return self._collators.make(self._admitted(step, stream), roles, num_mini_batches, stream)
 
     def fetch_rank(self, step: int, num_ranks: int, num_mini_batches: int, stream: str = "") -> list[Any]:
-        """Start to have this rank's shards of a step made; returns refs of its info and of them."""
+        """Start to have this rank's shards of a step made; returns a ref of its info and them, or of a collator refs of each."""
         if self._collators is None:
-            args = (step, self.rank, num_ranks, stream)
-            return self.fetch("fetch_rank", 1 + num_mini_batches, *args)
+            along = self._take_along(step) if stream == TRAIN else ()
+            return self.fetch("fetch_rank", 1, step, self.rank, num_ranks, stream, along)
         part = Part(0, self.rank or 0)
         admitted = self._admitted(step, stream)
         return self._collators.make_part(admitted, (Role(num_ranks),), part, num_mini_batches, stream)
+
+    def arrived(self, info: StepInfo) -> None:
+        """Say that a step that this rank fetched is there, and that the commits that went along with it are known."""
+        along = self._along.pop(info.index, ())
+        if along:
+            self._look_behind(along[-1].step, info.frontier)
 
     def collate_on(self, nodes: Sequence[str]) -> None:
         """Node of each rank of every role: its shards are made there, if collators make them."""
@@ -254,9 +268,14 @@ class Connection:
         return int(self.after_commits("move", frontier, plan_state, **named))
 
     def send_commits(self) -> None:
-        """Send the commits that nobody sends yet; does not wait for answers."""
+        """Send the commits that nobody sends yet; does not wait for answers.
+
+        Where a fetch may take them along, those that the call before this one saw already.
+        """
         self.settle()
-        if self.commits and self._sending.acquire(blocking=False):
+        seen, self._seen_takes = self._seen_takes, self.commits.takes if self.commits else -1
+        due = seen == self._seen_takes or not self._takes_along
+        if self.commits and due and self._sending.acquire(blocking=False):
             try:
                 self._send_unsent()
             finally:
@@ -312,13 +331,33 @@ class Connection:
             self._unanswered.clear()
             self._collators = None
 
+    def _take_along(self, step: int) -> tuple[Commit, ...]:
+        """The commits that go along with the fetch of a step; () where the step may have to wait for them."""
+        if not self._takes_along:
+            return ()
+        self.settle()
+        if not self.commits or not self._sending.acquire(blocking=False):
+            return ()
+        try:
+            along = self._along[step] = tuple(self.commits.take())
+        finally:
+            self._sending.release()
+        return along
+
+    def _look_behind(self, step: int, frontier: int) -> None:
+        """Ask soon who is behind, if somebody is, after a commit of `step` that was answered with the group's frontier."""
+        if self.rank is not None and self.rank < ASKING_RANKS and step + 1 - frontier > self._window:
+            self._beat_now.set()
+
     def _send(self, method: str, *args: Any, **named: Any) -> Any:
         return self._bound(method, "lease").remote(self.lease.fence, *args, **named)
 
     def _send_after_commits(self, method: str, *args: Any, **named: Any) -> Any:
         with self._sending:
             self.settle()
-            self._send_unsent()
+            along = [commit for commits in list(self._along.values()) for commit in commits]
+            self._along.clear()
+            self._send_all([*covering(along), *self.commits.take()])
             self._collect(0)
             return self._send(method, *args, **named)
 
@@ -328,7 +367,11 @@ class Connection:
 
     def _send_unsent(self) -> None:
         """Called under `_sending`."""
-        for step, skipped, moves in self.commits.take():
+        self._send_all(self.commits.take())
+
+    def _send_all(self, commits: Sequence[Commit]) -> None:
+        """Called under `_sending`."""
+        for step, skipped, moves in commits:
             if self._lost is not None:
                 return
             try:
@@ -350,8 +393,7 @@ class Connection:
             if leave and not ray.wait([self._unanswered[0][1]], timeout=0)[0]:
                 return
             step, ref = self._unanswered.popleft()
-            if step + 1 - self._answer(ref) > self._window and self.rank is not None:
-                self._beat_now.set()  # its answer says who is behind
+            self._look_behind(step, self._answer(ref))
 
     def _answer(self, ref: Any) -> Any:
         import ray
@@ -380,7 +422,7 @@ class Connection:
 
         period_s = self.lease.ttl_s / 3 if self.rank else min(REPORT_S, self.lease.ttl_s / 3)
         while not self._stop.is_set():
-            self._beat_now.wait(period_s)
+            asked = self._beat_now.wait(period_s)
             if (
                 self._stop.is_set() or not ray.is_initialized()
             ):  # a call would start Ray again, or join another
@@ -394,7 +436,7 @@ class Connection:
                 return
             except ray.exceptions.RayError as error:
                 log.warning("heartbeat failed name=%s error=%s", self.lease.name, type(error).__name__)
-            if self._told:  # who is told already need not be asked for at every commit
+            if asked:  # the server need not be asked at every commit
                 self._stop.wait(min(POLL_S, self.lease.ttl_s / 3))
             self._beat_now.clear()
 

@@ -17,26 +17,23 @@ from concurrent.futures import Future
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from raysvc.actors.server.spec import Role
+from raysvc.actors.server.spec import Role, StepInfo
 from raysvc.client.connection import POLL_S, Connection
 from raysvc.client.look_ahead import Limit, LookAhead, Sizes
 from raysvc.client.steps import RankStep
 from raysvc.collate.shard import private, read_shard
 from raysvc.errors import StepOutOfOrder
 
-if TYPE_CHECKING:
-    from raysvc.actors.server.spec import StepInfo
-
 LOOK_AFTER = 1 / 4
-LOOK_AFTER_S = (0.002, 0.05)
+LOOK_AFTER_S = (0.002, 0.25)
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class RankFetch:
-    """A step that was asked for: refs of its info and of its shards."""
+    """A step that was asked for: refs of its info and of its shards, or one of all together."""
 
     index: int
     refs: list[Any]
@@ -65,11 +62,12 @@ class RankReader:
         Raises:
             StepFailed: it could not be made.
         """
-        info: StepInfo
         info, *shards = self._opened(fetch.refs)
         if info.index != fetch.index:
             raise StepOutOfOrder(self._connection.lease.name, info.index, f"step {fetch.index}")
         self._connection.note_order(info)
+        if not self._stream:
+            self._connection.arrived(info)
         begin = time.perf_counter()
         own = tuple(read_shard(private(shard)) for shard in shards)
         times = (info.read_s, info.collate_s, time.perf_counter() - begin, info.groups_s, info.build_s)
@@ -80,18 +78,26 @@ class RankReader:
         wait = self._connection.sizes(first, stop, (Role(self._num_ranks),), self._stream)
         return lambda: [None if size is None else size // self._num_ranks for size in wait()]
 
-    def _opened(self, refs: list[Any]) -> list[Any]:
+    def _opened(self, refs: list[Any]) -> tuple[Any, ...]:
+        """Info and shards of what a collator or the server answered."""
+        values = self._values(refs)
+        if len(values) > 1:
+            return tuple(values)
+        info, *shards = values[0]
+        return StepInfo.of_rank(info), *shards
+
+    def _values(self, refs: list[Any]) -> list[Any]:
         import ray
 
         while True:
             try:
-                opened: list[Any] = ray.get(refs, timeout=POLL_S)
+                values: list[Any] = ray.get(refs, timeout=POLL_S)
             except ray.exceptions.GetTimeoutError:
                 self._connection.check()
             except ray.exceptions.RayError:
                 return list(self._connection.get(refs))  # with the server's own error
             else:
-                return opened
+                return values
 
 
 def pause_s(taken_s: float, now_s: float) -> float:

@@ -3,6 +3,7 @@
 Axes: N real rows, R ranks.
 Always true:
 - the size does not depend on the number of tokens;
+- `info_of_plain(info.plain)` is the same info;
 - `rank_tokens` sums to the tokens of all rows and dummies; the padding share is of all cells that
   micro-batches compute.
 """
@@ -10,12 +11,14 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.collate.shard import Denominators, Shard
+from raysvc.collate.shard import Denominators, Shard, plain, whole
 from raysvc.plan.plan import MiniBatchPlan
 
 
@@ -57,6 +60,23 @@ class MiniBatchInfo:
     def nbytes(self) -> int:
         """Bytes of all shards."""
         return sum(self.rank_bytes)
+
+    @cached_property
+    def plain(self) -> dict[str, Any]:
+        """The info of types that Ray sends without pickling; made once for all ranks, who all get it."""
+        per_rank = {name: plain(np.array(getattr(self, name))) for name in ("rank_tokens", "rank_bytes")}
+        arrays = {"row_ids": plain(self.row_ids), "lengths": plain(self.lengths)}
+        counts = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**counts, **per_rank, **arrays, "denominators": list(vars(self.denominators).values())}
+
+
+def info_of_plain(made: dict[str, Any]) -> MiniBatchInfo:
+    """The info of `MiniBatchInfo.plain`."""
+    per_rank = {name: tuple(whole(made[name]).tolist()) for name in ("rank_tokens", "rank_bytes")}
+    arrays = {name: whole(made[name]) for name in ("row_ids", "lengths")}
+    return MiniBatchInfo(
+        **{**made, **per_rank, **arrays, "denominators": Denominators(*made["denominators"])}
+    )
 
 
 def info_of(mini: MiniBatchPlan, shards: Sequence[Shard]) -> MiniBatchInfo:

@@ -19,7 +19,7 @@ and of rows with media, as their processor gives them (`pixel_values`, `image_gr
     <name>_bounds       int32 [S + 1]   where the part of each row begins in <name>
 Always true:
 - `read_shard(shard.to_wire())` is the same shard, without a copy; what travels is built of numpy and text alone (docs/wire.md);
-- `private(cut(shard.to_wire()))` has the same arrays in memory of its own; to cut copies nothing;
+- `private(cut(shard.to_wire()))` has the same arrays in memory of its own; to cut copies small arrays alone;
 - `micro(i)` copies nothing;
 - the micro-batches cover every line once, in order;
 - denominators are those of the whole mini-batch, the same on every rank.
@@ -37,12 +37,16 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.errors import ConfigError
+from raysvc.job.column_dtypes import BF16
 from raysvc.job.config import Layout
 from raysvc.plan.fact_table import facts_html, facts_text
 
 Array = npt.NDArray[Any]
 Wire = tuple[str, dict[str, Array]]  # header, arrays: what a ref holds
-CutWire = tuple[str, dict[str, Array | list[Array]]]  # header; arrays, or pieces of them: what a rank gets
+# what a rank gets: a list of the header and a dict of arrays, pieces of them, or (dtype, shape, bytes) of small ones, as lists. Ray
+# pickles arrays, and none of the rest: a shard of a few rows costs half the call then
+CutWire = list[Any]
+PLAIN_BYTES = 1 << 14  # arrays up to this size travel as bytes
 PIECE_BYTES = 1 << 20  # the most that Ray copies into its store without starting six threads
 CUT_BELOW = 8 << 20  # larger arrays stay whole: docs/decisions.md
 WIRE_FORMAT, WIRE_VERSION = "raysvc.shard", 1  # the version grows when an old reader would misread
@@ -203,27 +207,35 @@ def read_shard(value: Wire | Shard) -> Shard:
 
 
 def cut(wire: Wire) -> CutWire:
-    """The wire for a rank, which copies it in any case: arrays of 1 to 8 MiB as lists of lines, of 1 MiB together or less."""
+    """The wire for a rank, which copies it in any case: small arrays as bytes, and those of 1 to 8 MiB as lists of lines, of 1 MiB
+    together or less."""
     header, arrays = wire
-    return header, {name: _pieces(array) for name, array in arrays.items()}
+    return [header, {name: plain(array) for name, array in arrays.items()}]
 
 
 def private(wire: CutWire) -> Wire:
     """The wire with whole arrays, in memory of its own."""
     header, arrays = wire
-    return header, {name: _joined(value) for name, value in arrays.items()}
+    return header, {name: whole(value) for name, value in arrays.items()}
 
 
-def _pieces(array: Array) -> Array | list[Array]:
+def plain(array: Array) -> Array | list[Any]:
+    """An array as it travels to a rank; see `CutWire`."""
+    if array.nbytes <= PLAIN_BYTES:
+        return ["bfloat16" if array.dtype == BF16 else array.dtype.str, list(array.shape), array.tobytes()]
     if not PIECE_BYTES < array.nbytes <= CUT_BELOW:
         return array
     lines = max(1, PIECE_BYTES * len(array) // array.nbytes)
     return [array[first : first + lines] for first in range(0, len(array), lines)]
 
 
-def _joined(value: Array | list[Array]) -> Array:
+def whole(value: Array | list[Any]) -> Array:
+    """The array of what `plain` returned, in memory of its own."""
     if not isinstance(value, list):
         return value.copy()
+    if isinstance(value[0], str):
+        name, shape, data = value
+        return np.frombuffer(bytearray(data), BF16 if name == "bfloat16" else name).reshape(shape)
     own = np.empty((sum(map(len, value)), *value[0].shape[1:]), value[0].dtype)
     return np.concatenate(value, out=own)
 

@@ -196,6 +196,30 @@ def test_a_rank_learns_who_is_further_behind_than_its_look_ahead_and_who_is_sile
     lease = lease.commit(1, 4, 0, 20.0)
     assert lease.peers(0, 21.0, TTL) == (0, ((1, 1), (2, 0)), (SilentRank(2, "p2", 21.0),))
     assert lease.peers(1, 21.0, TTL).behind == ()
+    lease = lease.commit(1, 4, 1, 21.0)
+    assert [lease.peers(rank, 21.0, TTL).behind for rank in range(3)] == [((2, 0),), (), ()], (
+        "the first of those that are ahead hears it, and says it for all"
+    )
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_the_frontier_is_the_smallest_of_the_seats_once_all_are_taken(data: st.DataObject) -> None:
+    num_ranks = data.draw(st.integers(1, 5))
+    lease, counts = fresh(), [0] * num_ranks
+    expected = 0
+    for _ in range(data.draw(st.integers(1, 40))):
+        rank, step = data.draw(st.integers(0, num_ranks - 1)), data.draw(st.integers(0, 4))
+        if not lease.seats or lease.seats[rank].frontier is None:
+            lease = lease.attach_rank("g", f"p{rank}", rank, num_ranks, 0.0, TTL, fence=1)
+        elif data.draw(st.booleans()):
+            counts[rank] += 1
+            lease = lease.move(1, step, rank, 0.0, moves=counts[rank])
+        else:
+            lease = lease.commit(1, step, rank, 0.0, moves=counts[rank])
+        seats = [seat.frontier for seat in lease.seats]
+        expected = expected if None in seats else min(step for step in seats if step is not None)
+        assert lease.frontier == expected
 
 
 def test_a_rank_that_left_still_counts_and_the_last_one_gives_the_lease_back() -> None:

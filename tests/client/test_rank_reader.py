@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
+import msgpack
+import numpy as np
 import pytest
 import ray
 
@@ -12,6 +15,8 @@ from raysvc.actors.server.spec import Role, StepInfo
 from raysvc.client import rank_reader
 from raysvc.client.connection import POLL_S
 from raysvc.client.rank_reader import RankFetch, RankReader, pause_s
+from raysvc.collate.info import MiniBatchInfo
+from raysvc.collate.shard import Denominators
 from raysvc.errors import FencedError, StepFailed, StepOutOfOrder
 
 
@@ -33,6 +38,9 @@ class Answers:
 
     def note_order(self, step: StepInfo) -> None:
         self.calls.append(("order of", step.index))
+
+    def arrived(self, step: StepInfo) -> None:
+        self.calls.append(("arrived", step.index))
 
     def check(self) -> None:
         self.calls.append(("check",))
@@ -79,11 +87,33 @@ def test_a_step_is_asked_for_waited_for_and_opened_as_private_copies(
     assert answers.calls == [(7, 3, 2, "held out")]
     assert fetch == RankFetch(7, ["ref 0", "ref 1", "ref 2"])
     step = own.arrive(fetch)
-    assert answers.calls[1:] == [("check",)] * late + [("order of", 7)]
+    assert answers.calls[1:] == [("check",)] * late + [("order of", 7)], "an eval has no commits"
     assert (step.index, step.epoch, step.infos) == (7, 2, ("minis",))
     assert step.shards == (("opened", "own", "a"), ("opened", "own", "b"))
     assert (step.read_s, step.collate_s, step.groups_s, step.build_s) == (1.0, 2.0, 4.0, 5.0)
     assert 0 <= step.copy_s < 1
+
+
+def test_the_one_answer_of_a_server_opens_as_those_of_a_collator(monkeypatch: pytest.MonkeyPatch) -> None:
+    mini = MiniBatchInfo(
+        row_ids=np.array([5, 1 << 52]), lengths=np.array([3, 4], np.int32), denominators=Denominators(7, 2, 1), num_dummies=1,
+        num_cells=8, pad_share=0.5, rank_tokens=(3, 4, 2), rank_bytes=(1 << 40, 2, 3), num_micro_batches=1,
+    )  # fmt: skip
+    rows = ((np.array([0], np.int32),),)
+    told = StepInfo(7, 2, (mini,), (rows,), 1.0, 2.0, (3, 4), 5.0, 6.0, "order")
+    answer = msgpack.unpackb(msgpack.packb([told.for_rank(8), "a"], strict_types=True))
+    opened, shard = reader(Answers([answer]), monkeypatch)._opened(["ref"])
+    assert shard == "a"
+    assert (opened.rows, opened.frontier) == ((), 8)
+    plain = {**vars(told), "rows": (), "frontier": 8, "mini_batches": opened.mini_batches}
+    assert vars(opened) == plain
+    (again,) = opened.mini_batches
+    for field in fields(mini):
+        before, after = getattr(mini, field.name), getattr(again, field.name)
+        if isinstance(before, np.ndarray):
+            assert (after.dtype, after.tolist()) == (before.dtype, before.tolist())
+        else:
+            assert (after, type(after)) == (before, type(before))
 
 
 def test_a_step_that_was_not_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +155,9 @@ def test_sizes_are_those_of_one_rank_and_unknown_ones_stay_unknown(monkeypatch: 
     assert wait() == [3, None, 0]
 
 
-@pytest.mark.parametrize(("since_s", "pause"), [(0.0, 0.002), (0.008, 0.002), (0.1, 0.025), (1.0, 0.05)])
+@pytest.mark.parametrize(
+    ("since_s", "pause"), [(0.0, 0.002), (0.008, 0.002), (0.1, 0.025), (1.0, 0.25), (9.0, 0.25)]
+)
 def test_the_thread_looks_after_a_quarter_of_the_time_since_the_last_step(
     since_s: float, pause: float
 ) -> None:

@@ -42,7 +42,7 @@ def eventually(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
 def test_a_rank_that_is_ahead_of_another_by_more_than_its_look_ahead_says_who_is_behind(
     serve: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    serve("apart", lease_ttl_s=600.0)  # no heartbeat comes by itself: the answers to commits tell
+    server = serve("apart", lease_ttl_s=600.0)  # no heartbeat comes by itself: the answers to commits tell
 
     def said() -> list[str]:
         return [each.message for each in caplog.records if "is behind" in each.message]
@@ -53,6 +53,8 @@ def test_a_rank_that_is_ahead_of_another_by_more_than_its_look_ahead_says_who_is
         for _ in range(2):
             rank.commit(next(steps).index)
     ranks[2].commit(next(streams[2]).index)
+    eventually(lambda: not any(rank._noted or rank._connection.commits for rank in ranks))
+    eventually(lambda: stats(server)["frontier"] == 1)
     ranks[0].commit(next(streams[0]).index)
     assert not said(), "two steps ahead of rank 2: that is the look-ahead and the step it trains"
     with caplog.at_level(logging.WARNING):

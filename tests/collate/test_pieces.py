@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 
 from raysvc.collate import shard as travelling
-from raysvc.collate.shard import CUT_BELOW, PIECE_BYTES, cut, private, read_shard
+from raysvc.collate.shard import CUT_BELOW, PIECE_BYTES, PLAIN_BYTES, cut, private, read_shard
 from raysvc.job.column_dtypes import BF16
 from raysvc.job.config import PlanConfig
 
@@ -31,6 +32,7 @@ def test_a_shard_that_was_cut_is_the_same_shard_in_memory_of_its_own(
     data = make_data(np.random.default_rng(0).integers(3, 60, 41))
     [(_, shards)] = make_shards(data, PlanConfig(batch_size=41, **shape), 3)
     monkeypatch.setattr(travelling, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(travelling, "PLAIN_BYTES", 0)
     for shard in shards:
         wire = shard.to_wire()
         travels = cut(wire)
@@ -57,7 +59,23 @@ def test_pieces_are_lines_without_a_copy_and_small_enough_for_one_memcpy(name: s
     assert whole.tobytes() == array.tobytes()
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, PIECE_BYTES, CUT_BELOW + 1])
+@pytest.mark.parametrize("num_bytes", [PLAIN_BYTES + 1, PIECE_BYTES, CUT_BELOW + 1])
 def test_arrays_that_ray_copies_well_stay_whole(num_bytes: int) -> None:
     array = np.zeros(num_bytes, np.uint8)
     assert cut(("", {"a": array}))[1]["a"] is array
+
+
+def test_small_arrays_of_every_type_travel_without_pickle_and_come_back_in_memory_of_their_own() -> None:
+    arrays = {name: array[:5].copy() for name, array in ARRAYS.items() if array[:5].nbytes <= PLAIN_BYTES}
+    arrays |= {"none": np.zeros((0, 3), np.int64), "one": np.array(7, np.int16), "yes": np.array([True])}
+    travels = cut(("header", arrays))
+    assert msgpack.packb(travels, strict_types=True)
+    header, own = private(travels)
+    assert (header, len(own)) == ("header", len(arrays))
+    for name, array in arrays.items():
+        assert (own[name].dtype, own[name].shape, own[name].flags.writeable) == (
+            array.dtype,
+            array.shape,
+            True,
+        )
+        assert own[name].tobytes() == array.tobytes()
