@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -93,6 +94,25 @@ def test_who_wants_to_leave_does_not_stay_in_a_call_of_ray(monkeypatch: pytest.M
 
     with pytest.raises(KeyboardInterrupt):
         shared_build._answer(None, "/cache/key", check)
+
+
+def test_a_builder_that_answers_at_once_and_has_nothing_does_not_keep_the_caller_from_looking(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = SimpleNamespace(remote=lambda *_: None)
+    builder = SimpleNamespace(start=call, news=call)
+    options = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: builder))
+    monkeypatch.setattr(ray, "remote", lambda _: options)
+    monkeypatch.setattr(ray, "get", lambda ref, timeout: News((), finished=False))
+    monkeypatch.setattr(shared_build, "POLL_S", 0.0)
+    looks = iter([False] * 5 + [True])
+
+    def check() -> None:
+        if next(looks):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        next(shared_build._follow(WORK, check))
 
 
 PLACED = """
