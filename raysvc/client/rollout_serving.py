@@ -68,6 +68,7 @@ def serve_rollouts(
 
     Raises:
         ConfigError: an impossible plan, or a server that no node can hold.
+        NodeError: a node where it may start does not see `run_dir`.
         ServerError: the name is served with another spec.
     """
     from raysvc.actors.launch import start_server, wait_for
@@ -75,6 +76,7 @@ def serve_rollouts(
     from raysvc.api import ServerHandle
     from raysvc.cache.store.open import absolute
     from raysvc.cluster import connect, node_for
+    from raysvc.nodes.job_nodes import rollouts_see
     from raysvc.plan.schedule import Schedule
     from raysvc.team import ray_namespace
 
@@ -106,6 +108,8 @@ def serve_rollouts(
     flag(_ARGUMENT.format("wait_for_nodes"), wait_for_nodes)
     connect(optional_text(_ARGUMENT.format("address"), address))
     node_id = node_for(placement, run_dir)
+    if node_id is None:
+        rollouts_see(absolute(run_dir), spec.storage_options, spec.num_cpus)
     actor = start_server(spec, detached=detached, node_id=node_id, may_grow=wait_for_nodes)
     facts = wait_for(actor.describe.remote(), f"server {name!r} to start")
     return ServerHandle(

@@ -2,9 +2,10 @@
 
 | who | which nodes | what they must see |
 | --- | --- | --- |
-| workers that tokenize | `workers.label_selector`, room for one | `cache.root`, the first source file, the tokenizer |
+| workers that tokenize | `workers.label_selector`, room for one | `cache.root`, the first source file, those of `evals`, the tokenizer |
 | workers that enrich | the same, or those of the trainer's ranks | `cache.root`, the models |
 | the server | `server.placement` | `cache.root`, the run folder |
+| a server of rollouts | `placement` | the run folder |
 | the trainer's ranks | room for one | the run folder, the model |
 
 Always true:
@@ -14,7 +15,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from raysvc.nodes.room import Resources, RoomWatch, Selector, living_nodes, node
 
 if TYPE_CHECKING:
     from raysvc.job.config import JobConfig
+    from raysvc.job.text_config import SourceConfig
     from raysvc.pipelines.slice_graph import WorkerPool
     from raysvc.pipelines.tokenize import SlicesLeft
 
@@ -50,6 +52,7 @@ def ready_to_tokenize(
         NodeError: a node does not see what it needs.
     """
     from raysvc.pipelines.shared_build import PLACES
+    from raysvc.pipelines.sources.dataset import saved_folder
 
     firsts = {number: piece.pieces[0] for number, piece in reversed(left)}
     places: dict[tuple[str, str], Opening] = {}
@@ -61,6 +64,9 @@ def ready_to_tokenize(
             places["source.path", piece.path] = partial(SharedFile.open, "source.path", piece.path, options)
         name = job.tokenizer.name
         places["tokenizer", name] = partial(SharedModel.open, "tokenizer", name, job.tokenizer.revision)
+    for name, each in jobs[0][0].evals.items():  # they are built when all else is
+        if each.source.path and saved_folder(each.source) is None:
+            places["evals", name] = partial(_first_file, f"evals.{name}.source.path", each.source)
     need, selector = ({}, _first_that_fits(PLACES)) if pool is None else (pool.needs(), pool.label_selector)
     may_grow = jobs[0][0].trainer.wait_for_nodes
     return ready_for("workers", list(places.values()), need, selector, may_grow=may_grow, say=say)
@@ -120,6 +126,16 @@ def trainer_sees(job: JobConfig) -> None:
     server_sees(job)
 
 
+def rollouts_see(run_dir: str, storage_options: Mapping[str, Any], num_cpus: float) -> None:
+    """The nodes where a server of rollouts may start.
+
+    Raises:
+        NodeError: one of them does not see the run folder.
+    """
+    folder = partial(SharedFolder.open, "serve_rollouts(run_dir)", run_dir, storage_options)
+    workers_see([folder], {"CPU": num_cpus}, _first_that_fits(KEPT))
+
+
 def _of_server(job: JobConfig) -> list[Opening]:
     return [
         _folder("cache.root", default_root(job.cache.root), job),
@@ -129,6 +145,12 @@ def _of_server(job: JobConfig) -> list[Opening]:
 
 def _folder(name: str, url: str, job: JobConfig) -> Opening:
     return partial(SharedFolder.open, name, url, job.cache.storage_options)
+
+
+def _first_file(name: str, source: SourceConfig) -> SharedFile:
+    from raysvc.pipelines.sources.listing import find_files
+
+    return SharedFile.open(name, find_files(source)[0].path, source.storage_options)
 
 
 def _model(name: str, model: str, revision: str | None) -> Opening | None:

@@ -12,7 +12,7 @@ Always true:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import ExitStack
 
 from raysvc.errors import NodeError
@@ -37,18 +37,25 @@ REMEDY = "every node must see it; use a shared folder or s3://"
 Opening = Callable[[], NodePlace]
 
 
-def workers_see(places: Sequence[Opening], need: Resources, selector: Selector = {}) -> None:  # noqa: B006
+def workers_see(
+    places: Sequence[Opening],
+    need: Resources,
+    selector: Selector = {},  # noqa: B006 - only read
+    but: Set[str] = frozenset(),
+) -> None:
     """Try places on nodes that can hold this, at most `MOST_NODES` of them.
 
     Args:
         places: what opens each of them here.
         need: of one of those who will use them.
         selector: of the nodes.
+        but: ids of nodes that are not asked.
 
     Raises:
         NodeError: a node does not see one of them.
     """
-    others = [node for node in living_nodes() if node["NodeID"] != own_node()]
+    known = {*but, own_node()}
+    others = [node for node in living_nodes() if node["NodeID"] not in known]
     able = [node for node in others if what_is_missing([need], [node["Resources"]]) is None]
     nodes_see(places, nodes_with(selector, able)[:MOST_NODES] if able else [])
 
@@ -62,7 +69,7 @@ def ready_for(
     may_grow: bool,
     say: Callable[[str], None],
 ) -> RoomWatch:
-    """Refuse work that no node can do, and try its places on those that can; where nodes may come, when one has come.
+    """Refuse work that no node can do, and try its places on those that can; where nodes may come, when they have come.
 
     Args:
         where: the key that asks for the workers.
@@ -81,7 +88,7 @@ def ready_for(
     """
     if not may_grow:
         refuse_what_never_fits(where, [need], may_grow, selector)
-    watch = RoomWatch(where, need, selector, say, lambda: workers_see(places, need, selector))
+    watch = RoomWatch(where, need, selector, say, lambda seen: workers_see(places, need, selector, seen))
     watch.check()
     return watch
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from raysvc.errors import ConfigError
@@ -159,14 +159,15 @@ def refuse_what_never_fits(
 
 
 class RoomWatch:
-    """Says every few seconds what a wait lacks, until it is there.
+    """Says every few seconds what a wait lacks, until it is there, and looks at nodes as they come.
 
     Args:
         where: the key that asks.
         need: of the smallest thing that would end the wait.
         selector: of the nodes.
         say: is told the same in one line.
-        on_room: is called once, when a node is there; what it raises ends the wait.
+        on_room: is called with the ids of nodes that were there before, when there is a node with room, and again when others
+            have come; what it raises ends the wait.
     """
 
     def __init__(
@@ -175,23 +176,29 @@ class RoomWatch:
         need: Resources,
         selector: Selector,
         say: Callable[[str], None],
-        on_room: Callable[[], None],
+        on_room: Callable[[Set[str]], None],
     ) -> None:
         self._where, self._need, self._selector = where, need, selector
         self._say, self._on_room = say, on_room
         self._began = time.monotonic()
-        self._next, self._there = self._began, False
+        self._next = self._began
+        self._seen: Set[str] = (
+            frozenset()
+        )  # ids of the nodes that `on_room` has looked at; empty while there is no room
 
     def check(self) -> None:
         """Called often; looks at the nodes every `SAY_EVERY_S`."""
         now = time.monotonic()
-        if self._there or now < self._next:
+        if now < self._next:
             return
         self._next = now + SAY_EVERY_S
+        there = {str(node["NodeID"]) for node in living_nodes()}
+        if self._seen and there <= self._seen:
+            return
         missing = no_room([self._need], self._selector)
         if missing is None:
-            self._there = True
-            self._on_room()
+            self._on_room(self._seen)
+            self._seen = self._seen | there
             return
         nodes = f" with {_text(self._selector)}" if self._selector else ""
         told = f"{missing} (asked for {amounts(self._need)}{nodes})"

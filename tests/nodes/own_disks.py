@@ -108,6 +108,12 @@ def main(rows: str, tokenizer: str, folder: str) -> dict[str, Any]:
         }
         told["serve"] = refusal(raysvc.serve, job(run=own), detached=False)
         told["train"] = refusal(train, job(run=own))
+        held_out = {"evals": {"held": {"source": {"path": f"{own}/rows.jsonl", "format": "chat"}}}}
+        told["evals"] = refusal(raysvc.tokenize, {**job(), **held_out})
+        told["rollouts"] = refusal(
+            raysvc.serve_rollouts, "groups", run_dir=f"{own}/rl", pad_token_id=0, plan={"batch_size": 1},
+            max_staleness=None, detached=False,
+        )  # fmt: skip
         told["labels"] = refusal(
             raysvc.tokenize, {**job(), "workers": {"min": 2, "label_selector": {"zone": "mars"}}}
         )

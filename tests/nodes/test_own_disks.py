@@ -18,6 +18,8 @@ SEEN = {
     "model": "enrich",
     "serve": "trainer.run_dir",
     "train": "trainer.run_dir",
+    "evals": "evals.held.source.path",
+    "rollouts": "serve_rollouts(run_dir)",
 }
 
 

@@ -59,8 +59,9 @@ def test_a_wait_says_again_what_it_lacks_and_what_was_asked_for(
     caplog.set_level(logging.WARNING)
     monkeypatch.setattr(room, "SAY_EVERY_S", 0.0)
     said: list[str] = []
-    there: list[int] = []
-    watch = RoomWatch("workers", {"CPU": 1}, {"zone": "mars"}, said.append, lambda: there.append(1))
+    there: list[set[str]] = []
+    seen = lambda nodes: there.append(set(nodes))  # noqa: E731
+    watch = RoomWatch("workers", {"CPU": 1}, {"zone": "mars"}, said.append, seen)
     watch.check()
     watch.check()
     text = "no node has zone=mars; nodes have zone=a, zone=b (asked for 1 CPU with zone=mars)"
@@ -73,7 +74,16 @@ def test_a_wait_says_again_what_it_lacks_and_what_was_asked_for(
     )
     for _ in range(3):
         watch.check()
-    assert (len(said), there) == (2, [1]), "the places are tried once, when a node has come"
+    assert (len(said), there) == (2, [set()]), "the places are tried once, when a node has come"
+    before = {one["NodeID"] for one in nodes}
+    nodes.append(node("late", {"zone": "mars"}))
+    monkeypatch.setattr(room, "no_room", lambda bundles, selector: None)
+    for _ in range(3):
+        watch.check()
+    assert (len(said), there) == (2, [set(), before]), "and once on those that come later"
+    nodes.pop()
+    watch.check()
+    assert len(there) == 2, "a node that goes is no news"
 
 
 def test_a_node_of_ray_is_asked_by_its_own_labels(ray_session: None) -> None:
