@@ -13,19 +13,14 @@ import math
 import os
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from typing import Any
 
 from raysvc.errors import AddressError
 
 log = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 5.0
 START_ENDS_S = 15.0  # of a local Ray, where a process wants to end meanwhile
-NODE_POLL_S = 0.02
-NODE_LATE_S = 25.0  # Ray itself gives up after 30
 _connecting = threading.Lock()  # one thread of a process connects it, the others find it connected
 _started: list[str] = []  # addresses of the local Rays that this process has started
 
@@ -62,14 +57,13 @@ def _connect(address: str | None, need_cpus: float) -> str:
         return address
     cores = max(os.cpu_count() or 1, math.ceil(need_cpus))
     try:
-        with _node_seen_at_once():
-            ray.init(
-                address="local",
-                num_cpus=cores,
-                include_dashboard=False,
-                logging_level=logging.ERROR,
-                log_to_driver=False,
-            )
+        ray.init(
+            address="local",
+            num_cpus=cores,
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+        )
     except Exception as error:  # Ray raises a bare one where its processes are late
         what = f"did not start on this machine: {_first_line(error)}"
         remedy = "run the same command again when the machine is less busy, or join a cluster with --address"
@@ -79,44 +73,19 @@ def _connect(address: str | None, need_cpus: float) -> str:
     return "local"
 
 
-@contextmanager
-def _node_seen_at_once() -> Iterator[None]:
-    """`ray.init` looks for its node once a second; here it looks when the node has registered.
-
-    A Ray that has no such names any more starts as it does by itself.
-    """
-    from ray._private import services
-    from ray._private.state import GlobalState
-
-    look: Any = getattr(services, "get_node", None)
-
-    def look_when_there(gcs_address: str, node_id: str) -> Any:
-        state, late = GlobalState(), time.monotonic() + NODE_LATE_S
-        with suppress(AttributeError):
-            state._initialize_global_state(services._get_gcs_client_options(gcs_address))
-            while all(node["NodeID"] != node_id for node in state.node_table()) and time.monotonic() < late:
-                time.sleep(NODE_POLL_S)
-        return look(gcs_address, node_id)
-
-    services.get_node = look_when_there
-    try:
-        yield
-    finally:
-        services.get_node = look
-
-
 def _import_ray(address: str | None) -> None:
     if not address or address == "local":
         # under `uv run` Ray would copy the folder, and have uv make an environment for each worker
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        # a thread that still asks for an actor at the end would start another Ray
+        os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     import ray  # noqa: F401
 
 
 def leave() -> None:
     """End the local Ray that `connect` started in this process; any other stays.
 
-    Ray does the same at the exit of the interpreter, half a second later, and then waits a second for its monitor, which
-    scales clusters, keeps nothing and does not listen. It is killed first.
+    Ray does the same at the exit of the interpreter, half a second later.
 
     A start in another thread is waited for: an exit in its middle is an abort, and processes of it stay behind.
     """
@@ -131,11 +100,6 @@ def leave() -> None:
             return
         if ray.get_runtime_context().gcs_address not in _started:
             return
-        node = getattr(ray._private.worker, "_global_node", None)
-        for info in getattr(node, "all_processes", {}).get("monitor", ()):
-            info.process.kill()
-        # a thread that still asks for an actor would start another Ray
-        ray._private.auto_init_hook.enable_auto_connect = False
         ray.shutdown()
     finally:
         _connecting.release()

@@ -1,4 +1,4 @@
-"""A process ends the local Ray that it started, at once, and no other; a command frees no memory that ends with it."""
+"""A process ends the local Ray that it started, and no other; a command frees no memory that ends with it."""
 
 from __future__ import annotations
 
@@ -10,27 +10,16 @@ import atexit, contextlib, os
 from raysvc.cluster import _import_ray, connect
 def judge():  # registered first, so it runs last
     ended = all(process.poll() is not None for process in processes)
-    at_once = monitor.returncode == -9  # the only one that is not asked; Ray's own exit would wait for it
     with contextlib.suppress(Exception):
         ray.get_actor("of a thread that goes on")
-    os._exit(0 if ended and at_once and not ray.is_initialized() else 1)
+    os._exit(0 if ended and not ray.is_initialized() else 1)
 atexit.register(judge)
 _import_ray("local")
 import ray
-from ray._private import services, state
-def look_and_note(gcs_address, node_id, look=services.get_node):
-    nodes = state.GlobalState()
-    nodes._initialize_global_state(services._get_gcs_client_options(gcs_address))
-    there.append(node_id in [node["NodeID"] for node in nodes.node_table()])
-    return look(gcs_address, node_id)
-there, services.get_node = [], look_and_note
 connect("local", need_cpus=1)
-assert there[0], "Ray looked for its node before that was there: it looks again a second later"
-assert services.get_node is look_and_note
 assert not ray._private.ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV  # uv would make an environment for each worker
 node = ray._private.worker._global_node
 processes = [info.process for infos in node.all_processes.values() for info in infos]
-(monitor,) = (info.process for info in node.all_processes["monitor"])
 """
 BESIDE = """
 import sys
