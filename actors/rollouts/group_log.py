@@ -39,6 +39,7 @@ Folder = Literal["groups", "columns", "events"]
 Event = dict[str, Any]  # one field, whose name says what happened
 NUMBERED: tuple[Folder, ...] = ("groups", "columns", "events")
 BY_STEP = ("steps", "forgotten")  # names begin with a step there
+MOST_FORGOTTEN = 64  # records of what was forgotten
 MOST_BEGINS = 64  # a request that is on its way for longer than so many restarts would be believed
 
 
@@ -142,10 +143,13 @@ class Spool:
         return Forgotten(kept_from, groups, tables)
 
     def forget(self, what: Forgotten) -> None:
-        """Keep what goes, on top of what went before. Nothing is removed yet."""
-        groups = [[*key, version] for key, version in what.groups.items()]
-        record = {"kept_from": what.kept_from, "groups": groups, "tables": dict(what.tables)}
-        self._write("forgotten", what.kept_from, record)
+        """Keep what goes, on top of what went before. None of it is removed yet; many records become one."""
+        self._write_forgotten(what)
+        names = self._listed("forgotten")
+        if len(names) > MOST_FORGOTTEN:
+            self._write_forgotten(self.forgotten())  # raises where another server owns the folder by now
+            for name in names:
+                self._store.delete(f"forgotten/{name}")
 
     def remove_forgotten(self) -> int:
         """Remove what was forgotten, and what an earlier call did not come to; returns how many files went."""
@@ -156,6 +160,11 @@ class Spool:
         for name in gone:
             self._store.delete(name)
         return len(gone)
+
+    def _write_forgotten(self, what: Forgotten) -> None:
+        groups = [[*key, version] for key, version in what.groups.items()]
+        record = {"kept_from": what.kept_from, "groups": groups, "tables": dict(what.tables)}
+        self._write("forgotten", what.kept_from, record)
 
     def _stamp(self) -> str:
         """Number and owner of the next record, and what makes its name its own."""

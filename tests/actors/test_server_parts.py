@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from raysvc.actors.rollouts.group_log import Spool
+from raysvc.actors.rollouts.group_log import MOST_FORGOTTEN, Forgotten, Spool
 from raysvc.actors.rollouts.rollout_stream import RolloutStream
 from raysvc.actors.server.batch_server import BatchServer
 from raysvc.actors.server.journal import Journal
@@ -25,6 +25,7 @@ from raysvc.actors.server.orphan_watch import OrphanWatch
 from raysvc.actors.server.spec import RolloutSpec, ServeSpec
 from raysvc.actors.server.step_cache import SharedSteps
 from raysvc.actors.server.step_maker import Stream
+from raysvc.cache.store.posix import PosixStore
 from raysvc.job.config import PlanConfig
 
 
@@ -252,6 +253,36 @@ def test_what_is_forgotten_is_removed_with_its_put_and_the_rest_is_as_it_was(tmp
         "numbers go on behind what is gone"
     )
     assert last.num_rows == 22
+
+
+def test_what_was_forgotten_lies_in_few_files_however_often_and_a_death_between_them_doubles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, known = str(tmp_path), dict[tuple[str, int], int]()
+    spool = Spool(url)
+    for step in range(3 * MOST_FORGOTTEN):
+        known[f"g{step}", 0] = step
+        spool.forget(Forgotten(step, {(f"g{step}", 0): step}, {f"{step:012d}.arrow": 2}))
+        assert len(list((tmp_path / "forgotten").iterdir())) <= MOST_FORGOTTEN
+        assert Spool(url).forgotten().groups == known
+    whole = Forgotten(step, known, {f"{number:012d}.arrow": 2 for number in range(step + 1)})
+    assert Spool(url).forgotten() == whole
+
+    def killed(*_: object) -> None:
+        raise SystemExit
+
+    def forget_often() -> None:
+        for _ in range(MOST_FORGOTTEN):
+            spool.forget(Forgotten(step, {}, {}))
+
+    with monkeypatch.context() as dying:
+        dying.setattr(PosixStore, "delete", killed)
+        with pytest.raises(SystemExit):
+            forget_often()
+    assert Spool(url).forgotten() == whole
+    Spool(url).forget(Forgotten(step, {}, {}))
+    assert Spool(url).forgotten() == whole
+    assert len(list((tmp_path / "forgotten").iterdir())) == 1, "the next call removes what a killed one left"
 
 
 KILLED = """
