@@ -1,6 +1,7 @@
 """Which job a run folder belongs to: `<run_dir>/run.json`, written before the first step.
 
 Always true:
+- of processes that write it at the same time one wins, and the others stop;
 - a changed byte of it is found: it is no other job then, but a damaged file;
 - what decides rows, order or weights is compared field by field; ranks, devices and micro-batches may change;
 - a folder of another job is refused before anything in it is written, with every field that differs;
@@ -13,12 +14,14 @@ import json
 import os
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysvc.builds.job_plan import plan_of
 from raysvc.cache.local.sealed import opened, sealed
 from raysvc.cache.store.disk_failures import named_failures
+from raysvc.cache.store.open import open_store
 from raysvc.errors import StateMismatch
 
 if TYPE_CHECKING:
@@ -51,9 +54,10 @@ def claim(folder: Path, identity: Mapping[str, Any], *, has_checkpoint: bool, ch
         changed: whether fields of `CHANGEABLE` and the number of epochs may differ.
 
     Raises:
-        StateMismatch: the folder belongs to another job.
+        StateMismatch: the folder belongs to another job, or another process wrote there meanwhile.
     """
-    known = _read(folder)
+    found = _found(folder)
+    known = _known(found)
     if known is None and has_checkpoint:
         what = "is missing or damaged, and says of which job the checkpoints here are"
         remedy = "restore it, give another trainer.run_dir, or trainer.resume=false"
@@ -61,7 +65,7 @@ def claim(folder: Path, identity: Mapping[str, Any], *, has_checkpoint: bool, ch
     if known is not None and has_checkpoint:
         _refuse_another(folder, known, identity, changed)
     if known != identity:
-        _write(folder, identity)
+        _write(folder, identity, found)
 
 
 def _refuse_another(
@@ -78,19 +82,42 @@ def _refuse_another(
     raise StateMismatch(str(folder), f"holds another run: {fields}", remedy)
 
 
-def _read(folder: Path) -> dict[str, Any] | None:
+def _found(folder: Path) -> bytes | None:
     try:
-        return opened((folder / FILE).read_bytes())
-    except (OSError, ValueError):
+        return (folder / FILE).read_bytes()
+    except OSError:
         return None
 
 
-def _write(folder: Path, identity: Mapping[str, Any]) -> None:
+def _known(found: bytes | None) -> dict[str, Any] | None:
+    try:
+        return None if found is None else opened(found)
+    except ValueError:
+        return None
+
+
+def _write(folder: Path, identity: Mapping[str, Any], found: bytes | None) -> None:
+    """Write it in the place of what was found there; who writes at the same time loses, or this one does."""
     folder.mkdir(parents=True, exist_ok=True)
-    with named_failures(folder / FILE):
-        draft = folder / f".{FILE}.{uuid.uuid4().hex[:8]}"
-        with draft.open("wb") as file:
-            file.write(sealed(identity))
-            file.flush()
-            os.fsync(file.fileno())
-        draft.rename(folder / FILE)
+    path, aside = folder / FILE, folder / f".{FILE}.{uuid.uuid4().hex[:8]}"
+    with named_failures(path):
+        if found is not None:
+            with suppress(FileNotFoundError):
+                path.rename(aside)
+            if _is(aside, found):
+                aside.unlink()
+            else:
+                with suppress(FileNotFoundError, FileExistsError):
+                    os.link(aside, path)
+                raise _raced(folder)
+        if not open_store(str(folder)).create(FILE, sealed(identity)):
+            raise _raced(folder)
+
+
+def _is(path: Path, content: bytes) -> bool:
+    return path.exists() and path.read_bytes() == content
+
+
+def _raced(folder: Path) -> StateMismatch:
+    what = "another process began a run in it just now"
+    return StateMismatch(str(folder), what, "run the same command again, or give another trainer.run_dir")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from raysvc.cache.store.open import absolute
 from raysvc.errors import ConfigError, FolderHeld, StateMismatch
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
+from raysvc.training import run_identity
 from raysvc.training.run_folder import RunFolder
 from raysvc.training.run_identity import FILE, claim, identity_of
 
@@ -79,6 +82,40 @@ def test_other_rows_order_or_model_are_refused_whatever_the_user_says(
     claim(tmp_path, identity(), has_checkpoint=False, changed=False)
     with pytest.raises(StateMismatch, match=named):
         claim(tmp_path, identity(**change), has_checkpoint=True, changed=True)
+
+
+@pytest.mark.parametrize("before", [None, 48, "damaged"])
+def test_of_processes_that_begin_in_one_folder_at_the_same_time_one_wins(
+    tmp_path: Path, identity: Callable[..., dict[str, Any]], before: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if before == "damaged":
+        (tmp_path / FILE).write_text("{")
+    elif before is not None:
+        claim(tmp_path, identity(num_rows=before), has_checkpoint=False, changed=False)
+    jobs = [identity(seed=seed) for seed in range(8)]
+    all_have_read, found = threading.Barrier(len(jobs)), run_identity._found
+
+    def read_together(folder: Path) -> bytes | None:
+        content = found(folder)
+        all_have_read.wait(30)
+        return content
+
+    monkeypatch.setattr(run_identity, "_found", read_together)
+
+    def begin(job: dict[str, Any]) -> bool:
+        try:
+            claim(tmp_path, job, has_checkpoint=False, changed=False)
+        except StateMismatch as error:
+            return "another process began a run in it just now" not in str(error)
+        return True
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        won = list(pool.map(begin, jobs))
+    assert won.count(True) <= 1
+    if before is None:
+        assert won.count(True) == 1
+    if any(won):
+        assert opened((tmp_path / FILE).read_bytes()) == jobs[won.index(True)]
 
 
 @pytest.mark.parametrize("world", [{"dp_size": 4}, {"plan": {"micro_batch_size": 2}}, {"device": "cpu"}])
