@@ -120,8 +120,8 @@ class CheckpointTooOld(StateMismatch):
         """Of a checkpoint's folder."""
         what = "was written by an earlier raysvc, as pickles, which can run code when they are read"
         remedy = (
-            "export its model with the raysvc that wrote it (raysvc export --out DIR), "
-            "then train with trainer.model=DIR in another trainer.run_dir"
+            "nothing converts it: export its model with the raysvc that wrote it (raysvc export --out DIR), then train with "
+            "trainer.model=DIR in another trainer.run_dir, with a new optimizer and from the first step"
         )
         return cls(str(folder), what, remedy)
 
