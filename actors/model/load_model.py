@@ -52,7 +52,7 @@ def load_lm(
         vision: of `tiny-vision`.
 
     Raises:
-        ConfigError: the folder of the model is not on this node, or its configuration cannot be read.
+        ConfigError: the folder of the model is not on this node, or its configuration or weights cannot be read.
     """
     if name == "tiny":
         return tiny_model(vocab_size, critic)
@@ -69,7 +69,10 @@ def load_lm(
         if not critic:
             kind = auto_class(config)
     more = {"num_labels": 1} if critic else {}
-    model: torch.nn.Module = kind.from_pretrained(str(folder), dtype=dtype, revision=revision, **more)
+    try:
+        model: torch.nn.Module = kind.from_pretrained(str(folder), dtype=dtype, revision=revision, **more)
+    except Exception as error:
+        raise _not_loaded(where, name, error) from error
     return model
 
 
@@ -89,9 +92,15 @@ def read_config(name: str, where: str = "trainer.model", revision: str | None = 
     try:
         return AutoConfig.from_pretrained(str(Path(name).expanduser()), revision=revision)
     except Exception as error:  # noqa: BLE001  it is about the file, in as many types as there are rules for its fields
-        said = " ".join(str(error).split())[:300] or type(error).__name__
-        remedy = "give tiny, a folder with config.json, or a hub name that this machine can reach"
-        raise ConfigError(where, f"{name!r} cannot be loaded ({said})", remedy) from None
+        raise _not_loaded(where, name, error) from None
+
+
+def _not_loaded(where: str, name: str, error: Exception) -> ConfigError:
+    said = " ".join(str(error).split())[:300] or type(error).__name__
+    remedy = (
+        "give tiny, a whole folder with config.json and weights, or a hub name that this machine can reach"
+    )
+    return ConfigError(where, f"{name!r} cannot be loaded ({said})", remedy)
 
 
 def auto_class(config: Any) -> Any:
