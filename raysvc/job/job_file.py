@@ -20,8 +20,10 @@ from pydantic import BaseModel, ValidationError
 
 from raysvc.errors import ConfigError
 from raysvc.job.config import JobConfig
+from raysvc.job.known_keys import advice_on
 
 WITH_PASSWORD = re.compile(r"[A-Za-z0-9+.:-]+://[^/@]*:[^/@]*@|https?://[^/@]+@")
+SECTIONS = ("plan", "trainer", "workers")  # whose keys are told to who writes them elsewhere
 SHORT = {"name": ("server", "name")}
 
 
@@ -172,10 +174,7 @@ def _explain(error: ValidationError) -> ConfigError:
     path = _of_the_user(first["loc"])
     where = ".".join(path) or "job"
     if first["type"] == "extra_forbidden":
-        known = _fields_at(path[:-1])
-        close = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.6)
-        remedy = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
-        return ConfigError(where, "unknown key", remedy)
+        return ConfigError(where, "unknown key", _remedy(path))
     if first["type"] == "missing":
         remedy = "every job needs source and tokenizer" if len(path) == 1 else "give it a value"
         return ConfigError(where, "is missing", remedy)
@@ -188,6 +187,17 @@ def _explain(error: ValidationError) -> ConfigError:
     if given is None:
         return ConfigError(where, f"{what or remedy}{shown}", "give it a value, or leave the key out")
     return ConfigError(where, f"{what or remedy}{shown}", remedy if semicolon else "change this value")
+
+
+def _remedy(path: Sequence[str]) -> str:
+    """What to write in place of an unknown key."""
+    name, known = path[-1], _fields_at(path[:-1])
+    if (advice := advice_on(name)) is not None:
+        return advice
+    if elsewhere := [section for section in SECTIONS if name in _fields_at([section])]:
+        return f"write {elsewhere[0]}.{name}"
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
 
 
 def _of_the_user(place: Sequence[int | str]) -> list[str]:

@@ -1,0 +1,123 @@
+"""What keys of other trainers are called in a job.
+
+From `transformers.TrainingArguments`, TRL, axolotl and LLaMA-Factory. The table of docs/coming-from.md is made from this one.
+
+Always true:
+- a key on the right is one of a job, or stands nowhere, with the reason.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class KnownKey(NamedTuple):
+    """A key of a job.
+
+    Attributes:
+        path: dotted; "": a job has no such key.
+        note: what is different.
+    """
+
+    path: str
+    note: str = ""
+
+
+_LORA = KnownKey(
+    "", "the built-in trainer trains all weights; TRL with PEFT trains an entry, see docs/integrations.md"
+)
+_ROWS_OF_STEP = KnownKey("plan.batch_size", "rows of a step over all ranks, however they are split")
+_CUT = KnownKey("plan.micro_batch_tokens", "batch_size rows are cut into micro-batches of so many tokens")
+KNOWN_KEYS: dict[str, KnownKey] = {
+    "model_name_or_path": KnownKey("trainer.model"),
+    "base_model": KnownKey("trainer.model"),
+    "tokenizer_name_or_path": KnownKey("tokenizer"),
+    "dataset_name": KnownKey("source.dataset"),
+    "datasets": KnownKey("mixture.sources", "several sources with weights; one is source"),
+    "data_files": KnownKey("source.path"),
+    "dataset_text_field": KnownKey("source.columns", "{text: YOUR_COLUMN}"),
+    "dataset_num_proc": KnownKey("workers.max"),
+    "preprocessing_num_workers": KnownKey("workers.max"),
+    "dataloader_num_workers": KnownKey("server.collate_threads"),
+    "dataloader_prefetch_factor": KnownKey("server.look_ahead_steps"),
+    "template": KnownKey("tokenizer.chat_template", "the tokenizer's own is used unless you give one"),
+    "max_seq_length": KnownKey("max_length"),
+    "max_seq_len": KnownKey("max_length"),
+    "sequence_len": KnownKey("max_length"),
+    "cutoff_len": KnownKey("max_length"),
+    "sample_packing": KnownKey("plan.layout", "packed"),
+    "neat_packing": KnownKey("plan.layout", "packed"),
+    "padding_free": KnownKey("plan.layout", "packed"),
+    "group_by_length": KnownKey("plan.layout", "packed needs no padding"),
+    "assistant_only_loss": KnownKey("train_on", "all_assistant_messages"),
+    "completion_only_loss": KnownKey("train_on", "last_assistant_message"),
+    "train_on_inputs": KnownKey("train_on", "all_tokens trains inputs too"),
+    "roles_to_train": KnownKey("train_on"),
+    "mask_history": KnownKey("train_on", "last_assistant_message"),
+    "per_device_train_batch_size": _ROWS_OF_STEP,
+    "train_batch_size": _ROWS_OF_STEP,
+    "gradient_accumulation_steps": _CUT,
+    "per_device_eval_batch_size": KnownKey("evals.NAME.batch_size"),
+    "num_train_epochs": KnownKey("plan.epochs"),
+    "num_epochs": KnownKey("plan.epochs"),
+    "data_seed": KnownKey("plan.seed"),
+    "lr": KnownKey("trainer.learning_rate"),
+    "lr_scheduler_type": KnownKey("trainer.lr_schedule"),
+    "lr_scheduler": KnownKey("trainer.lr_schedule"),
+    "warmup_ratio": KnownKey("trainer.warmup_steps", "a number of steps"),
+    "optim": KnownKey("", "the built-in trainer has AdamW alone"),
+    "optimizer": KnownKey("", "the built-in trainer has AdamW alone"),
+    "bf16": KnownKey("trainer.precision"),
+    "fp16": KnownKey("trainer.precision"),
+    "fsdp": KnownKey("trainer.strategy"),
+    "deepspeed": KnownKey(
+        "trainer.strategy", "fsdp; your own loop may use DeepSpeed, see docs/integrations.md"
+    ),
+    "gradient_checkpointing": KnownKey(
+        "", "the built-in trainer has none; HF Trainer and TRL have, see docs/integrations.md"
+    ),
+    "num_processes": KnownKey("trainer.dp_size"),
+    "nproc_per_node": KnownKey("trainer.dp_size"),
+    "output_dir": KnownKey("trainer.run_dir"),
+    "save_steps": KnownKey("trainer.checkpoint_every_steps"),
+    "save_total_limit": KnownKey("trainer.keep_checkpoints"),
+    "eval_steps": KnownKey("trainer.eval_every_steps"),
+    "val_set_size": KnownKey("evals", "held-out rows are a source of their own"),
+    "eval_dataset": KnownKey("evals", "held-out rows are a source of their own"),
+    "logging_steps": KnownKey("", "every step is logged, in metrics.jsonl of the run folder"),
+    "run_name": KnownKey("server.name"),
+    "resume_from_checkpoint": KnownKey("trainer.resume", "a run resumes by itself"),
+    "loss_type": KnownKey("trainer.objective"),
+    "rl": KnownKey("trainer.objective"),
+    "stage": KnownKey("trainer.objective"),
+    "ref_model": KnownKey("enrich.ref_logprobs.model"),
+    "lora_r": _LORA,
+    "lora_rank": _LORA,
+    "lora_alpha": _LORA,
+    "lora_dropout": _LORA,
+    "lora_target_modules": _LORA,
+    "finetuning_type": _LORA,
+    "adapter": _LORA,
+    "peft_config": _LORA,
+    "load_in_4bit": _LORA,
+    "load_in_8bit": _LORA,
+}
+
+
+def advice_on(key: str) -> str | None:
+    """What to write in place of a key of another trainer, or None where it is not known."""
+    found = KNOWN_KEYS.get(key)
+    if found is None:
+        return None
+    if not found.path:
+        return found.note
+    return f"write {found.path}" + (f" ({found.note})" if found.note else "")
+
+
+def table() -> str:
+    """The keys as the rows of a Markdown table."""
+    lines = [
+        f"| `{key}` | {f'`{one.path}`' if one.path else 'none'} | {one.note} |"
+        for key, one in KNOWN_KEYS.items()
+    ]
+    return "\n".join(["| theirs | a job's | |", "| --- | --- | --- |", *lines])

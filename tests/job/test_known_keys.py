@@ -1,0 +1,46 @@
+"""Keys of other trainers: each is met with the key that a job has, in the file and in the docs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raysvc.errors import ConfigError
+from raysvc.job.job_file import _fields_at, load_job
+from raysvc.job.known_keys import KNOWN_KEYS, table
+
+JOB = {"source": {"path": "rows.jsonl"}, "tokenizer": "folder"}
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "coming-from.md"
+
+
+def test_every_key_on_the_right_is_one_of_a_job_and_none_on_the_left_is() -> None:
+    assert len(KNOWN_KEYS) >= 50
+    for key, found in KNOWN_KEYS.items():
+        *sections, name = found.path.split(".") if found.path else ["source", "path"]
+        assert name in _fields_at(sections), key
+        assert key not in _fields_at([]), key
+        assert found.path or found.note, key
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"lr": 1}, "lr: unknown key; write trainer.learning_rate"),
+        ({"trainer": {"lr": 1}}, "trainer.lr: unknown key; write trainer.learning_rate"),
+        ({"trainer": {"gradient_checkpointing": True}}, "unknown key; the built-in trainer has none; HF Trainer and TRL"),
+        ({"lora_r": 8}, "lora_r: unknown key; the built-in trainer trains all weights; TRL with PEFT"),
+        ({"batch_size": 8}, "batch_size: unknown key; write plan.batch_size"),
+        ({"trainer": {"batch_size": 8}}, "trainer.batch_size: unknown key; write plan.batch_size"),
+        ({"plan": {"packing": "best_fit", "sample_packing": True}}, "plan.sample_packing: unknown key; write plan.layout (packed)"),
+        ({"warmup_ratio": 0.1}, "warmup_ratio: unknown key; write trainer.warmup_steps (a number of steps)"),
+    ],
+)  # fmt: skip
+def test_a_known_key_is_met_half_way(sections: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_job({**JOB, **sections})
+    assert told in str(caught.value)
+
+
+def test_the_page_has_the_table() -> None:
+    assert table() in PAGE.read_text(), "write table() into it"
