@@ -4,7 +4,7 @@ Always true:
 - exit code 0 only on success, 2 for a user's mistake (one line on stderr, no traceback), 1 for what raysvc
   raised otherwise, 130 for Ctrl-C and 143 for SIGTERM;
 - what a file system refuses is a user's mistake;
-- a job.yaml may stand where overrides stand;
+- a job.yaml, or the folder of a run in place of its job, may stand where overrides stand;
 - with `--json` the last line of stdout is one JSON object, everything else goes to stderr;
 - every command takes -v and -q, before its name or after it;
 - a local Ray that a command started ends with it.
@@ -35,8 +35,8 @@ Job = Annotated[str, typer.Option("-c", "--config", help="The job file.", metava
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        help="A job file (instead of -c), and dotted overrides such as plan.batch_size=64.",
-        metavar="[JOB.YAML] [KEY=VALUE]...",
+        help="A job file (instead of -c) or the folder of a run, and dotted overrides such as plan.batch_size=64.",
+        metavar="[JOB.YAML|RUN] [KEY=VALUE]...",
     ),
 ]
 Address = Annotated[
@@ -122,9 +122,13 @@ def emit(result: Mapping[str, Any]) -> None:
 def _with_job_named(arguments: dict[str, Any], default: str | None) -> dict[str, Any]:
     """`raysvc train job.yaml` means `raysvc train -c job.yaml`."""
     words = arguments.get("overrides")
-    if words and "=" not in words[0] and os.path.isdir(words[0]):
-        what = "is a folder, and a job is a file; a run's folder does not hold its job"
-        raise ConfigError(words[0], what, "write -c job.yaml, the job whose trainer.run_dir it is")
+    if words and (folder := _run_folder(words[0])) is not None:
+        from raysvc.training.run_job import job_of_run
+
+        if arguments["config"] != default:
+            what = f"is a run, and there is another job, -c {arguments['config']}"
+            raise ConfigError(words[0], what, "name one of them")
+        return {**arguments, "config": job_of_run(folder), "overrides": words[1:]}
     if not words or "=" in words[0] or not words[0].endswith((".yaml", ".yml")):
         return arguments
     if arguments["config"] != default:
@@ -137,6 +141,13 @@ def _as_mistake(error: OSError) -> UserMistake:
     """What a file system refused, as a line that says what to do."""
     remedy = FILE_SYSTEM[error.errno or 0]
     return ConfigError(str(error.filename or "a file"), f"cannot be used ({error.strerror})", remedy)
+
+
+def _run_folder(word: str) -> str | None:
+    """The folder of a run that an argument names, by its path or by its name in `runs`; None where it names none."""
+    if "=" in word or word.endswith((".yaml", ".yml")):
+        return None
+    return next((path for path in (word, os.path.join("runs", word)) if os.path.isdir(path)), None)
 
 
 def _say_version(asked: bool) -> None:

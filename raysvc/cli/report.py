@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,7 +12,25 @@ from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
 from raysvc.cli.enrich import as_far_as_there
 from raysvc.cli.view import View
 
+if TYPE_CHECKING:
+    from raysvc.job.config import JobConfig
+
 Html = Annotated[Path, typer.Option("--html", help="File to write.")]
+
+
+def _as_it_ran(job: JobConfig) -> JobConfig:
+    """The job that the run in its run folder had, where there is one; what differs is said."""
+    from raysvc.cache.store.open import absolute
+    from raysvc.training.run_job import differences, has_job, job_of_run
+
+    folder = absolute(job.run_dir)
+    if not has_job(folder):
+        return job
+    ran = job_of_run(folder)
+    if differ := differences(job, ran):
+        told = "; ".join(f"{key} was {theirs!r} and is {ours!r}" for key, (ours, theirs) in differ.items())
+        print(f"the run in {folder} had another job, which is reported: {told}", file=sys.stderr)
+    return ran.model_copy(update={"cache": job.cache})  # its credentials
 
 
 @edge
@@ -33,7 +52,7 @@ def report(
     from raysvc.report.facts import gather
     from raysvc.report.page import render
 
-    job = load_job(config, overrides or ())
+    job = _as_it_ran(load_job(config, overrides or ()))
     html.parent.mkdir(parents=True, exist_ok=True)
     html.open("a").close()  # what cannot be written is said before the rows are read
     with View() as view:

@@ -1,6 +1,6 @@
 """What keys of other trainers are called in a job.
 
-From `transformers.TrainingArguments`, TRL, axolotl and LLaMA-Factory. The table of docs/coming-from.md is made from this one.
+From `transformers.TrainingArguments`, TRL, axolotl and LLaMA-Factory. The table of docs/howto/keys.md is made from this one.
 
 Always true:
 - a key on the right is one of a job, or stands nowhere, with the reason.

@@ -8,6 +8,7 @@
     <run_dir>/checkpoints/damaged-step-<n>.<uid>/   one of which a file was not what was written; nobody reads or removes it
     <run_dir>/model/             the trained model, as `transformers` reads it, when the run has ended
     <run_dir>/run.json           which job this is; see `raysvc.training.run_identity`
+    <run_dir>/job.json           the job, for commands that are given the folder; see `raysvc.training.run_job`
     <run_dir>/summary.json       written at the end
     <run_dir>/owners/            who trains here; see `raysvc.cache.store.claim`
 
@@ -226,8 +227,12 @@ class RunFolder:
         if not path.exists():
             return None
         try:
-            return dict(json.loads(path.read_bytes()))
-        except (ValueError, TypeError):
+            found = dict(json.loads(path.read_bytes()))
+            shown = found["stalls"]
+            if not (isinstance(shown["by_cause"], dict) and isinstance(shown["last"], list)):
+                raise ValueError("stalls")
+            return found
+        except (ValueError, TypeError, KeyError):
             remedy = "remove it: raysvc train writes it again"
             raise StateMismatch(str(path), "is not the JSON that was written", remedy) from None
 

@@ -32,6 +32,7 @@ from raysvc.training.model_name import check_layout, check_scaling, vision_of, w
 from raysvc.training.objective import OF_A_CRITIC, mean_of, objective_of
 from raysvc.training.run_folder import Checkpoint, RunFolder, goal
 from raysvc.training.run_identity import claim, identity_of
+from raysvc.training.run_job import keep_job
 from raysvc.training.run_log import RunLog, cache_facts, write_summary
 from raysvc.training.step_log import StepLog
 from raysvc.training.step_metrics import observe_step
@@ -78,6 +79,7 @@ def run_job(
             has_checkpoint=checkpoint is not None,
             changed=job.trainer.resume == "changed",
         )
+        keep_job(folder.path, job)
         if checkpoint is None or ray_there is not None:
             return _Run(job, folder, entry, build, checkpoint, progress, begin, should_stop).run(address)
         if build is not None:

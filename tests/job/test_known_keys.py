@@ -11,7 +11,7 @@ from raysvc.job.job_file import _fields_at, load_job
 from raysvc.job.known_keys import KNOWN_KEYS, table
 
 JOB = {"source": {"path": "rows.jsonl"}, "tokenizer": "folder"}
-PAGE = Path(__file__).parents[2] / "docs" / "howto" / "coming-from.md"
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "keys.md"
 
 
 def test_every_key_on_the_right_is_one_of_a_job_and_none_on_the_left_is() -> None:

@@ -30,6 +30,7 @@ NAMED = {
     "part-#-#.arrow": ANYTHING,
     "tokenizer.json": ANYTHING,
     "run.json": ANYTHING,
+    "job.json": ANYTHING,
     "summary.json": {*NO_JSON, "empty", "cut"},  # for display: no command goes by it
     "served.jsonl": {
         *NO_JSON,
