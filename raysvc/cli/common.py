@@ -123,8 +123,11 @@ def _with_job_named(arguments: dict[str, Any], default: str | None) -> dict[str,
     """`raysvc train job.yaml` means `raysvc train -c job.yaml`."""
     words = arguments.get("overrides")
     if words and (folder := _run_folder(words[0])) is not None:
-        from raysvc.training.run_job import job_of_run
+        from raysvc.training.run_job import has_job, job_of_run
 
+        if not has_job(folder):
+            what = "is a folder, and a job is a file; no run has kept its job there"
+            raise ConfigError(words[0], what, "write -c job.yaml, the job whose trainer.run_dir it is")
         if arguments["config"] != default:
             what = f"is a run, and there is another job, -c {arguments['config']}"
             raise ConfigError(words[0], what, "name one of them")
