@@ -27,7 +27,6 @@ import pyarrow as pa
 
 from raysvc.chat.source.json_rows import SourceRow
 from raysvc.errors import RaysvcError, SourceError
-from raysvc.pipelines.reading.arrow_extensions import extension_name
 from raysvc.pipelines.reading.arrow_rows import first_of_table, rows_of_table
 from raysvc.pipelines.sources.slices import Piece, Slice
 from raysvc.row_ids import MOST_SLICES
@@ -41,7 +40,6 @@ LEAST_ROWS, MOST_ROWS = 1 << 4, 1 << 11  # of a slice
 _ID = "__raysvc_id"
 _TASK_BITS = 33  # of `monotonically_increasing_id`: the row in its task
 _CAUSE = re.compile(r"^[\w.]+: \S.*", re.MULTILINE)
-_OBJECTS = "ray.data.arrow_pickled_object"
 
 
 def first_row(data: ray.data.Dataset) -> dict[str, Any]:
@@ -52,7 +50,6 @@ def first_row(data: ray.data.Dataset) -> dict[str, Any]:
     """
     with _executed(data.limit(1)) as one:
         for table in one.iter_batches(batch_size=1, batch_format="pyarrow"):
-            _refuse_objects(table)
             return next(first_of_table(table))
     raise SourceError(WHERE, "its Dataset has no row", "give one with at least one row")
 
@@ -118,7 +115,6 @@ def read_slice(table: pa.Table, slice_rows: int) -> tuple[Slice, list[SourceRow]
         what = f"its Dataset has more than {index * slice_rows} rows; maybe it has no end"
         raise SourceError(WHERE, what, "end it with limit(n), or split it into several sources")
     table = table.drop_columns([_ID])
-    _refuse_objects(table)
     rows = list(rows_of_table(table, index * slice_rows))
     digest, num_bytes = hashlib.sha256(), 0
     for row in rows:
@@ -166,13 +162,6 @@ def _executed(data: ray.data.Dataset) -> Iterator[ray.data.Dataset]:
         raise SourceError(WHERE, what[:500], "run its take_all() by itself, and correct it") from error
     finally:
         options.preserve_order = before
-
-
-def _refuse_objects(table: pa.Table) -> None:
-    for field in table.schema:
-        if extension_name(field) == _OBJECTS:
-            what = f"column {field.name!r} holds Python objects, or values of several types"
-            raise SourceError(WHERE, what, "make it text, numbers, lists or dicts of one type, or drop it")
 
 
 def _text(row: dict[str, Any]) -> bytes:

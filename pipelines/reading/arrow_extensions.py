@@ -8,6 +8,7 @@
 | `arrow.fixed_shape_tensor` | lists in lists, in the order of its axes |
 | `Array2D` to `Array5D` of `datasets` | lists in lists, as stored |
 | tensors of Ray Data | lists in lists |
+| pickled objects of Ray Data | refused before a value of it is read |
 | any other | `Unreadable`: a row that uses it is quarantined, and the reason names the type |
 
 Always true:
@@ -29,6 +30,7 @@ from raysvc.chat.source.json_rows import Unreadable, load_json
 Convert = Callable[[Any], Any]
 _NAME = b"ARROW:extension:name"
 _RAY_TENSORS = tuple(f"ray.data.arrow_{kind}" for kind in ("tensor", "tensor_v2", "variable_shaped_tensor"))
+_PICKLED = "ray.data.arrow_pickled_object"
 _ARRAYS = tuple(f"datasets.features.features.Array{axes}DExtensionType" for axes in range(2, 6))
 
 
@@ -37,6 +39,13 @@ def extension_name(field: pa.Field) -> str | None:
     if isinstance(field.type, pa.BaseExtensionType):
         return str(field.type.extension_name)
     return (field.metadata or {}).get(_NAME, b"").decode(errors="replace") or None
+
+
+def holds_pickles(field: pa.Field) -> bool:
+    """Whether values of a field are objects that Ray Data has pickled, which run code when they are read."""
+    kind = _stored(field.type)
+    inner = (kind.field(place) for place in range(kind.num_fields)) if pa.types.is_nested(kind) else ()
+    return extension_name(field) == _PICKLED or any(map(holds_pickles, inner))
 
 
 def reader_of(name: str, kind: pa.DataType) -> Convert | None:

@@ -14,6 +14,7 @@
 Always true:
 - a null inside a list stays, and so does one inside a JSON text;
 - columns whose type needs no change are not looked through;
+- nothing that is pickled is read;
 - no column has the name of another: one of them would be gone without a word.
 """
 
@@ -28,7 +29,7 @@ import pyarrow.types as types
 
 from raysvc.chat.source.json_rows import SourceRow, Unreadable
 from raysvc.errors import SourceError
-from raysvc.pipelines.reading.arrow_extensions import Convert, extension_name, reader_of
+from raysvc.pipelines.reading.arrow_extensions import Convert, extension_name, holds_pickles, reader_of
 
 LISTS = (
     types.is_list,
@@ -69,6 +70,10 @@ def _decoded(batch: pa.RecordBatch | pa.Table) -> tuple[list[dict[str, Any]], bo
     if len({*names}) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise SourceError("source", f"has the column {twice!r} twice", "give every column a name of its own")
+    for field in batch.schema:
+        if holds_pickles(field):
+            what = f"column {field.name!r} holds Python objects, or values of several types, that Ray Data has pickled"
+            raise SourceError("source", what, "make it text, numbers, lists or dicts of one type, or drop it")
     rows, is_odd = _python_rows(batch)
     converts = {field.name: convert for field in batch.schema if (convert := _convert(field))}
     for row in rows if converts else ():

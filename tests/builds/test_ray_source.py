@@ -416,3 +416,26 @@ def test_what_ray_data_reads_offline_is_a_source(
     (tmp_path / "plain.jsonl").write_text("".join(json.dumps(row) + "\n" for row in plain))
     expected = build({"path": str(tmp_path / "plain.jsonl")}).table()
     assert build({"ray": read(plain, tmp_path), "version": "1"}).table().equals(expected)
+
+
+def test_a_dataset_is_served_and_a_mixture_takes_one_beside_files(
+    build: Build, rows: list[dict[str, Any]], sample: dict[str, str], tmp_path: Path
+) -> None:
+    job = {
+        "tokenizer": sample["tokenizer"], "cache": {"root": str(tmp_path / "cache")},
+        "plan": {"batch_size": 16, "shuffle": "none"}, "trainer": {"run_dir": str(tmp_path / "run")},
+    }  # fmt: skip
+    server = raysvc.serve(job, source=dataset(rows[:64], 3), name="from-ray", detached=False)
+    assert server.num_rows == 64
+    with raysvc.attach("from-ray", rank=0) as client:
+        step = next(iter(client.steps(stop=1)))
+    assert step.shards[0].row_ids.tolist() != []
+    mixture = {
+        "sources": {
+            "ray": {"source": {"ray": dataset(rows[:64], 4), "version": "2"}, "weight": 1},
+            "files": {"source": {"path": sample["rows"]}, "weight": 1},
+        }
+    }
+    mixed = raysvc.tokenize({**job, "mixture": mixture})
+    assert [one.num_rows for one in mixed.entries] == [64, ROWS]
+    assert mixed.sources == ("ray", "files")

@@ -413,3 +413,27 @@ def test_polars_writes_values_that_are_read_as_they_are(tmp_path: Path) -> None:
     frame.write_ipc(tmp_path / "file.arrow")  # a file, with its dictionaries behind the batches
     with pytest.raises(SourceError, match=r"dictionaries behind its batches.*write_parquet"):
         _ = look_at(at(tmp_path / "file.arrow")).slices
+
+
+class Runs:
+    """What writes a file when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path(self.path),)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_pickled_objects_of_ray_data_are_refused_unread(tmp_path: Path, inside: bool) -> None:
+    from ray.data.block import BlockAccessor
+
+    block = BlockAccessor.batch_to_block({"thing": np.array([Runs(str(tmp_path / "ran"))], object)})
+    if inside:
+        column = block.column("thing").combine_chunks()
+        block = pa.table({"outer": pa.StructArray.from_arrays([column], ["thing"])})
+    pq.write_table(block, tmp_path / "rows.parquet")
+    with pytest.raises(SourceError, match="holds Python objects"):
+        list(rows_of_table(pq.read_table(tmp_path / "rows.parquet"), 0))
+    assert not (tmp_path / "ran").exists()
