@@ -77,6 +77,25 @@ class Look:
     layout: str
     too_long: tuple[str, int] | None
 
+    @property
+    def is_tiny(self) -> bool:
+        """Whether the model is one for trying."""
+        return self.model in ("tiny", TINY_VISION)
+
+    @property
+    def unusable(self) -> str:
+        """Why no command would accept these rows, with the remedy; "": they do."""
+        counts = self.row_counts
+        count = sum(counts.quarantined.values())
+        if count <= JobConfig.model_fields["max_quarantine"].default * counts.rows_in:
+            return ""
+        reason = max(counts.quarantined, key=lambda one: counts.quarantined[one])
+        remedy = "fix these rows"
+        if "template" in reason:
+            remedy = "name a tokenizer whose chat template takes them, or give tokenizer.chat_template"
+        told = f"{count} of the first {counts.rows_in} rows cannot be used ({reason}), so every command would end"
+        return f"{told}; {remedy}, or raise max_quarantine to train the rest"
+
     def lines(self) -> list[str]:
         """The same as sentences."""
         row_counts = self.row_counts
@@ -177,7 +196,7 @@ train_on: all_assistant_messages   # or last_assistant_message, each_assistant_t
 {_max_length(found)}   # longer rows are dropped, or cut: truncation: keep_start
 
 plan:
-  batch_size: {min(64, found.num_rows)}   # rows of a step, over all ranks
+  batch_size: {_batch_size(found.num_rows)}   # rows of a step, over all ranks
   # mini_batch_size: 32   # rows of an optimizer step, where a step has several
   epochs: 1
   layout: {found.layout}   # {_of_layout(found)}
@@ -189,10 +208,20 @@ server:
 trainer:
   model: {json.dumps(found.model)}   # {"tiny-vision" if found.media else "tiny"} (random, for trying), a folder, or a hub name
 {_objective(found.format)}  dp_size: 1   # ranks, one GPU each
-  learning_rate: 1.0e-5
-  precision: bf16   # float32 weights, bfloat16 forward and backward
+  learning_rate: {"1.0e-3   # of a tiny model; a trained one wants some 1.0e-5" if found.is_tiny else "1.0e-5"}
+  precision: {"bf16" if has_gpu() else "fp32"}   # bf16 on GPUs: float32 weights, bfloat16 forward and backward
   checkpoint_every_steps: 50
 """
+
+
+def _batch_size(num_rows: int) -> int:
+    """Rows of a step, so that an epoch has twenty steps or more where it can."""
+    return 1 << (max(1, min(64, num_rows // 20)).bit_length() - 1)
+
+
+def has_gpu() -> bool:
+    """Whether this machine shows one; the ranks may run on others."""
+    return Path("/dev/nvidiactl").exists()
 
 
 def _place(source: SourceConfig) -> str:

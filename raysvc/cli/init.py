@@ -41,4 +41,8 @@ def init(data: Data, tokenizer: Tokenizer, out: Out = Path("job.yaml"), as_json:
         emit({"job": str(out), **asdict(found)})
         return
     print(*found.lines(), sep="\n", file=sys.stderr)
-    print(f"job: {out} (next: raysvc show {out} --row 0, then raysvc train {out})")
+    if found.unusable:
+        print(f"warning: {found.unusable}", file=sys.stderr)
+        print(f"job: {out}")
+    else:
+        print(f"job: {out} (next: raysvc show {out} --row 0, then raysvc train {out})")

@@ -192,3 +192,46 @@ def test_init_says_what_tokenize_warns_of(tmp_path: Path, sample: dict[str, str]
     assert "# left out: hash, messages.toxic." in said
     assert [*entry.report["row_counts"]["normalized"]] == ["bare tool declarations wrapped as functions"]
     assert "# bare tool declarations wrapped as functions: 1." in said
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("template", r"12 of the first 24 rows cannot be used (the template refused the conversation: no system), so every command would end; name a tokenizer whose chat template takes them"),
+        ("rows", "12 of the first 24 rows cannot be used (broken JSON), so every command would end; fix these rows"),
+    ],
+)  # fmt: skip
+def test_rows_that_no_command_would_accept_are_said_with_their_cause_and_no_next_command(
+    tmp_path: Path, sample: dict[str, str], fault: str, told: str
+) -> None:
+    folder = Path(shutil.copytree(sample["tokenizer"], tmp_path / "tokenizer"))
+    template = folder / "chat_template.jinja"
+    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    template.write_text(refuses + template.read_text())
+    lines = []
+    for number, row in enumerate(chat_rows(24)):
+        messages = [one for one in row["messages"] if one["role"] != "system"]
+        if number % 2:
+            messages = [{"role": "system", "content": "s"}, *messages]
+        line = json.dumps({"messages": messages})
+        lines.append("{broken" if number % 2 and fault == "rows" else line)
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(line + "\n" for line in lines))
+    said = run(str(data), "--tokenizer", str(folder), "--out", str(tmp_path / "job.yaml")).output
+    assert told in said
+    assert "next:" not in said
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_the_job_that_is_written_learns_within_twenty_steps(
+    tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    data, out = tmp_path / "rows.jsonl", tmp_path / "job.yaml"
+    data.write_text("".join(json.dumps(row) + "\n" for row in chat_rows(400)))
+    assert "next: raysvc show" in run(str(data), "--tokenizer", sample["tokenizer"], "--out", str(out)).output
+    summary = raysvc.train(
+        load_job(out), cache={"root": str(tmp_path / "cache")}, trainer={"run_dir": str(tmp_path / "run")}
+    )
+    assert summary["steps"] >= 20
+    assert summary["loss_last"] < 0.8 * summary["loss_first"]
