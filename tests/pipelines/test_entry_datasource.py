@@ -16,6 +16,7 @@ import raysvc
 from raysvc.builds.cache_entry import CacheEntry
 from raysvc.cache import names
 from raysvc.cache.entry import Entry
+from raysvc.cache.find import open_entry
 from raysvc.cache.key import ADDED, cache_key
 from raysvc.cache.local.checksum import BLOCK
 from raysvc.cache.store.open import open_store
@@ -222,3 +223,26 @@ def test_an_entry_on_s3_is_read_with_its_storage_options(
     local = build(open_store(str(tmp_path / "cache")))
     found = table_of(raysvc.read_entry(remote.uri, options))
     assert found.drop_columns(["row_id"]).equals(read_by_pyarrow(Path(local.uri)))
+
+
+def test_rows_that_people_filter_are_the_rows_that_a_server_gives_out(
+    serve: Any, entry: Any, tmp_path: Path
+) -> None:
+    from ray.data.expressions import col
+
+    uri = entry(40, per_part=9)
+    lengths = dict(
+        zip(CacheEntry((open_entry(uri),)).row_ids().tolist(), open_entry(uri).lengths(), strict=True)
+    )
+    long = raysvc.read_entry(uri, columns=["row_id", "input_ids"]).map_batches(
+        lambda table: pa.table(
+            {"row_id": table["row_id"], "n": pa.compute.list_value_length(table["input_ids"])}
+        ),
+        batch_format="pyarrow",
+    )
+    long.filter(expr=col("n") > 12).select_columns(["row_id"]).write_parquet(str(tmp_path / "long"))
+    plan = {"rows": {"include": str(tmp_path / "long")}, "epochs": 1, "batch_size": 4, "mini_batch_size": 4}
+    serve("filtered", plan=plan, sources=[uri])
+    with raysvc.attach("filtered", rank=0) as client:
+        given = [row for step in client.steps() for shard in step.shards for row in shard.row_ids.tolist()]
+    assert sorted(row for row in given if row >= 0) == [row for row, n in lengths.items() if n > 12]
