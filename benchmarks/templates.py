@@ -17,8 +17,7 @@ alone; `apply with the mask` is `return_assistant_tokens_mask=True` with the sam
 2,048 rows are one chunk of a slice; what a slice costs once is a larger part of fewer. Templates that take contents in
 parts get them so, and a template that needs a `bos_token`, which Qwen2.5's tokenizer has not, is given one.
 
-Rows that a template refuses are left out. `rendered` counts the rows that had to run the template. The last line of
-stdout is JSON.
+Rows that a template refuses are left out. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def measure(name: str, text: str, data: Path, given: argparse.Namespace) -> dict
     if name.startswith(ONLY_PARTS):
         lines = [in_parts(line) for line in lines]
     rows = [(row["messages"], row.get("tools") or None) for row in parsed(b"".join(lines))]
-    kept = accepted(lambda *row: template.render_really(*row, False), zip(lines, rows, strict=True))
+    kept = accepted(template.render, zip(lines, rows, strict=True))
     if len(kept) < given.rows / 10:
         return None
     whole = b"".join(line for line, _ in kept)
@@ -125,13 +124,10 @@ def measure(name: str, text: str, data: Path, given: argparse.Namespace) -> dict
         "whole": rate(lambda: tokenizer.run_json_lines(whole, 0), len(kept), 4),
         "apply_whole": rate(lambda: theirs(True), len(few), 4),
     }
-    assert template.fast is not None
-    rendered = template.fast.counts["rendered"] / (4 * len(kept))
     return {
         "template": name,
         "data": data.stem,
         "rows": len(kept),
-        "rendered_share": round(rendered, 4),
         **{key: round(value) for key, value in rates.items()},
         "text_ratio": round(rates["text"] / rates["apply_text"], 1),
         "whole_ratio": round(rates["whole"] / rates["apply_whole"], 1),
@@ -269,10 +265,8 @@ def main() -> None:
     given.hf = AutoTokenizer.from_pretrained(given.tokenizer)
     slice_tokenizer.encoders_of = _one_encoder(given.tokenizer)  # no template changes it
     results = []
-    print(
-        "| template | data | rows run by the template | text, times apply | whole, times apply | whole rows/s |"
-    )
-    print("|---|---|---|---|---|---|")
+    print("| template | data | text, times apply | whole, times apply | whole rows/s |")
+    print("|---|---|---|---|---|")
     part, parts = map(int, given.part.split("/"))
     paths = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
     for path in paths[len(paths) * (part - 1) // parts : len(paths) * part // parts]:
@@ -284,7 +278,7 @@ def main() -> None:
                 continue
             results.append(found)
             print(
-                f"| {found['template']} | {data.split('_')[0]} | {found['rendered_share']:.1%} | "
+                f"| {found['template']} | {data.split('_')[0]} | "
                 f"{found['text_ratio']} | {found['whole_ratio']} | {found['whole']:,} |",
                 flush=True,
             )

@@ -9,12 +9,11 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import islice, repeat
+from itertools import islice
 from typing import Any
 
 from raysvc.chat.carry import Carrier, resolved
 from raysvc.chat.render.renderer import Renderer
-from raysvc.chat.render.shape import JoinedRows, Sequences, apart, count_of, one_by_one
 from raysvc.chat.row_counter import RowCounter
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.sequence import Sequence
@@ -31,7 +30,6 @@ from raysvc.media.media_desk import MediaDesk
 
 MAX_NAMES = 1000  # of columns and keys of messages
 ROWS_PER_CHUNK = 2048
-ROWS_AT_ONCE = 128  # read and rendered while what was parsed of them is in the processor's cache
 
 
 class RowSequences:
@@ -42,7 +40,7 @@ class RowSequences:
         format: of the rows, None before the first one.
         carrier: of the columns that go with them, if any.
         names: columns of the slice's rows.
-        renderer: as given; another one may take its place.
+        renderer: as given.
 
     Args:
         spec: of the source.
@@ -60,53 +58,34 @@ class RowSequences:
         self.names: set[str] = set()
         self._tokenizer, self._desk = tokenizer, desk
 
-    def chunk(self, rows: Iterator[SourceRow], counter: RowCounter) -> tuple[Sequences, list[SourceRow], int]:
+    def chunk(
+        self, rows: Iterator[SourceRow], counter: RowCounter
+    ) -> tuple[list[Sequence], list[SourceRow], int]:
         """(sequences of the rows of a chunk, the row of each, how many rows were read)."""
         if self.carrier is not None:
             self.carrier.clear()
-        flat: Sequences = []
+        flat: list[Sequence] = []
         origins: list[SourceRow] = []
-        num_read = 0
-        while num_read < ROWS_PER_CHUNK and (
-            some := list(islice(rows, min(ROWS_AT_ONCE, ROWS_PER_CHUNK - num_read)))
-        ):
-            num_read += len(some)
-            rest = iter(some)
-            for known in self._known(some):
-                if isinstance(known, JoinedRows):
-                    flat.append(known)
-                    origins += islice(rest, len(known))
-                    continue
-                row = next(rest)
-                try:
-                    sequences = self._prepare(row, known)
-                except (RowFault, RowDropped) as why:
-                    counter.leave_out(row.source_row, why)
-                    continue
-                flat += sequences
-                origins += [row] * len(sequences)
+        num_read, keys = 0, set[tuple[str, ...]]()
+        for row in islice(
+            rows, ROWS_PER_CHUNK
+        ):  # one by one: what was just parsed is in the processor's cache
+            num_read += 1
+            if row.data is not None:
+                keys.add(tuple(row.data))
+            try:
+                sequences = self._prepare(row)
+            except (RowFault, RowDropped) as why:
+                counter.leave_out(row.source_row, why)
+                continue
+            flat += sequences
+            origins += [row] * len(sequences)
+        self.names.update(*keys)
         return flat, origins, num_read
 
-    def again(
-        self, flat: Sequences, origins: list[SourceRow], doubtful: set[int], counter: RowCounter
-    ) -> tuple[Sequences, list[SourceRow]]:
-        """The same with the doubtful ones, whose rows have no others, made as if nothing were known."""
-        made: Sequences = []
-        kept: list[SourceRow] = []
-        place = 0
-        for one in apart(flat, doubtful):
-            own = origins[place : place + count_of(one)]
-            try:
-                made += self._prepare(own[0], None) if place in doubtful else [one]
-                kept += own
-            except (RowFault, RowDropped) as why:
-                counter.leave_out(own[0].source_row, why)
-            place += len(own)
-        return made, kept
-
     def with_mismatched(
-        self, flat: Sequences, origins: list[SourceRow], counter: RowCounter
-    ) -> tuple[Sequences, list[SourceRow]]:
+        self, flat: list[Sequence], origins: list[SourceRow], counter: RowCounter
+    ) -> tuple[list[Sequence], list[SourceRow]]:
         """Beside each row's one sequence that of its prompt with the completion of the row before; of the chunk's last before its first."""
         form = self.format
         assert form is not None
@@ -115,7 +94,7 @@ class RowSequences:
             why = RowDropped("no other row whose completion could be its mismatched one")
             counter.leave_out(origins[0].source_row, why)
             return [], []
-        made: Sequences = []
+        made: list[Sequence] = []
         kept: list[SourceRow] = []
         for place, (row, own) in enumerate(zip(origins, flat, strict=True)):
             other = origins[place - 1].data
@@ -133,29 +112,18 @@ class RowSequences:
             kept += [row] * (1 + len(wrong))
         return made, kept
 
-    def _known(self, some: list[SourceRow]) -> Iterator[Sequence | JoinedRows | None]:
-        """As of `Renderer.known`, one by one where columns are carried; the first row of all decides on the format."""
-        rows = [row.data or {} for row in some]
-        first = next((row.data for row in some if row.data is not None), None)
-        if self.format is None and first is not None:
-            self.format = self._resolved(first)
-            self.carrier = self._new_carrier(self.format, first)
-        self.names.update(*{*map(tuple, rows)})
-        if self.format is None:
-            return repeat(None, len(rows))
-        known = self.renderer.known(rows, self.format)
-        return known if self.carrier is None else one_by_one(known)
-
-    def _prepare(self, row: SourceRow, known: Sequence | None) -> list[Sequence]:
+    def _prepare(self, row: SourceRow) -> list[Sequence]:
         if row.data is None:
             reason, _, detail = (row.error or "no data").partition(": ")
             raise RowFault(reason, detail)
-        assert self.format is not None
+        if self.format is None:
+            self.format = self._resolved(row.data)
+            self.carrier = self._new_carrier(self.format, row.data)
         if self._desk is not None:
             self._desk.go_to(row.source_row)
         if row.odd:
             self.format.check_values(row.data)
-        sequences = [known] if known else self.renderer.sequences(row.data, self.format)
+        sequences = self.renderer.sequences(row.data, self.format)
         for sequence in sequences:
             if not sequence.text.isascii():
                 _check_text(sequence.text)

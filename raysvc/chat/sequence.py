@@ -51,12 +51,9 @@ class Sequence:
         suffix: ids behind it, with loss.
         example: what it came from.
         tokens: ids and mask that came as tokens, instead of a text.
-        openings: beginnings of added tokens and tags that the text holds when its spans are right; None when they are
-            right whatever it holds.
         media: that the text stands for.
         removed: trained messages with reasoning that the template left out.
         noted: what was changed of a plain text.
-        head: beginning of the text that other rows may share, up to a token that cuts every text; no span begins in it.
     """
 
     text: str
@@ -65,10 +62,8 @@ class Sequence:
     suffix: tuple[int, ...] = ()
     example: Example | None = None
     tokens: TokensExample | None = None
-    openings: int | None = None
     media: tuple[MediumPlace, ...] = ()
     removed: int = 0
-    head: str = ""
     noted: frozenset[str] = frozenset()
 
     @property
@@ -80,7 +75,7 @@ class Sequence:
     @property
     def endless(self) -> int:
         """Trained turns that have no end."""
-        return sum(kind == ENDLESS_TURN for _, _, kind in self.spans)
+        return [kind for _, _, kind in self.spans].count(ENDLESS_TURN)
 
     @property
     def has_end(self) -> bool:

@@ -26,14 +26,6 @@ from raysvc.chat.garbage import no_collection
 from raysvc.chat.media_places import FIELDS, Media, media_arrays, place_media, sampled_places, true_ids
 from raysvc.chat.reference_check import RenderDiffers, compare, raw_example, sample_places
 from raysvc.chat.render.renderer import Renderer
-from raysvc.chat.render.shape import (
-    JoinedRows,
-    Sequences,
-    Shape,
-    kinds_of,
-    nth,
-    one_by_one,
-)
 from raysvc.chat.row_counter import RowCounter
 from raysvc.chat.row_counts import Quarantined, RowCounts
 from raysvc.chat.row_errors import RowDropped, RowFault
@@ -45,7 +37,6 @@ from raysvc.chat.source.json_rows import SourceRow, json_blocks, json_rows
 from raysvc.chat.text_batch import Batch, batch_of
 from raysvc.chat.tokens.align import TokenTable
 from raysvc.chat.tokens.probe import encoders_of
-from raysvc.chat.tokens.shared_heads import SharedHeads
 from raysvc.chat.tokens.token_rows import EncoderDiffers, RowEncoder, TokenRows, rows_of_tokens
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.chat.truncate import fewer_turns
@@ -112,9 +103,8 @@ class SliceTokenizer:
         self._label = dataset_label
         self._reference, self._encoder, self._switched = encoders_of(self.tokenizer)
         self._appends_end = spec.train_end == "append"
-        renderer = self._new_renderer(fast=True)
+        renderer = Renderer(self.tokenizer, desk, self._appends_end)
         self._rows = RowSequences(spec, self.tokenizer, renderer, desk)
-        self._heads = SharedHeads(self._encoder)
         self._table = TokenTable(
             self.tokenizer, renderer.control_tokens, renderer.inner_tokens, renderer.end_tokens
         )
@@ -171,16 +161,7 @@ class SliceTokenizer:
                         raise  # it does not give the same ids twice
                     self._switched = f"{self._encoder.name} differs from the reference on {differs}"
                     self._encoder = self._reference
-                    self._heads = SharedHeads(self._encoder)
-                except RenderDiffers as differs:
-                    if not self._rows.renderer.fast:
-                        raise  # two renders of the same row differ: our reading of it is wrong
-                    self._switched = f"the short template code differs from the reference on {differs}"
-                    self._rows.renderer = self._new_renderer(fast=False)
                 logger.warning("dataset=%s switched to the reference: %s", self._label, self._switched)
-
-    def _new_renderer(self, fast: bool) -> Renderer:
-        return Renderer(self.tokenizer, fast, self.desk, self._appends_end)
 
     def _made_of_lines(self, data: bytes, first_row: int, counter: RowCounter) -> Iterator[tuple[Kept, int]]:
         for block, number in json_blocks(data, first_row):
@@ -194,10 +175,6 @@ class SliceTokenizer:
             if self._rows.format is not None and self._rows.format.name == "kto":
                 flat, origins = self._rows.with_mismatched(flat, origins, counter)
             batch = _batch(flat)
-            doubtful = set(self._rows.renderer.doubtful(flat, batch)) if batch else set()
-            if doubtful:
-                flat, origins = self._rows.again(flat, origins, doubtful, counter)
-                batch = _batch(flat)
             while flat:
                 try:
                     made = self._chunk(flat, origins, batch, counter)
@@ -213,13 +190,13 @@ class SliceTokenizer:
             counter.read(num_read)
 
     def _chunk(
-        self, flat: Sequences, origins: list[SourceRow], batch: Batch | None, counter: RowCounter
+        self, flat: list[Sequence], origins: list[SourceRow], batch: Batch | None, counter: RowCounter
     ) -> tuple[Kept, int]:
         tokens, numbers = self._encode(flat, batch), np.array([row.source_row for row in origins], np.int64)
         compared, form = 0, self._rows.format
         assert form is not None
         if batch is not None:
-            sampled = {place: nth(flat, place) for place in sample_places(batch, int(numbers[0]))}
+            sampled = {place: flat[place] for place in sample_places(batch, int(numbers[0]))}
             compared = compare(
                 sampled,
                 tokens,
@@ -237,9 +214,8 @@ class SliceTokenizer:
         if self.spec.truncation == "keep_end_turns" and lengths.max() > (
             self.spec.max_length or lengths.max()
         ):
-            whole = [*one_by_one(flat)]
-            shorter: Sequences = [*map(self._shortened, whole, lengths.tolist())]
-            if any(a is not b for a, b in zip(shorter, whole, strict=True)):
+            shorter = [*map(self._shortened, flat, lengths.tolist())]
+            if any(a is not b for a, b in zip(shorter, flat, strict=True)):
                 flat, tokens = shorter, self._encode(shorter, _batch(shorter))
         media = self._media(flat, tokens)
         kept = keep(tokens, numbers, self.spec, counter)
@@ -254,13 +230,13 @@ class SliceTokenizer:
             kept = replace(kept, carried={**kept.carried, **media_arrays(left)})
         return kept, compared
 
-    def _media(self, flat: Sequences, tokens: TokenRows) -> Media | None:
+    def _media(self, flat: list[Sequence], tokens: TokenRows) -> Media | None:
         if self.desk is None:
             return None
         cut_at = self.spec.max_length if self.spec.truncation == "keep_start" else None
-        return place_media([*one_by_one(flat)], tokens, self.desk.processor, cut_at)
+        return place_media(flat, tokens, self.desk.processor, cut_at)
 
-    def _compare_media(self, sequences: Sequences, tokens: TokenRows, seed: int) -> int:
+    def _compare_media(self, flat: list[Sequence], tokens: TokenRows, seed: int) -> int:
         """Hold some rows with media against the processor itself; how many.
 
         Raises:
@@ -268,7 +244,6 @@ class SliceTokenizer:
         """
         if self.desk is None:
             return 0
-        flat = [*one_by_one(sequences)]
         places = sampled_places(flat, seed)
         for place in places:
             ids = tokens.ids[tokens.offsets[place] : tokens.offsets[place + 1]].tolist()
@@ -280,34 +255,36 @@ class SliceTokenizer:
                 raise RenderDiffers(f"{flat[place].text[:80]!r}, a row with media")
         return len(places)
 
-    def _note(self, flat: Sequences, numbers: npt.NDArray[np.int64], kept: Kept, counter: RowCounter) -> None:
+    def _note(
+        self, flat: list[Sequence], numbers: npt.NDArray[np.int64], kept: Kept, counter: RowCounter
+    ) -> None:
         """Count what the normal form changed, and the reasoning and the ends that a template left out, in rows that are written."""
         changed: dict[int, frozenset[str]] = {}
-        removed: list[tuple[int, Sequence | Shape]] = []
+        removed: list[tuple[int, Sequence]] = []
         endless: dict[int, list[Sequence]] = {}
-        for number, kind in zip(numbers.tolist(), kinds_of(flat), strict=True):
-            if kind.changes:
-                changed[number] = changed.get(number, frozenset()) | kind.changes
-            if kind.removed:
-                removed.append((number, kind))
-            if isinstance(kind, Sequence) and kind.endless:
-                endless.setdefault(number, []).append(kind)
+        for number, one in zip(numbers.tolist(), flat, strict=True):
+            if one.changes:
+                changed[number] = changed.get(number, frozenset()) | one.changes
+            if one.removed:
+                removed.append((number, one))
+            if one.endless:
+                endless.setdefault(number, []).append(one)
         written = set(kept.source_rows.tolist()) if changed or removed or endless else set()
         for number in changed.keys() & written:
             counter.note(changed[number])
         for number in endless.keys() & written:
             own = endless[number]
             counter.leave_open(sum(one.endless for one in own), not any(one.has_end for one in own))
-        lost = [kind for number, kind in removed if number in written]
+        lost = [one for number, one in removed if number in written]
         if lost:
             counter.remove_reasoning(sum(one.removed for one in lost), self._kept_by_turns(lost))
 
-    def _kept_by_turns(self, lost: list[Sequence | Shape]) -> int:
+    def _kept_by_turns(self, lost: list[Sequence]) -> int:
         """Try `each_assistant_turn` on a few conversations that lost reasoning: how many messages it keeps it for."""
         form = self._rows.format
         if form is None or form.train_on == "each_assistant_turn" or form.name in PAIRED:
             return 0
-        tried = [one for one in lost if isinstance(one, Sequence) and not one.media][:REMEDIES_TRIED]
+        tried = [one for one in lost if not one.media][:REMEDIES_TRIED]
         return sum(map(self._rows.renderer.kept_by_turns, tried))
 
     def _shortened(self, sequence: Sequence, length: int) -> Sequence:
@@ -330,11 +307,10 @@ class SliceTokenizer:
                 low = middle + 1
         return best
 
-    def _encode(self, flat: Sequences, batch: Batch | None) -> TokenRows:
+    def _encode(self, flat: list[Sequence], batch: Batch | None) -> TokenRows:
         if batch is None:
-            return rows_of_tokens([one.tokens for one in one_by_one(flat) if one.tokens is not None])
-        encode = RowEncoder(self._encoder, self._reference, self._table).encode
-        return self._heads.encode(batch, encode) or encode(batch)
+            return rows_of_tokens([one.tokens for one in flat if one.tokens is not None])
+        return RowEncoder(self._encoder, self._reference, self._table).encode(batch)
 
     def _result(self, made: list[tuple[Kept, int]], counter: RowCounter) -> SliceResult:
         kept = [part for part, _ in made]
@@ -383,6 +359,6 @@ class _DamagedInside(Exception):
         self.place, self.fault = place, fault
 
 
-def _batch(flat: Sequences) -> Batch | None:
+def _batch(flat: list[Sequence]) -> Batch | None:
     """Of texts; None of rows that came as tokens."""
-    return batch_of(flat) if flat and (isinstance(flat[0], JoinedRows) or flat[0].tokens is None) else None
+    return batch_of(flat) if flat and flat[0].tokens is None else None

@@ -98,7 +98,7 @@ SIZE = {
 HOSTILE = TIME | MEMORY | SIZE
 
 
-def outcome(name: str, fast: bool) -> dict[str, Any]:
+def outcome(name: str) -> dict[str, Any]:
     """How the render of one ends."""
     from raysvc.chat.bounds import budget
     from raysvc.chat.render.template import ChatTemplate
@@ -109,7 +109,7 @@ def outcome(name: str, fast: bool) -> dict[str, Any]:
     variables = {"t": TEXT, "a": "x"}
     before, begin_s = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     try:
-        template = ChatTemplate(HOSTILE[name], variables, fast, datetime(2000, 1, 1))
+        template = ChatTemplate(HOSTILE[name], variables, datetime(2000, 1, 1))
         text = template.render([{"role": "user", "content": TEXT}], None).text
         said = f"rendered {len(text)}"
     except (RowFault, TokenizerError) as fault:
@@ -119,5 +119,5 @@ def outcome(name: str, fast: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for each in sys.argv[2:] or HOSTILE:
-        print(json.dumps(outcome(each, sys.argv[1] == "fast")), flush=True)
+    for each in sys.argv[1:] or HOSTILE:
+        print(json.dumps(outcome(each)), flush=True)

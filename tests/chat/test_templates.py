@@ -185,7 +185,7 @@ def test_a_template_of_one_turn_is_probed_with_one_turn(slice_tokenizer: Any, to
     assert list(result.row_counts.quarantined) == ["a trained turn holds a control token"]
 
 
-def test_a_loop_over_a_number_of_the_row_is_walked_and_has_the_bound_too() -> None:
+def test_a_loop_over_a_number_of_the_row_has_the_bound_too() -> None:
     from raysvc.chat.render.template import ChatTemplate
     from raysvc.chat.row_errors import RowFault
 
@@ -198,5 +198,3 @@ def test_a_loop_over_a_number_of_the_row_is_walked_and_has_the_bound_too() -> No
         assert len(template.render([{"role": "user", "content": str(number)}], None).text) == 4 * number**2
     with pytest.raises(RowFault, match="characters"):
         template.render([{"role": "user", "content": "90000"}], None)
-    assert template.fast is not None
-    assert template.fast.counts["walked"] == 2

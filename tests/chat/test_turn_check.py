@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raysvc.chat.render import turn_check
-from raysvc.chat.render.turn_check import (
+from raysvc.chat.row_errors import RowFault
+from raysvc.chat.turns import turn_check
+from raysvc.chat.turns.turn_check import (
     is_empty,
     reasoning_of,
-    removed_reasoning,
     tags_of,
+    thoughts_of,
     unescaped,
     verify_turn,
 )
-from raysvc.chat.row_errors import RowFault
 
 NESTED = {"cities": ["Oslo", "Bergen"], "days": 3, "deep": {"a": [None, True]}}
 WAYS: dict[str, str] = {
@@ -185,10 +185,9 @@ def test_what_a_message_thinks_and_whether_it_says_anything(
     assert is_empty(message) == says_nothing
 
 
-def test_reasoning_is_removed_when_the_trained_text_does_not_hold_it() -> None:
-    thinking = [{"content": "a", "reasoning": thought} for thought in ("one", "two", "three")]
-    assert removed_reasoning([*thinking, {"content": "b"}], "one a a three a b") == 1
-    assert removed_reasoning(thinking, "") == 3
+def test_the_reasoning_of_messages_is_that_of_those_that_have_some() -> None:
+    thinking = [{"content": "a", "reasoning": thought} for thought in ("one", "two")]
+    assert thoughts_of([*thinking, {"content": "b"}, {"content": "<think>c</think>d"}]) == ["one", "two", "c"]
 
 
 @pytest.mark.parametrize("control", ["<end>", "<start>"])
@@ -381,7 +380,7 @@ def test_a_content_that_only_thinks_may_be_stripped_beside_calls(content: str, f
         verify_turn(stretch, message, tags, ())
     if fine:
         verify_turn(stretch, {**message, "tool_calls": calls}, tags, ())
-        assert removed_reasoning([message], stretch) == 1
+        assert thoughts_of([message])[0] not in stretch
     else:
         with pytest.raises(RowFault, match="does not hold its message"):
             verify_turn(stretch, {**message, "tool_calls": calls}, tags, ())

@@ -138,7 +138,6 @@ def test_rows_with_and_without_an_end_side_by_side_get_it_where_they_need_it(
     asked = [{"messages": [*short["messages"], {"role": "user", "content": f"and {n}"}]} for n in range(60)]
     made = slice_tokenizer("no_last_eot", train_end="append")
     rows, result = tokenize(made, *asked, short, *asked[:5])
-    assert made._rows.renderer._plain[1]._shapes  # rows with an end came together
     truth = made.tokenizer.hf.apply_chat_template(short["messages"], return_dict=False)
     assert rows[60].ids == [*truth, made.tokenizer.hf.eos_token_id]
     assert {row.trained[0] for row in rows} == {"The answer is b<|im_end|>"}

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from raysvc.chat.render.template import ChatTemplate
-from raysvc.chat.render.turn_spans import TurnFinder
 from raysvc.chat.row_errors import RowDropped, RowFault
 from raysvc.chat.source.examples import ChatExample
+from raysvc.chat.turns.turn_spans import TurnFinder
 
 from .zoo import A, U, say
 
@@ -54,7 +54,7 @@ def trained(text: str, messages: list[Any], place: int, stops: tuple[str, ...] =
     template = ChatTemplate(text, {})
     finder = TurnFinder(template, TOKENS, {"bos_token": "<s>", "eos_token": "</s>"}, stops)
     render = template.render(messages, None)
-    spans = finder.turn(render, ChatExample(messages, None, (place,)), place)
+    spans = finder.spans(render, ChatExample(messages, None, (place,)))
     return "".join(render.text[span.start : span.end] for span in spans)
 
 
@@ -232,7 +232,7 @@ def test_a_prompt_is_asked_again_where_tools_or_calls_may_change_it(opens: str) 
         before = say(A, "look") | ({"tool_calls": [CALL]} if opened and tools is None else {})
         messages = [say(U, "t0"), before, say(A, "t1")]
         render = template.render(messages, tools)
-        (span,) = finder.turn(render, ChatExample(messages, tools, (2,)), 2)
+        (span,) = finder.spans(render, ChatExample(messages, tools, (2,)))
         assert render.text[span.start : span.end] == ("" if opened else "Hm: ") + "t1<|im_end|>"
 
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import pytest
 
 from raysvc.chat.render.template import ChatTemplate
-from raysvc.chat.render.turn_spans import TurnFinder
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.messages import Message
+from raysvc.chat.turns.turn_spans import TurnFinder
 
 from .test_turn_finder import CALL, FOUR, OTHER, PROMPT, TOKENS, USUAL, chatml, no_end, trained
 from .zoo import A, U, say

@@ -21,7 +21,9 @@ from typing import Any
 
 from jinja2 import nodes, pass_environment
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from raysvc.chat.bounds import sizes
@@ -37,6 +39,15 @@ _OWN: dict[str, Callable[..., Any]] = {
 }
 _OPERATORS = {nodes.Mul: "_times", nodes.Pow: "_power", nodes.Mod: "_modulo"}
 _SUMS = (nodes.Add, nodes.Concat)
+_OF_DICTS = frozenset(dir(dict))
+_DATA = (str, int, bool, list, dict)
+_SAFE: dict[type, frozenset[str]] = {  # attributes that Jinja's sandbox lets every template have
+    str: frozenset(name for name in dir(str) if name[0] != "_") - {"format", "format_map"},
+    dict: frozenset(("get", "items", "keys", "values")),
+    LoopContext: frozenset(
+        ("first", "last", "index", "index0", "revindex", "length", "previtem", "nextitem")
+    ),
+}
 _DISPLAYS = (nodes.List, nodes.Tuple, nodes.Dict)
 
 
@@ -56,6 +67,21 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
         return super()._generate(_Bounded().visit(source), *args, **kwargs)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """As in Jinja, without its questions where their answers are known."""
+        kind = type(obj)
+        if kind is dict and attribute not in _OF_DICTS:
+            if attribute in obj:
+                return obj[attribute]
+            return self.undefined(obj=obj, name=attribute)
+        if attribute in _SAFE.get(kind, ()):
+            return getattr(obj, attribute)
+        if isinstance(obj, Namespace) and attribute[:1] != "_":
+            value = getattr(obj, attribute, None)
+            if type(value) in _DATA:
+                return value
+        return super().getattr(obj, attribute)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  as in Jinja
         """Any call of a template.

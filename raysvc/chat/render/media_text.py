@@ -19,7 +19,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Sequence as Many
 from dataclasses import replace
-from itertools import accumulate
 from typing import NamedTuple
 
 from raysvc.chat.render.rendered import NOBODY, Render
@@ -90,7 +89,7 @@ def filled_with_media(sequence: Sequence, render: Render, example: ChatExample, 
         places.append(MediumPlace(kind, taken.sha256, taken.size, made.tokens, made.patches, taken.num_bytes))
     check_decodable(places)
     text, spans = _filled(sequence, holes)
-    return replace(sequence, text=text, spans=spans, example=example, media=tuple(places), head="")
+    return replace(sequence, text=text, spans=spans, example=example, media=tuple(places))
 
 
 def _replacement(desk: MediaDesk, kind: Kind, taken: Taken) -> Replacement:
@@ -118,9 +117,8 @@ def _check_kinds(found: list[Kind], wanted: list[Kind]) -> None:
 
 def _check_owners(render: Render, found: Many[tuple[int, int, Kind]], places: Many[int]) -> None:
     """Whether each placeholder was written for the message of its medium."""
-    ends = list(accumulate(map(len, render.blocks)))
     for (start, _, kind), place in zip(found, places, strict=True):
-        owner = render.owners[bisect_right(ends, start)]
+        owner = render.owners[bisect_right(render.bounds, start) - 1]
         if owner not in (place, NOBODY):
             what = f"the template shows {WORDS[kind].one} of message {place} in message {owner}"
             raise RowFault(wrong_count(kind), what)

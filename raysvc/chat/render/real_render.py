@@ -3,21 +3,21 @@
 Always true:
 - what the template raises comes out as `RowFault`;
 - a text has at most `FREE_CHARS` and `CHARS_OF_ROW` times what the template was given, in characters;
-- text belongs to the message of the innermost loop over messages that the writing line stands in, or to nobody;
-- outside of those, in loops over numbers whose bodies set one variable to a message, it belongs to that message; with two, to nobody.
+- text belongs to the message that the notes of the template name (`owner_notes`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime
-from types import FrameType
+from itertools import accumulate, pairwise
 from typing import Any
 
 from raysvc.chat.bounds.budget import OverBudget, within_budget
 from raysvc.chat.bounds.sizes import RenderTooCostly, size_of
 from raysvc.chat.render.compiled import CompiledTemplate
-from raysvc.chat.render.rendered import Render, Written, render_of
+from raysvc.chat.render.owner_notes import Log, owners_of
+from raysvc.chat.render.rendered import NOBODY, Extent, Render
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.messages import Message
 
@@ -45,9 +45,10 @@ class RealRender:
     """
 
     def __init__(self, text: str, variables: Mapping[str, Any], now: datetime) -> None:
-        self._compiled = CompiledTemplate(text, now)
+        self._compiled = CompiledTemplate(text, {"documents": None, **variables}, now)
         self._compiled.on_generation(lambda caller: _Generated(caller()))
-        self._variables = {"documents": None, **variables}
+        self._variables = variables
+        self._marks_generation = "endgeneration" in text
 
     def render(self, messages: list[Message], tools: list[Any] | None, prompt: bool) -> Render:
         """Run the template.
@@ -60,40 +61,50 @@ class RealRender:
         Raises:
             RowFault: the template raised.
         """
-        given = {**self._variables, "messages": messages, "tools": tools, "add_generation_prompt": prompt}
+        row = {"messages": messages, "tools": tools, "add_generation_prompt": prompt}
         try:
-            return within_budget(self._written, given, messages)
+            return within_budget(self._written, row, messages)
         except OverBudget:
             raise
         except Exception as error:  # noqa: BLE001  a template may raise anything, and it is this row's fault
             raise _template_fault(error) from None
 
-    def _written(self, given: dict[str, Any], messages: list[Message]) -> Render:
-        root = self._compiled.root(self._compiled.context(given))
-        places = {id(message) for message in messages}
-        written: list[Written] = []
-        left = FREE_CHARS
-        for piece in root:
-            owner = self._owner(root.gi_frame, places)
-            text = str(piece)
-            written.append((type(piece) is _Generated, owner, text))
-            left -= len(text)
-            if left < 0:
-                left = most_chars(given) - sum(len(text) for _, _, text in written)
-                if left < 0:
+    def _written(self, row: dict[str, Any], messages: list[Message]) -> Render:
+        log, size, most = Log(), 0, FREE_CHARS
+        add = log.pieces.append
+        for piece in self._compiled.root(self._compiled.context(row, log)):
+            add(piece)
+            size += len(piece)
+            if size > most:
+                most = most_chars(row, self._variables)
+                if size > most:
                     raise RenderTooCostly(LONG_TEXT)
-        return render_of(written, messages)
+        ends = [0, *accumulate(map(len, log.pieces))]
+        begins, owners = [0], [NOBODY]
+        for pieces, owner in owners_of(log, messages):
+            at = ends[pieces]
+            if begins[-1] == at:  # nothing was written for whom was named before
+                begins.pop()
+                owners.pop()
+            if owners[-1:] != [owner]:
+                begins.append(at)
+                owners.append(owner)
+        if begins[-1] == size:
+            begins.pop()
+            owners.pop()
+        marks = self._marks(log.pieces, ends, begins) if self._marks_generation else []
+        return Render("".join(log.pieces), [*begins, size], owners, marks)
 
-    def _owner(self, frame: FrameType, places: set[int]) -> Any:
-        seen, taken = frame.f_locals, []
-        for line in reversed(self._compiled.loops_around(frame.f_lineno)):
-            for target in self._compiled.targets(line):
-                value = seen.get(target)
-                if id(value) in places:
-                    return value
-                if type(value) is int:
-                    taken += [each for each in self._compiled.set_in(line, seen) if id(each) in places]
-        return taken[0] if len(taken) == 1 else None
+    @staticmethod
+    def _marks(pieces: list[str], ends: list[int], begins: list[int]) -> list[Extent]:
+        """What is inside `{% generation %}`, each in one block; neighbours are joined."""
+        marks: list[Extent] = []
+        for piece, (start, end) in zip(pieces, pairwise(ends), strict=True):
+            if type(piece) is not _Generated or not piece:
+                continue
+            goes_on = marks and marks[-1][1] == start and start not in begins
+            marks.append((marks.pop()[0] if goes_on else start, end))
+        return marks
 
 
 class _Generated(str):

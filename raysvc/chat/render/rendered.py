@@ -1,20 +1,19 @@
 """A rendered conversation: its text, and which message wrote which part of it.
 
+Axes: B blocks.
 Always true:
 - the blocks, joined, are the text; each has one owner: a message's place, or -1 for none;
-- blocks side by side have different owners; a message may own several;
+- no block is empty, and blocks side by side have different owners; a message may own several;
 - a `{% generation %}` span lies inside one block, and between two of a block is text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
 
 NOBODY = -1
 Extent = tuple[int, int]  # [start, end) of characters
-Written = tuple[bool, Any, str]  # inside `{% generation %}`, for which message or None, text
 
 
 @dataclass(slots=True)
@@ -22,67 +21,33 @@ class Render:
     """Text of one conversation in blocks.
 
     Attributes:
-        blocks: text pieces, in order; none is empty.
+        text: of all blocks.
+        bounds: B + 1 places in the text, where blocks begin and the last one ends.
         owners: for each block the place of its message, or -1.
-        marks: (block, start, end), characters of that block inside `{% generation %}`.
+        marks: what is inside `{% generation %}`.
     """
 
-    blocks: list[str]
+    text: str
+    bounds: list[int]
     owners: list[int]
-    marks: list[tuple[int, int, int]] = field(default_factory=list)
+    marks: list[Extent] = field(default_factory=list)
+    _extents: dict[int, list[Extent]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
-    def text(self) -> str:
-        """The whole render."""
-        return "".join(self.blocks)
-
-
-def render_of(written: Iterable[Written], messages: list[Any]) -> Render:
-    """Blocks of what was written; every message is an object of its own."""
-    place_of = {id(message): place for place, message in enumerate(messages)}
-    blocks: list[str] = []
-    owners: list[int] = []
-    marks: list[tuple[int, int, int]] = []
-    parts: list[str] = []
-    owner, current = NOBODY, None
-    for generated, message, text in written:
-        if not text:
-            continue
-        if message is not current:
-            current, last = message, owner
-            owner = place_of.get(id(message), NOBODY)
-            if owner != last and parts:
-                blocks.append("".join(parts))
-                owners.append(last)
-                parts = []
-        if generated:
-            here, length = len(blocks), sum(map(len, parts))
-            start = marks.pop()[1] if marks and marks[-1][::2] == (here, length) else length
-            marks.append((here, start, length + len(text)))
-        parts.append(text)
-    if parts:
-        blocks.append("".join(parts))
-        owners.append(owner)
-    return Render(blocks, owners, marks)
+    def blocks(self) -> list[str]:
+        """B texts."""
+        return [self.text[a:b] for a, b in pairwise(self.bounds)]
 
 
 def extents_of(render: Render, place: int) -> list[Extent]:
-    """[start, end) of each stretch of a render that belongs to a message; neighbours are joined."""
-    made: list[Extent] = []
-    at = 0
-    for block, owner in zip(render.blocks, render.owners, strict=True):
-        if owner == place:
-            start = made.pop()[0] if made and made[-1][1] == at else at
-            made.append((start, at + len(block)))
-        at += len(block)
-    return made
+    """[start, end) of each block of a render that belongs to a message."""
+    found = render._extents
+    if not found:
+        for owner, extent in zip(render.owners, pairwise(render.bounds), strict=True):
+            found.setdefault(owner, []).append(extent)
+    return found.get(place, [])
 
 
 def marks_within(render: Render, extents: list[Extent]) -> list[Extent]:
     """[start, end) of each stretch inside `{% generation %}` that lies in one of some extents."""
-    starts, at = [], 0
-    for block in render.blocks:
-        starts.append(at)
-        at += len(block)
-    marks = [(starts[block] + start, starts[block] + end) for block, start, end in render.marks]
-    return [(a, b) for a, b in marks if any(a >= first and b <= last for first, last in extents)]
+    return [(a, b) for a, b in render.marks if any(a >= first and b <= last for first, last in extents)]

@@ -17,37 +17,27 @@ text, unless the template wrote them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Many
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any
 
-from raysvc.chat.bounds.budget import TOO_COSTLY, OverBudget
 from raysvc.chat.render.media_text import check_media, filled_with_media, plain_example
-from raysvc.chat.render.plain_rows import PlainRows
-from raysvc.chat.render.real_render import FREE_CHARS, LONG_TEXT, most_chars
 from raysvc.chat.render.rendered import Render
-from raysvc.chat.render.shape import JoinedRows, Sequences, one_by_one
 from raysvc.chat.render.template import ChatTemplate
-from raysvc.chat.render.token_texts import control_texts
-from raysvc.chat.render.turn_check import is_empty, removed_reasoning
-from raysvc.chat.render.turn_memory import TurnMemory
-from raysvc.chat.render.turn_spans import ALL_EMPTY, TurnFinder, TurnSpan
 from raysvc.chat.row_errors import RowDropped, RowFault
-from raysvc.chat.sequence import CLOSED_TURN, ENDLESS_TURN, FREE, OPEN_TURN, Sequence, Span
+from raysvc.chat.sequence import CLOSED_TURN, ENDLESS_TURN, FREE, OPEN_TURN, Sequence
 from raysvc.chat.source.examples import ChatExample, Example, StepsExample, TextExample, TokensExample
 from raysvc.chat.source.formats import Format
-from raysvc.chat.source.media_parts import NAMES
 from raysvc.chat.source.stepwise import STEP_END
-from raysvc.chat.text_batch import Batch
-from raysvc.chat.tokens.shared_heads import cutting_tokens
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
+from raysvc.chat.turns.token_texts import control_texts
+from raysvc.chat.turns.turn_check import is_empty, thoughts_of
+from raysvc.chat.turns.turn_spans import ALL_EMPTY, TurnFinder, TurnSpan
 from raysvc.job.config import PAIRED
 from raysvc.media.media_desk import MediaDesk
 
-MIN_HEAD = 256  # characters
 HAD_BEGIN = "the text began with the tokens that the tokenizer puts before it"
 HAD_END = "the text ended with an end of turn or of sequence"
 _SHOWN = frozenset(
@@ -60,7 +50,6 @@ class Renderer:
 
     Args:
         tokenizer: loaded.
-        fast: render by what earlier rows showed; false runs the template for every row.
         desk: takes the media of rows; None where rows have none.
         appends_end: put the model's end of sequence behind a row whose last turn is trained and has no end.
 
@@ -71,67 +60,34 @@ class Renderer:
     def __init__(
         self,
         tokenizer: LoadedTokenizer,
-        fast: bool = True,
         desk: MediaDesk | None = None,
         appends_end: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
-        self.fast = fast
         self._desk = desk
-        self._real: Renderer | None = None  # renders the rows with media
-        self._templates: dict[str, tuple[ChatTemplate, TurnFinder, TurnMemory]] = {}
-        self._plain: tuple[Format, PlainRows | None] | None = None
+        self._templates: dict[str, tuple[ChatTemplate, TurnFinder]] = {}
+        self._of_rows: dict[bool, tuple[ChatTemplate, TurnFinder]] = {}  # with tools or without
         self._around, self._eos = _added_around(tokenizer.hf)
         self._begin = "".join(map(str, tokenizer.hf.convert_ids_to_tokens(list(self._around[0]))))
         self._end_id = tokenizer.end_id if appends_end else None
-        self._cutting = cutting_tokens(tokenizer.hf)
         for has_tools in (False, True) if tokenizer.chat_template else ():
             self._template(has_tools)
 
     @property
     def control_tokens(self) -> tuple[str, ...]:
         """Texts of the tokens that open a header or end a turn, in any of the templates."""
-        found = (text for _, finder, _ in self._templates.values() for text in finder.control_tokens)
+        found = (text for _, finder in self._templates.values() for text in finder.control_tokens)
         return tuple(dict.fromkeys(found))
 
     @property
     def inner_tokens(self) -> frozenset[str]:
         """Of these, the ones that a template writes inside of turns."""
-        return frozenset(text for _, finder, _ in self._templates.values() for text in finder.inner_tokens)
+        return frozenset(text for _, finder in self._templates.values() for text in finder.inner_tokens)
 
     @property
     def end_tokens(self) -> frozenset[str]:
         """Texts of all control tokens: a turn may end with any of them."""
-        return frozenset(text for _, finder, _ in self._templates.values() for text in finder.all_tokens)
-
-    def known(self, rows: Many[Mapping[str, Any]], form: Format) -> Iterator[Sequence | JoinedRows | None]:
-        """Of each row, once it is asked for, its sequence when it is built like an earlier one, None of any other.
-
-        `doubtful` may doubt it. Those of rows side by side may come together.
-        """
-        plain = self._plain_rows(form)
-        if plain is None:
-            return repeat(None, len(rows))
-        made = plain.sequences(rows)
-        if self._desk is None:
-            return made
-        made_alone = zip(one_by_one(made), rows, strict=True)
-        return (self._without_media(one, row, form) for one, row in made_alone)
-
-    def _without_media(self, made: Sequence | None, row: Mapping[str, Any], form: Format) -> Sequence | None:
-        """A known sequence where rows may have media, if this one has none and names none."""
-        assert self._desk is not None
-        tokens = self._desk.processor.tokens
-        marks = (*tokens.values(), *(NAMES[kind].placeholder for kind in tokens))
-        if made is None or form.media_of(row) or any(mark in made.text for mark in marks):
-            return None
-        made.prefix = self._before(made.text)
-        return made
-
-    def doubtful(self, sequences: Sequences, batch: Batch) -> list[int]:
-        """Places of known sequences that have to be made by `sequences`."""
-        plain = self._plain[1] if self._plain else None
-        return plain.doubtful(sequences, batch) if plain else []
+        return frozenset(text for _, finder in self._templates.values() for text in finder.all_tokens)
 
     def sequences(self, row: Mapping[str, Any], form: Format) -> list[Sequence]:
         """Sequences of one row.
@@ -143,11 +99,7 @@ class Renderer:
         examples = form.normalize(row)
         if form.train_on == "each_assistant_turn" and form.name not in PAIRED:
             examples = tuple(chain.from_iterable(map(each_turn, examples)))
-        sequences = [self.sequence(example) for example in examples]
-        plain = self._plain_rows(form)
-        if plain:
-            plain.learn(row, sequences[0])
-        return sequences
+        return [self.sequence(example) for example in examples]
 
     def sequence(self, example: Example) -> Sequence:
         """One sequence.
@@ -173,34 +125,21 @@ class Renderer:
         except (RowFault, RowDropped):
             return 0
 
-    def _plain_rows(self, form: Format) -> PlainRows | None:
-        """Of a format; None where rows are not rendered by what earlier ones showed."""
-        if self._plain is None or self._plain[0] is not form:
-            rows = None
-            if self.fast and form.name == "chat" and form.train_on != "each_assistant_turn":
-                template, finder, _ = self._template(False)
-                if (template.fast or self._desk is None) and not template.words_decide_prompt:
-                    rows = PlainRows(template, finder, form)
-            self._plain = (form, rows)
-        return self._plain[1]
-
     def _chat(self, example: ChatExample) -> Sequence:
         if self._desk is None:
-            return self._text_chat(example)
+            return self._rendered(example)[0]
         check_media(example, self._desk.processor)
         if example.media:
             return self._with_media(example, self._desk)
-        made = self._text_chat(example)
+        made = self._rendered(example)[0]
         made.prefix = self._before(made.text)
         return made
 
     def _with_media(self, example: ChatExample, desk: MediaDesk) -> Sequence:
-        if self._real is None:
-            self._real = Renderer(self._tokenizer, False, desk, self._end_id is not None)
         if not self._tokenizer.fit(example.tools is not None).parts:
             raise RowFault("the chat template shows no content parts", "so it shows no media")
         plain = plain_example(example)
-        made, render = self._real._rendered(plain)
+        made, render = self._rendered(plain)
         made = filled_with_media(made, render, example, desk)
         made.prefix = self._before(made.text)
         return made
@@ -209,14 +148,6 @@ class Renderer:
         """Ids that the tokenizer puts before a text which does not begin with its first token."""
         bos = str(self._tokenizer.hf.special_tokens_map.get("bos_token") or "")
         return () if bos and text.startswith(bos) else self._around[0]
-
-    def _text_chat(self, example: ChatExample) -> Sequence:
-        if not example.all_tokens or example.prompt:
-            return self._rendered(example)[0]
-        example = self._fitted(example)
-        template = self._template(example.tools is not None)[0]
-        text = self._checked(template.rendered_text(example.messages, example.tools), example)
-        return Sequence(text, [(0, len(text), FREE)], example=example)
 
     def _fitted(self, example: ChatExample) -> ChatExample:
         """The example with what the template takes of parts and calls.
@@ -239,40 +170,24 @@ class Renderer:
 
     def _rendered(self, example: ChatExample) -> tuple[Sequence, Render]:
         """The sequence of a conversation whose media have no place yet, and its render."""
-        template, finder, memory = self._template(example.tools is not None)
+        template, finder = self._template(example.tools is not None)
         example = self._fitted(example)
         if example.prompt:
             prompt = template.render(example.messages, example.tools, prompt=True)
-            return Sequence(self._checked(prompt.text, example), [], example=example), prompt
+            return Sequence(prompt.text, [], example=example), prompt
         render = template.render(example.messages, example.tools)
-        text = self._checked(render.text, example)
+        text = render.text
         if example.all_tokens:
             return Sequence(text, [(0, len(text), FREE)], example=example), render
-        found = (memory if self.fast else finder).spans(render, example)
-        spans = [(one.start, one.end, _kind(one)) for one in found]
-        said = [example.messages[place] for place in example.trained]
+        spans = [(one.start, one.end, _kind(one)) for one in finder.spans(render, example)]
+        thoughts = thoughts_of([example.messages[place] for place in example.trained])
         suffix: tuple[int, ...] = ()
         start, end, kind = spans[-1]
         if self._end_id is not None and kind == ENDLESS_TURN and not text[end:].strip():
             spans[-1], suffix = (start, len(text), OPEN_TURN), (self._end_id,)
-        removed = removed_reasoning(said, "".join([text[start:end] for start, end, _ in spans]))
-        head = self._head(render, spans)
-        return Sequence(text, spans, suffix=suffix, example=example, removed=removed, head=head), render
-
-    def _checked(self, text: str, example: ChatExample) -> str:
-        """A text that rows may have, also where no template ran to write it."""
-        if len(text) > FREE_CHARS:
-            given = example.messages, example.tools, self._tokenizer.template_variables
-            if len(text) > most_chars(*given):
-                raise OverBudget(TOO_COSTLY, LONG_TEXT)
-        return text
-
-    def _head(self, render: Render, spans: list[Span]) -> str:
-        """The first block, where rows may share it: with all the tools of the row, or a long prompt of the system."""
-        first = render.blocks[0]
-        if len(first) < MIN_HEAD or len(render.blocks) < 2 or spans[0][0] < len(first):
-            return ""
-        return first if render.blocks[1].startswith(self._cutting) else ""
+        trained = "".join([text[start:end] for start, end, _ in spans]) if thoughts else ""
+        removed = sum(thought not in trained for thought in thoughts)
+        return Sequence(text, spans, suffix=suffix, example=example, removed=removed), render
 
     def _text(self, example: TextExample) -> Sequence:
         whole = example.context + example.trained
@@ -297,7 +212,7 @@ class Renderer:
     @cached_property
     def _ends(self) -> tuple[str, ...]:
         """Texts of tokens with which a text has ended: of the sequence, and of a turn of the templates."""
-        turns = [text for _, finder, _ in self._templates.values() for text in finder.turn_ends]
+        turns = [text for _, finder in self._templates.values() for text in finder.turn_ends]
         return tuple(filter(None, dict.fromkeys((self._eos[1], *self._tokenizer.stop_tokens, *turns))))
 
     def _steps(self, example: StepsExample) -> Sequence:
@@ -327,14 +242,16 @@ class Renderer:
         if min(example.ids) < 0 or max(example.ids) >= size:
             raise RowFault("a token id is not in the vocabulary", f"{max(example.ids)} of {size}")
 
-    def _template(self, has_tools: bool) -> tuple[ChatTemplate, TurnFinder, TurnMemory]:
+    def _template(self, has_tools: bool) -> tuple[ChatTemplate, TurnFinder]:
+        known = self._of_rows.get(has_tools)
+        if known is not None:
+            return known
         name = self._tokenizer.template_name(has_tools)
         if name not in self._templates:
             hf = self._tokenizer.hf
             template = ChatTemplate(
                 self._tokenizer.templates[name],
                 self._tokenizer.template_variables,
-                self.fast,
                 self._tokenizer.now,
                 self._tokenizer.fit(has_tools).only_parts,
             )
@@ -342,8 +259,9 @@ class Renderer:
             stops = self._tokenizer.stop_tokens
             controls = control_texts(template, hf.added_tokens_decoder.values(), (*roles.values(), *stops))
             finder = TurnFinder(template, controls, roles, stops)
-            self._templates[name] = (template, finder, TurnMemory(finder))
-        return self._templates[name]
+            self._templates[name] = (template, finder)
+        found = self._of_rows[has_tools] = self._templates[name]
+        return found
 
 
 def _kind(span: TurnSpan) -> int:

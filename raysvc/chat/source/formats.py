@@ -436,6 +436,8 @@ class Format:
 
     def _tools(self, row: Mapping[str, Any], changes: Changes) -> list[Any] | None:
         given = self.get(row, "tools")
+        if given is None:
+            return None
         if holds_null(given):
             changes.add(NULLS_IN_TOOLS)
         return read_tools(given, changes)

@@ -94,6 +94,8 @@ def unread_keys(messages: Iterable[Mapping[str, Any]], ignored: Collection[str])
     for message in messages:
         if len(message) > 2 and message["role"] == "assistant":
             found |= {name for name, value in message.items() if _is_unread(name, value)}
+    if not found:
+        return frozenset()
     found -= {name.removeprefix(IGNORED) for name in ignored if name.startswith(IGNORED)}
     odd = next((name for name in sorted(found) if name != "loss" and _SOUNDS_SO.search(name)), None)
     if odd is not None:

@@ -7,66 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from raysvc.chat.render.plain_columns import plain_rows_of
 from raysvc.chat.sequence import FREE, Sequence
 from raysvc.chat.source import json_rows
 from raysvc.chat.source.json_rows import SourceRow
 from raysvc.chat.text_batch import batch_of
-
-FIRSTS = frozenset("<~")
-texts = st.sampled_from(["a", "b <", " padded ~\n", "", " \n", "é", "\ud800 é"])
-parts = st.sampled_from(["a", "b"]).map(lambda text: [{"type": "text", "text": text}])
-contents = texts | parts | st.sampled_from([None, 1, [], ["a"], [{"type": "image", "text": "a"}]])
-roles = st.sampled_from(["user", "assistant", None, 1, ["user"]])
-plain = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": texts})
-odd = st.fixed_dictionaries({"role": roles, "content": contents}, optional={"name": st.just("a")})
-messages = st.lists(plain | plain | odd | st.sampled_from(["a", None, {}, {"role": "user"}]), max_size=3)
-rows = st.fixed_dictionaries(
-    {}, optional={"messages": messages | st.sampled_from([None, "a", {}]), "tools": st.sampled_from([None, "", [], [1]])}
-)  # fmt: skip
-
-
-def text_of(content: Any) -> Any:
-    return content[0]["text"] if isinstance(content, list) else content
-
-
-def expected(row: dict[str, Any]) -> Any:
-    """What one row says, by its definition."""
-    given_messages = row.get("messages")
-    if row.get("tools") not in (None, "", []) or type(given_messages) is not list or not given_messages:
-        return None
-    if not all(type(message) is dict and set(message) == {"role", "content"} for message in given_messages):
-        return None
-    contents = [message["content"] for message in given_messages]
-    are_parts = [type(content) is list for content in contents]
-    if any(are_parts) != all(are_parts):
-        return None
-    if are_parts[0] and any(
-        content not in ([{"type": "text", "text": word}] for word in "ab") for content in contents
-    ):
-        return None  # fmt: skip
-    said, named = [*map(text_of, contents)], [message["role"] for message in given_messages]
-    if not all(type(each) is str for each in (*said, *named)) or not all(text.strip() for text in said):
-        return None
-    if any("\ud800" in text for text in said):
-        return None
-    padded = any(text != text.strip() for text in said)
-    opens = any(text.strip().endswith(tuple(FIRSTS)) for text in said)
-    return given_messages, tuple(named), said, are_parts[0], padded, opens
-
-
-PARTS = [{"type": "text", "text": "a"}]
-MIXED = [{"role": "user", "content": "a"}, {"role": "user", "content": PARTS}]
-
-
-@example([{"messages": MIXED[:1]}, {"messages": MIXED}, {"messages": MIXED[1:]}])
-@given(st.lists(rows, max_size=6))
-def test_a_row_is_plain_by_what_it_says_whatever_rows_stand_beside_it(some: list[dict[str, Any]]) -> None:
-    found = plain_rows_of(some, "messages", frozenset({"tools", "system"}), FIRSTS)
-    assert found == [*map(expected, some)]
 
 
 @given(st.lists(st.tuples(st.text("aé你\U0001f600\n", max_size=5), st.data()), min_size=1, max_size=4))

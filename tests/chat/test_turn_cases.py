@@ -1,7 +1,4 @@
-"""Rows for which a remembered turn must not be taken: one small template and a few rows for each reason.
-
-What `TurnFinder` finds is the oracle, and what it finds in the last row is written down.
-"""
+"""Rows that only look like earlier ones: one small template and a few rows for each reason, and what is trained of the last."""
 
 from __future__ import annotations
 
@@ -10,11 +7,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from raysvc.chat.render.template import ChatTemplate
-from raysvc.chat.render.turn_memory import TurnMemory
-from raysvc.chat.render.turn_spans import TurnFinder
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.messages import Message
+from raysvc.chat.turns.turn_spans import TurnFinder
 
 from .zoo import A, U, say
 
@@ -287,16 +283,13 @@ def test_a_row_that_only_looks_like_an_earlier_one_is_looked_at_closely(name: st
     case, trained = CASES[name], ""
     template = ChatTemplate(case.text, {})
     finder = TurnFinder(template, (*TOKENS, *case.more_tokens), {"eos_token": "<|eot|>"})
-    memory = TurnMemory(finder)
     for example in case.rows[:-1]:
-        render = template.render(example.messages, example.tools)
-        assert memory.spans(render, example) == finder.spans(render, example)
+        finder.spans(template.render(example.messages, example.tools), example)
     (example,) = case.rows[-1:]
     render = template.render(example.messages, example.tools)
-    for find in (finder.spans, memory.spans):
-        if case.refused:
-            with pytest.raises(RowFault, match=case.refused):
-                find(render, example)
-        else:
-            trained = "".join(render.text[one.start : one.end] for one in find(render, example))
-            assert trained == case.trained
+    if case.refused:
+        with pytest.raises(RowFault, match=case.refused):
+            finder.spans(render, example)
+    else:
+        trained = "".join(render.text[one.start : one.end] for one in finder.spans(render, example))
+        assert trained == case.trained

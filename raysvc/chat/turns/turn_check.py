@@ -15,10 +15,10 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
+from raysvc.chat.render.chat_environment import json_writer
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.messages import Message
 
@@ -30,6 +30,8 @@ _ESCAPED = re.compile(
 _MAX_ESCAPED = 8  # times
 _LETTERS = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f"}
 _DECODER = json.JSONDecoder()
+_ESCAPED_IN_JSON = re.compile(r"[\x00-\x1f\"\\]")
+_to_json = json_writer(allow_nan=False)
 _REASONING_ORDER = ("reasoning_content", "reasoning", "thinking")
 _REASONING = frozenset(_REASONING_ORDER)
 
@@ -47,7 +49,7 @@ def verify_turn(
     message: Message,
     tags: tuple[str, ...],
     controls: Iterable[str],
-    inner: Iterable[str] = (),
+    inner: Collection[str] = (),
     opened: Iterable[str] = (),
 ) -> None:
     """Check the trained text of one turn.
@@ -63,15 +65,16 @@ def verify_turn(
     Raises:
         RowFault: with what is missing or too much.
     """
-    allowed = set(inner)
+    calls = message.get("tool_calls") or ()
+    written = _written(calls) if calls else ""
     for control in controls:
-        if control not in stretch:
+        at = stretch.find(control)
+        if at < 0:
             continue
-        at = stretch.index(control)
-        if (control not in allowed and at + len(control) < len(stretch)) or _said_by(message, control):
+        if (control not in inner and at + len(control) < len(stretch)) or _said_by(message, control, written):
             raise RowFault("a trained turn holds a control token", f"{control!r} in {_short(stretch)!r}")
     for text in texts_of(message):
-        if message.get("tool_calls") and _only_thinks(text):
+        if calls and _only_thinks(text):
             continue  # a template that strips reasoning shows the calls alone
         if not _says(stretch, text, tags) and not any(
             text.strip().removeprefix(tag).strip() in stretch
@@ -81,7 +84,7 @@ def verify_turn(
             raise RowFault(
                 "a trained turn does not hold its message", f"{_short(text)!r} not in {_short(stretch)!r}"
             )
-    for call in message.get("tool_calls") or ():
+    for call in calls:
         missing = _missing_of_call(stretch, call)
         if missing:
             raise RowFault("a trained turn does not hold its tool call", f"{_short(missing)} is missing")
@@ -100,7 +103,7 @@ def is_empty(message: Message) -> bool:
 def texts_of(message: Message) -> list[str]:
     """Texts of the content."""
     content = message.get("content")
-    if isinstance(content, str):
+    if type(content) is str:
         return [content]
     return [part["text"] for part in content if "text" in part] if isinstance(content, list) else []
 
@@ -125,19 +128,26 @@ def all_said(message: Message) -> str:
     return "\n".join(map(unescaped, (*texts_of(message), *thoughts, *whole, *leaves)))
 
 
-def removed_reasoning(messages: list[Message], trained: str) -> int:
-    """How many of some trained messages have reasoning that is not in the trained text."""
-    contents = [message.get("content") for message in messages]
-    fields = chain.from_iterable(messages)
-    if _REASONING.isdisjoint(fields) and not any(type(s) is str and "</think>" in s for s in contents):
-        return 0  # most rows have none
-    return sum(1 for message in messages if (thought := reasoning_of(message)) and thought not in trained)
+def thoughts_of(messages: Iterable[Message]) -> list[str]:
+    """Reasoning of the messages that have some."""
+    return [thought for message in messages if (thought := reasoning_of(message))]
 
 
-def _said_by(message: Message, control: str) -> bool:
+def _said_by(message: Message, control: str, written: str | None) -> bool:
+    """Whether a text of a message holds a control token; `written` is the JSON of its calls, None when there is none."""
     if any(control in text for text in texts_of(message)) or control in reasoning_of(message):
         return True
+    if written is not None and control not in written and not _ESCAPED_IN_JSON.search(control):
+        return False
     return any(control in leaf for call in message.get("tool_calls") or () for leaf in _leaves(call))
+
+
+def _written(value: Any) -> str | None:
+    """JSON of a value, None when it has none."""
+    try:
+        return _to_json(value)
+    except (ValueError, TypeError, RecursionError):
+        return None
 
 
 def _only_thinks(text: str) -> bool:
@@ -163,6 +173,9 @@ def _missing_of_call(stretch: str, call: dict[str, Any]) -> str:
         arguments = _parsed(arguments)
     if name and name not in stretch:
         return repr(name)
+    plain = _written(arguments) if arguments else None
+    if plain and stretch.find(plain, stretch.find(name) + len(name)) >= 0:
+        return ""  # as most templates write it
     places = [found.end() for found in re.finditer(re.escape(name), stretch)] if name else [0]
     if not arguments or any(_holds(stretch[place:], arguments) for place in places):
         return ""

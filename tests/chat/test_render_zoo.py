@@ -1,8 +1,9 @@
-"""Every template that TRL ships, on rows made to break it: the fast render says what the template says."""
+"""Every template that TRL ships, on rows made to break it: a render says what `transformers` says."""
 
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ import pytest
 from raysvc.chat.render.template import ChatTemplate
 from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.messages import Message
-from raysvc.chat.source.template_fit import TemplateFit
 
 from .zoo import ONLY_PARTS, in_tiers, trl_folder
 
@@ -134,22 +134,26 @@ def rows(random_: random.Random, count: int) -> list[tuple[list[Message], list[A
 
 
 def outcome(render: Any, *row: Any) -> Any:
-    """What a render gives, or the fault that it raises."""
+    """The text of a render, None where it raises."""
     try:
-        made = render(*row)
-    except RowFault as fault:
-        return str(fault)
-    return made.blocks, made.owners, made.marks
+        return render(*row)
+    except Exception:  # noqa: BLE001  a template may raise anything
+        return None
 
 
 @pytest.mark.parametrize("name", in_tiers(name for name in ZOO if not name.startswith(ONLY_PARTS)))
-def test_hostile_rows_are_rendered_as_the_template_does(name: str) -> None:
-    template = ChatTemplate(ZOO[name], VARIABLES)
-    assert template.fast is not None
+def test_hostile_rows_are_rendered_as_transformers_does(name: str) -> None:
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    template, theirs = ChatTemplate(ZOO[name], VARIABLES), _compile_jinja_template(ZOO[name])
+
+    def expected(messages: Any, tools: Any, prompt: bool) -> str:
+        given = {"messages": messages, "tools": tools, "documents": None, **VARIABLES}
+        return str(theirs.render(add_generation_prompt=prompt, **given))
+
     for row in rows(random.Random(name), 30):
-        got = outcome(template.fast.render, *row)
-        assert got == outcome(template.render_really, *row), (row, got)
-    assert not template.fast.counts["different"]
+        got = outcome(lambda *given: template.render(*given).text, *row)
+        assert got == outcome(expected, *row), (row, got)
 
 
 ASKED_IN_A_LOOP = """\
@@ -165,18 +169,6 @@ def test_a_prompt_that_is_asked_for_in_a_loop_is_never_another_rows() -> None:
 
 
 PLAIN = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-
-
-@pytest.mark.parametrize("name", [name for name in ZOO if not name.startswith("llava_next")])
-def test_usual_rows_are_rendered_once(name: str) -> None:
-    template = ChatTemplate(ZOO[name], VARIABLES)
-    assert template.fast is not None
-    for text in (text for text in TEXTS if "<|channel|>" not in text):  # gpt-oss refuses it
-        messages = [{**message_, "content": f"{message_['content']} {text}x"} for message_ in PLAIN]
-        content = [[{"type": "text", "text": each["content"]}] for each in messages]
-        parts = [{**each, "content": part} for each, part in zip(messages, content, strict=True)]
-        template.render(parts if name.startswith(ONLY_PARTS) else messages, None)
-    assert template.fast.counts["rendered"] <= 4, template.fast.reasons
 
 
 USUAL = ["ua", "sua", "uaua", "suauaua", "uCtaua", "suCttaua", "uR", "uRuR"]
@@ -202,11 +194,9 @@ def test_generation_spans_are_those_of_transformers(name: str) -> None:
         texts, marks = render_jinja_template(
             [messages], tools=[TOOL], chat_template=ZOO[name], return_assistant_tokens_mask=True, **VARIABLES
         )
-        starts = [sum(map(len, made.blocks[:block])) for block, _, _ in made.marks]
-        ours = [(at + start, at + end) for at, (_, start, end) in zip(starts, made.marks, strict=True)]
         assert made.text == texts[0]
-        assert characters(ours) == characters(marks[0])
-        owners = {made.owners[block] for block, _, _ in made.marks}
+        assert characters(made.marks) == characters(marks[0])
+        owners = {made.owners[bisect_right(made.bounds, start) - 1] for start, _ in made.marks}
         assert all(owner < 0 or messages[owner]["role"] == "assistant" for owner in owners)
         compared += 1
     assert compared or name.startswith("llava_next")
@@ -225,15 +215,13 @@ LOOKS_AHEAD = """\
 {%- else %}{{ message.content }}{% endif %}{% endfor %}"""
 
 
-def test_a_loop_inside_generation_marks_is_walked_at_any_length() -> None:
+def test_a_loop_inside_generation_marks_belongs_to_the_message_around() -> None:
     template = ChatTemplate(LOOKS_AHEAD, VARIABLES)
-    assert template.fast is not None
     for pairs in (1, 2, 3, 7, 5, 9, 4):
         row = [{**message_, "content": " x" * size} for size in range(pairs) for message_ in PLAIN]
         made = template.render(row, None)
-        assert made == template.render_really(row, None, False)
+        assert [owner for owner in made.owners if owner >= 0] == [*range(len(row))]
         assert len(made.marks) == pairs - (pairs == 1)  # the only answer of the shortest row says nothing
-    assert template.fast.counts["rendered"] <= 3, template.fast.reasons
 
 
 def usual(kind: str) -> Message:
@@ -247,44 +235,3 @@ def usual(kind: str) -> Message:
     if kind == "R":
         made["reasoning_content"] = made["thinking"] = made["reasoning"] = "I think"
     return made | ({"name": "f", "tool_call_id": "callid001"} if kind == "t" else {})
-
-
-TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
-
-
-@pytest.mark.parametrize("name", ["gemma4_v2", "qwen3_8"])
-def test_the_order_in_which_names_are_bound_makes_no_other_state(name: str) -> None:
-    if name not in ZOO:
-        pytest.skip(f"this TRL has no {name}")
-    template = ChatTemplate(ZOO[name], VARIABLES)
-    assert template.fast is not None
-    call = {"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
-    calling: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    result: Message = {"role": "tool", "name": "f", "content": "two"}
-    TemplateFit.of(
-        lambda messages, tools=None: template.render(messages, tools).text
-    )  # rows of other shapes come first
-    template.fast.counts.clear()
-    for _ in range(3):
-        template.render([dict(turn) for turn in [*PLAIN, PLAIN[0], calling, result, PLAIN[1]] * 2], TOOLS)
-    assert not template.fast.counts["refused"]
-    assert template.fast.counts["walked"] == 2
-
-
-LOOKS_UP = """\
-{%- set names = {'hi': 'greeting', 'bye': 'farewell'} %}
-{%- for message in messages %}
-{{- '<' ~ message.role ~ (' asks>' if message.role in 'user, system' else '>') }}
-{{- names[message.content] if message.content in names else message.content }}
-{{- '.' if message.content not in names }}
-{%- endfor %}"""
-
-
-def test_a_value_of_a_row_is_looked_for_in_a_dict_and_a_text_of_the_template() -> None:
-    template = ChatTemplate(LOOKS_UP, VARIABLES)
-    assert template.fast is not None
-    for said in ("hi", "what?", "bye", "so", "greeting", "hi"):
-        row: list[Message] = [{"role": "user", "content": said}, {"role": "assistant", "content": said * 2}]
-        assert template.render(row, None) == template.render_really(row, None, False)
-    assert not template.fast.counts["refused"]
-    assert template.fast.counts["walked"] >= 4

@@ -20,12 +20,13 @@ from jinja2 import nodes
 
 from raysvc.chat.render.chat_environment import chat_environment
 from raysvc.chat.render.template import ChatTemplate
-from raysvc.chat.render.turn_probes import PROBES, say
 from raysvc.chat.row_errors import RowFault
+from raysvc.chat.turns.turn_probes import PROBES, say
 
 _MARK = re.compile(r"[<\[|｜]\S.*[>\]|｜]", re.DOTALL)
 _ROLES = ("system", "user", "assistant")
 _TAG = r"<[^<>\s]{1,40}>"
+MANY = 256  # control tokens, of which it is not worth while to look at each pair
 _PIECE = rf"{_TAG}|\s|\w+|."
 
 
@@ -60,12 +61,11 @@ def _literals(text: str) -> Iterator[str]:
 def _renders(template: ChatTemplate) -> Iterator[str]:
     """Conversations of words without a mark, for the marks that a template joins: `'<|' + message.role + '|>'`."""
     plain = [say(role, "a") for role in _ROLES]
-    with template.only_asked():
-        for messages, tools in ((plain, None), *PROBES):
-            try:
-                yield template.render(messages, tools).text
-            except RowFault:
-                continue
+    for messages, tools in ((plain, None), *PROBES):
+        try:
+            yield template.render(messages, tools).text
+        except RowFault:
+            continue
 
 
 class TokenTexts:
@@ -76,15 +76,19 @@ class TokenTexts:
         begin, end: of a sequence, empty where there is none.
 
     Attributes:
+        begin, end: as given.
         texts: longest first.
+        are_apart: no two of them can have a character in common.
         one: finds a token.
         lead: matches tokens and blanks, of which one is a token.
         run: as `lead`, up to the end.
     """
 
     def __init__(self, added: Iterable[str], begin: str, end: str) -> None:
-        self._bos, self._eos = begin, end
+        self.begin, self.end = begin, end
         self.texts = sorted((text for text in added if text), key=len, reverse=True)
+        self._any = tuple(self.texts)
+        self.are_apart = _are_apart(self._any)
         any_added = "|".join(map(re.escape, self.texts)) or r"(?!)"
         self.one = re.compile(any_added)
         self.lead = re.compile(rf"\s*(?:(?:{any_added})\s*)+")
@@ -92,17 +96,50 @@ class TokenTexts:
         self._piece = re.compile(f"{any_added}|{_PIECE}", re.DOTALL)
         self._tags = re.compile(rf"(?:(?:{any_added}|{_TAG})\s*)+")
 
-    def closes(self, text: str) -> bool:
-        """Whether a text ends with a token."""
-        tail = text[-80:]
+    def closes(self, text: str, end: int, start: int = 0) -> bool:
+        """Whether [start, end) of a text ends with a token."""
+        if not text.endswith(self._any, start, end):
+            return False
+        if self.are_apart:
+            return True
+        tail = text[max(start, end - 80) : end]
         tokens = list(self.one.finditer(tail))
         return bool(tokens) and tokens[-1].end() == len(tail)
+
+    def first_end(self, text: str, start: int, end: int, heads: Iterable[str]) -> int:
+        """Where the sequence ends first, if a second end is all that stands behind that, or a second, empty turn.
+
+        Args:
+            heads: of turns.
+        """
+        first = text.find(self.end, start, end) if self.end else -1
+        stop = first + len(self.end)
+        if first < 0 or self.end not in text[stop:end]:
+            return end
+        heads = {head for head in heads if head.strip()}
+        behind = re.sub("|".join(map(re.escape, heads)) or "(?!)", "", text[stop:end])
+        return end if self.one.sub("", behind).strip() else stop
+
+    def begin_of_run(self, text: str, start: int, stop: int) -> int:
+        """Where the tokens and blanks begin that [start, stop) ends with, of which one is a token; -1 without."""
+        if not self.are_apart:
+            found = self.run.search(text, start, stop)
+            return found.start() if found else -1
+        at, begin = stop, -1
+        while True:
+            while at > start and text[at - 1].isspace():
+                at -= 1
+            begin = at if begin >= 0 else begin
+            if not text.endswith(self._any, start, at):
+                return begin
+            at -= next(len(token) for token in self._any if text.endswith(token, start, at))
+            begin = at
 
     def last_end(self, text: str, start: int, stop: int) -> int | None:
         """Behind the last added token of [start, stop) when only blanks follow it; what begins a sequence ends no turn."""
         last = None
         for token in self.one.finditer(text, start, stop):
-            if token.group() == self._bos and token.group() != self._eos:
+            if token.group() == self.begin and token.group() != self.end:
                 break
             last = token.end()
         return last if last is not None and not self.lead.sub("", text[last:stop]).strip() else None
@@ -148,3 +185,13 @@ def behind_blanks(text: str, at: int) -> int:
     while text[at : at + 1].isspace():
         at += 1
     return at
+
+
+def _are_apart(texts: tuple[str, ...]) -> bool:
+    """Whether no two of some texts can have a character in common where they stand in another, and none begins or ends with a blank."""
+    if len(texts) > MANY or any(text != text.strip() for text in texts):
+        return False
+    ends = {text[-size:] for text in texts for size in range(1, len(text))}
+    begins = {text[:size] for text in texts for size in range(1, len(text))}
+    inside = any(text in other for text in texts for other in texts if text != other)
+    return not inside and ends.isdisjoint(begins)
