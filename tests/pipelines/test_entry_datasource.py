@@ -246,3 +246,15 @@ def test_rows_that_people_filter_are_the_rows_that_a_server_gives_out(
     with raysvc.attach("filtered", rank=0) as client:
         given = [row for step in client.steps() for shard in step.shards for row in shard.row_ids.tolist()]
     assert sorted(row for row in given if row >= 0) == [row for row, n in lengths.items() if n > 12]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of other libraries
+def test_lance_takes_an_entry(small: Entry, tmp_path: Path, ray_session: None) -> None:
+    lance = pytest.importorskip("lance")
+    if int(lance.__version__.partition(".")[0]) > 2:
+        pytest.skip("Ray 2.60 calls later versions of pylance with an argument that they lack")
+    raysvc.read_entry(small.uri).write_lance(str(tmp_path / "entry.lance"))
+    written = lance.dataset(str(tmp_path / "entry.lance")).to_table().sort_by("row_id")
+    expected = read_by_pyarrow(Path(small.uri))
+    assert written.select(expected.column_names).to_pylist() == expected.to_pylist()
