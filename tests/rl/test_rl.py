@@ -177,6 +177,35 @@ def test_steps_form_of_whole_groups_as_they_come_and_outputs_return_in_row_order
 
 
 @pytest.mark.ray
+def test_ranks_that_each_attach_get_the_groups_of_a_step_once_and_commit_it(
+    rollout_server: Callable[..., Any],
+) -> None:
+    import raysvc
+
+    rollout_server("ranks")
+    producer = raysvc.rollouts("ranks")
+    ranks = [raysvc.attach("ranks", dp_size=2, rank=rank, group="g", look_ahead_steps=2) for rank in (0, 1)]
+    streams = [rank.steps(stop=3) for rank in ranks]
+    for number in range(3):
+        producer.put_groups([group(n) for n in range(4 * number, 4 * number + 4)])
+        steps = [next(stream) for stream in streams]
+        assert steps[0].infos[0].denominators.groups == 2
+        firsts = [
+            first
+            for step in steps
+            for shard in step.shards
+            for first, row in zip(shard.arrays["input_ids"][:, 0], shard.row_ids, strict=True)
+            if row >= 0
+        ]
+        assert sorted(firsts) == [n for n in range(4 * number, 4 * number + 4) for _ in range(1 + n % 4)]
+        for rank, step in zip(ranks, steps, strict=True):
+            rank.commit(step.index)
+    for rank in ranks:
+        rank.detach()
+    assert raysvc.attach("ranks", takeover=True).frontier == 3
+
+
+@pytest.mark.ray
 def test_a_killed_server_loses_no_acknowledged_group_and_repeats_its_steps(
     rollout_server: Callable[..., Any], streams: Any
 ) -> None:
