@@ -189,8 +189,8 @@ def of_kind(kind: str, folder: str, marked: str, lines: list[bytes]) -> dict[str
     for _ in range(5):
         tokenizer = SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=folder)), kind)
         tokenizer.run_json_lines(known, 0)
-        spent = Clock(tokenizer._encode)
-        tokenizer._encode = spent  # type: ignore[method-assign]
+        spent = Clock(tokenizer._tokens_of)
+        tokenizer._tokens_of = spent  # type: ignore[method-assign]
         whole = Clock(tokenizer.run_json_lines)
         whole(data, 0)
         theirs = their_seconds(AutoTokenizer.from_pretrained(folder), marked, seen, few)

@@ -1,7 +1,9 @@
-"""Rows of a source -> sequences to encode, a chunk at a time.
+"""Rows of a source -> sequences to encode, a chunk at a time: the one form in which they pass through all that follows.
 
+Axes: N sequences, T tokens.
 Always true:
 - sequences are in the order of their rows, each with the row that it is of;
+- those of one row lie together;
 - a row that fails is counted and left out, and stops nothing;
 - the first row that can be read decides on the format, and what is carried.
 """
@@ -9,13 +11,19 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from raysvc.chat.carry import Carrier, resolved
+from raysvc.chat.media_places import Media
 from raysvc.chat.render.renderer import Renderer
 from raysvc.chat.row_counter import RowCounter
 from raysvc.chat.row_errors import RowDropped, RowFault
+from raysvc.chat.select import Kept
 from raysvc.chat.sequence import Sequence
 from raysvc.chat.source.detect import format_of, resolve_format
 from raysvc.chat.source.examples import ChatExample
@@ -23,6 +31,8 @@ from raysvc.chat.source.formats import Format
 from raysvc.chat.source.json_rows import SourceRow
 from raysvc.chat.source.loss_flags import IGNORED
 from raysvc.chat.source.stepwise import STEP_LABELS
+from raysvc.chat.text_batch import Batch, batch_of
+from raysvc.chat.tokens.token_rows import TokenRows
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.job.carried import CarriedColumn
 from raysvc.job.config import TextSpec
@@ -30,6 +40,47 @@ from raysvc.media.media_desk import MediaDesk
 
 MAX_NAMES = 1000  # of columns and keys of messages
 ROWS_PER_CHUNK = 2048
+
+
+@dataclass
+class RowChunk:
+    """Rows of one slice, side by side.
+
+    Attributes:
+        counter: of the slice; counts what becomes of the rows.
+        flat: N texts with the places of what is trained.
+        origins: the row of each.
+        tokens: T of all of them; None before they are encoded.
+        rendered: int64 [N], tokens of each before turns were left out.
+        compared: how many were held against the truth.
+        media: of each, where rows may have some.
+        kept: what is written; None before it is known.
+    """
+
+    counter: RowCounter
+    flat: list[Sequence]
+    origins: list[SourceRow]
+    batch: Batch | None = None
+    tokens: TokenRows | None = None
+    rendered: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    compared: int = 0
+    media: Media | None = None
+    kept: Kept | None = None
+
+    @property
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """int64 [N], number of the row in the source."""
+        return np.array([row.source_row for row in self.origins], np.int64)
+
+    def without(self, source_row: int) -> RowChunk:
+        """The same rows but for one, before they are encoded."""
+        left = [place for place, origin in enumerate(self.origins) if origin.source_row != source_row]
+        return RowChunk(self.counter, [self.flat[n] for n in left], [self.origins[n] for n in left])
+
+
+def texts_of(flat: list[Sequence]) -> Batch | None:
+    """Their texts in columns; None of rows that came as tokens."""
+    return batch_of(flat) if flat and flat[0].tokens is None else None
 
 
 class RowSequences:
@@ -58,10 +109,8 @@ class RowSequences:
         self.names: set[str] = set()
         self._tokenizer, self._desk = tokenizer, desk
 
-    def chunk(
-        self, rows: Iterator[SourceRow], counter: RowCounter
-    ) -> tuple[list[Sequence], list[SourceRow], int]:
-        """(sequences of the rows of a chunk, the row of each, how many rows were read)."""
+    def chunk(self, rows: Iterator[SourceRow], counter: RowCounter) -> tuple[RowChunk, int]:
+        """(the next rows, how many were read)."""
         if self.carrier is not None:
             self.carrier.clear()
         flat: list[Sequence] = []
@@ -81,9 +130,11 @@ class RowSequences:
             flat += sequences
             origins += [row] * len(sequences)
         self.names.update(*keys)
-        return flat, origins, num_read
+        if self.format is not None and self.format.name == "kto":
+            flat, origins = self._with_mismatched(flat, origins, counter)
+        return RowChunk(counter, flat, origins), num_read
 
-    def with_mismatched(
+    def _with_mismatched(
         self, flat: list[Sequence], origins: list[SourceRow], counter: RowCounter
     ) -> tuple[list[Sequence], list[SourceRow]]:
         """Beside each row's one sequence that of its prompt with the completion of the row before; of the chunk's last before its first."""

@@ -1,6 +1,13 @@
-"""Source rows -> tokens and mask, one slice at a time.
+"""Source rows -> tokens and mask, one slice at a time, a chunk of rows after the other (`row_sequences.RowChunk`):
 
-Axes: N rows of a chunk, T tokens of a chunk.
+1. rows -> messages -> texts, with the spans of what is trained (`row_sequences`);
+2. texts -> ids, spans -> mask, verified by decoding;
+3. some rows are compared with `apply_chat_template`;
+4. rows that are too long lose their first turns, where the job says so;
+5. media get their places;
+6. what cannot be written is left out or cut, and counted;
+7. columns go along, and all becomes a table.
+
 Always true:
 - a row that is written has the ids of `apply_chat_template`, and a mask that was verified;
 - a row that fails is quarantined alone, never with its slice;
@@ -23,18 +30,18 @@ from raysvc.chat.arrow import PAIR_COLUMN, table_of
 from raysvc.chat.carry import text_widths
 from raysvc.chat.first_rows import FirstRows
 from raysvc.chat.garbage import no_collection
-from raysvc.chat.media_places import FIELDS, Media, media_arrays, place_media, sampled_places, true_ids
+from raysvc.chat.media_places import FIELDS, media_arrays, place_media, sampled_places, true_ids
 from raysvc.chat.reference_check import RenderDiffers, compare, raw_example, sample_places
 from raysvc.chat.render.renderer import Renderer
 from raysvc.chat.row_counter import RowCounter
 from raysvc.chat.row_counts import Quarantined, RowCounts
 from raysvc.chat.row_errors import RowDropped, RowFault
-from raysvc.chat.row_sequences import RowSequences
+from raysvc.chat.row_sequences import RowChunk, RowSequences, texts_of
 from raysvc.chat.select import Kept, keep
 from raysvc.chat.sequence import Sequence
 from raysvc.chat.source.examples import ChatExample
 from raysvc.chat.source.json_rows import SourceRow, json_blocks, json_rows
-from raysvc.chat.text_batch import Batch, batch_of
+from raysvc.chat.text_batch import Batch
 from raysvc.chat.tokens.align import TokenTable
 from raysvc.chat.tokens.probe import encoders_of
 from raysvc.chat.tokens.token_rows import EncoderDiffers, RowEncoder, TokenRows, rows_of_tokens
@@ -169,72 +176,90 @@ class SliceTokenizer:
 
     def _made_of_rows(self, rows: Iterator[SourceRow], counter: RowCounter) -> Iterator[tuple[Kept, int]]:
         while True:
-            flat, origins, num_read = self._rows.chunk(rows, counter)
+            chunk, num_read = self._rows.chunk(rows, counter)
             if not num_read:
                 return
-            if self._rows.format is not None and self._rows.format.name == "kto":
-                flat, origins = self._rows.with_mismatched(flat, origins, counter)
-            batch = _batch(flat)
-            while flat:
+            while chunk.flat:
                 try:
-                    made = self._chunk(flat, origins, batch, counter)
-                except _DamagedInside as why:  # no other look at this row decodes it before it is trained
-                    row = origins[why.place].source_row
-                    counter.leave_out(row, why.fault)
-                    left = [place for place, origin in enumerate(origins) if origin.source_row != row]
-                    flat, origins = [flat[place] for place in left], [origins[place] for place in left]
-                    batch = _batch(flat)
-                else:
-                    yield made
+                    yield self._passed(chunk)
                     break
+                except _DamagedInside as why:  # no other look at this row decodes it before it is trained
+                    row = chunk.origins[why.place].source_row
+                    counter.leave_out(row, why.fault)
+                    chunk = chunk.without(row)
             counter.read(num_read)
 
-    def _chunk(
-        self, flat: list[Sequence], origins: list[SourceRow], batch: Batch | None, counter: RowCounter
-    ) -> tuple[Kept, int]:
-        tokens, numbers = self._encode(flat, batch), np.array([row.source_row for row in origins], np.int64)
-        compared, form = 0, self._rows.format
-        assert form is not None
-        if batch is not None:
-            sampled = {place: flat[place] for place in sample_places(batch, int(numbers[0]))}
-            compared = compare(
-                sampled,
-                tokens,
-                lambda place: (
-                    None
-                    if sampled[place].media
-                    else raw_example(origins[place], form, sampled[place].example)
-                ),
-                lambda place: (sampled[place].prefix, sampled[place].text, sampled[place].suffix),
-                self.tokenizer,
-                self._reference,
-            )
-            compared += self._compare_media(flat, tokens, int(numbers[0]))
-        lengths = np.diff(tokens.offsets)
-        if self.spec.truncation == "keep_end_turns" and lengths.max() > (
-            self.spec.max_length or lengths.max()
+    def _passed(self, chunk: RowChunk) -> tuple[Kept, int]:
+        """What is written of a chunk, and how many rows of it were compared."""
+        for stage in (
+            self._encode,
+            self._compare,
+            self._shorten,
+            self._place_media,
+            self._cut,
+            self._note,
+            self._carry,
         ):
-            shorter = [*map(self._shortened, flat, lengths.tolist())]
-            if any(a is not b for a, b in zip(shorter, flat, strict=True)):
-                flat, tokens = shorter, self._encode(shorter, _batch(shorter))
-        media = self._media(flat, tokens)
-        kept = keep(tokens, numbers, self.spec, counter)
-        kept = _with_cut_turns(kept, numbers, lengths, np.diff(tokens.offsets), counter)
-        self._note(flat, numbers, kept, counter)
-        if self._rows.carrier is not None:
-            kept = replace(kept, carried=self._rows.carrier.arrays(kept))
-        if media is not None:
-            written = np.flatnonzero(np.isin(numbers, kept.source_rows)).tolist()
-            left = [media[place] for place in written]
-            self._digests.update(one.sha256 for each in left for one in each)
-            kept = replace(kept, carried={**kept.carried, **media_arrays(left)})
-        return kept, compared
+            stage(chunk)
+        assert chunk.kept is not None
+        return chunk.kept, chunk.compared
 
-    def _media(self, flat: list[Sequence], tokens: TokenRows) -> Media | None:
-        if self.desk is None:
-            return None
-        cut_at = self.spec.max_length if self.spec.truncation == "keep_start" else None
-        return place_media(flat, tokens, self.desk.processor, cut_at)
+    def _encode(self, chunk: RowChunk) -> None:
+        """Texts -> ids, spans -> mask."""
+        chunk.batch = texts_of(chunk.flat)
+        chunk.tokens = self._tokens_of(chunk.flat, chunk.batch)
+        chunk.rendered = np.diff(chunk.tokens.offsets)
+
+    def _compare(self, chunk: RowChunk) -> None:
+        """Hold a few rows against `apply_chat_template`."""
+        form, flat, batch, tokens = self._rows.format, chunk.flat, chunk.batch, chunk.tokens
+        if batch is None or form is None or tokens is None:
+            return
+        seed = chunk.origins[0].source_row
+        chunk.compared = compare(
+            sample_places(batch, seed),
+            tokens,
+            lambda place: (
+                None if flat[place].media else raw_example(chunk.origins[place], form, flat[place].example)
+            ),
+            lambda place: (flat[place].prefix, flat[place].text, flat[place].suffix),
+            self.tokenizer,
+            self._reference,
+        )
+        chunk.compared += self._compare_media(flat, tokens, seed)
+
+    def _shorten(self, chunk: RowChunk) -> None:
+        """`keep_end_turns`: leave turns out of rows that are too long."""
+        lengths, limit = chunk.rendered, self.spec.max_length
+        if self.spec.truncation != "keep_end_turns" or limit is None or lengths.max() <= limit:
+            return
+        shorter = [*map(self._shortened, chunk.flat, lengths.tolist())]
+        if any(a is not b for a, b in zip(shorter, chunk.flat, strict=True)):
+            chunk.flat, chunk.tokens = shorter, self._tokens_of(shorter, texts_of(shorter))
+
+    def _place_media(self, chunk: RowChunk) -> None:
+        """Where the tokens of media lie."""
+        if self.desk is not None and chunk.tokens is not None:
+            cut_at = self.spec.max_length if self.spec.truncation == "keep_start" else None
+            chunk.media = place_media(chunk.flat, chunk.tokens, self.desk.processor, cut_at)
+
+    def _cut(self, chunk: RowChunk) -> None:
+        """What is written: no faults, and nothing that is too long."""
+        assert chunk.tokens is not None
+        kept = keep(chunk.tokens, chunk.numbers, self.spec, chunk.counter)
+        after = np.diff(chunk.tokens.offsets)
+        chunk.kept = _with_cut_turns(kept, chunk.numbers, chunk.rendered, after, chunk.counter)
+
+    def _carry(self, chunk: RowChunk) -> None:
+        """Columns that go along with what is written."""
+        assert chunk.kept is not None
+        if self._rows.carrier is not None:
+            chunk.kept = replace(chunk.kept, carried=self._rows.carrier.arrays(chunk.kept))
+        if chunk.media is not None:
+            written = np.flatnonzero(np.isin(chunk.numbers, chunk.kept.source_rows)).tolist()
+            left = [chunk.media[place] for place in written]
+            self._digests.update(one.sha256 for each in left for one in each)
+            chunk.kept = replace(chunk.kept, carried={**chunk.kept.carried, **media_arrays(left)})
 
     def _compare_media(self, flat: list[Sequence], tokens: TokenRows, seed: int) -> int:
         """Hold some rows with media against the processor itself; how many.
@@ -255,14 +280,15 @@ class SliceTokenizer:
                 raise RenderDiffers(f"{flat[place].text[:80]!r}, a row with media")
         return len(places)
 
-    def _note(
-        self, flat: list[Sequence], numbers: npt.NDArray[np.int64], kept: Kept, counter: RowCounter
-    ) -> None:
+    def _note(self, chunk: RowChunk) -> None:
         """Count what the normal form changed, and the reasoning and the ends that a template left out, in rows that are written."""
+        assert chunk.kept is not None
+        kept, counter = chunk.kept, chunk.counter
         changed: dict[int, frozenset[str]] = {}
         removed: list[tuple[int, Sequence]] = []
         endless: dict[int, list[Sequence]] = {}
-        for number, one in zip(numbers.tolist(), flat, strict=True):
+        for row, one in zip(chunk.origins, chunk.flat, strict=True):
+            number = row.source_row
             if one.changes:
                 changed[number] = changed.get(number, frozenset()) | one.changes
             if one.removed:
@@ -301,13 +327,13 @@ class SliceTokenizer:
             except (RowFault, RowDropped):
                 low = middle + 1  # the template refuses this beginning
                 continue
-            if int(self._encode([made], batch_of([made])).offsets[-1]) <= limit:
+            if int(self._tokens_of([made], texts_of([made])).offsets[-1]) <= limit:
                 best, high = made, middle
             else:
                 low = middle + 1
         return best
 
-    def _encode(self, flat: list[Sequence], batch: Batch | None) -> TokenRows:
+    def _tokens_of(self, flat: list[Sequence], batch: Batch | None) -> TokenRows:
         if batch is None:
             return rows_of_tokens([one.tokens for one in flat if one.tokens is not None])
         return RowEncoder(self._encoder, self._reference, self._table).encode(batch)
@@ -357,8 +383,3 @@ class _DamagedInside(Exception):
     def __init__(self, place: int, fault: RowFault) -> None:
         super().__init__(place, fault)
         self.place, self.fault = place, fault
-
-
-def _batch(flat: list[Sequence]) -> Batch | None:
-    """Of texts; None of rows that came as tokens."""
-    return batch_of(flat) if flat and flat[0].tokens is None else None
