@@ -90,7 +90,8 @@ class _Open:
 
     def ends_of(self, step: int) -> list[tuple[Entry, int]]:
         """The entries, each with its groups that all steps up to this one have."""
-        return list(zip(self.rows.entries, self.plan.rows_known_by(step), strict=True))
+        ends = self.plan.rows_known_by(step, len(self.rows.entries))
+        return list(zip(self.rows.entries, ends, strict=True))
 
     def read(self, mini: MiniBatchPlan) -> RowBatch:
         rows = self.rows.read(mini.row_ids)

@@ -86,7 +86,7 @@ def _steps_there(plan: Plan, entry: CacheEntry) -> int:
     """Steps whose rows are listed by now."""
 
     def are_listed(steps: int) -> bool:
-        ends = plan.rows_known_by(steps - 1)
+        ends = plan.rows_known_by(steps - 1, len(entry.entries))
         return all(one.knows(end) for one, end in zip(entry.entries, ends, strict=True))
 
     every = range(1, plan.schedule.num_steps + 1)

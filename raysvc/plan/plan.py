@@ -218,10 +218,10 @@ class Plan:
         """sha256 of the order of `epoch` by the function of `plan.order`; None: the order follows from the identity."""
         return self.order.digest(epoch) if isinstance(self.order, CustomOrder) else None
 
-    def rows_known_by(self, step: int) -> list[int]:
-        """[K], of each source the groups, from its first one on, that a run to the end of this step has come by."""
+    def rows_known_by(self, step: int, num_sources: int) -> list[int]:
+        """[K], of each of so many sources the groups, from its first one on, that steps up to this one may have."""
         end = self.schedule.groups_before(step) + self.schedule.groups_at(step)
-        return self.order.turns_before(end) if isinstance(self.order, Mixture) else [end]
+        return self.order.turns_before(end) if isinstance(self.order, Mixture) else [end] * num_sources
 
     def groups_of(self, step: int) -> npt.NDArray[np.int64]:
         """int64 [B], groups of `step`, in the order of the epoch.

@@ -11,7 +11,6 @@ from PIL import Image
 
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
-from raysvc.chat.text_batch import ROWS_TO_SHARE
 from raysvc.job.config import TextSpec, TokenizerConfig
 from raysvc.media.media_desk import MediaDesk
 from raysvc.media.media_processor import MediaProcessor
@@ -20,7 +19,7 @@ from .families import qwen
 from .rows import data_url, jpeg
 
 RULES = "Look at the picture before you say anything about it. " * 8
-SIZES = [(28 + 28 * (number % 3), 28 + 28 * (number // 3)) for number in range(ROWS_TO_SHARE + 1)]
+SIZES = [(28 + 28 * (number % 3), 28 + 28 * (number // 3)) for number in range(9)]
 
 
 def row(data: bytes, number: int) -> dict[str, Any]:
