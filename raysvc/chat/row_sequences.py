@@ -207,6 +207,8 @@ class RowSequences:
         form = resolve_format(self.spec, row) if self.spec.format == "auto" else format_of(self.spec)
         if form.name not in ("text", "pretokenized"):
             self._tokenizer.check_repeats()
+        if form.name == "chat":
+            self._tokenizer.template_name(has_tools=False)  # rows without tools may come later
         self.spec = self.spec.model_copy(update={"format": form.name, "columns": dict(form.columns)})
         return form
 
