@@ -181,7 +181,7 @@ def test_a_template_that_has_no_such_name_is_refused_with_the_names(
     folder = with_templates(tokenizer_folder(CHATML), tmp_path, "list", names)
     with pytest.raises(TokenizerError, match=words):
         SliceTokenizer(TextSpec(tokenizer=TokenizerConfig(name=folder, chat_template=given))).run(
-            [SourceRow(0, ROW)]
+            [SourceRow(0, {**ROW, "tools": TOOLS})]
         )
 
 
