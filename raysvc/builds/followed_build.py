@@ -72,6 +72,7 @@ class FollowedBuild(Build):
             self._source.look()
             super().start(needed)
             return
+        self._done = {}  # of this round alone: a source without an end has no end of receipts
         self._entry.look()
         seen, self._seen = self._seen, self._source.listings.num_slices
         wanted = range(seen, self._seen) if needed is None else sorted(needed)

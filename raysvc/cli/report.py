@@ -21,7 +21,7 @@ Html = Annotated[Path, typer.Option("--html", help="File to write.")]
 def _as_it_ran(job: JobConfig) -> JobConfig:
     """The job that the run in its run folder had, where there is one; what differs is said."""
     from raysvc.cache.store.open import absolute
-    from raysvc.training.run_job import differences, has_job, job_of_run
+    from raysvc.training.run_job import differences, has_job, job_of_run, with_credentials
 
     folder = absolute(job.run_dir)
     if not has_job(folder):
@@ -30,7 +30,7 @@ def _as_it_ran(job: JobConfig) -> JobConfig:
     if differ := differences(job, ran):
         told = "; ".join(f"{key} was {theirs!r} and is {ours!r}" for key, (ours, theirs) in differ.items())
         print(f"the run in {folder} had another job, which is reported: {told}", file=sys.stderr)
-    return ran.model_copy(update={"cache": job.cache})  # its credentials
+    return with_credentials(ran, job)
 
 
 @edge

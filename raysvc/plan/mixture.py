@@ -154,7 +154,7 @@ class Mixture:
                 counts = stages[-1].counts
                 last = before[-1][number] + far * (counts[number] if number < len(counts) else 0)
                 turns = np.array([*(one[number] for one in before), last], float)
-                passed, place = divmod(int(np.interp(position, stream, turns)), source.num_groups)
+                passed, place = divmod(self.turns_before(position)[number], source.num_groups)
                 slices, places = source.order.needs_from(passed, place)
                 needs.append(np.interp(passed * source.num_groups + places, turns, stream))
                 found.append(np.stack([np.full(len(slices), number), slices]))

@@ -22,6 +22,10 @@ from raysvc.job.config import JobConfig, SourceConfig
 from raysvc.job.job_file import load_job
 
 FILE = "job.json"
+SECRETS = (
+    "storage_options",
+    "args",
+)  # sections that may hold credentials; args: of a function that makes a source
 CODE = ("plan.order", "tokenizer.trust_remote_code", "source.ray")  # keys that name code
 
 
@@ -57,6 +61,16 @@ def job_of_run(folder: str | Path) -> JobConfig:
     if code := [key for key in CODE if flat.get(key)]:
         raise ConfigError(str(path), f"names code that would run ({code[0]})", remedy)
     return load_job(fields, trainer={"run_dir": str(Path(folder).absolute())})
+
+
+def with_credentials(run: JobConfig, job: JobConfig) -> JobConfig:
+    """The job of a run with the credentials of a job for its cache and its source, which are not kept."""
+    return run.model_copy(
+        update={
+            "cache": run.cache.model_copy(update={"storage_options": job.cache.storage_options}),
+            "source": run.source.model_copy(update={"storage_options": job.source.storage_options}),
+        }
+    )
 
 
 def differences(job: JobConfig, run: JobConfig) -> dict[str, tuple[Any, Any]]:
@@ -106,7 +120,7 @@ def _here(source: SourceConfig) -> SourceConfig:
 
 def _without_credentials(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without_credentials(one) for key, one in value.items() if key != "storage_options"}
+        return {key: _without_credentials(one) for key, one in value.items() if key not in SECRETS}
     return value
 
 

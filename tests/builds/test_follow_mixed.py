@@ -115,6 +115,7 @@ def test_a_build_beside_a_run_makes_what_has_an_end_and_goes_on_with_what_has_no
         made = [stream.make(step, [2])[1] for step in range(7)]
         (tmp_path / "new" / "b.jsonl").write_text(lines(*range(200, 208)))
         made += [stream.make(step, [2])[1] for step in range(7, 15)]  # waits for the rows
+        assert len(build._builds[1]._done) <= 1, "receipts of earlier rounds are let go"
     finally:
         build.stop()
     assert [[shard.digest() for shard in shards] for shards in made] == [
@@ -173,3 +174,20 @@ def test_what_cannot_be_is_refused_by_the_name_of_the_source(
 def test_all_followed_sources_have_one_epoch(tmp_path: Path, sample: dict[str, str]) -> None:
     with pytest.raises(RaysvcError, match=r"base\.source\.follow has no second epoch, and plan\.epochs is 2"):
         mixed(tmp_path, sample, ("base", "new"))
+
+
+def test_no_slice_that_a_later_step_has_is_left_out_wherever_a_build_begins(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    job = mixed(tmp_path, sample)
+    for number in range(12):  # listings of three rows each
+        with (tmp_path / "new" / "a.jsonl").open("a") as file:
+            file.write(lines(*range(200 + 3 * number, 203 + 3 * number)))
+        raysvc.tokenize(job)
+    plan = plan_of(job, raysvc.tokenize(job))
+    later: set[tuple[int, int]] = set()
+    for step in reversed(range(plan.schedule.num_steps)):
+        place = row_ids.split(plan.groups_of(step))
+        later |= set(zip(place.source.tolist(), place.slice.tolist(), strict=True))
+        needed = plan.order.needed(plan.schedule.epoch_of(step), plan.schedule.position_of(step))  # type: ignore[union-attr]
+        assert later <= set(needed), step

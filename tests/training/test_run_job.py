@@ -14,7 +14,7 @@ from raysvc.cli.sample_data import write_rows
 from raysvc.errors import ConfigError
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
-from raysvc.training.run_job import FILE, differences, job_of_run, keep_job
+from raysvc.training.run_job import FILE, differences, job_of_run, keep_job, with_credentials
 
 BASE: dict[str, Any] = {
     "source": {"path": "rows.jsonl", "format": "chat"},
@@ -133,3 +133,18 @@ def test_a_summary_without_what_is_shown_of_it_is_named(tmp_path: Path) -> None:
         (tmp_path / "summary.json").write_text(text)
         with pytest.raises(StateMismatch, match=r"summary\.json: is not the JSON that was written"):
             RunFolder(tmp_path).summary()
+
+
+def test_credentials_come_from_the_job_and_all_else_from_the_run(tmp_path: Path) -> None:
+    ran = kept(tmp_path)
+    today = load_job({**BASE, "cache": {"root": "s3://other", "storage_options": {"secret": "hidden"}}})
+    found = with_credentials(ran, today)
+    assert found.cache.root == "s3://bucket/cache"
+    assert found.cache.storage_options == {"secret": "hidden"}
+
+
+def test_arguments_of_a_function_that_makes_a_source_are_not_written(tmp_path: Path) -> None:
+    keep_job(tmp_path, load_job({**BASE, "source": {"ray": "rows:read", "args": {"password": "hidden"}}}))
+    assert "hidden" not in (tmp_path / FILE).read_text()
+    with pytest.raises(ConfigError, match=r"names code that would run \(source\.ray\)"):
+        job_of_run(tmp_path)

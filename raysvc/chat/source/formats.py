@@ -13,7 +13,7 @@ instruction and its output, are a user's message and an assistant's, behind the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
@@ -167,10 +167,6 @@ class Format:
         if read is not given:
             changes.add(MESSAGES_PARSED)
         return read
-
-    def maps_any(self, roles: Iterable[str]) -> bool:
-        """Whether one of some roles is read as another."""
-        return not self._reader.roles.keys().isdisjoint(roles)
 
     def normalize(self, row: Mapping[str, Any]) -> tuple[Example, ...]:
         """Examples of one row.
