@@ -90,7 +90,7 @@ def receipts_of_rows(
     if pool.label_selector:
         options["label_selector"] = dict(pool.label_selector)
     found = streamed(
-        source.data, source.slice_rows, RowsWorker,
+        source.rows, source.slice_rows, RowsWorker,
         fn_constructor_args=(task, source.slice_rows, digests, named),
         compute=ray.data.ActorPoolStrategy(min_size=min(pool.min, most), max_size=most),
         num_cpus=ACTOR_SHARE * pool.num_cpus, **options,

@@ -60,8 +60,26 @@ def rows_of_slice(row: dict[str, Any]) -> int:
     return max(LEAST_ROWS, min(MOST_ROWS, 1 << (fit.bit_length() - 1)))
 
 
-def slices_of(data: ray.data.Dataset, slice_rows: int) -> tuple[Slice, ...]:
-    """All slices with the digests of their rows: the Dataset runs once for it.
+def numbered(data: ray.data.Dataset, slice_rows: int) -> ray.data.Dataset:
+    """The rows in blocks of a slice each, with what says which slice that is; lazy."""
+    from ray.data.expressions import monotonically_increasing_id
+
+    cut = data.repartition(target_num_rows_per_block=slice_rows, strict=True)
+    return cut.with_column(_ID, monotonically_increasing_id())
+
+
+def kept(data: ray.data.Dataset) -> ray.data.Dataset:
+    """The rows in the object stores of the cluster, which spill to disk: the Dataset runs once, and not when they are read again.
+
+    Raises:
+        SourceError: the Dataset fails.
+    """
+    with _executed(data) as whole:
+        return whole.materialize()
+
+
+def slices_of(rows: ray.data.Dataset, slice_rows: int) -> tuple[Slice, ...]:
+    """All slices of numbered rows, with the digests of their rows.
 
     Raises:
         SourceError: the Dataset fails, or holds what no row can have.
@@ -70,15 +88,16 @@ def slices_of(data: ray.data.Dataset, slice_rows: int) -> tuple[Slice, ...]:
     def look(table: pa.Table) -> pa.Table:
         return answered(lambda: (read_slice(table, slice_rows)[0], ""))
 
-    return tuple(piece for piece, _ in streamed(data, slice_rows, look))
+    return tuple(piece for piece, _ in streamed(rows, slice_rows, look))
 
 
 def streamed(
-    data: ray.data.Dataset, slice_rows: int, work: Any, **options: Any
+    rows: ray.data.Dataset, slice_rows: int, work: Any, **options: Any
 ) -> Iterator[tuple[Slice, str]]:
     """Run `work` on every slice; slices, each with what was answered, in their order.
 
     Args:
+        rows: numbered.
         work: as `map_batches` takes it; gets a table, returns `answered`.
         options: of `map_batches`.
 
@@ -86,11 +105,7 @@ def streamed(
         SourceError: the Dataset fails, or its rows are not in order.
         RaysvcError: what `work` raised on purpose, as it was raised there.
     """
-    from ray.data.expressions import monotonically_increasing_id
-
-    cut = data.repartition(target_num_rows_per_block=slice_rows, strict=True)
-    numbered = cut.with_column(_ID, monotonically_increasing_id())
-    graph = numbered.map_batches(work, batch_size=None, batch_format="pyarrow", **options)
+    graph = rows.map_batches(work, batch_size=None, batch_format="pyarrow", **options)
     index, is_full = 0, True
     with _executed(graph) as ordered:
         for row in ordered.iter_rows():

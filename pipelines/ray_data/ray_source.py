@@ -2,7 +2,8 @@
 
 Always true:
 - it is named by `source.version`, or else by the digests of its rows in their order;
-- with a version its slices are known when it was tokenized, and nothing is read before but its first row.
+- with a version its slices are known when it was tokenized, and nothing is read before but its first row;
+- it runs once, and once more as far as the first row needs it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from raysvc.errors import ConfigError, SourceError
 from raysvc.job.config import SourceConfig
 from raysvc.job.named_function import function_of, line_of
-from raysvc.pipelines.ray_data.ray_rows import WHERE, first_row, rows_of_slice, slices_of
+from raysvc.pipelines.ray_data.ray_rows import WHERE, first_row, kept, numbered, rows_of_slice, slices_of
 from raysvc.pipelines.sources.slices import Slice
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class RaySource:
     """See the module.
 
     Attributes:
-        data: the Dataset.
+        rows: of the Dataset, numbered; kept in Ray's object stores where no version names them.
         slice_rows: of every slice but the last.
         slices: known from the start, or set by whoever tokenized them.
 
@@ -36,16 +37,18 @@ class RaySource:
     """
 
     def __init__(self, config: SourceConfig) -> None:
-        self.data = _dataset(config)
-        self._first = first_row(self.data)
+        data = _dataset(config)
+        self._first = first_row(data)
         self.slice_rows = rows_of_slice(self._first)
+        self.rows = numbered(data, self.slice_rows)
         self.slices: tuple[Slice, ...] = ()
         known: dict[str, Any] = {"kind": "ray", "slice_rows": self.slice_rows}
         if config.version is not None:
             named = {"function": config.ray, "args": config.args} if isinstance(config.ray, str) else {}
             self.identity = [{**known, "version": config.version, **named}]
             return
-        self.slices = slices_of(self.data, self.slice_rows)
+        self.rows = kept(self.rows)
+        self.slices = slices_of(self.rows, self.slice_rows)
         digest = hashlib.sha256("".join(one.pieces[0].fingerprint for one in self.slices).encode())
         rows = sum(one.num_rows for one in self.slices)
         self.identity = [{**known, "rows": rows, "sha256": digest.hexdigest()}]
