@@ -434,6 +434,10 @@ class Connection:
                     self._lose(error)
                     log.error("lease lost name=%s fence=%d", self.lease.name, self.lease.fence)
                 return
+            except ray.exceptions.ActorDiedError:  # for good: one that restarts is ActorUnavailableError
+                if not self._leaving:
+                    log.error("server has ended name=%s fence=%d", self.lease.name, self.lease.fence)
+                return
             except ray.exceptions.RayError as error:
                 log.warning("heartbeat failed name=%s error=%s", self.lease.name, type(error).__name__)
             if asked:  # the server need not be asked at every commit

@@ -327,7 +327,7 @@ def test_who_waits_long_says_for_what_and_how_far_the_build_is(
     finally:
         slice_receipts.log.removeHandler(handler)
         builder.join()
-    told = caplog.messages[0]
+    told = next(said.getMessage() for said in caplog.records if said.name == slice_receipts.log.name)
     assert told.startswith(
         f"waiting for=slices 1, 2 of={source.writer().folder} since=0s finished=1/3; if none"
     )

@@ -218,3 +218,25 @@ def test_a_lost_node_takes_nothing_with_it_and_the_server_moves_to_one_that_stay
     report = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     assert report["got"] == streams.made_of(spec)
     assert report["markets"] == ["spot", "on-demand"], "it takes what there is, and then what stays"
+
+
+def test_an_attached_trainer_says_once_that_its_server_has_ended(
+    serve: Served, entry: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    import ray
+
+    import raysvc
+
+    server = serve("ended", sources=[entry(100)], lease_ttl_s=0.6)
+    raysvc.attach("ended")
+    (heart,) = (one for one in threading.enumerate() if one.name == "raysvc-lease-ended")
+    kill_server(server)
+    assert stats(server)["pid"]
+    heart.join(1.0)
+    assert heart.is_alive(), "a server that restarts is waited for"
+    ray.kill(server, no_restart=True)
+    heart.join(30.0)
+    assert not heart.is_alive()
+    ours = [said.getMessage() for said in caplog.records if said.name == "raysvc.client.connection"]
+    assert ours[-1] == "server has ended name=ended fence=1"
+    assert sum("has ended" in said for said in ours) == 1
