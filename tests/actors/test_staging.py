@@ -258,15 +258,19 @@ def test_checksums_hold_under_a_long_kernel_and_a_tiny_ring(copy_stream: bool) -
     assert [int(total) for total in sums] == [expected[number % 8] for number in range(64)]
 
 
-def seconds_of(staging: Staging | None, nbytes: int, steps: int = 20) -> float:
-    """Of so many steps on CUDA, each a kernel that is longer than a copy of `nbytes`; None: of the kernels alone."""
+def seconds_of(staging: Staging | None, nbytes: int, steps: int = 20, warm: int = 4) -> float:
+    """Of so many steps on CUDA, each a kernel that is longer than a copy of `nbytes`; None: of the kernels alone.
+
+    The first `warm` steps are not counted: they make the pinned slots.
+    """
     shard = bytes_shard(0, nbytes)
     if staging is not None:
         staging.put((0, 0), shard)
-    torch.cuda.synchronize()
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for number in range(steps):
+    for number in range(warm + steps):
+        if number == warm:
+            torch.cuda.synchronize()
+            start.record()
         if staging is not None:
             staging.take((number, 0), 10.0)
         torch.cuda._sleep(40_000_000)
