@@ -242,7 +242,8 @@ def _carried(columns: Mapping[str, Any]) -> str:
 
 def _tokens(picture: RowPicture) -> str:
     turns = sum(stretch.kind == "trained" for stretch in picture.stretches)
-    return f"{picture.length} tokens, {picture.trained} trained in {turns} turns"
+    where = f" in {turns} turn{'s' if turns > 1 else ''}" if turns else ""
+    return f"{picture.length} tokens, {picture.trained} trained{where}"
 
 
 def _cells(line: dict[str, Any]) -> dict[str, Any]:

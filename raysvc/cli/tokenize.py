@@ -38,11 +38,8 @@ def tokenize(
         return
     print_table("Tokenized", report_rows(entry))
     for example in entry.report["examples"][:EXAMPLES_SHOWN]:
-        print(
-            printable(
-                f"quarantined: row {example['source_row']}: {example['reason']} {example['detail']}".rstrip()
-            )
-        )
+        why = "; ".join(filter(None, (example["reason"], example["detail"])))
+        print(printable(f"quarantined: row {example['source_row']}: {why}"))
 
 
 def cache_line(entry: CacheEntry) -> str:
