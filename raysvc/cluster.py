@@ -139,6 +139,11 @@ def _join(address: str) -> None:
     try:
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        if address == "auto" and isinstance(error, ConnectionError):
+            remedy = (
+                "start one with `ray start --head`, or name yours with --address host:port or RAY_ADDRESS"
+            )
+            raise AddressError("Ray", "no cluster runs on this machine", remedy) from error
         first_line = _first_line(error)
         remedy = "check the address, and RAY_AUTH_MODE and the token when the cluster asks for one"
         raise AddressError(f"--address {address}", first_line, remedy) from error

@@ -16,23 +16,50 @@ Tokenizer = Annotated[str, typer.Option(help="Tokenizer folder or hub name.")]
 Out = Annotated[Path, typer.Option(help="Job file to write.", metavar="JOB.YAML")]
 
 
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="source.columns.OURS=THEIRS or source.roles.THEIRS=OURS, where the rows have other names.",
+        metavar="[KEY=VALUE]...",
+    ),
+]
+NAMES = ("source.columns.", "source.roles.")
+
+
 @edge
-def init(data: Data, tokenizer: Tokenizer, out: Out = Path("job.yaml"), as_json: AsJson = False) -> None:
+def init(
+    data: Data,
+    tokenizer: Tokenizer,
+    settings: Settings = None,
+    out: Out = Path("job.yaml"),
+    as_json: AsJson = False,
+) -> None:
     """Write a commented job.yaml for a file of rows.
 
     It looks at the rows, picks the format and says what it saw. A JSON schema for editors is written beside it.
     dataset_info.json:NAME is an entry of LLaMA-Factory's file: its columns, tags and ranking go into the job.
 
     Example: raysvc init rows.jsonl --tokenizer Qwen/Qwen2.5-0.5B
+
+    Example: raysvc init rows.jsonl --tokenizer TOKENIZER source.columns.question=q source.columns.answer=a
     """
     from raysvc.cli.dataset_info import source_of
     from raysvc.cli.first_job import job_text, look
     from raysvc.errors import ConfigError
+    from raysvc.job.job_file import load_job
     from raysvc.job.job_schema import FILE, schema_text
 
     if out.exists():
         raise ConfigError(str(out), "exists already", "name another file with --out")
     source = source_of(data)
+    for setting in settings or ():
+        if not setting.startswith(NAMES):
+            raise ConfigError(
+                setting, "is not about columns or roles", f"set it in {out}, once it is written"
+            )
+    if settings:
+        given = {"source": source.model_dump(exclude_unset=True), "tokenizer": tokenizer}
+        source = load_job(given, settings).source
     found = look(source, tokenizer)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_name(FILE).write_text(schema_text())

@@ -24,6 +24,7 @@ from raysvc.job.known_keys import advice_on
 
 WITH_PASSWORD = re.compile(r"[A-Za-z0-9+.:-]+://[^/@]*:[^/@]*@|https?://[^/@]+@")
 SECTIONS = ("plan", "trainer", "workers")  # whose keys are told to who writes them elsewhere
+ROWS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".tar", ".txt")  # a job may be JSON
 SHORT = {"name": ("server", "name")}
 
 
@@ -84,6 +85,8 @@ def _tree(job: str | Path | Mapping[str, Any] | JobConfig | None) -> dict[str, A
             "job", f"{job!r} is not a job", "give the path of a job.yaml, a mapping or a JobConfig"
         )
     path = Path(job)
+    if path.suffix.lower() in ROWS and path.is_file():
+        raise _no_override(str(job))
     try:
         tree = _JobYaml(path.read_text()).get_single_data()
     except OSError as error:
@@ -131,14 +134,25 @@ class _JobYaml(yaml.SafeLoader):
 def _override(text: str) -> dict[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise ConfigError(
-            f"override {text!r}", "is not KEY=VALUE", "write plan.batch_size=64, or -c in front of a job file"
-        )
+        raise _no_override(text)
     try:
         parsed = _JobYaml(value).get_single_data()
     except (yaml.YAMLError, ValueError):
         parsed = value
     return _nested(tuple(key.strip().split(".")), parsed)
+
+
+def _no_override(text: str) -> ConfigError:
+    """What somebody may have meant who wrote a word without `=`."""
+    path = Path(text)
+    if path.suffix.lower() in ROWS and path.is_file():
+        return ConfigError(
+            text, "is a file of rows, and not a job", f"run raysvc init {text} --tokenizer ..."
+        )
+    if "/" in text and not path.exists():
+        return ConfigError(text, "is neither a run nor a job", "name the folder of a run, or a job.yaml")
+    what = "is neither KEY=VALUE nor a run"
+    return ConfigError(f"override {text!r}", what, "write plan.batch_size=64, or -c in front of a job file")
 
 
 def _nested(keys: tuple[str, ...], value: Any) -> dict[str, Any]:

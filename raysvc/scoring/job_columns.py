@@ -19,7 +19,7 @@ from raysvc.errors import ConfigError
 from raysvc.progress import Progress, silent
 from raysvc.scoring.explain_columns import why_not_there
 from raysvc.scoring.find_or_enrich import HIT, find_or_enrich, planned
-from raysvc.scoring.wanted import Wanted, wanted_columns
+from raysvc.scoring.wanted import Wanted, check_rows, wanted_columns
 
 if TYPE_CHECKING:
     from raysvc.cache.entry import Entry
@@ -49,6 +49,8 @@ def with_columns(
     """
     added, hits, reasons = [], entry.hit, [entry.reason]
     for its, wanted, one in _sources(job, entry):
+        if wanted and job.enrich.ref_logprobs is None:  # nobody named it, the objective wants it
+            check_rows(job, entry)
         for each in wanted:
             one, hit, reason = find_or_enrich(its, one, each, address, progress)
             hits = hits and hit

@@ -15,9 +15,16 @@ from raysvc.errors import ConfigError
 from raysvc.job.enrich_config import SOURCE, TeacherConfig
 
 if TYPE_CHECKING:
+    from raysvc.builds.cache_entry import CacheEntry
     from raysvc.job.config import JobConfig
 
 WITH_REFERENCE = ("dpo", "ipo", "kto")
+FORMAT = {"dpo": "preference", "ipo": "preference", "simpo": "preference", "orpo": "preference"}
+FORMAT |= {
+    "reward": "preference",
+    "kto": "kto",
+    "process": "stepwise",
+}  # of the rows that an objective trains
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,19 @@ class Wanted:
     def bytes_per_token(self) -> int:
         """Of the columns."""
         return 4 if self.kind == "ref_logprobs" else 8 * self.top_k
+
+
+def check_rows(job: JobConfig, entry: CacheEntry) -> None:
+    """Refuse rows that an objective cannot train, before a reference is computed for them.
+
+    Raises:
+        ConfigError: they are of another format.
+    """
+    objective = job.trainer.objective
+    for found in (str(one.recipe.get("format")) for one in entry.entries):
+        if FORMAT.get(objective, found) != found:
+            what = f"needs {FORMAT[objective]} rows, and these are {found}"
+            raise ConfigError(f"trainer.objective {objective}", what, "choose another objective")
 
 
 def wanted_columns(job: JobConfig, source: str = "") -> list[Wanted]:

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from raysvc.builds.job_plan import plan_config
 from raysvc.errors import ConfigError
+from raysvc.scoring.wanted import FORMAT, check_rows
 
 if TYPE_CHECKING:
     from raysvc.builds.cache_entry import CacheEntry
     from raysvc.job.config import JobConfig, Reduction
     from raysvc.job.trainer_config import TrainerConfig
 
-FORMAT = {"dpo": "preference", "ipo": "preference", "simpo": "preference", "orpo": "preference"}
-FORMAT |= {"reward": "preference", "kto": "kto", "process": "stepwise"}
 NO_EXAMPLES = {
     "preference": "half of them are not",
     "kto": "half of them are not",
@@ -67,14 +66,10 @@ def mean_of(trainer: TrainerConfig) -> Reduction:
 def _check(job: JobConfig, entry: CacheEntry, columns: tuple[str, ...]) -> None:
     objective = job.trainer.objective
     where = f"trainer.objective {objective}"
-    wanted = FORMAT.get(objective)
+    check_rows(job, entry)
     for recipe in (one.recipe for one in entry.entries):
         found = str(recipe.get("format"))
-        if wanted is not None and found != wanted:
-            raise ConfigError(
-                where, f"needs {wanted} rows, and these are {found}", "choose another objective"
-            )
-        if wanted is None and found in NO_EXAMPLES:
+        if objective not in FORMAT and found in NO_EXAMPLES:
             fits = [name for name, its in FORMAT.items() if its == found]
             what = f"trains every row as an example, and these are {found}: {NO_EXAMPLES[found]}"
             raise ConfigError(where, what, f"use one of {', '.join(fits)}")

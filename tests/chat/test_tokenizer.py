@@ -101,7 +101,7 @@ def test_template_kwargs_reach_the_template(tokenizer_folder: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"name": "/nowhere/at/all"}, "could not be loaded"),
+        ({"name": "/nowhere/at/all"}, "there is no folder /nowhere/at/all; give"),
         ({"chat_template": "/nowhere.jinja"}, "neither a file nor a template"),
         ({"chat_template": "{% for m in messages %}"}, "does not compile"),
     ],

@@ -90,7 +90,7 @@ def test_a_file_that_is_no_job_is_named_with_the_line(tmp_path, text, told):
 
 
 def test_what_is_no_override_is_refused():
-    with pytest.raises(ConfigError, match=r"is not KEY=VALUE; write plan\.batch_size=64"):
+    with pytest.raises(ConfigError, match=r"is neither KEY=VALUE nor a run; write plan\.batch_size=64"):
         load_job(JOB, ["batch_size"])
 
 

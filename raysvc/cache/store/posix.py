@@ -232,7 +232,9 @@ class PosixStore:
         try:
             return _reopening(action)
         except (PermissionError, NotADirectoryError) as error:
-            raise StoreError(self.root, f"cannot be read ({error})", "choose another cache.root") from error
+            raise StoreError(
+                self.root, f"cannot be read ({error.strerror})", "name another folder"
+            ) from error
         except OSError as error:
             if error.errno not in SEEMS_MISSING:
                 raise

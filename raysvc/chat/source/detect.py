@@ -68,7 +68,9 @@ def resolve_format(spec: TextSpec, first_row: Mapping[str, Any]) -> Format:
     for ours in _needs(spec, name, columns):
         theirs = _theirs(spec, ours, columns)
         if theirs not in columns:
-            raise _missing(f"format {name} needs a column {theirs!r}", (theirs,), columns)
+            raise _missing(
+                f"format {name} needs a column {theirs!r}", (theirs,), columns, _fitting(spec, columns)
+            )
         found[ours] = theirs
     _refuse_twice(found)
     for ours in OTHER_NAMES.get(name, ()):
@@ -176,20 +178,33 @@ def _known_column(ours: str, theirs: str, columns: list[str]) -> None:
 
 
 def _detect(spec: TextSpec, columns: list[str]) -> FormatName:
+    found = _fitting(spec, columns)
+    if found is not None:
+        return found
+    wanted = tuple(dict.fromkeys(ours for needs in NEEDS.values() for ours in needs))
+    raise _missing("no format fits the rows", wanted, columns)
+
+
+def _fitting(spec: TextSpec, columns: list[str]) -> FormatName | None:
+    """The first format whose columns are there, or None."""
     for name, needs in NEEDS.items():
         if name == "chat" and _is_kto_chat(spec, columns):
             return "kto"
         if all(_theirs(spec, ours, columns) in columns for ours in needs):
             return name  # type: ignore[return-value]
-    wanted = tuple(dict.fromkeys(ours for needs in NEEDS.values() for ours in needs))
-    raise _missing("no format fits the rows", wanted, columns)
+    return None
 
 
-def _missing(what: str, wanted: tuple[str, ...], columns: list[str]) -> SourceError:
+def _missing(
+    what: str, wanted: tuple[str, ...], columns: list[str], fits: FormatName | None = None
+) -> SourceError:
+    what = f"{what}; the rows have the columns {', '.join(columns) or '(none)'}{_nearest(wanted, columns)}"
+    if fits is not None:
+        return SourceError("source", what, f"set source.format: {fits}, which fits them")
     return SourceError(
         "source",
-        f"{what}; the rows have the columns {', '.join(columns) or '(none)'}{_nearest(wanted, columns)}",
-        "set source.format, or map columns with source.columns: {messages: your_column}, or "
+        what,
+        "leave source.format out, and name columns: source.columns: {messages: your_column}, or "
         "{question: your_column, answer: another}",
     )
 

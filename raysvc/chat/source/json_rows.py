@@ -18,6 +18,7 @@ import codecs
 import io
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice, repeat
@@ -31,6 +32,7 @@ BLOCK_BYTES = 1 << 25
 LINES_AT_ONCE = 64
 _DIGITS = bytes.maketrans(b"123456789", b"0" * 9)
 _LONG_NUMBER = b"0" * 19  # from 2^64 on, orjson makes integers floats
+_LINE = re.compile(r":? line 1 column (\d+) \(char \d+\)")
 _STEP = 6
 _MEANT = "default"  # of a schema, where null says something
 
@@ -132,6 +134,11 @@ def json_rows(data: bytes, first_row: int) -> Iterator[SourceRow]:
         number += len(some)
 
 
+def _without_line(broken: Exception) -> str:
+    """What is wrong with a line; each is parsed alone, so a parser calls it line 1 wherever it stands."""
+    return _LINE.sub(r" at character \1", str(broken))
+
+
 def _json_row(line: bytes, number: int) -> Iterator[SourceRow]:
     """The row of one line, none where it is blank."""
     try:
@@ -142,7 +149,7 @@ def _json_row(line: bytes, number: int) -> Iterator[SourceRow]:
         try:
             value, odd = load_json(line, allow_nan=True), True
         except (ValueError, RecursionError) as broken:
-            yield SourceRow(number, None, f"broken JSON: {broken}")
+            yield SourceRow(number, None, f"broken JSON: {_without_line(broken)}")
             return
     if isinstance(value, dict):
         yield SourceRow(number, value, None, line, odd)

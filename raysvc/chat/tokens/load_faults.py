@@ -45,7 +45,7 @@ def load_fault(config: TokenizerConfig, error: Exception) -> TokenizerError:
         return TokenizerError(WHERE, f"{config.name!r} brings Python code, which was not run", _READ)
     if config.trust_remote_code and not isinstance(error, OSError | ValueError):
         return TokenizerError(WHERE, what, "its own Python code may have failed: make it run, or " + _USUAL)
-    return TokenizerError(WHERE, *(_no_file(Path(config.name)) or (what, _USUAL)))
+    return TokenizerError(WHERE, *(_no_file(config.name) or (what, _USUAL)))
 
 
 def slow_fault(config: TokenizerConfig, hf: Any) -> TokenizerError:
@@ -143,8 +143,11 @@ def varying_fault(why: str = "") -> TokenizerError:
     )
 
 
-def _no_file(folder: Path) -> tuple[str, str] | None:
-    """(what a folder has instead of tokenizer.json, what to do), None where it has that, or is not there."""
+def _no_file(name: str) -> tuple[str, str] | None:
+    """(what a folder has instead of tokenizer.json, what to do), None where it has that, or is a name of the hub."""
+    folder = Path(name)
+    if not folder.exists() and (name.startswith((".", "~", "/")) or name.count("/") > 1):
+        return f"there is no folder {folder.absolute()}", _USUAL
     if not folder.is_dir() or (folder / "tokenizer.json").is_file():
         return None
     other = next((name for name in _OTHERS if (folder / name).is_file()), None)
