@@ -89,7 +89,7 @@ def line_of(name: str) -> str:
 
 
 def cell_of(proof: Proof) -> str:
-    """How rows are kept apart, or what is missing."""
+    """Says how rows are kept apart, or what is missing."""
     if proof.inputs is not None:
         return "yes" if proof.inputs.name == POSITIONS else f"yes, by {proof.inputs.name}"
     missing = re.search(r"Install (`\w+`)", proof.raised.get(BOUNDARIES, ""))

@@ -29,7 +29,7 @@ from raysvc.pipelines.tokenize import worker_of
 from raysvc.row_batch import AddedColumns, RowBatch
 
 
-class Computing(Protocol):
+class ColumnComputer(Protocol):
     """Computes columns of rows; may hold a model."""
 
     def __call__(self, rows: RowBatch) -> AddedColumns:
@@ -49,7 +49,7 @@ class EnrichTask:
 
     base: Entry
     writer: EntryWriter
-    load: Callable[[], Computing]
+    load: Callable[[], ColumnComputer]
 
 
 class EnrichWorker:
@@ -59,7 +59,7 @@ class EnrichWorker:
         self._task = task
 
     @cached_property
-    def _compute(self) -> Computing:
+    def _compute(self) -> ColumnComputer:
         return self._task.load()
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +71,9 @@ class EnrichWorker:
 def receipts_of(
     task: EnrichTask, slices: Sequence[RowSlice], pool: WorkerPool
 ) -> Iterator[tuple[int, Receipt]]:
-    """Of all slices, each with 0, the number of the only entry; what somebody else has computed meanwhile is taken."""
+    """Yields the receipts of all slices, each with 0, the number of the only entry; what somebody else has computed
+    meanwhile is taken.
+    """
     done, left = split_computed(task.writer, slices)
     yield from ((0, receipt) for receipt in done.values())
     if left:
@@ -79,7 +81,7 @@ def receipts_of(
         yield from ((0, receipt) for _, receipt in receipts_from(graph))
 
 
-def compute_slice(task: EnrichTask, compute: Computing, piece: RowSlice) -> Receipt:
+def compute_slice(task: EnrichTask, compute: ColumnComputer, piece: RowSlice) -> Receipt:
     """Read, compute and write one slice: what a build does in a worker, or in the process that asks."""
     began_s = time.time()
     rows = task.base.read(task.base.row_ids(piece.first_row, piece.first_row + piece.num_rows))

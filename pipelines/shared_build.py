@@ -42,7 +42,7 @@ Check = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Work:
+class SharedTask:
     """What is left of a build, as it travels to the builder.
 
     Attributes:
@@ -59,7 +59,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class News:
+class NewReceipts:
     """What became known since a caller last asked.
 
     Attributes:
@@ -82,7 +82,7 @@ class Builder:
         self._finished = False
         self._entry, self._num_slices = "", 0
 
-    def start(self, work: Work) -> None:
+    def start(self, work: SharedTask) -> None:
         """Begin, unless somebody else's call has begun already."""
         with self._lock:
             if self._thread is None:
@@ -90,7 +90,7 @@ class Builder:
                 self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
                 self._thread.start()
 
-    def news(self, seen: int) -> News:
+    def news(self, seen: int) -> NewReceipts:
         """What came after the first `seen` receipts.
 
         Raises:
@@ -100,7 +100,7 @@ class Builder:
         finished = self._finished  # read before the list: nothing comes after it is set
         if self._error is not None:
             raise self._error
-        return News(tuple(self._receipts[seen:]), finished)
+        return NewReceipts(tuple(self._receipts[seen:]), finished)
 
     def facts(self) -> dict[str, Any]:
         """What it builds, slices that are done of all that were left, and its node."""
@@ -110,7 +110,7 @@ class Builder:
         facts = {"entry": self._entry, "done": len(self._receipts), "slices": self._num_slices, "node": node}
         return {**facts, "finished": self._finished}
 
-    def _run(self, work: Work) -> None:
+    def _run(self, work: SharedTask) -> None:
         try:
             for number, receipt in work.receipts():
                 self._receipts.append((number, receipt.to_json()))
@@ -143,7 +143,7 @@ def builds_in_progress(timeout_s: float = 5.0) -> list[dict[str, Any]]:
     return [each for each in facts if not each["finished"]]
 
 
-def shared_receipts(work: Work, check: Check = lambda: None) -> Iterator[tuple[int, Receipt]]:
+def shared_receipts(work: SharedTask, check: Check = lambda: None) -> Iterator[tuple[int, Receipt]]:
     """Receipts of all slices with the numbers of their entries, made by this cluster's builder; in any order, maybe some twice.
 
     Args:
@@ -181,7 +181,7 @@ def shared_receipts(work: Work, check: Check = lambda: None) -> Iterator[tuple[i
     raise RuntimeError(f"{many} of {work.uri} died; {remedy}") from died
 
 
-def _answer(ref: Any, uri: str, check: Check) -> News:
+def _answer(ref: Any, uri: str, check: Check) -> NewReceipts:
     """What a builder says, however late: a node that is busy or cut off for a while is no reason to end a build.
 
     Raises:
@@ -192,7 +192,7 @@ def _answer(ref: Any, uri: str, check: Check) -> News:
     asked = told = time.monotonic()
     while True:
         try:
-            news: News = ray.get(ref, timeout=LOOK_S)
+            news: NewReceipts = ray.get(ref, timeout=LOOK_S)
             return news
         except ray.exceptions.GetTimeoutError:
             check()
@@ -201,7 +201,7 @@ def _answer(ref: Any, uri: str, check: Check) -> News:
             log.warning("waiting for the builder of %s since=%.0fs", uri, told - asked)
 
 
-def _follow(work: Work, check: Check) -> Iterator[tuple[int, Receipt]]:
+def _follow(work: SharedTask, check: Check) -> Iterator[tuple[int, Receipt]]:
     import ray
 
     name = hashlib.sha256(f"{work.uri}\n{work.cut}".encode()).hexdigest()[:24]

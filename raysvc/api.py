@@ -297,5 +297,5 @@ def _eval_entry(job: JobConfig, name: str) -> CacheEntry:
 
 
 def cache_root(job: JobConfig) -> str:
-    """Where the entries of a job live; absolute when local."""
+    """Returns where the entries of a job live; absolute when local."""
     return default_root(job.cache.root)

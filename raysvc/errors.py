@@ -108,7 +108,7 @@ class CheckpointDamaged(StateMismatch):
 
     @classmethod
     def of(cls, path: object, what: str) -> CheckpointDamaged:
-        """Of a file directly in the checkpoint's folder; `what` goes on after its name."""
+        """Makes the error of a file directly in the checkpoint's folder; `what` goes on after its name."""
         return cls(str(path), what, "restore it, or start again with trainer.resume=false")
 
 
@@ -117,7 +117,7 @@ class CheckpointTooOld(StateMismatch):
 
     @classmethod
     def of(cls, folder: object) -> CheckpointTooOld:
-        """Of a checkpoint's folder."""
+        """Makes the error of a checkpoint's folder."""
         what = "was written by an earlier raysvc, as pickles, which can run code when they are read"
         remedy = (
             "nothing converts it: export its model with the raysvc that wrote it (raysvc export --out DIR), then train with "

@@ -170,7 +170,7 @@ class LaterRecords:
         self._observed = deque[tuple[str, float, dict[str, str]]](maxlen=OBSERVED)  # guarded by _lock
 
     def record(self, name: str, value: float, **tags: str) -> None:
-        """As the function of the module; it is counted when `write` is called."""
+        """Does what the module's function does; the value is counted when `write` is called."""
         kind, key = BY_NAME[name].kind, (name, tuple(tags.items()))
         with self._lock:
             if kind == "histogram":

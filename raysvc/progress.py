@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Tick:
-    """Where a phase is.
+    """Says how far a phase is.
 
     Attributes:
         phase: tokenize, enrich, start, train.

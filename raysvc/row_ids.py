@@ -54,7 +54,7 @@ def source_base(source: int | Int64s) -> int | Int64s:
 
 
 def split(ids: Int64s) -> SlicedPlace:
-    """Where rows lie."""
+    """Returns where rows lie."""
     return SlicedPlace(
         ids >> _SOURCE, (ids >> _SLICE) & np.int64(MOST_SLICES - 1), ids & np.int64((1 << int(_SLICE)) - 1)
     )
@@ -111,7 +111,7 @@ class RowPlaces:
 
     @classmethod
     def of_rows(cls, num_rows: int) -> RowPlaces:
-        """Of rows without slices: an id is a position."""
+        """Describes rows without slices, whose id is their position."""
         return cls([np.append(np.arange(0, max(num_rows, 1), 1 << int(_SLICE)), num_rows)])
 
     def among(self, chosen: Int64s) -> RowPlaces:

@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from raysvc.actors.dispatch.future import Pending, waiting
 from raysvc.actors.dispatch.residency import Move, Residency
-from raysvc.actors.dispatch.worker_group import Running, WorkerGroup
+from raysvc.actors.dispatch.worker_group import RunningStep, WorkerGroup
 from raysvc.actors.dispatch.worker_places import start_groups
 from raysvc.actors.placement import GroupNeed
 from raysvc.actors.worker.losses import Loss
@@ -34,7 +34,7 @@ from raysvc.errors import ConfigError, RaysvcError
 if TYPE_CHECKING:
     from raysvc.client.batch_client import Mini
 
-__all__ = ["Pending", "Running", "WorkerDispatch", "WorkerGroup"]
+__all__ = ["Pending", "RunningStep", "WorkerDispatch", "WorkerGroup"]
 T = TypeVar("T")
 
 
@@ -120,7 +120,8 @@ class WorkerDispatch:
         return self._metrics(name, "optim_step")
 
     def evaluate_async(self, name: str, data: Mini) -> Pending[RowValues]:
-        """Per row: `nll` in nats, `targets`, and `bytes` where the workers know the tokens' bytes.
+        """Starts an evaluation. For each row it gives `nll` in nats, `targets`, and `bytes` where the workers know
+        the tokens' bytes.
 
         Ask for the next mini-batch before waiting for this one, and its copy is hidden.
         """

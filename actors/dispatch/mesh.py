@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class MeshRank(NamedTuple):
-    """Where one worker stands."""
+    """The coordinates of one worker in a mesh."""
 
     dp: int
     pp: int
@@ -36,7 +36,7 @@ class Mesh:
         return self.dp * self.pp * self.cp * self.tp
 
     def rank(self, index: int) -> MeshRank:
-        """Where worker `index` stands."""
+        """The coordinates of worker `index`."""
         rest, tp = divmod(index, self.tp)
         rest, cp = divmod(rest, self.cp)
         dp, pp = divmod(rest, self.pp)

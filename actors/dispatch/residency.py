@@ -55,7 +55,7 @@ class Move(NamedTuple):
 
 
 class Residency:
-    """Where parts of groups are.
+    """Records which parts of which groups are on the device.
 
     Args:
         colocated: sets of groups that share devices.

@@ -41,7 +41,7 @@ Setup = tuple[list[Any], list[Any]]  # refs of the address, refs of the ranks
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningStep:
     """A step that was started and not yet waited for."""
 
     refs: list[Any]
@@ -106,11 +106,11 @@ class WorkerGroup:
         return group
 
     def node_id(self) -> str:
-        """Where rank 0 is, or will be."""
+        """The node of rank 0, also before it has started."""
         return self.node_ids()[0]
 
     def node_ids(self) -> list[str]:
-        """Where each rank is, or will be."""
+        """The node of each rank, also before it has started."""
         assert self._reserved is not None, "`start` reserved the places"
         return nodes_of(self._reserved)
 
@@ -144,16 +144,16 @@ class WorkerGroup:
             shard = [shards[dp]] if self._staging.timed(key) else shards[dp]
             worker.stage.options(concurrency_group="stage").remote(key, shard, *extra)
 
-    def start_step(self, step: Step, learning_rate: float | None = None) -> Running:
+    def start_step(self, step: Step, learning_rate: float | None = None) -> RunningStep:
         """Ask every rank for one optimizer step per mini-batch and update epoch; returns at once.
 
         Ranks run what they are asked for in order, so the next step may be started before this one is
         waited for: then no driver's round trip lies between two steps.
         """
         keys = [(step.index, index) for index, _ in enumerate(step.optimizer_steps())]
-        return Running(self.call("train_step", keys, learning_rate))
+        return RunningStep(self.call("train_step", keys, learning_rate))
 
-    def finish_step(self, running: Running) -> list[list[MiniResult]]:
+    def finish_step(self, running: RunningStep) -> list[list[MiniResult]]:
         """Wait for a started step; result[dp rank][optimizer step]."""
         return self.collect("train_step", running.refs)
 

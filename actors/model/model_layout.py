@@ -46,7 +46,9 @@ def layout_proof(model: str, layout: str) -> Proof | None:
 
 
 def scaling_of(model: str) -> SharedScaling | None:
-    """How the model scales positions by the longest row of a micro-batch; None where it does not, or nobody can say here."""
+    """Returns how the model scales positions by the longest row of a micro-batch; None if it does not, or if that
+    cannot be told here.
+    """
     if model in ("tiny", TINY_VISION) or _says_no_scaling(model):
         return None
     config = _config_of(model)

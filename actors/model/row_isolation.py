@@ -63,7 +63,8 @@ class Proof:
 
 
 def model_inputs(model: Any, layout: str) -> ModelInputs:
-    """How to call a model of `transformers` so that the rows of a layout do not see each other: proved on this model, as it is.
+    """Returns how to call a model of `transformers` so that the rows of a layout do not see each other: proved on
+    this model, as it is.
 
         inputs_of = raysvc.model_inputs(model, "packed")
         for micro in client.micro_batches():
@@ -170,7 +171,7 @@ class _Proving:
         return _Proving(outputs_of, lm, alone_NV, leak, rounding, micro_batches)
 
     def failure(self, inputs_of: Callable[[Tensors], Mapping[str, Any]]) -> str:
-        """How the row moves; empty where it does not."""
+        """Says how the row moves; empty if it does not."""
         with _evaluating(self.lm):
             found = self._found(inputs_of)
         leaks, others = [_distance(*found)], [_distance(self.alone, one) for one in found]

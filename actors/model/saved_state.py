@@ -136,11 +136,11 @@ class SavedState:
         self._files: dict[tuple[Kind, int], TensorFile] = {}
 
     def names(self, kind: Kind) -> list[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         return [name for of, name in self._pieces if of == kind]
 
     def shape(self, kind: Kind, name: str) -> tuple[int, ...]:
-        """Of a whole tensor."""
+        """The shape of a whole tensor."""
         return self._pieces[kind, name][0].shape
 
     def whole(self, kind: Kind, name: str) -> torch.Tensor:

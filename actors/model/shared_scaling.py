@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SharedScaling(NamedTuple):
-    """How a model scales positions.
+    """Describes how a model scales positions.
 
     Attributes:
         kind: `longrope` or `dynamic`.
@@ -29,7 +29,7 @@ class SharedScaling(NamedTuple):
     context: int
 
     def mixes(self, lengths: npt.NDArray[np.integer[Any]]) -> int:
-        """How many rows are so long that rows beside them are computed otherwise than alone."""
+        """Counts the rows that are so long that rows beside them are computed differently than alone."""
         beyond = int((lengths > self.context).sum())
         return 0 if self.kind == "longrope" and beyond == len(lengths) else beyond
 
@@ -48,7 +48,9 @@ class SharedScaling(NamedTuple):
 
 
 def shared_scaling(config: Any) -> SharedScaling | None:
-    """Of a configuration of `transformers`; None where a row's positions are scaled by nothing but the row."""
+    """Reads the scaling from a configuration of `transformers`; None if a row's positions are scaled by nothing but
+    the row.
+    """
     text = config.get_text_config()
     found = getattr(text, "rope_parameters", None) or {}
     # of the model, or of each kind of its layers

@@ -137,7 +137,7 @@ class TinyTrunk(torch.nn.Module):  # type: ignore[misc]
         position_ids: torch.Tensor | None = None,
         use_cache: bool = False,
     ) -> HiddenStates:
-        """As `TinyLM.forward`, without the head."""
+        """Does what `TinyLM.forward` does, without the head."""
         hidden_BLD = self.embed_tokens(input_ids)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]

@@ -57,7 +57,7 @@ class TinyVision(BaseModel):
 
     @classmethod
     def of(cls, processor: Mapping[str, Any], token_id: Callable[[str], int | None]) -> TinyVision:
-        """For rows that were built with a processor.
+        """Makes a model for rows that were built with a processor.
 
         Args:
             processor: its identity.

@@ -56,7 +56,8 @@ class TokenModel(torch.nn.Module):  # type: ignore[misc]  # torch is Any to the 
         loss: Loss | RowLoss | None,
         rows: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """With a loss: its total and metrics. Without: a zero, and numbers per token [B, L], 0 where no target is.
+        """Returns with a loss its total and metrics; without one, a zero and numbers per token [B, L], which are 0
+        where no target is.
 
         Labels, weights and columns lie at their own token; a label of -100 is no target. A loss of rows gets `rows`:
         `row_BL`, the row of each cell, `last_S`, the flat cell of each row's last token, `weights_S`, and what else it

@@ -33,7 +33,7 @@ SNAPSHOT_EVERY = 1000
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Which groups a step has."""
+    """Lists the groups of a step."""
 
     step: int
     groups: list[Key]

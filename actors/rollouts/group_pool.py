@@ -101,7 +101,7 @@ class Pool:
 
     @property
     def version(self) -> int:
-        """Of the weights that train."""
+        """The version of the weights that train."""
         return self.told[-1][1]
 
     @property
@@ -278,7 +278,7 @@ class Pool:
         return self._planned_ever - self.planned(frontier) + self.kept_from * self.batch_size
 
     def capacity(self, frontier: int) -> int | None:
-        """How many groups may still be started; None: no bound."""
+        """Returns how many groups may still be started; None if there is no bound."""
         if self.max_staleness is None:
             return None
         held = len(self.ready) + len(self.waiting) + self.planned(frontier) + len(self.reserved)

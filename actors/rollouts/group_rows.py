@@ -105,7 +105,7 @@ class GroupRows:
 
     @property
     def row_ids(self) -> Ints:
-        """Of each sequence."""
+        """The id of each sequence."""
         return np.concatenate([np.arange(p.row_id, p.row_id + p.num_rows) for p in self.pieces])
 
     @property

@@ -47,7 +47,7 @@ class RolloutServer(BatchServer):
         super().__init__(spec_json, incarnation_id, self._rollouts, claim)
 
     def describe(self) -> dict[str, Any]:
-        """As `BatchServer.describe`; from now on the run folder says how steps are made.
+        """Does what `BatchServer.describe` does; from now on the run folder says how steps are made.
 
         Raises:
             FolderHeld: another server that lives owns the run folder.
@@ -118,7 +118,7 @@ class RolloutServer(BatchServer):
             raise ConfigError("set_weight_version", str(error), remedy) from None
 
     def stats(self) -> dict[str, Any]:
-        """As `BatchServer.stats`, and counts of groups and of producers that live."""
+        """Returns what `BatchServer.stats` does, and counts of groups and of live producers."""
         store = self._rollouts.store
         with store.changed:
             pool = store.pool
@@ -165,7 +165,7 @@ class RolloutServer(BatchServer):
             }
 
     def commit(self, fence: int, step: int, skipped: bool = False, rank: int = 0, moves: int = 0) -> int:
-        """As `BatchServer.commit`; tables of trained groups leave memory."""
+        """Does what `BatchServer.commit` does; tables of trained groups leave memory."""
         frontier = super().commit(fence, step, skipped, rank, moves)
         self._rollouts.store.let_go_below(frontier)
         return frontier
@@ -178,8 +178,9 @@ class RolloutServer(BatchServer):
         rank: int = 0,
         moves: int | None = None,
     ) -> int:
-        """As `BatchServer.move`; restores the weight version that trained this step. A step that was forgotten is
-        refused."""
+        """Does what `BatchServer.move` does, and restores the weight version that trained this step. A step that was
+        forgotten is refused.
+        """
         self._leases.check(fence)
         self._rollouts.refuse_forgotten(frontier)
         before = self._frontier()

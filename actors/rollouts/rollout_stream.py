@@ -135,7 +135,7 @@ class RolloutStream:
 
     @property
     def entry_key(self) -> str:
-        """There is no entry."""
+        """Empty: rollouts have no entry."""
         return ""
 
     @property
@@ -190,7 +190,7 @@ class RolloutStream:
         return True
 
     def wait_for(self, step: int) -> float:
-        """As `is_there`."""
+        """Waits for what `is_there` asks for."""
         return 0.0
 
     def repair(self, step: int, roles: Sequence[Role | int]) -> bool:

@@ -265,7 +265,7 @@ class BatchServer:
         return self._maker.outline(step, dp_size, stream)
 
     def sizes(self, first: int, stop: int, roles: tuple[Role, ...], stream: str = TRAIN) -> list[int | None]:
-        """As `StepMaker.sizes`; never waits."""
+        """Returns what `StepMaker.sizes` does; never waits."""
         return self._maker.sizes(first, stop, roles, stream)
 
     def check_columns(self, columns: tuple[str, ...]) -> None:
@@ -353,7 +353,8 @@ class BatchServer:
         )
 
     def decide(self, fence: int, request: Request, asked: int) -> tuple[int, str]:
-        """As `TrainerFeedback.decide`; returns the step from which it holds, and a digest of what it changes.
+        """Does what `TrainerFeedback.decide` does; returns the step from which the decision holds, and a digest of
+        what it changes.
 
         Raises:
             FencedError: the caller was replaced.
@@ -369,7 +370,7 @@ class BatchServer:
         return [{name: getattr(one, name) for name in names} for one in self._feedback.decisions]
 
     def report_rows(self, fence: int, outcomes: RowOutcomes) -> None:
-        """As `TrainerFeedback.report`.
+        """Does what `TrainerFeedback.report` does.
 
         Raises:
             FencedError: the caller was replaced.
@@ -378,7 +379,7 @@ class BatchServer:
         self._feedback.report(outcomes)
 
     def row_outcomes(self, fence: int, first: int, stop: int) -> RowOutcomes:
-        """As `TrainerFeedback.outcomes`.
+        """Returns what `TrainerFeedback.outcomes` does.
 
         Raises:
             FencedError: the caller was replaced.

@@ -154,7 +154,7 @@ class EntryStream:
 
     @property
     def entry_key(self) -> str:
-        """Of the entry."""
+        """The key of the entry."""
         return self._facts().entry_key
 
     @property

@@ -149,7 +149,7 @@ class LeaseStore:
 
     @property
     def leases(self) -> Leases:
-        """As they are now."""
+        """The leases as they are now."""
         with self._lock:
             return self._current()
 

@@ -59,7 +59,7 @@ class Leases:
         raise FencedError(self.name, fence, newest or None)
 
     def having(self, lease: ReaderLease) -> Leases:
-        """With another lease of its reader."""
+        """Returns these leases with another lease of its reader."""
         return replace(self, by_reader={**self.by_reader, lease.reader: lease})
 
     def lives(self, now_s: float, ttl_s: float) -> bool:
@@ -71,7 +71,7 @@ class Leases:
         return min((lease.frontier for lease in self.by_reader.values() if lease.holder), default=0)
 
     def later(self, by_s: float) -> Leases:
-        """With all signs of life so much later."""
+        """Returns these leases with all signs of life so much later."""
         moved = {reader: lease.later(by_s) for reader, lease in self.by_reader.items()}
         return replace(self, by_reader=moved)
 
@@ -93,7 +93,7 @@ class Leases:
         return {reader: lease.to_json(now_s) for reader, lease in self.by_reader.items()}
 
     def from_json(self, data: Mapping[str, Any], now_s: float) -> Leases:
-        """With the readers that `to_json` wrote.
+        """Returns these leases with the readers that `to_json` wrote.
 
         Raises:
             StateMismatch: another version wrote them.

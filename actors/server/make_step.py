@@ -30,7 +30,7 @@ Read = Callable[[MiniBatchPlan], RowBatch]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How rows become arrays.
+    """Says how rows become arrays.
 
     Attributes:
         plan: layout and columns.
@@ -45,7 +45,9 @@ class Recipe:
     batches: Collate | None = None
 
     def of(self, role: Role) -> Recipe:
-        """With the columns of the role alone (`media`: the arrays of media), if it names some, and its batches."""
+        """Returns the recipe with the columns of the role alone (`media`: the arrays of media), if it names some, and
+        its batches.
+        """
         own = replace(self, batches=role.batches)
         if role.columns is None:
             return own

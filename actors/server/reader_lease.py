@@ -211,7 +211,9 @@ class ReaderLease:
         return lease if any(seat.holder for seat in lease.seats) else lease.without_holder()
 
     def peers(self, rank: int, now_s: float, ttl_s: float) -> Peers:
-        """Which ranks keep this one waiting, and which are silent for two heartbeats of three in a lease."""
+        """Returns which ranks keep this one waiting, and which have been silent for two of a lease's three
+        heartbeats.
+        """
         seated = [(number, seat) for number, seat in enumerate(self.seats) if seat.frontier is not None]
         steps = [(number, seat.frontier or 0) for number, seat in seated]
         lowest = min((step for _, step in steps), default=0)
@@ -226,7 +228,7 @@ class ReaderLease:
         return Peers(self.frontier, tuple(behind), tuple(silent))
 
     def later(self, by_s: float) -> ReaderLease:
-        """With all signs of life so much later."""
+        """Returns the lease with all signs of life so much later."""
         return replace(self, seats=tuple(replace(seat, seen_s=seat.seen_s + by_s) for seat in self.seats))
 
     def without_holder(self) -> ReaderLease:

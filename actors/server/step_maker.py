@@ -46,7 +46,7 @@ def make_and_tell(server: str, step: int, make: Callable[[], Made]) -> Made:
 
 
 class Stream(Protocol):
-    """Where steps come from."""
+    """The interface of what steps come from."""
 
     @property
     def schedule(self) -> Schedule: ...
@@ -157,7 +157,9 @@ class StepMaker:
     def make_shared(
         self, step: int, roles: tuple[Role, ...], stream: str, readers: int | None, pinned: bool = False
     ) -> Made:
-        """As `make`, once for all who ask while it is kept; `readers` and `pinned` as in `SharedSteps.get`."""
+        """Does what `make` does, once for all who ask while the step is kept; `readers` and `pinned` are those of
+        `SharedSteps.get`.
+        """
 
         def size(made: Made) -> int:
             return sum(shard.nbytes for shard in made[1])

@@ -41,7 +41,7 @@ Key = tuple[int, int]  # (step, mini-batch)
 
 @dataclass(frozen=True)
 class StagingOptions:
-    """How shards are staged.
+    """Says how shards are staged.
 
     Attributes:
         prefetch: copy when a shard arrives; False: when it is taken.
@@ -112,12 +112,12 @@ class Slot:
 
     @property
     def nbytes(self) -> int:
-        """Of one side."""
+        """Bytes of one side."""
         return int(self.host.numel())
 
 
 class AllInUse(NamedTuple):
-    """There is no slot now."""
+    """Tells a caller that no slot is free now."""
 
     in_use: int
     ring_bytes: int
@@ -203,12 +203,14 @@ class Slots:
         return Lot(staged, slot, slot.copied)
 
     def release(self, lot: Lot) -> None:
-        """With `changed` held, in the training thread: what it asked of compute may still use the shard."""
+        """Gives a lot back in the training thread, which holds `changed`: what it asked of compute may still use the
+        shard.
+        """
         lot.slot.consumed = self.device.consumed()
         self.give_back(lot.slot)
 
     def give_back(self, slot: Slot) -> None:
-        """With `changed` held: the next user waits for the slot's events."""
+        """Gives a slot back to the free ones; the caller holds `changed`. The next user waits for the slot's events."""
         if slot.beside:
             for event in (slot.copied, slot.consumed):
                 if event is not None:
@@ -234,7 +236,7 @@ class Slots:
             return found
 
     def take_nowait(self, nbytes: int) -> Slot | AllInUse:
-        """With `changed` held: a slot for `nbytes` as the module says, if there is one now.
+        """Takes a slot for `nbytes` as the module says, if one is free now; the caller holds `changed`.
 
         Raises:
             ConfigError: the shard is larger than the slots may be.

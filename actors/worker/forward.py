@@ -51,7 +51,9 @@ def without_labels(values: RowValues) -> RowValues:
 
 
 def eval_sums(values: RowValues, token_bytes: npt.NDArray[np.int32] | None) -> RowValues:
-    """Per row `nll` (nats over its targets) and `targets`; with bytes of every id [V] `text_bytes` and `text_nll`."""
+    """Returns per row `nll` (nats over its targets) and `targets`; with the bytes of every id [V] also `text_bytes`
+    and `text_nll`.
+    """
     labels, nll = values.tokens["labels"], -values.tokens["logprobs"].astype(np.float64)
     is_target = labels != IGNORED
     rows = {"nll": _row_sums(values, nll * is_target), "targets": _row_sums(values, is_target)}

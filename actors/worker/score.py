@@ -36,7 +36,7 @@ LOGIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}  # float32 logits held at onc
 
 @dataclass(frozen=True)
 class ScoreSpec:
-    """Which columns, of which models.
+    """Says which columns of which models are computed.
 
     Attributes:
         kind: `ref_logprobs`, or `teacher` for `teacher_ids` and `teacher_logprobs`.

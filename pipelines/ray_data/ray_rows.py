@@ -55,7 +55,7 @@ def first_row(data: ray.data.Dataset) -> dict[str, Any]:
 
 
 def rows_of_slice(row: dict[str, Any]) -> int:
-    """How many rows a slice has, by the size of the first row: a power of two."""
+    """Returns how many rows a slice has, by the size of the first row: a power of two."""
     fit = max(1, SLICE_BYTES // len(_text(row)))
     return max(LEAST_ROWS, min(MOST_ROWS, 1 << (fit.bit_length() - 1)))
 
@@ -120,7 +120,7 @@ def streamed(
 
 
 def read_slice(table: pa.Table, slice_rows: int) -> tuple[Slice, list[SourceRow]]:
-    """Which slice a block is, and its rows.
+    """Returns which slice a block is, and its rows.
 
     Raises:
         SourceError: it holds Python objects, or there are more slices than an entry has.

@@ -55,7 +55,7 @@ class RaySource:
 
     @property
     def num_bytes(self) -> int:
-        """Of its rows as JSON, as far as they are known."""
+        """Bytes of its rows as JSON, as far as they are known."""
         return sum(one.num_bytes for one in self.slices)
 
     def first_row(self) -> dict[str, Any]:

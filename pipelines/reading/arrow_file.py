@@ -74,7 +74,7 @@ class _Behind(io.RawIOBase):
         return True
 
     def read(self, num_bytes: int = -1) -> bytes:
-        """So many bytes; fewer only at the end."""
+        """Reads so many bytes; returns fewer only at the end."""
         begin = self._head.read(num_bytes)
         return (
             begin + self._stream.read(max(num_bytes - len(begin), -1)) if len(begin) != num_bytes else begin
@@ -102,7 +102,7 @@ def batches_behind(stream: Any, head: bytes) -> Iterator[pa.RecordBatch]:
 
 
 def rows_of_range(batches: Iterator[pa.RecordBatch], skip: int, num_rows: int) -> pa.Table:
-    """So many rows, after some that are passed by."""
+    """Returns `num_rows` rows, after `skip` rows that are passed by."""
     kept: list[pa.RecordBatch] = []
     left = num_rows
     for batch in batches:

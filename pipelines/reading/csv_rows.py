@@ -27,8 +27,8 @@ MARK = "\ufeff"
 
 
 @dataclass
-class Counted:
-    """Where a reader stands in the bytes of a file.
+class ByteCounter:
+    """Counts the bytes of a file that a reader has taken.
 
     Attributes:
         header: the line of names, with what stands before it.
@@ -61,7 +61,7 @@ class Counted:
         self.row_start, self.row_end = self.row_end, self.num_bytes
 
 
-def csv_rows(path: str, stream: Any, kind: str, counted: Counted | None = None) -> Iterator[SourceRow]:
+def csv_rows(path: str, stream: Any, kind: str, counted: ByteCounter | None = None) -> Iterator[SourceRow]:
     """All rows of a file, numbered from 0.
 
     Args:
@@ -74,7 +74,7 @@ def csv_rows(path: str, stream: Any, kind: str, counted: Counted | None = None) 
         SourceError: no header, a name that stands twice in it, or text that is not UTF-8.
     """
     csv.field_size_limit(MOST_FIELD_BYTES)
-    counted = counted or Counted()
+    counted = counted or ByteCounter()
     text = io.TextIOWrapper(io.BufferedReader(stream, READ_BYTES), "utf-8", newline="")
     lines = csv.reader(counted.lines(text), delimiter=DELIMITERS[kind], strict=True)
     begin = 1  # the line where the open row begins

@@ -59,7 +59,7 @@ def reading(path: str) -> Iterator[None]:
 
 
 def is_compressed(path: str) -> bool:
-    """By its ending."""
+    """Tells by its ending whether a file is compressed."""
     return name_of(path).endswith(COMPRESSED)
 
 
@@ -84,7 +84,7 @@ class ContentStream:
             self._stream = _decompressed(self._raw, path)
 
     def read(self, num_bytes: int) -> bytes:
-        """So many bytes; fewer only at the end.
+        """Reads so many bytes; returns fewer only at the end.
 
         Raises:
             SourceError: the file ends in the middle of its compressed data, or cannot be read.
@@ -142,7 +142,7 @@ class _Ranges(io.RawIOBase):
 
     @classmethod
     def begin(cls) -> None:
-        """In each process: a fork takes the pool along, and none of its threads."""
+        """Makes the pool of this process: a fork takes the pool along, and none of its threads."""
         cls._requests = ThreadPoolExecutor(RANGES_AT_ONCE, thread_name_prefix="raysvc-ranges")
         cls._open = set()
 

@@ -53,7 +53,7 @@ class DatasetSource:
 
     @cached_property
     def slices(self) -> tuple[Slice, ...]:
-        """Of about equal numbers of rows.
+        """Slices of about equal numbers of rows.
 
         Raises:
             SourceError: the split has no rows.
@@ -74,7 +74,7 @@ class DatasetSource:
         return next(first_of_table(self._data.with_format("arrow")[:1]), None)
 
     def check_unchanged(self) -> None:
-        """Of a folder; what lies in the cache of `datasets` is never changed.
+        """Compares a folder with what was scanned; what lies in the cache of `datasets` is never changed.
 
         Raises:
             SourceError: the folder changed.

@@ -52,7 +52,7 @@ class FileSource:
         return slices
 
     def first_row(self) -> dict[str, Any] | None:
-        """Of the first file that has one; reads no more than that needs."""
+        """Returns the first row of the first file that has one; reads no more than that needs."""
         for file, identity in zip(self._files, self.identity, strict=True):
             row = first_row(file.path, identity["kind"], self._config.storage_options)
             if row is not None:

@@ -60,7 +60,7 @@ class Identifier:
         return self._each(files, self._identities)
 
     def scans(self, files: Sequence[SourceFile]) -> list[FileScan]:
-        """Where to cut each file, and its digests.
+        """Returns where to cut each file, and its digests.
 
         What is found out about objects of a store is kept only by `remember`: whoever asks looks first whether the
         store still lists what was read.

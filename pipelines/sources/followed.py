@@ -83,7 +83,7 @@ class FollowedSource:
 
     @property
     def num_bytes(self) -> int:
-        """Of all listings."""
+        """Bytes of all listings."""
         return sum(listing.num_bytes for listing in self.listings.known)
 
     @property

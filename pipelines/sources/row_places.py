@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from raysvc.pipelines.reading.arrow_file import MAGIC, opened
-from raysvc.pipelines.reading.csv_rows import Counted, csv_rows
+from raysvc.pipelines.reading.csv_rows import ByteCounter, csv_rows
 from raysvc.pipelines.reading.tar_rows import sample_ends
 from raysvc.pipelines.sources.cuts import MAX_LINE_BYTES, Cut, even_cuts
 
@@ -39,7 +39,7 @@ def csv_places(path: str, stream: io.RawIOBase, kind: str, slice_bytes: int) -> 
     Raises:
         SourceError: it cannot be read as that.
     """
-    counted = Counted()
+    counted = ByteCounter()
     ends = [0]  # of the header, and of each row that ends a cut
     rows = [0]
     for _ in csv_rows(path, stream, kind, counted):

@@ -85,7 +85,7 @@ class _Watched(io.RawIOBase):
         return self._pos
 
     def next_block(self, num_bytes: int) -> bytes:
-        """So many bytes; fewer only at the end."""
+        """Reads so many bytes; returns fewer only at the end."""
         block = self._stream.read(num_bytes)
         self._hashing.append(self._thread.submit(self._digest.update, block))
         if len(self._hashing) > HASHED_BEHIND:
@@ -95,7 +95,7 @@ class _Watched(io.RawIOBase):
         return block
 
     def sha256(self) -> str:
-        """Of all that was read."""
+        """The digest of all that was read."""
         self._thread.shutdown()
         return self._digest.hexdigest()
 

@@ -79,7 +79,7 @@ class Slice:
 
     @property
     def num_bytes(self) -> int:
-        """Of its share of the files' contents."""
+        """Bytes of its share of the files' contents."""
         return sum(piece.num_bytes for piece in self.pieces)
 
     @property
@@ -88,7 +88,7 @@ class Slice:
         return self.pieces[0].kind == "lines"
 
     def path_of(self, source_row: int) -> str:
-        """Of the file that a row lies in."""
+        """Returns the path of the file that a row lies in."""
         behind = accumulate((piece.num_rows for piece in self.pieces), initial=self.first_row)
         starts = list(behind)[:-1]
         return self.pieces[max(bisect_right(starts, source_row) - 1, 0)].path

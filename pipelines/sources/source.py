@@ -31,12 +31,12 @@ class Source(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         ...
 
     @property
     def slices(self) -> tuple[Slice, ...]:
-        """In row order; SourceError when there are no rows."""
+        """The slices in row order; raises SourceError if there are no rows."""
         ...
 
     def first_row(self) -> dict[str, Any] | None:
@@ -49,5 +49,5 @@ class Source(Protocol):
 
 
 def share_of(num_bytes: int) -> int:
-    """How many bytes of a source make a slice."""
+    """Returns how many bytes of a source make a slice."""
     return max(MIN_SLICE_BYTES, min(MAX_SLICE_BYTES, num_bytes // SLICES_WANTED))

@@ -101,7 +101,7 @@ class Build:
 
     @property
     def cut(self) -> str:
-        """How many rows each slice has: builders that cut a source otherwise make no slices for this build."""
+        """Says how many rows each slice has: builders that cut a source otherwise make no slices for this build."""
         return ",".join(str(piece.num_rows) for piece in self.found.plan.source.slices)
 
     @property
@@ -227,7 +227,7 @@ def _begin(found: Lookup) -> tuple[EntryWriter, Hold]:
 
 
 def held_generation(store: Store, key: str, generation_of: Callable[[Store, str], int]) -> tuple[int, Hold]:
-    """Where to build, held so that gc leaves it alone; another place where gc was faster.
+    """Returns where to build, held so that gc leaves it alone; another place if gc was faster.
 
     Raises:
         EntryError: gc was faster every time.

@@ -76,7 +76,7 @@ def find_or_begin(
 
 
 def windowed_sources(job: JobConfig) -> list[bool]:
-    """Of each source of a job, whether it is shuffled in a window."""
+    """Tells of each source of a job whether it is shuffled in a window."""
     if job.mixture is None:
         return [is_windowed(job.plan.shuffle)]
     return [is_windowed(each.shuffle or job.plan.shuffle) for each in job.mixture.sources.values()]

@@ -121,7 +121,9 @@ class CacheEntry:
         return self.rows.row(int(self._ids([index])[0]))
 
     def origins(self, row_ids: Sequence[int | str]) -> list[tuple[str, int]]:
-        """Where rows come from: the source (its name in a mixture, else its files), and the row's number there."""
+        """Returns where rows come from: the source (its name in a mixture, else its files), and the row's number
+        there.
+        """
         ids = self._ids(row_ids)
         numbers = self.rows.read(ids).rows["source_row"].tolist()
         if not self.sources:

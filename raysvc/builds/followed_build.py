@@ -55,7 +55,7 @@ class FollowedBuild(Build):
 
     @property
     def cut(self) -> str:
-        """Which slices are left: each round has a builder of its own."""
+        """Says which slices are left: each round has a builder of its own."""
         return f"{self.left[0].index}-{len(self.left)}" if self.left else ""
 
     def growing(self) -> FollowedEntry:

@@ -90,7 +90,7 @@ def _by_builder(
 ) -> Iterator[tuple[int, Receipt]]:
     """Make slices by the one builder that the cluster has for these entries."""
     from raysvc.nodes.job_nodes import ready_to_tokenize
-    from raysvc.pipelines.shared_build import Work, shared_receipts
+    from raysvc.pipelines.shared_build import SharedTask, shared_receipts
     from raysvc.pipelines.slice_graph import WorkerPool
     from raysvc.pipelines.tokenize import receipts_here, receipts_of
 
@@ -106,4 +106,6 @@ def _by_builder(
         watch.check()
 
     uris = ", ".join(build.writer.uri for build in builds)
-    return shared_receipts(Work(uris, len(left), receipts, "; ".join(build.cut for build in builds)), go_on)
+    return shared_receipts(
+        SharedTask(uris, len(left), receipts, "; ".join(build.cut for build in builds)), go_on
+    )

@@ -29,7 +29,7 @@ FILE = "served.jsonl"
 
 @dataclass(frozen=True)
 class Served:
-    """How the steps from `step` on were made.
+    """Records how the steps from `step` on were made.
 
     Attributes:
         dp_size: ranks of the trainer; None where only the trainer knows.
@@ -42,7 +42,7 @@ class Served:
 
 
 def read_served(run_dir: str, step: int, storage_options: Mapping[str, Any] | None = None) -> Served | None:
-    """How `step` was made; None where no run wrote it down.
+    """Returns how `step` was made; None if no run wrote it down.
 
     Raises:
         ConfigError: the file is damaged.

@@ -250,7 +250,7 @@ class Entry:
 
     @property
     def listings(self) -> Listings | None:
-        """Of a source that is followed, and has no last slice; else None."""
+        """The listings of a source that is followed, and so has no last slice; None for any other."""
         return None
 
     @property

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedFolder:
     """One folder of a cache root.
 
     Attributes:
@@ -94,7 +94,7 @@ def find_entry(store: Store, key: str) -> Entry | None:
     return None
 
 
-def list_entries(store: Store) -> list[Listed]:
+def list_entries(store: Store) -> list[ListedFolder]:
     """Every folder of the root that can be an entry, finished or not, by name."""
     folders = entry_folders(store)
     with ThreadPoolExecutor(THREADS) as pool:
@@ -129,13 +129,13 @@ def _write_datasets_files(entry: Entry) -> None:
         return  # a reader without the right to write can use the entry all the same
 
 
-def _listed(store: Store, folder: str) -> Listed:
+def _listed(store: Store, folder: str) -> ListedFolder:
     key, generation = names.split_folder(folder) or (folder, 0)
     try:
         found = store.scan(folder)
     except (StoreError, OSError) as error:
         log.warning("entry cannot be listed uri=%s/%s error=%s", store.url, folder, error)
-        return Listed(folder, key, generation, "unreadable", 0, 0, 0.0)
+        return ListedFolder(folder, key, generation, "unreadable", 0, 0, 0.0)
     there = {item.name for item in found}
     state = "finished" if names.MANIFEST in there else "building"
     state = "followed" if names.FOLLOWED in there else state
@@ -144,4 +144,4 @@ def _listed(store: Store, folder: str) -> Listed:
     newest = max((item.modified_s for item in found), default=0.0)
     shared_by = tuple(sorted(match[1] for name in there if (match := names.SHARED.fullmatch(name))))
     num_bytes = sum(item.size for item in found)
-    return Listed(folder, key, generation, state, len(found), num_bytes, newest, shared_by)
+    return ListedFolder(folder, key, generation, state, len(found), num_bytes, newest, shared_by)

@@ -25,12 +25,14 @@ def generations(store: Store, key: str) -> list[int]:
 
 
 def build_generation(store: Store, key: str) -> int:
-    """Where a build goes on, or finds that another one finished: the newest that is not out of service."""
+    """Returns where a build goes on, or finds that another one finished: the newest generation that is not out of
+    service.
+    """
     return _newest_without(store, key, {names.DAMAGED, names.DELETING})
 
 
 def next_generation(store: Store, key: str) -> int:
-    """Where a forced build goes: the newest unfinished generation, else a new one."""
+    """Returns where a forced build goes: the newest unfinished generation, else a new one."""
     return _newest_without(store, key, {names.DAMAGED, names.DELETING, names.MANIFEST})
 
 

@@ -60,7 +60,7 @@ class TableInfo:
     checksums: str
 
     def to_json(self) -> dict[str, Any]:
-        """As the manifest holds it."""
+        """Returns the table as the manifest holds it."""
         return {**asdict(self), "ends": list(self.ends)}
 
     @classmethod

@@ -77,7 +77,7 @@ class Rows:
         return concatenated([entry.lengths() for entry in self.entries])
 
     def places(self, row_ids: npt.NDArray[np.integer[Any]]) -> tuple[Ids, Ids]:
-        """For each row the number of its entry, and its id there; int64 [N] both.
+        """Returns for each row the number of its entry, and its id there; int64 [N] both.
 
         Raises:
             IndexError: a row that is not there.

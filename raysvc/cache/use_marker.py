@@ -154,7 +154,7 @@ class _Keeper:
             self._wake.set()
 
     def end(self) -> None:
-        """At exit."""
+        """Removes the markers of this process when it exits."""
         for marker in list(self._held):
             if marker.pid == os.getpid():
                 with contextlib.suppress(StoreError, OSError):

@@ -52,7 +52,7 @@ class EntryWriter:
 
     @property
     def uri(self) -> str:
-        """Where the entry lies, or will lie."""
+        """The address where the entry lies, or will lie."""
         return f"{self.store.url}/{self.folder}"
 
     def receipts(self, fits: Callable[[Receipt], bool] = lambda receipt: True) -> dict[int, Receipt]:

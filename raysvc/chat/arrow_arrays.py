@@ -19,13 +19,13 @@ import pyarrow as pa
 
 
 def arrow_of(numbers: npt.NDArray[np.number[Any]]) -> pa.Array:
-    """As `pa.array`, for numbers without nulls."""
+    """Does what `pa.array` does, for numbers without nulls."""
     buffers = [None, pa.py_buffer(np.ascontiguousarray(numbers))]
     return pa.Array.from_buffers(pa.from_numpy_dtype(numbers.dtype), len(numbers), buffers)
 
 
 def numpy_of(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
-    """As `to_numpy`, for numbers or truth values without nulls; read only."""
+    """Does what `to_numpy` does, for numbers or truth values without nulls; the array is read-only."""
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     if pa.types.is_boolean(column.type):
         return numpy_of(column.cast(pa.uint8())).view(np.bool_)
@@ -36,7 +36,7 @@ def numpy_of(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[Any]:
 
 
 def binary_array(pieces: Sequence[bytes]) -> pa.LargeBinaryArray:
-    """As `pa.array(pieces, pa.large_binary())`."""
+    """Does what `pa.array(pieces, pa.large_binary())` does."""
     offsets = np.zeros(len(pieces) + 1, np.int64)
     np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(pieces))]

@@ -50,7 +50,7 @@ class RowCounter:
         return tuple(self._examples)
 
     def read(self, rows: int) -> None:
-        """So many rows more have met their fate.
+        """Counts so many more rows that have been written, dropped or quarantined.
 
         Raises:
             QuarantineExceeded: nearly all of the first rows were quarantined.

@@ -124,7 +124,7 @@ class SliceTokenizer:
 
     @property
     def encoder_name(self) -> str:
-        """Which encoder makes the ids."""
+        """The name of the encoder that makes the ids."""
         return self._encoder.name
 
     def run(self, rows: Iterable[SourceRow], first_rows: FirstRows | None = None) -> SliceResult:

@@ -55,7 +55,7 @@ def write_job(folder: Path, num_rows: int) -> Path:
 
 
 def write_image_job(folder: Path, num_rows: int) -> Path:
-    """As `write_job`, of rows with pictures."""
+    """Does what `write_job` does, with rows that have pictures."""
     from raysvc.cli import demo_images
 
     trainer = {

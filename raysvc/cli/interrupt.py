@@ -52,7 +52,7 @@ def asked_to_stop() -> bool:
 
 
 def exit_code() -> int:
-    """Of a process that was interrupted."""
+    """Returns the exit code of a process that was interrupted."""
     return 128 + _state.signal
 
 

@@ -93,7 +93,7 @@ def plain(tick: Tick) -> str:
 
 
 def counted(tick: Tick) -> str:
-    """How much is done, of how much where that is known; "" where nothing is counted."""
+    """Says how much is done, of how much where that is known; "" where nothing is counted."""
     total = f"/{tick.total:g}" if tick.total is not None else ""
     return f"{tick.done:g}{total} {tick.unit}" if tick.unit else ""
 

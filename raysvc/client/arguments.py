@@ -36,7 +36,7 @@ def integer(where: str, value: Any, low: int, high: int | None = None) -> int:
 
 
 def optional_integer(where: str, value: Any, low: int) -> int | None:
-    """As `integer`, or None.
+    """Returns what `integer` does, or None for None.
 
     Raises:
         ConfigError: it is another type, or out of range.
@@ -105,7 +105,7 @@ def text(where: str, value: Any, *, empty: bool = False) -> str:
 
 
 def optional_text(where: str, value: Any) -> str | None:
-    """As `text`, or None.
+    """Returns what `text` does, or None for None.
 
     Raises:
         ConfigError: it is another type, or empty.

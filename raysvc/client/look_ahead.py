@@ -28,7 +28,7 @@ F = TypeVar("F", bound=Indexed)
 
 
 class Limit(NamedTuple):
-    """How far ahead.
+    """Says how far ahead steps are asked for.
 
     Attributes:
         steps: beyond the one that is needed.

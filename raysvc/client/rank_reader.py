@@ -101,8 +101,8 @@ class RankReader:
 
 
 def pause_s(taken_s: float, now_s: float) -> float:
-    """How long the thread sleeps before it looks what was taken: a quarter of the time since the last step was taken,
-    within bounds.
+    """Returns how long the thread sleeps before it looks what was taken: a quarter of the time since the last step
+    was taken, within bounds.
 
     Args:
         taken_s, now_s: values of one clock.
@@ -166,7 +166,7 @@ class ReadAhead(Generic[T]):
 
     @property
     def nbytes(self) -> int:
-        """As `LookAhead.nbytes`."""
+        """Returns what `LookAhead.nbytes` does."""
         return self._window.nbytes
 
     def take(self) -> T | None:

@@ -30,7 +30,7 @@ class StepReport:
         self._input_tokens = 0
 
     def committed(self, steps: int, told: Committed, metrics: Mapping[str, float]) -> None:
-        """So many steps are trained."""
+        """Notes that so many steps are trained."""
         self._input_tokens += told.input_tokens
         known = {
             "epoch": steps / self._steps_per_epoch,

@@ -50,10 +50,10 @@ class RankSteps(Protocol):
         """`Connection.orders`."""
 
     def micro_batches(self, device: str) -> Iterator[RankMicro]:
-        """From the frontier on."""
+        """Yields micro-batches from the frontier on."""
 
     def num_micro_batches(self) -> int:
-        """Of this rank in the whole run."""
+        """Returns the number of micro-batches of this rank in the whole run."""
 
     def commit(self, step: int) -> None:
         """Say that a step is trained."""

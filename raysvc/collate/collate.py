@@ -57,7 +57,7 @@ class Collate(Protocol):
         align: int = 1,
         pad_values: Mapping[str, float | int] | None = None,
     ) -> tuple[Shard, ...]:
-        """As `collate_mini_batch`; `Shard.to_wire` is what a ref holds."""
+        """Does what `collate_mini_batch` does; `Shard.to_wire` is what a ref holds."""
 
 
 def collate_mini_batch(

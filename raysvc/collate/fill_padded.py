@@ -133,7 +133,7 @@ class _Windows:
 
 
 class RowMask:
-    """Which cells of n lines, `width` cells each, hold a row."""
+    """Says which cells of n lines, `width` cells each, hold a row."""
 
     def __init__(
         self, lengths: Int64s, width: int, left: bool, runs: npt.NDArray[np.int8] | None = None

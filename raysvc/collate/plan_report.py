@@ -76,7 +76,7 @@ class PlanReport:
 
 
 class StepRow(NamedTuple):
-    """Where one real row of a step goes.
+    """Says where one real row of a step goes.
 
     Attributes: number of the mini-batch, rank, micro-batch on that rank, group in the mini-batch; row id;
     first token and number of tokens that are used.

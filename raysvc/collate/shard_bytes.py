@@ -38,7 +38,7 @@ class ColumnBytes:
 
     @classmethod
     def of(cls, some_rows: RowBatch, config: PlanConfig) -> ColumnBytes:
-        """For rows that have the columns of `some_rows`.
+        """Returns the bytes of rows that have the columns of `some_rows`.
 
         Raises:
             ConfigError: `plan.columns` names something that the rows do not have.

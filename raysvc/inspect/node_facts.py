@@ -20,7 +20,7 @@ PACKAGES = ("raysvc", "ray", "torch", "transformers", "tokenizers", "pyarrow", "
 
 
 class NodeFacts(NamedTuple):
-    """Of one node.
+    """The facts of one node.
 
     Attributes:
         versions: of Python and of each package, "" for one that is absent.

@@ -112,7 +112,9 @@ def media_of_rows(entry: CacheEntry, row_ids: Sequence[int]) -> dict[int, tuple[
 
 
 def media_of_shards(spec: ServeSpec, shards: Sequence[Shard]) -> list[list[str]]:
-    """For each shard the digests of the media of its rows, in the order of the rows; empty lists for rollouts."""
+    """Returns for each shard the digests of the media of its rows, in the order of the rows; empty lists for
+    rollouts.
+    """
     from raysvc.builds.cache_entry import open_served
 
     if not spec.sources:

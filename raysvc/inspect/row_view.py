@@ -54,7 +54,7 @@ class TextRun(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a row lies: number of mini-batch, rank, micro-batch on it, line of the shard, first column."""
+    """Says where a row lies: number of mini-batch, rank, micro-batch on it, line of the shard, first column."""
 
     mini: int
     rank: int

@@ -73,7 +73,7 @@ class EntryDataConfig(ray.train.DataConfig):  # type: ignore[misc]  # ray is not
         worker_node_ids: Any,
         **kwargs: Any,
     ) -> list[dict[str, Any]]:
-        """For each rank, name -> shard."""
+        """Returns for each rank a mapping of names to shards."""
         ours = {name: value for name, value in datasets.items() if isinstance(value, EntryData)}
         rest = {name: value for name, value in datasets.items() if name not in ours}
         theirs = super().configure(rest, world_size, worker_handles, worker_node_ids, **kwargs)
@@ -148,7 +148,7 @@ class EntryShard:
         return self._batches(made, batch_size, prefetch_batches, drop_last)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where all ranks are after the batch that was given out last; plain JSON, the same on every rank."""
+        """Returns where all ranks are after the batch that was given out last; plain JSON, the same on every rank."""
         ended = self._position > 0 and self._entry.num_rows - self._position < self._ranks
         return {
             "version": STATE_VERSION,

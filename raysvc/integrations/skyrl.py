@@ -63,7 +63,8 @@ class Where(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchRules(SkyRLRules):
-    """How SkyRL's batches are made of rows: `batches` of a `raysvc.Role`, whose refs then open as a `TrainingInputBatch`.
+    """Says how SkyRL's batches are made of rows: `batches` of a `raysvc.Role`, whose refs then open as a
+    `TrainingInputBatch`.
 
     Metadata of a batch: `response_length`, and `row_ids` with -1 for what fills up, the order of SkyRL's per-sample outputs.
 
@@ -111,7 +112,7 @@ class BatchRules(SkyRLRules):
 
 
 def packed_shards(shards: Sequence[Shard], rules: SkyRLRules) -> tuple[Shard, ...]:
-    """Of the packed shards of a mini-batch.
+    """Makes the batches from the packed shards of a mini-batch.
 
     Raises:
         ConfigError: they have columns of responses.
@@ -130,7 +131,7 @@ def packed_shards(shards: Sequence[Shard], rules: SkyRLRules) -> tuple[Shard, ..
 def padded_shards(
     rows: RowBatch, mini: MiniBatchPlan, rules: SkyRLRules, where: Where, columns: Sequence[str]
 ) -> tuple[Shard, ...]:
-    """Of the rows of a mini-batch, whose plan is of `padded_left`.
+    """Makes the batches from the rows of a mini-batch, whose plan is of `padded_left`.
 
     Raises:
         ConfigError: as `BatchRules.collate`.

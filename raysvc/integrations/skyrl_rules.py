@@ -47,7 +47,7 @@ THEIR_OWN = ("sequences", "attention_mask", "loss_mask", "response_mask", "sub_s
 
 @dataclass(frozen=True)
 class SkyRLRules:
-    """How SkyRL's batches are made of rows.
+    """Says how SkyRL's batches are made of rows.
 
     Attributes:
         reduction: SkyRL's `loss_reduction`; None leaves the loss mask and the advantages as they are.
@@ -133,7 +133,7 @@ def check_media(arrays: Mapping[str, Array]) -> None:
 
 
 class Responses(NamedTuple):
-    """Where the responses of a mini-batch are.
+    """Says where the responses of a mini-batch are.
 
     Attributes:
         counts: int64 [N], tokens of each, the last ones of its row. Without `prompt_tokens` at most A of the row.
@@ -149,7 +149,7 @@ class Responses(NamedTuple):
 def responses_of(
     source: FlatRows, others: Sequence[str], rules: SkyRLRules, given: Array | None
 ) -> Responses:
-    """From `given`, the column of `rules.prompt_tokens`, or from the first targets.
+    """Finds the responses from `given`, the column of `rules.prompt_tokens`, or else from the first targets.
 
     Raises:
         ConfigError: what it says cannot be; or `others` belong to responses, and there is none.

@@ -112,7 +112,7 @@ class FromServer(_Host):  # type: ignore[misc]  # a Trainer comes after it
         return total + super().training_step(model, last, num_items_in_batch)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Of all micro-batches."""
+        """Returns the operations of all micro-batches."""
         return sum(super(FromServer, self).floating_point_ops(micro) for micro in inputs["micro_batches"])
 
     def _refuse(self) -> None:
@@ -150,7 +150,7 @@ class MiniBatches:
 
     @property
     def optimizer_steps(self) -> int:
-        """Of the whole run."""
+        """The optimizer steps of the whole run."""
         return len(self)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -227,7 +227,7 @@ class GenerationBatches:
 
     @property
     def optimizer_steps(self) -> int:
-        """Of the whole run."""
+        """The optimizer steps of the whole run."""
         return -(-len(self) // self._accumulated)
 
     def __iter__(self) -> Iterator[list[Row]]:

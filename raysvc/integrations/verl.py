@@ -72,7 +72,7 @@ class PlannedPrompts(RLHFDataset):  # type: ignore[misc]  # verl is not followed
         return dataframe if self._planned else super().maybe_filter_out_long_prompts(dataframe)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of which plan the items are; where the loader is, it knows itself."""
+        """Returns of which plan the items are; the loader itself knows where it is."""
         return {"plan": self._state().to_json()} if self._planned else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

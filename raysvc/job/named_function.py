@@ -43,7 +43,7 @@ def function_of(where: str, name: str, takes: str) -> Callable[..., Any]:
 
 
 def line_of(error: Exception, frame: int) -> str:
-    """Where the user's code raised, by the frame below ours; nothing where it was not reached."""
+    """Says where the user's code raised, by the frame below ours; empty if it was not reached."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     if not frames or isinstance(error, SyntaxError):
         return ""

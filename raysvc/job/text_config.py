@@ -135,7 +135,7 @@ class SourceConfig(Section):
 
     @property
     def media_allow(self) -> tuple[str, ...]:
-        """Where media may lie beside the folder of the row's file."""
+        """The places where media may lie beside the folder of the row's file."""
         return self.media.allow if isinstance(self.media, MediaConfig) else ()
 
     @property

@@ -20,7 +20,7 @@ Kind = MediaKind
 
 
 class KindWords(NamedTuple):
-    """How messages speak of a kind: one of it, several, and what its size is."""
+    """The words that messages use for a kind: for one of it, for several, and for its size."""
 
     one: str
     many: str
@@ -67,7 +67,7 @@ def decoded(kind: Kind, data: bytes, size: tuple[int, ...]) -> Any:
 
 
 def size_text(kind: Kind, size: tuple[int, ...]) -> str:
-    """To be read: `60 x 44`, `1.50 s at 16000 Hz`, `21 frames of 96 x 64 at 8 a second`."""
+    """Returns a size for display: `60 x 44`, `1.50 s at 16000 Hz`, `21 frames of 96 x 64 at 8 a second`."""
     if kind == "video":
         video = VideoSize(*size)
         return f"{video.frames} frames of {video.width} x {video.height} at {video.fps:g} a second"

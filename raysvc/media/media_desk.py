@@ -113,7 +113,7 @@ class MediaDesk:
         return taken
 
     def bytes_of(self, sha256: str) -> bytes:
-        """Of a medium that was taken."""
+        """Returns the bytes of a medium that was taken."""
         if self._store is None:
             return self._memory[sha256]
         if sha256 in self._writing:

@@ -38,7 +38,7 @@ class NotAllowed(ValueError):
 
 @dataclass(frozen=True)
 class AllowedPlaces:
-    """Where the media of a row may lie.
+    """Says where the media of a row may lie.
 
     Attributes:
         folder: of the row's own file, a path or URL; empty where a row is in no file.

@@ -23,7 +23,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 class ProcessorSpec(BaseModel):
-    """Where a process loads the processor from."""
+    """Says where a process loads the processor from."""
 
     model_config = ConfigDict(frozen=True)
     name: str

@@ -34,7 +34,7 @@ _OTHERS |= {b"FORM": "AIFF", b"RF64": "RF64", b"RIFX": "RIFX", b"\x1aE\xdf\xa3":
 
 
 class SoundSize(NamedTuple):
-    """How long a clip is: samples of one channel, and how many of them make a second."""
+    """The length of a clip: samples of one channel, and how many of them make a second."""
 
     samples: int
     rate: int

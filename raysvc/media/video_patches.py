@@ -108,7 +108,7 @@ class VideoPatches:
         return -(-num_frames // whole), rows // patch, columns // patch
 
     def tokens(self, grid: tuple[int, int, int]) -> int:
-        """Of a video."""
+        """Returns the tokens of a video."""
         merge: int = self.settings["merge_size"]
         return math.prod(grid) // merge**2
 

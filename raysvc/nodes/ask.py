@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Answers(NamedTuple):
-    """By the id of the node.
+    """What the nodes answered, by the id of the node.
 
     Attributes:
         given: answers.

@@ -152,7 +152,7 @@ class SharedFile:
 
     @classmethod
     def open(cls, name: str, url: str, options: Mapping[str, Any] | None = None) -> SharedFile:
-        """As this machine sees it."""
+        """Describes it as this machine sees it."""
         size = os.stat(url).st_size if "://" not in url else None
         return cls(name, url, dict(options or {}), size)
 
@@ -194,7 +194,7 @@ class SharedModel:
 
     @classmethod
     def open(cls, name: str, url: str, revision: str | None = None) -> SharedModel:
-        """As this machine sees it."""
+        """Describes it as this machine sees it."""
         folder = Path(url).expanduser()
         if folder.is_dir() or folder.is_absolute():  # one of the nodes alone has no files here
             here = [file for file in folder.iterdir() if file.is_file()] if folder.is_dir() else []

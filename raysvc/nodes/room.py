@@ -57,7 +57,9 @@ def nodes_with(selector: Selector, nodes: Sequence[Node]) -> list[Node]:
 
 
 def feasible(need: Resources, selectors: Sequence[Selector]) -> list[bool]:
-    """For each selector, whether Ray knows a node with these labels that could hold this when all else has ended."""
+    """Tells for each selector whether Ray knows a node with these labels that could hold this when all else has
+    ended.
+    """
     states = _states(need, selectors, lambda state: state in ("CREATED", "NO_RESOURCES", "INFEASIBLE"))
     return [state != "INFEASIBLE" for state in states]
 

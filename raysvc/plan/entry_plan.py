@@ -60,7 +60,7 @@ class CountedRows(PlannedEntry, Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Of all rows."""
+        """The tokens of all rows."""
 
 
 def plan_of_entries(

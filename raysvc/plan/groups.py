@@ -124,7 +124,7 @@ class OrderRows:
         seed: int,
         row_values: Callable[[str], npt.NDArray[Any]],
     ) -> OrderRows:
-        """Of rows of `row_lengths` (int [N])."""
+        """Describes rows of `row_lengths` (int [N])."""
         lengths, firsts = row_lengths.astype(np.int64), np.arange(groups.num_groups)
         if groups.bounds is not None:
             rows = np.arange(groups.num_rows) if groups.rows is None else groups.rows

@@ -61,7 +61,9 @@ class MixtureSource:
 
 @dataclass(frozen=True)
 class Stage:
-    """From stream position `first` on, `counts` groups of each source per period; missing ones are 0."""
+    """A stretch of the stream: from position `first` on, a period has `counts` groups of each source; missing ones
+    are 0.
+    """
 
     first: int
     counts: tuple[int, ...]

@@ -130,7 +130,7 @@ class HeldRows:
         return self.patches is not None and bool(self.patches.any())
 
     def patches_of(self, row_ids: Int64s) -> Int64s | None:
-        """Of these rows."""
+        """Returns the patches of these rows."""
         if self.patches is None:
             return None
         return self.patches[self.places.positions_of(row_ids)].astype(np.int64)

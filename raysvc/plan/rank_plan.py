@@ -42,7 +42,7 @@ DUMMY_LENGTH = 2
 
 @dataclass(frozen=True)
 class Rules:
-    """How rows become micro-batches.
+    """Says how rows become micro-batches.
 
     Attributes:
         layout: of the arrays.

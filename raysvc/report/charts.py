@@ -76,7 +76,7 @@ def kept(series: Sequence[Floats], num_points: int, stretches: int = STRETCHES) 
 
 
 def histogram(title: str, unit: str, groups: Mapping[str, Sequence[float]], bins: int = BINS) -> Chart:
-    """How many values of each group fall into bins of equal width, the same for all groups."""
+    """Counts how many values of each group fall into bins of equal width, the same for all groups."""
     together = np.concatenate([np.asarray(values, float) for values in groups.values()] or [np.zeros(0)])
     low, high = (float(together.min()), float(together.max())) if len(together) else (0.0, 1.0)
     edges = np.linspace(low, high if high > low else low + 1.0, bins + 1)

@@ -181,7 +181,7 @@ class Schema:
 
 
 def with_growth(table: pa.Table) -> pa.Table:
-    """With `first_row` and `closed`; a table that lacks them has whole groups."""
+    """Returns the table with `first_row` and `closed`; a table that lacks them has whole groups."""
     import numpy as np
     import pyarrow as pa
 
@@ -248,7 +248,7 @@ def spans_of(table: pa.Table) -> list[GroupSpan]:
 
 
 def group_starts(table: pa.Table) -> list[int]:
-    """Where the groups of a put begin, and its end."""
+    """Returns where the groups of a put begin, and its end."""
     uids, attempts = table.column("uid").to_pylist(), table.column("attempt").to_pylist()
     count = len(uids)
     changes = (

@@ -21,7 +21,7 @@ from raysvc.errors import ConfigError
 from raysvc.media.medium import PATCHES
 from raysvc.pipelines.sources.scan_memo import Memo
 from raysvc.scoring.model_files import ModelFiles, look_at_model
-from raysvc.scoring.wanted import Wanted
+from raysvc.scoring.wanted import WantedColumns
 
 if TYPE_CHECKING:
     from raysvc.cache.entry import Entry
@@ -41,14 +41,14 @@ class EnrichPlan:
         recipe: that of the base, with what is added to it; `key` is its hash.
     """
 
-    wanted: Wanted
+    wanted: WantedColumns
     models: Mapping[str, ModelFiles]
     recipe: Mapping[str, Any]
     key: str
 
 
 def plan_columns(
-    job: JobConfig, wanted: Wanted, recipe: Mapping[str, Any], vocab_size: int, store: Store
+    job: JobConfig, wanted: WantedColumns, recipe: Mapping[str, Any], vocab_size: int, store: Store
 ) -> EnrichPlan:
     """Look at the models and name the entry.
 
@@ -78,8 +78,8 @@ def plan_columns(
     return EnrichPlan(wanted, models, mine, cache_key(mine))
 
 
-def key_of(wanted: Wanted, value: str) -> str:
-    """Where the job names a model."""
+def key_of(wanted: WantedColumns, value: str) -> str:
+    """Returns the key of the job that names a model."""
     return f"enrich.{wanted.kind}.models.{value}" if wanted.by is not None else f"enrich.{wanted.kind}.model"
 
 
@@ -92,7 +92,7 @@ def vocab_size_of(base: Entry) -> int:
     return int(Report(base.report, base.uri)["vocab_size"])
 
 
-def refuse_media(wanted: Wanted, base: Entry) -> None:
+def refuse_media(wanted: WantedColumns, base: Entry) -> None:
     """Refuse rows whose text alone means something else, also where their columns were computed once.
 
     Raises:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from raysvc.job.config import JobConfig
     from raysvc.pipelines.enrich import EnrichTask
     from raysvc.pipelines.slice_graph import WorkerPool
-    from raysvc.scoring.wanted import Wanted
+    from raysvc.scoring.wanted import WantedColumns
 
     Left = Sequence[tuple[int, RowSlice]]
 
@@ -46,7 +46,7 @@ FLOPS_PER_S = 10e9  # of one core, with room to spare
 
 
 def find_or_enrich(
-    job: JobConfig, base: Entry, wanted: Wanted, address: str | None, progress: Progress
+    job: JobConfig, base: Entry, wanted: WantedColumns, address: str | None, progress: Progress
 ) -> tuple[Entry, bool, str]:
     """The entry with the columns, whether it was there, and why it was used or computed.
 
@@ -74,7 +74,7 @@ def find_or_enrich(
             return _Enriching(job, base, plan, writer, progress).entry(address), False, reason
 
 
-def planned(job: JobConfig, base: Entry, wanted: Wanted, progress: Progress = silent) -> EnrichPlan:
+def planned(job: JobConfig, base: Entry, wanted: WantedColumns, progress: Progress = silent) -> EnrichPlan:
     """The columns as they would be computed for an entry; weights that nobody has looked at before are read.
 
     Raises:
@@ -86,7 +86,7 @@ def planned(job: JobConfig, base: Entry, wanted: Wanted, progress: Progress = si
     return plan_columns(job, wanted, base.recipe, vocab_size_of(base), base.store)
 
 
-def _check_values(wanted: Wanted, base: Entry) -> None:
+def _check_values(wanted: WantedColumns, base: Entry) -> None:
     """Every value that the rows have names a model.
 
     Raises:
@@ -186,7 +186,7 @@ class _Enriching:
         from raysvc.cluster import connect
         from raysvc.nodes.job_nodes import ready_to_enrich
         from raysvc.pipelines.enrich import receipts_of
-        from raysvc.pipelines.shared_build import Work, shared_receipts
+        from raysvc.pipelines.shared_build import SharedTask, shared_receipts
 
         self._meter.waiting("starting Ray")
         connect(address)
@@ -196,7 +196,7 @@ class _Enriching:
         models = list(self.plan.models.values())
         watch = ready_to_enrich(self.job, self.writer.store.url, models, pool, self._meter.waiting)
         pieces = [piece for _, piece in left]
-        work = Work(task.writer.uri, len(left), partial(receipts_of, task, pieces, pool))
+        work = SharedTask(task.writer.uri, len(left), partial(receipts_of, task, pieces, pool))
         return shared_receipts(work, watch.check)
 
     def _pool(self) -> tuple[str, WorkerPool]:

@@ -19,14 +19,14 @@ from raysvc.errors import ConfigError
 from raysvc.progress import Progress, silent
 from raysvc.scoring.explain_columns import why_not_there
 from raysvc.scoring.find_or_enrich import HIT, find_or_enrich, planned
-from raysvc.scoring.wanted import Wanted, check_rows, wanted_columns
+from raysvc.scoring.wanted import WantedColumns, check_rows, wanted_columns
 
 if TYPE_CHECKING:
     from raysvc.cache.entry import Entry
     from raysvc.job.config import JobConfig
 
 
-def wanted_of(job: JobConfig) -> dict[str, tuple[JobConfig, list[Wanted]]]:
+def wanted_of(job: JobConfig) -> dict[str, tuple[JobConfig, list[WantedColumns]]]:
     """Name of a source ("" without a mixture) -> its own job, and the columns that it wants.
 
     Raises:
@@ -112,7 +112,7 @@ def added_reports(entry: CacheEntry) -> list[Mapping[str, Any]]:
     return [report for one in entry.entries for report in one.report.get("added", ())]
 
 
-def _sources(job: JobConfig, entry: CacheEntry) -> Iterator[tuple[JobConfig, list[Wanted], Entry]]:
+def _sources(job: JobConfig, entry: CacheEntry) -> Iterator[tuple[JobConfig, list[WantedColumns], Entry]]:
     for (its, wanted), one in zip(wanted_of(job).values(), entry.entries, strict=True):
         yield its, wanted, one
 

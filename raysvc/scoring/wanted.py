@@ -28,7 +28,7 @@ FORMAT |= {
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedColumns:
     """Columns that one forward pass over the rows gives.
 
     Attributes:
@@ -57,7 +57,7 @@ class Wanted:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of the columns."""
+        """Bytes of the columns for one token."""
         return 4 if self.kind == "ref_logprobs" else 8 * self.top_k
 
 
@@ -74,7 +74,7 @@ def check_rows(job: JobConfig, entry: CacheEntry) -> None:
             raise ConfigError(f"trainer.objective {objective}", what, "choose another objective")
 
 
-def wanted_columns(job: JobConfig, source: str = "") -> list[Wanted]:
+def wanted_columns(job: JobConfig, source: str = "") -> list[WantedColumns]:
     """What is added to the entry of a source, in order.
 
     Args:
@@ -90,7 +90,7 @@ def wanted_columns(job: JobConfig, source: str = "") -> list[Wanted]:
     if reference is not None or (job.trainer.objective in WITH_REFERENCE and "ref_logprobs" not in carried):
         model = (reference.model if reference else None) or job.trainer.model
         dtype = reference.dtype if reference else "float32"
-        out.append(Wanted("ref_logprobs", {"": model}, None, 0, dtype))
+        out.append(WantedColumns("ref_logprobs", {"": model}, None, 0, dtype))
     if job.enrich.teacher is not None:
         out.append(_teacher(job.enrich.teacher, set(carried), source))
     for each in out:
@@ -100,18 +100,18 @@ def wanted_columns(job: JobConfig, source: str = "") -> list[Wanted]:
     return out
 
 
-def _teacher(teacher: TeacherConfig, carried: set[str], source: str) -> Wanted:
+def _teacher(teacher: TeacherConfig, carried: set[str], source: str) -> WantedColumns:
     if teacher.by is None:
         assert teacher.model is not None
-        return Wanted("teacher", {"": teacher.model}, None, teacher.top_k, teacher.dtype)
+        return WantedColumns("teacher", {"": teacher.model}, None, teacher.top_k, teacher.dtype)
     if teacher.by == SOURCE and SOURCE not in carried:
         if not source:
             raise ConfigError("enrich.teacher.by", "source is for a mixture", "give enrich.teacher.model")
         if source not in teacher.models:
             what = f"has no model for the source {source!r} (it has {', '.join(sorted(teacher.models))})"
             raise ConfigError("enrich.teacher.models", what, "name one")
-        return Wanted("teacher", {"": teacher.models[source]}, None, teacher.top_k, teacher.dtype)
+        return WantedColumns("teacher", {"": teacher.models[source]}, None, teacher.top_k, teacher.dtype)
     if teacher.by not in carried:
         remedy = f"carry it: source.carry: [{teacher.by}]"
         raise ConfigError("enrich.teacher.by", f"the rows do not carry {teacher.by!r}", remedy)
-    return Wanted("teacher", dict(teacher.models), teacher.by, teacher.top_k, teacher.dtype)
+    return WantedColumns("teacher", dict(teacher.models), teacher.by, teacher.top_k, teacher.dtype)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Adapting:
+class MixtureAdapter:
     """See the module; a run without `mixture.adapt` does nothing of it.
 
     Args:

@@ -49,7 +49,7 @@ class EvalSums:
     text_nll: float = 0.0
 
     def plus(self, values: RowValues) -> EvalSums:
-        """With the rows of one mini-batch."""
+        """Returns the sums with the rows of one mini-batch added."""
         rows = values.rows
         return EvalSums(
             self.rows + len(values.row_ids),
@@ -122,7 +122,7 @@ class Evals:
         return bool(self.names) and (done == self.stop or (self.every is not None and done % self.every == 0))
 
     def next_after(self, done: int) -> float:
-        """How many steps are trained when they run next; infinite when they do not."""
+        """Returns how many steps are trained when the evals run next; infinite if they do not."""
         return next((float(at) for at in range(done + 1, self.stop + 1) if self.due(at)), math.inf)
 
     def run(

@@ -99,7 +99,9 @@ def _chosen(run: RunFolder, step: int | None) -> Path:
 
 
 def tokenizer_beside(config: TokenizerConfig) -> Callable[[Path], None]:
-    """As `tokenizer_of`, in a thread: its import and the load take seconds. Gives what waits for it, and saves."""
+    """Does what `tokenizer_of` does in a thread: its import and the load take seconds. Returns what waits for it, and
+    saves.
+    """
     done: Future[Callable[[Path], None]] = Future()
 
     def load() -> None:

@@ -83,7 +83,7 @@ def check_scaling(job: JobConfig, entry: CacheEntry) -> None:
 
 
 def warn_of_scaling(job: JobConfig) -> None:
-    """As `check_scaling`, of rows that are tokenized while they are trained."""
+    """Does what `check_scaling` does, for rows that are tokenized while they are trained."""
     scaling, most = _scaling_of(job), job.max_length
     if scaling is not None and (most is None or most > scaling.context):
         log.warning("trainer.model %s; %s", scaling.told("rows may be"), scaling.remedy)

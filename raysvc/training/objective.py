@@ -58,7 +58,7 @@ def objective_of(job: JobConfig, entry: CacheEntry) -> Any:
 
 
 def mean_of(trainer: TrainerConfig) -> Reduction:
-    """Which mean the loss of a mini-batch is: that of `trainer.loss`, or the one over pairs and labels."""
+    """Returns which mean the loss of a mini-batch is: that of `trainer.loss`, or the one over pairs and labels."""
     counts_rows = trainer.objective in FORMAT and trainer.objective != "process"
     return "group_mean" if counts_rows else trainer.loss
 

@@ -80,7 +80,7 @@ class RunFolder:
 
     @property
     def served(self) -> Path:
-        """How steps were made."""
+        """The file that says how steps were made."""
         return self.path / SERVED
 
     @property

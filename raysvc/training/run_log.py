@@ -179,7 +179,9 @@ def refuse_rows_that_differ(folder: RunFolder) -> None:
 
 
 def eval_metrics(line: Mapping[str, Any]) -> dict[str, float]:
-    """Of a line of evals.jsonl, named as HF's Trainer names those of one of several eval datasets."""
+    """Returns the metrics of a line of evals.jsonl, named as HF's Trainer names those of one of several eval
+    datasets.
+    """
     prefix = f"eval_{line['eval']}_"
     found = {"loss": line["loss"], "bits_per_byte": line["bits_per_byte"], "runtime": line["eval_s"]}
     found["samples_per_second"] = line["rows"] / max(line["eval_s"], 1e-9)
@@ -187,7 +189,7 @@ def eval_metrics(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def cache_facts(entry: CacheEntry) -> dict[str, Any]:
-    """Which entry a run reads, and whether it was there."""
+    """Says which entry a run reads, and whether it was there."""
     return {"key": entry.key, "hit": entry.hit, "reason": entry.reason, "uri": entry.uri}
 
 

@@ -23,7 +23,7 @@ from raysvc.progress import Progress, Tick
 from raysvc.trackers.reporter import NO_TRACKERS, Reporter, open_reporter
 from raysvc.trackers.stalls import StallBook
 from raysvc.trackers.tracker import tracked_run
-from raysvc.training.adapting import Adapting
+from raysvc.training.adapting import MixtureAdapter
 from raysvc.training.evaluation import Evals, HeldBack
 from raysvc.training.export import export, tokenizer_beside, write_model
 from raysvc.training.loss_shares import LossShares
@@ -38,7 +38,7 @@ from raysvc.training.step_log import StepLog
 from raysvc.training.step_metrics import observe_step
 
 if TYPE_CHECKING:
-    from raysvc.actors.dispatch.dispatch import Running, WorkerGroup
+    from raysvc.actors.dispatch.dispatch import RunningStep, WorkerGroup
     from raysvc.actors.dispatch.worker_group import Setup
     from raysvc.actors.worker.lr_schedule import LearningRate
     from raysvc.actors.worker.torch_worker import ModelSpec
@@ -129,7 +129,7 @@ class _Started:
     """A step that the workers were asked for."""
 
     step: Step
-    running: Running
+    running: RunningStep
     waited_s: float
     begin: float = field(default_factory=time.perf_counter)
 
@@ -149,7 +149,7 @@ class _Run:
     stalls: StallBook = field(default_factory=StallBook)
     last_end: float = 0.0
     reporter: Reporter = NO_TRACKERS
-    adapting: Adapting = field(init=False)  # known once the rows are
+    adapting: MixtureAdapter = field(init=False)  # known once the rows are
     save_tokenizer: Callable[[Path], None] | None = (
         None  # loaded since the first step, for the model at the end
     )
@@ -217,7 +217,7 @@ class _Run:
         self._write_served(start)
         per_epoch = client.schedule.steps_per_epoch
         entry = self.entry
-        shares, self.adapting = LossShares(entry), Adapting(self.job.mixture, entry)
+        shares, self.adapting = LossShares(entry), MixtureAdapter(self.job.mixture, entry)
         books = RunLog(
             self.folder,
             start,

@@ -22,7 +22,7 @@ from raysvc.chat.tokens.align import (
     align_by_offsets,
     align_words,
 )
-from raysvc.chat.tokens.encoder import Encoded
+from raysvc.chat.tokens.encoder import EncodedTexts
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.job.config import TokenizerConfig
 
@@ -102,7 +102,7 @@ def test_spans_of_bytes_are_those_of_the_library_and_have_its_tokens_alone(
     span = Spans(*(np.array([value], np.int64) for value in (0, start, end, kind)))
     row = np.array([0, len(text)], np.int64)
     batch = Batch(np.frombuffer(text.encode(), np.uint8), row, span, (), [()])
-    encoded = Encoded(ids, np.array([0, len(ids)], np.int64))
+    encoded = EncodedTexts(ids, np.array([0, len(ids)], np.int64))
     found = align(encoded, known.decode(ids)[0], batch, known, set())
     a, b = int(found.starts[0]), int(found.ends[0])
     inside = [n for n, (first, last) in enumerate(offsets) if start <= first and first < end]

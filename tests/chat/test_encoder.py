@@ -17,7 +17,7 @@ from raysvc.chat.reference_check import RenderDiffers
 from raysvc.chat.slice_tokenizer import SliceTokenizer
 from raysvc.chat.source.json_rows import SourceRow
 from raysvc.chat.tokens.code_points import GuardedEncoder
-from raysvc.chat.tokens.encoder import Encoded, GigatokenEncoder, ReferenceEncoder
+from raysvc.chat.tokens.encoder import EncodedTexts, GigatokenEncoder, ReferenceEncoder
 from raysvc.chat.tokens.probe import choose_encoder, probe_texts
 from raysvc.chat.tokens.token_rows import EncoderDiffers
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
@@ -72,16 +72,16 @@ class Wrong:
     def __init__(self, inner: Any, word: str) -> None:
         self._inner, self._word = inner, word
 
-    def encode(self, texts: Any) -> Encoded:
+    def encode(self, texts: Any) -> EncodedTexts:
         return self._inner.encode(texts)
 
-    def encode_bytes(self, data: Any, offsets: Any) -> Encoded:
+    def encode_bytes(self, data: Any, offsets: Any) -> EncodedTexts:
         found = self._inner.encode_bytes(data, offsets)
         ids, begin = found.ids.copy(), 0
         if self._word.encode() in data.tobytes():
             begin = 1 if len(ids) else 0
             ids[-3] = ids[-3] + 1
-        return Encoded(ids, found.offsets) if begin else found
+        return EncodedTexts(ids, found.offsets) if begin else found
 
 
 def test_a_difference_on_a_slice_switches_to_the_reference_and_makes_the_slice_again(
@@ -130,9 +130,9 @@ def test_a_fast_encoder_has_to_be_equal_on_the_probes(tokenizer_folder: Any, mon
     assert (chosen.name, why) == ("gigatoken", "")
 
     class Off(encoder.GigatokenEncoder):
-        def encode(self, texts: Any) -> Encoded:
+        def encode(self, texts: Any) -> EncodedTexts:
             found = super().encode(texts)
-            return Encoded(
+            return EncodedTexts(
                 np.where(found.ids == found.ids.max(), 0, found.ids).astype(np.int32), found.offsets
             )
 
@@ -147,7 +147,7 @@ def test_a_fast_encoder_that_differs_on_ascii_alone_is_not_used(
     from raysvc.chat.tokens import encoder
 
     class Off(encoder.GigatokenEncoder):
-        def encode(self, texts: Any) -> Encoded:
+        def encode(self, texts: Any) -> EncodedTexts:
             return super().encode([text.replace("Q{", "q{") for text in texts])
 
     monkeypatch.setattr(encoder, "GigatokenEncoder", Off)
@@ -268,16 +268,16 @@ class Newer:
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
-    def encode(self, texts: Any) -> Encoded:
+    def encode(self, texts: Any) -> EncodedTexts:
         lists = [self._inner.encode([text]).ids for text in texts]
         ids = [
             found[:-1] if "\U00011de3" in text else found for text, found in zip(texts, lists, strict=True)
         ]
         offsets = np.zeros(len(ids) + 1, np.int64)
         np.cumsum([len(found) for found in ids], out=offsets[1:])
-        return Encoded(np.concatenate([*ids, np.zeros(0, np.int32)]).astype(np.int32), offsets)
+        return EncodedTexts(np.concatenate([*ids, np.zeros(0, np.int32)]).astype(np.int32), offsets)
 
-    def encode_bytes(self, data: Any, offsets: Any) -> Encoded:
+    def encode_bytes(self, data: Any, offsets: Any) -> EncodedTexts:
         whole, bounds = data.tobytes(), offsets.tolist()
         return self.encode([whole[a:b].decode() for a, b in itertools.pairwise(bounds)])
 
@@ -300,7 +300,7 @@ def test_a_text_waits_for_its_code_points_that_another_thread_is_trying(tokenize
     trying, go_on = threading.Event(), threading.Event()
 
     class Slow(Newer):
-        def encode(self, texts: Any) -> Encoded:
+        def encode(self, texts: Any) -> EncodedTexts:
             if "\U00011de3" in texts[0]:
                 trying.set()
                 assert go_on.wait(60)
@@ -357,7 +357,7 @@ def test_gigatoken_gives_the_ids_of_the_reference_for_every_code_point_of_new_sc
 def test_an_encoder_that_raises_is_one_that_differs(tokenizer_folder: Any, monkeypatch: Any) -> None:
     from raysvc.chat.tokens import encoder
 
-    def broken(self: Any, texts: Any) -> Encoded:
+    def broken(self: Any, texts: Any) -> EncodedTexts:
         raise RuntimeError("a native library")
 
     monkeypatch.setattr(encoder.GigatokenEncoder, "encode", broken)

@@ -18,7 +18,7 @@ from raysvc.chat.text_batch import Batch, Spans
 from raysvc.chat.tokens import joined_texts
 from raysvc.chat.tokens.added_blanks import Rule
 from raysvc.chat.tokens.align import differing_rows
-from raysvc.chat.tokens.encoder import Encoded, ReferenceEncoder
+from raysvc.chat.tokens.encoder import EncodedTexts, ReferenceEncoder
 from raysvc.chat.tokens.normal_text import NormalText
 from raysvc.chat.tokens.normalizing_encoder import makes_any
 from raysvc.chat.tokens.probe import encoders_of
@@ -154,7 +154,7 @@ def test_rows_differ_where_their_bytes_do(rows: list[tuple[bytes, bytes | None]]
     batch = Batch(
         np.frombuffer(b"".join(texts), np.uint8), offsets, Spans(nothing, nothing, nothing, nothing)
     )
-    encoded = Encoded(np.zeros(len(rows), np.int32), np.arange(len(rows) + 1))
+    encoded = EncodedTexts(np.zeros(len(rows), np.int32), np.arange(len(rows) + 1))
     decoded = np.frombuffer(b"".join(found), np.uint8)
     for fold, may_be in ((None, lambda byte: {byte}), (folded, lambda byte: {byte, int(folded[byte])})):
         same = [

@@ -15,17 +15,17 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from raysvc.cache.manifest import Receipt
 from raysvc.job.config import PoolConfig
 from raysvc.pipelines import shared_build
-from raysvc.pipelines.shared_build import MAX_DEATHS, News, Work, shared_receipts
+from raysvc.pipelines.shared_build import MAX_DEATHS, NewReceipts, SharedTask, shared_receipts
 from raysvc.pipelines.slice_graph import WorkerPool, free_workers
 
-WORK = Work("/cache/key", 1, lambda: iter(()))
+WORK = SharedTask("/cache/key", 1, lambda: iter(()))
 
 
 def told_by(calls: list[str | None], monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Calls of a builder end as told: by the death of the one that is named, or well. How many there were."""
     left = iter(calls)
 
-    def follow(work: Work, check: Callable[[], None]) -> Iterator[tuple[int, Receipt]]:
+    def follow(work: SharedTask, check: Callable[[], None]) -> Iterator[tuple[int, Receipt]]:
         if (dead := next(left)) is not None:
             raise RayActorError(dead, f"{dead} died")
         yield from ()
@@ -58,11 +58,11 @@ def test_a_cluster_that_never_forgets_a_dead_builder_ends_the_build(monkeypatch:
         list(shared_receipts(WORK))
 
 
-def answers(*given: Exception | News) -> Callable[..., News]:
+def answers(*given: Exception | NewReceipts) -> Callable[..., NewReceipts]:
     """What `ray.get` does, one call after the other."""
     left = iter(given)
 
-    def get(ref: object, timeout: float) -> News:
+    def get(ref: object, timeout: float) -> NewReceipts:
         answer = next(left)
         if isinstance(answer, Exception):
             raise answer
@@ -75,7 +75,7 @@ def test_a_late_answer_is_waited_for_and_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     late = GetTimeoutError("late")
-    monkeypatch.setattr(ray, "get", answers(late, late, News((), finished=True)))
+    monkeypatch.setattr(ray, "get", answers(late, late, NewReceipts((), finished=True)))
     monkeypatch.setattr(shared_build, "REPORT_S", 0.0)
     assert shared_build._answer(None, "/cache/key", lambda: None).finished
     assert [text.split(" since=")[0] for text in caplog.messages] == [
@@ -103,7 +103,7 @@ def test_a_builder_that_answers_at_once_and_has_nothing_does_not_keep_the_caller
     builder = SimpleNamespace(start=call, news=call)
     options = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: builder))
     monkeypatch.setattr(ray, "remote", lambda _: options)
-    monkeypatch.setattr(ray, "get", lambda ref, timeout: News((), finished=False))
+    monkeypatch.setattr(ray, "get", lambda ref, timeout: NewReceipts((), finished=False))
     monkeypatch.setattr(shared_build, "POLL_S", 0.0)
     looks = iter([False] * 5 + [True])
 
@@ -119,7 +119,7 @@ PLACED = """
 import json
 from ray.cluster_utils import Cluster
 import ray
-from raysvc.pipelines.shared_build import Work, shared_receipts
+from raysvc.pipelines.shared_build import SharedTask, shared_receipts
 
 store = {"object_store_memory": 80 * 2**20}
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "labels": {"raysvc-pool": "gpu"}, **store})
@@ -133,7 +133,7 @@ def node(uri):
     def receipts():
         time.sleep(3)
         return iter(())
-    follow = shared_receipts(Work(uri, 1, receipts))
+    follow = shared_receipts(SharedTask(uri, 1, receipts))
     import threading
     thread = threading.Thread(target=lambda: list(follow))
     thread.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -67,3 +68,35 @@ def test_a_retired_word_stays_out(word: str) -> None:
 
 def test_the_places_are_there() -> None:
     assert len(texts()) > 200
+
+
+STUBS = (
+    "Of",
+    "As",
+    "With",
+    "For",
+    "From",
+    "In",
+    "By",
+    "At",
+    "Which",
+    "How",
+    "Where",
+    "Whose",
+    "When",
+    "There",
+)
+
+
+def test_a_docstring_begins_with_a_sentence() -> None:
+    """Not with a stub like "Of a file" or "As before": what is it, what does it do? Sections of a job are headings in the reference."""
+    found = []
+    for path in (p for p in texts() if p.suffix == ".py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+                continue
+            text = ast.get_docstring(node) or "-"
+            is_section = any(ast.unparse(base) == "Section" for base in getattr(node, "bases", ()))
+            if text.split()[0].rstrip(",:") in STUBS and not is_section:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {text.splitlines()[0]}")
+    assert not found, "say what it returns or does: " + "; ".join(found)

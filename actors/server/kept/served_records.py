@@ -21,7 +21,7 @@ from raysvc.cache.store.claim import Claim, open_owned
 
 
 def served_line(step: int, dp_size: int | None, spec: ServeSpec) -> dict[str, Any]:
-    """How the steps from `step` on are made; ranks: None where only the trainer knows."""
+    """Describes how the steps from `step` on are made; its ranks are None if only the trainer knows them."""
     kept = spec.lasting().model_dump(mode="json", exclude={"storage_options", "evals"})
     line = {"step": step, "dp_size": dp_size, "spec": kept}
     return {**line, SEAL: seal_of(line)}

@@ -105,7 +105,7 @@ class FollowedEntry(GrowingEntry):
 
     @property
     def listings(self) -> Listings:
-        """Of its source, as far as they are known here."""
+        """The listings of its source, as far as they are known here."""
         return self._listings
 
     @property

@@ -133,7 +133,7 @@ class GrowingEntry(Entry):
         return slice_base(self.receipts.any_part()[0])
 
     def row_ids(self, first: int = 0, stop: int | None = None) -> npt.NDArray[np.int64]:
-        """As `Entry.row_ids`, of the slices that are known by now; waits for them."""
+        """Returns what `Entry.row_ids` does, of the slices that are known by now; waits for them."""
         ids = [slice_base(index) + np.arange(part.num_rows) for index, part in enumerate(self.parts.parts)]
         return np.concatenate([*ids, np.zeros(0, np.int64)])[first:stop]
 

@@ -55,7 +55,7 @@ class Listing:
 
     @property
     def num_bytes(self) -> int:
-        """Of the source."""
+        """Bytes of the source."""
         return sum(piece["num_bytes"] for one in self.slices for piece in one["pieces"])
 
 

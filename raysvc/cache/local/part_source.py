@@ -31,7 +31,7 @@ class PartSource(Protocol):
 
     @property
     def max_mapped_bytes(self) -> int:
-        """How much an entry may keep mapped."""
+        """Returns how much an entry may keep mapped."""
         ...
 
     @property

@@ -380,7 +380,7 @@ class OwnedStore:
         self.store.delete(name)
 
     def local_path(self, name: str) -> Path | None:
-        """Where this process can memory-map the file."""
+        """Returns where this process can memory-map the file."""
         return self.store.local_path(name)
 
     def probe(self) -> None:

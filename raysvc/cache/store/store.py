@@ -92,7 +92,7 @@ class Store(Protocol):
         ...
 
     def local_path(self, name: str) -> Path | None:
-        """Where this process can memory-map the file; None for an object store."""
+        """Returns where this process can memory-map the file; None for an object store."""
         ...
 
     def probe(self) -> None:

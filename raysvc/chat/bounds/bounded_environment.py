@@ -69,7 +69,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super()._generate(_Bounded().visit(source), *args, **kwargs)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """As in Jinja, without its questions where their answers are known."""
+        """Does what Jinja does, without its questions where their answers are known."""
         kind = type(obj)
         if kind is dict and attribute not in _OF_DICTS:
             if attribute in obj:

@@ -108,7 +108,7 @@ class _Watch:
         self._thread: threading.Thread | None = None
 
     def look_at(self, run: _Run) -> None:
-        """From now on."""
+        """Watches a run from now on."""
         with self._lock:
             self._runs.add(run)
 
@@ -122,7 +122,7 @@ class _Watch:
             self._woken.set()
 
     def end(self, run: _Run) -> None:
-        """After it nothing is raised in the thread any more.
+        """Ends the watch of a run; after it nothing is raised in its thread.
 
         What may still be under way is replaced by an exception of our own, which is waited for. To take it back (None) would
         leave CPython 3.11 looking for it at every step, and without end while a profiler or a debugger watches.

@@ -83,7 +83,8 @@ def joined(pieces: list[str] | tuple[str, ...]) -> str:
 
 
 def concat(pieces: Iterable[str]) -> str:
-    """Of a block or macro a list of texts; of a whole template what comes one by one, and may be longer.
+    """Joins the texts of a block or macro, which are a list; those of a whole template come one by one, and may be
+    longer.
 
     Raises:
         RenderTooCostly: it is too long.
@@ -237,7 +238,7 @@ def _digits(value: Any, *_: Any, **__: Any) -> None:
 
 
 def joining(value: Any, d: Any = "", attribute: Any = None) -> None:
-    """Of the filter `join`, whose values are no generator."""
+    """Bounds the filter `join`, whose values are not a generator."""
     _joins(d, value)
 
 

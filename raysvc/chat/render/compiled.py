@@ -69,7 +69,7 @@ class CompiledTemplate:
 
 
 def costly_template(fault: OverBudget) -> TokenizerError:
-    """Of a template that takes too much whatever the row."""
+    """Returns the error of a template that takes too much, whatever the row."""
     return TokenizerError(
         "tokenizer.chat_template",
         str(fault),

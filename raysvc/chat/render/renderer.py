@@ -81,7 +81,7 @@ class Renderer:
 
     @property
     def inner_tokens(self) -> frozenset[str]:
-        """Of these, the ones that a template writes inside of turns."""
+        """Those of them that a template writes inside of turns."""
         return frozenset(text for _, finder in self._templates.values() for text in finder.inner_tokens)
 
     @property
@@ -118,7 +118,9 @@ class Renderer:
         return Sequence("", [], example=example, tokens=example)
 
     def kept_by_turns(self, sequence: Sequence) -> int:
-        """How many messages of a conversation would keep the reasoning that it lost, if each of its turns were a row."""
+        """Counts the messages of a conversation that would keep the reasoning that it lost, if each of its turns were
+        a row.
+        """
         try:
             turns = each_turn(sequence.example) if sequence.example is not None else []
             return max(0, sequence.removed - sum(self.sequence(turn).removed for turn in turns))

@@ -91,7 +91,7 @@ SYSTEM_UNUSED = "system columns left out beside another system message"
 
 @dataclass(frozen=True)
 class Format:
-    """How rows of one source are read.
+    """Says how the rows of one source are read.
 
     Attributes:
         name: one of the format names, never "auto".

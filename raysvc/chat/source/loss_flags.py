@@ -18,7 +18,7 @@ from raysvc.chat.row_errors import RowFault
 from raysvc.chat.source.text_numbers import TRUTHS
 
 
-class Spelling(NamedTuple):
+class KeySpelling(NamedTuple):
     """One key of a message.
 
     Attributes:
@@ -30,18 +30,18 @@ class Spelling(NamedTuple):
     owners: str
 
 
-SPELLINGS: Mapping[str, Spelling] = MappingProxyType(
+SPELLINGS: Mapping[str, KeySpelling] = MappingProxyType(
     {
-        "weight": Spelling(True, "OpenAI, Fireworks, mistral-finetune, OpenChat"),
-        "loss_weight": Spelling(True, "LLaMA-Factory"),
-        "loss": Spelling(True, "ms-swift, XTuner"),
-        "loss_scale": Spelling(True, "ms-swift"),
-        "loss_mask": Spelling(True, "verl"),
-        "train": Spelling(True, "Axolotl"),
-        "training": Spelling(True, "Axolotl"),
-        "train_on_turn": Spelling(True, "Axolotl, as home-llm configures it"),
-        "trainable": Spelling(True, "tinker-cookbook"),
-        "masked": Spelling(False, "torchtune"),
+        "weight": KeySpelling(True, "OpenAI, Fireworks, mistral-finetune, OpenChat"),
+        "loss_weight": KeySpelling(True, "LLaMA-Factory"),
+        "loss": KeySpelling(True, "ms-swift, XTuner"),
+        "loss_scale": KeySpelling(True, "ms-swift"),
+        "loss_mask": KeySpelling(True, "verl"),
+        "train": KeySpelling(True, "Axolotl"),
+        "training": KeySpelling(True, "Axolotl"),
+        "train_on_turn": KeySpelling(True, "Axolotl, as home-llm configures it"),
+        "trainable": KeySpelling(True, "tinker-cookbook"),
+        "masked": KeySpelling(False, "torchtune"),
     }
 )
 WITHIN = ("train_detail", "training_detail")  # which characters of a message are trained, as Axolotl has it
@@ -106,7 +106,7 @@ def unread_keys(messages: Iterable[Mapping[str, Any]], ignored: Collection[str])
     return frozenset(found)
 
 
-def _given(message: Mapping[str, Any]) -> list[tuple[str, Spelling]]:
+def _given(message: Mapping[str, Any]) -> list[tuple[str, KeySpelling]]:
     known = SPELLINGS.keys() & message.keys()
     return [(name, SPELLINGS[name]) for name in sorted(known) if not _is_measured(name, message[name])]
 

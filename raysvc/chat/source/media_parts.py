@@ -29,7 +29,9 @@ Message = dict[str, Any]
 
 
 class MediaNames(NamedTuple):
-    """How rows name media of a kind: types of parts, keys of a part that say where the medium is, columns, and its placeholder."""
+    """Names what rows call media of a kind: types of parts, keys of a part that say where the medium is, columns, and
+    its placeholder.
+    """
 
     types: tuple[str, ...]
     keys: tuple[str, ...]

@@ -18,14 +18,14 @@ import numpy.typing as npt
 
 from raysvc.chat.text_batch import Batch
 from raysvc.chat.tokens.backend_parts import parts_of
-from raysvc.chat.tokens.encoder import Bytes, Encoded, Ints64
+from raysvc.chat.tokens.encoder import Bytes, EncodedTexts, Ints64
 
 _BLANK = 32
 Bools = npt.NDArray[np.bool_]
 
 
 class Rule(Enum):
-    """Which stretches between added tokens get a blank."""
+    """Says which stretches between added tokens get a blank."""
 
     NONE = "none"
     EVERY = "every"  # the normalizer `Prepend`
@@ -67,7 +67,7 @@ class AddedBlanks:
         self._may_begin = np.array([piece[:1] == b" " for piece in pieces], np.bool_) & ~is_added
 
     def removed(
-        self, encoded: Encoded, token_ends: Ints64, decoded: Bytes, batch: Batch
+        self, encoded: EncodedTexts, token_ends: Ints64, decoded: Bytes, batch: Batch
     ) -> tuple[Ints64, Bytes]:
         """(token ends int64 [T + 1], bytes) without them."""
         if self._rule is Rule.NONE or not len(encoded.ids):
@@ -81,7 +81,7 @@ class AddedBlanks:
         taken[at + 1] = 1
         return token_ends - np.cumsum(taken), np.delete(decoded, token_ends[at])
 
-    def _places(self, encoded: Encoded) -> Ints64:
+    def _places(self, encoded: EncodedTexts) -> Ints64:
         """int64 [C], tokens that begin with a blank and stand at the start of a row or behind an added token."""
         starts = encoded.offsets[:-1][np.diff(encoded.offsets) > 0]
         if self._rule is Rule.FIRST:
@@ -93,7 +93,7 @@ class AddedBlanks:
             first = np.flatnonzero(opens)
         return first[self._may_begin[encoded.ids[first]]]
 
-    def _unless_blank(self, at: Ints64, encoded: Encoded, token_ends: Ints64, batch: Batch) -> Ints64:
+    def _unless_blank(self, at: Ints64, encoded: EncodedTexts, token_ends: Ints64, batch: Batch) -> Ints64:
         """Those whose stretch does not begin with a blank in the text itself."""
         rows = np.searchsorted(encoded.offsets, at, "right") - 1
         nth = np.arange(len(at)) - np.searchsorted(rows, rows, "left")

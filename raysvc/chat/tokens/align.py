@@ -24,7 +24,7 @@ from raysvc.chat.sequence import CLOSED_TURN, FREE
 from raysvc.chat.text_batch import Batch, Bytes, Spans
 from raysvc.chat.tokens.added_blanks import AddedBlanks, rule_of
 from raysvc.chat.tokens.backend_parts import drops_blanks
-from raysvc.chat.tokens.encoder import Encoded, Ints32, Ints64
+from raysvc.chat.tokens.encoder import EncodedTexts, Ints32, Ints64
 from raysvc.chat.tokens.normal_text import NormalText
 from raysvc.chat.tokens.token_bytes import bytes_of_tokens
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
@@ -91,7 +91,9 @@ class TokenTable:
         self._controls = np.flatnonzero(self.is_control).astype(np.int32)
 
     def places_of_controls(self, ids: Ints32) -> Ints64:
-        """Where control tokens stand, ascending. Most vocabularies have them side by side: then few ids are looked up."""
+        """Returns where control tokens stand, ascending. Most vocabularies have them side by side: then few ids are
+        looked up.
+        """
         if not len(self._controls):
             return np.zeros(0, np.int64)
         first, last = self._controls[[0, -1]]
@@ -111,7 +113,7 @@ class TokenTable:
 
     @cached_property
     def normal_text(self) -> NormalText:
-        """For rows that do not decode to their text as it is; most data has none."""
+        """Returns the normal form for rows that do not decode to their text as it is; most data has none."""
         return NormalText(self._hf)
 
     @cached_property
@@ -124,7 +126,9 @@ class TokenTable:
                 made[byte] = normal[0]
         return made if (made != np.arange(256)).any() else None
 
-    def texts_of(self, encoded: Encoded, decoded: tuple[Ints64, Bytes], batch: Batch) -> tuple[Ints64, Bytes]:
+    def texts_of(
+        self, encoded: EncodedTexts, decoded: tuple[Ints64, Bytes], batch: Batch
+    ) -> tuple[Ints64, Bytes]:
         """(int64 [T + 1] byte offsets of the tokens in their texts, these texts joined), as far as the decoded ids say."""
         return self._blanks.removed(encoded, *decoded, batch)
 
@@ -139,7 +143,7 @@ class TokenTable:
 
 
 def differing_rows(
-    encoded: Encoded, token_ends: Ints64, decoded: Bytes, batch: Batch, folded: Bytes | None
+    encoded: EncodedTexts, token_ends: Ints64, decoded: Bytes, batch: Batch, folded: Bytes | None
 ) -> Ints64:
     """Rows whose tokens do not decode to their text, int64, ascending.
 
@@ -164,7 +168,7 @@ def differing_rows(
 
 
 def align(
-    encoded: Encoded, token_ends: Ints64, batch: Batch, table: TokenTable, skip: set[int]
+    encoded: EncodedTexts, token_ends: Ints64, batch: Batch, table: TokenTable, skip: set[int]
 ) -> TokenSpans:
     """Tokens of the spans of rows that decode to their text.
 

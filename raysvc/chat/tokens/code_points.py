@@ -26,7 +26,7 @@ from threading import Lock
 
 import numpy as np
 
-from raysvc.chat.tokens.encoder import Bytes, Encoded, Encoder, Ints64
+from raysvc.chat.tokens.encoder import Bytes, EncodedTexts, Encoder, Ints64
 
 logger = logging.getLogger(__name__)
 Pair = tuple[Encoder, Encoder]
@@ -61,14 +61,14 @@ class GuardedEncoder:
         """Code points that were found to differ."""
         return frozenset(self._different)
 
-    def encode(self, texts: Sequence[str]) -> Encoded:
+    def encode(self, texts: Sequence[str]) -> EncodedTexts:
         """Ids of the texts."""
         self._look_at("".join(texts))
         rows = self._odd_rows(texts)
         found = self._fast.encode(texts)
         return replaced(found, rows, self._reference.encode([texts[row] for row in rows])) if rows else found
 
-    def encode_bytes(self, data: Bytes, offsets: Ints64) -> Encoded:
+    def encode_bytes(self, data: Bytes, offsets: Ints64) -> EncodedTexts:
         """Ids of N texts in UTF-8."""
         if not len(data) or int(data.max()) < 0x80:
             return self._fast.encode_bytes(data, offsets)
@@ -135,11 +135,11 @@ def _equal(fast: Encoder, reference: Encoder, texts: list[str]) -> bool:
     return np.array_equal(ours.offsets, theirs.offsets) and np.array_equal(ours.ids, theirs.ids)
 
 
-def replaced(found: Encoded, rows: list[int], right: Encoded) -> Encoded:
+def replaced(found: EncodedTexts, rows: list[int], right: EncodedTexts) -> EncodedTexts:
     """Ids with some rows taken from another result, which holds these rows alone."""
     pieces = [found.ids[a:b] for a, b in pairwise(found.offsets.tolist())]
     for place, row in enumerate(rows):
         pieces[row] = right.ids[right.offsets[place] : right.offsets[place + 1]]
     offsets = np.zeros(len(pieces) + 1, np.int64)
     np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
-    return Encoded(np.concatenate(pieces) if pieces else found.ids, offsets)
+    return EncodedTexts(np.concatenate(pieces) if pieces else found.ids, offsets)

@@ -26,7 +26,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedTexts:
     """Ids of N texts.
 
     Attributes:
@@ -43,11 +43,11 @@ class Encoder(Protocol):
 
     name: str
 
-    def encode(self, texts: Sequence[str]) -> Encoded:
+    def encode(self, texts: Sequence[str]) -> EncodedTexts:
         """Ids of the texts."""
         ...
 
-    def encode_bytes(self, data: Bytes, offsets: Ints64) -> Encoded:
+    def encode_bytes(self, data: Bytes, offsets: Ints64) -> EncodedTexts:
         """Ids of N texts that lie one after the other in UTF-8: uint8 [B], int64 [N + 1]."""
         ...
 
@@ -57,7 +57,7 @@ class TokenizerFiles(Protocol):
 
     @property
     def hf(self) -> Any:
-        """Like a `transformers` tokenizer."""
+        """Returns the encoder in the form of a `transformers` tokenizer."""
         ...
 
     @property
@@ -66,7 +66,7 @@ class TokenizerFiles(Protocol):
         ...
 
     def content(self) -> bytes:
-        """As a `tokenizer.json`."""
+        """Returns the encoder as the bytes of a `tokenizer.json`."""
         ...
 
 
@@ -84,12 +84,12 @@ class ReferenceEncoder:
         self._backend.encode_special_tokens = bool(getattr(tokenizer.hf, "split_special_tokens", False))
         self.unknown = unknown_id(self._backend)
 
-    def encode(self, texts: Sequence[str]) -> Encoded:
+    def encode(self, texts: Sequence[str]) -> EncodedTexts:
         """Ids of the texts."""
         found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return joined([encoding.ids for encoding in found])
 
-    def encode_bytes(self, data: Bytes, offsets: Ints64) -> Encoded:
+    def encode_bytes(self, data: Bytes, offsets: Ints64) -> EncodedTexts:
         """Ids of N texts in UTF-8."""
         whole, bounds = data.tobytes(), offsets.tolist()
         return self.encode([whole[a:b].decode() for a, b in pairwise(bounds)])
@@ -124,19 +124,19 @@ class GigatokenEncoder:
         else:
             self._inner = gigatoken.Tokenizer.from_json(content)
 
-    def encode(self, texts: Sequence[str]) -> Encoded:
+    def encode(self, texts: Sequence[str]) -> EncodedTexts:
         """Ids of the texts."""
         return self.encode_pieces([text.encode() for text in texts])
 
-    def encode_pieces(self, texts: list[bytes]) -> Encoded:
+    def encode_pieces(self, texts: list[bytes]) -> EncodedTexts:
         """Ids of texts in UTF-8."""
         if not texts:
             return joined([])
         if self._joined:
-            return Encoded(*self._joined.encode(texts))
+            return EncodedTexts(*self._joined.encode(texts))
         return self._encoded(texts)
 
-    def encode_bytes(self, data: Bytes, offsets: Ints64) -> Encoded:
+    def encode_bytes(self, data: Bytes, offsets: Ints64) -> EncodedTexts:
         """Ids of N texts in UTF-8, without an object per text."""
         import awkward as ak
 
@@ -149,12 +149,12 @@ class GigatokenEncoder:
         )
         return self._encoded(ak.Array(strings))
 
-    def _encoded(self, texts: Any) -> Encoded:
-        return Encoded(*ids_and_offsets(self._inner.encode_batch(texts, parallel=self._parallel)))
+    def _encoded(self, texts: Any) -> EncodedTexts:
+        return EncodedTexts(*ids_and_offsets(self._inner.encode_batch(texts, parallel=self._parallel)))
 
 
-def joined(lists: list[list[int]]) -> Encoded:
+def joined(lists: list[list[int]]) -> EncodedTexts:
     offsets = np.zeros(len(lists) + 1, np.int64)
     np.cumsum([len(ids) for ids in lists], out=offsets[1:])
     ids = np.fromiter((token for ids in lists for token in ids), np.int32, int(offsets[-1]))
-    return Encoded(ids, offsets)
+    return EncodedTexts(ids, offsets)

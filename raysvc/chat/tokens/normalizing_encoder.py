@@ -24,7 +24,7 @@ import numpy as np
 from raysvc.chat.tokens import encoder
 from raysvc.chat.tokens.backend_parts import parts_of
 from raysvc.chat.tokens.code_points import replaced
-from raysvc.chat.tokens.encoder import Bytes, Encoded, Encoder, Ints64, TokenizerFiles
+from raysvc.chat.tokens.encoder import Bytes, EncodedTexts, Encoder, Ints64, TokenizerFiles
 
 MOST_LOOKED_FOR = 32  # added tokens that are looked for one by one
 _BEYOND_ASCII = re.compile("[^\x00-\x7f]+")
@@ -80,13 +80,13 @@ class NormalizingEncoder:
         self._lower = _few_lower([token.encode() for token in added])
         self.name = f"{inner.name} of normalized texts"
 
-    def encode(self, texts: Sequence[str]) -> Encoded:
+    def encode(self, texts: Sequence[str]) -> EncodedTexts:
         """Ids of the texts."""
         pieces = [text.encode() for text in texts]
         offsets = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
         return self.encode_bytes(np.frombuffer(b"".join(pieces), np.uint8), offsets)
 
-    def encode_bytes(self, data: Bytes, offsets: Ints64) -> Encoded:
+    def encode_bytes(self, data: Bytes, offsets: Ints64) -> EncodedTexts:
         """Ids of N texts in UTF-8."""
         whole, bounds = data.tobytes(), offsets.tolist()
         lowered = self._lowered(whole)

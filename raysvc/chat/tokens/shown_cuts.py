@@ -56,6 +56,6 @@ class ShownCuts:
         self.free_id = len(vocab)
 
     def content(self) -> bytes:
-        """As a `tokenizer.json`."""
+        """Returns the encoder as the bytes of a `tokenizer.json`."""
         text: str = self.hf.backend_tokenizer.to_str()
         return text.encode()

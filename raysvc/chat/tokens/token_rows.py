@@ -27,7 +27,7 @@ from raysvc.chat.tokens.align import (
     align_words,
     differing_rows,
 )
-from raysvc.chat.tokens.encoder import Encoded, Encoder, Ints32, Ints64, ReferenceEncoder
+from raysvc.chat.tokens.encoder import EncodedTexts, Encoder, Ints32, Ints64, ReferenceEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class RowEncoder:
             return _surrounded(rows, batch)
         return rows
 
-    def _seen(self, encoded: Encoded, batch: Batch) -> tuple[Batch, Ints64, set[int]]:
+    def _seen(self, encoded: EncodedTexts, batch: Batch) -> tuple[Batch, Ints64, set[int]]:
         """(texts that the ids decode to, int64 [T + 1] ends of the tokens in them, rows for which there is no such text)."""
         ids_said = self._table.decode(encoded.ids)
         token_ends, decoded = self._table.texts_of(encoded, ids_said, batch)
@@ -164,4 +164,4 @@ def _surrounded(rows: TokenRows, batch: Batch) -> TokenRows:
     return TokenRows(np.concatenate(ids), np.concatenate(mask), offsets, rows.faults)
 
 
-__all__ = ["Encoded", "EncoderDiffers", "RowEncoder", "TokenRows", "rows_of_tokens"]
+__all__ = ["EncodedTexts", "EncoderDiffers", "RowEncoder", "TokenRows", "rows_of_tokens"]

@@ -66,7 +66,7 @@ class LoadedTokenizer:
         return self.templates.get("default")
 
     def template_name(self, has_tools: bool) -> str:
-        """Which of the templates a row gets, as `get_chat_template` of `transformers` chooses.
+        """Returns which of the templates a row gets, as `get_chat_template` of `transformers` chooses.
 
         Raises:
             TokenizerError: there is none.
@@ -310,7 +310,9 @@ def _load_by_transformers(config: TokenizerConfig) -> Any:
 
 
 def anchored(config: TokenizerConfig) -> TokenizerConfig:
-    """With absolute paths where it names a folder or a file that is here: processes of another folder read it too."""
+    """Returns the config with absolute paths where it names a folder or a file that is here: processes of another
+    folder read it too.
+    """
     paths = {"name": os.path.isdir, "chat_template": os.path.isfile}
     found = {
         name: getattr(config, name) for name, is_here in paths.items() if is_here(getattr(config, name) or "")

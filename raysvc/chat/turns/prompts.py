@@ -12,7 +12,7 @@ from raysvc.chat.turns.turn_probes import QUIET, say
 
 
 class Prompts:
-    """Of one template.
+    """Knows the generation prompts of one template.
 
     Args:
         template: that is asked.

@@ -107,7 +107,8 @@ class TokenTexts:
         return bool(tokens) and tokens[-1].end() == len(tail)
 
     def first_end(self, text: str, start: int, end: int, heads: Iterable[str]) -> int:
-        """Where the sequence ends first, if a second end is all that stands behind that, or a second, empty turn.
+        """Returns where the sequence ends first, if a second end is all that stands behind that, or a second, empty
+        turn.
 
         Args:
             heads: of turns.
@@ -121,7 +122,9 @@ class TokenTexts:
         return end if self.one.sub("", behind).strip() else stop
 
     def begin_of_run(self, text: str, start: int, stop: int) -> int:
-        """Where the tokens and blanks begin that [start, stop) ends with, of which one is a token; -1 without."""
+        """Returns where the tokens and blanks begin that [start, stop) ends with, of which one is a token; -1
+        without.
+        """
         if not self.are_apart:
             found = self.run.search(text, start, stop)
             return found.start() if found else -1
@@ -150,7 +153,9 @@ class TokenTexts:
         return next((token.span() for token in near if token.start() < at < token.end()), (at, at))
 
     def place_of(self, prompt: str, text: str, start: int, stop: int) -> int:
-        """Where most of the prompt stands in [start, stop), the first such place; `start` where none of it does but blanks."""
+        """Returns where most of the prompt stands in [start, stop), the first such place; `start` where none of it
+        does but blanks.
+        """
         first, shown = self._piece.match(prompt), text[:stop]
         found = re.finditer(re.escape(first.group()), shown[start:]) if first else ()
         places = (start, *(start + each.start() for each in found))
@@ -181,7 +186,7 @@ class TokenTexts:
 
 
 def behind_blanks(text: str, at: int) -> int:
-    """Where the first character that is no blank stands, from `at` on."""
+    """Returns where the first character that is not blank stands, from `at` on."""
     while text[at : at + 1].isspace():
         at += 1
     return at

@@ -10,7 +10,7 @@ from raysvc.chat.turns.turn_signs import TurnSigns, follows_itself
 
 
 class TurnBegin:
-    """Of the turns of one template.
+    """Finds where the turns of one template begin.
 
     Args:
         signs, prompts: of it.
@@ -20,7 +20,7 @@ class TurnBegin:
         self._signs, self._prompts, self._tokens = signs, prompts, signs.tokens
 
     def of(self, render: Render, example: ChatExample, place: int) -> int:
-        """Where the repeated part of the generation prompt ends in the first block of a message.
+        """Returns where the repeated part of the generation prompt ends in the first block of a message.
 
         1. Behind what of the prompt is there.
         2. Else at the beginning of the block, where the header was written with the message before.

@@ -9,7 +9,7 @@ from raysvc.chat.turns.turn_signs import Frame, TurnSigns, follows_itself
 
 
 class TurnEnd:
-    """Of the turns of one template.
+    """Finds where the turns of one template end.
 
     Args:
         signs: of it.

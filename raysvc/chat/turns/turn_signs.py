@@ -40,7 +40,7 @@ class Frame:
 
 
 class TurnSigns:
-    """Of one template.
+    """Knows the signs by which the turns of one template are told.
 
     Args:
         template: compiled.

@@ -67,7 +67,7 @@ class SlicedEntry(Protocol):
 
     @property
     def listings(self) -> Listings | None:
-        """Of a source that is followed, and has no last slice; else None."""
+        """The listings of a source that is followed, and so has no last slice; None for any other."""
 
     @property
     def slice_starts(self) -> Int64s:
@@ -102,7 +102,7 @@ class PlanSource(Protocol):
 
     @property
     def entry(self) -> SlicedEntry:
-        """Whose rows they are."""
+        """The entry that holds the rows."""
 
     @property
     def num_groups(self) -> int:
@@ -294,12 +294,12 @@ class SlicedRows:
 
     @property
     def num_rows(self) -> int:
-        """Of the sources: what is made of each is known when it is tokenized."""
+        """Rows of the sources: what is made of each is known when it is tokenized."""
         return self.num_groups
 
     @property
     def digest(self) -> str:
-        """Of the cuts of the first source."""
+        """The digest of the cuts of the first source."""
         return digest_of(self._entries[0])
 
     def order(self, config: PlanConfig) -> WindowOrder | FollowedOrder:
