@@ -100,6 +100,21 @@ def test_every_link_inside_the_project_leads_to_a_file(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def prose(page: Path) -> str:
+    """A page without its code and without tables that a script writes."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    return re.sub(r"<!-- table begins -->.*?<!-- table ends -->", "", text, flags=re.DOTALL)
+
+
+def test_the_pages_can_be_read() -> None:
+    words = {page.name: len(prose(page).split()) for page in PAGES}
+    assert sum(words.values()) <= 45_000, "say it once, and link to it"
+    assert max(words.values()) <= 6_000
+    for page in PAGES:
+        long = [line for line in prose(page).splitlines() if len(line) > 200 and not line.startswith("|")]
+        assert not long, f"{page.name}: {long[0][:80]}"
+
+
 def test_every_test_that_a_page_names_exists() -> None:
     tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     for page in PAGES:
