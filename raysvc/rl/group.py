@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from raysvc.errors import SourceError
-from raysvc.job.carried import RESERVED
+from raysvc.job.carried import RESERVED, Align
 from raysvc.job.column_dtypes import BF16
+from raysvc.rl.engine_values import array_of, is_finite, laid
 
 KEYS = ("uid", "attempt", "weight_version")
 GROWTH = ("first_row", "closed")  # where the rows lie in their group, and whether it is whole then
@@ -34,12 +35,16 @@ class Group:
         uid: of the prompt.
         input_ids: [S] of int [L].
         loss_mask: [S] of 0 or 1 [L]; 1 where a token was sampled and is trained.
-        tokens: further per-token columns, name -> [S] of numbers [L, *shape] (logprobs, routed experts); bfloat16 as `BF16`.
+        tokens: further per-token columns, name -> [S] of numbers [L, *shape] (logprobs, routed experts), as lists, arrays
+            or tensors on the CPU; bfloat16 as a tensor or `BF16`.
         rows: per-row columns, name -> numbers [S, *shape] (reward, advantage).
         attempt: counts retries of the same prompt; (uid, attempt) is put once.
         weight_version: of the weights that sampled it; the oldest one, where they changed in between.
         first_row: number of its first sequence, where earlier puts had the sequences before it.
         closed: False: more sequences will be put; the group is trained once one put says True.
+        align: column of `tokens` -> how its values lie. `this_token`: L of them, or L - 1 where the last token has none;
+            `next_token`: L or L - 1, each about the following token, as with logits; `response`: one for each token whose
+            loss_mask is 1. A token without a value gets 0. A column that is not named has L values.
     """
 
     uid: str
@@ -51,6 +56,7 @@ class Group:
     weight_version: int = 0
     first_row: int = 0
     closed: bool = True
+    align: Mapping[str, Align] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, int]:
@@ -59,7 +65,7 @@ class Group:
 
 
 def checked(group: Group) -> Group:
-    """The group with numpy columns.
+    """The group with numpy columns, every value at the token it is about.
 
     Raises:
         SourceError: it breaks a rule; names uid, column and sequence.
@@ -73,16 +79,15 @@ def checked(group: Group) -> Group:
         raise group_error(group, "has no sequence, or an empty one", "leave it out")
     if min(int(each.min()) for each in ids) < 0:
         raise group_error(group, "has a negative token id", "send ids as the tokenizer gave them")
-    tokens = {"loss_mask": group.loss_mask, **group.tokens}
-    columns = {name: _column(group, name, values, ids) for name, values in tokens.items()}
-    raw = columns.pop("loss_mask")
-    mask = [each.astype(np.uint8) for each in raw]
-    if any(bool(((each != 0) & (each != 1)).any()) for each in raw):
+    raw = _column(group, "loss_mask", group.loss_mask, ids)
+    if any(each.dtype == BF16 or bool(((each != 0) & (each != 1)).any()) for each in raw):
         raise group_error(
             group, "has a loss_mask that is neither 0 nor 1", "put weights into a column of their own"
         )
+    mask = [each.astype(np.uint8) for each in raw]
+    columns = {name: _column(group, name, values, ids, mask) for name, values in group.tokens.items()}
     rows = {name: row_column(group, name, values, len(ids)) for name, values in group.rows.items()}
-    return replace(group, input_ids=ids, loss_mask=mask, tokens=columns, rows=rows)
+    return replace(group, input_ids=ids, loss_mask=mask, tokens=columns, rows=rows, align={})
 
 
 def check_keys(group: Group) -> None:
@@ -128,18 +133,48 @@ def _check_columns(group: Group) -> None:
         if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
             what = f"has {name!r} of type {type(values).__name__}"
             raise group_error(group, what, "give a list, one entry per sequence")
+    _check_align(group)
 
 
-def _column(group: Group, name: str, values: Sequence[Any], ids: list[Any]) -> list[npt.NDArray[Any]]:
+def _check_align(group: Group) -> None:
+    if not isinstance(group.align, Mapping):
+        what = f"has align of type {type(group.align).__name__}"
+        raise group_error(group, what, "give a mapping, column -> how its values lie")
+    for name, how in group.align.items():
+        if name not in group.tokens:
+            what = f"aligns {name!r}, and its tokens have {', '.join(sorted(group.tokens)) or 'no column'}"
+            raise group_error(group, what, "name a column of tokens")
+        if how not in get_args(Align):
+            raise group_error(
+                group, f"aligns {name!r} by {how!r}", f"give one of {', '.join(get_args(Align))}"
+            )
+
+
+def _column(
+    group: Group, name: str, values: Sequence[Any], ids: list[Any], mask: list[Any] | None = None
+) -> list[npt.NDArray[Any]]:
     if len(values) != len(ids):
         what = f"has {len(values)} sequences in {name!r} and {len(ids)} in 'input_ids'"
         raise group_error(group, what, "give every sequence every column")
     vectors = [vector_of(group, name, number, each) for number, each in enumerate(values)]
+    if mask is not None and name in group.align:
+        return [_laid(group, name, number, vector, mask[number]) for number, vector in enumerate(vectors)]
     for number, (vector, each) in enumerate(zip(vectors, ids, strict=True)):
         if len(vector) != len(each):
             what = f"has {len(vector)} values in {name!r} of sequence {number}, which has {len(each)} tokens"
-            raise group_error(group, what, "give every token a value")
+            raise group_error(group, what, "give every token a value, or say in align how they lie")
     return vectors
+
+
+def _laid(
+    group: Group, name: str, number: int, values: npt.NDArray[Any], mask: npt.NDArray[np.uint8]
+) -> npt.NDArray[Any]:
+    found = laid(values, mask, group.align[name])
+    if found is None:
+        told = f"{len(mask)} tokens, {int(mask.sum())} of them trained"
+        what = f"has {len(values)} values in {name!r} of sequence {number}, which has {told}"
+        raise group_error(group, what, f"see what align {group.align[name]!r} wants, or name another")
+    return found
 
 
 def vector_of(
@@ -172,7 +207,7 @@ def vector_of(
             raise group_error(group, what, "send ids as the tokenizer gave them")
     if vector.dtype == np.float64:
         vector = vector.astype(np.float32)
-    if vector.dtype.kind == "f" and not np.isfinite(vector).all():
+    if not is_finite(vector):
         raise group_error(
             group, f"has a value in {name!r} of sequence {number} that is not finite", "filter it"
         )
@@ -181,7 +216,7 @@ def vector_of(
 
 def _array(group: Group, name: str, number: int, values: Any) -> npt.NDArray[Any]:
     try:
-        return np.asarray(values)
+        return array_of(values)
     except ValueError:
         what = f"has {name!r} of sequence {number} with values of several shapes"
         raise group_error(group, what, "give every token a value of one shape") from None
