@@ -152,7 +152,7 @@ def look(given: SourceConfig, tokenizer: str) -> Look:
     rows = itertools.islice(read_rows(source.slices[0], {}), SAMPLE_ROWS)
     sample = SliceTokenizer(spec, desk=desk).run(rows)
     if not sample.row_counts.rows_written:
-        why = "; ".join(map(str, sample.examples[:2])) or str(sample.row_counts.dropped)
+        why = "; ".join(map(str, sample.examples[:1])) or str(sample.row_counts.dropped)
         raise SourceError(
             path,
             f"none of its first {sample.row_counts.rows_in} rows can be used: {why}",

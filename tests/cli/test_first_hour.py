@@ -55,7 +55,10 @@ FILES = {
     "skip.txt": "0:0:1\n",
 }
 QUARANTINED = "rows could not be verified, more than max_quarantine = 0.01: "
-COLUMNS = "leave source.format out, and name columns: source.columns: {messages: your_column}, or {question: your_column, answer: another}"
+COLUMNS = (
+    "leave source.format out, and name columns: source.columns.messages=YOURS, or source.columns.question=YOURS "
+    "source.columns.answer=ANOTHER"
+)
 SUFFIXES = "name files that end in .jsonl, .ndjson, .json, .txt, .csv, .tsv, .parquet, .arrow, .tar"
 MISTAKES = [
     # files

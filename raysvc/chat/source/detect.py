@@ -102,7 +102,8 @@ def seen(form: Format, first_row: Mapping[str, Any]) -> str:
     pairs = [f"{ours} = {form.column(ours)}" for ours in names]
     value = form.get(first_row, "messages") if form.name == "chat" else None
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        keys = [key for key in ("role", "content", "from", "value") if key in value[0]]
+        named = [form.columns[key] for key in MESSAGE_KEYS if key in form.columns]
+        keys = [key for key in (*named, *MESSAGE_KEYS, "from", "value") if key in value[0]]
         pairs.append(f"messages with {' and '.join(keys)}")
     return f"{form.name} ({', '.join(pairs)})"
 
@@ -204,8 +205,8 @@ def _missing(
     return SourceError(
         "source",
         what,
-        "leave source.format out, and name columns: source.columns: {messages: your_column}, or "
-        "{question: your_column, answer: another}",
+        "leave source.format out, and name columns: source.columns.messages=YOURS, or source.columns.question=YOURS "
+        "source.columns.answer=ANOTHER",
     )
 
 

@@ -172,7 +172,9 @@ class MessageReader:
             raise RowFault(f"{column!r} holds something that is not a message", f"{place} is {kind_of(item)}")
         message = self._renamed(item, changes)
         if type(message.get("role")) is not str:
-            raise RowFault("a message has no role", f"{place} has the keys {sorted(map(str, item))}")
+            keys = ", ".join(sorted(map(str, item))) or "(none)"
+            remedy = "name its role and content: source.columns: {role: THEIRS, content: THEIRS}"
+            raise RowFault("a message has no role", f"{place} has the keys {keys}; {remedy}")
         if message["role"] in self.roles:
             message = self._with_role(message, changes)
         message = _cleaned(message, changes)
