@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
 from raysvc.cli.interrupt import asked_to_stop
-from raysvc.cli.view import View, print_table
+from raysvc.cli.view import View, number, print_table
 from raysvc.errors import WorkerFailed
 
 if TYPE_CHECKING:
@@ -89,10 +90,48 @@ def show_summary(run_dir: str, summary: dict[str, Any], as_json: bool) -> None:
     if as_json:
         emit(summary)
         return
+    print_table(f"Run {run_dir}", dict(_facts(run_dir, summary)))
+
+
+def _facts(run_dir: str, summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    steps, begin = summary["steps"], summary["resumed_from"]
+    goes_on = f", the last {steps - begin:,} of them now" if begin else ""
+    yield (
+        "trained",
+        (
+            f"{summary['rows']:,} rows with {summary['tokens_trained']:,} trained tokens in {steps:,} steps{goes_on}"
+        ),
+    )
+    yield "left out", _left_out(summary["left_out"])
+    best = f"{number(summary['loss_best'])} best (step {summary['loss_best_step']})"
+    yield "loss", f"{number(summary['loss_first'])} first, {number(summary['loss_last'])} last, {best}"
+    for name, line in summary["evals"].items():
+        yield f"eval {name}", f"loss {number(line['loss'])} on {line['rows']:,} rows"
+    if summary["tokens_per_s"]:
+        waited = f"{summary['stall_fraction']:.1%} of the time waiting for data"
+        yield "speed", f"{number(summary['tokens_per_s'])} trained tokens/s, {waited}"
+    causes = {name: seconds for name, seconds in summary["stalls"]["by_cause"].items() if seconds >= 0.05}
+    if causes:
+        yield "waited for", ", ".join(f"{name} {seconds:.2f} s" for name, seconds in causes.items())
     cache = summary["cache"]
-    stalls = summary["stalls"]
-    rows = {name: value for name, value in summary.items() if name not in ("cache", "stalls") and value != {}}
-    rows |= {f"stalled: {cause} s": seconds for cause, seconds in stalls["by_cause"].items()}
-    rows["cache"] = f"{'hit' if cache['hit'] else 'miss'} {cache['key'][:16]} ({cache['reason']})"
-    print_table(f"Run {run_dir}", rows)
-    print(*stalls["last"][-3:], f"summary: {run_dir}/summary.json", sep="\n")
+    yield "cache", f"{'hit' if cache['hit'] else 'miss'} {cache['key'][:16]} ({cache['reason']})"
+    for name, outcome in summary.get("report_to", {}).items():
+        yield f"tracker {name}", str(outcome)
+    if summary["model"]:
+        yield "model", summary["model"]
+    yield "next", f"raysvc report {run_dir}"
+
+
+def _left_out(found: Mapping[str, Any]) -> str:
+    """Rows of the source that were not trained, or not whole, with the first reason."""
+    if not found:
+        return "not known yet: the build goes on"
+    dropped, quarantined = sum(found["dropped"].values()), sum(found["quarantined"].values())
+    said = []
+    if dropped:
+        said.append(f"{dropped:,} rows dropped ({next(iter(found['dropped']))})")
+    if quarantined:
+        said.append(f"{quarantined:,} quarantined ({found['example']})")
+    if found["truncated"]:
+        said.append(f"{found['truncated']:,} truncated")
+    return ", ".join(said) or "no row of the source"

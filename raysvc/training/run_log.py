@@ -193,6 +193,28 @@ def cache_facts(entry: CacheEntry) -> dict[str, Any]:
     return {"key": entry.key, "hit": entry.hit, "reason": entry.reason, "uri": entry.uri}
 
 
+def left_out(entry: CacheEntry) -> dict[str, Any]:
+    """Returns which rows of the source are not in the entry, or not whole; empty while a build is going on.
+
+    Returns:
+        `dropped` and `quarantined`: reason -> rows; `truncated`: rows; `example`: the first quarantined row, or None.
+    """
+    report = entry.report
+    if "row_counts" not in report:
+        return {}
+    counts, examples = report["row_counts"], report["examples"]
+    example = None
+    if examples:
+        why = "; ".join(filter(None, (examples[0]["reason"], examples[0]["detail"])))
+        example = f"row {examples[0]['source_row']}: {why}"
+    return {
+        "dropped": dict(counts["dropped"]),
+        "quarantined": dict(counts["quarantined"]),
+        "truncated": counts.get("rows_truncated", 0),
+        "example": example,
+    }
+
+
 def write_summary(
     folder: RunFolder,
     entry: CacheEntry,
@@ -212,6 +234,7 @@ def write_summary(
     lines = list(folder.lines(folder.metrics))
     if not lines:
         raise ConfigError("trainer.run_dir", f"{folder.path} has no metrics.jsonl", "use another run_dir")
+    best = min(lines, key=lambda line: float(line["loss"]))
     summary = {
         "steps": steps,
         "optimizer_steps": sum(line["minis"] for line in lines),
@@ -219,11 +242,14 @@ def write_summary(
         "tokens_trained": sum(line["tokens"] for line in lines),
         "loss_first": lines[0]["loss"],
         "loss_last": lines[-1]["loss"],
+        "loss_best": best["loss"],
+        "loss_best_step": best["step"],
         "tokens_per_s": round(tokens / loop_s, 1) if loop_s else 0.0,
         "stall_fraction": round(stalls.total_s / loop_s, 4) if loop_s and stalls else 0.0,
         "stalls": dict((stalls or StallBook()).summary()),
         "evals": {line["eval"]: line for line in folder.lines(folder.evals)},  # the last of each
         "cache": cache_facts(entry),
+        "left_out": left_out(entry),
         "resumed_from": resumed_from,
         "model": str(folder.model) if finished and folder.model.exists() else None,
     }

@@ -33,7 +33,7 @@ from raysvc.training.objective import OF_A_CRITIC, mean_of, objective_of
 from raysvc.training.run_folder import Checkpoint, RunFolder, goal
 from raysvc.training.run_identity import claim, identity_of
 from raysvc.training.run_job import keep_job
-from raysvc.training.run_log import RunLog, cache_facts, write_summary
+from raysvc.training.run_log import RunLog, cache_facts, left_out, write_summary
 from raysvc.training.step_log import StepLog
 from raysvc.training.step_metrics import observe_step
 
@@ -92,7 +92,12 @@ def run_job(
         known = folder.summary()
         if known is None:
             return write_summary(folder, entry, checkpoint.step, checkpoint.step, 0.0)
-        return {**known, "cache": cache_facts(entry), "resumed_from": checkpoint.step}
+        return {
+            **known,
+            "cache": cache_facts(entry),
+            "left_out": left_out(entry),
+            "resumed_from": checkpoint.step,
+        }
 
 
 def _refuse_if_trained_meanwhile(folder: RunFolder, checkpoint: Checkpoint | None) -> None:

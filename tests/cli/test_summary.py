@@ -1,0 +1,86 @@
+"""What a person reads at the end of a run."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raysvc.cli.train import show_summary
+from raysvc.training.run_log import left_out
+
+SUMMARY: dict[str, Any] = {
+    "steps": 25,
+    "optimizer_steps": 50,
+    "rows": 1400,
+    "tokens_trained": 10367,
+    "loss_first": 6.481,
+    "loss_last": 4.644,
+    "loss_best": 4.612,
+    "loss_best_step": 23,
+    "tokens_per_s": 2600.0,
+    "stall_fraction": 0.084,
+    "stalls": {"by_cause": {"collation on the server": 0.22, "copy to the worker": 0.0008}, "last": []},
+    "evals": {"held": {"loss": 5.01, "rows": 12}},
+    "cache": {"hit": True, "key": "72f482f5b9432ab549ff", "reason": "same source"},
+    "left_out": {"dropped": {"no assistant message": 3}, "quarantined": {"a": 1, "b": 1},
+                 "truncated": 4, "example": "row 7: a; do this"},
+    "resumed_from": None,
+    "model": "/runs/a/model",
+}  # fmt: skip
+
+
+def lines(capsys: pytest.CaptureFixture[str], **changed: Any) -> dict[str, str]:
+    show_summary("runs/a", {**SUMMARY, **changed}, False)
+    title, *rest = capsys.readouterr().out.splitlines()
+    assert title == "Run runs/a"
+    return dict(line.split(": ", 1) for line in rest)
+
+
+def test_the_end_of_a_run_says_what_was_trained_what_was_not_and_what_comes_next(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert lines(capsys) == {
+        "trained": "1,400 rows with 10,367 trained tokens in 25 steps",
+        "left out": "3 rows dropped (no assistant message), 2 quarantined (row 7: a; do this), 4 truncated",
+        "loss": "6.481 first, 4.644 last, 4.612 best (step 23)",
+        "eval held": "loss 5.01 on 12 rows",
+        "speed": "2,600 trained tokens/s, 8.4% of the time waiting for data",
+        "waited for": "collation on the server 0.22 s",
+        "cache": "hit 72f482f5b9432ab5 (same source)",
+        "model": "/runs/a/model",
+        "next": "raysvc report runs/a",
+    }
+
+
+def test_a_run_that_goes_on_an_unfinished_one_and_a_growing_entry_say_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = lines(capsys, resumed_from=20, model=None, left_out={}, evals={})
+    assert told["trained"].endswith("in 25 steps, the last 5 of them now")
+    assert told["left out"] == "not known yet: the build goes on"
+    assert "model" not in told
+    nothing = {"dropped": {}, "quarantined": {}, "truncated": 0, "example": None}
+    assert lines(capsys, left_out=nothing)["left out"] == "no row of the source"
+
+
+def test_a_machine_gets_the_summary_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    show_summary("runs/a", SUMMARY, True)
+    assert json.loads(capsys.readouterr().out) == SUMMARY
+
+
+def test_what_an_entry_left_out_comes_from_its_report() -> None:
+    report = {
+        "row_counts": {"dropped": {"too long": 2}, "quarantined": {"x": 1}, "rows_truncated": 5},
+        "examples": [{"source_row": 4, "reason": "x", "detail": ""}],
+    }
+    found = left_out(SimpleNamespace(report=report))  # type: ignore[arg-type]
+    assert found == {
+        "dropped": {"too long": 2},
+        "quarantined": {"x": 1},
+        "truncated": 5,
+        "example": "row 4: x",
+    }
+    assert left_out(SimpleNamespace(report={})) == {}  # type: ignore[arg-type]
