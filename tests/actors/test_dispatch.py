@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from raysvc.actors.dispatch.dispatch import Pending, WorkerDispatch, WorkerGroup
-from raysvc.actors.dispatch.mesh import Mesh
+from raysvc.actors.mesh import Mesh
 from raysvc.actors.worker.losses import SftLoss
 from raysvc.actors.worker.results import reduce_metrics
 from raysvc.client.batch_client import Mini, Step
