@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from raysvc import errors
 
 if TYPE_CHECKING:
+    from raysvc.actors.mesh import Mesh
     from raysvc.actors.model.row_isolation import model_inputs, rows_are_isolated
     from raysvc.actors.server.spec import Role
     from raysvc.api import ServerHandle, enrich, serve, tokenize
@@ -32,6 +33,7 @@ __all__ = [
     "CacheEntry",
     "Group",
     "Loader",
+    "Mesh",
     "RankClient",
     "Role",
     "ServerHandle",
@@ -56,6 +58,7 @@ _HOMES = {
     "CacheEntry": "raysvc.builds.cache_entry",
     "Group": "raysvc.rl.group",
     "Loader": "raysvc.loader",
+    "Mesh": "raysvc.actors.mesh",
     "RankClient": "raysvc.client.rank_client",
     "Role": "raysvc.actors.server.spec",
     "ServerHandle": "raysvc.api",

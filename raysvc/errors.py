@@ -19,6 +19,7 @@ RaysvcError
 │   └── NodeError           files that a node of the cluster does not see
 ├── LeaseError
 │   ├── LeaseHeld           somebody else holds the server
+│   │   └── SeatRefused     another process of the same group holds that seat, or the group has another mesh
 │   ├── FencedError         this holder was replaced
 │   ├── FolderLost          this process does not own its run folder any more
 │   ├── VersionMismatch     client and server do not work together
@@ -162,6 +163,29 @@ class LeaseHeld(LeaseError):
         )
 
 
+class SeatRefused(LeaseHeld):
+    """A process asked for a seat that it cannot have in its own group.
+
+    Args:
+        name: of the server.
+        holder: who holds the seat, or the lease.
+        since_s: for how many seconds the group has held it.
+        asked: what it asked for, as the end of "refused a process ...".
+    """
+
+    def __init__(self, name: str, holder: str, since_s: float, asked: str) -> None:
+        super().__init__(name, holder, since_s)
+        self.args = (name, holder, since_s, asked)
+        self.asked = asked
+
+    def __str__(self) -> str:
+        return (
+            f"server {self.name!r} refused a process {self.asked}, held by {self.holder} of the same group for "
+            f"{self.since_s:.0f} s; give all processes of the group one mesh and each its own coordinates, and a new start "
+            "of the job a group of its own, or wait until the lease of the earlier one ends"
+        )
+
+
 class FencedError(LeaseError):
     """A call with a fence that is no longer the newest.
 
@@ -230,18 +254,19 @@ class RankLost(LeaseError):
 
     Args:
         name: of the server.
-        rank: that is silent.
+        rank: that is silent: the number of its seat.
         holder: its host, process and attach.
         silent_s: for how many seconds.
+        seat: the rank in words, with its coordinates in a mesh.
     """
 
-    def __init__(self, name: str, rank: int, holder: str, silent_s: float) -> None:
-        super().__init__(name, rank, holder, silent_s)
-        self.name, self.rank, self.holder, self.silent_s = name, rank, holder, silent_s
+    def __init__(self, name: str, rank: int, holder: str, silent_s: float, seat: str) -> None:
+        super().__init__(name, rank, holder, silent_s, seat)
+        self.name, self.rank, self.holder, self.silent_s, self.seat = name, rank, holder, silent_s, seat
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} of server {self.name!r} ({self.holder}) has been silent for {self.silent_s:.0f} s; "
+            f"{self.seat} of server {self.name!r} ({self.holder}) has been silent for {self.silent_s:.0f} s; "
             "start all ranks again from the last checkpoint"
         )
 

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from raysvc.actors.mesh import Mesh
 from raysvc.actors.dispatch.worker_places import nodes_of, start_groups
 from raysvc.actors.launch import REPORT_EVERY_S
+from raysvc.actors.mesh import Mesh
 from raysvc.actors.placement import GroupNeed, pick_device
 from raysvc.actors.staging.staging import Key, StagingOptions
 from raysvc.actors.worker.results import MiniResult

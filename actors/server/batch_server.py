@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from raysvc.actors.mesh import Mesh
 from raysvc.actors.server.entry_stream import streams_of
 from raysvc.actors.server.journal import Journal
 from raysvc.actors.server.kept.folder_claim import claim_of
@@ -148,8 +149,14 @@ class BatchServer:
         takeover: bool = False,
         reader: str = "",
         look_ahead_steps: int = 0,
+        mesh: Mesh | None = None,
     ) -> Lease:
-        """Give a rank its seat; the ranks of one group share a fence.
+        """Give a process its seat; those of one group share a fence.
+
+        Args:
+            rank: number of the seat in `mesh`; so in all calls that name a rank.
+            num_ranks: of data parallelism.
+            mesh: None: of dp alone.
 
         Raises:
             LeaseHeld: another trainer, or another process on that seat, holds a living lease.
@@ -159,7 +166,7 @@ class BatchServer:
             plan_hash, schedule = train.plan_hash, train.schedule.to_json()
             try:
                 lease = self._leases.attach(
-                    reader, plan_hash, group, holder, rank, num_ranks, takeover, window
+                    reader, plan_hash, group, holder, rank, mesh or Mesh(num_ranks), takeover, window
                 )
             except LeaseHeld:
                 record("leases_refused", 1, server=self.spec.name)
@@ -311,9 +318,11 @@ class BatchServer:
         stream: str = TRAIN,
         commits: Sequence[Commit] = (),
     ) -> list[Any]:
-        """The step's info (`StepInfo.for_rank`), then this rank's shard of each mini-batch (`shard.cut`); collated once for all ranks.
+        """The step's info (`StepInfo.for_rank`), then this rank's shard of each mini-batch (`shard.cut`); collated once for all ranks,
+        and the same one for all peers of a dp rank.
 
         Args:
+            num_ranks: of data parallelism.
             commits: of this rank, which came along: a call saved at every step.
 
         A step that ranks ask for while they are no further apart than their look-ahead is kept until all have it, however
@@ -325,8 +334,9 @@ class BatchServer:
         for commit in commits:
             self.commit(fence, commit.step, commit.skipped, rank, commit.moves)
         info, shards = self._made(fence, step, (Role(num_ranks),), stream, by_rank=True)
-        known = info.for_rank(self._leases.check(fence).frontier)
-        return [known, *(cut(shard.to_wire()) for shard in shards[rank::num_ranks])]
+        lease = self._leases.check(fence)
+        known, dp = info.for_rank(lease.frontier), lease.mesh.rank(rank).dp
+        return [known, *(cut(shard.to_wire()) for shard in shards[dp::num_ranks])]
 
     def _made(
         self, fence: int, step: int, roles: tuple[Role, ...], stream: str, by_rank: bool = False
@@ -335,7 +345,7 @@ class BatchServer:
         lease, alone = self._leases.check(fence), self.spec.share == "none"
         if alone and not by_rank:
             return self._maker.make(step, roles, stream)
-        readers = roles[0].dp_size if alone else None
+        readers = lease.mesh.size if alone else None
         pinned = alone and stream == TRAIN and step < lease.frontier + 2 * lease.window
         return self._maker.make_shared(step, roles, stream, readers, pinned)
 

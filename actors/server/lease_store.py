@@ -17,6 +17,7 @@ import threading
 import time
 from typing import Any
 
+from raysvc.actors.mesh import Mesh
 from raysvc.actors.server.journal import Journal
 from raysvc.actors.server.leases import Leases
 from raysvc.actors.server.reader_lease import Peers, ReaderLease
@@ -59,11 +60,14 @@ class LeaseStore:
         group: str,
         holder: str,
         rank: int,
-        num_ranks: int,
+        mesh: Mesh,
         takeover: bool,
         window: int,
     ) -> ReaderLease:
-        """Let a rank of a group in, or a driver as the only one of its group. Durable when it returns.
+        """Let a process of a group in, or a driver as the only one of its group. Durable when it returns.
+
+        Args:
+            rank: number of its seat in `mesh`.
 
         Raises:
             LeaseHeld: another trainer, or another process on that seat, holds a living lease.
@@ -72,7 +76,7 @@ class LeaseStore:
         with self._lock:
             known, now_s = self._current(), self._awake_s
             lease = known.of_reader(reader).attach_rank(
-                group, holder, rank, num_ranks, now_s, self._ttl_s,
+                group, holder, rank, mesh, now_s, self._ttl_s,
                 fence=known.next_fence, takeover=takeover, window=window,
             )  # fmt: skip
             self._keep(lease)

@@ -1,14 +1,17 @@
 """The lease of one reader: who may advance a stream of steps, and how far training has come. Pure: the clock is an argument.
 
-A lease is held by one driver, or by the ranks of one group that each attach by themselves (rank mode). Every rank has a
-seat; a driver is a group of one seat.
+A lease is held by one driver, or by the ranks of one group that each attach by themselves (rank mode). Every process of the
+group's mesh has a seat; a driver is a group of one seat.
 
 How calls converge, in whatever order and however often they arrive:
 1. A fence counts attaches. A call with another fence than the newest is refused.
 2. Within a fence a seat counts its moves (rewinds and restored states). A call from before the newest move changes nothing.
 3. Within a move a commit of step s says that all steps up to s are trained: the seat's frontier becomes at least s + 1.
 
-Axes: R ranks of a group.
+4. Peers of a mesh (context, tensor, pipeline) train a step together. So they go to the same frontier, each by its own move, before
+   any of them commits in it; a peer that does otherwise is refused.
+
+Axes: R processes of a group: its ranks, or all seats of its mesh.
 Always true:
 - at most one fence is accepted at a time: the newest, while the lease is held;
 - a seat's (moves, frontier) never goes down in lexicographic order while its fence is the newest;
@@ -19,18 +22,20 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
-from raysvc.errors import FencedError, LeaseHeld, StateMismatch
+from raysvc.actors.mesh import Mesh
+from raysvc.errors import FencedError, LeaseHeld, SeatRefused, StateMismatch, StepOutOfOrder
 
 RECORD_VERSION = 3
+ALONE = Mesh(1)
 
 
 @dataclass(frozen=True)
 class Seat:
-    """One rank of a group, or the driver.
+    """One process of a group, or the driver.
 
     Attributes:
         holder: which process (unique per attach), "" before it came and after it left.
@@ -82,6 +87,7 @@ class ReaderLease:
         skipped: committed steps that the trainer did not apply, ascending.
         seats: [R]; of a driver one; empty when nobody holds the lease.
         window: steps that a seat may be ahead of the slowest one: its look-ahead and the one it trains.
+        mesh: of the seats.
     """
 
     reader: str
@@ -93,6 +99,7 @@ class ReaderLease:
     skipped: tuple[int, ...] = ()
     seats: tuple[Seat, ...] = ()
     window: int = 1
+    mesh: Mesh = ALONE
 
     @property
     def shown_holder(self) -> str | None:
@@ -129,14 +136,14 @@ class ReaderLease:
         Raises:
             LeaseHeld: another lease lives and `takeover` is not set.
         """
-        return self.attach_rank(holder, holder, 0, 1, now_s, ttl_s, fence=fence, takeover=takeover)
+        return self.attach_rank(holder, holder, 0, Mesh(1), now_s, ttl_s, fence=fence, takeover=takeover)
 
     def attach_rank(
         self,
         group: str,
         holder: str,
         rank: int,
-        num_ranks: int,
+        mesh: Mesh,
         now_s: float,
         ttl_s: float,
         *,
@@ -144,22 +151,24 @@ class ReaderLease:
         takeover: bool = False,
         window: int = 1,
     ) -> ReaderLease:
-        """The lease after a rank of `group` took its seat; the first one opens the lease, the others share its fence.
+        """The lease after a process of `group` took its seat; the first one opens the lease, the others share its fence.
+
+        Args:
+            rank: number of the seat in `mesh`.
 
         Raises:
-            LeaseHeld: another holder, or another process on that seat, lives and `takeover` is not set.
+            LeaseHeld: another group lives and `takeover` is not set.
+            SeatRefused: so does another process on that seat, or the group has another mesh.
         """
-        same_group = self.holder == group and len(self.seats) == num_ranks
+        same_group = self.holder == group and self.mesh == mesh
         if same_group and self.seats[rank].holder == holder:  # Ray may run a call twice
             return self._seated(rank, replace(self.seats[rank], seen_s=now_s))
         if same_group and not self.seats[rank].holder:
             return self._seated(rank, Seat(holder, self.frontier, seen_s=now_s))
         if self.lives(now_s, ttl_s) and not takeover:
-            held_by = f"{self.shown_holder}, rank {rank}" if self.holder == group else str(self.shown_holder)
-            raise LeaseHeld(self.name, held_by, now_s - self.since_s)
-        lease = replace(
-            self, fence=fence, holder=group, since_s=now_s, seats=(Seat(),) * num_ranks, window=window
-        )
+            raise self._refused(group, rank, mesh, now_s)
+        seats = (Seat(),) * mesh.size
+        lease = replace(self, fence=fence, holder=group, since_s=now_s, seats=seats, window=window, mesh=mesh)
         return lease._seated(rank, Seat(holder, self.frontier, seen_s=now_s))
 
     def beat(self, fence: int, rank: int, now_s: float) -> ReaderLease:
@@ -175,6 +184,9 @@ class ReaderLease:
 
         Args:
             moves: of the seat when it was sent.
+
+        Raises:
+            StepOutOfOrder: a peer has not moved as this seat did, and cannot have trained that step with it.
         """
         if fence == self.fence and self.holder is None and step < self.frontier:
             return self  # it was sent again, and its holder has left since
@@ -182,6 +194,10 @@ class ReaderLease:
         seat = self.seats[rank]
         if moves < seat.moves:
             return self
+        for number, peer in self._peers_of(rank):
+            if peer.moves < moves:
+                what = f"{self.mesh.name(number)} to be there too: it did not load that state, or rewind"
+                raise StepOutOfOrder(self.name, step, what)
         known = seat.frontier or 0 if moves == seat.moves else 0
         marks = tuple(sorted({*self.skipped, step})) if skipped else self.skipped
         after = Seat(seat.holder, max(known, step + 1), moves, max(now_s, seat.seen_s))
@@ -194,12 +210,19 @@ class ReaderLease:
 
         Args:
             moves: of the seat with this one counted; None: the next.
+
+        Raises:
+            StepOutOfOrder: a peer went to another frontier by that move.
         """
         self.check(fence)
         seat = self.seats[rank]
         number = seat.moves + 1 if moves is None else moves
         if number <= seat.moves:
             return self
+        for other, peer in self._peers_of(rank):
+            if peer.moves == number and peer.frontier != frontier:
+                what = f"step {peer.frontier}, to which {self.mesh.name(other)} of this dp rank went"
+                raise StepOutOfOrder(self.name, frontier, what)
         return self._seated(rank, Seat(seat.holder, frontier, number, max(now_s, seat.seen_s)))
 
     def detach(self, fence: int, rank: int) -> ReaderLease:
@@ -247,6 +270,7 @@ class ReaderLease:
             "skipped": list(self.skipped),
             "seats": seats,
             "window": self.window,
+            "mesh": asdict(self.mesh),
         }
 
     def from_json(self, data: Mapping[str, Any], now_s: float) -> ReaderLease:
@@ -260,9 +284,25 @@ class ReaderLease:
             raise StateMismatch("lease.version", f"{data.get('version')!r} is not {RECORD_VERSION}", remedy)
         kept = {name: data[name] for name in ("fence", "holder", "frontier", "window")}
         seats = tuple(Seat(holder, frontier, moves, now_s) for holder, frontier, moves in data["seats"])
-        return replace(
-            self, **kept, skipped=tuple(data["skipped"]), since_s=now_s - data["held_s"], seats=seats
-        )
+        mesh = Mesh(**data.get("mesh") or {"dp": max(1, len(seats))})  # earlier ones knew ranks alone
+        skipped, since_s = tuple(data["skipped"]), now_s - data["held_s"]
+        return replace(self, **kept, skipped=skipped, since_s=since_s, seats=seats, mesh=mesh)
+
+    def _refused(self, group: str, rank: int, mesh: Mesh, now_s: float) -> LeaseHeld:
+        """Why a process is not let in while somebody lives."""
+        held_by, since_s = str(self.shown_holder), now_s - self.since_s
+        if self.holder != group:
+            return LeaseHeld(self.name, held_by, since_s)
+        if self.mesh != mesh:
+            return SeatRefused(self.name, held_by, since_s, f"of ({mesh}) in a group of ({self.mesh})")
+        return SeatRefused(self.name, self.seats[rank].holder, since_s, f"on {mesh.name(rank)}")
+
+    def _peers_of(self, rank: int) -> list[tuple[int, Seat]]:
+        """The seats beside this one whose processes train its steps with it."""
+        peers = self.mesh.peers(rank)
+        return [
+            (number, self.seats[number]) for number in peers if number != rank and self.seats[number].holder
+        ]
 
     def _seated(self, rank: int, seat: Seat) -> ReaderLease:
         """With another seat; the frontier is the smallest of all seats once they are taken."""

@@ -40,6 +40,7 @@ from raysvc.feedback.feedback_log import RowOutcomes
 if TYPE_CHECKING:
     from raysvc.actors.server.spec import Lease, StepInfo
     from raysvc.client.rank_client import RankClient
+    from raysvc.client.seats.own_seat import AnyMesh
 
 
 @dataclass(frozen=True)
@@ -310,12 +311,27 @@ def attach(
     look_ahead_bytes: int | None = None,
     address: str | None = None,
 ) -> RankClient: ...
+@overload
+def attach(
+    name: str,
+    *,
+    mesh: AnyMesh,
+    coords: Mapping[str, int] | None = None,
+    takeover: bool | Literal["force"] = False,
+    reader: str = "",
+    group: str | None = None,
+    look_ahead_steps: int = 2,
+    look_ahead_bytes: int | None = None,
+    address: str | None = None,
+) -> RankClient: ...
 def attach(
     name: str,
     dp_size: int = 1,
     *,
     rank: int | None = None,
     roles: Mapping[str, Role | int] | None = None,
+    mesh: AnyMesh | None = None,
+    coords: Mapping[str, int] | None = None,
     takeover: bool | Literal["force"] = False,
     reader: str = "",
     group: str | None = None,
@@ -331,6 +347,10 @@ def attach(
         rank: rank of this process, if every rank attaches by itself; the result is then a `RankClient`.
         roles: role -> data-parallel size, or a `raysvc.Role` that names its columns or batches too, if several models use the
             same rows; replaces `dp_size`.
+        mesh: of all processes, if every one attaches by itself and some are peers that train the same rows (tensor, context,
+            pipeline): a `raysvc.Mesh`, a torch `DeviceMesh`, or "launched" (Megatron's parallel state, else accelerate's
+            environment, else torchrun's); replaces `dp_size` and `rank`.
+        coords: of this process in a `raysvc.Mesh`, axis -> place; None: from RANK.
         takeover: fence whoever holds the lease; "force": also on a server that another owner started.
         reader: which trainer of a sweep this is, if the server has `share: stream`.
         group: what the ranks of one run have in common; None: from the launcher's environment.
@@ -339,18 +359,22 @@ def attach(
         address: of the Ray cluster; only used if this process is not connected yet.
 
     Returns:
-        A `BatchClient`, or with `rank` a `RankClient`.
+        A `BatchClient`, or with `rank` or `mesh` a `RankClient`.
 
     Raises:
         ServerError: no such server.
         VersionMismatch: it runs another minor version of raysvc.
         LeaseHeld: another trainer holds it; says who, and since when.
-        ConfigError: an argument of a wrong type or out of range; a column that `plan.columns` does not have.
+        SeatRefused: another process has these coordinates, or the group has another mesh.
+        ConfigError: an argument of a wrong type or out of range; a column that `plan.columns` does not have; a mesh that does not
+            multiply to the processes of the launch.
     """
     from raysvc.actors.launch import find_server, wait_for
+    from raysvc.client.seats.own_seat import seat_asked_for
     from raysvc.cluster import connect
 
     known = _checked_roles(roles, dp_size, rank)
+    seat = seat_asked_for(mesh, coords, dp_size, rank, roles)
     _check_attach(name, takeover, reader, group, look_ahead_steps, look_ahead_bytes, address)
     connect(address)
     server = find_server(name)
@@ -358,10 +382,10 @@ def attach(
     if takeover is True:
         refuse_takeover_of_foreign(server, name)
     limit = Limit(look_ahead_steps, _quarter_of_store() if look_ahead_bytes is None else look_ahead_bytes)
-    if rank is not None:
+    if seat is not None:
         from raysvc.client.rank_client import attach_rank
 
-        return attach_rank(server, name, rank, dp_size, group, reader, bool(takeover), limit)
+        return attach_rank(server, name, seat, group, reader, bool(takeover), limit)
     columns = tuple(name for role in known.values() for name in role.columns or ())
     if columns:
         check = server.check_columns.options(concurrency_group="control").remote(columns)

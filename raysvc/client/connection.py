@@ -32,9 +32,10 @@ from typing import TYPE_CHECKING, Any
 from raysvc.actors.server.spec import TRAIN, Commit, Part, Role
 from raysvc.actors.versions import HERE
 from raysvc.client.commits import Commits, covering
-from raysvc.errors import LeaseError, PlanError, RankLost, ServerError
+from raysvc.errors import LeaseError, PlanError, RankLost, RaysvcError, ServerError
 
 if TYPE_CHECKING:
+    from raysvc.actors.mesh import MeshSeat
     from raysvc.actors.server.collator_pool import CollatorPool
     from raysvc.actors.server.reader_lease import Peers
     from raysvc.actors.server.spec import Lease, StepInfo
@@ -53,8 +54,8 @@ def new_holder() -> str:
     return f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
 
 
-def _collators_of(server: Any, lease: Lease, rank: int | None, num_ranks: int) -> CollatorPool | None:
-    """Who makes the shards; None: the server itself. A rank has its share of the processes, on its own node."""
+def _collators_of(server: Any, lease: Lease, seat: MeshSeat | None) -> CollatorPool | None:
+    """Who makes the shards; None: the server itself. A seat has its share of the processes, on its own node."""
     if not lease.collators:
         return None
     import ray
@@ -63,10 +64,11 @@ def _collators_of(server: Any, lease: Lease, rank: int | None, num_ranks: int) -
     from raysvc.actors.server.collator_pool import CollatorPool
 
     spec_json, _ = wait_for(server.spec_json.remote(), f"server {lease.name!r}")
-    if rank is None:
+    if seat is None:
         return CollatorPool(spec_json, lease.collators)
     node_id = ray.get_runtime_context().get_node_id()
-    return CollatorPool(spec_json, len(range(rank, lease.collators, num_ranks)), [node_id])
+    share = range(seat.number, lease.collators, seat.mesh.size)
+    return CollatorPool(spec_json, len(share), [node_id])
 
 
 _open: weakref.WeakSet[Connection] = weakref.WeakSet()
@@ -87,11 +89,11 @@ class Connection:
     Args:
         server: Ray handle.
         lease: from one of its attach methods.
-        rank: the seat that this process has; None for a driver, who has the only one.
-        window: steps that this rank may be ahead of another one.
-        num_ranks: of the group.
+        seat: that this process has; None for a driver, who has the only one.
+        window: steps that this process may be ahead of another one.
 
     Attributes:
+        rank: number of the seat; None for a driver.
         report: what heartbeats carry beside the sign of life.
         settle: has what the loop noted counted: the commits among it are in `commits` then.
         orders: `Plan.order_of` of each epoch of which a step, or a state, was seen.
@@ -99,10 +101,9 @@ class Connection:
         ended: whether `check` refuses. A loop looks here first: that costs no call.
     """
 
-    def __init__(
-        self, server: Any, lease: Lease, rank: int | None = None, window: int = 1, num_ranks: int = 1
-    ) -> None:
-        self.server, self.lease, self.rank = server, lease, rank
+    def __init__(self, server: Any, lease: Lease, seat: MeshSeat | None = None, window: int = 1) -> None:
+        self.server, self.lease, self._seat = server, lease, seat
+        self.rank = rank = None if seat is None else seat.number
         self._window, self._pid = window, os.getpid()
         self.report: Callable[[], dict[str, Any]] = dict
         self.settle: Callable[[], object] = lambda: None
@@ -123,7 +124,7 @@ class Connection:
         self._leaving = False  # written by close alone
         self._stop = threading.Event()
         self._beat_now = threading.Event()
-        self._collators = _collators_of(server, lease, rank, num_ranks)
+        self._collators = _collators_of(server, lease, seat)
         self._sender = ThreadPoolExecutor(1, thread_name_prefix=f"raysvc-send-{lease.name}")
         self.commits = Commits(lambda: self._sender.submit(self._send_commits))
         self._heart = threading.Thread(target=self._beat, name=f"raysvc-lease-{lease.name}", daemon=True)
@@ -204,7 +205,7 @@ class Connection:
         if self._collators is None:
             along = self._take_along(step) if stream == TRAIN else ()
             return self.fetch("fetch_rank", 1, step, self.rank, num_ranks, stream, along)
-        part = Part(0, self.rank or 0)
+        part = Part(0, self._seat.coords.dp if self._seat else 0)
         admitted = self._admitted(step, stream)
         return self._collators.make_part(admitted, (Role(num_ranks),), part, num_mini_batches, stream)
 
@@ -265,7 +266,11 @@ class Connection:
         self.settle()
         self.commits.moves += 1
         named = {"rank": self.rank or 0, "moves": self.commits.moves}
-        return int(self.after_commits("move", frontier, plan_state, **named))
+        try:
+            return int(self.after_commits("move", frontier, plan_state, **named))
+        except RaysvcError:  # refused: the seat is where it was
+            self.commits.moves -= 1
+            raise
 
     def send_commits(self) -> None:
         """Send the commits that nobody sends yet; does not wait for answers.
@@ -464,13 +469,16 @@ class Connection:
 
     def _heed(self, peers: Peers) -> None:
         """Say once who is behind or silent, and again after they came back."""
-        name, mine = self.lease.name, self.rank
+        if self._seat is None:  # a driver is alone
+            return
+        name, seat_of = self.lease.name, self._seat.mesh.name
+        mine = seat_of(self._seat.number)
         for rank, step in peers.behind:
             if rank not in self._told:
-                log.warning("rank %d is behind name=%s at_step=%d, told by rank %s", rank, name, step, mine)
+                log.warning("%s is behind name=%s at_step=%d, told by %s", seat_of(rank), name, step, mine)
         for rank, holder, silent_s in peers.silent:
             if rank not in self._told:
-                log.warning("rank %d is silent name=%s for=%.1fs holder=%s", rank, name, silent_s, holder)
+                log.warning("%s is silent name=%s for=%.1fs holder=%s", seat_of(rank), name, silent_s, holder)
             if silent_s > self.lease.ttl_s:
-                raise RankLost(name, rank, holder, silent_s)
+                raise RankLost(name, rank, holder, silent_s, seat_of(rank))
         self._told = {rank for rank, _ in peers.behind} | {each.rank for each in peers.silent}

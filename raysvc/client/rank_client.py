@@ -3,7 +3,7 @@
 Axes: R ranks, B rows of a micro-batch, L its width.
 Always true:
 - a rank gets the bytes that the driver of a controller would hand it;
-- a step is collated once for all ranks, and committed when all of them committed it;
+- a step is collated once for all ranks, and committed when all of them committed it, the peers of a mesh too;
 - ranks of one group share a fence; a process of another group is refused, or fences all of them;
 - a rank that is further ahead of another than its look-ahead reaches logs who is behind; a rank that is dead is named in
   the log of the others before its lease ends, and by `RankLost` after that;
@@ -13,7 +13,6 @@ Always true:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import closing
 from queue import Empty
@@ -33,19 +32,25 @@ from raysvc.client.steps import micros_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from raysvc.actors.mesh import MeshSeat
     from raysvc.actors.server.spec import Lease
     from raysvc.client.torch_dataset import RankDataset
 
 
 class RankClient(LeaseClient[RankFetch, RankStep]):
-    """One seat of a lease; make it with `raysvc.attach(name, dp_size=R, rank=r)`."""
+    """One seat of a lease; make it with `raysvc.attach(name, dp_size=R, rank=r)` or `raysvc.attach(name, mesh=..., coords=...)`.
 
-    def __init__(self, server: Any, lease: Lease, rank: int, num_ranks: int, limit: Limit) -> None:
-        super().__init__(
-            Connection(server, lease, rank, limit.steps + 1, num_ranks), (Role(num_ranks),), limit
-        )
-        self.rank = rank
-        self._reader = RankReader(self._connection, num_ranks)
+    Attributes:
+        rank: of data parallelism; its peers in a mesh have the same one, and get the same rows.
+        mesh: of the group.
+        coords: of this process in it.
+    """
+
+    def __init__(self, server: Any, lease: Lease, seat: MeshSeat, limit: Limit) -> None:
+        mesh, coords = seat.mesh, seat.coords
+        super().__init__(Connection(server, lease, seat, limit.steps + 1), (Role(mesh.dp),), limit)
+        self.rank, self.mesh, self.coords = coords.dp, mesh, coords
+        self._reader = RankReader(self._connection, mesh.dp)
 
     def __iter__(self) -> Iterator[RankMicro]:
         return self.micro_batches()
@@ -151,32 +156,25 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
 def attach_rank(
     server: Any,
     name: str,
-    rank: int,
-    num_ranks: int,
+    seat: MeshSeat,
     group: str | None,
     reader: str,
     takeover: bool,
     limit: Limit,
 ) -> RankClient:
-    """Take one rank's seat; arguments as in `raysvc.attach`.
+    """Take the seat of this process; other arguments as in `raysvc.attach`.
 
     Raises:
-        LeaseHeld: another group, or another process on that seat, is alive.
+        LeaseHeld: another group is alive.
+        SeatRefused: another process on that seat is, or the group has another mesh.
     """
     from raysvc.actors.launch import wait_for
+    from raysvc.client.seats.launched import launched_group
 
     method = server.attach_rank.options(concurrency_group="lease")
     holder = new_holder()
-    group = group or (launched_group() if num_ranks > 1 else holder)
-    ref = method.remote(group, holder, rank, num_ranks, takeover, reader, limit.steps)
-    return RankClient(server, wait_for(ref, f"server {name!r}"), rank, num_ranks, limit)
-
-
-def launched_group() -> str:
-    """What the ranks of one launch have in common, from the environment that torchrun or Ray Train made."""
-    env = os.environ
-    if "TORCHELASTIC_RUN_ID" in env:
-        return f"ranks of {env['TORCHELASTIC_RUN_ID']}.{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    if "MASTER_ADDR" in env:
-        return f"ranks of {env['MASTER_ADDR']}:{env.get('MASTER_PORT', '')}"
-    return "ranks"
+    mesh = seat.mesh
+    group = group or (launched_group() if mesh.size > 1 else holder)
+    peers = {"mesh": mesh} if mesh.num_peers > 1 else {}  # servers of earlier versions know ranks alone
+    ref = method.remote(group, holder, seat.number, mesh.dp, takeover, reader, limit.steps, **peers)
+    return RankClient(server, wait_for(ref, f"server {name!r}"), seat, limit)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from raysvc.actors.mesh import Mesh
 from raysvc.actors.server.journal import Journal
 from raysvc.actors.server.lease_store import LeaseStore
 from raysvc.actors.server.leases import Leases
@@ -44,7 +45,7 @@ def later(monkeypatch: pytest.MonkeyPatch, leases: LeaseStore, until_s: float) -
 
 
 def attach(leases: LeaseStore, holder: str, plan_hash: str = "rows", takeover: bool = False) -> int:
-    return leases.attach("", plan_hash, holder, holder, 0, 1, takeover, 1).fence
+    return leases.attach("", plan_hash, holder, holder, 0, Mesh(1), takeover, 1).fence
 
 
 def test_a_jump_of_the_wall_clock_lets_no_second_trainer_in(
@@ -126,7 +127,7 @@ def test_ranks_that_attach_together_share_writes_of_the_journal(tmp_path: Path) 
     leases = LeaseStore(Leases("s"), 30.0, "one", journal)
 
     def attach_rank(rank: int) -> None:
-        leases.attach("", "rows", "g", f"p{rank}", rank, 32, False, 3)
+        leases.attach("", "rows", "g", f"p{rank}", rank, Mesh(32), False, 3)
         record = Journal(str(tmp_path)).load()
         assert record is not None
         seen[rank] = record["leases"][""]["seats"][rank][0]

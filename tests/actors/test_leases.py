@@ -8,9 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raysvc.actors.mesh import Mesh
 from raysvc.actors.server.leases import Leases
 from raysvc.actors.server.reader_lease import ReaderLease, SilentRank
-from raysvc.errors import FencedError, LeaseHeld, RaysvcError, ServerError, StateMismatch
+from raysvc.errors import (
+    FencedError,
+    LeaseHeld,
+    RaysvcError,
+    SeatRefused,
+    ServerError,
+    StateMismatch,
+    StepOutOfOrder,
+)
 
 TTL = 30.0
 
@@ -25,7 +34,7 @@ def attached(lease: ReaderLease, holder: str, now_s: float, takeover: bool = Fal
 
 def seated(lease: ReaderLease, group: str, rank: int, num_ranks: int, now_s: float = 0.0) -> ReaderLease:
     fence = lease.fence + 1
-    return lease.attach_rank(group, f"{group}{rank}", rank, num_ranks, now_s, TTL, fence=fence)
+    return lease.attach_rank(group, f"{group}{rank}", rank, Mesh(num_ranks), now_s, TTL, fence=fence)
 
 
 def restored(lease: ReaderLease, now_s: float, read_s: float) -> ReaderLease:
@@ -190,7 +199,7 @@ def test_ranks_of_a_group_share_a_fence_and_the_slowest_one_is_the_frontier() ->
 def test_a_rank_learns_who_is_further_behind_than_its_look_ahead_and_who_is_silent() -> None:
     lease = fresh()
     for rank in range(3):
-        lease = lease.attach_rank("g", f"p{rank}", rank, 3, 0.0, TTL, fence=lease.fence + 1, window=3)
+        lease = lease.attach_rank("g", f"p{rank}", rank, Mesh(3), 0.0, TTL, fence=lease.fence + 1, window=3)
     lease = lease.commit(1, 2, 0, 1.0).commit(1, 0, 1, 19.0)
     assert lease.peers(0, 20.0, TTL).behind == (), "three steps are its look-ahead and the step it trains"
     lease = lease.commit(1, 4, 0, 20.0)
@@ -211,7 +220,7 @@ def test_the_frontier_is_the_smallest_of_the_seats_once_all_are_taken(data: st.D
     for _ in range(data.draw(st.integers(1, 40))):
         rank, step = data.draw(st.integers(0, num_ranks - 1)), data.draw(st.integers(0, 4))
         if not lease.seats or lease.seats[rank].frontier is None:
-            lease = lease.attach_rank("g", f"p{rank}", rank, num_ranks, 0.0, TTL, fence=1)
+            lease = lease.attach_rank("g", f"p{rank}", rank, Mesh(num_ranks), 0.0, TTL, fence=1)
         elif data.draw(st.booleans()):
             counts[rank] += 1
             lease = lease.move(1, step, rank, 0.0, moves=counts[rank])
@@ -236,8 +245,8 @@ def test_a_group_of_another_size_or_a_second_process_on_a_seat_needs_a_takeover(
     assert seated(lease, "g", 0, 2, 1.0).fence == 1, "the same process asks again"
     for group, holder, rank, num_ranks in (("g", "q0", 0, 2), ("g", "q1", 1, 3), ("h", "q1", 1, 2)):
         with pytest.raises(LeaseHeld):
-            lease.attach_rank(group, holder, rank, num_ranks, 1.0, TTL, fence=2)
-        taken = lease.attach_rank(group, holder, rank, num_ranks, 1.0, TTL, fence=2, takeover=True)
+            lease.attach_rank(group, holder, rank, Mesh(num_ranks), 1.0, TTL, fence=2)
+        taken = lease.attach_rank(group, holder, rank, Mesh(num_ranks), 1.0, TTL, fence=2, takeover=True)
         assert (taken.fence, [seat.holder for seat in taken.seats if seat.holder]) == (2, [holder])
 
 
@@ -258,3 +267,55 @@ def test_readers_get_fences_of_one_count_and_their_own_frontiers() -> None:
     assert (back.without_frontiers().of_reader("b").frontier, back.without_frontiers().next_fence) == (0, 4)
     with pytest.raises(ServerError, match="not shared"):
         Leases("s").of_reader("a")
+
+
+def in_mesh(lease: ReaderLease, mesh: Mesh, numbers: range | None = None) -> ReaderLease:
+    for number in numbers or range(mesh.size):
+        lease = lease.attach_rank("g", f"p{number}", number, mesh, 0.0, TTL, fence=1)
+    return lease
+
+
+def test_a_step_is_committed_when_all_seats_of_a_mesh_did_and_the_journal_keeps_the_mesh() -> None:
+    mesh = Mesh(dp=2, tp=2, cp=2)
+    lease = restored(in_mesh(fresh(), mesh), 0.0, 0.0)
+    assert lease.mesh == mesh
+    for number in range(8):
+        assert lease.frontier == 0
+        lease = lease.commit(1, 0, number, 0.0)
+    assert lease.frontier == 1
+    older = {name: value for name, value in lease.to_json(0.0).items() if name != "mesh"}
+    assert fresh().from_json(older, 0.0).mesh == Mesh(8), "a record of before there were meshes"
+
+
+def test_inside_a_group_coordinates_twice_and_another_mesh_are_named_and_no_takeover_is_suggested() -> None:
+    mesh = Mesh(dp=2, tp=2)
+    lease = in_mesh(fresh(), mesh)
+    for asked, said in (
+        (mesh, "on rank dp=1 tp=1, held by p3"),
+        (Mesh(4), r"\(dp=4\) in a group of \(dp=2, tp=2\)"),
+    ):
+        with pytest.raises(SeatRefused, match=said) as caught:
+            lease.attach_rank("g", "other", 3, asked, 1.0, TTL, fence=2)
+        assert "takeover" not in str(caught.value)
+    with pytest.raises(LeaseHeld, match="takeover") as held:
+        lease.attach_rank("h", "other", 3, mesh, 1.0, TTL, fence=2)
+    assert not isinstance(held.value, SeatRefused)
+
+
+def test_peers_that_do_not_load_the_same_state_are_refused_by_name() -> None:
+    lease = in_mesh(fresh(), Mesh(dp=2, tp=2)).move(1, 10, 0, 0.0)
+    with pytest.raises(StepOutOfOrder, match="refused step 4: expected step 10, to which rank dp=0 tp=0"):
+        lease.move(1, 4, 1, 0.0)
+    with pytest.raises(StepOutOfOrder, match="rank dp=0 tp=1 to be there too"):
+        lease.commit(1, 10, 0, 0.0, moves=1)
+    lease = lease.move(1, 4, 2, 0.0)  # of another dp rank: not their business
+    lease = lease.move(1, 10, 1, 0.0)
+    lease = lease.commit(1, 10, 0, 0.0, moves=1).commit(1, 10, 1, 0.0, moves=1)
+    assert [seat.frontier for seat in lease.seats] == [11, 11, 4, 0]
+    ahead = lease.move(1, 0, 0, 0.0)
+    assert ahead.commit(1, 11, 1, 0.0, moves=1).seats[1].frontier == 12, "sent before its peer moved"
+
+
+def test_a_peer_that_left_keeps_nobody_from_going_on() -> None:
+    lease = in_mesh(fresh(), Mesh(dp=1, tp=2)).detach(1, 1).move(1, 3, 0, 0.0)
+    assert lease.commit(1, 3, 0, 0.0, moves=1).seats[0].frontier == 4

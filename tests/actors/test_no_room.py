@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
+from raysvc.actors.mesh import Mesh
 from raysvc.actors.rollouts.group_log import Spool
 from raysvc.actors.rollouts.group_pool import Pool
 from raysvc.actors.rollouts.group_store import GroupStore
@@ -92,7 +93,7 @@ class Kept:
             ServeSpec(name="s", sources=(), plan=PlanConfig(), pad_token_id=self.number, journal="x"),
         )
         return {
-            "lease": lambda: self.leases.attach("", "rows", f"h{number}", f"h{number}", 0, 1, True, 1),
+            "lease": lambda: self.leases.attach("", "rows", f"h{number}", f"h{number}", 0, Mesh(1), True, 1),
             "decision": lambda: self.feedback.add(
                 len(self.feedback.decisions()), Decision(str(number), number, None, (), (1,), {})
             ),
@@ -159,7 +160,7 @@ def test_a_disk_that_is_really_full_or_read_only_loses_nothing_that_was_acknowle
         put_until_full()
     assert len(acknowledged) > 5
     with pytest.raises(StoreError, match="No space left"):
-        kept.leases.attach("", "rows", "a" * 30_000, "a", 0, 1, False, 1)
+        kept.leases.attach("", "rows", "a" * 30_000, "a", 0, Mesh(1), False, 1)
     subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
     kept.groups.put(groups("after"))
     kept.leases.flush()
@@ -178,7 +179,7 @@ def test_a_slow_store_keeps_its_owner_and_its_order(tmp_path: Path) -> None:
     fences: list[int] = []
 
     def attach(number: int) -> None:
-        fences.append(kept.leases.attach("", "rows", f"h{number}", f"h{number}", 0, 1, True, 1).fence)
+        fences.append(kept.leases.attach("", "rows", f"h{number}", f"h{number}", 0, Mesh(1), True, 1).fence)
 
     threads = [threading.Thread(target=attach, args=(number,)) for number in range(6)]
     puts = [threading.Thread(target=kept.groups.put, args=(groups(f"g{number}"),)) for number in range(6)]

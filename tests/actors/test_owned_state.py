@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from raysvc.actors.mesh import Mesh
 from raysvc.actors.rollouts.group_log import Spool
 from raysvc.actors.server.journal import Journal
 from raysvc.actors.server.kept.served_records import ServedRecords
@@ -88,9 +89,9 @@ def test_a_record_that_comes_out_of_the_network_late_is_never_written_over_nor_b
 
 def test_leases_of_a_server_that_slept_refuse_everybody(folder: Folder) -> None:
     old = LeaseStore(Leases("s"), 30.0, "old", folder.opened(Journal, "", folder.claim("old")))
-    fence = old.attach("", "rows", "a", "a", 0, 1, False, 3).fence
+    fence = old.attach("", "rows", "a", "a", 0, Mesh(1), False, 3).fence
     new = LeaseStore(Leases("s"), 30.0, "new", folder.opened(Journal, "", folder.claim("new")))
-    assert new.attach("", "rows", "b", "b", 0, 1, False, 3).fence == fence + 1
+    assert new.attach("", "rows", "b", "b", 0, Mesh(1), False, 3).fence == fence + 1
     old.commit(fence, 7, 0, moves=0, skipped=False)  # in memory alone, until the journal is asked
     for call in (
         old.flush,
@@ -98,7 +99,7 @@ def test_leases_of_a_server_that_slept_refuse_everybody(folder: Folder) -> None:
         lambda: old.check(fence),
         lambda: old.move(fence, 3, 0, moves=None),
         lambda: old.detach(fence, 0),
-        lambda: old.attach("", "rows", "c", "c", 0, 1, True, 3),
+        lambda: old.attach("", "rows", "c", "c", 0, Mesh(1), True, 3),
     ):
         with pytest.raises(FolderLost):
             call()

@@ -11,6 +11,7 @@ import pytest
 import ray
 
 from raysvc.actors import launch
+from raysvc.actors.mesh import Mesh, MeshSeat
 from raysvc.actors.server.spec import Commit, Lease
 from raysvc.client.connection import Connection
 
@@ -49,7 +50,7 @@ def server() -> Server:
 
 @pytest.fixture
 def connection(server: Server) -> Iterator[Connection]:
-    made = Connection(server, LEASE, rank=0, num_ranks=3)
+    made = Connection(server, LEASE, MeshSeat(Mesh(3), 0))
     with made.commits.looked_for():
         yield made
     made.close()
@@ -105,7 +106,7 @@ def test_an_eval_takes_none_along(server: Server, connection: Connection) -> Non
 
 
 def test_groups_of_rollouts_may_wait_for_a_commit_so_it_goes_alone_and_at_once(server: Server) -> None:
-    connection = Connection(server, replace(LEASE, entry_key=""), rank=0, num_ranks=3)
+    connection = Connection(server, replace(LEASE, entry_key=""), MeshSeat(Mesh(3), 0))
     with connection.commits.looked_for():
         connection.commits.note(0, skipped=False)
         connection.send_commits()
@@ -118,7 +119,7 @@ def test_groups_of_rollouts_may_wait_for_a_commit_so_it_goes_alone_and_at_once(s
     ("rank", "frontier", "asks"), [(0, 3, True), (0, 4, False), (1, 3, True), (2, 3, False)]
 )
 def test_two_ranks_ask_at_once_who_is_behind(rank: int, frontier: int, asks: bool, server: Server) -> None:
-    connection = Connection(server, LEASE, rank=rank, window=3, num_ranks=3)
+    connection = Connection(server, LEASE, MeshSeat(Mesh(3), rank), window=3)
     with connection.commits.looked_for():
         connection.commits.note(6, skipped=False)
         connection.fetch_rank(9, 3, 1)

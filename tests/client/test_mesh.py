@@ -1,0 +1,172 @@
+"""Every process of a mesh attaches: peers share a dp rank's rows, and what one does wrong is named with its coordinates."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.ray
+
+
+def stats(server: Any) -> dict[str, Any]:
+    from raysvc.actors.launch import wait_for
+
+    facts: dict[str, Any] = wait_for(server.stats.options(concurrency_group="control").remote(), "stats")
+    return facts
+
+
+def attach_mesh(name: str, mesh: Any, **options: Any) -> list[Any]:
+    """A client for every process of a mesh."""
+    import raysvc
+
+    coords = [mesh.rank(number)._asdict() for number in range(mesh.size)]
+    return [raysvc.attach(name, mesh=mesh, coords=own, **{"group": "g", **options}) for own in coords]
+
+
+def eventually(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < until, "it did not come about in time"
+        time.sleep(0.02)
+
+
+def train(server: Any, clients: list[Any], stop: int) -> list[list[int]]:
+    """Rows of each step, of one process of each dp rank; all processes take and commit all steps to `stop`."""
+    rows = []
+    for steps in zip(*(client.steps(stop=stop) for client in clients), strict=True):
+        of_dp = {client.rank: step for client, step in zip(clients, steps, strict=True)}
+        shards = [shard for step in of_dp.values() for shard in step.shards]
+        rows.append(sorted(row for shard in shards for row in shard.row_ids.tolist() if row >= 0))
+        for client in clients:
+            client.commit(steps[0].index)
+    eventually(lambda: stats(server)["frontier"] == stop)
+    for client in clients:
+        client.detach()
+    return rows
+
+
+def test_peers_get_the_bytes_of_their_dp_rank_and_a_step_is_committed_when_all_seats_did(
+    plain: Any, streams: Any
+) -> None:
+    import raysvc
+
+    with raysvc.attach("plain", dp_size=2) as client:
+        expected = streams.take(client)
+        client.rewind(0)
+    made = stats(plain)["made"]
+    clients = attach_mesh("plain", raysvc.Mesh(dp=2, tp=2, pp=2), look_ahead_steps=2)
+    for steps in zip(*(client.steps() for client in clients), strict=True):
+        index = steps[0].index
+        for client, step in zip(clients, steps, strict=True):
+            own = [mini[client.coords.dp] for mini in expected[index]]
+            assert [streams.digest(shard) for shard in step.shards] == own
+            assert stats(plain)["frontier"] == index
+            client.commit(index)
+        eventually(lambda frontier=index + 1: stats(plain)["frontier"] == frontier)  # type: ignore[misc]
+    assert stats(plain)["made"] - made == len(expected), "collated once for all of them"
+    assert stats(plain)["shared_bytes"] == 0, "every process took every step, nothing is kept"
+    for client in clients:
+        client.detach()
+    assert stats(plain)["holder"] is None
+
+
+def test_another_mesh_goes_on_exactly(plain: Any) -> None:
+    import raysvc
+
+    with raysvc.attach("plain") as client:
+        expected = [
+            sorted(row for mini in client.peek(step).mini_batches for row in mini.row_ids.tolist())
+            for step in range(12)
+        ]
+    meshes = [
+        raysvc.Mesh(dp=2, cp=2),
+        raysvc.Mesh(dp=1, tp=2, pp=2),
+        raysvc.Mesh(dp=4),
+        raysvc.Mesh(dp=3, cp=2),
+    ]
+    rows = []
+    for number, mesh in enumerate(meshes):
+        rows += train(plain, attach_mesh("plain", mesh, group=f"g{number}"), 3 * number + 3)
+    assert rows == expected
+
+
+def test_what_a_process_of_the_group_does_wrong_is_refused_and_hurts_no_peer(plain: Any) -> None:
+    import raysvc
+    from raysvc.errors import ConfigError, SeatRefused, StepOutOfOrder
+
+    mesh = raysvc.Mesh(dp=1, cp=2)
+    first, second = attach_mesh("plain", mesh)
+    with pytest.raises(SeatRefused, match="on rank dp=0 cp=1, held by ") as caught:
+        raysvc.attach("plain", mesh=mesh, coords={"cp": 1}, group="g")
+    assert "takeover" not in str(caught.value)
+    with pytest.raises(SeatRefused, match=r"of \(dp=2\) in a group of \(dp=1, cp=2\)"):
+        raysvc.attach("plain", dp_size=2, rank=1, group="g")
+    with pytest.raises(ConfigError, match=r"attach\(mesh\): is given together with rank"):
+        raysvc.attach("plain", mesh=mesh, rank=0)  # type: ignore[call-overload]
+    first.rewind(5)
+    with pytest.raises(StepOutOfOrder, match="refused step 4: expected step 5, to which rank dp=0 cp=0"):
+        second.rewind(4)
+    assert next(second.steps()).index == 0, "a refused move moves nothing"
+
+    def train_alone() -> None:
+        for step in first.steps():
+            first.commit(step.index)
+
+    with pytest.raises(StepOutOfOrder, match=r"refused step \d+: expected rank dp=0 cp=1 to be there too"):
+        train_alone()
+    with pytest.raises(StepOutOfOrder):
+        first.detach()
+    second.detach()
+
+
+DYING_PEER = """
+import os, signal, sys
+import raysvc
+mesh = raysvc.Mesh(dp=1, tp=2)
+peer = raysvc.attach(sys.argv[2], mesh=mesh, coords={"tp": 1}, group="g", address=sys.argv[1])
+peer.commit(next(peer.steps()).index)
+print("ready", flush=True)
+sys.stdin.readline()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_lost_peer_is_named_with_its_coordinates(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+    import ray
+
+    import raysvc
+    from raysvc.errors import RankLost
+
+    serve("peers", lease_ttl_s=3.0)
+    command = [sys.executable, "-c", DYING_PEER, ray.get_runtime_context().gcs_address, "peers"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        survivor = raysvc.attach("peers", mesh=raysvc.Mesh(dp=1, tp=2), coords={"tp": 0}, group="g")
+        assert other.stdout.readline() == "ready\n"
+        survivor.commit(next(survivor.steps()).index)
+        other.stdin.write("\n")
+        other.stdin.flush()
+        assert other.wait(30) == -signal.SIGKILL
+    with caplog.at_level(logging.WARNING):
+        eventually(lambda: any("rank dp=0 tp=1 is silent" in each.message for each in caplog.records))
+
+    def is_refused() -> bool:
+        try:
+            survivor.peek(0)
+        except RankLost as error:
+            return str(error).startswith("rank dp=0 tp=1 of server 'peers' (") and "takeover" not in str(
+                error
+            )
+        return False
+
+    eventually(is_refused)
+    with pytest.raises(RankLost):
+        survivor.detach()
