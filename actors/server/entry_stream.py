@@ -40,7 +40,7 @@ from raysvc.collate.text_columns import of_fixed_width, text_names, text_widths,
 from raysvc.feedback.decision import Decision, Sources, check_decided, decided_plan
 from raysvc.feedback.feedback_log import FeedbackLog
 from raysvc.media.row_pixels import ProcessorSpec
-from raysvc.plan.entry_plan import eval_plan, plan_of_entries
+from raysvc.plan.entry_plan import chosen_entries, eval_plan, plan_of_entries
 from raysvc.plan.plan import MiniBatchPlan, Plan
 from raysvc.plan.schedule import Schedule
 from raysvc.plan.state import PlanState
@@ -246,7 +246,8 @@ class EntryStream:
         shuffles = [
             one or self._recipe.plan.shuffle for one in mixture.shuffles or (None,) * len(mixture.names)
         ]
-        return opened.plan, Sources(mixture.names, opened.rows.entries, mixture.by, shuffles)
+        entries = chosen_entries(self._recipe.plan, opened.rows.entries, mixture.shuffles)
+        return opened.plan, Sources(mixture.names, entries, mixture.by, shuffles)
 
     def follow(self, decisions: Sequence[Decision]) -> None:
         """Make the steps to come by these decisions, which are on disk."""

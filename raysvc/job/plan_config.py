@@ -21,7 +21,7 @@ RowId = Annotated[_Number, BeforeValidator(row_id, json_schema_input_type=_Numbe
 
 
 class RowsConfig(Section):
-    """Which rows of the entry a plan is of; the others are in no step, and leave no hole."""
+    """Which rows a plan is of. The others are in no step, and leave no hole but where a source is shuffled in a window."""
 
     include: tuple[RowId, ...] | None = Field(
         default=None,

@@ -10,7 +10,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,7 +20,6 @@ from raysvc.cache.key import rows_key
 from raysvc.cache.local.large_array import concatenated
 from raysvc.errors import PlanError
 from raysvc.job.config import PAIRED, PlanConfig
-from raysvc.job.plan_config import RowsConfig
 from raysvc.media.medium import PATCHES
 from raysvc.plan.groups import Groups
 from raysvc.plan.mixture import Mixture, MixtureSource, Stage, counts_by_weight
@@ -83,11 +82,6 @@ def plan_of_entries(
     keys = [rows_key(one.key, one.recipe) for one in entries]
     pairs = _are_pairs(entries)
     wanted = [one or config.shuffle for one in shuffles] or [config.shuffle] * len(entries)
-    if config.rows is not None and (len(entries) > 1 or numbers_by_slice(config, shuffles)):
-        what = "a mixture and shuffle: window go by all rows of a source, and a list of rows by some"
-        raise PlanError(
-            "plan.rows", what, "use one source with shuffle: full, block(n) or none, or plan.skip_rows"
-        )
     if numbers_by_slice(config, shuffles):
         rows = SlicedRows([_source(*each) for each in zip(entries, wanted, strict=True)])
         if not stages and not entries[0].listings:
@@ -95,44 +89,88 @@ def plan_of_entries(
             config = config.model_copy(update={"shuffle": f"window({window})"})
         mixture = _mixture(config, rows.sources, wanted, stages) if stages else None
         return Plan(config, rows, entry_keys=keys, mixture=mixture)
+    starts = [one.slice_starts for one in entries]
+    entries = chosen_entries(config, entries, shuffles)
+    chosen = None if config.rows is None else _positions(entries, starts)
     held = [FullSource(one, group_bounds(one)) for one in entries]
     mixture = _mixture(config, held, wanted, stages) if stages else None
     groups = _joined(entries, [one.bounds for one in held], pairs)
     lengths, patches = concatenated([one.lengths for one in held]), _patches(entries)
-    row_values: Callable[[str], npt.NDArray[Any]] = entries[0].row_values
-    chosen = None if config.rows is None else _chosen(config.rows, entries[0], groups)
-    if chosen is not None:
-        lengths, patches = lengths[chosen], None if patches is None else patches[chosen]
-        groups = None if groups is None else groups.among(chosen)
-        row_values = _values_of(entries[0], chosen)
     return Plan(
         config, lengths, groups=groups, entry_keys=keys, mixture=mixture, patches=patches,
-        row_values=row_values, slice_starts=[one.slice_starts for one in entries], chosen=chosen,
+        row_values=entries[0].row_values, slice_starts=starts, chosen=chosen,
     )  # fmt: skip
 
 
-def _chosen(rows: RowsConfig, entry: PlannedEntry, groups: Groups | None) -> Int64s:
-    """int64 [M], positions of the rows that a plan is of, ascending; a pair is chosen as a whole.
+class ChosenEntry:
+    """An entry as a plan of some of its rows sees it: counts, lengths and columns are of these alone.
+
+    Args:
+        entry: finished; it answers whatever is not asked of rows.
+        positions: int64 [M], of the rows, ascending.
+    """
+
+    def __init__(self, entry: PlannedEntry, positions: Int64s) -> None:
+        self.entry, self.positions = entry, positions
+        self.num_rows = len(positions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.entry, name)
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of the rows."""
+        return int(self.lengths().sum(dtype=np.int64))
+
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """Tokens of the rows, int32 [M]."""
+        return np.asarray(self.entry.lengths()[self.positions], np.int32)
+
+    def row_values(self, name: str) -> npt.NDArray[Any]:
+        """A per-row column of the rows, [M]."""
+        return self.entry.row_values(name)[self.positions]
+
+
+def chosen_entries(
+    config: PlanConfig, entries: Sequence[Any], shuffles: Sequence[str | None] = ()
+) -> list[Any]:
+    """The entries as a plan sees them: with `plan.rows`, those of the chosen rows; a pair is chosen as a whole.
+
+    Where rows are numbered by slice they stay as they are, and the other rows leave holes, as rows that were dropped do.
 
     Raises:
-        PlanError: a row that is not there, or no row is left.
+        PlanError: a row that is not there, or no row of an entry is left.
     """
-    places, kept = RowPlaces([entry.slice_starts]), np.full(entry.num_rows, rows.include is None)
-    for name, ids, keeps in (("include", rows.include or (), True), ("exclude", rows.exclude, False)):
+    if config.rows is None or numbers_by_slice(config, shuffles):
+        return list(entries)
+    places = RowPlaces([one.slice_starts for one in entries])
+    bounds = np.cumsum([0, *(one.num_rows for one in entries)])
+    kept = np.full(bounds[-1], config.rows.include is None)
+    for name, ids, keeps in (
+        ("include", config.rows.include or (), True),
+        ("exclude", config.rows.exclude, False),
+    ):
         try:
             kept[places.positions_of(np.array(ids, np.int64))] = keeps
         except IndexError as error:
             remedy = "take the ids from the column row_id of CacheEntry.ray_dataset"
             raise PlanError(f"plan.rows.{name}", str(error), remedy) from None
-    if groups is not None and groups.are_pairs:
-        kept &= kept.reshape(-1, 2).all(axis=1).repeat(2)
-    if not kept.any():
-        raise PlanError("plan.rows", "no row is left", "include some, or exclude fewer")
-    return np.flatnonzero(kept).astype(np.int64)
+    out = []
+    for number, (entry, first, stop) in enumerate(zip(entries, bounds, bounds[1:], strict=False)):
+        here = kept[first:stop]
+        if entry.recipe.get("format") in PAIRED:
+            here = here.reshape(-1, 2).all(axis=1).repeat(2)
+        if not here.any():
+            what = "no row is left" if len(entries) == 1 else f"no row of source {number} is left"
+            raise PlanError("plan.rows", what, "include some, or exclude fewer")
+        out.append(ChosenEntry(entry, np.flatnonzero(here).astype(np.int64)))
+    return out
 
 
-def _values_of(entry: PlannedEntry, chosen: Int64s) -> Callable[[str], npt.NDArray[Any]]:
-    return lambda name: entry.row_values(name)[chosen]
+def _positions(entries: Sequence[ChosenEntry], starts: Sequence[Int64s]) -> Int64s:
+    """int64 [M], the positions of chosen rows among the rows of all entries, one entry after the other."""
+    firsts = np.cumsum([0, *(int(one[-1]) for one in starts)])
+    return np.concatenate([one.positions + first for one, first in zip(entries, firsts, strict=False)])
 
 
 def _patches(entries: Sequence[PlannedEntry]) -> npt.NDArray[np.int32] | None:

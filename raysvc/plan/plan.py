@@ -149,12 +149,19 @@ class Plan:
         self.schedule = schedule_of(config, self.order.num_groups)
         self.rules = _rules(config)
         self.identity = _identity(config, self.schedule, rows, entry_keys, mixture)
+        self._only, left_out = _choice(config, rows)
         if chosen is not None:
             self.identity["chosen"] = hashlib.sha256(chosen.astype("<i8").tobytes()).hexdigest()
+        elif rows.are_sliced and config.rows is not None:
+            ids = [[*sorted(set(config.rows.include or ()))], [*sorted(set(config.rows.exclude))]]
+            told = json.dumps([None if config.rows.include is None else ids[0], ids[1]])
+            self.identity["chosen"] = hashlib.sha256(told.encode()).hexdigest()
         if isinstance(self.order, CustomOrder):
             self.identity["order"] = self.order.identity()
         self.hash = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
-        self._skips = [(0, np.unique(np.array(config.skip_rows, np.int64)))]  # (from step, all rows left out)
+        self._skips = [
+            (0, np.union1d(np.array(config.skip_rows, np.int64), left_out))
+        ]  # (from step, all left out)
 
     def __repr__(self) -> str:
         return facts_text("plan", self._facts())
@@ -255,6 +262,8 @@ class Plan:
         row_ids, group_index = self.rows.rows_of(groups)
         lengths = self.rows.lengths_of(row_ids)
         pieces = Pieces(row_ids, np.zeros(len(row_ids), np.int32), lengths, group_index)
+        if self._only is not None:
+            skip = np.union1d(skip, np.setdiff1d(row_ids, self._only))
         pieces = pieces.without(skip)
         if not self.rows.are_pairs:
             self._refuse_over(pieces, pieces.lengths)
@@ -334,6 +343,29 @@ def _order(config: PlanConfig, rows: PlanRows, num_groups: int) -> Order | Windo
             "plan.shuffle", f"{config.shuffle} needs the slices of an entry", "use full or block(n)"
         )
     return Order(num_groups, config.seed, parse_shuffle(config.shuffle))
+
+
+def _choice(config: PlanConfig, rows: PlanRows) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.int64]]:
+    """Of rows that are numbered by slice: the only ones that a plan has (None: all), and those that it has not; ids, ascending.
+
+    Any other plan is over the chosen rows from the start.
+
+    Raises:
+        PlanError: a row that is not there.
+    """
+    none = np.zeros(0, np.int64)
+    if config.rows is None or not rows.are_sliced:
+        return None, none
+    only = None if config.rows.include is None else np.unique(np.array(config.rows.include, np.int64))
+    left_out = np.unique(np.array(config.rows.exclude, np.int64))
+    for name, ids in (("include", only), ("exclude", left_out)):
+        try:
+            rows.check(none if ids is None else ids)
+        except PlanError as error:
+            raise PlanError(f"plan.rows.{name}", error.what, "remove it") from None
+    if only is not None and not len(np.setdiff1d(only, left_out)):
+        raise PlanError("plan.rows", "no row is left", "include some, or exclude fewer")
+    return only, left_out
 
 
 def _refuse_contradictions(config: PlanConfig, rows: PlanRows, mixture: Mixture | None) -> None:

@@ -15,7 +15,7 @@ import pytest
 from raysvc.cache.find import open_entry
 from raysvc.errors import PlanError, StateMismatch
 from raysvc.job.config import PlanConfig
-from raysvc.plan.entry_plan import plan_of_entries
+from raysvc.plan.entry_plan import chosen_entries, plan_of_entries, weighted_counts
 from raysvc.plan.plan import Plan
 from raysvc.plan.state import PlanState
 from raysvc.row_ids import RowPlaces, written
@@ -27,7 +27,7 @@ class Rows:
 
     source_row: np.ndarray
     recipe: dict[str, Any]
-    key = "k" * 64
+    key: str = "k" * 64
     columns = ("source_row",)
     listings = None
 
@@ -38,6 +38,15 @@ class Rows:
     @property
     def slice_starts(self) -> np.ndarray:
         return np.array([0, 5, 5, self.num_rows])
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths().sum())
+
+    def places(self) -> list[tuple[int, int]]:
+        """Slice and row in it, of each row."""
+        bounds = self.slice_starts
+        return [(at, row) for at in range(len(bounds) - 1) for row in range(bounds[at + 1] - bounds[at])]
 
     def lengths(self) -> np.ndarray:
         return (self.source_row * 3 % 17 + 1).astype(np.int32)
@@ -94,6 +103,26 @@ def test_a_conversation_stays_together_and_a_pair_is_taken_whole() -> None:
     assert steps_of(plan) == [[*kept[:2], *kept[3:5]]]
 
 
+@pytest.mark.parametrize("by", ["rows", "tokens"])
+def test_a_mixture_of_chosen_rows_is_that_of_entries_which_have_no_others(by: str) -> None:
+    other = Rows(np.arange(40, 60), {}, key="m" * 64)
+    entries, places = [ALL, other], RowPlaces([ALL.slice_starts, other.slice_starts])
+    ids = places.ids_of(np.arange(50)).tolist()
+    kept = [*KEPT, *(30 + at for at in (0, 2, 3, 9, 12, 13, 19))]
+    few = [Rows(ALL.source_row[KEPT], {}), Rows(other.source_row[[0, 2, 3, 9, 12, 13, 19]], {}, key="m" * 64)]
+    chosen = PlanConfig(batch_size=4, epochs=2, rows={"include": [ids[at] for at in kept]})
+    plain = PlanConfig(batch_size=4, epochs=2)
+    counts = weighted_counts(few, [2, 1], by, ["full", "full"])
+    assert weighted_counts(chosen_entries(chosen, entries), [2, 1], by, ["full", "full"]) == counts
+    some, alone = (
+        plan_of_entries(config, which, ((0, counts),)) for config, which in ((chosen, entries), (plain, few))
+    )
+    theirs = RowPlaces([one.slice_starts for one in few]).positions_of
+    assert steps_of(some) == [[ids[kept[at]] for at in theirs(np.array(step))] for step in steps_of(alone)]
+    assert some.identity["chosen"]
+    assert some.schedule == alone.schedule
+
+
 def test_an_order_of_the_user_sees_the_chosen_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     import raysvc.job.named_function as named
 
@@ -119,8 +148,12 @@ def test_what_cannot_be_chosen_is_refused() -> None:
     ]:
         with pytest.raises(PlanError, match=match):
             plan_of(ALL, rows=rows)
-    with pytest.raises(PlanError, match=r"plan\.rows: a mixture and shuffle: window"):
-        plan_of(ALL, shuffle="window(2)", rows={"include": IDS[:3]})
+    other = Rows(np.arange(8), {}, key="m" * 64)
+    config = PlanConfig(
+        batch_size=4, rows={"exclude": [f"1:{number}:{row}" for number, row in other.places()]}
+    )
+    with pytest.raises(PlanError, match="no row of source 1 is left"):
+        plan_of_entries(config, [ALL, other], ((0, (1, 1)),))
     with pytest.raises(PlanError, match="not among the chosen"):
         plan_of(ALL, rows={"include": IDS[:3]}, skip_rows=[IDS[4]])
 

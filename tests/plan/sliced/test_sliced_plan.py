@@ -423,3 +423,37 @@ def test_a_plan_that_is_not_windowed_has_the_identity_it_had():
         "stages": [[0, [5, 1]]],
         "order": [0, 0],
     }
+
+
+@pytest.mark.parametrize("kind", ["rows", "pairs"])
+def test_rows_that_are_not_chosen_leave_holes_and_move_no_other(kind: str) -> None:
+    entry = FakeEntry([[1] * 9, [1] * 4, [1] * 7], kind)
+    plain = plan_of_entries(PlanConfig(batch_size=4, shuffle="window(2)"), [entry])
+    groups = entry.ids_of_groups()
+    kept, left = groups[::3], [group for number, group in enumerate(groups) if number % 3]
+    for rows in (
+        {"include": [row for group in kept for row in group]},
+        {"exclude": [group[0] for group in left]},  # a pair goes as a whole
+        {"include": [row for group in groups for row in group], "exclude": [group[-1] for group in left]},
+    ):
+        some = plan_of_entries(PlanConfig(batch_size=4, shuffle="window(2)", rows=rows), [entry])
+        assert some.schedule == plain.schedule
+        assert some.hash != plain.hash
+        for step in range(plain.schedule.num_steps):
+            expected = [[group for group in part if group in kept] for part in groups_of_step(plain, step)]
+            assert groups_of_step(some, step) == expected
+
+
+def test_the_identity_has_what_was_chosen_and_a_row_that_is_not_there_is_refused() -> None:
+    entry = FakeEntry([[1] * 9, [1] * 4])
+
+    def plan(**rows: Any) -> Plan:
+        return plan_of_entries(PlanConfig(batch_size=4, shuffle="window(2)", rows=rows), [entry])
+
+    assert plan(include=[3, 1, 3]).hash == plan(include=[1, 3]).hash
+    assert len({plan(**rows).hash for rows in ({}, {"include": [1, 3]}, {"exclude": [1, 3]})}) == 3
+    with pytest.raises(PlanError, match="no row is left"):
+        plan(include=[])
+    for name in ("include", "exclude"):
+        with pytest.raises(PlanError, match=f"plan.rows.{name}: there is no row 0:1:4; remove it"):
+            plan(**{name: ["0:1:4"]})
