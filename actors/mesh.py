@@ -105,3 +105,13 @@ class MeshSeat(NamedTuple):
     def coords(self) -> MeshRank:
         """The coordinates of the process."""
         return self.mesh.rank(self.number)
+
+    def share(self, cuts: bool) -> tuple[int | None, int]:
+        """Says which shard is this process's: the parts of a data-parallel rank's (None: it is not cut), and its number among those
+        of all ranks.
+
+        Args:
+            cuts: whether context-parallel ranks get parts; else each gets all.
+        """
+        dp, cp = self.coords.dp, self.coords.cp
+        return (self.mesh.cp, dp * self.mesh.cp + cp) if cuts else (None, dp)

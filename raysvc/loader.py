@@ -62,6 +62,11 @@ def load(
     from raysvc.api import serve_spec
 
     job, rank = load_job(config, **overrides), _known_rank(rank, dp_size)
+    if job.plan.cp_split is not None:
+        what = "is for ranks that attach to a server with a mesh"
+        raise ConfigError(
+            "plan.cp_split", what, "leave it out, or use raysvc.serve and raysvc.attach(mesh=...)"
+        )
     entry = _entry_of(job, address, progress)
     # nothing of a run folder is read or written: decisions are made with a server
     spec = serve_spec(job.model_copy(update={"evals": {}}), entry).model_copy(update={"journal": ""})
@@ -129,6 +134,11 @@ class Loader:
         self._frontier = self._taken = 0  # steps below are committed; were handed out
         self._iteration = 0  # number of the newest one; an older one is refused
         self._threads = ThreadPoolExecutor(1, "raysvc-loader")
+
+    @property
+    def loss_ranks(self) -> int:
+        """The ranks over which gradients are averaged."""
+        return self.dp_size
 
     def __repr__(self) -> str:
         return f"loader of rank {self.rank} of {self.dp_size}, at step {self.frontier} of {self.schedule.num_steps}"

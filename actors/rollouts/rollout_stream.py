@@ -179,7 +179,7 @@ class RolloutStream:
         rows, role = self._step_rows(step), as_role(role)
         recipe = self._recipe.of(role)
         column_bytes = ColumnBytes.of(rows.batch, recipe.plan)
-        return outline(self._plan(step, rows, role.dp_size), recipe, lambda mini: column_bytes)
+        return outline(self._plan(step, rows, role), recipe, lambda mini: column_bytes)
 
     def nbytes(self, step: int, role: Role) -> int:
         """Bytes of a role's shards of a formed step."""
@@ -275,18 +275,18 @@ class RolloutStream:
         self, step: int, rows: _StepRows, roles: Sequence[Role | int]
     ) -> tuple[StepInfo, tuple[Shard, ...]]:
         known = [as_role(role) for role in roles]
-        plans = [self._plan(step, rows, role.dp_size) for role in known]
+        plans = [self._plan(step, rows, role) for role in known]
         recipes = [self._recipe.of(role) for role in known]
         info, shards = make_step(plans, lambda mini: taken(rows.batch, mini.row_ids), recipes)
         versions = rows.batch.rows["weight_version"]
         return replace(info, weight_versions=(int(versions.min()), int(versions.max()))), shards
 
-    def _plan(self, step: int, rows: _StepRows, dp_size: int) -> StepPlan:
+    def _plan(self, step: int, rows: _StepRows, role: Role) -> StepPlan:
         holes = tuple(np.flatnonzero(rows.row_ids < 0).tolist())
         config = self._recipe.plan.model_copy(
             update={"shuffle": "none", "epochs": 1, "tail": "pad", "update_epochs": 1, "skip_rows": holes}
         )
-        plan = Plan(config, rows.lengths, uids=rows.uids).step(0, dp_size)
+        plan = Plan(config, rows.lengths, uids=rows.uids).step(0, role.dp_size, role.cp or 1)
         minis = tuple(replace(mini, row_ids=rows.row_ids[mini.row_ids]) for mini in plan.mini_batches)
         return StepPlan(step, 0, minis)
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from raysvc.actors.mesh import Mesh
+from raysvc.actors.mesh import Mesh, MeshSeat
 from raysvc.actors.server.entry_stream import streams_of
 from raysvc.actors.server.journal import Journal
 from raysvc.actors.server.kept.folder_claim import claim_of
@@ -185,6 +185,7 @@ class BatchServer:
                 schedule=schedule,
                 collators=self.spec.collators,
                 decided=tuple(one.mark for one in self._feedback.decisions),
+                cuts=self.spec.plan.cp_split is not None,
             )
 
     def heartbeat(self, fence: int, rank: int = 0, report: dict[str, Any] | None = None) -> Peers:
@@ -290,7 +291,7 @@ class BatchServer:
                 "attach(roles)", what, "name it in plan.columns and serve again, or leave it out"
             )
 
-    def num_micro_batches(self, first: int, stop: int, dp_size: int, stream: str = TRAIN) -> int:
+    def num_micro_batches(self, first: int, stop: int, dp_size: Role | int, stream: str = TRAIN) -> int:
         """Micro-batches of one rank in the steps `first` to `stop - 1`; plans them all."""
         source = self._maker.stream(stream)
         outlines = (source.outline(step, dp_size) for step in range(first, stop))
@@ -319,7 +320,7 @@ class BatchServer:
         commits: Sequence[Commit] = (),
     ) -> list[Any]:
         """The step's info (`StepInfo.for_rank`), then this rank's shard of each mini-batch (`shard.cut`); collated once for all ranks,
-        and the same one for all peers of a dp rank.
+        and the same one for all peers of a dp rank; with `plan.cp_split` each context-parallel rank has a part of its own.
 
         Args:
             num_ranks: of data parallelism.
@@ -333,10 +334,12 @@ class BatchServer:
         """
         for commit in commits:
             self.commit(fence, commit.step, commit.skipped, rank, commit.moves)
-        info, shards = self._made(fence, step, (Role(num_ranks),), stream, by_rank=True)
-        lease = self._leases.check(fence)
-        known, dp = info.for_rank(lease.frontier), lease.mesh.rank(rank).dp
-        return [known, *(cut(shard.to_wire()) for shard in shards[dp::num_ranks])]
+        seat = MeshSeat(self._leases.check(fence).mesh, rank)
+        cp, own = seat.share(self.spec.plan.cp_split is not None)
+        role = Role(num_ranks, cp=cp)
+        info, shards = self._made(fence, step, (role,), stream, by_rank=True)
+        known = info.for_rank(self._leases.check(fence).frontier)
+        return [known, *(cut(shard.to_wire()) for shard in shards[own :: role.num_shards])]
 
     def _made(
         self, fence: int, step: int, roles: tuple[Role, ...], stream: str, by_rank: bool = False

@@ -174,7 +174,7 @@ class EntryStream:
         """Info and shards of a step, as `make_step`."""
         opened, known = self._opened(), [as_role(role) for role in roles]
         build_s = self.wait_for(step)
-        plans = [opened.plan.step(step, role.dp_size) for role in known]
+        plans = [opened.plan.step(step, role.dp_size, role.cp or 1) for role in known]
         recipes = [self._recipe.of(role) for role in known]
         info, shards = make_step(plans, opened.read, recipes, part, opened.media)
         return replace(info, build_s=build_s), shards
@@ -220,7 +220,7 @@ class EntryStream:
         def column_bytes(mini: MiniBatchPlan) -> ColumnBytes:
             return ColumnBytes.of(opened.like(mini), recipe.plan)
 
-        return outline(opened.plan.step(step, role.dp_size), recipe, column_bytes, media)
+        return outline(opened.plan.step(step, role.dp_size, role.cp or 1), recipe, column_bytes, media)
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuse a state of another plan.

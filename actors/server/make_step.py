@@ -2,7 +2,7 @@
 
 Axes: M mini-batches, K roles, R ranks of a role.
 Always true:
-- shards come mini-batch after mini-batch, in it role after role, in it rank after rank;
+- shards come mini-batch after mini-batch, in it role after role, in it rank after rank, of a rank part after part;
 - every role gets the same rows, in the columns that it asked for; they are read once;
 - the same arguments give the same bytes.
 """
@@ -18,11 +18,14 @@ from raysvc.actors.server.spec import MiniOutline, Part, Role, StepInfo, StepOut
 from raysvc.collate.collate import Collate, collate_mini_batch
 from raysvc.collate.geometry import geometry_of
 from raysvc.collate.info import MiniBatchInfo, info_of
+from raysvc.collate.parallel.cp_cut import cp_cut
 from raysvc.collate.shard import Shard
 from raysvc.collate.shard_bytes import ColumnBytes, bytes_by_rank
+from raysvc.errors import ConfigError
 from raysvc.job.config import PlanConfig
 from raysvc.media.medium import COLUMN
 from raysvc.plan.plan import MiniBatchPlan, StepPlan
+from raysvc.plan.rank_plan import cut_multiple
 from raysvc.row_batch import RowBatch
 
 Read = Callable[[MiniBatchPlan], RowBatch]
@@ -37,22 +40,37 @@ class Recipe:
         pad_token_id: of the tokenizer.
         media: whether the arrays of media travel, where rows have some.
         batches: what makes them in place of `collate_mini_batch`.
+        cp: as in `Role`.
     """
 
     plan: PlanConfig
     pad_token_id: int
     media: bool = True
     batches: Collate | None = None
+    cp: int | None = None
 
     def of(self, role: Role) -> Recipe:
         """Returns the recipe with the columns of the role alone (`media`: the arrays of media), if it names some, and
-        its batches.
+        its batches, and widths that divide among its context-parallel ranks.
         """
-        own = replace(self, batches=role.batches)
+        widths = {
+            name: cut_multiple(getattr(self.plan, name), role.cp or 1)
+            for name in ("align", "pad_to_multiple")
+        }
+        own = replace(self, batches=role.batches, cp=role.cp, plan=self.plan.model_copy(update=widths))
         if role.columns is None:
             return own
         kept = tuple(name for name in role.columns if name != COLUMN)
-        return replace(own, plan=self.plan.model_copy(update={"columns": kept}), media=COLUMN in role.columns)
+        return replace(own, plan=own.plan.model_copy(update={"columns": kept}), media=COLUMN in role.columns)
+
+    def cut(self, shard: Shard) -> tuple[Shard, ...]:
+        """The parts of a rank's shard; itself where it has none.
+
+        Raises:
+            ConfigError: `plan.align` or `plan.pad_to_multiple` do not divide.
+        """
+        split = self.plan.cp_split
+        return (shard,) if split is None or self.cp is None else cp_cut(shard, self.cp, split)
 
 
 class MediaArrays(Protocol):
@@ -83,7 +101,6 @@ def make_step(
     """
     first = plans[0]
     roles = range(len(plans)) if part is None else (part.role,)
-    ranks = slice(None) if part is None else slice(part.rank, part.rank + 1)
     infos: list[MiniBatchInfo] = []
     shards: list[Shard] = []
     read_s = collate_s = 0.0
@@ -96,8 +113,9 @@ def make_step(
             for role in roles
         ]
         info = info_of(mini, made[0])
-        of_ranks = [list(role[ranks]) for role in made]
+        of_ranks = [_parts(role, recipes[number], part) for number, role in zip(roles, made, strict=True)]
         if media is not None:
+            _refuse_cut(recipes)
             info = replace(
                 info, rank_bytes=media.planned(info.rank_bytes, plans[roles[0]].mini_batches[index])
             )
@@ -117,6 +135,20 @@ def make_step(
         first.index, first.epoch, tuple(infos), positions, read_s, collate_s, order=first.order
     )
     return info_of_step, tuple(shards)
+
+
+def _parts(shards: Sequence[Shard], recipe: Recipe, part: Part | None) -> list[Shard]:
+    """What travels of the shards of all ranks."""
+    if part is None:
+        return [one for shard in shards for one in recipe.cut(shard)]
+    rank, number = divmod(part.rank, recipe.cp or 1)
+    return [recipe.cut(shards[rank])[number]]
+
+
+def _refuse_cut(recipes: Sequence[Recipe]) -> None:
+    if any(recipe.cp is not None for recipe in recipes):
+        what = "is set, and the rows have media, which belong to whole lines"
+        raise ConfigError("plan.cp_split", what, "leave it out: every rank gets whole lines then")
 
 
 def collate(rows: RowBatch, mini: MiniBatchPlan, step: int, index: int, recipe: Recipe) -> tuple[Shard, ...]:

@@ -37,11 +37,18 @@ class Role(NamedTuple):
         dp_size: data-parallel ranks.
         columns: what its shards carry, some of `plan.columns`; None: all of them.
         batches: what its refs open as in place of shards, such as `raysvc.integrations.skyrl.BatchRules`.
+        cp: context-parallel ranks of each of them, which get a part each (`plan.cp_split`); None: nothing is cut.
     """
 
     dp_size: int
     columns: tuple[str, ...] | None = None
     batches: Collate | None = None
+    cp: int | None = None
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of a mini-batch: rank after rank, in it part after part."""
+        return self.dp_size * (self.cp or 1)
 
 
 class Part(NamedTuple):
@@ -49,7 +56,7 @@ class Part(NamedTuple):
 
     Attributes:
         role: number of the role.
-        rank: of that role.
+        rank: number of the shard, among those of the role.
     """
 
     role: int
@@ -216,6 +223,7 @@ class Lease:
         schedule: JSON of `raysvc.plan.schedule.Schedule`.
         collators: processes of the trainer that make the shards; 0: the server makes them.
         decided: (from step, digest) of the decisions that were made so far, see `raysvc.feedback.decision`.
+        cuts: whether context-parallel ranks get parts (`plan.cp_split`).
     """
 
     name: str
@@ -228,6 +236,7 @@ class Lease:
     schedule: dict[str, Any]
     collators: int = 0
     decided: tuple[tuple[int, str], ...] = ()
+    cuts: bool = False
 
     @property
     def forms(self) -> bool:

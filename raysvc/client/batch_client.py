@@ -350,7 +350,7 @@ def attach(
         mesh: of all processes, if every one attaches by itself and some are peers that train the same rows (tensor, context,
             pipeline): a `raysvc.Mesh`, a torch `DeviceMesh`, or "launched" (Megatron's parallel state, else accelerate's
             environment, else torchrun's); replaces `dp_size` and `rank`.
-        coords: of this process in a `raysvc.Mesh`, axis -> place; None: from RANK.
+        coords: of this process in a `raysvc.Mesh`, axis -> place; None: from RANK, which counts tp first, then cp, then dp.
         takeover: fence whoever holds the lease; "force": also on a server that another owner started.
         reader: which trainer of a sweep this is, if the server has `share: stream`.
         group: what the ranks of one run have in common; None: from the launcher's environment.
@@ -385,7 +385,14 @@ def attach(
     if seat is not None:
         from raysvc.client.rank_client import attach_rank
 
-        return attach_rank(server, name, seat, group, reader, bool(takeover), limit)
+        client = attach_rank(server, name, seat, group, reader, bool(takeover), limit)
+        if client.lease.cuts and rank is not None:
+            client.detach()
+            what = f"server {name!r} cuts lines for context parallelism (plan.cp_split), and moves labels"
+            raise ConfigError(
+                "attach(rank)", what, "attach with mesh=raysvc.Mesh(dp=..., cp=...), or leave it out"
+            )
+        return client
     columns = tuple(name for role in known.values() for name in role.columns or ())
     if columns:
         check = server.check_columns.options(concurrency_group="control").remote(columns)
@@ -411,6 +418,9 @@ def _checked_roles(roles: Mapping[str, Role | int] | None, dp_size: int, rank: i
                 f"attach(roles[{name!r}])", f"{role!r} is not a role", "give an integer or a raysvc.Role"
             )
         integer(f"attach(roles[{name!r}])", role.dp_size, 1)
+        if role.cp is not None:
+            what = f"has cp={role.cp}, which the processes of a mesh have that attach by themselves"
+            raise ConfigError(f"attach(roles[{name!r}])", what, "leave it out, or attach with mesh=")
         if role.columns is not None:
             texts(f"attach(roles[{name!r}].columns)", role.columns)
         if role.batches is not None and not hasattr(role.batches, "collate"):

@@ -200,14 +200,14 @@ class Connection:
             return self.fetch("fetch", 1 + num_mini_batches * ranks, step, roles, stream)
         return self._collators.make(self._admitted(step, stream), roles, num_mini_batches, stream)
 
-    def fetch_rank(self, step: int, num_ranks: int, num_mini_batches: int, stream: str = "") -> list[Any]:
+    def fetch_rank(self, step: int, role: Role, num_mini_batches: int, stream: str = "") -> list[Any]:
         """Start to have this rank's shards of a step made; returns a ref of its info and them, or of a collator refs of each."""
         if self._collators is None:
             along = self._take_along(step) if stream == TRAIN else ()
-            return self.fetch("fetch_rank", 1, step, self.rank, num_ranks, stream, along)
-        part = Part(0, self._seat.coords.dp if self._seat else 0)
+            return self.fetch("fetch_rank", 1, step, self.rank, role.dp_size, stream, along)
+        part = Part(0, self._seat.share(self.lease.cuts)[1] if self._seat else 0)
         admitted = self._admitted(step, stream)
-        return self._collators.make_part(admitted, (Role(num_ranks),), part, num_mini_batches, stream)
+        return self._collators.make_part(admitted, (role,), part, num_mini_batches, stream)
 
     def arrived(self, info: StepInfo) -> None:
         """Say that a step that this rank fetched is there, and that the commits that went along with it are known."""

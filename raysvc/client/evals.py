@@ -74,6 +74,10 @@ class EvalStream(_Eval):
 class RankEval(_Eval):
     """This rank's part of an eval; make it with `rank_client.eval(name)`, on every rank."""
 
+    def __init__(self, connection: Connection, name: str, role: Role, limit: Limit) -> None:
+        super().__init__(connection, name, role.dp_size, limit)
+        self._role = role
+
     def __iter__(self) -> Iterator[RankMicro]:
         return self.micro_batches()
 
@@ -87,7 +91,7 @@ class RankEval(_Eval):
         Raises:
             StepFailed: the step that would come next could not be made.
         """
-        reader = RankReader(self._connection, self.dp_size, stream=self.name)
+        reader = RankReader(self._connection, self._role, stream=self.name)
 
         def ask(index: int) -> RankFetch:
             return reader.ask(index, 1)

@@ -48,9 +48,15 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
 
     def __init__(self, server: Any, lease: Lease, seat: MeshSeat, limit: Limit) -> None:
         mesh, coords = seat.mesh, seat.coords
-        super().__init__(Connection(server, lease, seat, limit.steps + 1), (Role(mesh.dp),), limit)
+        role = Role(mesh.dp, cp=seat.share(lease.cuts)[0])
+        super().__init__(Connection(server, lease, seat, limit.steps + 1), (role,), limit)
         self.rank, self.mesh, self.coords = coords.dp, mesh, coords
-        self._reader = RankReader(self._connection, mesh.dp)
+        self._reader = RankReader(self._connection, role)
+
+    @property
+    def loss_ranks(self) -> int:
+        """The ranks over which gradients are averaged: those of data parallelism, and of context parallelism where lines are cut."""
+        return self._roles[0].num_shards
 
     def __iter__(self) -> Iterator[RankMicro]:
         return self.micro_batches()
@@ -87,13 +93,13 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
         Raises:
             ServerError: the server has no eval of that name.
         """
-        return RankEval(self._connection, name, self.dp_size, self._eval_limit(name, look_ahead_steps))
+        return RankEval(self._connection, name, self._roles[0], self._eval_limit(name, look_ahead_steps))
 
     def num_micro_batches(self) -> int:
         """Micro-batches of this rank in the whole run; plans all steps."""
         stop, server = self.schedule.num_steps, self._connection.server
         method = server.num_micro_batches.options(concurrency_group="fetch")
-        return int(self._connection.get(method.remote(0, stop, self.dp_size)))
+        return int(self._connection.get(method.remote(0, stop, self._roles[0])))
 
     def _iterate(self, ask: Callable[[int], RankFetch], stop: int) -> Iterator[RankStep]:
         return self._read_ahead(ask, stop) if self._limit.steps else super()._iterate(ask, stop)
@@ -150,7 +156,7 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
 
     def _form(self, step: int) -> int | None:
         nbytes = super()._form(step)
-        return None if nbytes is None else nbytes // self.dp_size
+        return None if nbytes is None else nbytes // self.loss_ranks
 
 
 def attach_rank(

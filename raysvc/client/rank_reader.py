@@ -44,16 +44,16 @@ class RankReader:
 
     Args:
         connection: with the rank's seat.
-        num_ranks: of the group.
+        role: ranks of the group, and parts of their shards.
         stream: "" or the name of an eval.
     """
 
-    def __init__(self, connection: Connection, num_ranks: int, stream: str = "") -> None:
-        self._connection, self._num_ranks, self._stream = connection, num_ranks, stream
+    def __init__(self, connection: Connection, role: Role, stream: str = "") -> None:
+        self._connection, self._role, self._stream = connection, role, stream
 
     def ask(self, index: int, num_mini_batches: int) -> RankFetch:
         """Have a step fetched; returns at once."""
-        refs = self._connection.fetch_rank(index, self._num_ranks, num_mini_batches, self._stream)
+        refs = self._connection.fetch_rank(index, self._role, num_mini_batches, self._stream)
         return RankFetch(index, refs)
 
     def arrive(self, fetch: RankFetch) -> RankStep:
@@ -75,8 +75,8 @@ class RankReader:
 
     def ask_sizes(self, first: int, stop: int) -> Callable[[], list[int | None]]:
         """Ask for the bytes of this rank's shards; gives a function that waits for them."""
-        wait = self._connection.sizes(first, stop, (Role(self._num_ranks),), self._stream)
-        return lambda: [None if size is None else size // self._num_ranks for size in wait()]
+        wait, parts = self._connection.sizes(first, stop, (self._role,), self._stream), self._role.num_shards
+        return lambda: [None if size is None else size // parts for size in wait()]
 
     def _opened(self, refs: list[Any]) -> tuple[Any, ...]:
         """Info and shards of what a collator or the server answered."""

@@ -46,6 +46,10 @@ class RankSteps(Protocol):
         """Ranks."""
 
     @property
+    def loss_ranks(self) -> int:
+        """Ranks over which gradients are averaged."""
+
+    @property
     def orders(self) -> Mapping[int, str]:
         """`Connection.orders`."""
 
@@ -100,7 +104,7 @@ class RankDataset(IterableDataset[dict[str, torch.Tensor]]):  # type: ignore[mis
             yield {
                 **micro.tensors,
                 **{name: torch.tensor(number) for name, number in numbers.items()},
-                "loss_scale": torch.tensor(loss_scale(counts, self._client.dp_size)),
+                "loss_scale": torch.tensor(loss_scale(counts, self._client.loss_ranks)),
                 "ends_mini": torch.tensor(micro.ends_mini),
             }
         if self._given:

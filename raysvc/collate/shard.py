@@ -14,6 +14,8 @@ and with several rows on a line (`packed`, `stream`):
     segment_ids         int32 [B, W]    number of the row on its line, from 1; 0 in padding
     cu_seqlens          int32 [S + B]   for each line 0 and the end of each of its rows, alignment included
     cu_seqlens_offsets  int32 [B + 1]   where each line begins in `cu_seqlens`
+and where a line was cut for context parallelism (`packed`, zigzag)
+    cu_seqlens_local    int32 [S + B]   `cu_seqlens` of the rank's own part of each line
 and of rows with media, as their processor gives them (`pixel_values`, `image_grid_thw`, ...)
     <name>              [M, ...]        media or patches, row after row
     <name>_bounds       int32 [S + 1]   where the part of each row begins in <name>
@@ -140,7 +142,7 @@ class Shard:
         for name, array in self.arrays.items():
             if array.ndim >= 2 and name not in self.row_vectors:
                 out[name] = array[lines, columns]
-            elif name == "cu_seqlens":
+            elif name in ("cu_seqlens", "cu_seqlens_local"):
                 out[name] = array[bounds]
             elif name == "cu_seqlens_offsets":
                 out[name] = array[micro.start : micro.stop + 1]

@@ -11,6 +11,7 @@ from raysvc.job.row_id_file import read_row_ids, row_id
 from raysvc.job.section import FUNCTION, PositiveInt, Section
 
 Layout = Literal["padded_right", "padded_left", "packed", "stream"]
+CpSplit = Literal["zigzag", "head_tail", "contiguous"]
 Tail = Literal["pad", "drop", "wrap"]
 Packing = Literal["balanced", "best_fit", "first_fit"]
 Oversize = Literal["error", "truncate", "drop", "alone"]
@@ -83,6 +84,10 @@ class PlanConfig(Section):
     )
     pad_to_multiple: PositiveInt = Field(default=1, description="Widths are rounded up to this.")
     align: PositiveInt = Field(default=1, description="Packed: every sequence starts at a multiple of this.")
+    cp_split: CpSplit | None = Field(
+        default=None,
+        description="How lines are cut for the context-parallel ranks of a mesh: zigzag (by row), head_tail or contiguous (by line); None: not.",
+    )
     window: PositiveInt | None = Field(default=None, description="layout=stream: tokens per window.")
     columns: tuple[str, ...] = Field(
         default=("input_ids", "attention_mask", "position_ids", "labels"),

@@ -203,8 +203,11 @@ class Plan:
             decided._skips = [*decided._skips, (step, np.union1d(decided._skips[-1][1], rows))]
         return decided
 
-    def step(self, step: int, dp_size: int) -> StepPlan:
+    def step(self, step: int, dp_size: int, cp_size: int = 1) -> StepPlan:
         """The plan of `step` (0-based, over all epochs) for `dp_size` ranks.
+
+        Args:
+            cp_size: parts that their lines are cut into; the rows of a rank do not depend on it, where they lie may.
 
         Raises:
             PlanError: there is no such step, or no rank.
@@ -218,7 +221,8 @@ class Plan:
         parts = [groups[start : start + size] for start in range(0, len(groups), size)]
         epoch = self.schedule.epoch_of(step)
         skip = next(rows for first, rows in reversed(self._skips) if first <= step)
-        minis = tuple(self._mini_batch(part, dp_size, skip) for part in parts)
+        rules = self.rules.cut_by(cp_size)
+        minis = tuple(self._mini_batch(part, dp_size, skip, rules) for part in parts)
         return StepPlan(step, epoch, minis, self.order_of(epoch))
 
     def order_of(self, epoch: int) -> str | None:
@@ -246,12 +250,12 @@ class Plan:
         return self.order.at(self.schedule.epoch_of(step), positions % self.schedule.num_groups)
 
     def _mini_batch(
-        self, groups: npt.NDArray[np.int64], dp_size: int, skip: npt.NDArray[np.int64]
+        self, groups: npt.NDArray[np.int64], dp_size: int, skip: npt.NDArray[np.int64], rules: Rules
     ) -> MiniBatchPlan:
         pieces = self._pieces(groups, skip)
         if self.windows is None:
             dealt = deal_pairs if self.rows.are_pairs else deal
-            ranks = dealt(pieces.lengths, dp_size, self.rules, self.rows.patches_of(pieces.row_ids))
+            ranks = dealt(pieces.lengths, dp_size, rules, self.rows.patches_of(pieces.row_ids))
         else:
             ranks = deal_windows(pieces.group_index, dp_size, self._windows_per_micro_batch())
         return MiniBatchPlan(**vars(pieces), ranks=ranks)

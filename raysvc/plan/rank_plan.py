@@ -22,6 +22,7 @@ Always true:
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -61,6 +62,18 @@ class Rules:
     align: int = 1
     packing: Packing = "balanced"
     cost: CostModel = field(default_factory=CostModel)
+
+    def cut_by(self, cp_size: int) -> Rules:
+        """The rules with which lines and the sequences on them divide among so many context-parallel ranks."""
+        if cp_size == 1:
+            return self
+        align, multiple = cut_multiple(self.align, cp_size), cut_multiple(self.pad_to_multiple, cp_size)
+        return replace(self, align=align, pad_to_multiple=multiple)
+
+
+def cut_multiple(multiple: int, cp_size: int) -> int:
+    """The smallest multiple of `multiple` that divides into two equal parts for each context-parallel rank."""
+    return math.lcm(multiple, 2 * cp_size) if cp_size > 1 else multiple
 
 
 @dataclass(frozen=True, eq=False)

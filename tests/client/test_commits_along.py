@@ -12,7 +12,7 @@ import ray
 
 from raysvc.actors import launch
 from raysvc.actors.mesh import Mesh, MeshSeat
-from raysvc.actors.server.spec import Commit, Lease
+from raysvc.actors.server.spec import Commit, Lease, Role
 from raysvc.client.connection import Connection
 
 LEASE = Lease("a", 1, 600.0, 0, "", {}, "key", {})
@@ -66,7 +66,7 @@ def test_a_commit_goes_along_with_the_next_fetch_and_is_no_call_of_its_own(
     for step in range(5):
         connection.commits.note(step, skipped=False)
         connection.send_commits()
-        connection.fetch_rank(step + 3, 3, 1)
+        connection.fetch_rank(step + 3, Role(3), 1)
         connection.arrived(info(step + 3))
     assert server.calls == [
         ("fetch_rank", (step + 3, 0, 3, "", (Commit(step, False, 0),))) for step in range(5)
@@ -91,7 +91,7 @@ def test_what_went_along_with_a_fetch_that_is_not_answered_is_said_again_before_
 ) -> None:
     for step in range(3):
         connection.commits.note(step, skipped=step < 2)
-        connection.fetch_rank(step + 3, 3, 1)
+        connection.fetch_rank(step + 3, Role(3), 1)
     connection.arrived(info(3))
     connection.move(7, None)
     assert server.calls[3:] == [("commit", (1, True)), ("commit", (2, False)), ("move", (7, None))]
@@ -101,7 +101,7 @@ def test_what_went_along_with_a_fetch_that_is_not_answered_is_said_again_before_
 
 def test_an_eval_takes_none_along(server: Server, connection: Connection) -> None:
     connection.commits.note(0, skipped=False)
-    connection.fetch_rank(3, 3, 1, "an eval")
+    connection.fetch_rank(3, Role(3), 1, "an eval")
     assert server.calls == [("fetch_rank", (3, 0, 3, "an eval", ()))]
 
 
@@ -110,7 +110,7 @@ def test_groups_of_rollouts_may_wait_for_a_commit_so_it_goes_alone_and_at_once(s
     with connection.commits.looked_for():
         connection.commits.note(0, skipped=False)
         connection.send_commits()
-        connection.fetch_rank(3, 3, 1)
+        connection.fetch_rank(3, Role(3), 1)
     assert server.calls == [("commit", (0, False)), ("fetch_rank", (3, 0, 3, "", ()))]
     connection.close()
 
@@ -122,7 +122,7 @@ def test_two_ranks_ask_at_once_who_is_behind(rank: int, frontier: int, asks: boo
     connection = Connection(server, LEASE, MeshSeat(Mesh(3), rank), window=3)
     with connection.commits.looked_for():
         connection.commits.note(6, skipped=False)
-        connection.fetch_rank(9, 3, 1)
+        connection.fetch_rank(9, Role(3), 1)
         set_now: list[bool] = []
         connection._beat_now = SimpleNamespace(set=lambda: set_now.append(True))  # type: ignore[assignment]
         connection.arrived(info(9, frontier))

@@ -77,6 +77,56 @@ def test_peers_get_the_bytes_of_their_dp_rank_and_a_step_is_committed_when_all_s
     assert stats(plain)["holder"] is None
 
 
+def cut_server(serve: Any, name: str, **fields: Any) -> Any:
+    plan = {"layout": "packed", "micro_batch_tokens": 96, "cp_split": "zigzag", "epochs": 1}
+    return serve(name, plan=plan, **fields)
+
+
+@pytest.mark.parametrize(("dp", "tp", "collators"), [(2, 2, 0), (1, 1, 1)])
+def test_context_parallel_ranks_get_parts_that_make_up_the_rows_and_tensor_parallel_ones_the_same(
+    dp: int, tp: int, collators: int, serve: Any, streams: Any
+) -> None:
+    import raysvc
+    from raysvc.actors.launch import wait_for
+
+    mesh = raysvc.Mesh(dp=dp, cp=2, tp=tp)
+    server = cut_server(serve, f"cut-{collators}", collators=collators)
+    with raysvc.attach(f"cut-{collators}", dp_size=dp) as client:
+        planned = [client.peek(step) for step in range(len(client))]
+    spec = wait_for(server.spec_json.remote(), "spec")[0]
+    clients = attach_mesh(f"cut-{collators}", mesh)
+    assert {client.loss_ranks for client in clients} == {2 * dp}
+    expected = parts_of(spec, dp, 2)
+    for steps in zip(*(client.steps() for client in clients), strict=True):
+        rows, tokens = set(), 0
+        for client, step in zip(clients, steps, strict=True):
+            for mini, shard in enumerate(step.shards):
+                number = client.coords.dp * 2 + client.coords.cp
+                assert streams.digest(shard) == streams.digest(expected[step.index][mini * 2 * dp + number])
+                tokens += 0 if client.coords.tp else int((shard.arrays["labels"] != -100).sum())
+                rows |= set(shard.row_ids.tolist()) - {-1}
+            client.commit(step.index)
+        assert rows == {row for mini in planned[steps[0].index].mini_batches for row in mini.row_ids.tolist()}
+        assert tokens == sum(info.denominators.tokens for info in steps[0].infos), "every label once"
+    for client in clients:
+        client.detach()
+
+
+def parts_of(spec_json: str, dp: int, cp: int) -> list[Any]:
+    """Shards of each step, made and cut here without a server."""
+    from raysvc.actors.server.entry_stream import EntryStream
+    from raysvc.actors.server.make_step import Recipe
+    from raysvc.actors.server.spec import ServeSpec
+    from raysvc.collate.parallel.cp_cut import cp_cut
+
+    spec = ServeSpec.model_validate_json(spec_json)
+    assert spec.plan.cp_split is not None
+    multiple = {"align": 2 * cp, "pad_to_multiple": 2 * cp, "cp_split": None}
+    whole = EntryStream(spec.sources, {}, Recipe(spec.plan.model_copy(update=multiple), spec.pad_token_id))
+    made = [whole.make(step, (dp,))[1] for step in range(whole.schedule.num_steps)]
+    return [[part for shard in shards for part in cp_cut(shard, cp, spec.plan.cp_split)] for shards in made]
+
+
 def test_another_mesh_goes_on_exactly(plain: Any) -> None:
     import raysvc
 
@@ -170,3 +220,17 @@ def test_a_lost_peer_is_named_with_its_coordinates(serve: Any, caplog: pytest.Lo
     eventually(is_refused)
     with pytest.raises(RankLost):
         survivor.detach()
+
+
+def test_lines_that_are_cut_need_a_mesh(serve: Any) -> None:
+    import raysvc
+    from raysvc.errors import ConfigError
+
+    server = cut_server(serve, "cut-alone")
+    with pytest.raises(
+        ConfigError, match=r"attach\(rank\): server 'cut-alone' cuts lines .* attach with mesh="
+    ):
+        raysvc.attach("cut-alone", dp_size=2, rank=1)
+    assert stats(server)["holder"] is None
+    with pytest.raises(ConfigError, match=r"attach\(roles\['a'\]\): has cp=2"):
+        raysvc.attach("cut-alone", roles={"a": raysvc.Role(2, cp=2)})

@@ -74,7 +74,7 @@ def reader(answers: Answers, monkeypatch: pytest.MonkeyPatch, stream: str = "") 
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(rank_reader, "read_shard", lambda wire: ("opened", *wire))
     monkeypatch.setattr(rank_reader, "private", lambda wire: ("own", wire))
-    return RankReader(answers, 3, stream)  # type: ignore[arg-type]
+    return RankReader(answers, Role(3), stream)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("late", [0, 3])
@@ -84,7 +84,7 @@ def test_a_step_is_asked_for_waited_for_and_opened_as_private_copies(
     answers = Answers([info(7), "a", "b"], late)
     own = reader(answers, monkeypatch, "held out")
     fetch = own.ask(7, 2)
-    assert answers.calls == [(7, 3, 2, "held out")]
+    assert answers.calls == [(7, Role(3), 2, "held out")]
     assert fetch == RankFetch(7, ["ref 0", "ref 1", "ref 2"])
     step = own.arrive(fetch)
     assert answers.calls[1:] == [("check",)] * late + [("order of", 7)], "an eval has no commits"

@@ -29,6 +29,7 @@ class StreamClient:
         )
         self.schedule = plan_of(job, self.entry).schedule
         self.rank, self.dp_size, self.frontier = rank, dp_size, 0
+        self.loss_ranks = dp_size
         self.orders: dict[int, str] = {}
         stream = self._stream
         self.lease: Any = SimpleNamespace(

@@ -1,0 +1,1 @@
+"""A data-parallel rank's arrays for each of the processes that share them."""
