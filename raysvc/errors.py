@@ -37,6 +37,8 @@ Always true:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from raysvc.redact import redacted
 
 
@@ -305,6 +307,9 @@ class StepFailed(RaysvcError):
         return f"server {self.name!r} could not make step {self.step}: {self.cause}; look at the server's log"
 
 
+SHOWN = 5  # prompts that a text names
+
+
 class StepNotReady(RaysvcError):
     """Too few groups came in time for a step.
 
@@ -313,17 +318,34 @@ class StepNotReady(RaysvcError):
         step: that was asked for.
         ready: groups that are there.
         needed: groups of a step.
+        missing: prompts that are reserved, open or wait for late columns, the oldest first: uid, which of the three,
+            owner, seconds.
     """
 
-    def __init__(self, name: str, step: int, ready: int, needed: int) -> None:
-        super().__init__(name, step, ready, needed)
-        self.name, self.step, self.ready, self.needed = name, step, ready, needed
+    def __init__(
+        self,
+        name: str,
+        step: int,
+        ready: int,
+        needed: int,
+        missing: Sequence[tuple[str, str, str, float]] = (),
+    ) -> None:
+        super().__init__(name, step, ready, needed, missing)
+        self.name, self.step, self.ready, self.needed, self.missing = name, step, ready, needed, missing
 
     def __str__(self) -> str:
-        return (
-            f"server {self.name!r} has {self.ready} of the {self.needed} groups of step {self.step}; "
-            "check that the producers are alive, or ask again"
-        )
+        head = f"server {self.name!r} has {self.ready} of the {self.needed} groups of step {self.step}"
+        if not self.missing:
+            return (
+                f"{head}, and no prompt is reserved or open; start producers, or ask producer.status(uids) "
+                "whether their prompts were put before"
+            )
+        told = [
+            f"{uid!r} {state}{f' by {owner}' if owner else ''} for {held_s:.0f} s"
+            for uid, state, owner, held_s in self.missing[:SHOWN]
+        ]
+        more = f" and {len(self.missing) - SHOWN} more" if len(self.missing) > SHOWN else ""
+        return f"{head}; under way: {', '.join(told)}{more}; look at these producers, or ask again"
 
 
 class NoCapacity(RaysvcError):

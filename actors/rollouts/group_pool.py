@@ -73,7 +73,10 @@ class Pool:
         reserved: uid -> the producer that is working on it.
         leases: producer -> until when its reservations and open groups hold.
         owners: open group -> its producer.
+        since: uid of a reserved, open or waiting group -> clock value of its reservation or first row.
+        step_of: group -> the step it is in, or was quarantined from.
         evicted: groups that became too old.
+        stale: puts that were refused because they were too old when they came, since the server started.
         quarantined: group -> why it cannot be trained.
         kept_from: steps below are forgotten.
     """
@@ -92,7 +95,10 @@ class Pool:
     reserved: dict[str, str] = field(default_factory=dict)
     leases: dict[str, float] = field(default_factory=dict)
     owners: dict[Key, str] = field(default_factory=dict)
+    since: dict[str, float] = field(default_factory=dict)
+    step_of: dict[Key, int] = field(default_factory=dict)
     evicted: int = 0
+    stale: int = 0
     quarantined: dict[Key, str] = field(default_factory=dict)
     kept_from: int = 0
     _top: int = -1  # the highest step that was formed
@@ -118,6 +124,7 @@ class Pool:
         """Take the memberships of an earlier process; `gone` never gets ready again."""
         self.kept_from = max(self.kept_from, kept_from)
         self.steps = {step: keys for step, keys in steps.items() if step >= self.kept_from}
+        self.step_of = {key: step for step, keys in self.steps.items() for key in keys}
         self._top = max(self.steps, default=-1)
         self._planned_ever = sum(map(len, self.steps.values()))
         through = gone.union(*self.steps.values())
@@ -134,6 +141,7 @@ class Pool:
             return False
         self.versions[group.key] = group.version
         if complete:
+            self.since.pop(group.key[0], None)
             self.ready.append(group)
         else:
             self.waiting[group.key] = group.version
@@ -153,6 +161,7 @@ class Pool:
     def complete(self, key: Key) -> None:
         """A group that was waiting may be planned."""
         if key in self.waiting:
+            self.since.pop(key[0], None)
             self.ready.append(Ready(key, self.waiting.pop(key)))
 
     def refuse_version(self, version: int) -> str | None:
@@ -177,6 +186,7 @@ class Pool:
         if len(self.ready) < self.batch_size:
             return None
         self.steps[step] = self._take(self.batch_size)
+        self.step_of.update(dict.fromkeys(self.steps[step], step))
         self._top = max(self._top, step)
         self._planned_ever += self.batch_size
         return self.steps[step]
@@ -184,6 +194,11 @@ class Pool:
     def trained_by(self, step: int) -> int:
         """The newest weight version that can train `step`."""
         return self.version + max(0, step - self.version_step)
+
+    def is_stale(self, version: int, frontier: int) -> bool:
+        """Whether a group of this version that comes now would be too old for the next step that can take it."""
+        trained_by = self.trained_by(max(frontier, self._top + 1))
+        return self.max_staleness is not None and trained_by - version > self.max_staleness
 
     def set_version(self, version: int, frontier: int) -> list[Key]:
         """The weights that train are `version` from step `frontier` on; returns what became too old.
@@ -266,7 +281,10 @@ class Pool:
         self.kept_from = max(self.kept_from, step)
         base = max((number for number, (at, _) in enumerate(self.told) if at <= self.kept_from), default=0)
         self.told = self.told[base:]
-        self._planned_ever -= sum(len(self.steps.pop(number)) for number in old)
+        forgotten = [key for number in old for key in self.steps.pop(number)]
+        self._planned_ever -= len(forgotten)
+        for key in forgotten:
+            self.step_of.pop(key, None)
 
     def planned(self, frontier: int) -> int:
         """Groups of steps that are formed and not committed."""
@@ -285,21 +303,37 @@ class Pool:
         return max(0, (self.max_staleness + 1) * self.batch_size - held)
 
     def reserve(
-        self, uids: list[str], frontier: int, owner: str = "", until_s: float = FOREVER_S
-    ) -> list[str]:
-        """The uids that a producer may start on: as many as there is capacity. Asking again changes nothing."""
+        self,
+        uids: list[str],
+        frontier: int,
+        owner: str = "",
+        until_s: float = FOREVER_S,
+        *,
+        attempt: int = 0,
+        now_s: float = 0.0,
+    ) -> dict[str, str]:
+        """A verdict of each uid: `granted`, as many as there is capacity; `known`, its group was put under this attempt;
+        `taken`, another producer works on it; `full`. Asking again changes nothing."""
         self.leases[owner] = until_s
-        mine = [uid for uid in uids if self.reserved.get(uid) == owner]
-        new = [uid for uid in dict.fromkeys(uids) if uid not in self.reserved]
         room = self.capacity(frontier)
-        granted = new if room is None else new[:room]
-        self.reserved.update(dict.fromkeys(granted, owner))
-        return [*mine, *granted]
+        verdicts: dict[str, str] = {}
+        for uid in dict.fromkeys(uids):
+            if (uid, attempt) in self.versions:
+                verdicts[uid] = "known"
+            elif uid in self.reserved:
+                verdicts[uid] = "granted" if self.reserved[uid] == owner else "taken"
+            elif room == 0:
+                verdicts[uid] = "full"
+            else:
+                room = None if room is None else room - 1
+                verdicts[uid], self.reserved[uid], self.since[uid] = "granted", owner, now_s
+        return verdicts
 
     def release(self, uids: Iterable[str]) -> None:
         """A producer gave up on these."""
         for uid in uids:
-            self.reserved.pop(uid, None)
+            if self.reserved.pop(uid, None) is not None:
+                self.since.pop(uid, None)
 
     def renew(self, owner: str, until_s: float) -> None:
         """A sign of life of a producer."""
@@ -327,6 +361,7 @@ class Pool:
             return None
         fresh = dict(zip(holes, self._take(len(holes)), strict=True))
         self.steps[step] = [fresh.get(slot, key) for slot, key in enumerate(keys)]
+        self.step_of.update(dict.fromkeys(fresh.values(), step))
         return self.steps[step]
 
     def _take(self, count: int) -> list[Key]:
@@ -345,5 +380,6 @@ class Pool:
             return
         self.ready = [group for group in self.ready if group.key not in keys]
         for key in keys:
-            self.waiting.pop(key, None)
+            if self.waiting.pop(key, None) is not None:
+                self.since.pop(key[0], None)
             self.owners.pop(key, None)

@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from raysvc.actors.rollouts.group_fate import state_of, under_way, verdict
 from raysvc.actors.rollouts.group_history import History, Restored, StepRecord, restore
 from raysvc.actors.rollouts.group_log import Event, Forgotten, Spool
 from raysvc.actors.rollouts.group_pool import Key, Pool, Ready, Timeline
@@ -29,14 +30,16 @@ from raysvc.actors.rollouts.group_rows import Chunk, ChunkPiece, GroupRows
 from raysvc.actors.rollouts.held_tables import HeldTables
 from raysvc.actors.rollouts.late_columns import add_late, fresh_lines, refuse_lines
 from raysvc.actors.rollouts.put_rules import is_full, refuse, unknown_part
+from raysvc.rl.prompt_state import Missing, PromptState
 from raysvc.rl.schema import GroupSpan, Schema, spans_of
 
 
 class PutResult(NamedTuple):
-    """What became of a put: groups that are new, and groups that were there before."""
+    """What became of a put: how many groups are new, how many were there before, and what each producer is told."""
 
     new: int
     known: int
+    verdicts: dict[str, str]
 
 
 class GroupStore:
@@ -76,11 +79,12 @@ class GroupStore:
         self._forgetting = threading.Lock()  # one thread at a time forgets
         self._through(self._gone)
         self.pool.leases = dict.fromkeys(self._producers(), now_s() + producer_ttl_s)
+        self.pool.since = dict.fromkeys((*pool.reserved, *(uid for uid, _ in pool.waiting)), now_s())
 
     # -- producers
 
     def put(self, table: pa.Table, owner: str = "", *, gate: int | None = None) -> PutResult | None:
-        """Keep what is new of a table; None: there is no room for it now.
+        """Keep what is new of a table and not too old to be trained; None: there is no room for it now.
 
         Args:
             owner: the producer, which open groups belong to.
@@ -94,25 +98,34 @@ class GroupStore:
         spans = spans_of(table)
         with self.changed:
             self._expire()
+            verdicts = {span.key: self._verdict(span, gate or 0) for span in spans}
+            asked, stale = spans, [span for span in spans if verdicts[span.key] == "stale"]
+            spans = [span for span in spans if verdicts[span.key] != "stale"]
             if gate is not None and is_full(self.pool, spans, gate):
                 return None
             refuse(self.pool, self._groups, spans)
             parts = (unknown_part(self.pool, self._groups, span) for span in spans)
             kept = [span for span in parts if span is not None]
             if late is not None:
-                coming = {span.key: range(span.first, span.first + span.stop - span.start) for span in kept}
+                coming = {
+                    span.key: range(span.first, span.first + span.stop - span.start)
+                    for span in (*kept, *stale)
+                }
                 refuse_lines(self._groups, self.pool.versions, late, coming)
-            self.schema.fix(admitted)
+            if spans:
+                self.schema.fix(admitted)
+            self.pool.stale += len(stale)
             new = sum(span.key not in self.pool.versions for span in kept)
             ticket = self._keep(table, kept, owner) if kept else self._history.last
             if late is not None and (fresh := fresh_lines(self._groups, late)):
                 ticket = self._keep_late(late.take(pa.array(fresh)))
-            if known := [uid for (uid, _), *_ in spans if uid in self.pool.reserved]:
-                self.pool.release(known)
-                ticket = self._event({"released": known})
+            if done := [uid for (uid, _), *_ in asked if uid in self.pool.reserved]:
+                self.pool.release(done)
+                ticket = self._event({"released": done})
             self._notify()
         self._history.wait(ticket)
-        return PutResult(new, len(spans) - new)
+        told = {uid: said for (uid, _), said in verdicts.items()}
+        return PutResult(new, len(spans) - new, told)
 
     def add_columns(self, table: pa.Table) -> int:
         """Late columns: `uid`, `attempt`, `row` and the columns; returns how many rows got something new.
@@ -132,14 +145,29 @@ class GroupStore:
         self._history.wait(ticket)
         return len(fresh)
 
-    def reserve(self, uids: list[str], frontier: int, owner: str) -> list[str]:
-        """The uids that may be started on now, as many as there is capacity."""
+    def reserve(self, uids: list[str], frontier: int, owner: str, attempt: int = 0) -> dict[str, str]:
+        """A verdict of each uid, as `Pool.reserve`; of one that was put and is lost, how it was lost."""
         with self.changed:
             self._expire()
-            granted = self.pool.reserve(uids, frontier, owner, self._until_s())
+            now_s = self._now_s()
+            verdicts = self.pool.reserve(uids, frontier, owner, self._until_s(), attempt=attempt, now_s=now_s)
+            for uid in [uid for uid, said in verdicts.items() if said == "known"]:
+                verdicts[uid] = verdict(self._state((uid, attempt), frontier))
+            granted = [uid for uid, said in verdicts.items() if said == "granted"]
             ticket = self._event({"reserved": [owner, granted]}) if granted else self._history.last
         self._history.wait(ticket)
-        return granted
+        return verdicts
+
+    def status(self, uids: Iterable[str], frontier: int, attempt: int = 0) -> dict[str, PromptState]:
+        """Say where each of these prompts stands."""
+        with self.changed:
+            self._expire()
+            return {uid: self._state((uid, attempt), frontier) for uid in uids}
+
+    def under_way(self) -> tuple[Missing, ...]:
+        """What a step that cannot be formed may be waiting for, the oldest first."""
+        with self.changed:
+            return under_way(self.pool, self._now_s())
 
     def release(self, uids: Iterable[str]) -> None:
         """A producer gave up on these prompts."""
@@ -298,6 +326,22 @@ class GroupStore:
         with self.changed:
             self.changed.wait_for(lambda: self.rounds != rounds, timeout_s)
 
+    def _state(self, key: Key, frontier: int) -> PromptState:
+        return state_of(
+            self.pool,
+            key,
+            frontier,
+            self._now_s(),
+            gone=self._gone,
+            dropped=self.dropped,
+            forgotten=self.forgotten,
+        )
+
+    def _verdict(self, span: GroupSpan, frontier: int) -> str:
+        if span.key in self.pool.versions:
+            return verdict(self._state(span.key, frontier))
+        return "stale" if self.pool.is_stale(span.version, frontier) else "new"
+
     def _keep(self, table: pa.Table, spans: list[GroupSpan], owner: str) -> int:
         whole = sum(span.stop - span.start for span in spans) == table.num_rows
         if not whole:
@@ -331,6 +375,7 @@ class GroupStore:
         group.closed = span.closed
         complete = group.is_complete(tuple(self.schema.late))
         ready = Ready(span.key, span.version)
+        self.pool.since.setdefault(span.key[0], self._now_s())
         if not self.pool.put(ready, complete=complete, owner=None if span.closed else owner):
             self.pool.grow(span.key, span.version)
             if span.closed:

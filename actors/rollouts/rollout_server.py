@@ -27,6 +27,7 @@ from raysvc.errors import ConfigError, LeaseError, SourceError, StepFailed, Step
 from raysvc.metrics import record
 from raysvc.rl.group import Group
 from raysvc.rl.group_table import table_of
+from raysvc.rl.prompt_state import PromptState
 
 log = logging.getLogger(__name__)
 CHECK_EVERY_S = 0.5
@@ -58,20 +59,21 @@ class RolloutServer(BatchServer):
         records.keep(self._frontier(), self.spec)
         return facts
 
-    def put_groups(self, *tables: Any, owner: str = "") -> tuple[int, int] | None:
-        """Keep groups: tables of `raysvc.rl.group_table.table_of`, or groups; returns how many are new, and how many were
-        there; None when there is no capacity for what was not reserved: ask again.
+    def put_groups(self, *tables: Any, owner: str = "") -> tuple[int, int, dict[str, str]] | None:
+        """Keep groups: tables of `raysvc.rl.group_table.table_of`, or groups; returns how many are new, how many were
+        there, and a verdict of each uid; None when there is no capacity for what was not reserved: ask again.
 
         Raises:
             SourceError: a group breaks a rule; then nothing of the call is kept.
         """
         self._saw(owner)
         if (table := _table(tables)) is None:
-            return 0, 0
-        counts = self._rollouts.put(table, owner, gate=self._frontier())
-        if counts is not None:
-            record("groups_put", counts[0], server=self.spec.name)
-        return counts
+            return 0, 0, {}
+        result = self._rollouts.put(table, owner, gate=self._frontier())
+        if result is None:
+            return None
+        record("groups_put", result.new, server=self.spec.name)
+        return result.new, result.known, result.verdicts
 
     def add_columns(self, table: Any) -> int:
         """Late columns of groups that are there; returns how many rows got something new.
@@ -85,10 +87,14 @@ class RolloutServer(BatchServer):
         """No rows of these groups will follow; returns how many were open."""
         return self._rollouts.store.close(keys)
 
-    def reserve(self, uids: list[str], owner: str = "") -> list[str]:
-        """The uids that may be started on now, as many as there is capacity."""
+    def reserve(self, uids: list[str], owner: str = "", attempt: int = 0) -> dict[str, str]:
+        """A verdict of each uid: those that are granted may be started on now, as many as there is capacity."""
         self._saw(owner)
-        return self._rollouts.store.reserve(uids, self._frontier(), owner)
+        return self._rollouts.store.reserve(uids, self._frontier(), owner, attempt)
+
+    def status(self, uids: list[str], attempt: int = 0) -> dict[str, PromptState]:
+        """Say where each of these prompts stands."""
+        return self._rollouts.store.status(uids, self._frontier(), attempt)
 
     def release(self, uids: list[str]) -> None:
         """A producer gave up on these prompts."""
@@ -155,6 +161,7 @@ class RolloutServer(BatchServer):
                 "planned": pool.planned(frontier),
                 "trained": pool.trained(frontier),
                 "evicted": pool.evicted,
+                "stale": pool.stale,
                 "dropped": len(store.dropped),
                 "quarantined": {f"{uid}#{n}": reason for (uid, n), reason in pool.quarantined.items()},
                 "reserved": len(pool.reserved),
@@ -257,7 +264,7 @@ class RolloutServer(BatchServer):
                 return time.monotonic() - begin
             if time.monotonic() - begin > self._rollout_spec.wait_s:
                 ready, needed = len(store.pool.ready), store.pool.batch_size
-                raise StepNotReady(self.spec.name, step, ready, needed)
+                raise StepNotReady(self.spec.name, step, ready, needed, store.under_way())
             store.wait(rounds, CHECK_EVERY_S)
 
     def _frontier(self) -> int:

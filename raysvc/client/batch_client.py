@@ -255,6 +255,8 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         info, *shards = self._feedback.ask(
             index, lambda: self._connection.fetch_step(index, self._roles, count)
         )
+        if self.lease.forms:
+            _hear(info, shards)
         minis = tuple(self._mini(shards[m * each : (m + 1) * each]) for m in range(count))
         step = Step(index, self.schedule.epoch_of(index), minis, self.schedule.update_epochs)
         return _Fetch(index, info, step)
@@ -399,6 +401,20 @@ def attach(
         wait_for(check, f"server {name!r}")
     ref = server.attach.options(concurrency_group="lease").remote(new_holder(), bool(takeover), reader)
     return BatchClient(server, wait_for(ref, f"server {name!r}"), known, limit)
+
+
+def _hear(info: Any, shards: Sequence[Any]) -> None:
+    """Take the error of a step that could not be formed from all its refs: Ray prints those that nobody takes.
+
+    A shard is not opened: it is asked for only where its step failed.
+    """
+
+    def answered(done: Any) -> None:
+        if done.exception() is not None:
+            for shard in shards:
+                shard.future()
+
+    info.future().add_done_callback(answered)
 
 
 def _checked_roles(roles: Mapping[str, Role | int] | None, dp_size: int, rank: int | None) -> dict[str, Role]:

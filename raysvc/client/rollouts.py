@@ -31,6 +31,7 @@ from raysvc.errors import ConfigError, NoCapacity, ServerError
 from raysvc.metrics import record
 from raysvc.rl.group import Group
 from raysvc.rl.group_table import late_table, table_of
+from raysvc.rl.prompt_state import PromptState
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -42,10 +43,31 @@ LARGE_BYTES = 100_000  # beyond this Ray would copy an argument into its store a
 
 
 class Put(NamedTuple):
-    """What became of a put: groups that are new, and groups that were there before."""
+    """What became of a put.
+
+    Attributes:
+        new: groups that will be trained.
+        known: groups that were put before under the same attempt.
+        verdicts: uid -> `new`; `stale`: too old to be trained, and not kept; `known`; or why one that was put before is
+            not trained: `evicted` (too old since), `dropped`, `quarantined`. Of several attempts of a uid, the last one's.
+    """
 
     new: int
     known: int
+    verdicts: Mapping[str, str]
+
+
+class Reserved(list[str]):
+    """The uids that may be started now, in the order asked.
+
+    Attributes:
+        verdicts: uid -> `granted`; `known`: put before under this attempt; `evicted`, `dropped`, `quarantined`: put before,
+            and never trained (another attempt may be); `taken`: another producer works on it; `full`: no capacity now.
+    """
+
+    def __init__(self, verdicts: Mapping[str, str]) -> None:
+        super().__init__(uid for uid, said in verdicts.items() if said == "granted")
+        self.verdicts = verdicts
 
 
 class Rollouts:
@@ -87,7 +109,7 @@ class Rollouts:
         values = [item for item in items if not isinstance(item, ray.ObjectRef)]
         batches = [*([_shared(table_of(values))] if values else []), *refs]
         if not batches:
-            return Put(0, 0)
+            return Put(0, 0, {})
         if refs or any(not group.closed for group in values):
             self._live()
         begin, pause_s = time.monotonic(), 0.01
@@ -132,15 +154,24 @@ class Rollouts:
         keys = [(uid, attempt) for uid in texts("close_groups(uids)", uids)]
         return int(self._call("close_groups", "put", keys))
 
-    def reserve(self, uids: Sequence[str]) -> list[str]:
-        """Reserve prompts: returns the uids that may be started now; the others must wait for capacity.
+    def reserve(self, uids: Sequence[str], *, attempt: int = 0) -> Reserved:
+        """Reserve prompts: returns the uids that may be started now, and a verdict of each uid that was asked for.
 
         A reservation holds while this process lives, and `producer_ttl_s` longer.
+
+        Args:
+            attempt: the one that will be put; a prompt that was put under it before is not granted.
         """
         wanted = texts("reserve(uids)", uids)
+        integer("reserve(attempt)", attempt, 0)
         self._live()
-        granted: list[str] = self._call("reserve", "put", wanted, self.owner)
-        return granted
+        return Reserved(self._call("reserve", "put", wanted, self.owner, attempt))
+
+    def status(self, uids: Sequence[str], *, attempt: int = 0) -> dict[str, PromptState]:
+        """Say where each of these prompts stands, under one attempt; changes nothing."""
+        integer("status(attempt)", attempt, 0)
+        found: dict[str, PromptState] = self._call("status", "control", texts("status(uids)", uids), attempt)
+        return found
 
     def release(self, uids: Sequence[str]) -> None:
         """Give back the capacity of prompts that will not be put."""

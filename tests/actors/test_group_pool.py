@@ -81,8 +81,8 @@ def test_a_step_planned_ahead_counts_the_versions_that_come_until_then() -> None
 
 def test_reservations_end_at_capacity_and_a_put_a_release_and_a_drop_use_or_return_it() -> None:
     pool = Pool(2, max_staleness=0)
-    assert pool.reserve(["a", "b", "c"], 0) == ["a", "b"]
-    assert pool.reserve(["a", "c"], 0) == ["a"]
+    assert pool.reserve(["a", "b", "c"], 0) == {"a": "granted", "b": "granted", "c": "full"}
+    assert pool.reserve(["a", "c"], 0) == {"a": "granted", "c": "full"}
     pool.put(Ready(("a", 0), 0))
     assert pool.capacity(0) == 0
     pool.release(["b"])

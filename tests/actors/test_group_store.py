@@ -40,7 +40,15 @@ def group(number: int, rows: int = 2, **fields: Any) -> Group:
 
 
 def put(rollouts: RolloutStream, *groups: Group, **options: Any) -> Any:
-    return rollouts.put(table_of(groups), **options)
+    """New and known groups; None: no room."""
+    result = rollouts.put(table_of(groups), **options)
+    return result and result[:2]
+
+
+def reserve(rollouts: RolloutStream, uids: list[str], owner: str) -> list[str]:
+    """The uids that are granted."""
+    verdicts = rollouts.store.reserve(uids, 0, owner)
+    return [uid for uid, said in verdicts.items() if said == "granted"]
 
 
 def ids(rollouts: RolloutStream, step: int) -> list[list[list[int]]]:
@@ -209,17 +217,17 @@ def test_what_a_dead_producer_reserved_or_left_open_comes_back_also_over_a_resta
 
     now = [0.0]
     rollouts = at(now, tmp_path)
-    assert rollouts.store.reserve(["a", "b", "c"], 0, "dead") == ["a", "b", "c"]
-    assert rollouts.store.reserve(["a", "d", "e"], 0, "alive") == ["d"], "a is another's, and there are four"
+    assert reserve(rollouts, ["a", "b", "c"], "dead") == ["a", "b", "c"]
+    assert reserve(rollouts, ["a", "d", "e"], "alive") == ["d"], "a is another's, and there are four"
     put(rollouts, group(0, closed=False), owner="dead")
-    assert rollouts.store.reserve(["f"], 0, "alive") == []
+    assert reserve(rollouts, ["f"], "alive") == []
     now[0] = 8
     rollouts = at(now, tmp_path)
     assert rollouts.pool.reserved == {"a": "dead", "b": "dead", "c": "dead", "d": "alive"}
     now[0] = 12
     rollouts.store.renew("alive")
     now[0] = 19
-    assert rollouts.store.reserve(["a", "d", "f", "g", "h"], 0, "alive") == ["d", "a", "f", "g"]
+    assert reserve(rollouts, ["a", "d", "f", "g", "h"], "alive") == ["a", "d", "f", "g"]
     assert rollouts.store.dropped == {("g0", 0)}, "nobody will ever close it"
     assert put(rollouts, Group("b", [[1, 2]], [[0, 1]]), owner="dead") == (1, 0), "late, and still welcome"
 

@@ -236,7 +236,7 @@ def test_what_is_forgotten_is_removed_with_its_put_and_the_rest_is_as_it_was(tmp
     assert seen(first, range(2, 4)) == expected
     again = rollout_stream(folder)
     assert seen(again, range(2, 4)) == expected
-    assert again.put(groups_table([0, 4, 8])) == (0, 3), "what was forgotten is still known"
+    assert (again.put(groups_table([0, 4, 8])) or ())[:2] == (0, 3), "what was forgotten is still known"
     with pytest.raises(StepOutOfOrder, match="a step from 2 on"):
         again.form(1, 4)
     with pytest.raises(StepOutOfOrder, match="a step from 2 on"):
@@ -248,7 +248,7 @@ def test_what_is_forgotten_is_removed_with_its_put_and_the_rest_is_as_it_was(tmp
     assert again.forget_below(5) == 7, "four puts and three steps"
     assert Spool(folder).names() == []
     last = rollout_stream(folder)
-    assert last.put(groups_table([3, 10])) == (1, 1)
+    assert (last.put(groups_table([3, 10])) or ())[:2] == (1, 1)
     assert Spool(folder).names()[0] > max(Spool(folder).forgotten().tables), (
         "numbers go on behind what is gone"
     )

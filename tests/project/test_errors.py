@@ -9,7 +9,8 @@ import pytest
 
 from raysvc import errors
 
-VALUES = {"str": "text", "float": 1.5, "int": 3, "int | None": None}
+VALUES: dict[str, object] = {"str": "text", "float": 1.5, "int": 3, "int | None": None}
+VALUES["Sequence[tuple[str, str, str, float]]"] = (("text", "text", "text", 1.5),)
 
 
 def every_error() -> list[type[errors.RaysvcError]]:

@@ -46,7 +46,7 @@ def test_every_put_that_was_answered_is_kept_once(tmp_path: Path, ray_session: N
             while not stop.is_set():
                 uids = [f"{number}-{count}-{part}" for part in range(PER_PUT)]
                 groups = [group(uid, tokens) for uid in uids]
-                assert sum(producer.put_groups(groups)) == PER_PUT
+                assert sum(producer.put_groups(groups)[:2]) == PER_PUT
                 answered[number] += uids
                 if count % 3 == 0:
                     known += producer.put_groups(groups).known
