@@ -41,7 +41,7 @@ from raysvc.actors.server.trainer_reports import TrainerReports
 from raysvc.actors.versions import HERE, Side, check_versions_meet
 from raysvc.cache.store.claim import Claim
 from raysvc.collate.reused_memory import keep_freed_memory
-from raysvc.collate.shard import Wire, cut
+from raysvc.collate.shard import Shard, Wire, cut
 from raysvc.errors import ConfigError, LeaseHeld, StepOutOfOrder
 from raysvc.feedback.decision import Request
 from raysvc.feedback.feedback_log import RowOutcomes
@@ -318,6 +318,7 @@ class BatchServer:
         num_ranks: int,
         stream: str = TRAIN,
         commits: Sequence[Commit] = (),
+        columns: tuple[str, ...] | None = None,
     ) -> list[Any]:
         """The step's info (`StepInfo.for_rank`), then this rank's shard of each mini-batch (`shard.cut`); collated once for all ranks,
         and the same one for all peers of a dp rank; with `plan.cp_split` each context-parallel rank has a part of its own.
@@ -325,6 +326,7 @@ class BatchServer:
         Args:
             num_ranks: of data parallelism.
             commits: of this rank, which came along: a call saved at every step.
+            columns: of `plan.columns`, that this process wants; None: all of them.
 
         A step that ranks ask for while they are no further apart than their look-ahead is kept until all have it, however
         small `share_bytes` is.
@@ -339,7 +341,15 @@ class BatchServer:
         role = Role(num_ranks, cp=cp)
         info, shards = self._made(fence, step, (role,), stream, by_rank=True)
         known = info.for_rank(self._leases.check(fence).frontier)
-        return [known, *(cut(shard.to_wire()) for shard in shards[own :: role.num_shards])]
+        mine = [self._with_columns(shard, columns) for shard in shards[own :: role.num_shards]]
+        return [known, *(cut(shard.to_wire()) for shard in mine)]
+
+    def _with_columns(self, shard: Shard, columns: tuple[str, ...] | None) -> Shard:
+        """The shard without the arrays of other columns; nothing is copied."""
+        if columns is None:
+            return shard
+        media = () if COLUMN in columns else shard.of_media
+        return shard.without({*self.spec.plan.columns, *media} - set(columns))
 
     def _made(
         self, fence: int, step: int, roles: tuple[Role, ...], stream: str, by_rank: bool = False

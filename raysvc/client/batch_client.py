@@ -319,6 +319,7 @@ def attach(
     *,
     mesh: AnyMesh,
     coords: Mapping[str, int] | None = None,
+    columns: Sequence[str] | None = None,
     takeover: bool | Literal["force"] = False,
     reader: str = "",
     group: str | None = None,
@@ -334,6 +335,7 @@ def attach(
     roles: Mapping[str, Role | int] | None = None,
     mesh: AnyMesh | None = None,
     coords: Mapping[str, int] | None = None,
+    columns: Sequence[str] | None = None,
     takeover: bool | Literal["force"] = False,
     reader: str = "",
     group: str | None = None,
@@ -353,6 +355,7 @@ def attach(
             pipeline): a `raysvc.Mesh`, a torch `DeviceMesh`, or "launched" (Megatron's parallel state, else accelerate's
             environment, else torchrun's); replaces `dp_size` and `rank`.
         coords: of this process in a `raysvc.Mesh`, axis -> place; None: from RANK, which counts tp first, then cp, then dp.
+        columns: of `plan.columns`, that this process of a mesh gets, such as those of its pipeline stage; None: all of them.
         takeover: fence whoever holds the lease; "force": also on a server that another owner started.
         reader: which trainer of a sweep this is, if the server has `share: stream`.
         group: what the ranks of one run have in common; None: from the launcher's environment.
@@ -372,7 +375,7 @@ def attach(
             multiply to the processes of the launch.
     """
     from raysvc.actors.launch import find_server, wait_for
-    from raysvc.client.seats.own_seat import seat_asked_for
+    from raysvc.client.seats.own_seat import own_columns, seat_asked_for
     from raysvc.cluster import connect
 
     known = _checked_roles(roles, dp_size, rank)
@@ -384,10 +387,16 @@ def attach(
     if takeover is True:
         refuse_takeover_of_foreign(server, name)
     limit = Limit(look_ahead_steps, _quarter_of_store() if look_ahead_bytes is None else look_ahead_bytes)
+    wanted = own_columns(columns, mesh)
+    _check_columns(
+        server,
+        name,
+        [each for one in (wanted, *(role.columns for role in known.values())) for each in one or ()],
+    )
     if seat is not None:
         from raysvc.client.rank_client import attach_rank
 
-        client = attach_rank(server, name, seat, group, reader, bool(takeover), limit)
+        client = attach_rank(server, name, seat, group, reader, bool(takeover), limit, wanted)
         if client.lease.cuts and rank is not None:
             client.detach()
             what = f"server {name!r} cuts lines for context parallelism (plan.cp_split), and moves labels"
@@ -395,10 +404,6 @@ def attach(
                 "attach(rank)", what, "attach with mesh=raysvc.Mesh(dp=..., cp=...), or leave it out"
             )
         return client
-    columns = tuple(name for role in known.values() for name in role.columns or ())
-    if columns:
-        check = server.check_columns.options(concurrency_group="control").remote(columns)
-        wait_for(check, f"server {name!r}")
     ref = server.attach.options(concurrency_group="lease").remote(new_holder(), bool(takeover), reader)
     return BatchClient(server, wait_for(ref, f"server {name!r}"), known, limit)
 
@@ -415,6 +420,14 @@ def _hear(info: Any, shards: Sequence[Any]) -> None:
                 shard.future()
 
     info.future().add_done_callback(answered)
+
+
+def _check_columns(server: Any, name: str, columns: Sequence[str]) -> None:
+    from raysvc.actors.launch import wait_for
+
+    if columns:
+        check = server.check_columns.options(concurrency_group="control").remote(tuple(columns))
+        wait_for(check, f"server {name!r}")
 
 
 def _checked_roles(roles: Mapping[str, Role | int] | None, dp_size: int, rank: int | None) -> dict[str, Role]:

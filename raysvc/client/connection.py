@@ -204,7 +204,8 @@ class Connection:
         """Start to have this rank's shards of a step made; returns a ref of its info and them, or of a collator refs of each."""
         if self._collators is None:
             along = self._take_along(step) if stream == TRAIN else ()
-            return self.fetch("fetch_rank", 1, step, self.rank, role.dp_size, stream, along)
+            columns = () if role.columns is None else (role.columns,)  # earlier servers know none
+            return self.fetch("fetch_rank", 1, step, self.rank, role.dp_size, stream, along, *columns)
         part = Part(0, self._seat.share(self.lease.cuts)[1] if self._seat else 0)
         admitted = self._admitted(step, stream)
         return self._collators.make_part(admitted, (role,), part, num_mini_batches, stream)

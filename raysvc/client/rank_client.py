@@ -46,9 +46,11 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
         coords: of this process in it.
     """
 
-    def __init__(self, server: Any, lease: Lease, seat: MeshSeat, limit: Limit) -> None:
+    def __init__(
+        self, server: Any, lease: Lease, seat: MeshSeat, limit: Limit, columns: tuple[str, ...] | None = None
+    ) -> None:
         mesh, coords = seat.mesh, seat.coords
-        role = Role(mesh.dp, cp=seat.share(lease.cuts)[0])
+        role = Role(mesh.dp, columns, cp=seat.share(lease.cuts)[0])
         super().__init__(Connection(server, lease, seat, limit.steps + 1), (role,), limit)
         self.rank, self.mesh, self.coords = coords.dp, mesh, coords
         self._reader = RankReader(self._connection, role)
@@ -167,6 +169,7 @@ def attach_rank(
     reader: str,
     takeover: bool,
     limit: Limit,
+    columns: tuple[str, ...] | None,
 ) -> RankClient:
     """Take the seat of this process; other arguments as in `raysvc.attach`.
 
@@ -183,4 +186,4 @@ def attach_rank(
     group = group or (launched_group() if mesh.size > 1 else holder)
     peers = {"mesh": mesh} if mesh.num_peers > 1 else {}  # servers of earlier versions know ranks alone
     ref = method.remote(group, holder, seat.number, mesh.dp, takeover, reader, limit.steps, **peers)
-    return RankClient(server, wait_for(ref, f"server {name!r}"), seat, limit)
+    return RankClient(server, wait_for(ref, f"server {name!r}"), seat, limit, columns)

@@ -31,7 +31,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -125,8 +126,14 @@ class Shard:
         return found.hexdigest()
 
     @cached_property
-    def _of_media(self) -> tuple[str, ...]:
+    def of_media(self) -> tuple[str, ...]:
+        """Names of the arrays of media, without those of their bounds."""
         return tuple(name for name in self.arrays if name + BOUNDS in self.arrays)
+
+    def without(self, names: Collection[str]) -> Shard:
+        """The shard without these arrays, and the bounds of those of media."""
+        gone = {*names, *(name + BOUNDS for name in names)}
+        return replace(self, arrays={name: array for name, array in self.arrays.items() if name not in gone})
 
     def micro(self, index: int) -> dict[str, Array]:
         """Views of the arrays of micro-batch `index`; those of a cell per token are [lines, width, *shape]."""
@@ -148,7 +155,7 @@ class Shard:
                 out[name] = array[micro.start : micro.stop + 1]
             else:
                 out[name] = array[sequences]
-        for name in self._of_media:
+        for name in self.of_media:
             begins = self.arrays[name + BOUNDS][sequences.start : sequences.stop + 1]
             out[name + BOUNDS], out[name] = begins, self.arrays[name][int(begins[0]) : int(begins[-1])]
         return out

@@ -234,3 +234,45 @@ def test_lines_that_are_cut_need_a_mesh(serve: Any) -> None:
     assert stats(server)["holder"] is None
     with pytest.raises(ConfigError, match=r"attach\(roles\['a'\]\): has cp=2"):
         raysvc.attach("cut-alone", roles={"a": raysvc.Role(2, cp=2)})
+
+
+def test_a_pipeline_stage_gets_its_own_columns_and_a_step_is_collated_once(serve: Any) -> None:
+    """2 x 2 x 2: bytes of cells on all ranks, with whole lines and all columns, and as they are needed."""
+    import raysvc
+    from raysvc.errors import ConfigError
+
+    mesh, bytes_of = raysvc.Mesh(dp=2, cp=2, pp=2), dict[str, int]()
+    columns = ("input_ids", "position_ids", "labels", "loss_mask")
+    stages = (("input_ids", "position_ids"), ("labels", "loss_mask"))
+    for name, cut in (("whole", None), ("needed", "zigzag")):
+        plan = {
+            "layout": "packed",
+            "micro_batch_tokens": 512,
+            "cp_split": cut,
+            "epochs": 1,
+            "columns": columns,
+        }
+        server = serve(f"stages-{name}", plan={**plan, "align": 4, "pad_to_multiple": 4})
+        clients = []
+        for number in range(mesh.size):
+            own = mesh.rank(number)
+            wanted = None if cut is None else stages[own.pp]
+            clients.append(
+                raysvc.attach(f"stages-{name}", mesh=mesh, coords=own._asdict(), columns=wanted, group="g")
+            )
+        steps = [next(client.steps()) for client in clients]
+        for client, step in zip(clients, steps, strict=True):
+            there = set(columns) & {name for shard in step.shards for name in shard.arrays}
+            assert there == set(columns if cut is None else stages[client.coords.pp])
+        arrays = [array for step in steps for shard in step.shards for array in shard.arrays.values()]
+        bytes_of[name] = sum(array.nbytes for array in arrays if array.ndim == 2)
+        assert stats(server)["made"] <= 1 + 2, "once for all stages, and its look-ahead"
+        for client in clients:
+            client.detach()
+    # a cell: ids, positions, labels, segments of 4 bytes and a mask of 1; whole: on 2 x 2 ranks all of it
+    needed, whole = (4 + 4 + 4) + (4 + 1 + 4), 4 * (4 + 4 + 4 + 1 + 4)
+    assert bytes_of["needed"] / bytes_of["whole"] == pytest.approx(needed / whole, rel=0.05)
+    with pytest.raises(ConfigError, match=r"asks for rewards, and plan\.columns has"):
+        raysvc.attach("stages-whole", mesh=mesh, coords={"dp": 0, "cp": 0, "pp": 0}, columns=["rewards"])
+    with pytest.raises(ConfigError, match=r"attach\(columns\): are given without a mesh"):
+        raysvc.attach("stages-whole", dp_size=2, rank=0, columns=["labels"])  # type: ignore[call-overload]

@@ -13,11 +13,11 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 from raysvc.actors.mesh import Mesh, MeshRank, MeshSeat
-from raysvc.client.arguments import integer, mapping
+from raysvc.client.arguments import integer, mapping, texts
 from raysvc.client.seats.launched import WHERE, launched_mesh, launched_rank, launched_seat
 from raysvc.errors import ConfigError
 
@@ -69,6 +69,20 @@ def seat_asked_for(
         what = "is given together with rank, roles or dp_size"
         raise ConfigError(WHERE, what, "leave them out: the mesh says them")
     return own_seat(mesh, coords)
+
+
+def own_columns(columns: Sequence[str] | None, mesh: AnyMesh | None) -> tuple[str, ...] | None:
+    """The columns that a process of a mesh wants; None: all of them.
+
+    Raises:
+        ConfigError: they are no list, or there is no mesh.
+    """
+    if columns is None:
+        return None
+    if mesh is None:
+        what, remedy = "are given without a mesh", "give mesh= too, or a driver's raysvc.Role its columns"
+        raise ConfigError("attach(columns)", what, remedy)
+    return tuple(texts("attach(columns)", columns))
 
 
 def own_seat(mesh: AnyMesh, coords: Mapping[str, int] | None) -> MeshSeat:
