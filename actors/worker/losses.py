@@ -8,6 +8,9 @@ log-probability now less `old_logprobs`, d_t `ref_logprobs` less the log-probabi
     SftLoss      l_t = -logprob_t
     PolicyLoss   l_t = -min(e^r A, clip(e^r, 1 - low, 1 + high) A), for A < 0 at most -c A   (PPO, arXiv:1707.06347;
                        c: dual clip, arXiv:1912.09729) + kl_coef KL_t - entropy_coef H_t
+                 by `cispo` the first term is -sg(min(e^r, 1 + high)) A logprob_t (arXiv:2506.13585), sg: no gradient
+                 with `tis_cap` the first term counts min(e^(old_logprobs - logprobs), tis_cap) times, `logprobs` those of
+                       the engine that sampled (truncated importance sampling, fengyao.notion.site/off-policy-rl)
                  KL_t by `k1` -d, `k2` d^2 / 2, `k3` e^d - d - 1 (joschu.net/blog/kl-approx.html; GRPO takes k3)
     DistillLoss  l_t = T^2 sum_k q_k (log q_k - log p_k) over the teacher's entries, q its probabilities at temperature T,
                        made to sum to 1 over them, p those of the model at T over its whole vocabulary
@@ -26,6 +29,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+from raysvc.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -107,9 +112,12 @@ class PolicyLoss:
     """PPO and GRPO: clipped policy gradient with KL to a reference and entropy.
 
     Attributes:
-        clip_low: the ratio counts down to 1 - clip_low.
-        clip_high: ... and up to 1 + clip_high.
-        dual_clip: bound c > 1 of the loss where the advantage is negative; None: no bound.
+        clip_low: the ratio counts down to 1 - clip_low; unused by `cispo`.
+        clip_high: ... and up to 1 + clip_high; larger than clip_low is DAPO's clip-higher.
+        how: `clip` gives no gradient to tokens beyond the clip, `cispo` a bounded one.
+        tis_cap: bound of the weight that corrects for an engine whose probabilities are not the trainer's; None: no
+            correction. Needs the column `logprobs`.
+        dual_clip: for `clip`, bound c > 1 of the loss where the advantage is negative; None: no bound.
         kl_coef: weight of the KL term; 0 needs no reference.
         kl: which estimator.
         entropy_coef: weight of the entropy.
@@ -117,15 +125,24 @@ class PolicyLoss:
 
     clip_low: float = 0.2
     clip_high: float = 0.2
+    how: Literal["clip", "cispo"] = "clip"
+    tis_cap: float | None = None
     dual_clip: float | None = None
     kl_coef: float = 0.0
     kl: Literal["k1", "k2", "k3"] = "k3"
     entropy_coef: float = 0.0
 
+    def __post_init__(self) -> None:
+        if self.how == "cispo" and self.dual_clip is not None:
+            raise ConfigError(
+                "PolicyLoss(dual_clip)", "is for how='clip', and how is 'cispo'", "leave it out"
+            )
+
     @property
     def columns(self) -> tuple[str, ...]:
         """Per-token columns that it needs."""
-        return ("advantages", "old_logprobs", *(("ref_logprobs",) if self.kl_coef else ()))
+        needed = {"ref_logprobs": self.kl_coef, "logprobs": self.tis_cap}
+        return ("advantages", "old_logprobs", *(name for name, wanted in needed.items() if wanted))
 
     @property
     def needs_entropy(self) -> bool:
@@ -139,19 +156,18 @@ class PolicyLoss:
         weights, advantages = targets.weights, targets.columns["advantages"]
         log_ratio = targets.logprobs - targets.columns["old_logprobs"]
         ratio = log_ratio.exp()
-        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        policy = -torch.minimum(ratio * advantages, clipped * advantages)
-        if self.dual_clip is not None:
-            bounded = torch.minimum(policy, -self.dual_clip * advantages)
-            policy = torch.where(advantages < 0, bounded, policy)
-        terms = policy
-        moved = (clipped * advantages < ratio * advantages).to(weights.dtype)
+        policy, moved = self._policy(ratio, advantages, targets.logprobs)
         metrics = {
-            "policy_loss": (policy * weights).sum(),
-            "clip_share": (moved * weights).sum(),
+            "clip_share": (moved.to(weights.dtype) * weights).sum(),
             "old_kl": ((ratio - log_ratio - 1) * weights).sum(),
             "ratio_max": torch.where(weights > 0, ratio, 0.0).amax() if len(ratio) else weights.sum(),
         }
+        if self.tis_cap is not None:
+            engine = (targets.columns["old_logprobs"] - targets.columns["logprobs"]).exp()
+            policy = policy * engine.clamp(max=self.tis_cap)
+            metrics["tis_capped_share"] = ((engine > self.tis_cap).to(weights.dtype) * weights).sum()
+        metrics["policy_loss"] = (policy * weights).sum()
+        terms = policy
         if self.kl_coef:
             kl = kl_estimate(targets.columns["ref_logprobs"] - targets.logprobs, self.kl)
             terms = terms + self.kl_coef * kl
@@ -161,6 +177,22 @@ class PolicyLoss:
             terms = terms - self.entropy_coef * targets.entropy
             metrics["entropy"] = (targets.entropy * weights).sum()
         return LossSum((terms * weights).sum(), {name: value.detach() for name, value in metrics.items()})
+
+    def _policy(
+        self, ratio: torch.Tensor, advantages: torch.Tensor, logprobs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first term of each target, and whether its ratio was bounded."""
+        import torch
+
+        if self.how == "cispo":
+            bounded = ratio.detach().clamp(max=1 + self.clip_high)
+            return -bounded * advantages * logprobs, ratio.detach() > bounded
+        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        policy = -torch.minimum(ratio * advantages, clipped * advantages)
+        if self.dual_clip is not None:
+            bounded = torch.minimum(policy, -self.dual_clip * advantages)
+            policy = torch.where(advantages < 0, bounded, policy)
+        return policy, clipped * advantages < ratio * advantages
 
 
 @dataclass(frozen=True)
