@@ -116,7 +116,7 @@ def explain(
 ) -> None:
     """Explain a hit or a miss, or how two entries differ.
 
-    Example: raysvc cache explain -c job.yaml
+    Example: raysvc cache explain job.yaml
     """
     from raysvc.cache import key as keys_module
     from raysvc.errors import ConfigError

@@ -120,7 +120,7 @@ def emit(result: Mapping[str, Any]) -> None:
 
 
 def _with_job_named(arguments: dict[str, Any], default: str | None) -> dict[str, Any]:
-    """`raysvc train job.yaml` means `raysvc train -c job.yaml`."""
+    """`raysvc train job.yaml` means `raysvc train job.yaml`."""
     words = arguments.get("overrides")
     if words and (folder := _run_folder(words[0])) is not None:
         from raysvc.training.run_job import has_job, job_of_run

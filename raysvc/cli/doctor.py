@@ -26,7 +26,7 @@ def doctor(
     Here: Ray, authentication, store, tokenizer, plan. On each node: packages, memory, GPUs, clocks, folders.
     Each finding names its remedy. Exit code 1 when a check failed.
 
-    Example: raysvc doctor -c job.yaml --address auto
+    Example: raysvc doctor job.yaml --address auto
     """
     from raysvc.inspect.examine import examine
     from raysvc.job.job_file import load_job

@@ -28,7 +28,7 @@ def enrich(
     Tokenizes first where the cache has no entry. The new entry shares the parts of the old one. A killed command
     resumes from its finished slices.
 
-    Example: raysvc enrich -c job.yaml enrich.teacher.top_k=32
+    Example: raysvc enrich job.yaml enrich.teacher.top_k=32
     """
     from raysvc import api
     from raysvc.errors import ConfigError

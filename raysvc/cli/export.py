@@ -27,7 +27,7 @@ def export(
 
     The folder holds safetensors and the tokenizer, for AutoModelForCausalLM.from_pretrained. Needs no Ray.
 
-    Example: raysvc export -c job.yaml --step 100 --out model-100
+    Example: raysvc export job.yaml --step 100 --out model-100
     """
     from raysvc.job.job_file import load_job
     from raysvc.training.export import export as write

@@ -32,7 +32,7 @@ def plan(
 
     Tokenizes first where the cache has no entry.
 
-    Example: raysvc plan -c job.yaml plan.layout=packed plan.micro_batch_tokens=8192
+    Example: raysvc plan job.yaml plan.layout=packed plan.micro_batch_tokens=8192
     """
     from raysvc import api
     from raysvc.builds.job_plan import plan_of, report_of

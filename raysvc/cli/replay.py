@@ -36,7 +36,7 @@ def replay(
 
     The checksums are those of `Shard.digest()` in the trainer. Where rows have media, their digests follow.
 
-    Example: raysvc replay -c job.yaml --step 812 --rank 0 --out step812.safetensors
+    Example: raysvc replay job.yaml --step 812 --rank 0 --out step812.safetensors
     """
     from raysvc.inspect.replay_run import replay_job, replay_run, save
     from raysvc.inspect.row_media import media_of_shards

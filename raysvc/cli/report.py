@@ -15,7 +15,7 @@ from raysvc.cli.view import View
 if TYPE_CHECKING:
     from raysvc.job.config import JobConfig
 
-Html = Annotated[Path, typer.Option("--html", help="File to write.")]
+Html = Annotated[Path, typer.Option("--out", help="File to write.")]
 
 
 def _as_it_ran(job: JobConfig) -> JobConfig:
@@ -45,7 +45,7 @@ def report(
 
     Lengths, masks, row counts and plan; after a run, its curves too. The page needs no other file.
 
-    Example: raysvc report -c job.yaml --html report.html
+    Example: raysvc report job.yaml --out report.html
     """
     from raysvc import api
     from raysvc.job.job_file import load_job

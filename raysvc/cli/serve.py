@@ -24,7 +24,7 @@ def serve(
     Tokenizes first where the cache has no entry; with plan.shuffle=window the server starts at once, and this command
     goes on tokenizing until the entry is finished. Trainers attach by the name of the server.
 
-    Example: raysvc serve -c job.yaml server.name=sft-2
+    Example: raysvc serve job.yaml server.name=sft-2
     """
     from raysvc import api
     from raysvc.inspect.servers import join_cluster

@@ -26,7 +26,7 @@ StepNumber = Annotated[
 ]
 Rank = Annotated[int | None, typer.Option(help="Only this rank's shards.", min=0)]
 Rows = Annotated[bool, typer.Option("--rows", help="List source and position of each row, without its text.")]
-Html = Annotated[Path | None, typer.Option("--html", help="Write an HTML page instead.")]
+Html = Annotated[Path | None, typer.Option("--out", help="Write an HTML page here instead.")]
 STYLES: dict[Kind, str] = {"trained": "bold green", "context": "dim", "special": "cyan"}
 
 
@@ -56,11 +56,11 @@ def show(
 
     Trained tokens are green and stand between » and «; special tokens are blue. Below a row stand its media; an HTML page shows them.
 
-    Example: raysvc show -c job.yaml --row 17
+    Example: raysvc show job.yaml --row 17
 
-    Example: raysvc show -c job.yaml --step 812 --rank 1
+    Example: raysvc show job.yaml --step 812 --rank 1
 
-    Example: raysvc show -c job.yaml --step 812 --rows
+    Example: raysvc show job.yaml --step 812 --rows
     """
     from raysvc.errors import ConfigError
     from raysvc.job.job_file import load_job

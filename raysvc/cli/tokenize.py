@@ -24,7 +24,7 @@ def tokenize(
 ) -> None:
     """Tokenize a job's source into the cache.
 
-    Example: raysvc tokenize -c job.yaml max_length=4096
+    Example: raysvc tokenize job.yaml max_length=4096
     """
     from raysvc import api
     from raysvc.job.job_file import load_job

@@ -38,9 +38,9 @@ def train(
 
     Tokenizes where the cache has no entry, starts the server and the workers, and trains.
 
-    Example: raysvc train -c job.yaml trainer.max_steps=100
+    Example: raysvc train job.yaml trainer.max_steps=100
 
-    Example: raysvc train -c job.yaml --headroom 10
+    Example: raysvc train job.yaml --headroom 10
     """
     from raysvc.job.job_file import load_job
     from raysvc.training.train import train as run_job

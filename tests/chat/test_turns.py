@@ -204,7 +204,7 @@ def test_a_build_warns_once_of_removed_reasoning_and_every_view_says_it(
     run = CliRunner().invoke
     assert "trained messages without their reasoning" in run(app, ["tokenize", "-c", str(job)]).stdout
     assert "the reasoning of 2 trained messages" in run(app, ["show", "-c", str(job)]).stdout
-    assert run(app, ["report", "-c", str(job), "--html", str(page)]).exit_code == 0
+    assert run(app, ["report", "-c", str(job), "--out", str(page)]).exit_code == 0
     assert "the reasoning of 2 trained messages" in page.read_text()
 
 

@@ -125,7 +125,7 @@ def test_what_is_waited_for_imports_little_until_it_knows_what_to_do(module: str
         ("plan",),
         ("plan", "--step", "1"),
         ("cache", "explain"),
-        ("report", "--html", "page.html"),
+        ("report", "--out", "page.html"),
         ("tokenize",),
         ("tokenize", "max_length=100"),
     ],

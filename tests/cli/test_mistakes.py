@@ -327,8 +327,8 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path, sample: dict[
     (tmp_path / "file").write_text("")
     job = job_file(tmp_path, source={"path": sample["rows"]}, tokenizer=sample["tokenizer"])
     for page in (tmp_path, tmp_path / "file" / "page.html"):
-        assert mistake("report", str(job), "--html", str(page)).startswith(f"error: {tmp_path}")
-    line = mistake("report", str(job), "--html", "/proc/nowhere/page.html")  # nobody makes a folder there
+        assert mistake("report", str(job), "--out", str(page)).startswith(f"error: {tmp_path}")
+    line = mistake("report", str(job), "--out", "/proc/nowhere/page.html")  # nobody makes a folder there
     assert (
         line == "error: /proc/nowhere: cannot be used (No such file or directory); name a place that exists"
     )

@@ -95,7 +95,7 @@ def test_what_is_shown_of_a_step_names_rows_turns_and_dummies(job: Path, tmp_pat
     assert "mini 0 rank 0 micro 0 line 0 columns 0–" in plain
     assert "»" in plain
     page = tmp_path / "step.html"
-    result = runner.invoke(app, ["show", "-c", str(job), "--step", "0", "--rank", "1", "--html", str(page)])
+    result = runner.invoke(app, ["show", "-c", str(job), "--step", "0", "--rank", "1", "--out", str(page)])
     assert result.exit_code == 0, result.stderr
     assert "<b>" in page.read_text()
     assert "<script" not in page.read_text()

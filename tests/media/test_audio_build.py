@@ -247,7 +247,7 @@ def test_show_names_a_clip_and_the_page_draws_its_waveform(tmp_path: Path, folde
         )
     )
     runner = CliRunner()
-    told = runner.invoke(app, ["show", "-c", str(job), "--row", "0", "--html", str(tmp_path / "row.html")])
+    told = runner.invoke(app, ["show", "-c", str(job), "--row", "0", "--out", str(tmp_path / "row.html")])
     assert told.exit_code == 0, told.output
     page = (tmp_path / "row.html").read_text()
     assert "audio 1.00 s at 16000 Hz, " in page

@@ -91,7 +91,7 @@ def test_a_step_names_the_media_of_its_rows(job: Path) -> None:
 
 def test_the_page_holds_small_pictures_and_fetches_nothing(job: Path, tmp_path: Path) -> None:
     page = tmp_path / "row.html"
-    run("show", "-c", str(job), "--row", "0", "--html", str(page))
+    run("show", "-c", str(job), "--row", "0", "--out", str(page))
     text = page.read_text()
     pictures = [base64.b64decode(one) for one in re.findall(r'src="data:image/jpeg;base64,([^"]+)"', text)]
     assert text.count("src=") == len(pictures) == 2
@@ -112,7 +112,7 @@ def test_the_report_shows_pictures_of_some_rows_and_why_others_have_none(job: Pa
     write_jsonl(Path(sections["source"]["path"]), rows)
     job.write_text(yaml.safe_dump({**sections, "max_quarantine": 1.0}))
     page = tmp_path / "report.html"
-    run("report", "-c", str(job), "--html", str(page))
+    run("report", "-c", str(job), "--out", str(page))
     text = page.read_text()
     pictures = re.findall(r'<img alt="" src="data:image/jpeg;base64,([^"]+)"><figcaption>row (\d+)', text)
     assert [int(row) for _, row in pictures] == [0, 2]
@@ -144,7 +144,7 @@ def test_a_medium_that_is_gone_is_shown_without_a_picture(job: Path, tmp_path: P
     run("show", "-c", str(job), "--row", "2")
     (tmp_path / "cache" / ".media" / digest(SECOND)[:2] / digest(SECOND)).unlink()
     page = tmp_path / "row.html"
-    run("show", "-c", str(job), "--row", "2", "--html", str(page))
+    run("show", "-c", str(job), "--row", "2", "--out", str(page))
     assert "no picture: it cannot be decoded here" in page.read_text()
     assert digest(SECOND) in page.read_text()
 

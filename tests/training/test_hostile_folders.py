@@ -69,7 +69,7 @@ def commands(folder: Path) -> dict[str, list[str]]:
         "plan": ["plan", *job, "--step", "1"],
         "show": ["show", *job, "--step", "1", "--rows"],
         "replay": ["replay", *job, "--step", "1"],
-        "report": ["report", *job, "--html", str(folder / "report.html")],
+        "report": ["report", *job, "--out", str(folder / "report.html")],
         "verify": ["cache", "verify", key, "--root", str(folder / "cache")],
         "ls": ["cache", "ls", "--root", str(folder / "cache")],
     }

@@ -114,9 +114,9 @@ def test_a_report_is_of_the_job_that_the_run_had(
         assert done.exit_code == 0, done.output
         return done
 
-    told = run("report", "job.yaml", "--html", "one.html")
+    told = run("report", "job.yaml", "--out", "one.html")
     assert "plan.batch_size was 8 and is 12" in told.output
-    assert "was" not in run("report", "b", "--html", "two.html").output
+    assert "was" not in run("report", "b", "--out", "two.html").output
     assert (tmp_path / "one.html").read_text() == (tmp_path / "two.html").read_text()
     assert "batch_size" not in run("plan", "b").output
     assert run("plan", "runs/b", "--step", "2").output.count("\n") >= 8
