@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from raysvc.actors.model.head_logprobs import head_logprobs, head_top_k
 from raysvc.actors.model.media_inputs import BLANK, blanks_encoded
 from raysvc.actors.worker.losses import DistillLoss, Loss, LossSum, StepLoss, Targets
+from raysvc.actors.worker.results import extreme_of
 from raysvc.actors.worker.row_losses import LossRows, RowLoss
 from raysvc.collate.columns import IGNORED
 
@@ -267,13 +268,11 @@ def _is_large(head: torch.nn.Module, rows_TD: torch.Tensor) -> bool:
 def merge_metrics(
     one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Metrics of two parts of a mini-batch: sums, `*_max` the larger."""
+    """Returns the metrics of two parts of a mini-batch: sums, or the larger or smaller where `extreme_of` says so."""
+    merge = {"": torch.add, "max": torch.maximum, "min": torch.minimum}
     out = dict(one)
     for name, value in other.items():
-        if name not in out:
-            out[name] = value
-        else:
-            out[name] = torch.maximum(out[name], value) if name.endswith("_max") else out[name] + value
+        out[name] = merge[extreme_of(name)](out[name], value) if name in out else value
     return out
 
 

@@ -2,7 +2,7 @@
 
 Always true:
 - shares (losses and other means over a mini-batch) and counts are summed over micro-batches and ranks;
-- `*_max` is the largest, `*_min` the smallest; `lr`, `grad_norm` and `optimizer_step` are equal on all ranks and
+- `*_max` and `max_*` are the largest, `*_min` and `min_*` the smallest; `lr`, `grad_norm` and `optimizer_step` are equal on all ranks and
   taken from the first; seconds (`*_s`) are those of the slowest rank.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from raysvc.collate.row_values import RowValues
@@ -60,9 +60,37 @@ def reduce_timing(ranks: Sequence[Mapping[str, float]]) -> Metrics:
     return reduce_metrics([{f"{part}_s": seconds for part, seconds in rank.items()} for rank in ranks])
 
 
+def step_metrics(minis: Sequence[Mapping[str, float]], counts: Sequence[int]) -> Metrics:
+    """Returns one number per name, of the mini-batches of a step: what a loss says of itself, each with the weight of its
+    loss.
+
+    Args:
+        minis: of each, what `reduce_metrics` gives; one may lack a name, and is left out of its mean.
+        counts: what the loss of each is a mean over.
+    """
+    found: Metrics = {}
+    for name in dict.fromkeys(name for mini in minis for name in mini if name not in SAME_ON_ALL):
+        there = [(mini[name], count) for mini, count in zip(minis, counts, strict=True) if name in mini]
+        values = [value for value, _ in there]
+        if extreme_of(name):
+            found[name] = _rule(name)(values)
+        else:
+            total = sum(count for _, count in there)
+            found[name] = sum(value * count for value, count in there) / max(total, 1)
+    return found
+
+
+def extreme_of(name: str) -> Literal["", "max", "min"]:
+    """Returns whether a metric is the largest or the smallest of its parts; "": their sum."""
+    if name.endswith("_max") or name.startswith("max_"):
+        return "max"
+    return "min" if name.endswith("_min") or name.startswith("min_") else ""
+
+
 def _rule(name: str) -> Callable[[Sequence[float]], float]:
     if name in SAME_ON_ALL:
         return lambda values: values[0]
-    if name.endswith(("_max", "_s")):
+    if name.endswith("_s"):
         return max
-    return min if name.endswith("_min") else sum
+    rules: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "min": min, "": sum}
+    return rules[extreme_of(name)]

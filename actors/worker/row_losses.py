@@ -17,7 +17,10 @@ and n_r the numbers of targets, a loss of a mini-batch is the mean over its pair
 Always true:
 - pairs weigh the same, however they are split over micro-batches and ranks; dummies weigh nothing;
 - z is of the whole mini-batch, over all ranks, and has no gradient;
-- `row_loss` and `row_count` among the metrics have the loss of a pair at its first row.
+- `row_loss` and `row_count` among the metrics have the loss of a pair at its first row;
+- metrics have TRL's names and are what TRL says of the same rows: rewards are b (c) of `sigmoid` and `ipo`, b c / n_c of
+  `simpo` and `orpo`, b x of KTO, and the values of a reward model; `logps/*` are sums over the targets of a row where there
+  is a reference, else means. `rewards/accuracies` of KTO, which TRL does not say, is the share of rows on their side of z.
 """
 
 from __future__ import annotations
@@ -116,12 +119,17 @@ class PairLoss:
         else:
             odds = mean_delta - _log1mexp(means[0::2]) + _log1mexp(means[1::2])
             losses = -means[0::2] - self.beta * logsigmoid(odds)
-        won = (delta if self.kind == "sigmoid" else mean_delta).detach()
+        logps = (rows.logprobs if self.columns else means).detach()
+        rewards = self.beta * (scores if self.columns else means).detach()
         metrics = {
-            "accuracy": ((won > 0).to(weights.dtype) * weights).sum(),
-            "reward_margin": (self.beta * won * weights).sum(),
+            **_told_apart(rewards, weights),
+            "logps/chosen": (logps[0::2] * weights).sum(),
+            "logps/rejected": (logps[1::2] * weights).sum(),
             **_by_pair(losses, rows.weights),
         }
+        if self.kind == "orpo":
+            metrics["log_odds_chosen"] = (odds.detach() * weights).sum()
+            metrics["log_odds_ratio"] = (logsigmoid(odds.detach()) * weights).sum()
         return LossSum((losses * weights).sum(), metrics)
 
 
@@ -150,13 +158,28 @@ class KtoLoss:
         gains = torch.where(good, ratios - kl, kl - ratios)
         factors = torch.where(good, self.desirable_weight, self.undesirable_weight)
         losses = factors * (1 - torch.sigmoid(self.beta * gains))
-        accuracy = ((gains > 0).to(weights.dtype) * weights).sum()
         metrics = {
-            "accuracy": accuracy,
+            "rewards/accuracies": ((gains > 0).to(weights.dtype) * weights).sum(),
             "kl": (kl * weights).sum().detach(),
+            **self._of_each_label(rows, good),
             **_by_pair(losses, rows.weights),
         }
         return LossSum((losses * weights).sum(), metrics)
+
+    def _of_each_label(self, rows: LossRows, good_P: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Means over the good rows of the whole mini-batch, and over the bad ones; those of none are absent."""
+        assert rows.logprobs is not None
+        logps, weights = rows.logprobs[0::2].detach(), rows.weights[0::2]
+        rewards, share = self.beta * rows.ratios()[0::2].detach(), rows.shared["desirable_share"]
+        found = {}
+        for name, these, part in (("chosen", good_P, share), ("rejected", ~good_P, 1 - share)):
+            if part > 0:
+                of_these = weights * these / part
+                found[f"rewards/{name}"] = (rewards * of_these).sum()
+                found[f"logps/{name}"] = (logps * of_these).sum()
+        if 0 < share < 1:
+            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        return found
 
 
 @dataclass(frozen=True)
@@ -180,32 +203,54 @@ class RewardLoss:
 
     def of_rows(self, rows: LossRows) -> LossSum:
         """The sum over the pairs of a micro-batch."""
+        import torch
         from torch.nn.functional import logsigmoid
 
         assert rows.values is not None
         chosen, rejected, weights = rows.values[0::2], rows.values[1::2], rows.weights[0::2]
         margin = rows.columns["margin"][0::2] if self.margins else 0.0
         losses = -logsigmoid(chosen - rejected - margin) + self.center * (chosen + rejected) ** 2
-        won = (chosen > rejected).to(weights.dtype)
-        metrics = {"accuracy": (won * weights).sum(), **_by_pair(losses, rows.weights)}
+        values, real = rows.values.detach(), rows.weights > 0
+        told = _told_apart(values, weights)
+        metrics = {
+            "accuracy": told["rewards/accuracies"],
+            "margin": told["rewards/margins"],
+            "mean_reward": (values * rows.weights).sum() / 2,
+            "min_reward": values.masked_fill(~real, torch.inf).amin(),
+            "max_reward": values.masked_fill(~real, -torch.inf).amax(),
+            **{name: told[name] for name in ("rewards/chosen", "rewards/rejected")},
+            **_by_pair(losses, rows.weights),
+        }
         return LossSum((losses * weights).sum(), metrics)
 
 
 @dataclass(frozen=True)
 class MismatchedKl:
-    """No loss: the sum over the mismatched rows of a micro-batch that z is the mean of."""
+    """No loss: the sum over the mismatched rows of a micro-batch that z is the mean of; `desirable`: its good rows."""
 
     columns: tuple[str, ...] = ("ref_logprobs",)
-    row_columns: tuple[str, ...] = ()
+    row_columns: tuple[str, ...] = ("label",)
     of_values: bool = False
 
     def of_rows(self, rows: LossRows) -> LossSum:
-        """The sum."""
+        """The sums."""
         real = (rows.weights[1::2] > 0).to(rows.weights.dtype)
-        return LossSum((rows.ratios()[1::2] * real).sum(), {})
+        good = (rows.columns["label"][0::2] > 0) * real
+        return LossSum((rows.ratios()[1::2] * real).sum(), {"desirable": good.sum()})
 
 
 MISMATCHED = MismatchedKl()
+
+
+def _told_apart(rewards_S: torch.Tensor, weights_P: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What is said of the rewards of pairs: weighted sums over those of a micro-batch."""
+    chosen, rejected = rewards_S[0::2], rewards_S[1::2]
+    return {
+        "rewards/chosen": (chosen * weights_P).sum(),
+        "rewards/rejected": (rejected * weights_P).sum(),
+        "rewards/accuracies": ((chosen > rejected) * weights_P).sum(),
+        "rewards/margins": ((chosen - rejected) * weights_P).sum(),
+    }
 
 
 def _by_pair(losses_P: torch.Tensor, weights_S: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -200,24 +200,28 @@ class CausalLMWorker(Worker):
         wanted = self._own_loss if loss is None else loss
         self._shared = {}
         if isinstance(wanted, KtoLoss):
-            self._shared = {"mismatched_kl": self._mismatched_kl(shard)}
+            self._shared = self._of_labels(shard)
         if isinstance(wanted, DistillLoss):
             refuse_unknown_entries(shard, self._num_entries)
         return super()._accumulate(shard, loss)
 
-    def _mismatched_kl(self, shard: Shard) -> torch.Tensor:
-        """z of `KtoLoss`, of the mini-batch over all ranks: a forward before those that have a gradient."""
+    def _of_labels(self, shard: Shard) -> dict[str, torch.Tensor]:
+        """Returns z of `KtoLoss` and the share of good rows, of the mini-batch over all ranks: a forward before those
+        that have a gradient.
+        """
         import torch
         import torch.distributed as dist
 
-        total = torch.zeros((), dtype=torch.float64)
+        sums = torch.zeros(2, dtype=torch.float64)
         with torch.no_grad():
             for index in range(len(shard.micro_batches)):
-                total += self.micro_loss(shard.micro(index), shard.layout, MISMATCHED).total.double().cpu()
+                found = self.micro_loss(shard.micro(index), shard.layout, MISMATCHED)
+                sums += torch.stack([found.total, found.metrics["desirable"]]).double().cpu()
         if dist.is_initialized():
-            total = total.to(self.device)
-            dist.all_reduce(total)
-        return (total / max(shard.denominators.groups, 1)).clamp(min=0)
+            sums = sums.to(self.device)
+            dist.all_reduce(sums)
+        kl, share = sums / max(shard.denominators.groups, 1)
+        return {"mismatched_kl": kl.clamp(min=0), "desirable_share": share}
 
     def micro_forward(self, tensors: dict[str, torch.Tensor], layout: str) -> dict[str, torch.Tensor]:
         """`logprobs` and `entropy` (critic: `values`) at every target, 0 elsewhere."""

@@ -32,7 +32,7 @@ from raysvc.actors.worker.forward import eval_sums, forward_rows, row_losses, wi
 from raysvc.actors.worker.losses import ROW_COUNT, ROW_LOSS, Loss, LossSum
 from raysvc.actors.worker.lr_schedule import LearningRate
 from raysvc.actors.worker.process_group import join, own_address
-from raysvc.actors.worker.results import Metrics, MiniResult
+from raysvc.actors.worker.results import Metrics, MiniResult, extreme_of
 from raysvc.actors.worker.row_losses import RowLoss
 from raysvc.actors.worker.timer import Timer
 from raysvc.chat.garbage import no_collection
@@ -327,7 +327,7 @@ class Worker:
 
     def _share(self, name: str, value: float) -> float:
         """The weights hold dp_size, because the reduction averages over ranks; shares do not."""
-        return value if name.endswith(("_max", "_min")) else value / self.dp_size
+        return value if extreme_of(name) else value / self.dp_size
 
     def _no_sync(self) -> AbstractContextManager[None]:
         """Within it a backward pass reduces nothing over ranks."""

@@ -26,6 +26,7 @@ NO_EXAMPLES = {
 OF_A_CRITIC = ("reward", "process")
 NEEDS = {"dpo": ("ref_logprobs",), "ipo": ("ref_logprobs",), "kto": ("ref_logprobs", "label")}
 NEEDS |= {"process": ("step_labels",), "distill": ("teacher_ids", "teacher_logprobs")}
+UNITS = {"preference": "pairs", "kto": "examples"}
 REMEDIES = {
     "ref_logprobs": "compute it: raysvc enrich; or carry it: source.carry: {ref_logprobs: ...}",
     "teacher_ids": "name a teacher: enrich: {teacher: {model: ...}}; or carry it: source.carry: {teacher_ids: ...}",
@@ -61,6 +62,11 @@ def mean_of(trainer: TrainerConfig) -> Reduction:
     """Returns which mean the loss of a mini-batch is: that of `trainer.loss`, or the one over pairs and labels."""
     counts_rows = trainer.objective in FORMAT and trainer.objective != "process"
     return "group_mean" if counts_rows else trainer.loss
+
+
+def unit_of(trainer: TrainerConfig) -> str:
+    """Returns what two rows of a job are one of: `pairs`, or `examples` that stand beside a mismatched row; "": nothing."""
+    return UNITS.get(FORMAT.get(trainer.objective, ""), "")
 
 
 def _check(job: JobConfig, entry: CacheEntry, columns: tuple[str, ...]) -> None:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from raysvc.actors.worker.results import MiniResult
     from raysvc.builds.cache_entry import CacheEntry
     from raysvc.client.batch_client import Step
-    from raysvc.collate.shard import Denominators
     from raysvc.job.config import Reduction
 
 
@@ -46,6 +45,7 @@ class RunLog:
         steps_per_epoch: for the `epoch` that trackers show.
         shares: of a step's loss.
         mean: which one the loss of a mini-batch is.
+        unit: what two rows are one of, as `pairs`; "": each row counts for itself.
     """
 
     def __init__(
@@ -58,10 +58,12 @@ class RunLog:
         steps_per_epoch: int,
         shares: LossShares,
         mean: Reduction,
+        unit: str = "",
     ) -> None:
         self._progress, self._stop = progress, stop
         self._reporter, self._steps_per_epoch, self._shares = reporter, steps_per_epoch, shares
         self._mean: Reduction = mean
+        self._unit = unit
         self._step_s = deque[float](maxlen=STEPS_OF_RATE)
         self._rows = StepLog(folder.rows, start, every_step=True)
         self._metrics = StepLog(folder.metrics, start, every_step=True)
@@ -72,7 +74,7 @@ class RunLog:
 
     def step(self, step: Step, results: list[list[MiniResult]], step_s: float, times: StepTimes) -> None:
         """Write down a trained step; results[dp rank][optimizer step of it]."""
-        from raysvc.actors.worker.results import reduce_timing
+        from raysvc.actors.worker.results import reduce_metrics, reduce_timing, step_metrics
 
         infos = [mini.info for mini in step.optimizer_steps() if mini.info is not None]
         for index, info in enumerate(infos):
@@ -86,8 +88,13 @@ class RunLog:
         losses = [sum(rank[index].loss for rank in results) for index in range(len(infos))]
         tokens = sum(info.denominators.tokens for info in infos)
         self.tokens += tokens
-        loss, last = self._loss_of([info.denominators for info in infos], losses), results[0][-1]
+        means = [mean_count(info.denominators, self._mean) for info in infos]
+        loss, last = _mean(losses, means), results[0][-1]
+        of_minis = [reduce_metrics([rank[index].metrics for rank in results]) for index in range(len(infos))]
+        told = step_metrics(of_minis, means)
         counts = {"rows": sum(len(info.row_ids) for info in infos), "tokens": tokens, "minis": len(infos)}
+        if self._unit:
+            counts[self._unit] = sum(info.denominators.groups for info in infos)
         counts["input_tokens"] = sum(int(info.lengths.sum()) for info in infos)
         counts["cells"] = sum(info.num_cells for info in infos)
         self._seen += counts["input_tokens"]
@@ -98,8 +105,8 @@ class RunLog:
         timing = {"timing": parts} if any(parts) else {}
         facts = {"loss": loss, "grad_norm": last.grad_norm, "lr": last.metrics["lr"]}
         shares = self._shares.of(results)
-        self._metrics.append({"step": step.index, **facts, **counts, **took, **timing, **shares})
-        self._report(step.index + 1, facts, counts, step_s, times.waited_s, shares.get("by_source", {}))
+        self._metrics.append({"step": step.index, **facts, **told, **counts, **took, **timing, **shares})
+        self._report(step.index + 1, facts, told, counts, step_s, times.waited_s, shares.get("by_source", {}))
         shown: dict[str, Any] = {
             "loss": round(loss, 4),
             "tokens/s": round(tokens / max(step_s, 1e-9)),
@@ -110,12 +117,6 @@ class RunLog:
         if left:
             shown["ETA"] = f"{left * statistics.median(self._step_s):.0f} s"
         self._progress(Tick("train", step.index + 1, self._stop, "steps", shown, final=not left))
-
-    def _loss_of(self, denominators: Sequence[Denominators], losses: Sequence[float]) -> float:
-        """Of a step: the mean over all its mini-batches together, each with the weights that it met."""
-        counts = [mean_count(each, self._mean) for each in denominators]
-        weighted = sum(loss * count for loss, count in zip(losses, counts, strict=True))
-        return weighted / max(sum(counts), 1)
 
     def evals(self, step: int, lines: Iterable[Mapping[str, Any]]) -> None:
         """Write down what the evals say after `step`."""
@@ -141,18 +142,20 @@ class RunLog:
         self,
         steps: int,
         facts: Mapping[str, float],
+        told: Mapping[str, float],
         counts: Mapping[str, int],
         step_s: float,
         stall_s: float,
         by_source: Shares,
     ) -> None:
-        """Tell the trackers, under the names of HF's Trainer where it has one."""
+        """Tell the trackers, under the names of HF's Trainer and of TRL where they have one."""
         self._reporter.on_step(
             steps,
             {
                 "loss": facts["loss"],
                 "grad_norm": facts["grad_norm"],
                 "learning_rate": facts["lr"],
+                **told,
                 "epoch": steps / self._steps_per_epoch,
                 "num_input_tokens_seen": self._seen,
                 "tokens_per_second": counts["tokens"] / max(step_s, 1e-9),
@@ -162,6 +165,11 @@ class RunLog:
                 **{f"loss/{name}": nats / count for name, (nats, count) in by_source.items() if count},
             },
         )
+
+
+def _mean(losses: Sequence[float], counts: Sequence[int]) -> float:
+    """The loss of a step: over all its mini-batches together, each with the weights that it met."""
+    return sum(loss * count for loss, count in zip(losses, counts, strict=True)) / max(sum(counts), 1)
 
 
 def refuse_rows_that_differ(folder: RunFolder) -> None:

@@ -29,7 +29,7 @@ from raysvc.training.export import export, tokenizer_beside, write_model
 from raysvc.training.loss_shares import LossShares
 from raysvc.training.model_entries import check_entries
 from raysvc.training.model_name import check_layout, check_scaling, vision_of, warn_of_scaling
-from raysvc.training.objective import OF_A_CRITIC, mean_of, objective_of
+from raysvc.training.objective import OF_A_CRITIC, mean_of, objective_of, unit_of
 from raysvc.training.run_folder import Checkpoint, RunFolder, goal
 from raysvc.training.run_identity import claim, identity_of
 from raysvc.training.run_job import keep_job
@@ -232,6 +232,7 @@ class _Run:
             per_epoch,
             shares,
             mean_of(self.job.trainer),
+            unit_of(self.job.trainer),
         )
         loop_begin = time.perf_counter()
         try:

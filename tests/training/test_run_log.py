@@ -69,3 +69,38 @@ def test_the_loss_of_a_step_is_that_of_its_mini_batches_as_one(
     books.close()
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert line["loss"] == pytest.approx(expected)
+
+
+def test_what_a_loss_says_of_itself_is_written_and_reported_with_its_unit(tmp_path: Path) -> None:
+    told: list[dict[str, float]] = []
+
+    class Told:
+        def on_step(self, step: int, metrics: dict[str, float]) -> None:
+            told.append(metrics)
+
+    books = RunLog(
+        RunFolder(tmp_path),
+        0,
+        1,
+        silent,
+        Told(),
+        1,
+        LossShares(CacheEntry(())),
+        "group_mean",
+        "pairs",  # type: ignore[arg-type]
+    )
+    minis = [mini([1.0] * 4, 4), mini([1.0] * 12, 12)]
+    for one, groups in zip(minis, (2, 6), strict=True):
+        one.info.denominators = Denominators(tokens=4, rows=2 * groups, groups=groups)
+    step: Any = SimpleNamespace(index=0, epoch=0, optimizer_steps=lambda: minis)
+    of_minis = [{"rewards/accuracies": 0.5, "max_reward": 7.0, "lr": 0.1, "grad_norm": 1.0},
+                {"rewards/accuracies": 0.25, "max_reward": 3.0, "lr": 0.1, "grad_norm": 1.0}]  # fmt: skip
+    rank = [SimpleNamespace(loss=0.5, grad_norm=1.0, metrics=each, timing={}, rows=None) for each in of_minis]
+    other = [SimpleNamespace(loss=0.0, grad_norm=1.0, metrics={**each, "rewards/accuracies": 0.0}, timing={}, rows=None)
+             for each in of_minis]  # fmt: skip
+    books.step(step, [rank, other], 1.0, StepTimes(0, 0.0, 0.0, 0.0, 0.0, "file"))
+    books.close()
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    expected = (2 * 0.5 + 6 * 0.25) / 8
+    assert (line["rewards/accuracies"], line["max_reward"], line["pairs"]) == (expected, 7.0, 8)
+    assert (told[0]["rewards/accuracies"], told[0]["max_reward"]) == (expected, 7.0)
