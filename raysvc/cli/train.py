@@ -90,7 +90,11 @@ def show_summary(run_dir: str, summary: dict[str, Any], as_json: bool) -> None:
     if as_json:
         emit(summary)
         return
-    print_table(f"Run {run_dir}", dict(_facts(run_dir, summary)))
+    try:
+        rows = dict(_facts(run_dir, summary))
+    except (KeyError, TypeError, ValueError, AttributeError):  # read back from a file that carries no digest
+        rows = {"summary": f"{run_dir}/summary.json is damaged; nothing but this table needs it"}
+    print_table(f"Run {run_dir}", rows)
 
 
 def _facts(run_dir: str, summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -84,3 +84,14 @@ def test_what_an_entry_left_out_comes_from_its_report() -> None:
         "example": "row 4: x",
     }
     assert left_out(SimpleNamespace(report={})) == {}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "damage", [{"tokens_per_t": 1.0}, {"stalls": {}}, {"evals": {"held": {}}}, {"rows": "x"}]
+)
+def test_a_damaged_summary_is_named(damage: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    found = {**SUMMARY, **damage}
+    if "tokens_per_t" in damage:
+        del found["tokens_per_s"]
+    show_summary("runs/a", found, False)
+    assert capsys.readouterr().out.splitlines()[1].startswith("summary: runs/a/summary.json is damaged")
