@@ -29,7 +29,7 @@ def demo(rows: Rows = 3000, images: Images = False, address: Address = None, as_
     from raysvc.training.train import train as run_job
 
     job_path = write_image_job(Path(f"{FOLDER}-images"), rows) if images else write_job(FOLDER, rows)
-    print(f"demo job: {job_path} (run it yourself: raysvc train -c {job_path})", file=sys.stderr)
+    print(f"demo job: {job_path} (run it yourself: raysvc train {job_path})", file=sys.stderr)
     job = load_job(job_path)
     if (Path(job.run_dir) / "summary.json").exists():  # a finished demo starts again, a killed one goes on
         shutil.rmtree(job.run_dir)
