@@ -169,6 +169,7 @@ class RolloutServer(BatchServer):
                 "weight_version": pool.version,
                 "timeline": pool.timeline,
                 "sequences": store.num_rows,
+                "turns": self._rollouts.turns(),
             }
 
     def commit(self, fence: int, step: int, skipped: bool = False, rank: int = 0, moves: int = 0) -> int:

@@ -27,6 +27,7 @@ from raysvc.actors.rollouts.group_log import Spool
 from raysvc.actors.rollouts.group_pool import Key, Pool
 from raysvc.actors.rollouts.group_rows import batch_of, taken
 from raysvc.actors.rollouts.group_store import GroupStore, PutResult
+from raysvc.actors.rollouts.turn_merger import BrokenTurn, TurnMerger
 from raysvc.actors.server.make_step import Recipe, make_step, outline
 from raysvc.actors.server.spec import Role, RolloutSpec, StepInfo, StepOutline, as_role
 from raysvc.cache.store.claim import Claim
@@ -35,6 +36,7 @@ from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.errors import SourceError, StateMismatch, StepNotReady, StepOutOfOrder
 from raysvc.plan.plan import Plan, StepPlan
 from raysvc.plan.schedule import Schedule
+from raysvc.ragged import offsets_of
 from raysvc.rl.schema import Schema
 from raysvc.row_batch import RowBatch
 
@@ -51,12 +53,14 @@ class _StepRows:
         row_ids: int64, -1 where a group is missing.
         lengths: of the same rows.
         uids: of the same rows.
+        versions: the oldest and the newest weight version of the rows that were put.
     """
 
     batch: RowBatch
     row_ids: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
     uids: list[str]
+    versions: tuple[int, int]
 
 
 class RolloutStream:
@@ -82,6 +86,9 @@ class RolloutStream:
     ) -> None:
         self._name, self._recipe, self._spec = name, recipe, spec
         self._spool = Spool(folder, storage_options, claim)
+        self._merger = (
+            TurnMerger(name, recipe.plan.columns, spec.model_reads) if spec.rows == "merge" else None
+        )
         self._opening = threading.Lock()
         self._store: GroupStore | None = None  # guarded by _opening; None: not read yet
 
@@ -185,6 +192,14 @@ class RolloutStream:
         """Bytes of a role's shards of a formed step."""
         return self.outline(step, role).nbytes
 
+    def turns(self) -> dict[str, Any] | None:
+        """What became of turns, as `TurnMerger.counts`; None: rows travel as they were put."""
+        return None if self._merger is None else self._merger.counts()
+
+    def broken_turns(self, step: int) -> list[BrokenTurn]:
+        """The turns of a step that was made that do not begin with the turn before."""
+        return [] if self._merger is None else self._merger.broken(self.pool.steps[step])
+
     def is_there(self, step: int) -> bool:
         """Whether a step has been formed is told elsewhere: nobody waits here."""
         return True
@@ -255,21 +270,26 @@ class RolloutStream:
         return self._rows(keys, missing)
 
     def _rows(self, keys: Sequence[Key], missing: set[Key]) -> _StepRows:
-        tables, ids, lengths, uids = [], [], [], []
-        for uid, attempt in keys:
-            if (uid, attempt) in missing:
-                own = np.array([-1])
-                lengths.append(np.array([1]))
-            else:
-                group = self.store.group((uid, attempt))
-                own = group.row_ids
-                lengths.append(group.lengths)
-                tables.append(self.store.rows_of((uid, attempt)))
-            ids.append(own)
-            uids += [f"{uid}#{attempt}"] * len(own)
-        row_ids = np.concatenate(ids)
-        batch = batch_of(pa.concat_tables(tables), row_ids[row_ids >= 0])
-        return _StepRows(batch, row_ids, np.concatenate(lengths), uids)
+        there = [key for key in keys if tuple(key) not in missing]
+        groups = {key: self.store.group(key) for key in there}
+        ids = {key: group.row_ids for key, group in groups.items()}
+        batch = batch_of(
+            pa.concat_tables([self.store.rows_of(key) for key in there]), np.concatenate(list(ids.values()))
+        )
+        versions = int(batch.rows["weight_version"].min()), int(batch.rows["weight_version"].max())
+        if self._merger is not None:
+            bounds = offsets_of(np.array([len(ids[key]) for key in there]))
+            batch, holder = self._merger.merge(batch, there, bounds.tolist())
+            kept = np.split(holder == np.arange(len(holder)), bounds[1:-1])
+            ids = {key: ids[key][mine] for key, mine in zip(there, kept, strict=True)}
+        hole = np.array([-1])
+        row_ids = np.concatenate([ids.get(key, hole) for key in keys])
+        uids = [f"{uid}#{attempt}" for uid, attempt in keys for _ in ids.get((uid, attempt), hole)]
+        if np.count_nonzero(row_ids >= 0) < len(batch):
+            batch = taken(batch, row_ids[row_ids >= 0])
+        lengths = np.ones(len(row_ids), np.int64)
+        lengths[row_ids >= 0] = batch.lengths
+        return _StepRows(batch, row_ids, lengths, uids, versions)
 
     def _made(
         self, step: int, rows: _StepRows, roles: Sequence[Role | int]
@@ -278,8 +298,7 @@ class RolloutStream:
         plans = [self._plan(step, rows, role) for role in known]
         recipes = [self._recipe.of(role) for role in known]
         info, shards = make_step(plans, lambda mini: taken(rows.batch, mini.row_ids), recipes)
-        versions = rows.batch.rows["weight_version"]
-        return replace(info, weight_versions=(int(versions.min()), int(versions.max()))), shards
+        return replace(info, weight_versions=rows.versions), shards
 
     def _plan(self, step: int, rows: _StepRows, role: Role) -> StepPlan:
         holes = tuple(np.flatnonzero(rows.row_ids < 0).tolist())

@@ -162,6 +162,12 @@ class RolloutSpec(BaseModel):
     producer_ttl_s: float = Field(
         default=60.0, description="How long reservations hold without a sign of life."
     )
+    rows: Literal["keep", "merge"] = Field(
+        default="merge", description="Whether turns that continue one another are trained as one row."
+    )
+    model_reads: tuple[str, ...] | None = Field(
+        default=None, description="Per-token columns that the model reads; None: those of several numbers."
+    )
 
 
 class ServeSpec(BaseModel):

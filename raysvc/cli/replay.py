@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,9 @@ Run = Annotated[
     str | None,
     typer.Option(help="Replay from this run folder instead of a job; rollout servers have no job."),
 ]
+Tokenizer = Annotated[
+    str | None, typer.Option(help="Of rollouts: a folder or hub name; shows broken turns as text.")
+]
 DpSize = Annotated[int | None, typer.Option(help="Number of ranks. Default: that of the run.", min=1)]
 
 
@@ -30,11 +34,13 @@ def replay(
     out: Out = None,
     run: Run = None,
     dp_size: DpSize = None,
+    tokenizer: Tokenizer = None,
     as_json: AsJson = False,
 ) -> None:
     """Rebuild a step byte for byte, and print its checksums.
 
-    The checksums are those of `Shard.digest()` in the trainer. Where rows have media, their digests follow.
+    The checksums are those of `Shard.digest()` in the trainer. Where rows have media, their digests follow. Of rollouts, every turn
+    follows that does not begin with the tokens of the turn before, as if its history had been tokenized again.
 
     Example: raysvc replay job.yaml --step 812 --rank 0 --out step812.safetensors
     """
@@ -58,7 +64,8 @@ def replay(
     ]  # fmt: skip
     if as_json:
         emit({"step": step, "dp_size": again.dp_size, "recorded": again.recorded, "shards": rows,
-              "checksum": again.checksum(rank), "out": str(out) if out else None})  # fmt: skip
+              "checksum": again.checksum(rank), "out": str(out) if out else None,
+              "broken_turns": [{"group": f"{uid}#{attempt}", **prefix._asdict()} for (uid, attempt), prefix in again.broken]})  # fmt: skip
         return
     for row in rows:
         row["sha256"] = row["sha256"][:16]
@@ -70,4 +77,21 @@ def replay(
             sep="\n",
             end="\n" if some else "",
         )
+    decode = _decoder(tokenizer) if again.broken else repr
+    for (uid, attempt), prefix in again.broken:
+        print(
+            f"group {uid}#{attempt}: row {prefix.later} continues row {prefix.earlier} up to token {prefix.at}: "
+            f"sampled {decode(prefix.sampled)}, then found {decode(prefix.found)}"
+        )
     print(f"checksum: {again.checksum(rank)}" + (f"\nwritten: {out}" if out else ""))
+
+
+def _decoder(tokenizer: str | None) -> Callable[[Sequence[int]], str]:
+    """Shows ids as quoted text, or as they are without a tokenizer."""
+    if tokenizer is None:
+        return lambda ids: f"ids {list(ids)}"
+    from raysvc.chat.tokens.tokenizer import LoadedTokenizer
+    from raysvc.job.config import TokenizerConfig
+
+    hf = LoadedTokenizer(TokenizerConfig(name=tokenizer)).hf
+    return lambda ids: repr(hf.decode(list(ids)))

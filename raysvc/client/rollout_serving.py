@@ -41,6 +41,8 @@ def serve_rollouts(
     defaults: Mapping[str, float] | None = None,
     on_bad_group: Literal["fill", "shrink"] = "fill",
     producer_ttl_s: float = 60.0,
+    rows: Literal["keep", "merge"] = "merge",
+    model_reads: Sequence[str] | None = None,
     lease_ttl_s: float = 30.0,
     num_cpus: float = 0.5,
     storage_options: Mapping[str, Any] | None = None,
@@ -65,6 +67,10 @@ def serve_rollouts(
         placement: its node: where Ray finds room; that of the caller where `run_dir` is a folder; that of the caller.
         wait_for_nodes: nodes come on demand: one that can hold the server is waited for.
         producer_ttl_s: how long the reservations and open groups of a producer last without a sign of life.
+        rows: `merge`: a row of a group that another row of it begins with travels inside that one, with its own targets, advantages
+            and weight: the loss and its gradient stay the same for a causal model. `keep`: rows travel as they were put.
+        model_reads: for `merge`, per-token columns that the model reads, such as routed experts: rows that differ there stay apart.
+            None: all that have several numbers a token.
 
     Raises:
         ConfigError: an impossible plan, or a server that no node can hold.
@@ -81,6 +87,7 @@ def serve_rollouts(
     from raysvc.team import ray_namespace
 
     choice(_ARGUMENT.format("on_bad_group"), on_bad_group, ("fill", "shrink"))
+    choice(_ARGUMENT.format("rows"), rows, ("keep", "merge"))
     filled = mapping(_ARGUMENT.format("defaults"), defaults or {})
     spec = ServeSpec(
         name=matching(_ARGUMENT.format("name"), name, NAME),
@@ -99,6 +106,10 @@ def serve_rollouts(
             },
             on_bad_group=on_bad_group,
             producer_ttl_s=number(_ARGUMENT.format("producer_ttl_s"), producer_ttl_s, or_low=False),
+            rows=rows,
+            model_reads=None
+            if model_reads is None
+            else tuple(texts(_ARGUMENT.format("model_reads"), model_reads)),
         ),
         lease_ttl_s=number(_ARGUMENT.format("lease_ttl_s"), lease_ttl_s, or_low=False),
         num_cpus=number(_ARGUMENT.format("num_cpus"), num_cpus),

@@ -28,7 +28,7 @@ from raysvc.collate.columns import (
 from raysvc.collate.fill_packed import fill_lines
 from raysvc.collate.fill_padded import fill_rows
 from raysvc.collate.fill_wide import fill_wide
-from raysvc.collate.flat_rows import FlatRows
+from raysvc.collate.flat_rows import FlatRows, has_trajectories
 from raysvc.collate.geometry import Geometry, geometry_of
 from raysvc.collate.reused_memory import MEMORY
 from raysvc.collate.shard import Array, Shard
@@ -148,6 +148,8 @@ def _per_row(
         "row_group_rows": _dealt(source.group_rows, geometry, 0),
         "row_group_tokens": _dealt(source.group_tokens, geometry, 0),
     }
+    if has_trajectories(source.rows, geometry.layout):
+        own["row_trajectory_tokens"] = _dealt(source.trajectory_tokens, geometry, 0)
     rows = source.rows.rows
     return own | {
         name: _dealt(rows[name], geometry, pads.get(name, 0)) for name in row_names(names, source.rows)

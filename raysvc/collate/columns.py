@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.collate.flat_rows import FlatRows
+from raysvc.collate.flat_rows import FlatRows, has_turns
 from raysvc.collate.shard import Array
 from raysvc.errors import ConfigError
 from raysvc.job.column_dtypes import BF16, scalar_of
@@ -84,7 +84,7 @@ class WideColumn:
 
 
 def column_names(names: Sequence[str], rows: RowBatch, layout: str) -> tuple[str, ...]:
-    """`names` once each, with `segment_ids` where several rows share a line.
+    """`names` once each, with `segment_ids` where several rows share a line, and `turn_tokens` where a row holds several turns.
 
     Raises:
         ConfigError: one that the rows do not have.
@@ -94,6 +94,7 @@ def column_names(names: Sequence[str], rows: RowBatch, layout: str) -> tuple[str
             known = ", ".join(sorted({*rows.tokens, *rows.rows, *rows.wide, *_BUILT}))
             raise ConfigError("plan.columns", f"the rows have no {name!r}", f"use some of: {known}")
     extra = ["segment_ids"] if layout in SEVERAL_ROWS else []
+    extra += ["turn_tokens"] if has_turns(rows) else []
     return tuple(dict.fromkeys([*names, *extra]))
 
 
@@ -102,7 +103,7 @@ def columns_of(source: FlatRows, names: Sequence[str], pads: Mapping[str, float 
     return [
         _column(source, name, pads.get(name, 0))
         for name in names
-        if name in _BUILT or name in source.rows.tokens
+        if name in _BUILT or name in source.rows.tokens or name == "turn_tokens"
     ]
 
 
@@ -133,6 +134,8 @@ def _column(source: FlatRows, name: str, pad: float | int) -> Column:
         return Column(name, uint8, 0, source.trained)
     if name == "attention_mask":
         return Column(name, uint8, 0)
+    if name == "turn_tokens":
+        return Column(name, int32, 0, source.turn_tokens)
     if name in _BUILT:
         return Column(name, int32, 0)
     values = source.tokens(name)

@@ -1,9 +1,12 @@
 """The rows of a mini-batch, flat, with what is counted over all of them before they are dealt to ranks.
 
+A row that holds several turns (`raysvc.rl.turns`) says of each token which turn it is of, `turn_index`, and how many turns it
+holds, `turn_count`. A row may say which trajectory of its group it is of, `trajectory`.
+
 Axes: N rows, T used tokens of all N rows one after the other.
 Always true:
 - the first token of a row (`stream`: of a window) is never a target, whatever its loss_mask says;
-- counts are of the whole mini-batch and of real rows only;
+- counts are of the whole mini-batch and of real rows only; a row that holds several turns counts as so many rows;
 - nothing is copied when every row is used whole.
 """
 
@@ -96,6 +99,31 @@ class FlatRows:
         return out
 
     @cached_property
+    def _turns(self) -> Int64s:
+        """int64 [N], rows as they were put that each row holds."""
+        one = np.ones(len(self.lengths), np.int64)
+        return self.rows.rows["turn_count"].astype(np.int64) if has_turns(self.rows) else one
+
+    @cached_property
+    def turn_tokens(self) -> npt.NDArray[np.int32]:
+        """int32 [T], targets of the turn that each token is of; for rows that hold turns."""
+        turns = np.repeat(offsets_of(self._turns)[:-1], self.lengths) + self.tokens("turn_index")
+        return np.bincount(turns, self.trained)[turns].astype(np.int32)
+
+    @cached_property
+    def _trajectories(self) -> Int64s:
+        """int64 [N], the number of each row's trajectory in the mini-batch."""
+        own = np.stack(
+            [self.mini.group_index.astype(np.int64), self.rows.rows["trajectory"].astype(np.int64)]
+        )
+        return np.unique(own, axis=1, return_inverse=True)[1].reshape(-1)
+
+    @cached_property
+    def trajectory_tokens(self) -> npt.NDArray[np.int32]:
+        """int32 [N], targets of each row's trajectory; for rows that name theirs."""
+        return np.bincount(self._trajectories, self.row_tokens)[self._trajectories].astype(np.int32)
+
+    @cached_property
     def _groups_of_one(self) -> bool:
         return np.array_equal(self.mini.group_index, np.arange(len(self.lengths)))
 
@@ -103,8 +131,8 @@ class FlatRows:
     def group_rows(self) -> npt.NDArray[np.int32]:
         """int32 [N], rows of each row's group (`stream`: 1)."""
         if self.layout == "stream" or self._groups_of_one:
-            return np.ones(len(self.lengths), np.int32)
-        return np.bincount(self.mini.group_index)[self.mini.group_index].astype(np.int32)
+            return self._turns.astype(np.int32)
+        return np.bincount(self.mini.group_index, self._turns)[self.mini.group_index].astype(np.int32)
 
     @cached_property
     def group_tokens(self) -> npt.NDArray[np.int32]:
@@ -116,5 +144,18 @@ class FlatRows:
     @cached_property
     def denominators(self) -> Denominators:
         """Counts of the mini-batch."""
-        rows = self.mini.num_groups if self.layout == "stream" else len(self.lengths)
-        return Denominators(int(np.count_nonzero(self.trained.view(np.bool_))), rows, self.mini.num_groups)
+        rows = self.mini.num_groups if self.layout == "stream" else int(self._turns.sum())
+        tokens = int(np.count_nonzero(self.trained.view(np.bool_)))
+        named = has_trajectories(self.rows, self.layout)
+        trajectories = int(self._trajectories.max(initial=-1)) + 1 if named else 0
+        return Denominators(tokens, rows, self.mini.num_groups, trajectories)
+
+
+def has_turns(rows: RowBatch) -> bool:
+    """Whether some rows may hold several turns."""
+    return "turn_index" in rows.tokens
+
+
+def has_trajectories(rows: RowBatch, layout: Layout) -> bool:
+    """Whether the rows say which trajectory they are of."""
+    return layout != "stream" and "trajectory" in rows.rows and rows.rows["trajectory"].dtype.kind in "iu"

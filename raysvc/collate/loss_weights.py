@@ -1,14 +1,16 @@
 """Denominators into loss weights, so that summed gradients are those of the whole mini-batch at once.
 
-With l_t the loss of target t, T targets, S rows, G groups of the mini-batch (`Denominators`), n_s targets of
-row s, m_g rows and k_g targets of group g, the loss of a mini-batch is
+With l_t the loss of target t, T targets, S rows, J trajectories, G groups of the mini-batch (`Denominators`), n_s targets of
+row s, n_j of trajectory j, m_g rows and k_g targets of group g, the loss of a mini-batch is
 
     token_mean      sum_t l_t / T
     sequence_mean   sum_s (1 / S) sum_{t in s} l_t / n_s
+    trajectory_mean sum_j (1 / J) sum_{t in j} l_t / n_j
     group_mean      sum_g (1 / G) sum_{s in g} (1 / m_g) sum_{t in s} l_t / n_s
     prompt_mean     sum_g (1 / G) sum_{t in g} l_t / k_g
     constant        sum_s (1 / S) sum_{t in s} l_t / c         (Dr. GRPO; c tokens, the longest answer allowed)
 
+A row that names no trajectory is one. A row that holds several turns is as many rows: n_s is of the turn that t is of.
 Each is sum_t w_t l_t with w_t known before the split. A rank adds `dp_size * w_t * l_t` over its
 micro-batches where the gradient reducer averages over ranks (DDP, FSDP), `w_t * l_t` where it sums.
 Always true:
@@ -79,14 +81,33 @@ def row_weights(
         reduction: which mean.
         dp_size: number of ranks where the reducer averages; 1 where it sums.
         constant: c, for `constant`.
+
+    Raises:
+        ValueError: rows hold several turns, which weigh differently under this mean.
     """
+    if _by_turn(arrays, reduction):
+        what = f"a row holds several turns, which weigh differently under {reduction!r}"
+        raise ValueError(f"{what}; take raysvc.collate.token_weights")
+    return _row_weights(arrays, denominators, reduction, dp_size, constant)
+
+
+def _row_weights(
+    arrays: Mapping[str, Any],
+    denominators: Denominators,
+    reduction: Reduction,
+    dp_size: int,
+    constant: float | None,
+) -> npt.NDArray[np.float64]:
+    """float64 [S]; where turns weigh differently, without the division by the targets of a turn."""
     real = (_on_host(arrays["row_group"]) >= 0).astype(np.float64)
     if reduction in ("token_mean", "constant"):
         return real * loss_scale(denominators, dp_size, reduction, constant=constant)
     if reduction == "prompt_mean":
         return real * dp_size / (max(denominators.groups, 1) * _counts(arrays, "row_group_tokens"))
-    targets = _counts(arrays, "row_tokens")
-    if reduction == "sequence_mean":
+    if reduction == "trajectory_mean" and "row_trajectory_tokens" in arrays:
+        return real * dp_size / (max(denominators.trajectories, 1) * _counts(arrays, "row_trajectory_tokens"))
+    targets = 1.0 if _by_turn(arrays, reduction) else _counts(arrays, "row_tokens")
+    if reduction in ("sequence_mean", "trajectory_mean"):
         return real * dp_size / (max(denominators.rows, 1) * targets)
     return real * dp_size / (max(denominators.groups, 1) * _counts(arrays, "row_group_rows") * targets)
 
@@ -104,7 +125,9 @@ def token_weights(
 
     It lies like `labels`: shift both alike, multiply with the loss of each target, sum.
     """
-    rows = row_weights(arrays, denominators, reduction, dp_size=dp_size, constant=constant).astype(dtype)
+    by_row = _row_weights(arrays, denominators, reduction, dp_size, constant)
+    by_turn = _by_turn(arrays, reduction)
+    rows = by_row if by_turn else by_row.astype(dtype)
     labels = _on_host(arrays["labels"])
     if "segment_ids" not in arrays:
         per_token = np.broadcast_to(rows[:, None], labels.shape)
@@ -112,14 +135,25 @@ def token_weights(
         offsets = _on_host(arrays["cu_seqlens_offsets"])
         firsts = offsets[:-1] - offsets[0] - np.arange(len(offsets) - 1)
         per_token = rows[np.maximum(_on_host(arrays["segment_ids"]) - 1, 0) + firsts[:, None]]
+    if by_turn:
+        per_token = (per_token / _counts(arrays, "turn_tokens")).astype(dtype)
     return np.where(labels != IGNORED, per_token, np.zeros((), dtype))
 
 
 def mean_count(denominators: Denominators, reduction: Reduction) -> int:
-    """What the loss of a mini-batch is a mean over: targets, rows or groups. Losses of several are averaged by it."""
+    """Returns what the loss of a mini-batch is a mean over: targets, rows, trajectories or groups."""
     if reduction == "token_mean":
         return denominators.tokens
+    if reduction == "trajectory_mean":
+        return denominators.trajectories or denominators.rows
     return denominators.rows if reduction in ("sequence_mean", "constant") else denominators.groups
+
+
+def _by_turn(arrays: Mapping[str, Any], reduction: Reduction) -> bool:
+    """Whether the targets of one row may weigh differently."""
+    if reduction == "trajectory_mean":
+        return "turn_tokens" in arrays and "row_trajectory_tokens" not in arrays
+    return "turn_tokens" in arrays and reduction in ("sequence_mean", "group_mean")
 
 
 def _counts(arrays: Mapping[str, Any], name: str) -> npt.NDArray[np.float64]:

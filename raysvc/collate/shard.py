@@ -10,6 +10,10 @@ Arrays of every layout:
     row_group           int32 [S]       number of the row's group in the mini-batch, -1 for a dummy
     row_group_rows      int32 [S]       rows of that group in the mini-batch (`stream`: 1)
     row_group_tokens    int32 [S]       targets of that group in the mini-batch (`stream`: of the row's window)
+and of rows that name their trajectory
+    row_trajectory_tokens int32 [S]     targets of that trajectory in the mini-batch
+and where a row holds several turns
+    turn_tokens         int32 [B, W]    targets of the turn that the token is of
 and with several rows on a line (`packed`, `stream`):
     segment_ids         int32 [B, W]    number of the row on its line, from 1; 0 in padding
     cu_seqlens          int32 [S + B]   for each line 0 and the end of each of its rows, alignment included
@@ -75,13 +79,15 @@ class Denominators:
 
     Attributes:
         tokens: targets, positions whose label is not -100.
-        rows: rows (`stream`: windows), whether they have a target or not.
+        rows: rows (`stream`: windows), whether they have a target or not; a row that holds several turns counts for each.
         groups: groups.
+        trajectories: trajectories of the groups; 0 where rows name none.
     """
 
     tokens: int
     rows: int
     groups: int
+    trajectories: int = 0
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -190,7 +196,7 @@ class Shard:
             "mini": self.mini,
             "rank": self.rank,
             "layout": self.layout,
-            "denominators": {"tokens": counts.tokens, "rows": counts.rows, "groups": counts.groups},
+            "denominators": vars(counts),
             "micro_batches": self.micro_batches,
             "row_vectors": self.row_vectors,
             "pad_token_id": self.pad_token_id,

@@ -13,6 +13,7 @@ from math import prod
 import numpy as np
 
 from raysvc.collate.columns import SEVERAL_ROWS, column_names, row_names
+from raysvc.collate.flat_rows import has_trajectories
 from raysvc.collate.geometry import Geometry
 from raysvc.job.config import PlanConfig
 from raysvc.ragged import Int64s
@@ -25,6 +26,7 @@ _BUILT_BYTES = {
     "segment_ids": 4,
     "attention_mask": 1,
     "loss_mask": 1,
+    "turn_tokens": 4,
 }
 _ROW_BYTES = 5 * 4 + 8  # seq_lengths, row_tokens, row_group, row_group_rows, row_group_tokens; row_ids
 
@@ -46,7 +48,8 @@ class ColumnBytes:
         names = column_names(config.columns, some_rows, config.layout)
         cells = [_BUILT_BYTES.get(name) or _cell_bytes(some_rows, name) for name in names]
         rows = [some_rows.rows[name][:1].nbytes for name in row_names(names, some_rows)]
-        return cls(sum(cells), sum(rows) + _ROW_BYTES)
+        trajectories = 4 * has_trajectories(some_rows, config.layout)  # row_trajectory_tokens
+        return cls(sum(cells), sum(rows) + _ROW_BYTES + trajectories)
 
 
 def bytes_by_rank(geometry: Geometry, column_bytes: ColumnBytes, even: bool = False) -> Int64s:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from raysvc.actors.rollouts.rollout_stream import RolloutStream
+    from raysvc.actors.rollouts.turn_merger import BrokenTurn
     from raysvc.actors.server.entry_stream import EntryStream
     from raysvc.actors.server.spec import ServeSpec, StepInfo
     from raysvc.collate.shard import Shard
@@ -46,6 +47,7 @@ class ReplayedStep:
         schedule: of the run.
         spec: how it was served.
         recorded: the run wrote `spec` down; False: it comes from the job file.
+        broken: turns of rollouts that do not begin with the turn before.
     """
 
     info: StepInfo
@@ -53,6 +55,7 @@ class ReplayedStep:
     schedule: Schedule
     spec: ServeSpec
     recorded: bool
+    broken: tuple[BrokenTurn, ...] = ()
 
     @property
     def dp_size(self) -> int:
@@ -165,7 +168,8 @@ def _spec_of(job: JobConfig) -> ServeSpec:
 
 
 def _made(spec: ServeSpec, run_dir: str, step: int, dp_size: int, *, recorded: bool) -> ReplayedStep:
-    stream = _rollouts(spec, step) if spec.rollouts else _rows(spec, run_dir, step)
+    rollouts = _rollouts(spec, step) if spec.rollouts else None
+    stream = rollouts or _rows(spec, run_dir, step)
     try:
         info, shards = stream.make(step, (dp_size,))
     except KeyError as error:  # a file of the spool is gone
@@ -177,7 +181,8 @@ def _made(spec: ServeSpec, run_dir: str, step: int, dp_size: int, *, recorded: b
         ) from None
     _check_logged(run_dir, step, info, spec.storage_options)
     minis = tuple(shards[start : start + dp_size] for start in range(0, len(shards), dp_size))
-    return ReplayedStep(info, minis, stream.schedule, spec, recorded)
+    broken = tuple(rollouts.broken_turns(step)) if rollouts else ()
+    return ReplayedStep(info, minis, stream.schedule, spec, recorded, broken)
 
 
 def _check_logged(run_dir: str, step: int, info: StepInfo, storage_options: Mapping[str, Any]) -> None:

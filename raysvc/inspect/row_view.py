@@ -41,6 +41,8 @@ OWN = frozenset(
         "row_group",
         "row_group_rows",
         "row_group_tokens",
+        "row_trajectory_tokens",
+        "turn_tokens",
         *COLUMNS,
     ]
 )

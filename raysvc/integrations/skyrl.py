@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 
 from raysvc.collate.collate import collate_mini_batch
 from raysvc.collate.columns import column_names
-from raysvc.collate.flat_rows import FlatRows
+from raysvc.collate.flat_rows import FlatRows, has_turns
 from raysvc.collate.loss_weights import row_weights
 from raysvc.collate.shard import Array, MicroBatch, Shard
 from raysvc.errors import ConfigError
@@ -213,6 +213,9 @@ def _weights(source: FlatRows, rules: SkyRLRules) -> Array:
         "row_group_tokens": source.group_tokens,
     }
     ours = REDUCTIONS[rules.reduction]
+    if ours == "sequence_mean" and has_turns(source.rows):
+        what = f"rows hold several turns, which weigh differently under {rules.reduction!r}"
+        raise ConfigError("plan.columns", what, "serve with rows='keep'")
     return row_weights(arrays, source.denominators, ours, constant=rules.max_seq_len).astype(np.float32)
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from raysvc.job.section import PositiveInt, Section
 from raysvc.job.text_config import SourceConfig
 
-Reduction = Literal["token_mean", "sequence_mean", "group_mean", "prompt_mean", "constant"]
+Reduction = Literal["token_mean", "sequence_mean", "trajectory_mean", "group_mean", "prompt_mean", "constant"]
 Objective = Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward", "process", "distill"]
 
 

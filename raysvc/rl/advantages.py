@@ -4,7 +4,9 @@ Axes: S sequences.
 
     group       A_s = (r_s - mean of its group) / (std of its group + eps)        (GRPO, arXiv:2402.03300)
     leave-out   A_s = r_s - mean of the other sequences of its group              (RLOO, arXiv:2402.14740)
+    mean_only   A_s = r_s - mean of its group                                     (Dr. GRPO, arXiv:2503.20783)
 Always true:
+- a trajectory of several sequences counts once, with the reward of its last one, and gives all of them its advantage;
 - a sequence with group -1 (a dummy) counts nowhere and gets 0.
 """
 
@@ -24,6 +26,7 @@ def group_advantages(
     how: Literal["group", "mean_only", "leave_out"] = "group",
     eps: float = 1e-6,
     std: Literal["sample", "population"] = "sample",
+    trajectories: npt.NDArray[Any] | None = None,
 ) -> Floats:
     """float64 [S], one advantage per sequence.
 
@@ -35,7 +38,13 @@ def group_advantages(
         eps: added to the standard deviation; verl and SkyRL have 1e-6 too, TRL 1e-4.
         std: `sample` divides the squares by n - 1 (Bessel), as TRL (`nanstd`), verl and SkyRL (`torch.std`) do;
             `population` by n, which makes advantages larger, of groups of two by a factor of 1.41.
+        trajectories: int [S], number of each sequence's trajectory in its group; None: each is its own.
     """
+    if trajectories is not None:
+        own = np.stack([np.asarray(groups, np.int64), np.asarray(trajectories, np.int64)])
+        backwards, last, of_row = np.unique(own[:, ::-1], axis=1, return_index=True, return_inverse=True)
+        final = np.asarray(rewards)[::-1][last]  # of the last sequence of each trajectory
+        return group_advantages(final, backwards[0], how, eps, std)[of_row.reshape(-1)[::-1]]
     values, number = np.asarray(rewards, np.float64), np.asarray(groups, np.int64)
     real = number >= 0
     index = np.where(real, number, 0)

@@ -22,6 +22,7 @@ from raysvc.rl.engine_values import array_of, is_finite, laid
 
 KEYS = ("uid", "attempt", "weight_version")
 GROWTH = ("first_row", "closed")  # where the rows lie in their group, and whether it is whole then
+TRAJECTORY = "trajectory"  # per-row column
 FIXED = (*KEYS, *GROWTH, "input_ids", "loss_mask")
 MADE = RESERVED - {*FIXED, "chosen", "label", "mismatched"}  # columns of a shard that no put brings
 LARGEST = 2**63 - 1  # of the counts
@@ -45,6 +46,8 @@ class Group:
         align: column of `tokens` -> how its values lie. `this_token`: L of them, or L - 1 where the last token has none;
             `next_token`: L or L - 1, each about the following token, as with logits; `response`: one for each token whose
             loss_mask is 1. A token without a value gets 0. A column that is not named has L values.
+        trajectory: [S], number of each sequence's trajectory in the group, where several sequences are turns of one; it travels as
+            the per-row column `trajectory`. None: each sequence is its own.
     """
 
     uid: str
@@ -57,6 +60,7 @@ class Group:
     first_row: int = 0
     closed: bool = True
     align: Mapping[str, Align] = field(default_factory=dict)
+    trajectory: Any = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -87,7 +91,18 @@ def checked(group: Group) -> Group:
     mask = [each.astype(np.uint8) for each in raw]
     columns = {name: _column(group, name, values, ids, mask) for name, values in group.tokens.items()}
     rows = {name: row_column(group, name, values, len(ids)) for name, values in group.rows.items()}
-    return replace(group, input_ids=ids, loss_mask=mask, tokens=columns, rows=rows, align={})
+    if group.trajectory is not None:
+        rows[TRAJECTORY] = _trajectory(group, len(ids))
+    return replace(group, input_ids=ids, loss_mask=mask, tokens=columns, rows=rows, align={}, trajectory=None)
+
+
+def _trajectory(group: Group, count: int) -> npt.NDArray[np.int64]:
+    if TRAJECTORY in group.rows:
+        raise group_error(group, f"has {TRAJECTORY!r} twice", "give it as Group(trajectory=...) alone")
+    numbers = row_column(group, TRAJECTORY, group.trajectory, count)
+    if numbers.dtype.kind not in "iu" or numbers.ndim > 1 or bool((numbers < 0).any()):
+        raise group_error(group, f"has a {TRAJECTORY} that is not one count each", "number them from 0")
+    return numbers.astype(np.int64)
 
 
 def check_keys(group: Group) -> None:

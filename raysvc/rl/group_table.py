@@ -17,7 +17,17 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.job.column_dtypes import BF16
-from raysvc.rl.group import GROWTH, KEYS, Group, check_keys, checked, group_error, row_column, vector_of
+from raysvc.rl.group import (
+    GROWTH,
+    KEYS,
+    TRAJECTORY,
+    Group,
+    check_keys,
+    checked,
+    group_error,
+    row_column,
+    vector_of,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -127,7 +137,8 @@ def groups_of(table: pa.Table) -> list[Group]:
         tokens = {name.removeprefix("token."): values for name, values in lists.items()}
         uid, attempt, version = keys[first]
         growth = {name: part.column(name)[0].as_py() for name in GROWTH if name in part.column_names}
-        out.append(Group(uid, ids, mask, tokens, rows, attempt, version, **growth))
+        trajectory = rows.pop(TRAJECTORY, None)
+        out.append(Group(uid, ids, mask, tokens, rows, attempt, version, **growth, trajectory=trajectory))
     return out
 
 

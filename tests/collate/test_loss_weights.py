@@ -14,7 +14,7 @@ from raysvc.collate import row_weights, token_weights
 from raysvc.collate.shard import Denominators
 from raysvc.job.config import PlanConfig
 
-REDUCTIONS = ("token_mean", "sequence_mean", "group_mean", "prompt_mean", "constant")
+REDUCTIONS = ("token_mean", "sequence_mean", "trajectory_mean", "group_mean", "prompt_mean", "constant")
 CONSTANT = 37.0
 SHAPES = {
     "right, one row": {"micro_batch_size": 1},
@@ -101,9 +101,20 @@ def reference(model, data, row_ids, uids):
         "sequence_mean": sum(means.values()) / len(row_ids),
         "group_mean": sum(sum(group) / len(group) for group in groups.values()) / len(groups),
         "prompt_mean": sum(each.mean() if len(each) else each.sum() for each in tokens) / len(tokens),
+        "trajectory_mean": of_trajectories(losses, data, row_ids, uids),
         "constant": sum(rows.sum() / CONSTANT for rows in losses.values()) / len(row_ids),
     }
     return {name: gradient(model, value) for name, value in loss.items()}
+
+
+def of_trajectories(losses, data, row_ids, uids):
+    """The mean over trajectories of the mean of the tokens of all their rows; a row that names none is one."""
+    named = data.rows.get("trajectory", np.arange(len(data.lengths)))
+    pooled: dict[tuple[str, int], list[Tensor]] = {}
+    for row in row_ids:
+        pooled.setdefault((uids[row], int(named[row])), []).append(losses[row])
+    every = [torch.cat(rows) for rows in pooled.values()]
+    return sum(each.mean() if len(each) else each.sum() for each in every) / len(every)
 
 
 def over_ranks(model, shards, weights_of):
@@ -170,6 +181,30 @@ def test_one_factor_of_the_summed_losses_is_enough_for_means_over_tokens(
 
     for name in ("token_mean", "constant"):
         assert distance(over_ranks(model, shards, scaled), want[name]) < 1e-10, name
+
+
+@pytest.mark.parametrize("shape", ["right, two rows", "packed"])
+@pytest.mark.parametrize("dp_size", [1, 3])
+def test_rows_of_one_trajectory_weigh_by_all_its_tokens(make_data, make_shards, dp_size, shape):
+    model = Tiny()
+    data, uids = mini_batch(make_data, 9)
+    data.rows["trajectory"] = np.array([0, 0, 1, 0, 1, 1, 0, 0, 0])
+    [(mini, shards)] = make_shards(
+        data, PlanConfig(batch_size=9, columns=COLUMNS, **SHAPES[shape]), dp_size, uids=uids
+    )
+    assert mini.row_ids.tolist()
+    assert shards[0].denominators.trajectories == 5
+    want = reference(model, data, mini.row_ids.tolist(), uids)
+    for name in REDUCTIONS:
+        got = over_ranks(
+            model,
+            shards,
+            lambda arrays, counts, name=name: token_weights(
+                arrays, counts, name, dp_size=dp_size, constant=CONSTANT, dtype=np.float64
+            ),
+        )
+        assert distance(got, want[name]) < 1e-10, name
+    assert distance(want["trajectory_mean"], want["sequence_mean"]) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["sequence_mean", "group_mean", "prompt_mean"])

@@ -113,6 +113,31 @@ def test_advantages_divide_by_the_deviation_of_trl_unless_another_is_named() -> 
     assert group_advantages(np.array([5.0]), np.array([0])).tolist() == [0.0]
 
 
+@pytest.mark.parametrize("how", ["group", "mean_only", "leave_out"])
+def test_a_trajectory_of_many_turns_counts_as_often_as_one_of_a_single_turn(how: Any) -> None:
+    rng = np.random.default_rng(5)
+    groups = np.repeat([0, 1, -1], [9, 7, 2])
+    trajectories = np.array([0, 0, 1, 2, 2, 2, 2, 1, 0, 3, 0, 0, 3, 1, 1, 1, 0, 0])
+    final = {
+        (g, t): float(rng.normal()) for g, t in set(zip(groups.tolist(), trajectories.tolist(), strict=True))
+    }
+    keys = list(zip(groups.tolist(), trajectories.tolist(), strict=True))
+    last = {key: place for place, key in enumerate(keys)}
+    # rewards before the last turn do not count
+    rewards = np.array([final[key] if last[key] == place else rng.normal() for place, key in enumerate(keys)])
+    got = group_advantages(rewards, groups, how, trajectories=trajectories)
+    assert got[groups < 0].tolist() == [0.0, 0.0]
+    for place, (g, _) in enumerate(keys[:16]):
+        others = np.array([value for (h, _), value in final.items() if h == g])
+        own = final[keys[place]]
+        want = {
+            "group": (own - others.mean()) / (others.std(ddof=1) + 1e-6),
+            "mean_only": own - others.mean(),
+            "leave_out": own - (others.sum() - own) / max(len(others) - 1, 1),
+        }[how]
+        assert np.isclose(got[place], want)
+
+
 @pytest.fixture
 def rollout_server(tmp_path: Path, ray_session: None) -> Iterator[Callable[..., Any]]:
     import raysvc
@@ -404,7 +429,7 @@ def test_real_multi_turn_rollouts_become_the_same_optimizer_steps_however_many_t
         for step in client.steps(stop=5):
             assert len(step.mini_batches) == 3, "5 prompts, 2 at a time, whatever their turns"
             for mini in step.mini_batches:
-                rows += len(mini.info.row_ids)
+                rows += mini.info.denominators.rows  # also of those that travel inside a later turn
                 tokens += mini.info.denominators.tokens
                 shards = [read_shard(value) for value in ray.get(list(mini.shards))]
                 restored = mini.restore([shard.arrays["reward"] for shard in shards])
