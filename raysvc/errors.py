@@ -28,6 +28,7 @@ RaysvcError
 ├── StepFailed              collation of one step failed; carries the step and the cause
 ├── NoCapacity              a put waited for room, and none came
 ├── StepNotReady            too few rollouts came for a step
+│   └── PromptsEnded        the prompts of a rollout server are through
 └── WorkerFailed            a worker did not answer, or answered with an error
 
 Always true:
@@ -346,6 +347,16 @@ class StepNotReady(RaysvcError):
         ]
         more = f" and {len(self.missing) - SHOWN} more" if len(self.missing) > SHOWN else ""
         return f"{head}; under way: {', '.join(told)}{more}; look at these producers, or ask again"
+
+
+class PromptsEnded(StepNotReady):
+    """The prompts of a rollout server are through, and too few groups are left for a step; `steps()` ends there."""
+
+    def __str__(self) -> str:
+        return (
+            f"the prompts of server {self.name!r} have ended, and {self.ready} of the {self.needed} groups of step {self.step} are left; "
+            "raise plan.epochs of the job of prompts, or end the loop"
+        )
 
 
 class NoCapacity(RaysvcError):

@@ -11,6 +11,9 @@ Always true:
   timeline; what evictions, drops and quarantine took stays away;
 - capacity = (max_staleness + 1) * b - ready - waiting - planned and not committed - reserved: what is evicted, dropped,
   released, expired or trained gives capacity back;
+- where the pool is `paced`, a step waits for prompts that are under way rather than make them too old: of the groups that no step has
+  yet, those of version w and below are never more than the steps that weights up to w + `max_staleness` can train, and the oldest
+  are taken first;
 - no call but `load` walks all steps.
 """
 
@@ -79,6 +82,9 @@ class Pool:
         stale: puts that were refused because they were too old when they came, since the server started.
         quarantined: group -> why it cannot be trained.
         kept_from: steps below are forgotten.
+        paced: see the module.
+        evicts: whether what is too old goes; False: `max_staleness` bounds what may be started, alone.
+        granted: uid of a reserved prompt of a stream -> the version that trained when it was handed out.
     """
 
     batch_size: int
@@ -101,6 +107,9 @@ class Pool:
     stale: int = 0
     quarantined: dict[Key, str] = field(default_factory=dict)
     kept_from: int = 0
+    paced: bool = False
+    evicts: bool = True
+    granted: dict[str, int] = field(default_factory=dict)
     _top: int = -1  # the highest step that was formed
     _planned_ever: int = 0  # groups of `steps`
     _untold: list[Key] = field(default_factory=list)  # evicted, and not taken by `take_evicted`
@@ -120,6 +129,11 @@ class Pool:
         """Number of the timeline that is trained."""
         return self.timelines[-1].number if self.timelines else 0
 
+    @property
+    def _bound(self) -> int | None:
+        """Versions beyond which a group is not trained."""
+        return self.max_staleness if self.evicts else None
+
     def load(self, steps: Mapping[int, list[Key]], kept_from: int, gone: set[Key]) -> None:
         """Take the memberships of an earlier process; `gone` never gets ready again."""
         self.kept_from = max(self.kept_from, kept_from)
@@ -137,6 +151,7 @@ class Pool:
     def put(self, group: Ready, *, complete: bool = True, owner: str | None = None) -> bool:
         """Add a group; False when it was put before. One that is not complete waits; with an `owner` it is open."""
         self.reserved.pop(group.key[0], None)
+        self.granted.pop(group.key[0], None)
         if group.key in self.versions:
             return False
         self.versions[group.key] = group.version
@@ -183,7 +198,7 @@ class Pool:
         if step > frontier and step - 1 not in self.steps:
             return None
         self.evict(self.trained_by(step))
-        if len(self.ready) < self.batch_size:
+        if len(self.ready) < self.batch_size or self._would_make_late(step):
             return None
         self.steps[step] = self._take(self.batch_size)
         self.step_of.update(dict.fromkeys(self.steps[step], step))
@@ -198,7 +213,7 @@ class Pool:
     def is_stale(self, version: int, frontier: int) -> bool:
         """Whether a group of this version that comes now would be too old for the next step that can take it."""
         trained_by = self.trained_by(max(frontier, self._top + 1))
-        return self.max_staleness is not None and trained_by - version > self.max_staleness
+        return self._bound is not None and trained_by - version > self._bound
 
     def set_version(self, version: int, frontier: int) -> list[Key]:
         """The weights that train are `version` from step `frontier` on; returns what became too old.
@@ -240,9 +255,9 @@ class Pool:
 
     def evict(self, version: int) -> list[Key]:
         """Drop what is too old for weights of `version`."""
-        if self.max_staleness is None:
+        if self._bound is None:
             return []
-        oldest = version - self.max_staleness
+        oldest = version - self._bound
         old = [group.key for group in self.ready if group.version < oldest]
         old += [key for key, own in self.waiting.items() if own < oldest]
         self._remove(set(old))
@@ -261,6 +276,10 @@ class Pool:
         gone = [key for key in (*(group.key for group in self.ready), *self.waiting) if key[0] in wanted]
         self._remove(set(gone))
         return gone
+
+    def drop_keys(self, keys: Iterable[Key]) -> None:
+        """These groups, which are in no step, are not trained."""
+        self._remove(set(keys))
 
     def quarantine(self, bad: Mapping[Key, str]) -> None:
         """These groups cannot be trained; their slots go by `on_bad_group` when the step is formed again."""
@@ -334,6 +353,7 @@ class Pool:
         for uid in uids:
             if self.reserved.pop(uid, None) is not None:
                 self.since.pop(uid, None)
+                self.granted.pop(uid, None)
 
     def renew(self, owner: str, until_s: float) -> None:
         """A sign of life of a producer."""
@@ -352,6 +372,38 @@ class Pool:
         self._remove(set(keys))
         return uids, keys
 
+    def overdue(self, since_s: float) -> tuple[list[str], list[Key]]:
+        """Give up what producers have had since before `since_s`; returns as `expire`."""
+        uids = [uid for uid in self.reserved if self.since.get(uid, since_s) < since_s]
+        keys = [key for key in self.owners if self.since.get(key[0], since_s) < since_s]
+        self.release(uids)
+        self._remove(set(keys))
+        return uids, keys
+
+    def may_grant(self, frontier: int) -> bool:
+        """Whether a prompt that is sampled with the present weights can be trained in time. Weights that were not told yet may be
+        newer: between a commit and `set_version` there is room for a step that the present ones are too old for."""
+        if not self.paced or self._bound is None:
+            return True
+        steps = self.version + self._bound + 1 - self.trained_by(max(frontier, self._top + 1))
+        return len(self.ready) + len(self.waiting) + len(self.reserved) < self.batch_size * steps
+
+    def _would_make_late(self, step: int) -> bool:
+        """Whether prompts that are under way would get too old if `step` were made of what is ready."""
+        if not self.paced or self._bound is None:
+            return False
+        left = sorted(group.version for group in self.ready)[self.batch_size :]
+        awaited = [
+            *self.waiting.values(),
+            *(self.granted[uid] for uid in self.reserved if uid in self.granted),
+        ]
+        trained_by = self.trained_by(step)
+        for version in set(awaited):
+            count = sum(each <= version for each in (*left, *awaited))
+            if count > self.batch_size * max(0, version + self._bound - trained_by):
+                return True
+        return False
+
     def _filled(self, step: int, keys: list[Key]) -> list[Key] | None:
         holes = self.holes(step)
         if not holes or (self.on_bad_group == "shrink" and len(holes) < len(keys)):
@@ -365,14 +417,16 @@ class Pool:
         return self.steps[step]
 
     def _take(self, count: int) -> list[Key]:
+        if self.paced:
+            self.ready.sort(key=lambda group: group.version)
         taken, self.ready = self.ready[:count], self.ready[count:]
         return [group.key for group in taken]
 
     def _refuse_too_old(self, step: int, trained_by: int, version: int) -> None:
         versions = [self.versions[key] for key in self.steps.get(step, ()) if key in self.versions]
-        if self.max_staleness is None or not versions:
+        if self._bound is None or not versions:
             return
-        if (age := trained_by - min(versions)) > self.max_staleness:
+        if (age := trained_by - min(versions)) > self._bound:
             raise ValueError(f"{version} would train step {step} with groups {age} versions old")
 
     def _remove(self, keys: set[Key]) -> None:

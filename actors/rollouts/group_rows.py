@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raysvc.actors.rollouts.group_log import Folder
+from raysvc.errors import SourceError
 from raysvc.rl.group_table import values_of
 from raysvc.row_batch import RowBatch, WideRows
 
@@ -134,6 +135,22 @@ class GroupRows:
         rows = self.late[name]
         found = [rows[number] for number in range(len(rows))]
         return pa.chunked_array([read(chunk).column(name).slice(at, 1).chunk(0) for chunk, at in found])
+
+
+def is_constant(table: pa.Table, name: str) -> bool:
+    """Whether all trajectories of a group, by their last rows, have one value of a per-row column.
+
+    Raises:
+        SourceError: it has no such column.
+    """
+    if f"row.{name}" not in table.column_names:
+        what = f"has no {name!r}, which drop_constant names"
+        raise SourceError(f"group {table.column('uid')[0].as_py()!r}", what, "put it with each group")
+    values = values_of(table.column(f"row.{name}").combine_chunks())
+    if "row.trajectory" in table.column_names:
+        numbers = table.column("row.trajectory").to_numpy()[::-1]
+        values = values[::-1][np.unique(numbers, return_index=True)[1]]
+    return bool((values == values[0]).all())
 
 
 def batch_of(table: pa.Table, row_ids: Ints) -> RowBatch:

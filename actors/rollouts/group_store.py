@@ -26,12 +26,34 @@ from raysvc.actors.rollouts.group_fate import state_of, under_way, verdict
 from raysvc.actors.rollouts.group_history import History, Restored, StepRecord, restore
 from raysvc.actors.rollouts.group_log import Event, Forgotten, Spool
 from raysvc.actors.rollouts.group_pool import Key, Pool, Ready, Timeline
-from raysvc.actors.rollouts.group_rows import Chunk, ChunkPiece, GroupRows
+from raysvc.actors.rollouts.group_rows import Chunk, ChunkPiece, GroupRows, is_constant
 from raysvc.actors.rollouts.held_tables import HeldTables
-from raysvc.actors.rollouts.late_columns import add_late, fresh_lines, refuse_lines
+from raysvc.actors.rollouts.late_columns import add_late, fresh_lines, lines_of, refuse_lines
+from raysvc.actors.rollouts.prompt_book import HandedOut, PromptBook, position_of
 from raysvc.actors.rollouts.put_rules import is_full, refuse, unknown_part
+from raysvc.errors import SourceError
 from raysvc.rl.prompt_state import Missing, PromptState
 from raysvc.rl.schema import GroupSpan, Schema, spans_of
+
+REFUSED = ("stale", "superseded")  # verdicts of what is not kept
+
+
+class PromptRules(NamedTuple):
+    """What a stream of prompts says to the store.
+
+    Attributes:
+        total: positions of the stream.
+        uid_at: of the prompt at a position; None: there is none.
+        on_stale: as of `PromptSpec`.
+        max_prompt_s: how long a producer may have one; None: as long as it lives.
+        max_attempts: how often one is handed out.
+    """
+
+    total: int
+    uid_at: Callable[[int], str | None]
+    on_stale: str
+    max_prompt_s: float | None
+    max_attempts: int
 
 
 class PutResult(NamedTuple):
@@ -51,6 +73,8 @@ class GroupStore:
         spool: where groups, steps and events lie.
         producer_ttl_s: how long reservations and open groups hold without a sign of life of their producer.
         now_s: a clock that never goes back.
+        prompts: what is handed out, and by which rules; None: producers bring prompts of their own.
+        drop_constant: a per-row column: groups whose trajectories all have one value of it are dropped when they are complete.
     """
 
     def __init__(
@@ -60,13 +84,17 @@ class GroupStore:
         spool: Spool,
         producer_ttl_s: float = 60.0,
         now_s: Callable[[], float] = time.monotonic,
+        prompts: PromptRules | None = None,
+        drop_constant: str | None = None,
     ) -> None:
-        self.pool, self.schema = pool, schema
+        self.pool, self.schema, self._prompts = pool, schema, prompts
+        self._drop_constant = drop_constant
+        self.book = None if prompts is None else PromptBook(prompts.total, prompts.max_attempts)
         self._spool, self._ttl_s, self._now_s = spool, producer_ttl_s, now_s
         self.changed = threading.Condition()  # guards what follows, and the pool; notified when groups come
         self.rounds = 0  # how often it was notified
         self._tables = HeldTables(spool, self.changed)
-        restored: Restored = restore(spool, pool, schema, self._tables)
+        restored: Restored = restore(spool, pool, schema, self._tables, self.book)
         self._groups: dict[Key, GroupRows] = restored.groups
         self.num_rows = restored.num_rows
         self.forgotten: set[Key] = restored.forgotten
@@ -99,8 +127,10 @@ class GroupStore:
         with self.changed:
             self._expire()
             verdicts = {span.key: self._verdict(span, gate or 0) for span in spans}
-            asked, stale = spans, [span for span in spans if verdicts[span.key] == "stale"]
-            spans = [span for span in spans if verdicts[span.key] != "stale"]
+            asked = spans
+            refused = [span for span in spans if verdicts[span.key] in REFUSED]
+            spans = [span for span in spans if verdicts[span.key] not in REFUSED]
+            stale = [span.key for span in refused if verdicts[span.key] == "stale"]
             if gate is not None and is_full(self.pool, spans, gate):
                 return None
             refuse(self.pool, self._groups, spans)
@@ -109,7 +139,7 @@ class GroupStore:
             if late is not None:
                 coming = {
                     span.key: range(span.first, span.first + span.stop - span.start)
-                    for span in (*kept, *stale)
+                    for span in (*kept, *refused)
                 }
                 refuse_lines(self._groups, self.pool.versions, late, coming)
             if spans:
@@ -119,7 +149,10 @@ class GroupStore:
             ticket = self._keep(table, kept, owner) if kept else self._history.last
             if late is not None and (fresh := fresh_lines(self._groups, late)):
                 ticket = self._keep_late(late.take(pa.array(fresh)))
-            if done := [uid for (uid, _), *_ in asked if uid in self.pool.reserved]:
+            ticket = max(ticket, self._filter({span.key for span in kept}))
+            if self.book is not None:
+                ticket = self._too_old(stale)
+            elif done := [uid for (uid, _), *_ in asked if uid in self.pool.reserved]:
                 self.pool.release(done)
                 ticket = self._event({"released": done})
             self._notify()
@@ -141,6 +174,7 @@ class GroupStore:
             ticket = self._history.last
             if fresh:
                 ticket = self._keep_late(table.take(pa.array(fresh)))
+                ticket = max(ticket, self._filter({(uid, attempt) for uid, attempt, _ in lines_of(table)}))
             self._notify()
         self._history.wait(ticket)
         return len(fresh)
@@ -158,6 +192,31 @@ class GroupStore:
         self._history.wait(ticket)
         return verdicts
 
+    def hand_out(self, owner: str, ask: int, count: int, frontier: int) -> list[HandedOut]:
+        """Up to `count` prompts for a producer; [] while there is no capacity, or nothing left.
+
+        Args:
+            ask: number of the question; the same one again gets the same answer, and 0 (the producer has just started) gets what
+                its name holds already, if it holds something.
+        """
+        assert self.book is not None, "asked of a server of prompts"
+        book = self.book
+        with self.changed:
+            self._expire()
+            self.pool.renew(owner, self._until_s())
+            mine = [uid for uid in book.out if self.pool.reserved.get(uid) == owner]
+            last, answered = book.asks.get(owner, (-1, ()))
+            if ask == 0 and mine:
+                uids = mine
+            elif ask == last:
+                uids = [uid for uid in answered if uid in mine]
+            else:
+                uids = self._hand_out_new(owner, ask, count, frontier)
+            found = [book.out[uid] for uid in uids]
+            ticket = self._history.last
+        self._history.wait(ticket)
+        return found
+
     def status(self, uids: Iterable[str], frontier: int, attempt: int = 0) -> dict[str, PromptState]:
         """Say where each of these prompts stands."""
         with self.changed:
@@ -173,8 +232,10 @@ class GroupStore:
         """A producer gave up on these prompts."""
         gone = list(uids)
         with self.changed:
+            under_way = [uid for uid in gone if self.book is not None and uid in self.book.out]
             self.pool.release(gone)
             ticket = self._event({"released": gone})
+            ticket = self._give_back(under_way, "released") or ticket
             self._notify()
         self._history.wait(ticket)
 
@@ -195,6 +256,7 @@ class GroupStore:
                 if self._groups[key].is_complete(tuple(self.schema.late)):
                     self.pool.complete(key)
             ticket = self._event({"closed": known}) if known else self._history.last
+            ticket = max(ticket, self._filter(known))
             self._notify()
         self._history.wait(ticket)
         return len(known)
@@ -204,6 +266,7 @@ class GroupStore:
         with self.changed:
             gone = self.pool.drop(uids)
             ticket = self._drop(gone) if gone else self._history.last
+            ticket = self._lose([uid for uid, _ in gone], "dropped") or ticket
             self._notify()
         self._history.wait(ticket)
         return len(gone)
@@ -263,6 +326,7 @@ class GroupStore:
             self.pool.quarantine(bad)
             self._set_gone(bad)
             ticket = self._event({"quarantined": [[*key, reason] for key, reason in bad.items()]})
+            ticket = self._lose([uid for uid, _ in bad], "quarantined") or ticket
             self._notify()
         self._history.wait(ticket)
 
@@ -340,6 +404,12 @@ class GroupStore:
     def _verdict(self, span: GroupSpan, frontier: int) -> str:
         if span.key in self.pool.versions:
             return verdict(self._state(span.key, frontier))
+        if self.book is not None:
+            if not self.book.knows(span.key[0]):
+                what = "is no prompt that this server handed out"
+                raise SourceError(f"group {span.key[0]!r}", what, "put groups of producer.prompts()")
+            if self.book.refuses(*span.key):
+                return "superseded"
         return "stale" if self.pool.is_stale(span.version, frontier) else "new"
 
     def _keep(self, table: pa.Table, spans: list[GroupSpan], owner: str) -> int:
@@ -367,6 +437,56 @@ class GroupStore:
             self._history.append(chunk)
         return self._event({"closed": closed}) if closed else self._history.last
 
+    def _hand_out_new(self, owner: str, ask: int, count: int, frontier: int) -> list[str]:
+        """Called under `changed`."""
+        assert self.book is not None
+        assert self._prompts is not None
+        book, following, handed = self.book, self.book.next, list[HandedOut]()
+        again = sorted(book.back.items(), key=lambda each: position_of(each[0]))
+        while len(handed) < count and (again or following < book.total):
+            uid, attempt = again.pop(0) if again else (self._prompts.uid_at(following), 0)
+            is_new = uid is not None and uid not in book.back
+            if uid is not None:
+                if not self.pool.may_grant(frontier):
+                    break
+                said = self.pool.reserve(
+                    [uid], frontier, owner, self._until_s(), attempt=attempt, now_s=self._now_s()
+                )
+                if said[uid] != "granted":
+                    break
+                self.pool.granted[uid] = self.pool.version
+                handed.append(HandedOut(uid, attempt, self.pool.version))
+            following += is_new or uid is None
+        if handed or following > book.next:
+            book.hand_out(owner, ask, handed, following)
+            self._event({"handed_out": [owner, ask, [list(each) for each in handed], following]})
+        return [each.uid for each in handed]
+
+    def _give_back(self, uids: Iterable[str], reason: str) -> int | None:
+        """Prompts of attempts that came to nothing; returns a ticket. Called under `changed`."""
+        if self.book is None:
+            return None
+        known = [uid for uid in uids if self.book.knows(uid) and uid not in self.book.lost]
+        self.book.give_back(known, reason)
+        return self._event({"given_back": [known, reason]}) if known else None
+
+    def _lose(self, uids: Iterable[str], reason: str) -> int | None:
+        """Prompts that are never trained; returns a ticket. Called under `changed`."""
+        if self.book is None:
+            return None
+        known = [uid for uid in uids if self.book.knows(uid)]
+        self.book.lose(known, reason)
+        return self._event({"lost": [known, reason]}) if known else None
+
+    def _too_old(self, keys: Iterable[Key]) -> int:
+        """Groups of these attempts are not trained; returns a ticket. Called under `changed`."""
+        uids = [uid for uid, _ in keys]
+        if self._prompts is not None and uids:
+            self.pool.release(uids)
+            fate = self._lose if self._prompts.on_stale == "drop" else self._give_back
+            fate(uids, "stale")
+        return self._history.last
+
     def _grow(self, span: GroupSpan, piece: ChunkPiece, owner: str) -> None:
         group = self._groups.setdefault(span.key, GroupRows())
         if piece.num_rows:
@@ -376,6 +496,8 @@ class GroupStore:
         complete = group.is_complete(tuple(self.schema.late))
         ready = Ready(span.key, span.version)
         self.pool.since.setdefault(span.key[0], self._now_s())
+        if self.book is not None:
+            self.book.put(span.key[0])
         if not self.pool.put(ready, complete=complete, owner=None if span.closed else owner):
             self.pool.grow(span.key, span.version)
             if span.closed:
@@ -393,11 +515,21 @@ class GroupStore:
 
     def _expire(self) -> None:
         """Take back what dead producers hold. Called under `changed`."""
-        uids, keys = self.pool.expire(self._now_s())
+        living = set(self.pool.leases)
+        self._take_back(*self.pool.expire(self._now_s()), "its producer died")
+        if self.book is not None:
+            for owner in living.difference(self.pool.leases):
+                self.book.forget_producer(owner)
+        if self._prompts is not None and (limit_s := self._prompts.max_prompt_s) is not None:
+            self._take_back(*self.pool.overdue(self._now_s() - limit_s), "took too long")
+
+    def _take_back(self, uids: list[str], keys: list[Key], reason: str) -> None:
+        """Reservations and open groups that nobody will finish. Called under `changed`."""
         if uids:
             self._event({"released": uids})
         if keys:
             self._drop(keys)
+        self._give_back([*uids, *(uid for uid, _ in keys)], reason)
 
     def _drop(self, keys: list[Key]) -> int:
         self.dropped.update(keys)
@@ -408,6 +540,7 @@ class GroupStore:
         if gone := self.pool.take_evicted():
             self._set_gone(gone)
             self._event({"evicted": gone})
+            self._too_old(gone)
 
     def _set_gone(self, keys: Iterable[Key]) -> None:
         self._gone.update(keys)
@@ -418,6 +551,21 @@ class GroupStore:
 
     def _event(self, event: Event) -> int:
         return self._history.append(event)
+
+    def _filter(self, keys: Iterable[Key]) -> int:
+        """Drop those of these groups that are ready and say the same of all trajectories; returns a ticket. Called under `changed`."""
+        if (name := self._drop_constant) is not None:
+            ready = {group.key for group in self.pool.ready}
+            bad = [
+                key
+                for key in keys
+                if key in ready and is_constant(self._groups[key].table(self._tables.read), name)
+            ]
+            if bad:
+                self.pool.drop_keys(bad)
+                self._drop(bad)
+                self._lose([uid for uid, _ in bad], f"all have one {name!r}")
+        return self._history.last
 
     def _notify(self) -> None:
         self.rounds += 1
@@ -465,6 +613,7 @@ class GroupStore:
                 "closed": sorted(self._closed), "ready": [group.key for group in pool.ready],
                 "quarantined": [[*key, reason] for key, reason in pool.quarantined.items()],
                 "reserved": pool.reserved, "owners": [[*key, owner] for key, owner in pool.owners.items()],
+                **({} if self.book is None else {"prompts": self.book.to_json()}),
             }
         }  # fmt: skip
 

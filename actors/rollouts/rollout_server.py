@@ -23,7 +23,15 @@ from raysvc.actors.server.kept.served_records import ServedRecords
 from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.spec import TRAIN, Role, RolloutSpec, ServeSpec
 from raysvc.actors.server.step_maker import Made
-from raysvc.errors import ConfigError, LeaseError, SourceError, StepFailed, StepNotReady, StepOutOfOrder
+from raysvc.errors import (
+    ConfigError,
+    LeaseError,
+    PromptsEnded,
+    SourceError,
+    StepFailed,
+    StepNotReady,
+    StepOutOfOrder,
+)
 from raysvc.metrics import record
 from raysvc.rl.group import Group
 from raysvc.rl.group_table import table_of
@@ -91,6 +99,23 @@ class RolloutServer(BatchServer):
         """A verdict of each uid: those that are granted may be started on now, as many as there is capacity."""
         self._saw(owner)
         return self._rollouts.store.reserve(uids, self._frontier(), owner, attempt)
+
+    def prompts(self, owner: str, ask: int, count: int) -> tuple[list[Any], bool]:
+        """Up to `count` prompts for a producer to sample, each as the fields of `raysvc.rl.prompt.Prompt`; and whether the stream has ended.
+
+        Raises:
+            ConfigError: the server has no prompts.
+        """
+        source = self._rollouts.prompts
+        if source is None:
+            what = f"server {self.spec.name!r} hands out no prompts"
+            raise ConfigError("prompts", what, "serve_rollouts(prompts=...), or reserve uids of your own")
+        self._saw(owner)
+        store = self._rollouts.store
+        handed = store.hand_out(owner, ask, count, self._frontier())
+        told = source.read([each.uid for each in handed])
+        found = [[*each, *row] for each, row in zip(handed, told, strict=True)]
+        return found, not found and store.book is not None and store.book.is_ended
 
     def status(self, uids: list[str], attempt: int = 0) -> dict[str, PromptState]:
         """Say where each of these prompts stands."""
@@ -170,6 +195,7 @@ class RolloutServer(BatchServer):
                 "timeline": pool.timeline,
                 "sequences": store.num_rows,
                 "turns": self._rollouts.turns(),
+                "prompts": None if store.book is None else store.book.counts(),
             }
 
     def commit(self, fence: int, step: int, skipped: bool = False, rank: int = 0, moves: int = 0) -> int:
@@ -263,6 +289,10 @@ class RolloutServer(BatchServer):
             rounds = store.rounds
             if self._rollouts.form(step, self._frontier()):
                 return time.monotonic() - begin
+            if store.book is not None and store.book.is_ended and not store.under_way():
+                if self._rollouts.form(step, self._frontier()):
+                    continue  # the last ones came between the two looks
+                raise PromptsEnded(self.spec.name, step, len(store.pool.ready), store.pool.batch_size)
             if time.monotonic() - begin > self._rollout_spec.wait_s:
                 ready, needed = len(store.pool.ready), store.pool.batch_size
                 raise StepNotReady(self.spec.name, step, ready, needed, store.under_way())

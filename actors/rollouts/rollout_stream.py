@@ -26,7 +26,8 @@ import pyarrow.compute as pc
 from raysvc.actors.rollouts.group_log import Spool
 from raysvc.actors.rollouts.group_pool import Key, Pool
 from raysvc.actors.rollouts.group_rows import batch_of, taken
-from raysvc.actors.rollouts.group_store import GroupStore, PutResult
+from raysvc.actors.rollouts.group_store import GroupStore, PromptRules, PutResult
+from raysvc.actors.rollouts.prompt_source import PromptSource
 from raysvc.actors.rollouts.turn_merger import BrokenTurn, TurnMerger
 from raysvc.actors.server.make_step import Recipe, make_step, outline
 from raysvc.actors.server.spec import Role, RolloutSpec, StepInfo, StepOutline, as_role
@@ -89,6 +90,7 @@ class RolloutStream:
         self._merger = (
             TurnMerger(name, recipe.plan.columns, spec.model_reads) if spec.rows == "merge" else None
         )
+        self.prompts = PromptSource(spec.prompts, storage_options) if spec.prompts else None
         self._opening = threading.Lock()
         self._store: GroupStore | None = None  # guarded by _opening; None: not read yet
 
@@ -102,10 +104,25 @@ class RolloutStream:
         with self._opening:
             if self._store is None:
                 spec, plan = self._spec, self._recipe.plan
+                policy = spec.prompts.on_stale if spec.prompts else None
                 pool = Pool(plan.batch_size, spec.max_staleness, spec.on_bad_group)
+                pool.paced, pool.evicts = policy == "pace", policy != "train"
                 schema = Schema(plan.columns, spec.late, spec.defaults)
-                self._store = GroupStore(pool, schema, self._spool, spec.producer_ttl_s)
+                self._store = GroupStore(
+                    pool,
+                    schema,
+                    self._spool,
+                    spec.producer_ttl_s,
+                    prompts=self._rules(),
+                    drop_constant=spec.drop_constant,
+                )
             return self._store
+
+    def _rules(self) -> PromptRules | None:
+        spec, source = self._spec.prompts, self.prompts
+        if spec is None or source is None:
+            return None
+        return PromptRules(source.total, source.uid_at, spec.on_stale, spec.max_prompt_s, spec.max_attempts)
 
     @property
     def pool(self) -> Pool:
@@ -138,6 +155,7 @@ class RolloutStream:
             "rollouts": self._name,
             "batch_size": plan.batch_size,
             "mini_batch_size": plan.mini_batch_size,
+            **({} if self.prompts is None else {"prompts": self.prompts.identity}),
         }
 
     @property

@@ -146,6 +146,23 @@ class MixtureSpec(BaseModel):
     by: Literal["rows", "tokens"] = Field(default="rows", description="What weights count.")
 
 
+OnStale = Literal["pace", "reissue", "drop", "train"]
+
+
+class PromptSpec(BaseModel):
+    """The prompts that a rollout server hands out."""
+
+    model_config = ConfigDict(frozen=True)
+    sources: tuple[SourceSpec, ...] = Field(description="Entries of prompts.")
+    mixture: MixtureSpec | None = None
+    plan: PlanConfig = Field(description="Order and epochs; a step of it is one prompt.")
+    on_stale: OnStale = Field(default="pace", description="What is done about groups that get too old.")
+    max_prompt_s: float | None = Field(
+        default=None, description="How long a producer may have a prompt; None: as long as it lives."
+    )
+    max_attempts: int = Field(default=3, description="How often a prompt is handed out.")
+
+
 class RolloutSpec(BaseModel):
     """Steps are made of groups that producers put, instead of the rows of an entry."""
 
@@ -164,6 +181,12 @@ class RolloutSpec(BaseModel):
     )
     rows: Literal["keep", "merge"] = Field(
         default="merge", description="Whether turns that continue one another are trained as one row."
+    )
+    drop_constant: str | None = Field(
+        default=None, description="A per-row column: groups that have one value of it are dropped."
+    )
+    prompts: PromptSpec | None = Field(
+        default=None, description="None: producers bring prompts of their own."
     )
     model_reads: tuple[str, ...] | None = Field(
         default=None, description="Per-token columns that the model reads; None: those of several numbers."

@@ -30,7 +30,7 @@ from raysvc.client.look_ahead import F, FormedSizes, Limit, LookAhead, PlannedSi
 from raysvc.client.meter import Committed, Given, Meter
 from raysvc.client.step_report import StepReport, checked_metrics
 from raysvc.client.steps import ClientStats
-from raysvc.errors import ConfigError, StepOutOfOrder
+from raysvc.errors import ConfigError, PromptsEnded, StepOutOfOrder
 from raysvc.plan.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -260,7 +260,10 @@ class LeaseClient(ABC, Generic[F, S]):
                 fetch = next(fetches, None)
                 if fetch is None:
                     return
-                step = self._timed(fetch)
+                try:
+                    step = self._timed(fetch)
+                except PromptsEnded:
+                    return
                 self._taken = max(self._taken, fetch.index + 1)
                 if self.lease.forms:  # more groups may have come while we waited
                     window.extend()

@@ -28,6 +28,7 @@ from raysvc.client.rank_reader import RankFetch, RankReader, ReadAhead
 from raysvc.client.steps import RankMicro as RankMicro
 from raysvc.client.steps import RankStep as RankStep
 from raysvc.client.steps import micros_of
+from raysvc.errors import PromptsEnded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,7 +127,10 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
                 except Empty:
                     taken = None
                 if taken is None:
-                    step = self._measured(ahead.wait)
+                    try:
+                        step = self._measured(ahead.wait)
+                    except PromptsEnded:
+                        return
                 else:
                     step, given = taken
                     noted.append(given)

@@ -24,7 +24,11 @@ from raysvc.errors import ConfigError
 from raysvc.job.config import NAME, PlanConfig
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from raysvc.actors.server.spec import OnStale, PromptSpec
     from raysvc.api import ServerHandle
+    from raysvc.job.config import JobConfig
 
 _ARGUMENT = "serve_rollouts({})"
 
@@ -43,6 +47,11 @@ def serve_rollouts(
     producer_ttl_s: float = 60.0,
     rows: Literal["keep", "merge"] = "merge",
     model_reads: Sequence[str] | None = None,
+    prompts: str | Path | Mapping[str, Any] | JobConfig | None = None,
+    on_stale: Literal["pace", "reissue", "drop", "train"] = "pace",
+    max_prompt_s: float | None = None,
+    max_attempts: int = 3,
+    drop_constant: str | None = None,
     lease_ttl_s: float = 30.0,
     num_cpus: float = 0.5,
     storage_options: Mapping[str, Any] | None = None,
@@ -67,6 +76,15 @@ def serve_rollouts(
         placement: its node: where Ray finds room; that of the caller where `run_dir` is a folder; that of the caller.
         wait_for_nodes: nodes come on demand: one that can hold the server is waited for.
         producer_ttl_s: how long the reservations and open groups of a producer last without a sign of life.
+        prompts: a job (path, mapping or config) whose rows the server hands out as prompts, in the order and as often as its `plan`
+            says, mixed by its `mixture`; `producer.prompts()` gets them. None: producers bring prompts of their own.
+        on_stale: with prompts, what is done about groups that get too old. `pace`: steps wait for prompts that are under way, oldest
+            weights first, so that none gets too old and long rollouts are trained as often as short ones; `reissue`: the prompt is
+            handed out again; `drop`: it is not trained; `train`: it is, and the loss should correct for it (`PolicyLoss(tis_cap=...)`).
+        max_prompt_s: with prompts, how long a producer may have one before it is handed out again; None: as long as it lives.
+        max_attempts: with prompts, how often one is handed out before it is given up.
+        drop_constant: a per-row column (the reward): a group whose trajectories all have one value of it teaches nothing, and is dropped
+            when it is complete; with prompts, the next one is handed out for it (DAPO's dynamic sampling).
         rows: `merge`: a row of a group that another row of it begins with travels inside that one, with its own targets, advantages
             and weight: the loss and its gradient stay the same for a causal model. `keep`: rows travel as they were put.
         model_reads: for `merge`, per-token columns that the model reads, such as routed experts: rows that differ there stay apart.
@@ -88,6 +106,12 @@ def serve_rollouts(
 
     choice(_ARGUMENT.format("on_bad_group"), on_bad_group, ("fill", "shrink"))
     choice(_ARGUMENT.format("rows"), rows, ("keep", "merge"))
+    choice(_ARGUMENT.format("on_stale"), on_stale, ("pace", "reissue", "drop", "train"))
+    limit_s = (
+        None if max_prompt_s is None else number(_ARGUMENT.format("max_prompt_s"), max_prompt_s, or_low=False)
+    )
+    attempts = integer(_ARGUMENT.format("max_attempts"), max_attempts, 1)
+    handed_out = None if prompts is None else _prompts(prompts, address, on_stale, limit_s, attempts)
     filled = mapping(_ARGUMENT.format("defaults"), defaults or {})
     spec = ServeSpec(
         name=matching(_ARGUMENT.format("name"), name, NAME),
@@ -107,6 +131,8 @@ def serve_rollouts(
             on_bad_group=on_bad_group,
             producer_ttl_s=number(_ARGUMENT.format("producer_ttl_s"), producer_ttl_s, or_low=False),
             rows=rows,
+            prompts=handed_out,
+            drop_constant=optional_text(_ARGUMENT.format("drop_constant"), drop_constant),
             model_reads=None
             if model_reads is None
             else tuple(texts(_ARGUMENT.format("model_reads"), model_reads)),
@@ -125,6 +151,35 @@ def serve_rollouts(
     facts = wait_for(actor.describe.remote(), f"server {name!r} to start")
     return ServerHandle(
         name, ray_namespace(), facts["num_rows"], Schedule.from_json(facts["schedule"]), actor
+    )
+
+
+def _prompts(
+    prompts: str | Path | Mapping[str, Any] | JobConfig,
+    address: str | None,
+    on_stale: OnStale,
+    max_prompt_s: float | None,
+    max_attempts: int,
+) -> PromptSpec:
+    """The entries of a job of prompts, which are built where they are missing, and the order of their rows."""
+    from raysvc.actors.server.spec import PromptSpec, SourceSpec
+    from raysvc.api import tokenize
+    from raysvc.builds.mixed_job import mixture_spec
+    from raysvc.job.job_file import load_job
+
+    job = load_job(prompts)
+    if job.plan.order is not None:
+        raise ConfigError("plan.order", "orders steps, and prompts are handed out one by one", "leave it out")
+    entry = tokenize(job, address=address)
+    one_by_one = {"batch_size": 1, "mini_batch_size": None, "update_epochs": 1, "tail": "drop", "layout": "padded_right",
+                  "micro_batch_size": 1, "micro_batch_tokens": None, "window": None, "cp_split": None, "columns": ("input_ids",)}  # fmt: skip
+    return PromptSpec(
+        sources=tuple(SourceSpec(uri=one.uri) for one in entry.entries),
+        mixture=mixture_spec(job, entry.entries),
+        plan=job.plan.model_copy(update=one_by_one),
+        on_stale=on_stale,
+        max_prompt_s=max_prompt_s,
+        max_attempts=max_attempts,
     )
 
 

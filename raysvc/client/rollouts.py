@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raysvc.client.arguments import (
@@ -31,6 +31,7 @@ from raysvc.errors import ConfigError, NoCapacity, ServerError
 from raysvc.metrics import record
 from raysvc.rl.group import Group
 from raysvc.rl.group_table import late_table, table_of
+from raysvc.rl.prompt import Prompt
 from raysvc.rl.prompt_state import PromptState
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ class Put(NamedTuple):
     Attributes:
         new: groups that will be trained.
         known: groups that were put before under the same attempt.
-        verdicts: uid -> `new`; `stale`: too old to be trained, and not kept; `known`; or why one that was put before is
+        verdicts: uid -> `new`; `stale`: too old to be trained, and not kept; `superseded`: the prompt was handed out again, or given
+            up, and this is not kept; `known`; or why one that was put before is
             not trained: `evicted` (too old since), `dropped`, `quarantined`. Of several attempts of a uid, the last one's.
     """
 
@@ -86,6 +88,7 @@ class Rollouts:
         self._methods: dict[str, Any] = {}
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        self._asked = 0  # guarded by _lock; questions for prompts
         self._stop: threading.Event | None = None  # guarded by _lock; ends the thread that renews
 
     def put_groups(self, groups: Group | Sequence[Any], *, wait_s: float = 600.0) -> Put:
@@ -166,6 +169,36 @@ class Rollouts:
         integer("reserve(attempt)", attempt, 0)
         self._live()
         return Reserved(self._call("reserve", "put", wanted, self.owner, attempt))
+
+    def prompts(self, at_once: int = 1) -> Iterator[Prompt]:
+        """Yield prompts of the server's stream to sample, and to put as `prompt.group(...)`, until the stream ends.
+
+        A prompt is this producer's until it is put or released; it waits while there is no capacity. It goes to another one when this
+        process dies or, with `max_prompt_s`, is too slow. A restarted producer of the same name first gets what it had.
+
+        Args:
+            at_once: how many a call brings; they are all this producer's from then on.
+
+        Raises:
+            ConfigError: the server has no prompts.
+        """
+        integer("prompts(at_once)", at_once, 1)
+        return self._prompts(at_once)
+
+    def _prompts(self, at_once: int) -> Iterator[Prompt]:
+        self._live()
+        pause_s = 0.01
+        while True:
+            with self._lock:
+                ask, self._asked = self._asked, self._asked + 1
+            found, has_ended = self._call("prompts", "put", self.owner, ask, at_once)
+            yield from (Prompt(*each) for each in found)
+            if has_ended:
+                return
+            pause_s = 0.01 if found else min(2 * pause_s, MAX_PAUSE_S)
+            if not found:
+                time.sleep(pause_s)
+                record("producer_wait_seconds", pause_s, server=self.name)
 
     def status(self, uids: Sequence[str], *, attempt: int = 0) -> dict[str, PromptState]:
         """Say where each of these prompts stands, under one attempt; changes nothing."""

@@ -1,0 +1,454 @@
+"""A stream of prompts: each one of each epoch is trained once, or listed with the reason, whatever happens to producers and server."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raysvc.actors.rollouts.group_log import Spool
+from raysvc.actors.rollouts.group_pool import Pool
+from raysvc.actors.rollouts.group_store import GroupStore, PromptRules
+from raysvc.actors.rollouts.prompt_book import position_of
+from raysvc.errors import ConfigError, PromptsEnded, SourceError
+from raysvc.rl.group import Group
+from raysvc.rl.group_table import late_table, table_of
+from raysvc.rl.schema import Schema
+
+TOTAL, TTL_S, LIMIT_S = 24, 10.0, 25.0
+
+
+def uid_at(position: int) -> str | None:
+    """Every seventh position is a hole, like a row that was dropped."""
+    return None if position % 7 == 3 else f"{position}/0:0:{position % 8}"
+
+
+class Bench:
+    """A store with a clock of its own, opened again from its folder at will."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        batch_size: int = 3,
+        staleness: int | None = 1,
+        ttl_s: float = TTL_S,
+        late: tuple[str, ...] = (),
+        drop_constant: str | None = None,
+        **rules: Any,
+    ) -> None:
+        self.folder, self.now_s, self.frontier = folder, 0.0, 0
+        self.batch_size, self.staleness, self.ttl_s = batch_size, staleness, ttl_s
+        wanted = {
+            "total": TOTAL,
+            "uid_at": uid_at,
+            "on_stale": "pace",
+            "max_prompt_s": LIMIT_S,
+            "max_attempts": 3,
+        }
+        self.rules = PromptRules(**{**wanted, **rules})
+        self.late, self.drop_constant = late, drop_constant
+        self.asks: dict[str, int] = {}
+        self.open()
+
+    def open(self) -> None:
+        pool = Pool(self.batch_size, self.staleness)
+        pool.paced, pool.evicts = self.rules.on_stale == "pace", self.rules.on_stale != "train"
+        self.store = GroupStore(
+            pool,
+            Schema(("input_ids",), self.late),
+            Spool(str(self.folder), {}),
+            self.ttl_s,
+            lambda: self.now_s,
+            self.rules,
+            self.drop_constant,
+        )
+
+    @property
+    def book(self) -> Any:
+        return self.store.book
+
+    def ask(self, owner: str, count: int = 1) -> list[tuple[str, int]]:
+        number = self.asks.get(owner, 0)
+        self.asks[owner] = number + 1
+        return [each[:2] for each in self.store.hand_out(owner, number, count, self.frontier)]
+
+    def put(self, uid: str, attempt: int, owner: str, version: int | None = None) -> str:
+        own = self.store.pool.version if version is None else version
+        group = Group(uid, [[1, 2]], [[0, 1]], attempt=attempt, weight_version=own)
+        result = self.store.put(table_of([group]), owner, gate=self.frontier)
+        # it waits while there is no capacity, which its prompt had until it was taken back
+        assert result is not None or uid in self.book.back
+        return "full" if result is None else result.verdicts[uid]
+
+    def train(self) -> bool:
+        """The next step, if it can be made."""
+        if not self.store.form(self.frontier, self.frontier):
+            return False
+        self.frontier += 1
+        self.store.set_version(self.frontier, self.frontier)
+        return True
+
+    def rewind(self, step: int) -> None:
+        self.store.rewind(step, self.frontier)
+        self.frontier = step
+
+    def trained(self) -> list[str]:
+        return [uid for keys in self.store.pool.steps.values() for uid, _ in keys]
+
+    def check(self) -> None:
+        """Every prompt that was handed out is in one place."""
+        pool, book = self.store.pool, self.book
+        planned = Counter(self.trained())
+        assert all(count == 1 for count in planned.values()), "a prompt was trained twice"
+        kept = (
+            Counter(planned)
+            + Counter(group.key[0] for group in pool.ready)
+            + Counter(uid for uid, _ in pool.waiting)
+        )
+        for position in range(book.next):
+            if (uid := uid_at(position)) is None:
+                continue
+            places = [uid in book.out, uid in book.back, uid in book.lost, kept[uid] == 1]
+            assert sum(places) == 1, (uid, places)
+            assert kept[uid] <= 1
+        assert set(book.out) == set(pool.reserved)
+
+
+ACTIONS = (
+    "ask",
+    "ask",
+    "put",
+    "put",
+    "put",
+    "late",
+    "train",
+    "train",
+    "sleep",
+    "die",
+    "release",
+    "drop",
+    "restart",
+    "rewind",
+    "again",
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.data(), policy=st.sampled_from(["pace", "reissue", "drop", "train"]), staleness=st.integers(0, 2)
+)
+def test_every_prompt_is_trained_once_or_listed_with_its_reason(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, policy: str, staleness: int
+) -> None:
+    bench = Bench(tmp_path_factory.mktemp("spool"), on_stale=policy, staleness=staleness)
+    held: dict[str, list[tuple[str, int, int]]] = {"a": [], "b": []}
+    past: list[tuple[str, int]] = []
+    for _ in range(data.draw(st.integers(5, 60))):
+        action, owner = data.draw(st.sampled_from(ACTIONS)), data.draw(st.sampled_from(["a", "b"]))
+        mine = held[owner]
+        if action == "ask":
+            found = bench.ask(owner, data.draw(st.integers(1, 3)))
+            mine += [(uid, attempt, bench.store.pool.version) for uid, attempt in found]
+        elif action == "again":  # Ray repeats a call that was not answered
+            number = bench.asks.get(owner, 0) - 1
+            if number >= 0:
+                told, again = (
+                    [each[:2] for each in bench.store.hand_out(owner, number, 3, bench.frontier)]
+                    for _ in range(2)
+                )
+                assert told == again
+                known = [each[:2] for each in mine]
+                mine += [(*each, bench.store.pool.version) for each in told if each not in known]
+        elif action == "put" and mine:
+            uid, attempt, version = mine.pop(data.draw(st.integers(0, len(mine) - 1)))
+            bench.put(uid, attempt, owner, version)
+            past.append((uid, attempt))
+        elif action == "late" and past:
+            bench.put(*data.draw(st.sampled_from(past)), owner)
+        elif action == "train":
+            bench.train()
+        elif action == "sleep":
+            bench.now_s += data.draw(st.sampled_from([1.0, TTL_S - 1, LIMIT_S]))
+            for each in data.draw(st.lists(st.sampled_from(["a", "b"]), unique=True)):
+                bench.store.renew(each)
+        elif action == "die":  # what it was given comes late, from the network
+            past += [(uid, attempt) for uid, attempt, _ in mine]
+            mine.clear()
+            bench.asks.pop(owner, None)
+        elif action == "release" and mine:
+            bench.store.release([mine.pop()[0]])
+        elif action == "drop" and bench.store.pool.ready:
+            bench.store.drop([bench.store.pool.ready[0].key[0]])
+        elif action == "restart":
+            is_written = data.draw(st.booleans())  # else what nobody was told yet may be lost
+            if is_written:
+                bench.store._history.wait(bench.store._history.last)
+            before = bench.book.to_json()
+            bench.open()
+            if is_written:
+                assert {**bench.book.to_json(), "asks": 0} == {**before, "asks": 0}
+        elif action == "rewind" and bench.frontier:
+            bench.rewind(data.draw(st.integers(0, bench.frontier)))
+        bench.check()
+    # all producers are gone; a new one finishes the stream
+    bench.now_s += 10 * LIMIT_S
+    for _ in range(20 * TOTAL):
+        for uid, attempt in bench.ask("c", 3):
+            assert bench.put(uid, attempt, "c") in ("new", "stale")
+        bench.train()
+        bench.check()
+    assert bench.book.is_ended
+    ends = {*bench.trained(), *bench.book.lost, *(group.key[0] for group in bench.store.pool.ready)}
+    assert ends == {uid for uid in map(uid_at, range(TOTAL)) if uid is not None}
+    assert len(bench.store.pool.ready) < bench.batch_size, "only those that fill no step are left"
+
+
+def test_a_prompt_of_a_dead_producer_goes_to_another_and_what_comes_late_is_refused(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    [(uid, attempt)] = bench.ask("a")
+    assert (uid, attempt) == ("0/0:0:0", 0)
+    bench.now_s += TTL_S + 1
+    assert bench.ask("b") == [(uid, 1)]
+    assert bench.put(uid, 0, "a") == "superseded"
+    assert bench.put(uid, 1, "b") == "new"
+    assert bench.put(uid, 1, "b") == "known"
+    with pytest.raises(SourceError, match="no prompt that this server handed out"):
+        bench.put("17/0:0:1", 0, "b")
+    with pytest.raises(SourceError, match="no prompt that this server handed out"):
+        bench.put("mine", 0, "b")
+
+
+def test_a_late_put_counts_as_long_as_nobody_else_has_the_prompt(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    [(uid, _)] = bench.ask("a")
+    bench.now_s += TTL_S + 1
+    bench.store.renew("b")
+    assert bench.book.back == {uid: 1}
+    assert bench.put(uid, 0, "a") == "new"
+    assert bench.ask("b") == [("1/0:0:1", 0)], "it is not handed out again"
+
+
+def test_a_hung_producer_loses_its_prompt_and_a_prompt_that_nobody_can_do_is_given_up(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, max_attempts=2)
+    for owner, attempt in (("a", 0), ("b", 1)):
+        assert bench.ask(owner) == [("0/0:0:0", attempt)]
+        for _ in range(4):  # it gives signs of life all the time
+            bench.now_s += TTL_S - 1
+            bench.store.renew(owner)
+    assert bench.book.lost == {"0/0:0:0": "took too long"}
+    assert bench.put("0/0:0:0", 1, "b") == "superseded"
+
+
+def test_a_producer_that_starts_again_under_its_name_goes_on_with_what_it_had(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    first = bench.ask("a", 2)
+    bench.asks.clear()
+    bench.open()
+    assert bench.ask("a", 1) == first
+    assert bench.ask("a", 1) == [("2/0:0:2", 0)]
+
+
+def lengths_trained(policy: str, tmp_path: Path, seed: int) -> tuple[list[float], list[float], int]:
+    """Seconds of each rollout: of all that were offered, of those that were trained; and how often work was thrown away.
+
+    Sixteen workers sample, the trainer makes a step of eight a time; durations are heavy-tailed, and go with the prompt.
+    """
+    total, rng = 640, np.random.default_rng(seed)
+    seconds = 1.0 + rng.pareto(1.2, total) * 3.0
+    seconds = np.minimum(seconds, 60.0)
+    bench = Bench(
+        tmp_path, batch_size=8, staleness=1, ttl_s=1e9, on_stale=policy, total=total, max_prompt_s=None,
+        uid_at=lambda position: f"{position}/0:0:{position}", max_attempts=10**6,
+    )  # fmt: skip
+    running: list[tuple[float, str, int, int]] = []
+    thrown, trained_s = 0, 2.0
+    free_at = 0.0
+    while not bench.book.is_ended or bench.store.pool.ready:
+        bench.store.renew("w")
+        for uid, attempt in bench.ask("w", 16 - len(running)) if len(running) < 16 else []:
+            done_s = bench.now_s + seconds[position_of(uid)]
+            heapq.heappush(running, (done_s, uid, attempt, bench.store.pool.version))
+        if bench.now_s >= free_at and bench.train():
+            free_at = bench.now_s + trained_s
+            continue
+        if not running and bench.now_s >= free_at:
+            break
+        ahead = [free_at] if bench.now_s < free_at else []
+        bench.now_s = min([*ahead, *(each[0] for each in running[:1])])
+        bench.store.renew("w")
+        while running and running[0][0] <= bench.now_s:
+            _, uid, attempt, version = heapq.heappop(running)
+            thrown += bench.put(uid, attempt, "w", version) != "new"
+    thrown += bench.store.pool.evicted
+    return seconds.tolist(), [seconds[position_of(uid)] for uid in bench.trained()], thrown
+
+
+def test_long_rollouts_are_trained_as_often_as_short_ones(tmp_path: Path) -> None:
+    shares = {}
+    for policy in ("pace", "drop"):
+        offered, trained, thrown = lengths_trained(policy, tmp_path / policy, seed=1)
+        longest = np.quantile(offered, 0.9)
+        shares[policy] = np.mean(np.array(trained) >= longest) / np.mean(np.array(offered) >= longest)
+        if policy == "pace":
+            assert thrown == 0
+            assert sorted(trained) == sorted(offered), "all of them, not a sample"
+    assert shares["pace"] == 1.0
+    assert shares["drop"] < 0.5, "the simulation is one where dropping is a bias"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_groups_that_teach_nothing_are_dropped_and_others_are_sampled_in_their_place(
+    tmp_path: Path, late: bool
+) -> None:
+    bench = Bench(tmp_path, batch_size=2, drop_constant="reward", late=("reward",) if late else ())
+    rewards = iter([[1.0, 1.0], [0.0, 1.0], [0.0, 0.0], [0.5, 0.0], [1.0, 0.0]])
+    dropped = []
+    while not bench.train():
+        for uid, attempt in bench.ask("a"):
+            own = np.array(next(rewards), np.float32)
+            group = Group(
+                uid, [[1, 2], [1, 3]], [[0, 1]] * 2, attempt=attempt, rows={} if late else {"reward": own}
+            )
+            bench.store.put(table_of([group]), "a", gate=0)
+            if late:
+                bench.store.add_columns(late_table(uid, {"reward": own}))
+            if own[0] == own[1]:
+                dropped.append(uid)
+        bench.check()
+    assert bench.trained() == ["1/0:0:1", "4/0:0:4"]
+    assert bench.book.lost == dict.fromkeys(dropped, "all have one 'reward'")
+    before = bench.book.to_json()
+    bench.open()
+    assert bench.book.to_json() == before
+    assert not bench.store.pool.ready
+
+
+def test_of_a_trajectory_the_last_turn_says_whether_the_group_teaches(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, drop_constant="reward")
+    for final in ([0.0, 1.0], [1.0, 1.0]):
+        [(uid, _)] = bench.ask("a")
+        reward = np.array([0.0, final[0], 0.5, final[1]], np.float32)
+        rows = [[1, 2], [1, 2, 3], [1, 4], [1, 4, 5]]
+        group = Group(uid, rows, [[0, 1], [0, 0, 1]] * 2, rows={"reward": reward}, trajectory=[0, 0, 1, 1])
+        bench.store.put(table_of([group]), "a", gate=0)
+    assert bench.book.lost == {"1/0:0:1": "all have one 'reward'"}
+
+
+# -- through a server
+
+
+@pytest.fixture
+def prompts_of(tmp_path: Path, sample: dict[str, str]) -> Callable[..., dict[str, Any]]:
+    """A job of so many prompts, each with its answer."""
+
+    def make(count: int, **plan: Any) -> dict[str, Any]:
+        rows = tmp_path / "prompts.jsonl"
+        lines = [
+            {"prompt": [{"role": "user", "content": f"What is {n} plus {n}?"}], "answer": str(2 * n)}
+            for n in range(count)
+        ]
+        rows.write_text("\n".join(map(json.dumps, lines)))
+        return {
+            "source": {"path": str(rows), "format": "prompt", "carry": ["answer"]},
+            "tokenizer": {"name": sample["tokenizer"]},
+            "cache": {"root": str(tmp_path / "cache")},
+            "plan": plan,
+        }
+
+    return make
+
+
+@pytest.fixture
+def started(tmp_path: Path, ray_session: None) -> Iterator[Callable[..., Any]]:
+    import raysvc
+    from raysvc.actors.launch import server_names, stop_server
+
+    names = []
+
+    def start(name: str, **options: Any) -> Any:
+        names.append(name)
+        plan = {"batch_size": 4, "columns": ("input_ids", "labels", "reward")}
+        fixed = {"run_dir": str(tmp_path / name), "pad_token_id": 0, "plan": plan, "num_cpus": 0}
+        return raysvc.serve_rollouts(name, **{**fixed, **options})
+
+    yield start
+    for name in set(names) & set(server_names()):
+        stop_server(name)
+
+
+def sampled(prompt: Any) -> Group:
+    """Two answers; the reward says whether they are right."""
+    answers = [[*prompt.input_ids.tolist(), 5, 6], [*prompt.input_ids.tolist(), 7]]
+    length = len(prompt.input_ids)
+    masks = [[0] * length + [1] * (len(each) - length) for each in answers]
+    reward = np.array([float(prompt.columns["answer"]), 0.0], np.float32)
+    return prompt.group(answers, masks, rows={"reward": reward})
+
+
+@pytest.mark.ray
+def test_producers_only_loop_over_prompts_and_every_epoch_is_trained(
+    prompts_of: Callable[..., Any], started: Callable[..., Any]
+) -> None:
+    import ray
+
+    import raysvc
+    from raysvc.collate import read_shard
+
+    started("stream", prompts=prompts_of(10, epochs=2, seed=3))
+    epochs: list[tuple[int, str]] = []
+
+    def produce() -> None:
+        producer = raysvc.rollouts("stream")
+        for prompt in producer.prompts():
+            epochs.append((prompt.epoch, prompt.columns["answer"]))
+            producer.put_groups(sampled(prompt))
+
+    threads = [threading.Thread(target=produce) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    rewards: list[float] = []
+    with raysvc.attach("stream", dp_size=1) as client:
+        for step in client.steps():  # ends with the prompts
+            for mini in step.mini_batches:
+                shard = read_shard(ray.get(mini.shards[0]))
+                rewards += [float(each) for each in shard.arrays["reward"] if each]
+            client.commit(step.index)
+            client.set_weight_version(step.index + 1)
+    for thread in threads:
+        thread.join(30)
+    answers = [float(2 * n) for n in range(10) if n]
+    assert sorted(rewards) == sorted([*answers, *answers])
+    assert sorted(epochs) == sorted((epoch, str(2 * n)) for epoch in (0, 1) for n in range(10))
+    facts = raysvc.rollouts("stream").stats()["prompts"]
+    assert facts == {"handed_out": 20, "of": 20, "under_way": 0, "to_hand_out_again": 0, "lost": {}}
+
+
+@pytest.mark.ray
+def test_a_trainer_at_the_end_of_the_prompts_hears_so_and_a_server_without_prompts_hands_out_none(
+    prompts_of: Callable[..., Any], started: Callable[..., Any]
+) -> None:
+    import raysvc
+    from raysvc.client.batch_client import _hear
+
+    started("short", prompts=prompts_of(3))
+    producer = raysvc.rollouts("short")
+    for prompt in producer.prompts(at_once=2):
+        producer.put_groups(sampled(prompt))
+    with raysvc.attach("short", dp_size=1, look_ahead_steps=0) as client:
+        assert list(client.steps()) == []
+    error = PromptsEnded("short", 0, 3, 4)
+    assert "3 of the 4 groups of step 0 are left" in str(error)
+    started("plain")
+    with pytest.raises(ConfigError, match="hands out no prompts"):
+        next(raysvc.rollouts("plain").prompts())
+    assert _hear is not None
