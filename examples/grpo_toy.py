@@ -38,16 +38,17 @@ def build_model() -> torch.nn.Module:
 
 @ray.remote(num_cpus=0.5)
 class Producer:
-    """Samples groups with the weights that it was last given."""
+    """Samples groups with the weights that were published last."""
 
     def __init__(self, server: str) -> None:
         self.model, self.server = build_model(), raysvc.rollouts(server)
 
-    def produce(self, weights: dict[str, Any], version: int, num_groups: int) -> float:
-        self.model.load_state_dict(weights)
-        groups = [self.group(version) for _ in range(num_groups)]
-        self.server.put_groups(groups)
-        return float(np.mean([group.rows["reward"] for group in groups]))
+    def produce(self) -> None:
+        version, tensors = self.server.weights()
+        while True:
+            self.model.load_state_dict(tensors)
+            self.server.put_groups(self.group(version))  # waits while enough groups are ready
+            version, tensors = self.server.weights(after=version, wait_s=0) or (version, tensors)
 
     @torch.no_grad()
     def group(self, version: int) -> Group:
@@ -75,16 +76,15 @@ def main(run_dir: str | None = None, stop: int = STEPS) -> dict[str, Any]:
         "grpo", run_dir=str(folder), pad_token_id=0, plan=PLAN, max_staleness=1, detached=False
     )
     producer = Producer.remote(server.name)
+    producer.produce.remote()  # while this loop trains
     model, loss = build_model(), PolicyLoss()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rewards, ages = [], []
 
     with raysvc.attach(server.name, look_ahead_steps=0, takeover=True) as client:
         restore(folder, model, optimizer, client)
-        made = producer.produce.remote(model.state_dict(), client.frontier, PLAN["batch_size"])
+        client.publish(client.frontier, model.state_dict())
         for step in client.steps(stop=stop):
-            # the next groups are sampled with these weights while this step is trained
-            made = producer.produce.remote(model.state_dict(), step.index, PLAN["batch_size"])
             for mini in step.mini_batches:
                 shard = raysvc.read_shard(ray.get(mini.shards[0]))
                 optimizer.zero_grad()
@@ -93,9 +93,8 @@ def main(run_dir: str | None = None, stop: int = STEPS) -> dict[str, Any]:
                 rewards.append(float(shard.arrays["reward"].mean()))
             ages.append(step.index - step.weight_versions[0])
             client.commit(step.index)
-            client.set_weight_version(step.index + 1)
+            client.publish(step.index + 1, model.state_dict())
             save(folder, model, optimizer, client)
-        del made  # what it is still sampling waits for the next run
     return {"first": rewards[0], "last": rewards[-1], "oldest": max(ages), "steps": len(rewards)}
 
 

@@ -54,6 +54,7 @@ class Restored:
         closed: groups that were closed by a call of its own.
         events: names of the records of events.
         book: of the prompts that were handed out; None: producers bring their own.
+        published: version and path of the weights for producers.
     """
 
     groups: dict[Key, GroupRows] = field(default_factory=dict)
@@ -64,6 +65,7 @@ class Restored:
     closed: set[Key] = field(default_factory=set)
     events: list[str] = field(default_factory=list)
     book: PromptBook | None = None
+    published: tuple[int, str | list[Any]] | None = None
 
 
 class History:
@@ -193,6 +195,8 @@ def apply_event(event: Event, pool: Pool, schema: Schema, found: Restored) -> No
     elif kind == "lost":
         assert found.book is not None, "a server of prompts"
         found.book.lose(*value)
+    elif kind == "published":
+        found.published = value[0], value[1]
     elif kind == "quarantined":
         pool.quarantined.update({(uid, attempt): reason for uid, attempt, reason in value})
         found.gone.update((uid, attempt) for uid, attempt, _ in value)
@@ -227,6 +231,7 @@ def _apply_snapshot(value: dict[str, Any], pool: Pool, schema: Schema, found: Re
     pool.evicted = value["evicted"]
     pool.reserved = dict(value["reserved"])
     pool.owners = {(uid, attempt): owner for uid, attempt, owner in value["owners"]}
+    found.published = None if value["published"] is None else tuple(value["published"])
     if found.book is not None:
         found.book.load(value["prompts"])
         pool.granted = {each.uid: each.version for each in found.book.out.values()}

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -101,6 +101,7 @@ class GroupStore:
         self.dropped: set[Key] = restored.dropped
         self._gone: set[Key] = restored.gone  # in no step, and never will be
         self._closed: set[Key] = restored.closed  # closed by a call of its own, not by their last rows
+        self.published: tuple[int, str | list[Any]] | None = restored.published
         self._trained_below = 0  # of the steps from here on, tables are in memory
         self._step_tickets: dict[int, int] = {}  # of steps whose record may not be on disk yet
         self._history = History(spool, self._tables, restored.events, self._snapshot)
@@ -307,6 +308,15 @@ class GroupStore:
                 self._event({"told": list(self.pool.told[-1])})
             self._tell_evicted()
             ticket = self._history.last
+        self._history.wait(ticket)
+
+    def publish(self, version: int, where: str | list[Any]) -> None:
+        """Know which weights producers get; a path is known after a restart, too."""
+        with self.changed:
+            self.published = version, where
+            ticket = (
+                self._event({"published": [version, where]}) if isinstance(where, str) else self._history.last
+            )
         self._history.wait(ticket)
 
     def rewind(self, step: int, frontier: int) -> Timeline | None:
@@ -613,6 +623,7 @@ class GroupStore:
                 "closed": sorted(self._closed), "ready": [group.key for group in pool.ready],
                 "quarantined": [[*key, reason] for key, reason in pool.quarantined.items()],
                 "reserved": pool.reserved, "owners": [[*key, owner] for key, owner in pool.owners.items()],
+                "published": self.published if self.published and isinstance(self.published[1], str) else None,
                 **({} if self.book is None else {"prompts": self.book.to_json()}),
             }
         }  # fmt: skip

@@ -148,6 +148,23 @@ class RolloutServer(BatchServer):
             remedy = "let versions advance by at most one per committed step"
             raise ConfigError("set_weight_version", str(error), remedy) from None
 
+    def publish(self, fence: int, version: int, where: Any, frontier: int = 0) -> None:
+        """Weights that train from now on, for producers: the path of a file, or the blob, which is put again: Ray frees an object when
+        the process that put it is gone.
+
+        Raises:
+            FencedError, ConfigError: as `set_weight_version`.
+        """
+        import ray
+
+        self.set_weight_version(fence, version, frontier)
+        self._rollouts.store.publish(version, where if isinstance(where, str) else [ray.put(where)])
+
+    def weights(self, after: int | None) -> tuple[int, str | list[Any]] | None:
+        """Returns the weights that were published last, a path or a reference in a list (which Ray does not resolve); None: there are none, or they are those of version `after`."""
+        published = self._rollouts.store.published
+        return None if published is None or published[0] == after else published
+
     def stats(self) -> dict[str, Any]:
         """Returns what `BatchServer.stats` does, and counts of groups and of live producers."""
         store = self._rollouts.store

@@ -18,6 +18,7 @@ from raysvc.actors.server.spec import Role, as_role
 from raysvc.client.arguments import (
     flag,
     integer,
+    mapping,
     meet,
     optional_integer,
     optional_text,
@@ -215,6 +216,34 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         self._refuse_unless_rollouts("set_weight_version")
         told = integer("set_weight_version(version)", version, 0)
         self._connection.after_commits("set_weight_version", told, self.frontier)
+
+    def publish(self, version: int, state_dict: Mapping[str, Any], *, folder: str | None = None) -> None:
+        """Give weights to the producers (`Rollouts.weights`), and say that they train from now on, as `set_weight_version` does.
+
+        Call it before the first step, too, and after a rewind: producers take what was published last, whatever its version.
+
+        Args:
+            version: of the weights.
+            state_dict: name -> tensor, on any device; it is copied to the CPU.
+            folder: one that trainer and producers see: the weights lie there as safetensors, the newest two, and a server that was
+                killed knows them again. None: in Ray's object store, where they are gone with the server until the next call.
+
+        Raises:
+            ConfigError: as `set_weight_version`, or a value is no tensor.
+        """
+        import numpy as np
+        import ray
+
+        from raysvc.rl.weights import blob_of, write_blob
+
+        self._refuse_unless_rollouts("publish")
+        told = integer("publish(version)", version, 0)
+        optional_text("publish(folder)", folder)
+        blob = blob_of(mapping("publish(state_dict)", state_dict))
+        where = (
+            write_blob(folder, told, blob) if folder is not None else ray.put(np.frombuffer(blob, np.uint8))
+        )
+        self._connection.after_commits("publish", told, where, self.frontier)
 
     def forget_below(self, step: int) -> int:
         """Let a rollout server remove what only steps below `step` need; returns how many files went.

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raysvc.client.arguments import (
@@ -33,6 +34,7 @@ from raysvc.rl.group import Group
 from raysvc.rl.group_table import late_table, table_of
 from raysvc.rl.prompt import Prompt
 from raysvc.rl.prompt_state import PromptState
+from raysvc.rl.weights import Weights, tensors_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -200,6 +202,30 @@ class Rollouts:
                 time.sleep(pause_s)
                 record("producer_wait_seconds", pause_s, server=self.name)
 
+    def weights(self, after: int | None = None, *, wait_s: float = 600.0) -> Weights | None:
+        """The weights that the trainer published last (`BatchClient.publish`), if their version is not `after`.
+
+        Args:
+            after: the version that this producer has.
+            wait_s: for others; 0 only looks.
+
+        Returns:
+            None: nothing else came in time.
+        """
+        number("weights(wait_s)", wait_s)
+        if after is not None:
+            integer("weights(after)", after, 0)
+        end_s, pause_s = time.monotonic() + wait_s, 0.01
+        while True:
+            if (told := self._call("weights", "put", after)) is not None and (
+                found := _loaded(*told)
+            ) is not None:
+                return found
+            if time.monotonic() >= end_s:
+                return None
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
     def status(self, uids: Sequence[str], *, attempt: int = 0) -> dict[str, PromptState]:
         """Say where each of these prompts stands, under one attempt; changes nothing."""
         integer("status(attempt)", attempt, 0)
@@ -308,3 +334,15 @@ def _items(values: Any, where: str = "put_groups(groups)") -> list[Any]:
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise ConfigError(where, f"{values!r} is not a list", "give a list")
     return list(values)
+
+
+def _loaded(version: int, where: str | list[Any]) -> Weights | None:
+    """The weights; None: newer ones took their place while they were read."""
+    import ray
+
+    try:
+        blob = Path(where).read_bytes() if isinstance(where, str) else ray.get(where[0])
+    except (FileNotFoundError, ray.exceptions.ObjectLostError):
+        log.warning("weights of version %d are gone, waiting for newer ones", version)
+        return None
+    return Weights(version, tensors_of(blob))
