@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -446,3 +447,25 @@ def test_a_replayed_step_shows_what_was_sampled_and_what_came_back(tmp_path: Pat
     )
     assert "group g#0: row 1 continues row 0 up to token 2" in told.output
     print(told.output, want)
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_context_parallel_ranks_share_the_weights_of_turns(tmp_path: Path, layout: str) -> None:
+    from raysvc.actors.server.spec import Role
+
+    groups = [
+        random_group(np.random.default_rng(n), f"g{n}", reads=False, trajectories=n > 1) for n in (4, 9)
+    ]
+    groups = [replace(group, trajectory=None) for group in groups]
+    options = {**LAYOUTS[layout], "columns": ("input_ids", "labels", "advantages")}
+    whole = served(tmp_path, groups, **options)
+    cut = served(tmp_path, groups, **options, cp_split="zigzag" if layout == "packed" else "head_tail")
+    assert (whole.turns() or {}).get("merged") == 0, "nothing was made yet"
+    (_, one), (_, parts) = whole.make(0, (2,)), cut.make(0, (Role(2, cp=2),))
+    assert (whole.turns() or {})["merged"] > 0
+    for reduction in REDUCTIONS:
+        weigh = lambda shard: token_weights(shard.arrays, shard.denominators, reduction, constant=9.0)  # noqa: B023, E731
+        trained = [np.sort(weigh(shard)[shard.arrays["labels"] != -100]) for shard in (*one, *parts)]
+        assert np.allclose(np.sort(np.concatenate(trained[:2])), np.sort(np.concatenate(trained[2:]))), (
+            reduction
+        )
