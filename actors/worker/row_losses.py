@@ -14,6 +14,9 @@ and n_r the numbers of targets, a loss of a mini-batch is the mean over its pair
               and z >= 0 the mean over the whole mini-batch of the same of the mismatched rows
     RewardLoss  -log s(v_c - v_r - margin), v the value at the last token
 
+A policy has a loss of rows too, the mean over trajectories:
+    SequencePolicyLoss  -min(s A, clip(s, 1 - low, 1 + high) A), s = e^((now - old) / n) of the sums over the n targets of a row
+
 Always true:
 - pairs weigh the same, however they are split over micro-batches and ranks; dummies weigh nothing;
 - z is of the whole mini-batch, over all ranks, and has no gradient;
@@ -33,6 +36,9 @@ from raysvc.actors.worker.losses import ROW_COUNT, ROW_LOSS, LossSum
 
 if TYPE_CHECKING:
     import torch
+
+
+Weigh = Literal["group", "sequence"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,7 @@ class RowLoss(Protocol):
         columns: per-token columns, whose sums over the targets of each row it needs.
         row_columns: per-row columns that it needs.
         of_values: it looks at values, not at log-probabilities.
+        weigh: whether groups weigh the same (`group`), or trajectories (`sequence`).
     """
 
     @property
@@ -77,6 +84,8 @@ class RowLoss(Protocol):
     def row_columns(self) -> tuple[str, ...]: ...
     @property
     def of_values(self) -> bool: ...
+    @property
+    def weigh(self) -> Weigh: ...
     def of_rows(self, rows: LossRows) -> LossSum: ...
 
 
@@ -95,6 +104,7 @@ class PairLoss:
     margin: float = 0.0
     row_columns: tuple[str, ...] = ()
     of_values: bool = False
+    weigh: Weigh = "group"
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -148,6 +158,7 @@ class KtoLoss:
     columns: tuple[str, ...] = ("ref_logprobs",)
     row_columns: tuple[str, ...] = ("label",)
     of_values: bool = False
+    weigh: Weigh = "group"
 
     def of_rows(self, rows: LossRows) -> LossSum:
         """The sum over the rows of a micro-batch that are not mismatched."""
@@ -195,6 +206,7 @@ class RewardLoss:
     center: float = 0.0
     columns: tuple[str, ...] = ()
     of_values: bool = True
+    weigh: Weigh = "group"
 
     @property
     def row_columns(self) -> tuple[str, ...]:
@@ -225,12 +237,54 @@ class RewardLoss:
 
 
 @dataclass(frozen=True)
+class SequencePolicyLoss:
+    """GSPO: the clipped policy gradient with one ratio a row, that of its geometric mean (arXiv:2507.18071).
+
+    A row of several turns has one ratio for all of them: with `rows: merge` that is a trajectory. A row's advantage is the mean
+    over its targets.
+
+    Attributes:
+        clip_low: the ratio counts down to 1 - clip_low; the paper has 3e-4.
+        clip_high: ... and up to 1 + clip_high; the paper has 4e-4.
+    """
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+    columns: tuple[str, ...] = ("advantages", "old_logprobs")
+    row_columns: tuple[str, ...] = ()
+    of_values: bool = False
+    weigh: Weigh = "sequence"
+
+    def of_rows(self, rows: LossRows) -> LossSum:
+        """The sum over the rows of a micro-batch."""
+        import torch
+
+        assert rows.logprobs is not None
+        counts, weights = rows.counts.clamp(min=1), rows.weights
+        advantages = rows.columns["advantages"] / counts
+        ratio = ((rows.logprobs - rows.columns["old_logprobs"]) / counts).exp()
+        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        losses = -torch.minimum(ratio * advantages, clipped * advantages)
+        total = (losses * weights).sum()
+        moved = (clipped * advantages < ratio * advantages).to(weights.dtype)
+        metrics = {
+            "clip_share": (moved * weights).sum(),
+            "policy_loss": total.detach(),
+            "ratio_max": torch.where(weights > 0, ratio, 0.0).amax().detach()
+            if len(ratio)
+            else total.detach(),
+        }
+        return LossSum(total, metrics)
+
+
+@dataclass(frozen=True)
 class MismatchedKl:
     """No loss: the sum over the mismatched rows of a micro-batch that z is the mean of; `desirable`: its good rows."""
 
     columns: tuple[str, ...] = ("ref_logprobs",)
     row_columns: tuple[str, ...] = ("label",)
     of_values: bool = False
+    weigh: Weigh = "group"
 
     def of_rows(self, rows: LossRows) -> LossSum:
         """The sums."""

@@ -179,7 +179,11 @@ class CausalLMWorker(Worker):
             tensors = {**tensors, ROW_INDEX: row_index(tensors)}
             loss = replace(loss, num_rows=len(tensors["seq_lengths"]))
             known = {ROW_LOSS: tensors["loss_weights"].new_zeros(loss.num_rows)}  # where no row has a target
-        rows = rows_of(tensors, loss.row_columns) | self._shared if isinstance(loss, RowLoss) else None
+        rows = (
+            rows_of(tensors, loss.row_columns, loss.weigh) | self._shared
+            if isinstance(loss, RowLoss)
+            else None
+        )
         with self._precision():
             total, metrics = self.model(
                 self._inputs(tensors, layout),
@@ -420,7 +424,9 @@ def row_index(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     return begins[:-1].cumsum(0).view(lines, width) - 1
 
 
-def rows_of(tensors: dict[str, torch.Tensor], columns: tuple[str, ...]) -> dict[str, torch.Tensor]:
+def rows_of(
+    tensors: dict[str, torch.Tensor], columns: tuple[str, ...], weigh: str = "group"
+) -> dict[str, torch.Tensor]:
     """What a loss of rows needs to know of the rows of a micro-batch; see `TokenModel.forward`."""
     import torch
 
@@ -429,7 +435,7 @@ def rows_of(tensors: dict[str, torch.Tensor], columns: tuple[str, ...]) -> dict[
     cells = torch.arange(index_BL.numel(), device=index_BL.device).view(index_BL.shape)
     last_S = cells.new_zeros(len(tensors["group_weights"]))
     last_S = last_S.scatter_reduce(0, index_BL[there], cells[there], "amax")
-    found = {"row_BL": index_BL, "last_S": last_S, "weights_S": tensors["group_weights"]}
+    found = {"row_BL": index_BL, "last_S": last_S, "weights_S": tensors[f"{weigh}_weights"]}
     return found | {name: _known(tensors, name) for name in columns}
 
 

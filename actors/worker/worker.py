@@ -36,7 +36,7 @@ from raysvc.actors.worker.results import Metrics, MiniResult, extreme_of
 from raysvc.actors.worker.row_losses import RowLoss
 from raysvc.actors.worker.timer import Timer
 from raysvc.chat.garbage import no_collection
-from raysvc.collate.loss_weights import token_weights
+from raysvc.collate.loss_weights import sequence_weights, token_weights
 from raysvc.collate.row_values import RowValues, with_columns
 from raysvc.collate.shard import Shard, Wire
 from raysvc.errors import ConfigError
@@ -299,7 +299,11 @@ class Worker:
             weights *= loss_weight
         real = (np.asarray(shard.arrays["row_group"]) >= 0).astype(np.float32)
         by_group = real * np.float32(loss_weight * self.dp_size / max(shard.denominators.groups, 1))
-        return replace(shard, arrays={**shard.arrays, "loss_weights": weights, "group_weights": by_group})
+        ours = {"loss_weights": weights, "group_weights": by_group}
+        if "advantages" in shard.arrays:  # a loss of sequences may follow
+            by_row = sequence_weights(shard.arrays, shard.denominators, dp_size=self.dp_size)
+            ours["sequence_weights"] = (loss_weight * by_row).astype(np.float32)
+        return replace(shard, arrays={**shard.arrays, **ours})
 
     def _accumulate(self, shard: Shard, loss: Loss | RowLoss | None) -> tuple[Metrics, RowValues | None]:
         """Backward over all micro-batches, reduced over ranks in the last one; this rank's shares, and sums by row."""

@@ -32,7 +32,7 @@ from raysvc.collate.columns import IGNORED
 from raysvc.collate.shard import Array, Denominators
 from raysvc.job.config import Reduction
 
-__all__ = ["Reduction", "loss_scale", "mean_count", "row_weights", "token_weights"]
+__all__ = ["Reduction", "loss_scale", "mean_count", "row_weights", "sequence_weights", "token_weights"]
 
 
 def loss_scale(
@@ -129,15 +129,23 @@ def token_weights(
     by_turn = _by_turn(arrays, reduction)
     rows = by_row if by_turn else by_row.astype(dtype)
     labels = _on_host(arrays["labels"])
-    if "segment_ids" not in arrays:
-        per_token = np.broadcast_to(rows[:, None], labels.shape)
-    else:
-        offsets = _on_host(arrays["cu_seqlens_offsets"])
-        firsts = offsets[:-1] - offsets[0] - np.arange(len(offsets) - 1)
-        per_token = rows[np.maximum(_on_host(arrays["segment_ids"]) - 1, 0) + firsts[:, None]]
+    per_token = rows[_row_of_cells(arrays)]
     if by_turn:
         per_token = (per_token / _counts(arrays, "turn_tokens")).astype(dtype)
     return np.where(labels != IGNORED, per_token, np.zeros((), dtype))
+
+
+def sequence_weights(
+    arrays: Mapping[str, Any], denominators: Denominators, *, dp_size: int = 1
+) -> npt.NDArray[np.float64]:
+    """float64 [S], the weight of each row of `arrays` in the mean over trajectories, for a loss that is one number a row (GSPO).
+
+    The rows of a trajectory share its weight by their targets, the turns of a row add up; a row without a target weighs nothing.
+    """
+    cells = token_weights(arrays, denominators, "trajectory_mean", dp_size=dp_size, dtype=np.float64)
+    count = len(_on_host(arrays["row_tokens"]))
+    index = np.broadcast_to(_row_of_cells(arrays), cells.shape)
+    return np.bincount(index.ravel(), cells.ravel(), count).astype(np.float64)
 
 
 def mean_count(denominators: Denominators, reduction: Reduction) -> int:
@@ -147,6 +155,16 @@ def mean_count(denominators: Denominators, reduction: Reduction) -> int:
     if reduction == "trajectory_mean":
         return denominators.trajectories or denominators.rows
     return denominators.rows if reduction in ("sequence_mean", "constant") else denominators.groups
+
+
+def _row_of_cells(arrays: Mapping[str, Any]) -> npt.NDArray[np.int64]:
+    """int64 [B, W], or [B, 1] where a line is a row: the row of each cell; that of padding is any of its line."""
+    if "segment_ids" not in arrays:
+        return np.arange(len(_on_host(arrays["labels"])))[:, None]
+    offsets = _on_host(arrays["cu_seqlens_offsets"])
+    firsts = offsets[:-1] - offsets[0] - np.arange(len(offsets) - 1)
+    found: npt.NDArray[np.int64] = np.maximum(_on_host(arrays["segment_ids"]) - 1, 0) + firsts[:, None]
+    return found
 
 
 def _by_turn(arrays: Mapping[str, Any], reduction: Reduction) -> bool:

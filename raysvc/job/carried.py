@@ -58,6 +58,7 @@ RESERVED = frozenset(
         "cu_seqlens_offsets",
         "loss_weights",
         "group_weights",
+        "sequence_weights",
         "media",
         "media_tokens",
         "media_patches",

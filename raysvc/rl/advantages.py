@@ -61,3 +61,19 @@ def group_advantages(
     stds = np.sqrt(np.bincount(index, centred**2, size) / divisors)
     out: Floats = centred / (stds[index] + eps)
     return out
+
+
+def overlong_penalty(lengths: npt.NDArray[Any], longest: int, buffer: int) -> Floats:
+    """float64 [S], what DAPO adds to the rewards of long answers (arXiv:2503.14476, eq. 13): 0 to `longest - buffer` tokens, from there
+    down to -1 at `longest`, and -1 beyond.
+
+    To leave rows that were cut at the limit out of the loss instead, put them with a loss_mask of zeros.
+
+    Args:
+        lengths: [S], tokens of each answer.
+        longest: tokens that an answer may have.
+        buffer: tokens over which the penalty grows.
+    """
+    over = np.asarray(lengths, np.float64) - (longest - buffer)
+    penalty: Floats = -np.clip(over / max(buffer, 1e-9), 0.0, 1.0)
+    return penalty

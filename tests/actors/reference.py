@@ -75,6 +75,20 @@ def policy(low: float, high: float, kl: float, entropy: float, dual: float | Non
     return losses
 
 
+def sequence_policy(low: float, high: float) -> PerRow:
+    """GSPO: one number a row, at each of its targets."""
+
+    def losses(logits: torch.Tensor, labels: torch.Tensor, columns: dict[str, torch.Tensor]) -> torch.Tensor:
+        now = logits.log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
+        advantage = columns["advantages"].mean()
+        ratio = (now.mean() - columns["old_logprobs"].mean()).exp()
+        return -torch.minimum(ratio * advantage, ratio.clip(1 - low, 1 + high) * advantage).expand(
+            len(labels)
+        )
+
+    return losses
+
+
 def value(clip: float) -> PerRow:
     def losses(values: torch.Tensor, labels: torch.Tensor, columns: dict[str, torch.Tensor]) -> torch.Tensor:
         now, old, goal = values[:, 0], columns["old_values"], columns["returns"]

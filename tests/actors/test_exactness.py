@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from raysvc.actors.worker.losses import PolicyLoss, SftLoss, ValueLoss
+from raysvc.actors.worker.row_losses import SequencePolicyLoss
 from raysvc.actors.worker.torch_worker import CausalLMWorker
 
 from . import reference
@@ -112,6 +113,18 @@ def test_means_over_rows_and_groups_are_exact_too(ranks: Ranks, reduction: str) 
         grads, loss = reference_gradient(model_of(), rows, formula, "logits", groups, reduction)
         assert sum(rank[number][1]["loss"] for rank in results) == pytest.approx(loss, rel=1e-6)
         assert distance(results[1][number][0], grads) < EXACT
+
+
+@pytest.mark.parametrize("layout", ["rows", "packed"])
+def test_one_ratio_a_row_is_exact_too(ranks: Ranks, layout: str) -> None:
+    rows = random_rows(7, seed=6)
+    ((_, shards, _),) = minis_of(rows, plan_of(layout), 2, columns=COLUMNS)
+    loss = SequencePolicyLoss(clip_low=0.05, clip_high=0.1)
+    results = ranks.run(tiny_spec(), gradients_of, [([shard], [loss]) for shard in shards])
+    formula = reference.sequence_policy(0.05, 0.1)
+    grads, expected = reference_gradient(model_of(), rows, formula, "logits", list(range(7)), "sequence_mean")
+    assert sum(rank[0][1]["loss"] for rank in results) == pytest.approx(expected, rel=1e-6)
+    assert distance(results[0][0][0], grads) < EXACT
 
 
 def test_a_critic_is_exact_on_two_ranks(ranks: Ranks) -> None:

@@ -6,10 +6,13 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raysvc.actors.worker.losses import PolicyLoss, Targets
+from raysvc.actors.worker.row_losses import LossRows, SequencePolicyLoss
 from raysvc.errors import ConfigError
+from raysvc.rl.advantages import overlong_penalty
 
 torch: Any = pytest.importorskip("torch")
 ROWS, LENGTH = 6, 9
@@ -51,7 +54,9 @@ def ours(loss: PolicyLoss, given: dict[str, Any]) -> tuple[Any, Any, dict[str, A
     return total.detach(), now.grad, metrics
 
 
-def of_trl(kind: str, given: dict[str, Any], low: float, high: float, cap: float | None) -> tuple[Any, Any]:
+def of_trl(
+    kind: str, given: dict[str, Any], low: float, high: float, cap: float | None, level: str = "token"
+) -> tuple[Any, Any]:
     """The same by TRL's trainer, which is given the log-probabilities instead of a model."""
     trainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
     now = given["now"].clone().requires_grad_()
@@ -62,7 +67,7 @@ def of_trl(kind: str, given: dict[str, Any], low: float, high: float, cap: float
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
-        importance_sampling_level="token",
+        importance_sampling_level=level,
         beta=0.0,
         loss_type=kind,
         epsilon_low=low,
@@ -105,6 +110,33 @@ def test_losses_and_gradients_are_those_of_trl(how: Any, kind: str, high: float,
         assert total == pytest.approx(float(expected), abs=1e-12)
         assert torch.allclose(gradient, wanted, atol=1e-12)
         assert gradient.abs().sum() > 0
+
+
+def test_one_ratio_a_row_is_that_of_trl() -> None:
+    shares = []
+    for seed in range(5):
+        given = drawn(seed)
+        now, mask = given["now"].clone().requires_grad_(), given["mask"]
+        counts = mask.sum(1)
+        sums = {"old_logprobs": (given["old"] * mask).sum(1), "advantages": given["advantages"] * counts}
+        weights = torch.full((ROWS,), 1 / ROWS, dtype=torch.float64)
+        loss = SequencePolicyLoss(clip_low=0.1, clip_high=0.15)
+        total, metrics = loss.of_rows(LossRows(weights, counts, sums, (now * mask).sum(1)))
+        total.backward()
+        expected, wanted = of_trl("grpo", given, 0.1, 0.15, None, "sequence")
+        assert total.detach() == pytest.approx(float(expected), abs=1e-12)
+        assert torch.allclose(now.grad, wanted, atol=1e-12)
+        shares.append(float(metrics["clip_share"]))
+    assert 0 < sum(shares) < len(shares)
+
+
+def test_the_penalty_of_long_answers_is_that_of_trl() -> None:
+    trl = pytest.importorskip("trl.rewards")
+    lengths = np.array([1, 79, 80, 81, 90, 99, 100, 101, 500])
+    for buffer in (20, 1):
+        theirs = trl.get_soft_overlong_punishment(100, buffer)([[1] * int(each) for each in lengths])
+        assert np.allclose(overlong_penalty(lengths, 100, buffer), theirs)
+    assert overlong_penalty(lengths, 100, 0).tolist() == [0.0] * 7 + [-1.0] * 2
 
 
 def test_a_bounded_token_learns_by_cispo_only_and_the_shares_count_what_was_bounded() -> None:

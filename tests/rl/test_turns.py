@@ -25,7 +25,7 @@ from raysvc.actors.rollouts.rollout_stream import RolloutStream
 from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.spec import RolloutSpec
 from raysvc.actors.worker.losses import PolicyLoss, Targets
-from raysvc.collate import token_weights
+from raysvc.collate import sequence_weights, token_weights
 from raysvc.errors import SourceError
 from raysvc.job.config import PlanConfig
 from raysvc.rl.group import Group
@@ -469,3 +469,23 @@ def test_context_parallel_ranks_share_the_weights_of_turns(tmp_path: Path, layou
         assert np.allclose(np.sort(np.concatenate(trained[:2])), np.sort(np.concatenate(trained[2:]))), (
             reduction
         )
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_a_loss_of_one_number_a_row_weighs_trajectories_alike(tmp_path: Path, layout: str) -> None:
+    rng = np.random.default_rng(12)
+    groups = [random_group(rng, f"g{n}", reads=False, trajectories=True) for n in range(3)]
+    stream = served(tmp_path, groups, **LAYOUTS[layout])
+    _, shards = stream.make(0, (2,))
+    of_trajectory: dict[tuple[int, int], list[float]] = {}
+    for number, group in enumerate(groups):
+        for row, own in enumerate(group.trajectory):
+            targets = float(np.sum(np.asarray(group.loss_mask[row])[1:]))
+            of_trajectory.setdefault((number, own), []).append(targets)
+    kept = sum(int((shard.row_ids >= 0).sum()) for shard in shards)
+    weights = np.concatenate(
+        [sequence_weights(shard.arrays, shard.denominators, dp_size=2) for shard in shards]
+    )
+    assert kept < sum(map(len, of_trajectory.values())), "some turns were merged"
+    some = sum(1 for targets in of_trajectory.values() if sum(targets))
+    assert weights.sum() / 2 == pytest.approx(some / len(of_trajectory))
