@@ -81,15 +81,6 @@ class Groups:
         digest = hashlib.sha256(bounds.astype("<i8").tobytes()).hexdigest()
         return cls(int(bounds[-1]), len(bounds) - 1, bounds=bounds, digest=digest, are_pairs=are_pairs)
 
-    def among(self, chosen: Int64s) -> Groups:
-        """What is left of runs where a plan is of some rows alone: int64 [M], ascending, counted among themselves from now on."""
-        assert self.rows is None
-        if self.bounds is None:
-            return Groups.singles(len(chosen))
-        group = np.searchsorted(self.bounds, chosen, side="right")
-        firsts = np.flatnonzero(np.diff(group, prepend=-1))
-        return Groups.of_runs(np.append(firsts, len(chosen)).astype(np.int64), self.are_pairs)
-
     def rows_of(self, groups: Int64s) -> tuple[Int64s, npt.NDArray[np.int32]]:
         """Rows of `groups` [P], group after group: numbers int64 [n], and index into `groups` int32 [n]."""
         if self.bounds is None:

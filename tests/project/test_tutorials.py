@@ -7,9 +7,11 @@ stands for any text.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,7 @@ PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"# (\S+\.\w+)\n")
 NUMBER = re.compile(r"\b[0-9a-f]{16,}\b|\d(?:[\d,.:]*\d)?")
+PORTS = ("6391", "5051")  # of the cluster and the S3 server of the fourth tutorial
 MARK = "--- exit code of command "
 
 
@@ -70,13 +73,22 @@ def missing(wanted: list[str], printed: list[str]) -> str | None:
     return None
 
 
+def with_free_ports(text: str) -> str:
+    """The page with ports that nobody listens on: other tests, and other clones, run the same page."""
+    with contextlib.ExitStack() as held:
+        for port in PORTS:
+            free = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+            text = text.replace(port, str(free.getsockname()[1]))
+    return text
+
+
 def run(page: Path, folder: Path) -> None:
     """Type the page in `folder`.
 
     Raises:
         AssertionError: a command failed, or did not print a line that the page shows.
     """
-    script, commands = script_of(page.read_text(), folder)
+    script, commands = script_of(with_free_ports(page.read_text()), folder)
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as temp:  # sockets want short paths
         env = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "AWS_"))}
         env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}", "COLUMNS": "100"}
