@@ -1,5 +1,6 @@
 """Arrays of every layout against a collator that goes token by token."""
 
+import gc
 import sys
 from itertools import pairwise
 
@@ -239,11 +240,14 @@ def test_no_python_runs_per_token_or_per_row(make_data, make_shards, layout):
             count += event in ("call", "c_call")
 
         arguments = {"step": 0, "mini_index": 0, "layout": layout, "pad_token_id": 0, "columns": COLUMNS}
+        gc.collect()  # finalizers of what other tests left would be counted
+        gc.disable()
         sys.setprofile(on_event)
         try:
             collate_mini_batch(rows, mini, **arguments)
         finally:
             sys.setprofile(None)
+            gc.enable()
         return count
 
     few = calls(16, 10)
