@@ -137,15 +137,19 @@ class GroupRows:
         return pa.chunked_array([read(chunk).column(name).slice(at, 1).chunk(0) for chunk, at in found])
 
 
-def is_constant(table: pa.Table, name: str) -> bool:
-    """Whether all trajectories of a group, by their last rows, have one value of a per-row column.
+def refuse_without(table: pa.Table, name: str) -> None:
+    """Refuse a put that lacks the per-row column that groups are filtered by.
 
     Raises:
-        SourceError: it has no such column.
+        SourceError: names its first group.
     """
     if f"row.{name}" not in table.column_names:
         what = f"has no {name!r}, which drop_constant names"
         raise SourceError(f"group {table.column('uid')[0].as_py()!r}", what, "put it with each group")
+
+
+def is_constant(table: pa.Table, name: str) -> bool:
+    """Whether all trajectories of a group, by their last rows, have one value of a per-row column."""
     values = values_of(table.column(f"row.{name}").combine_chunks())
     if "row.trajectory" in table.column_names:
         numbers = table.column("row.trajectory").to_numpy()[::-1]

@@ -26,7 +26,7 @@ from raysvc.actors.rollouts.group_fate import state_of, under_way, verdict
 from raysvc.actors.rollouts.group_history import History, Restored, StepRecord, restore
 from raysvc.actors.rollouts.group_log import Event, Forgotten, Spool
 from raysvc.actors.rollouts.group_pool import Key, Pool, Ready, Timeline
-from raysvc.actors.rollouts.group_rows import Chunk, ChunkPiece, GroupRows, is_constant
+from raysvc.actors.rollouts.group_rows import Chunk, ChunkPiece, GroupRows, is_constant, refuse_without
 from raysvc.actors.rollouts.held_tables import HeldTables
 from raysvc.actors.rollouts.late_columns import add_late, fresh_lines, lines_of, refuse_lines
 from raysvc.actors.rollouts.prompt_book import HandedOut, PromptBook, position_of
@@ -124,6 +124,8 @@ class GroupStore:
         """
         admitted = self.schema.admit(table)
         table, late = admitted
+        if (name := self._drop_constant) is not None and name not in self.schema.late:
+            refuse_without(table, name)
         spans = spans_of(table)
         with self.changed:
             self._expire()
@@ -193,12 +195,14 @@ class GroupStore:
         self._history.wait(ticket)
         return verdicts
 
-    def hand_out(self, owner: str, ask: int, count: int, frontier: int) -> list[HandedOut]:
+    def hand_out(
+        self, owner: str, ask: str, count: int, frontier: int, is_first: bool = False
+    ) -> list[HandedOut]:
         """Up to `count` prompts for a producer; [] while there is no capacity, or nothing left.
 
         Args:
-            ask: number of the question; the same one again gets the same answer, and 0 (the producer has just started) gets what
-                its name holds already, if it holds something.
+            ask: names the question; the same one again gets the same answer.
+            is_first: the producer has just started: it gets what its name holds already, if it holds something.
         """
         assert self.book is not None, "asked of a server of prompts"
         book = self.book
@@ -206,11 +210,11 @@ class GroupStore:
             self._expire()
             self.pool.renew(owner, self._until_s())
             mine = [uid for uid in book.out if self.pool.reserved.get(uid) == owner]
-            last, answered = book.asks.get(owner, (-1, ()))
-            if ask == 0 and mine:
+            answered = book.asks.get(owner, {})
+            if ask in answered:
+                uids = [uid for uid in answered[ask] if uid in mine]
+            elif is_first and mine:
                 uids = mine
-            elif ask == last:
-                uids = [uid for uid in answered if uid in mine]
             else:
                 uids = self._hand_out_new(owner, ask, count, frontier)
             found = [book.out[uid] for uid in uids]
@@ -447,7 +451,7 @@ class GroupStore:
             self._history.append(chunk)
         return self._event({"closed": closed}) if closed else self._history.last
 
-    def _hand_out_new(self, owner: str, ask: int, count: int, frontier: int) -> list[str]:
+    def _hand_out_new(self, owner: str, ask: str, count: int, frontier: int) -> list[str]:
         """Called under `changed`."""
         assert self.book is not None
         assert self._prompts is not None

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+KEPT_ASKS = 64  # of a producer; Ray repeats those that were not answered when the server died
+
 
 class HandedOut(NamedTuple):
     """A prompt, the attempt, and the version of the weights that trained when it was handed out."""
@@ -37,7 +39,7 @@ class PromptBook:
         back: uid -> the attempt that it is handed out under next.
         attempts: uid -> the attempt that was handed out last, where it is not the first.
         lost: uid -> why it is not trained.
-        asks: producer -> number of its last question, and what was answered.
+        asks: producer -> its newest questions, by name, each with what was answered: several threads of it may ask at once.
     """
 
     total: int
@@ -47,7 +49,7 @@ class PromptBook:
     back: dict[str, int] = field(default_factory=dict)
     attempts: dict[str, int] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
-    asks: dict[str, tuple[int, tuple[str, ...]]] = field(default_factory=dict)
+    asks: dict[str, dict[str, list[str]]] = field(default_factory=dict)
 
     @property
     def is_ended(self) -> bool:
@@ -67,10 +69,13 @@ class PromptBook:
         """Whether a uid can be of a prompt that was handed out."""
         return 0 <= position_of(uid) < self.next
 
-    def hand_out(self, owner: str, ask: int, prompts: Sequence[HandedOut], following: int) -> None:
+    def hand_out(self, owner: str, ask: str, prompts: Sequence[HandedOut], following: int) -> None:
         """These were handed out; `following` is the next position."""
         self.next = following
-        self.asks[owner] = ask, tuple(each.uid for each in prompts)
+        mine = self.asks.setdefault(owner, {})
+        mine[ask] = [each.uid for each in prompts]
+        for old in list(mine)[:-KEPT_ASKS]:
+            del mine[old]
         for each in prompts:
             self.back.pop(each.uid, None)
             self.out[each.uid] = each
@@ -117,14 +122,14 @@ class PromptBook:
         """All of it but what the spec says."""
         out = [list(each) for each in self.out.values()]
         return {"next": self.next, "out": out, "back": self.back, "attempts": self.attempts, "lost": self.lost,
-                "asks": {owner: [ask, list(uids)] for owner, (ask, uids) in self.asks.items()}}  # fmt: skip
+                "asks": {owner: list(mine.items()) for owner, mine in self.asks.items()}}  # fmt: skip
 
     def load(self, value: dict[str, Any]) -> None:
         """The inverse of `to_json`."""
         self.next, self.back, self.attempts = value["next"], dict(value["back"]), dict(value["attempts"])
         self.lost = dict(value["lost"])
         self.out = {uid: HandedOut(uid, attempt, version) for uid, attempt, version in value["out"]}
-        self.asks = {owner: (ask, tuple(uids)) for owner, (ask, uids) in value["asks"].items()}
+        self.asks = {owner: {ask: list(uids) for ask, uids in mine} for owner, mine in value["asks"].items()}
 
 
 def position_of(uid: str) -> int:

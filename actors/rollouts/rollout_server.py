@@ -100,7 +100,7 @@ class RolloutServer(BatchServer):
         self._saw(owner)
         return self._rollouts.store.reserve(uids, self._frontier(), owner, attempt)
 
-    def prompts(self, owner: str, ask: int, count: int) -> tuple[list[Any], bool]:
+    def prompts(self, owner: str, ask: str, count: int, is_first: bool) -> tuple[list[Any], bool]:
         """Up to `count` prompts for a producer to sample, each as the fields of `raysvc.rl.prompt.Prompt`; and whether the stream has ended.
 
         Raises:
@@ -112,7 +112,7 @@ class RolloutServer(BatchServer):
             raise ConfigError("prompts", what, "serve_rollouts(prompts=...), or reserve uids of your own")
         self._saw(owner)
         store = self._rollouts.store
-        handed = store.hand_out(owner, ask, count, self._frontier())
+        handed = store.hand_out(owner, ask, count, self._frontier(), is_first)
         told = source.read([each.uid for each in handed])
         found = [[*each, *row] for each, row in zip(handed, told, strict=True)]
         return found, not found and store.book is not None and store.book.is_ended

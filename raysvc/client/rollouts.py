@@ -90,6 +90,7 @@ class Rollouts:
         self._methods: dict[str, Any] = {}
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        self._life = new_holder()  # of this object; its name may have had another one before
         self._asked = 0  # guarded by _lock; questions for prompts
         self._stop: threading.Event | None = None  # guarded by _lock; ends the thread that renews
 
@@ -193,7 +194,9 @@ class Rollouts:
         while True:
             with self._lock:
                 ask, self._asked = self._asked, self._asked + 1
-            found, has_ended = self._call("prompts", "put", self.owner, ask, at_once)
+            found, has_ended = self._call(
+                "prompts", "put", self.owner, f"{self._life}.{ask}", at_once, ask == 0
+            )
             yield from (Prompt(*each) for each in found)
             if has_ended:
                 return

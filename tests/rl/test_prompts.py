@@ -58,6 +58,7 @@ class Bench:
         self.rules = PromptRules(**{**wanted, **rules})
         self.late, self.drop_constant = late, drop_constant
         self.asks: dict[str, int] = {}
+        self.lives: dict[str, int] = {}
         self.open()
 
     def open(self) -> None:
@@ -80,7 +81,18 @@ class Bench:
     def ask(self, owner: str, count: int = 1) -> list[tuple[str, int]]:
         number = self.asks.get(owner, 0)
         self.asks[owner] = number + 1
-        return [each[:2] for each in self.store.hand_out(owner, number, count, self.frontier)]
+        return self.ask_again(owner, number, count)
+
+    def ask_again(self, owner: str, number: int, count: int = 1) -> list[tuple[str, int]]:
+        """As Ray repeats a call."""
+        life = f"{self.lives.get(owner, 0)}.{number}"
+        told = self.store.hand_out(owner, life, count, self.frontier, is_first=number == 0)
+        return [each[:2] for each in told]
+
+    def restart(self, owner: str) -> None:
+        """A producer of that name starts again."""
+        self.lives[owner] = self.lives.get(owner, 0) + 1
+        self.asks.pop(owner, None)
 
     def put(self, uid: str, attempt: int, owner: str, version: int | None = None) -> str:
         own = self.store.pool.version if version is None else version
@@ -160,12 +172,9 @@ def test_every_prompt_is_trained_once_or_listed_with_its_reason(
             found = bench.ask(owner, data.draw(st.integers(1, 3)))
             mine += [(uid, attempt, bench.store.pool.version) for uid, attempt in found]
         elif action == "again":  # Ray repeats a call that was not answered
-            number = bench.asks.get(owner, 0) - 1
-            if number >= 0:
-                told, again = (
-                    [each[:2] for each in bench.store.hand_out(owner, number, 3, bench.frontier)]
-                    for _ in range(2)
-                )
+            number = bench.asks.get(owner, 0) - data.draw(st.integers(1, 3))  # of several threads
+            if number > 0 or (number == 0 and bench.asks[owner] == 1):
+                told, again = bench.ask_again(owner, number, 3), bench.ask_again(owner, number, 3)
                 assert told == again
                 known = [each[:2] for each in mine]
                 mine += [(*each, bench.store.pool.version) for each in told if each not in known]
@@ -184,7 +193,7 @@ def test_every_prompt_is_trained_once_or_listed_with_its_reason(
         elif action == "die":  # what it was given comes late, from the network
             past += [(uid, attempt) for uid, attempt, _ in mine]
             mine.clear()
-            bench.asks.pop(owner, None)
+            bench.restart(owner)
         elif action == "release" and mine:
             bench.store.release([mine.pop()[0]])
         elif action == "drop" and bench.store.pool.ready:
@@ -251,11 +260,11 @@ def test_a_hung_producer_loses_its_prompt_and_a_prompt_that_nobody_can_do_is_giv
 
 def test_a_producer_that_starts_again_under_its_name_goes_on_with_what_it_had(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    first = bench.ask("a", 2)
-    bench.asks.clear()
+    first = [*bench.ask("a", 2), *bench.ask("a")]
+    bench.restart("a")
     bench.open()
     assert bench.ask("a", 1) == first
-    assert bench.ask("a", 1) == [("2/0:0:2", 0)]
+    assert bench.ask("a", 1) == [("4/0:0:4", 0)]
 
 
 def lengths_trained(policy: str, tmp_path: Path, seed: int) -> tuple[list[float], list[float], int]:
@@ -331,6 +340,24 @@ def test_groups_that_teach_nothing_are_dropped_and_others_are_sampled_in_their_p
     bench.open()
     assert bench.book.to_json() == before
     assert not bench.store.pool.ready
+
+
+def test_a_group_without_the_column_that_filters_is_refused_and_nothing_of_it_is_kept(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, drop_constant="reward")
+    [(uid, attempt)] = bench.ask("a")
+    with pytest.raises(SourceError, match="has no 'reward', which drop_constant names"):
+        bench.put(uid, attempt, "a")
+    assert not bench.store.pool.versions
+    assert uid in bench.book.out
+
+
+def test_answers_to_threads_that_asked_at_once_come_again_when_the_server_died(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    answers = [bench.ask("a") for _ in range(4)]
+    bench.open()
+    again = [bench.ask_again("a", number) for number in (2, 1, 3)]
+    assert again == [answers[2], answers[1], answers[3]]
+    assert len(bench.book.out) == 4
 
 
 def test_of_a_trajectory_the_last_turn_says_whether_the_group_teaches(tmp_path: Path) -> None:
