@@ -36,7 +36,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -216,7 +216,7 @@ def read_shard(value: Wire | Shard) -> Shard:
     return Shard(
         header["step"], header["mini"], header["rank"], header["layout"],
         {name: array for name, array in arrays.items() if name != "row_ids"},
-        arrays["row_ids"], Denominators(**header["denominators"]),
+        arrays["row_ids"], Denominators(**{f.name: header["denominators"].get(f.name, 0) for f in fields(Denominators)}),
         tuple(MicroBatch(*micro) for micro in header["micro_batches"]), tuple(header["row_vectors"]), header["pad_token_id"],
     )  # fmt: skip
 

@@ -128,6 +128,17 @@ def over_ranks(model, shards, weights_of):
     return total / len(shards)
 
 
+def by_tokens(model, shards, name):
+    """The gradient with the weights of a mean, as averaged over ranks."""
+    return over_ranks(
+        model,
+        shards,
+        lambda arrays, counts: token_weights(
+            arrays, counts, name, dp_size=len(shards), constant=CONSTANT, dtype=np.float64
+        ),
+    )
+
+
 def distance(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / max(other.norm(), 1e-12))
 
@@ -155,14 +166,7 @@ def test_gradients_do_not_depend_on_ranks_micro_batches_layout_or_dummies(
         [(mini, shards)] = make_shards(data, config, dp_size, uids=uids)
         want = reference(model, data, mini.row_ids.tolist(), uids)
         for name in REDUCTIONS:
-            got = over_ranks(
-                model,
-                shards,
-                lambda arrays, counts, name=name: token_weights(
-                    arrays, counts, name, dp_size=dp_size, constant=CONSTANT, dtype=np.float64
-                ),
-            )
-            assert distance(got, want[name]) < 1e-10, (name, num_rows)
+            assert distance(by_tokens(model, shards, name), want[name]) < 1e-10, (name, num_rows)
 
 
 @pytest.mark.parametrize("shape", ["right, two rows", "packed, aligned"])
@@ -192,18 +196,10 @@ def test_rows_of_one_trajectory_weigh_by_all_its_tokens(make_data, make_shards, 
     [(mini, shards)] = make_shards(
         data, PlanConfig(batch_size=9, columns=COLUMNS, **SHAPES[shape]), dp_size, uids=uids
     )
-    assert mini.row_ids.tolist()
     assert shards[0].denominators.trajectories == 5
     want = reference(model, data, mini.row_ids.tolist(), uids)
     for name in REDUCTIONS:
-        got = over_ranks(
-            model,
-            shards,
-            lambda arrays, counts, name=name: token_weights(
-                arrays, counts, name, dp_size=dp_size, constant=CONSTANT, dtype=np.float64
-            ),
-        )
-        assert distance(got, want[name]) < 1e-10, name
+        assert distance(by_tokens(model, shards, name), want[name]) < 1e-10, name
     assert distance(want["trajectory_mean"], want["sequence_mean"]) > 1e-3
 
 
