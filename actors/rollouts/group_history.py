@@ -24,7 +24,7 @@ from raysvc.actors.rollouts.group_pool import Key, Pool, Ready, Timeline
 from raysvc.actors.rollouts.group_rows import Chunk, ChunkPiece, GroupRows
 from raysvc.actors.rollouts.held_tables import HeldTables
 from raysvc.actors.rollouts.late_columns import add_late, late_names
-from raysvc.actors.rollouts.prompt_book import HandedOut, PromptBook
+from raysvc.actors.rollouts.prompts.prompt_book import HandedOut, PromptBook
 from raysvc.rl.group import FIXED
 from raysvc.rl.schema import Schema, spans_of, with_growth
 
@@ -53,8 +53,8 @@ class Restored:
         gone: groups in no step that will never be in one.
         closed: groups that were closed by a call of its own.
         events: names of the records of events.
-        book: of the prompts that were handed out; None: producers bring their own.
-        published: version and path of the weights for producers.
+        book: of the prompts that were handed out.
+        published: version of the weights for producers, and where they are.
     """
 
     groups: dict[Key, GroupRows] = field(default_factory=dict)
@@ -64,8 +64,8 @@ class Restored:
     gone: set[Key] = field(default_factory=set)
     closed: set[Key] = field(default_factory=set)
     events: list[str] = field(default_factory=list)
-    book: PromptBook | None = None
-    published: tuple[int, str | list[Any]] | None = None
+    book: PromptBook = field(default_factory=lambda: PromptBook(1))
+    published: tuple[int, list[Any]] | None = None
 
 
 class History:
@@ -133,9 +133,7 @@ class History:
             self._events = [*older, name]
 
 
-def restore(
-    spool: Spool, pool: Pool, schema: Schema, tables: HeldTables, book: PromptBook | None = None
-) -> Restored:
+def restore(spool: Spool, pool: Pool, schema: Schema, tables: HeldTables, book: PromptBook) -> Restored:
     """Read everything back, into an empty pool and an empty schema."""
     spool.begin()
     forgotten = spool.forgotten()
@@ -183,20 +181,17 @@ def apply_event(event: Event, pool: Pool, schema: Schema, found: Restored) -> No
         found.dropped.update(map(_key, value))
         found.gone.update(map(_key, value))
     elif kind == "handed_out":
-        assert found.book is not None, "a server of prompts"
         owner, ask, prompts, following = value
         handed = [HandedOut(*each) for each in prompts]
         found.book.hand_out(owner, ask, handed, following)
         pool.reserved.update({each.uid: owner for each in handed})
         pool.granted.update({each.uid: each.version for each in handed})
     elif kind == "given_back":
-        assert found.book is not None, "a server of prompts"
         found.book.give_back(*value)
     elif kind == "lost":
-        assert found.book is not None, "a server of prompts"
         found.book.lose(*value)
     elif kind == "published":
-        found.published = value[0], value[1]
+        found.published = value and tuple(value)
     elif kind == "quarantined":
         pool.quarantined.update({(uid, attempt): reason for uid, attempt, reason in value})
         found.gone.update((uid, attempt) for uid, attempt, _ in value)
@@ -231,10 +226,9 @@ def _apply_snapshot(value: dict[str, Any], pool: Pool, schema: Schema, found: Re
     pool.evicted = value["evicted"]
     pool.reserved = dict(value["reserved"])
     pool.owners = {(uid, attempt): owner for uid, attempt, owner in value["owners"]}
-    found.published = None if value["published"] is None else tuple(value["published"])
-    if found.book is not None:
-        found.book.load(value["prompts"])
-        pool.granted = {each.uid: each.version for each in found.book.out.values()}
+    found.published = value["published"] and tuple(value["published"])
+    found.book.load(value["prompts"])
+    pool.granted = {each.uid: each.version for each in found.book.out.values()}
     pool.quarantined = {(uid, attempt): reason for uid, attempt, reason in value["quarantined"]}
     found.gone, found.dropped = set(map(_key, value["gone"])), set(map(_key, value["dropped"]))
     for key in map(_key, value["closed"]):
@@ -272,8 +266,7 @@ def _read_table(
         group.closed = span.closed
         pool.grow(span.key, span.version)
         pool.put(Ready(span.key, span.version), complete=False)
-        if found.book is not None:
-            found.book.put(span.key[0])
+        found.book.put(span.key[0])
         _complete(span.key, pool, schema, found)
     found.num_rows += table.num_rows
     return chunk

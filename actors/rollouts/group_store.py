@@ -29,31 +29,13 @@ from raysvc.actors.rollouts.group_pool import Key, Pool, Ready, Timeline
 from raysvc.actors.rollouts.group_rows import Chunk, ChunkPiece, GroupRows, is_constant, refuse_without
 from raysvc.actors.rollouts.held_tables import HeldTables
 from raysvc.actors.rollouts.late_columns import add_late, fresh_lines, lines_of, refuse_lines
-from raysvc.actors.rollouts.prompt_book import HandedOut, PromptBook, position_of
+from raysvc.actors.rollouts.prompts.prompt_book import HandedOut
+from raysvc.actors.rollouts.prompts.prompt_desk import PromptDesk, PromptRules
 from raysvc.actors.rollouts.put_rules import is_full, refuse, unknown_part
-from raysvc.errors import SourceError
 from raysvc.rl.prompt_state import Missing, PromptState
 from raysvc.rl.schema import GroupSpan, Schema, spans_of
 
 REFUSED = ("stale", "superseded")  # verdicts of what is not kept
-
-
-class PromptRules(NamedTuple):
-    """What a stream of prompts says to the store.
-
-    Attributes:
-        total: positions of the stream.
-        uid_at: of the prompt at a position; None: there is none.
-        on_stale: as of `PromptSpec`.
-        max_prompt_s: how long a producer may have one; None: as long as it lives.
-        max_attempts: how often one is handed out.
-    """
-
-    total: int
-    uid_at: Callable[[int], str | None]
-    on_stale: str
-    max_prompt_s: float | None
-    max_attempts: int
 
 
 class PutResult(NamedTuple):
@@ -87,21 +69,20 @@ class GroupStore:
         prompts: PromptRules | None = None,
         drop_constant: str | None = None,
     ) -> None:
-        self.pool, self.schema, self._prompts = pool, schema, prompts
-        self._drop_constant = drop_constant
-        self.book = None if prompts is None else PromptBook(prompts.total, prompts.max_attempts)
+        self.pool, self.schema, self._drop_constant = pool, schema, drop_constant
+        self.desk = PromptDesk(prompts, pool, self._event)
         self._spool, self._ttl_s, self._now_s = spool, producer_ttl_s, now_s
         self.changed = threading.Condition()  # guards what follows, and the pool; notified when groups come
         self.rounds = 0  # how often it was notified
         self._tables = HeldTables(spool, self.changed)
-        restored: Restored = restore(spool, pool, schema, self._tables, self.book)
+        restored: Restored = restore(spool, pool, schema, self._tables, self.desk.book)
         self._groups: dict[Key, GroupRows] = restored.groups
         self.num_rows = restored.num_rows
         self.forgotten: set[Key] = restored.forgotten
         self.dropped: set[Key] = restored.dropped
         self._gone: set[Key] = restored.gone  # in no step, and never will be
         self._closed: set[Key] = restored.closed  # closed by a call of its own, not by their last rows
-        self.published: tuple[int, str | list[Any]] | None = restored.published
+        self.published = restored.published
         self._trained_below = 0  # of the steps from here on, tables are in memory
         self._step_tickets: dict[int, int] = {}  # of steps whose record may not be on disk yet
         self._history = History(spool, self._tables, restored.events, self._snapshot)
@@ -130,7 +111,7 @@ class GroupStore:
         with self.changed:
             self._expire()
             verdicts = {span.key: self._verdict(span, gate or 0) for span in spans}
-            asked = spans
+            asked = list(verdicts)
             refused = [span for span in spans if verdicts[span.key] in REFUSED]
             spans = [span for span in spans if verdicts[span.key] not in REFUSED]
             stale = [span.key for span in refused if verdicts[span.key] == "stale"]
@@ -149,16 +130,16 @@ class GroupStore:
                 self.schema.fix(admitted)
             self.pool.stale += len(stale)
             new = sum(span.key not in self.pool.versions for span in kept)
-            ticket = self._keep(table, kept, owner) if kept else self._history.last
+            if kept:
+                self._keep(table, kept, owner)
             if late is not None and (fresh := fresh_lines(self._groups, late)):
-                ticket = self._keep_late(late.take(pa.array(fresh)))
-            ticket = max(ticket, self._filter({span.key for span in kept}))
-            if self.book is not None:
-                ticket = self._too_old(stale)
-            elif done := [uid for (uid, _), *_ in asked if uid in self.pool.reserved]:
+                self._keep_late(late.take(pa.array(fresh)))
+            self._filter({span.key for span in kept})
+            self.desk.too_old(stale)
+            if done := [uid for uid, attempt in asked if self._is_done(uid, attempt)]:
                 self.pool.release(done)
-                ticket = self._event({"released": done})
-            self._notify()
+                self._event({"released": done})
+            ticket = self._notify()
         self._history.wait(ticket)
         told = {uid: said for (uid, _), said in verdicts.items()}
         return PutResult(new, len(spans) - new, told)
@@ -174,11 +155,10 @@ class GroupStore:
             refuse_lines(self._groups, self.pool.versions, table, coming={})
             self.schema.fix_late(table)
             fresh = fresh_lines(self._groups, table)
-            ticket = self._history.last
             if fresh:
-                ticket = self._keep_late(table.take(pa.array(fresh)))
-                ticket = max(ticket, self._filter({(uid, attempt) for uid, attempt, _ in lines_of(table)}))
-            self._notify()
+                self._keep_late(table.take(pa.array(fresh)))
+                self._filter({(uid, attempt) for uid, attempt, _ in lines_of(table)})
+            ticket = self._notify()
         self._history.wait(ticket)
         return len(fresh)
 
@@ -204,20 +184,10 @@ class GroupStore:
             ask: names the question; the same one again gets the same answer.
             is_first: the producer has just started: it gets what its name holds already, if it holds something.
         """
-        assert self.book is not None, "asked of a server of prompts"
-        book = self.book
         with self.changed:
             self._expire()
             self.pool.renew(owner, self._until_s())
-            mine = [uid for uid in book.out if self.pool.reserved.get(uid) == owner]
-            answered = book.asks.get(owner, {})
-            if ask in answered:
-                uids = [uid for uid in answered[ask] if uid in mine]
-            elif is_first and mine:
-                uids = mine
-            else:
-                uids = self._hand_out_new(owner, ask, count, frontier)
-            found = [book.out[uid] for uid in uids]
+            found = self.desk.hand_out(owner, ask, count, frontier, is_first, self._until_s(), self._now_s())
             ticket = self._history.last
         self._history.wait(ticket)
         return found
@@ -237,11 +207,10 @@ class GroupStore:
         """A producer gave up on these prompts."""
         gone = list(uids)
         with self.changed:
-            under_way = [uid for uid in gone if self.book is not None and uid in self.book.out]
             self.pool.release(gone)
-            ticket = self._event({"released": gone})
-            ticket = self._give_back(under_way, "released") or ticket
-            self._notify()
+            self._event({"released": gone})
+            self.desk.give_back([uid for uid in gone if uid in self.desk.book.out], "released")
+            ticket = self._notify()
         self._history.wait(ticket)
 
     def renew(self, owner: str) -> None:
@@ -260,9 +229,10 @@ class GroupStore:
                 self.pool.close(key)
                 if self._groups[key].is_complete(tuple(self.schema.late)):
                     self.pool.complete(key)
-            ticket = self._event({"closed": known}) if known else self._history.last
-            ticket = max(ticket, self._filter(known))
-            self._notify()
+            if known:
+                self._event({"closed": known})
+            self._filter(known)
+            ticket = self._notify()
         self._history.wait(ticket)
         return len(known)
 
@@ -270,9 +240,10 @@ class GroupStore:
         """A filter does not want these prompts: their groups that are in no step go; returns how many went."""
         with self.changed:
             gone = self.pool.drop(uids)
-            ticket = self._drop(gone) if gone else self._history.last
-            ticket = self._lose([uid for uid, _ in gone], "dropped") or ticket
-            self._notify()
+            if gone:
+                self._drop(gone)
+            self.desk.lose([uid for uid, _ in gone], "dropped")
+            ticket = self._notify()
         self._history.wait(ticket)
         return len(gone)
 
@@ -314,13 +285,11 @@ class GroupStore:
             ticket = self._history.last
         self._history.wait(ticket)
 
-    def publish(self, version: int, where: str | list[Any]) -> None:
-        """Know which weights producers get; a path is known after a restart, too."""
+    def publish(self, version: int, where: list[Any]) -> None:
+        """Know where producers find weights: folder and name of a file, which a restart knows too, or a reference, which it does not."""
         with self.changed:
             self.published = version, where
-            ticket = (
-                self._event({"published": [version, where]}) if isinstance(where, str) else self._history.last
-            )
+            ticket = self._event({"published": self._published_on_disk()})
         self._history.wait(ticket)
 
     def rewind(self, step: int, frontier: int) -> Timeline | None:
@@ -339,9 +308,9 @@ class GroupStore:
         with self.changed:
             self.pool.quarantine(bad)
             self._set_gone(bad)
-            ticket = self._event({"quarantined": [[*key, reason] for key, reason in bad.items()]})
-            ticket = self._lose([uid for uid, _ in bad], "quarantined") or ticket
-            self._notify()
+            self._event({"quarantined": [[*key, reason] for key, reason in bad.items()]})
+            self.desk.lose([uid for uid, _ in bad], "quarantined")
+            ticket = self._notify()
         self._history.wait(ticket)
 
     def rows_of(self, key: Key) -> pa.Table:
@@ -418,12 +387,8 @@ class GroupStore:
     def _verdict(self, span: GroupSpan, frontier: int) -> str:
         if span.key in self.pool.versions:
             return verdict(self._state(span.key, frontier))
-        if self.book is not None:
-            if not self.book.knows(span.key[0]):
-                what = "is no prompt that this server handed out"
-                raise SourceError(f"group {span.key[0]!r}", what, "put groups of producer.prompts()")
-            if self.book.refuses(*span.key):
-                return "superseded"
+        if self.desk.refuses(span.key):
+            return "superseded"
         return "stale" if self.pool.is_stale(span.version, frontier) else "new"
 
     def _keep(self, table: pa.Table, spans: list[GroupSpan], owner: str) -> int:
@@ -451,56 +416,6 @@ class GroupStore:
             self._history.append(chunk)
         return self._event({"closed": closed}) if closed else self._history.last
 
-    def _hand_out_new(self, owner: str, ask: str, count: int, frontier: int) -> list[str]:
-        """Called under `changed`."""
-        assert self.book is not None
-        assert self._prompts is not None
-        book, following, handed = self.book, self.book.next, list[HandedOut]()
-        again = sorted(book.back.items(), key=lambda each: position_of(each[0]))
-        while len(handed) < count and (again or following < book.total):
-            uid, attempt = again.pop(0) if again else (self._prompts.uid_at(following), 0)
-            is_new = uid is not None and uid not in book.back
-            if uid is not None:
-                if not self.pool.may_grant(frontier):
-                    break
-                said = self.pool.reserve(
-                    [uid], frontier, owner, self._until_s(), attempt=attempt, now_s=self._now_s()
-                )
-                if said[uid] != "granted":
-                    break
-                self.pool.granted[uid] = self.pool.version
-                handed.append(HandedOut(uid, attempt, self.pool.version))
-            following += is_new or uid is None
-        if handed or following > book.next:
-            book.hand_out(owner, ask, handed, following)
-            self._event({"handed_out": [owner, ask, [list(each) for each in handed], following]})
-        return [each.uid for each in handed]
-
-    def _give_back(self, uids: Iterable[str], reason: str) -> int | None:
-        """Prompts of attempts that came to nothing; returns a ticket. Called under `changed`."""
-        if self.book is None:
-            return None
-        known = [uid for uid in uids if self.book.knows(uid) and uid not in self.book.lost]
-        self.book.give_back(known, reason)
-        return self._event({"given_back": [known, reason]}) if known else None
-
-    def _lose(self, uids: Iterable[str], reason: str) -> int | None:
-        """Prompts that are never trained; returns a ticket. Called under `changed`."""
-        if self.book is None:
-            return None
-        known = [uid for uid in uids if self.book.knows(uid)]
-        self.book.lose(known, reason)
-        return self._event({"lost": [known, reason]}) if known else None
-
-    def _too_old(self, keys: Iterable[Key]) -> int:
-        """Groups of these attempts are not trained; returns a ticket. Called under `changed`."""
-        uids = [uid for uid, _ in keys]
-        if self._prompts is not None and uids:
-            self.pool.release(uids)
-            fate = self._lose if self._prompts.on_stale == "drop" else self._give_back
-            fate(uids, "stale")
-        return self._history.last
-
     def _grow(self, span: GroupSpan, piece: ChunkPiece, owner: str) -> None:
         group = self._groups.setdefault(span.key, GroupRows())
         if piece.num_rows:
@@ -510,8 +425,7 @@ class GroupStore:
         complete = group.is_complete(tuple(self.schema.late))
         ready = Ready(span.key, span.version)
         self.pool.since.setdefault(span.key[0], self._now_s())
-        if self.book is not None:
-            self.book.put(span.key[0])
+        self.desk.book.put(span.key[0])
         if not self.pool.put(ready, complete=complete, owner=None if span.closed else owner):
             self.pool.grow(span.key, span.version)
             if span.closed:
@@ -531,10 +445,9 @@ class GroupStore:
         """Take back what dead producers hold. Called under `changed`."""
         living = set(self.pool.leases)
         self._take_back(*self.pool.expire(self._now_s()), "its producer died")
-        if self.book is not None:
-            for owner in living.difference(self.pool.leases):
-                self.book.forget_producer(owner)
-        if self._prompts is not None and (limit_s := self._prompts.max_prompt_s) is not None:
+        for owner in living.difference(self.pool.leases):
+            self.desk.book.forget_producer(owner)
+        if (limit_s := self.desk.max_prompt_s) is not None:
             self._take_back(*self.pool.overdue(self._now_s() - limit_s), "took too long")
 
     def _take_back(self, uids: list[str], keys: list[Key], reason: str) -> None:
@@ -543,7 +456,7 @@ class GroupStore:
             self._event({"released": uids})
         if keys:
             self._drop(keys)
-        self._give_back([*uids, *(uid for uid, _ in keys)], reason)
+        self.desk.give_back([*uids, *(uid for uid, _ in keys)], reason)
 
     def _drop(self, keys: list[Key]) -> int:
         self.dropped.update(keys)
@@ -554,7 +467,7 @@ class GroupStore:
         if gone := self.pool.take_evicted():
             self._set_gone(gone)
             self._event({"evicted": gone})
-            self._too_old(gone)
+            self.desk.too_old(gone)
 
     def _set_gone(self, keys: Iterable[Key]) -> None:
         self._gone.update(keys)
@@ -566,8 +479,8 @@ class GroupStore:
     def _event(self, event: Event) -> int:
         return self._history.append(event)
 
-    def _filter(self, keys: Iterable[Key]) -> int:
-        """Drop those of these groups that are ready and say the same of all trajectories; returns a ticket. Called under `changed`."""
+    def _filter(self, keys: Iterable[Key]) -> None:
+        """Drop those of these groups that are ready and say the same of all trajectories. Called under `changed`."""
         if (name := self._drop_constant) is not None:
             ready = {group.key for group in self.pool.ready}
             bad = [
@@ -578,12 +491,18 @@ class GroupStore:
             if bad:
                 self.pool.drop_keys(bad)
                 self._drop(bad)
-                self._lose([uid for uid, _ in bad], f"all have one {name!r}")
-        return self._history.last
+                self.desk.lose([uid for uid, _ in bad], f"all have one {name!r}")
 
-    def _notify(self) -> None:
+    def _is_done(self, uid: str, attempt: int) -> bool:
+        """Whether a reservation ends with a put of this attempt, though it kept nothing; that of a later attempt goes on."""
+        handed = self.desk.book.out.get(uid)
+        return uid in self.pool.reserved and (handed is None or handed.attempt == attempt)
+
+    def _notify(self) -> int:
+        """Tell who waits; returns the newest ticket of the log."""
         self.rounds += 1
         self.changed.notify_all()
+        return self._history.last
 
     def _until_s(self) -> float:
         return self._now_s() + self._ttl_s
@@ -617,6 +536,9 @@ class GroupStore:
         self._tables.let_go(chunk for rows in removed for chunk in rows.chunks)
         self._groups = {key: rows for key, rows in self._groups.items() if not _in(rows, files)}
 
+    def _published_on_disk(self) -> tuple[int, list[Any]] | None:
+        return self.published if self.published and isinstance(self.published[1][0], str) else None
+
     def _snapshot(self) -> Event:
         """All that events said, as one event."""
         pool = self.pool
@@ -627,8 +549,8 @@ class GroupStore:
                 "closed": sorted(self._closed), "ready": [group.key for group in pool.ready],
                 "quarantined": [[*key, reason] for key, reason in pool.quarantined.items()],
                 "reserved": pool.reserved, "owners": [[*key, owner] for key, owner in pool.owners.items()],
-                "published": self.published if self.published and isinstance(self.published[1], str) else None,
-                **({} if self.book is None else {"prompts": self.book.to_json()}),
+                "published": self._published_on_disk(),
+                "prompts": self.desk.book.to_json(),
             }
         }  # fmt: skip
 

@@ -115,7 +115,7 @@ class RolloutServer(BatchServer):
         handed = store.hand_out(owner, ask, count, self._frontier(), is_first)
         told = source.read([each.uid for each in handed])
         found = [[*each, *row] for each, row in zip(handed, told, strict=True)]
-        return found, not found and store.book is not None and store.book.is_ended
+        return found, not found and store.desk.is_ended
 
     def status(self, uids: list[str], attempt: int = 0) -> dict[str, PromptState]:
         """Say where each of these prompts stands."""
@@ -149,7 +149,7 @@ class RolloutServer(BatchServer):
             raise ConfigError("set_weight_version", str(error), remedy) from None
 
     def publish(self, fence: int, version: int, where: Any, frontier: int = 0) -> None:
-        """Weights that train from now on, for producers: the path of a file, or the blob, which is put again: Ray frees an object when
+        """Weights that train from now on, for producers: folder and name of a file, or the blob, which is put again: Ray frees an object when
         the process that put it is gone.
 
         Raises:
@@ -158,10 +158,10 @@ class RolloutServer(BatchServer):
         import ray
 
         self.set_weight_version(fence, version, frontier)
-        self._rollouts.store.publish(version, where if isinstance(where, str) else [ray.put(where)])
+        self._rollouts.store.publish(version, list(where) if isinstance(where, tuple) else [ray.put(where)])
 
-    def weights(self, after: int | None) -> tuple[int, str | list[Any]] | None:
-        """Returns the weights that were published last, a path or a reference in a list (which Ray does not resolve); None: there are none, or they are those of version `after`."""
+    def weights(self, after: int | None) -> tuple[int, list[Any]] | None:
+        """Returns the weights that were published last, folder and name, or a reference, in a list (in which Ray does not resolve it); None: there are none, or they are those of version `after`."""
         published = self._rollouts.store.published
         return None if published is None or published[0] == after else published
 
@@ -194,7 +194,7 @@ class RolloutServer(BatchServer):
 
     def rollouts(self) -> dict[str, Any]:
         """Counts of groups, the weight version and timeline, and the capacity that producers have."""
-        store, frontier = self._rollouts.store, self._frontier()
+        store, frontier, prompts = self._rollouts.store, self._frontier(), self._rollouts.prompts
         with store.changed:
             pool = store.pool
             return {
@@ -212,7 +212,7 @@ class RolloutServer(BatchServer):
                 "timeline": pool.timeline,
                 "sequences": store.num_rows,
                 "turns": self._rollouts.turns(),
-                "prompts": None if store.book is None else store.book.counts(),
+                "prompts": prompts and store.desk.book.counts(prompts.total),
             }
 
     def commit(self, fence: int, step: int, skipped: bool = False, rank: int = 0, moves: int = 0) -> int:
@@ -306,7 +306,7 @@ class RolloutServer(BatchServer):
             rounds = store.rounds
             if self._rollouts.form(step, self._frontier()):
                 return time.monotonic() - begin
-            if store.book is not None and store.book.is_ended and not store.under_way():
+            if store.desk.is_ended and not store.under_way():
                 if self._rollouts.form(step, self._frontier()):
                     continue  # the last ones came between the two looks
                 raise PromptsEnded(self.spec.name, step, len(store.pool.ready), store.pool.batch_size)

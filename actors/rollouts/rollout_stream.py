@@ -26,8 +26,9 @@ import pyarrow.compute as pc
 from raysvc.actors.rollouts.group_log import Spool
 from raysvc.actors.rollouts.group_pool import Key, Pool
 from raysvc.actors.rollouts.group_rows import batch_of, taken
-from raysvc.actors.rollouts.group_store import GroupStore, PromptRules, PutResult
-from raysvc.actors.rollouts.prompt_source import PromptSource
+from raysvc.actors.rollouts.group_store import GroupStore, PutResult
+from raysvc.actors.rollouts.prompts.prompt_desk import PromptRules
+from raysvc.actors.rollouts.prompts.prompt_source import PromptSource
 from raysvc.actors.rollouts.turn_merger import BrokenTurn, TurnMerger
 from raysvc.actors.server.make_step import Recipe, make_step, outline
 from raysvc.actors.server.spec import Role, RolloutSpec, StepInfo, StepOutline, as_role
@@ -87,10 +88,8 @@ class RolloutStream:
     ) -> None:
         self._name, self._recipe, self._spec = name, recipe, spec
         self._spool = Spool(folder, storage_options, claim)
-        self._merger = (
-            TurnMerger(name, recipe.plan.columns, spec.model_reads) if spec.rows == "merge" else None
-        )
-        self.prompts = PromptSource(spec.prompts, storage_options) if spec.prompts else None
+        self._merger = TurnMerger(name, recipe.plan, spec.model_reads) if spec.rows == "merge" else None
+        self.prompts = PromptSource(spec.prompts) if spec.prompts else None
         self._opening = threading.Lock()
         self._store: GroupStore | None = None  # guarded by _opening; None: not read yet
 
@@ -122,7 +121,7 @@ class RolloutStream:
         spec, source = self._spec.prompts, self.prompts
         if spec is None or source is None:
             return None
-        return PromptRules(source.total, source.uid_at, spec.on_stale, spec.max_prompt_s, spec.max_attempts)
+        return PromptRules(source, spec.on_stale, spec.max_prompt_s, spec.max_attempts)
 
     @property
     def pool(self) -> Pool:

@@ -2,7 +2,7 @@
 
 Always true:
 - a group is merged the same way whenever its step is made, by any server;
-- a group is counted, and its broken prefixes are logged, once while the server lives;
+- a group is counted, and its broken prefixes are logged, once while it is among the newest `MOST_KNOWN`;
 - a step without turns that continue one another has the bytes that it would have with `rows: keep`.
 """
 
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysvc.actors.rollouts.group_pool import Key
+from raysvc.job.config import PlanConfig
 from raysvc.ragged import Int64s
 from raysvc.rl.turns import BrokenPrefix, TurnRows, Turns, find_turns, merged
 from raysvc.row_batch import RowBatch
@@ -40,12 +41,13 @@ class TurnMerger:
 
     Args:
         name: of the server, for the log.
-        columns: that travel; turns that differ in one of a value a row stay apart.
+        plan: turns that differ in a column of it of one value a row stay apart, and a row that it drops holds no other.
         read: per-token columns that the model reads; None: those of several numbers a token.
     """
 
-    def __init__(self, name: str, columns: Sequence[str], read: Sequence[str] | None) -> None:
-        self._name, self._columns, self._read = name, columns, read
+    def __init__(self, name: str, plan: PlanConfig, read: Sequence[str] | None) -> None:
+        self._name, self._columns, self._read = name, plan.columns, read
+        self._longest = plan.micro_batch_tokens if plan.oversize == "drop" else None
         self._lock = threading.Lock()  # guards what follows
         self._known: dict[Key, Turns] = {}  # in the order in which they came
         self._counts: Counter[str] = Counter()
@@ -121,6 +123,7 @@ class TurnMerger:
             targets=targets,
             read={name: _pieces(batch, name, start, stop) for name in self._read_of(batch)},
             whole=whole,
+            longest=self._longest,
         )
 
 

@@ -156,6 +156,7 @@ class PromptSpec(BaseModel):
     sources: tuple[SourceSpec, ...] = Field(description="Entries of prompts.")
     mixture: MixtureSpec | None = None
     plan: PlanConfig = Field(description="Order and epochs; a step of it is one prompt.")
+    storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
     on_stale: OnStale = Field(default="pace", description="What is done about groups that get too old.")
     max_prompt_s: float | None = Field(
         default=None, description="How long a producer may have a prompt; None: as long as it lives."
@@ -230,7 +231,10 @@ class ServeSpec(BaseModel):
         return ", ".join(found) or None
 
     def _flat(self) -> dict[str, Any]:
-        return {**self.lasting().model_dump(exclude={"plan", "owner", "team"}), **self.plan.model_dump()}
+        flat = {**self.lasting().model_dump(exclude={"plan", "owner", "team"}), **self.plan.model_dump()}
+        if prompts := (flat["rollouts"] or {}).get("prompts"):
+            del prompts["storage_options"]  # may hold credentials
+        return flat
 
     def lasting(self) -> ServeSpec:
         """The spec, with what holds of its sources when their builds have ended."""

@@ -225,8 +225,8 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         Args:
             version: of the weights.
             state_dict: name -> tensor, on any device; it is copied to the CPU.
-            folder: one that trainer and producers see: the weights lie there as safetensors, the newest two, and a server that was
-                killed knows them again. None: in Ray's object store, where they are gone with the server until the next call.
+            folder: one that trainer and producers see, or fsspec URL: the weights lie there as safetensors, the newest two, and a
+                server that was killed knows them again. None: in Ray's object store, where they are gone with the server until the next call.
 
         Raises:
             ConfigError: as `set_weight_version`, or a value is no tensor.

@@ -111,7 +111,18 @@ def serve_rollouts(
         None if max_prompt_s is None else number(_ARGUMENT.format("max_prompt_s"), max_prompt_s, or_low=False)
     )
     attempts = integer(_ARGUMENT.format("max_attempts"), max_attempts, 1)
-    handed_out = None if prompts is None else _prompts(prompts, address, on_stale, limit_s, attempts)
+    job = None if prompts is None else _job_of_prompts(prompts)
+    if job is None and (on_stale, max_prompt_s, max_attempts) != ("pace", None, 3):
+        given = next(
+            name
+            for name, is_given in (
+                ("on_stale", on_stale != "pace"),
+                ("max_prompt_s", limit_s),
+                ("max_attempts", True),
+            )
+            if is_given
+        )
+        raise ConfigError(_ARGUMENT.format(given), "is about prompts, and there are none", "give prompts too")
     filled = mapping(_ARGUMENT.format("defaults"), defaults or {})
     spec = ServeSpec(
         name=matching(_ARGUMENT.format("name"), name, NAME),
@@ -131,7 +142,6 @@ def serve_rollouts(
             on_bad_group=on_bad_group,
             producer_ttl_s=number(_ARGUMENT.format("producer_ttl_s"), producer_ttl_s, or_low=False),
             rows=rows,
-            prompts=handed_out,
             drop_constant=optional_text(_ARGUMENT.format("drop_constant"), drop_constant),
             model_reads=None
             if model_reads is None
@@ -146,7 +156,10 @@ def serve_rollouts(
     connect(optional_text(_ARGUMENT.format("address"), address))
     node_id = node_for(placement, run_dir)
     if node_id is None:
-        rollouts_see(absolute(run_dir), spec.storage_options, spec.num_cpus)
+        rollouts_see(absolute(run_dir), spec.storage_options, spec.num_cpus, job)
+    if job is not None and spec.rollouts is not None:
+        handed_out = _prompts(job, address, on_stale, limit_s, attempts)
+        spec = spec.model_copy(update={"rollouts": spec.rollouts.model_copy(update={"prompts": handed_out})})
     actor = start_server(spec, detached=detached, node_id=node_id, may_grow=wait_for_nodes)
     facts = wait_for(actor.describe.remote(), f"server {name!r} to start")
     return ServerHandle(
@@ -154,22 +167,33 @@ def serve_rollouts(
     )
 
 
-def _prompts(
-    prompts: str | Path | Mapping[str, Any] | JobConfig,
-    address: str | None,
-    on_stale: OnStale,
-    max_prompt_s: float | None,
-    max_attempts: int,
-) -> PromptSpec:
-    """The entries of a job of prompts, which are built where they are missing, and the order of their rows."""
-    from raysvc.actors.server.spec import PromptSpec, SourceSpec
-    from raysvc.api import tokenize
-    from raysvc.builds.mixed_job import mixture_spec
+def _job_of_prompts(prompts: str | Path | Mapping[str, Any] | JobConfig) -> JobConfig:
+    """The job, if its rows can be handed out one by one.
+
+    Raises:
+        ConfigError: a key of it asks for something else.
+    """
+    from raysvc.builds.mixed_job import jobs_of
     from raysvc.job.job_file import load_job
 
     job = load_job(prompts)
     if job.plan.order is not None:
         raise ConfigError("plan.order", "orders steps, and prompts are handed out one by one", "leave it out")
+    for name, one in jobs_of(job).items():
+        if one.source.follow:
+            where = "source.follow" if job.mixture is None else f"mixture.sources.{name}.source.follow"
+            raise ConfigError(where, "has no end, and prompts are handed out by epochs", "leave it out")
+    return job
+
+
+def _prompts(
+    job: JobConfig, address: str | None, on_stale: OnStale, max_prompt_s: float | None, max_attempts: int
+) -> PromptSpec:
+    """The entries of a job of prompts, which are built where they are missing, and the order of their rows."""
+    from raysvc.actors.server.spec import PromptSpec, SourceSpec
+    from raysvc.api import tokenize
+    from raysvc.builds.mixed_job import mixture_spec
+
     entry = tokenize(job, address=address)
     one_by_one = {"batch_size": 1, "mini_batch_size": None, "update_epochs": 1, "tail": "drop", "layout": "padded_right",
                   "micro_batch_size": 1, "micro_batch_tokens": None, "window": None, "cp_split": None, "columns": ("input_ids",)}  # fmt: skip
@@ -177,6 +201,7 @@ def _prompts(
         sources=tuple(SourceSpec(uri=one.uri) for one in entry.entries),
         mixture=mixture_spec(job, entry.entries),
         plan=job.plan.model_copy(update=one_by_one),
+        storage_options=job.cache.storage_options,
         on_stale=on_stale,
         max_prompt_s=max_prompt_s,
         max_attempts=max_attempts,

@@ -15,7 +15,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raysvc.client.arguments import (
@@ -34,13 +33,14 @@ from raysvc.rl.group import Group
 from raysvc.rl.group_table import late_table, table_of
 from raysvc.rl.prompt import Prompt
 from raysvc.rl.prompt_state import PromptState
-from raysvc.rl.weights import Weights, tensors_of
+from raysvc.rl.weights import Weights, read_blob, tensors_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
 log = logging.getLogger(__name__)
+REPORT_EVERY_S = 60.0
 MAX_PAUSE_S = 0.5  # between two questions for capacity
 LARGE_BYTES = 100_000  # beyond this Ray would copy an argument into its store at every call
 
@@ -59,6 +59,28 @@ class Put(NamedTuple):
     new: int
     known: int
     verdicts: Mapping[str, str]
+
+
+class Waiting:
+    """Says what is waited for, and since when, each `REPORT_EVERY_S`."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self.over()
+
+    def over(self) -> None:
+        """It came; the next wait begins."""
+        self._begin_s = self._told_s = time.monotonic()
+
+    def report(self) -> None:
+        """It did not come yet."""
+        if (now_s := time.monotonic()) - self._told_s >= REPORT_EVERY_S:
+            self._told_s = now_s
+            log.warning(
+                "waiting for=%s since=%.0fs: as many groups as may be are ready or under way",
+                self._what,
+                now_s - self._begin_s,
+            )
 
 
 class Reserved(list[str]):
@@ -190,7 +212,7 @@ class Rollouts:
 
     def _prompts(self, at_once: int) -> Iterator[Prompt]:
         self._live()
-        pause_s = 0.01
+        pause_s, waiting = 0.01, Waiting(f"prompts of server {self.name!r}")
         while True:
             with self._lock:
                 ask, self._asked = self._asked, self._asked + 1
@@ -201,7 +223,10 @@ class Rollouts:
             if has_ended:
                 return
             pause_s = 0.01 if found else min(2 * pause_s, MAX_PAUSE_S)
-            if not found:
+            if found:
+                waiting.over()
+            else:
+                waiting.report()
                 time.sleep(pause_s)
                 record("producer_wait_seconds", pause_s, server=self.name)
 
@@ -214,16 +239,25 @@ class Rollouts:
 
         Returns:
             None: nothing else came in time.
+
+        Raises:
+            ServerError: they lie in a folder that this process does not see.
         """
         number("weights(wait_s)", wait_s)
         if after is not None:
             integer("weights(after)", after, 0)
-        end_s, pause_s = time.monotonic() + wait_s, 0.01
+        end_s, pause_s, lost = time.monotonic() + wait_s, 0.01, None
         while True:
-            if (told := self._call("weights", "put", after)) is not None and (
-                found := _loaded(*told)
-            ) is not None:
-                return found
+            told = self._call("weights", "put", after)
+            if told is not None and told != lost:
+                if (found := _loaded(*told)) is not None:
+                    return found
+                lost = told
+            elif told is not None and isinstance(told[1][0], str):  # still the newest, and not there
+                what = f"{'/'.join(told[1])} is not seen by this process"
+                raise ServerError(
+                    f"weights of server {self.name!r}", what, "publish to a folder that all see"
+                )
             if time.monotonic() >= end_s:
                 return None
             time.sleep(pause_s)
@@ -339,13 +373,13 @@ def _items(values: Any, where: str = "put_groups(groups)") -> list[Any]:
     return list(values)
 
 
-def _loaded(version: int, where: str | list[Any]) -> Weights | None:
-    """The weights; None: newer ones took their place while they were read."""
+def _loaded(version: int, where: list[Any]) -> Weights | None:
+    """The weights; None: they are gone, as where newer ones took their place while they were read."""
     import ray
 
     try:
-        blob = Path(where).read_bytes() if isinstance(where, str) else ray.get(where[0])
-    except (FileNotFoundError, ray.exceptions.ObjectLostError):
-        log.warning("weights of version %d are gone, waiting for newer ones", version)
+        blob = read_blob(*where) if isinstance(where[0], str) else ray.get(where[0])
+    except (FileNotFoundError, ray.exceptions.ObjectLostError) as error:
+        log.warning("weights of version %d are gone, waiting for newer ones: %s", version, error)
         return None
     return Weights(version, tensors_of(blob))

@@ -126,14 +126,18 @@ def trainer_sees(job: JobConfig) -> None:
     server_sees(job)
 
 
-def rollouts_see(run_dir: str, storage_options: Mapping[str, Any], num_cpus: float) -> None:
+def rollouts_see(
+    run_dir: str, storage_options: Mapping[str, Any], num_cpus: float, prompts: JobConfig | None = None
+) -> None:
     """The nodes where a server of rollouts may start.
 
     Raises:
-        NodeError: one of them does not see the run folder.
+        NodeError: one of them does not see the run folder, or the cache of the job of prompts.
     """
-    folder = partial(SharedFolder.open, "serve_rollouts(run_dir)", run_dir, storage_options)
-    workers_see([folder], {"CPU": num_cpus}, _first_that_fits(KEPT))
+    folders: list[Opening] = [partial(SharedFolder.open, "serve_rollouts(run_dir)", run_dir, storage_options)]
+    if prompts is not None:
+        folders.append(_folder("cache.root", default_root(prompts.cache.root), prompts))
+    workers_see(folders, {"CPU": num_cpus}, _first_that_fits(KEPT))
 
 
 def _of_server(job: JobConfig) -> list[Opening]:

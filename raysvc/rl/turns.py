@@ -8,6 +8,7 @@ Axes: S rows of a group as they were put, L tokens of a row, N rows of several g
 1. Rows are looked at from the longest to the shortest.
 2. A row is held by the first row kept so far that begins with its tokens, agrees with it in what a row says as a whole and in what the
    model reads (but for the last token, which predicts nothing), and trains none of its targets, nor does a row that this one holds.
+   One that the plan would drop for its length holds nobody.
 3. A row that nobody can hold is kept.
 4. A row of a later turn that does not begin with the row that shares most tokens with it has a broken prefix, at the token where they
    part. They are of one trajectory; where rows name none, they share a sampled token.
@@ -84,26 +85,27 @@ class TurnRows:
         targets: [S] of bool [L], False at the first token.
         read: column that the model reads -> [S] of [L, *shape].
         whole: column of one value a row -> [S, *shape]; rows that differ in one are not merged.
+        longest: tokens of the longest row that is trained; None: any is.
     """
 
     ids: Sequence[Array]
     targets: Sequence[npt.NDArray[np.bool_]]
     read: Mapping[str, Sequence[Array]]
     whole: Mapping[str, Array]
+    longest: int | None = None
 
 
 def find_turns(rows: TurnRows) -> Turns:
     """Decide which rows of a group travel inside others; see the module."""
     raw = [np.ascontiguousarray(ids, np.int32).tobytes() for ids in rows.ids]
     holder = np.arange(len(raw))
-    taken: dict[
-        int, npt.NDArray[np.bool_]
-    ] = {}  # kept row -> its targets, and those of the rows that it holds
+    # kept row -> its targets, and those of the rows that it holds
+    taken: dict[int, npt.NDArray[np.bool_]] = {}
     apart: Counter[str] = Counter()
     for row in sorted(range(len(raw)), key=lambda each: (-len(raw[each]), each)):
         reasons = []
         for kept, used in taken.items():
-            if not raw[kept].startswith(raw[row]):
+            if not raw[kept].startswith(raw[row]) or (rows.longest or len(used)) < len(used):
                 continue
             if (reason := _why_apart(rows, row, kept, used)) is None:
                 holder[row] = kept

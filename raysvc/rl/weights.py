@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raysvc.errors import ConfigError
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 KEPT = 2  # files: a producer may still read the one before the newest
-_NAME = re.compile(r"weights-\d{9}-[0-9a-f]{8}\.safetensors")
+_NAME = re.compile(r"weights-\d{9}-v\d+-[0-9a-f]{8}\.safetensors")
 
 
 class Weights(NamedTuple):
@@ -35,7 +34,7 @@ class Weights(NamedTuple):
 
 
 def blob_of(state: Mapping[str, Any]) -> bytes:
-    """A state dict as safetensors; tensors that share memory are written once each.
+    """A state dict as safetensors; tensors that share memory are written as often as they are named.
 
     Raises:
         ConfigError: a value is no tensor.
@@ -57,18 +56,29 @@ def tensors_of(blob: Any) -> dict[str, torch.Tensor]:
     return load(bytes(blob))
 
 
-def write_blob(folder: str, version: int, blob: bytes) -> str:
-    """Write a blob into a folder, and remove older ones there; returns its path."""
-    root = Path(folder).absolute()
-    root.mkdir(parents=True, exist_ok=True)
-    path = root / f"weights-{version:09d}-{uuid.uuid4().hex[:8]}.safetensors"
-    part = path.with_suffix(".part")
-    part.write_bytes(blob)
-    part.rename(path)
-    written = sorted(
-        (each for each in root.iterdir() if _NAME.fullmatch(each.name)),
-        key=lambda each: each.stat().st_mtime_ns,
-    )
-    for old in written[:-KEPT]:
-        old.unlink(missing_ok=True)
-    return str(path)
+def write_blob(folder: str, version: int, blob: bytes) -> tuple[str, str]:
+    """Write a blob into a folder or fsspec URL, and remove all but the newest two there; returns its folder and name."""
+    from raysvc.cache.store.open import absolute, open_store
+
+    root = absolute(folder)
+    store = open_store(root)
+    older = sorted(
+        name for name in store.list() if _NAME.fullmatch(name)
+    )  # a rewind makes a lower version newer
+    number = int(older[-1].split("-")[1]) + 1 if older else 0
+    name = f"weights-{number:09d}-v{version}-{uuid.uuid4().hex[:8]}.safetensors"
+    store.write(name, [memoryview(blob)])
+    for old in older[: 1 - KEPT]:
+        store.delete(old)
+    return root, name
+
+
+def read_blob(folder: str, name: str) -> bytes:
+    """What `write_blob` wrote.
+
+    Raises:
+        FileNotFoundError: it is gone, or this node does not see the folder.
+    """
+    from raysvc.cache.store.open import open_store
+
+    return open_store(folder).read(name)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import heapq
 import json
+import os
+import shutil
+import signal
 import threading
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +21,9 @@ from hypothesis import strategies as st
 
 from raysvc.actors.rollouts.group_log import Spool
 from raysvc.actors.rollouts.group_pool import Pool
-from raysvc.actors.rollouts.group_store import GroupStore, PromptRules
-from raysvc.actors.rollouts.prompt_book import position_of
+from raysvc.actors.rollouts.group_store import GroupStore
+from raysvc.actors.rollouts.prompts.prompt_book import position_of
+from raysvc.actors.rollouts.prompts.prompt_desk import PromptRules
 from raysvc.errors import ConfigError, PromptsEnded, SourceError
 from raysvc.rl.group import Group
 from raysvc.rl.group_table import late_table, table_of
@@ -30,6 +35,13 @@ TOTAL, TTL_S, LIMIT_S = 24, 10.0, 25.0
 def uid_at(position: int) -> str | None:
     """Every seventh position is a hole, like a row that was dropped."""
     return None if position % 7 == 3 else f"{position}/0:0:{position % 8}"
+
+
+class Source:
+    """A stream of so many positions."""
+
+    def __init__(self, total: int, uid_at: Callable[[int], str | None]) -> None:
+        self.total, self.uid_at = total, uid_at
 
 
 class Bench:
@@ -49,8 +61,7 @@ class Bench:
         self.folder, self.now_s, self.frontier = folder, 0.0, 0
         self.batch_size, self.staleness, self.ttl_s = batch_size, staleness, ttl_s
         wanted = {
-            "total": TOTAL,
-            "uid_at": uid_at,
+            "source": Source(TOTAL, uid_at),
             "on_stale": "pace",
             "max_prompt_s": LIMIT_S,
             "max_attempts": 3,
@@ -76,7 +87,7 @@ class Bench:
 
     @property
     def book(self) -> Any:
-        return self.store.book
+        return self.store.desk.book
 
     def ask(self, owner: str, count: int = 1) -> list[tuple[str, int]]:
         number = self.asks.get(owner, 0)
@@ -216,7 +227,7 @@ def test_every_prompt_is_trained_once_or_listed_with_its_reason(
             assert bench.put(uid, attempt, "c") in ("new", "stale")
         bench.train()
         bench.check()
-    assert bench.book.is_ended
+    assert bench.store.desk.is_ended
     ends = {*bench.trained(), *bench.book.lost, *(group.key[0] for group in bench.store.pool.ready)}
     assert ends == {uid for uid in map(uid_at, range(TOTAL)) if uid is not None}
     assert len(bench.store.pool.ready) < bench.batch_size, "only those that fill no step are left"
@@ -233,8 +244,9 @@ def test_a_prompt_of_a_dead_producer_goes_to_another_and_what_comes_late_is_refu
     assert bench.put(uid, 1, "b") == "known"
     with pytest.raises(SourceError, match="no prompt that this server handed out"):
         bench.put("17/0:0:1", 0, "b")
-    with pytest.raises(SourceError, match="no prompt that this server handed out"):
-        bench.put("mine", 0, "b")
+    for forged in ("mine", "0/0:0:1", "0/mine"):
+        with pytest.raises(SourceError, match="no prompt that this server handed out"):
+            bench.put(forged, 0, "b")
 
 
 def test_a_late_put_counts_as_long_as_nobody_else_has_the_prompt(tmp_path: Path) -> None:
@@ -267,6 +279,20 @@ def test_a_producer_that_starts_again_under_its_name_goes_on_with_what_it_had(tm
     assert bench.ask("a", 1) == [("4/0:0:4", 0)]
 
 
+def test_nothing_is_handed_out_between_a_commit_and_its_version_that_the_present_weights_are_too_old_for(
+    tmp_path: Path,
+) -> None:
+    bench = Bench(tmp_path, staleness=0)
+    for uid, attempt in bench.ask("a", 3):
+        bench.put(uid, attempt, "a")
+    assert bench.store.form(0, 0)
+    bench.frontier = 1  # committed, and the new weights are not told yet
+    assert bench.store.pool.capacity(bench.frontier) == 3
+    assert bench.ask("a", 3) == []
+    bench.store.set_version(1, 1)
+    assert len(bench.ask("a", 3)) == 3
+
+
 def lengths_trained(policy: str, tmp_path: Path, seed: int) -> tuple[list[float], list[float], int]:
     """Seconds of each rollout: of all that were offered, of those that were trained; and how often work was thrown away.
 
@@ -276,13 +302,13 @@ def lengths_trained(policy: str, tmp_path: Path, seed: int) -> tuple[list[float]
     seconds = 1.0 + rng.pareto(1.2, total) * 3.0
     seconds = np.minimum(seconds, 60.0)
     bench = Bench(
-        tmp_path, batch_size=8, staleness=1, ttl_s=1e9, on_stale=policy, total=total, max_prompt_s=None,
-        uid_at=lambda position: f"{position}/0:0:{position}", max_attempts=10**6,
+        tmp_path, batch_size=8, staleness=1, ttl_s=1e9, on_stale=policy, max_prompt_s=None,
+        source=Source(total, lambda position: f"{position}/0:0:{position}"), max_attempts=10**6,
     )  # fmt: skip
     running: list[tuple[float, str, int, int]] = []
     thrown, trained_s = 0, 2.0
     free_at = 0.0
-    while not bench.book.is_ended or bench.store.pool.ready:
+    while not bench.store.desk.is_ended or bench.store.pool.ready:
         bench.store.renew("w")
         for uid, attempt in bench.ask("w", 16 - len(running)) if len(running) < 16 else []:
             done_s = bench.now_s + seconds[position_of(uid)]
@@ -444,6 +470,7 @@ def test_producers_only_loop_over_prompts_and_every_epoch_is_trained(
     for thread in threads:
         thread.start()
     rewards: list[float] = []
+    kills = 0
     with raysvc.attach("stream", dp_size=1) as client:
         for step in client.steps():  # ends with the prompts
             for mini in step.mini_batches:
@@ -451,8 +478,13 @@ def test_producers_only_loop_over_prompts_and_every_epoch_is_trained(
                 rewards += [float(each) for each in shard.arrays["reward"] if each]
             client.commit(step.index)
             client.set_weight_version(step.index + 1)
+            if step.index in (0, 2):
+                os.kill(raysvc.rollouts("stream")._call("stats", "control")["pid"], signal.SIGKILL)
+                kills += 1
+    assert kills == 2
     for thread in threads:
         thread.join(30)
+        assert not thread.is_alive(), "it hears that the prompts have ended"
     answers = [float(2 * n) for n in range(10) if n]
     assert sorted(rewards) == sorted([*answers, *answers])
     assert sorted(epochs) == sorted((epoch, str(2 * n)) for epoch in (0, 1) for n in range(10))
@@ -465,7 +497,6 @@ def test_a_trainer_at_the_end_of_the_prompts_hears_so_and_a_server_without_promp
     prompts_of: Callable[..., Any], started: Callable[..., Any]
 ) -> None:
     import raysvc
-    from raysvc.client.batch_client import _hear
 
     started("short", prompts=prompts_of(3))
     producer = raysvc.rollouts("short")
@@ -473,9 +504,76 @@ def test_a_trainer_at_the_end_of_the_prompts_hears_so_and_a_server_without_promp
         producer.put_groups(sampled(prompt))
     with raysvc.attach("short", dp_size=1, look_ahead_steps=0) as client:
         assert list(client.steps()) == []
-    error = PromptsEnded("short", 0, 3, 4)
-    assert "3 of the 4 groups of step 0 are left" in str(error)
+    assert "3 of the 4 groups of step 0 are left" in str(PromptsEnded("short", 0, 3, 4))
     started("plain")
     with pytest.raises(ConfigError, match="hands out no prompts"):
         next(raysvc.rollouts("plain").prompts())
-    assert _hear is not None
+
+
+@pytest.mark.ray
+def test_prompts_are_read_with_the_credentials_of_their_job_and_nobody_keeps_these(
+    prompts_of: Callable[..., Any], started: Callable[..., Any], s3_server: Any, tmp_path: Path
+) -> None:
+    import raysvc
+    from raysvc.actors.server.kept.served_records import served_line
+    from raysvc.actors.server.spec import ServeSpec
+
+    options = {**s3_server.options, "config_kwargs": {"user_agent_extra": "hidden-thing"}}
+    job = prompts_of(3, shuffle="window(2)")
+    job["cache"] = {"root": f"s3://raysvc-tests/{uuid.uuid4().hex}", "storage_options": options}
+    started("s3", prompts=job)  # its run folder is local, and needs no options
+    producer = raysvc.rollouts("s3")
+    assert next(producer.prompts(at_once=3)).columns["answer"] in ("0", "2", "4")
+    text, _ = producer._call("spec_json", "control")
+    spec = ServeSpec.model_validate_json(text)
+    assert "hidden-thing" in text, "the server itself needs them"
+    assert "hidden-thing" not in json.dumps(served_line(0, 1, spec))
+    assert "hidden-thing" not in repr(spec)
+    other = spec.model_copy(
+        update={"rollouts": spec.rollouts and spec.rollouts.model_copy(update={"wait_s": 1.0})}
+    )
+    assert "hidden-thing" not in str(spec.difference(other))
+    kept = [
+        each.read_text() for each in (tmp_path / "s3").rglob("*") if each.is_file() and each.suffix == ".json"
+    ]
+    assert kept
+    assert not any("hidden-thing" in each for each in kept)
+
+
+@pytest.mark.ray
+def test_a_step_is_made_again_where_the_entry_of_its_prompts_is_gone(
+    prompts_of: Callable[..., Any], started: Callable[..., Any], tmp_path: Path
+) -> None:
+    import raysvc
+    from raysvc.actors.launch import stop_server
+    from raysvc.inspect.replay_run import replay_run
+
+    started("gone", prompts=prompts_of(4))
+    producer = raysvc.rollouts("gone")
+    for prompt in producer.prompts():
+        producer.put_groups(sampled(prompt))
+    with raysvc.attach("gone", dp_size=1) as client:
+        for step in client.steps():
+            client.commit(step.index)
+    stop_server("gone")
+    shutil.rmtree(tmp_path / "cache")
+    [shard] = replay_run(str(tmp_path / "gone"), 0, dp_size=1).chosen()
+    assert len(shard.row_ids) == 8
+
+
+def test_what_would_be_left_unread_is_refused_before_anything_starts(prompts_of: Callable[..., Any]) -> None:
+    import raysvc
+
+    fixed = {"run_dir": "unused", "pad_token_id": 0, "plan": {"batch_size": 2}}
+    for name, value in (("on_stale", "drop"), ("max_prompt_s", 5.0), ("max_attempts", 1)):
+        with pytest.raises(
+            ConfigError, match=rf"serve_rollouts\({name}\): is about prompts, and there are none"
+        ):
+            raysvc.serve_rollouts("refused", **fixed, **{name: value})
+    job = prompts_of(3)
+    job["source"]["follow"] = True
+    job["plan"] = {"shuffle": "window"}
+    with pytest.raises(ConfigError, match=r"source\.follow"):
+        raysvc.serve_rollouts("refused", **fixed, prompts=job)
+    with pytest.raises(ConfigError, match=r"plan\.order"):
+        raysvc.serve_rollouts("refused", **fixed, prompts={**prompts_of(3), "plan": {"order": "here:f"}})

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -258,6 +260,24 @@ def test_rows_that_no_turn_continues_have_the_bytes_of_rows_that_are_kept(tmp_pa
     assert [shard.digest() for shard in shards[0]] == [shard.digest() for shard in shards[1]]
 
 
+def test_a_group_that_two_threads_look_at_is_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group("g", [[5, 6, 7], [5, 6, 7, 8, 9]], [[0, 0, 1], [0, 0, 0, 0, 1]])
+    stream = served(tmp_path, [group], columns=("input_ids", "labels"))
+    both = threading.Barrier(2)
+
+    def looked(rows: TurnRows) -> Turns:
+        both.wait(10)
+        return find_turns(rows)
+
+    monkeypatch.setattr("raysvc.actors.rollouts.turn_merger.find_turns", looked)
+    with ThreadPoolExecutor(2) as threads:
+        made = list(threads.map(lambda _: stream.make(0, (1,))[1][0].digest(), range(2)))
+    assert made[0] == made[1]
+    assert stream.turns() == {"merged": 1, "broken": 0, "apart": {}}
+
+
 def turns_of(ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], **fields: Any) -> Turns:
     targets = [np.array(mask, bool) & (np.arange(len(mask)) > 0) for mask in masks]
     rows = [np.array(each, np.int32) for each in ids]
@@ -447,6 +467,23 @@ def test_a_replayed_step_shows_what_was_sampled_and_what_came_back(tmp_path: Pat
     )
     assert "group g#0: row 1 continues row 0 up to token 2" in told.output
     print(told.output, want)
+
+
+@pytest.mark.parametrize("oversize", ["truncate", "drop", "alone"])
+def test_rows_over_the_budget_lose_no_turn_that_a_row_per_turn_would_train(
+    tmp_path: Path, oversize: str
+) -> None:
+    model, merged = Tiny(), 0
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        groups = [random_group(rng, f"g{n}", reads=False, trajectories=seed % 2 > 0) for n in range(3)]
+        options = {"layout": "packed", "micro_batch_tokens": 16, "oversize": oversize}
+        keep, merge = (served(tmp_path, groups, rows=rows, **options) for rows in ("keep", "merge"))
+        for reduction in REDUCTIONS:
+            got, want = as_served(model, merge, 2, reduction), as_served(model, keep, 2, reduction)
+            assert distance(got, want) < 1e-6, (seed, reduction)
+        merged += (merge.turns() or {})["merged"]
+    assert merged
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from raysvc.errors import ConfigError
-from raysvc.rl.weights import blob_of, tensors_of, write_blob
+from raysvc.errors import ConfigError, ServerError
+from raysvc.rl.weights import blob_of, read_blob, tensors_of, write_blob
 
 
 def state(value: float) -> dict[str, torch.Tensor]:
@@ -36,10 +37,16 @@ def test_a_state_dict_comes_back_with_its_types_and_tied_or_transposed_tensors()
 
 def test_a_folder_holds_the_newest_two_and_nothing_of_others(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"theirs")
-    paths = [write_blob(str(tmp_path), version, b"x") for version in (5, 6, 7, 2)]
-    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(
-        ["model.safetensors", *(Path(each).name for each in paths[-2:])]
+    paths = [write_blob(str(tmp_path), version, b"%d" % version) for version in (5, 6, 7, 2)]
+    assert {each.name for each in tmp_path.iterdir()} == {
+        "model.safetensors",
+        *(name for _, name in paths[-2:]),
+    }
+    assert [read_blob(*each) for each in paths[-2:]] == [b"7", b"2"], (
+        "after a rewind the lower version is newer"
     )
+    with pytest.raises(FileNotFoundError):
+        read_blob(*paths[0])
 
 
 @pytest.fixture
@@ -112,3 +119,11 @@ def test_weights_in_a_folder_are_known_after_a_kill_of_the_server(
         assert found is not None
         assert found.version == 1
         assert same(found.tensors, state(1.0))
+        shutil.move(tmp_path / "weights", tmp_path / "elsewhere")  # as on a node that does not see it
+        with pytest.raises(
+            ServerError, match="is not seen by this process; publish to a folder that all see"
+        ):
+            producer.weights()
+        client.publish(2, state(2.0))  # by reference: what lay in the folder is not the newest any more
+        os.kill(producer._call("stats", "control")["pid"], signal.SIGKILL)
+        assert producer.weights(wait_s=0) is None

@@ -19,10 +19,13 @@ from raysvc.actors.server.spec import ServeSpec
 from raysvc.cache.local.sealed import SEAL, seal_of
 from raysvc.cache.store.claim import Claim, open_owned
 
+# credentials, and what decides no step
+NOT_KEPT: Any = {"storage_options": True, "evals": True, "rollouts": {"prompts": {"storage_options"}}}
+
 
 def served_line(step: int, dp_size: int | None, spec: ServeSpec) -> dict[str, Any]:
     """Describes how the steps from `step` on are made; its ranks are None if only the trainer knows them."""
-    kept = spec.lasting().model_dump(mode="json", exclude={"storage_options", "evals"})
+    kept = spec.lasting().model_dump(mode="json", exclude=NOT_KEPT)
     line = {"step": step, "dp_size": dp_size, "spec": kept}
     return {**line, SEAL: seal_of(line)}
 

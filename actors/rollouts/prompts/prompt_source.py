@@ -7,13 +7,13 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from raysvc.actors.rollouts.prompt_book import position_of
+from raysvc.actors.rollouts.prompts.prompt_book import position_of
 from raysvc.actors.server.spec import PromptSpec
 from raysvc.cache.rows import Rows
 from raysvc.errors import SourceError
@@ -29,16 +29,15 @@ class PromptSource:
     """See the module.
 
     Args:
-        spec: the entries, and the order of their rows.
-        storage_options: for fsspec.
+        spec: the entries, and the order of their rows; they are opened when something is asked.
     """
 
-    def __init__(self, spec: PromptSpec, storage_options: Mapping[str, Any]) -> None:
-        self._spec, self._storage_options = spec, storage_options
+    def __init__(self, spec: PromptSpec) -> None:
+        self._spec = spec
 
     @cached_property
     def _opened(self) -> tuple[Rows, Plan]:
-        entries = tuple(one.opened(self._storage_options) for one in self._spec.sources)
+        entries = tuple(one.opened(self._spec.storage_options) for one in self._spec.sources)
         mixture = self._spec.mixture
         stages, shuffles = (mixture.stages, mixture.shuffles) if mixture else ((), ())
         return Rows(entries), plan_of_entries(self._spec.plan, entries, stages, shuffles)

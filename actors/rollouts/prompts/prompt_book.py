@@ -32,7 +32,6 @@ class PromptBook:
     """See the module.
 
     Attributes:
-        total: positions of the stream.
         max_attempts: how often a prompt is handed out.
         next: the first position that was never looked at.
         out: uid -> as it was handed out; until its first rows are put.
@@ -42,7 +41,6 @@ class PromptBook:
         asks: producer -> its newest questions, by name, each with what was answered: several threads of it may ask at once.
     """
 
-    total: int
     max_attempts: int
     next: int = 0
     out: dict[str, HandedOut] = field(default_factory=dict)
@@ -50,24 +48,6 @@ class PromptBook:
     attempts: dict[str, int] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
     asks: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-
-    @property
-    def is_ended(self) -> bool:
-        """Whether nothing is left to hand out, and nobody works on anything."""
-        return self.next >= self.total and not self.back and not self.out
-
-    def first_back(self) -> tuple[str, int] | None:
-        """The earliest prompt that came back, and its next attempt."""
-        uid = min(self.back, key=position_of, default=None)
-        return None if uid is None else (uid, self.back[uid])
-
-    def refuses(self, uid: str, attempt: int) -> bool:
-        """Whether another attempt counts, or none any more."""
-        return uid in self.lost or attempt != self.attempts.get(uid, 0)
-
-    def knows(self, uid: str) -> bool:
-        """Whether a uid can be of a prompt that was handed out."""
-        return 0 <= position_of(uid) < self.next
 
     def hand_out(self, owner: str, ask: str, prompts: Sequence[HandedOut], following: int) -> None:
         """These were handed out; `following` is the next position."""
@@ -107,15 +87,14 @@ class PromptBook:
         """It asks no more."""
         self.asks.pop(owner, None)
 
-    def counts(self) -> dict[str, Any]:
-        """Counts the prompts by where they are."""
-        reasons = Counter(self.lost.values())
+    def counts(self, total: int) -> dict[str, Any]:
+        """Counts the prompts by where they are; `total`: positions of the stream."""
         return {
             "handed_out": self.next,
-            "of": self.total,
+            "of": total,
             "under_way": len(self.out),
             "to_hand_out_again": len(self.back),
-            "lost": dict(reasons),
+            "lost": dict(Counter(self.lost.values())),
         }
 
     def to_json(self) -> dict[str, Any]:
