@@ -27,6 +27,7 @@ def group_advantages(
     eps: float = 1e-6,
     std: Literal["sample", "population"] = "sample",
     trajectories: npt.NDArray[Any] | None = None,
+    order: npt.NDArray[Any] | None = None,
 ) -> Floats:
     """float64 [S], one advantage per sequence.
 
@@ -39,7 +40,15 @@ def group_advantages(
         std: `sample` divides the squares by n - 1 (Bessel), as TRL (`nanstd`), verl and SkyRL (`torch.std`) do;
             `population` by n, which makes advantages larger, of groups of two by a factor of 1.41.
         trajectories: int [S], number of each sequence's trajectory in its group; None: each is its own.
+        order: int [S], of the sequences of a trajectory the one with the highest number is the last: `Shard.row_ids`, since a
+            shard has its rows in the order of their lengths. None: they stand in their order.
     """
+    if order is not None:
+        by = np.argsort(order, kind="stable")
+        numbers = None if trajectories is None else np.asarray(trajectories)[by]
+        out = np.empty(len(by))
+        out[by] = group_advantages(np.asarray(rewards)[by], np.asarray(groups)[by], how, eps, std, numbers)
+        return out
     if trajectories is not None:
         own = np.stack([np.asarray(groups, np.int64), np.asarray(trajectories, np.int64)])
         backwards, last, of_row = np.unique(own[:, ::-1], axis=1, return_index=True, return_inverse=True)
@@ -59,8 +68,8 @@ def group_advantages(
         return centred * scale[index]
     divisors = np.maximum(counts - 1, 1) if std == "sample" else counts
     stds = np.sqrt(np.bincount(index, centred**2, size) / divisors)
-    out: Floats = centred / (stds[index] + eps)
-    return out
+    normed: Floats = centred / (stds[index] + eps)
+    return normed
 
 
 def overlong_penalty(lengths: npt.NDArray[Any], longest: int, buffer: int) -> Floats:

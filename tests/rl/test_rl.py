@@ -136,6 +136,15 @@ def test_a_trajectory_of_many_turns_counts_as_often_as_one_of_a_single_turn(how:
             "leave_out": own - (others.sum() - own) / max(len(others) - 1, 1),
         }[how]
         assert np.isclose(got[place], want)
+    # as a shard has them, longest first: which turn is the last one is told by the row's number alone
+    shuffled = np.random.default_rng(6).permutation(len(keys))
+    order = 100 + 3 * np.arange(len(keys))
+    there = group_advantages(
+        rewards[shuffled], groups[shuffled], how, trajectories=trajectories[shuffled], order=order[shuffled]
+    )
+    assert np.allclose(there, got[shuffled], rtol=0, atol=1e-12)
+    alone = group_advantages(rewards[shuffled], groups[shuffled], how, order=order[shuffled])
+    assert np.allclose(alone, group_advantages(rewards, groups, how)[shuffled], rtol=0, atol=1e-12)
 
 
 @pytest.fixture

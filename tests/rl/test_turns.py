@@ -30,6 +30,7 @@ from raysvc.actors.worker.losses import PolicyLoss, Targets
 from raysvc.collate import sequence_weights, token_weights
 from raysvc.errors import SourceError
 from raysvc.job.config import PlanConfig
+from raysvc.rl.advantages import group_advantages
 from raysvc.rl.group import Group
 from raysvc.rl.group_table import groups_of, table_of
 from raysvc.rl.turns import TurnRows, Turns, find_turns
@@ -506,6 +507,27 @@ def test_context_parallel_ranks_share_the_weights_of_turns(tmp_path: Path, layou
         assert np.allclose(np.sort(np.concatenate(trained[:2])), np.sort(np.concatenate(trained[2:]))), (
             reduction
         )
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_a_trajectory_in_a_shard_has_the_reward_of_its_last_turn(tmp_path: Path, layout: str) -> None:
+    lengths, rewards = [2, 5, 7, 4, 6, 3], np.array([9.0, 2.0, 0.5, 8.0, 7.0, 3.5])  # the last: 2.0, 3.5, 0.5
+    ids = [[row, *[10 * row + 1] * (length - 1)] for row, length in enumerate(lengths)]
+    masks = [[0, *[1] * (length - 1)] for length in lengths]
+    group = Group("g", ids, masks, rows={"reward": rewards}, trajectory=[0, 0, 2, 1, 1, 1])
+    columns = ("input_ids", "attention_mask", "labels", "reward", "trajectory")
+    _, (shard,) = served(tmp_path, [group], **{**LAYOUTS[layout], "columns": columns}).make(0, (1,))
+    arrays = shard.arrays
+    assert shard.row_ids[shard.row_ids >= 0].tolist() != list(range(6)), "the shard has another order"
+    got = group_advantages(
+        arrays["reward"],
+        arrays["row_group"],
+        "mean_only",
+        trajectories=arrays["trajectory"],
+        order=shard.row_ids,
+    )
+    by_row = np.array([0.0, 0.0, -1.5, 1.5, 1.5, 1.5])  # less their mean, 2.0
+    assert got.tolist() == np.where(shard.row_ids < 0, 0.0, by_row[shard.row_ids]).tolist()
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
