@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from raysvc.actors.rollouts.rollout_stream import RolloutStream
+from raysvc.actors.rollouts.weight_readers import WeightReaders
 from raysvc.actors.server.batch_server import BatchServer
 from raysvc.actors.server.kept.folder_claim import claim_of
 from raysvc.actors.server.kept.served_records import ServedRecords
@@ -53,6 +54,7 @@ class RolloutServer(BatchServer):
         claim = claim_of(spec, incarnation_id)
         self._rollouts = RolloutStream(spec.name, spec.rollouts, recipe, folder, spec.storage_options, claim)
         self._producers: dict[str, float] = {}  # owner -> clock value of its last sign of life
+        self._weight_readers = WeightReaders(spec.rollouts.producer_ttl_s)
         super().__init__(spec_json, incarnation_id, self._rollouts, claim)
 
     def describe(self) -> dict[str, Any]:
@@ -148,9 +150,9 @@ class RolloutServer(BatchServer):
             remedy = "let versions advance by at most one per committed step"
             raise ConfigError("set_weight_version", str(error), remedy) from None
 
-    def publish(self, fence: int, version: int, where: Any, frontier: int = 0) -> None:
-        """Weights that train from now on, for producers: folder and name of a file, or the blob, which is put again: Ray frees an object when
-        the process that put it is gone.
+    def publish(self, fence: int, version: int, where: Any, name: str, frontier: int = 0) -> list[str] | None:
+        """Weights that train from now on, for producers: folder and name of a file, or the blob and a name for it, which is put again: Ray
+        frees an object when the process that put it is gone. Returns the files that producers are reading, as `WeightReaders.in_use`.
 
         Raises:
             FencedError, ConfigError: as `set_weight_version`.
@@ -158,12 +160,29 @@ class RolloutServer(BatchServer):
         import ray
 
         self.set_weight_version(fence, version, frontier)
-        self._rollouts.store.publish(version, list(where) if isinstance(where, tuple) else [ray.put(where)])
+        self._rollouts.store.publish(version, [where if isinstance(where, str) else ray.put(where), name])
+        living = self._living()
+        return self._weight_readers.in_use(lambda owner: owner in living)
 
-    def weights(self, after: int | None) -> tuple[int, list[Any]] | None:
-        """Returns the weights that were published last, folder and name, or a reference, in a list (in which Ray does not resolve it); None: there are none, or they are those of version `after`."""
+    def weights(
+        self, after: int | None, has: str | None, owner: str, read: str
+    ) -> tuple[int, list[Any]] | None:
+        """Returns the weights that were published last, folder or a reference (in a list, in which Ray does not resolve it), and name; None:
+        there are none, or they are those of version `after`.
+
+        Args:
+            has: name of the weights that the producer has, where it knows it: after a rewind others may have the same version.
+            read: names this read; `weights_read` ends it.
+        """
+        self._saw(owner)
         published = self._rollouts.store.published
-        return None if published is None or published[0] == after else published
+        if published is None or (published[0] == after and has in (None, published[1][1])):
+            return None
+        return self._weight_readers.begin(read, owner, lambda: self._rollouts.store.published)
+
+    def weights_read(self, read: str) -> None:
+        """A producer has the weights in its memory, or has given up."""
+        self._weight_readers.end(read)
 
     def stats(self) -> dict[str, Any]:
         """Returns what `BatchServer.stats` does, and counts of groups and of live producers."""
@@ -183,14 +202,14 @@ class RolloutServer(BatchServer):
         record("producers_seen", self._num_producers(), server=self.spec.name)
 
     def _saw(self, owner: str) -> None:
-        now_s = time.monotonic()
-        oldest_s = now_s - self._rollout_spec.producer_ttl_s
-        living = {each: seen_s for each, seen_s in list(self._producers.items()) if seen_s >= oldest_s}
-        self._producers = {**living, owner: now_s}
+        self._producers = {**self._living(), owner: time.monotonic()}
+
+    def _living(self) -> dict[str, float]:
+        oldest_s = time.monotonic() - self._rollout_spec.producer_ttl_s
+        return {each: seen_s for each, seen_s in list(self._producers.items()) if seen_s >= oldest_s}
 
     def _num_producers(self) -> int:
-        oldest_s = time.monotonic() - self._rollout_spec.producer_ttl_s
-        return sum(seen_s >= oldest_s for seen_s in list(self._producers.values()))
+        return len(self._living())
 
     def rollouts(self) -> dict[str, Any]:
         """Counts of groups, the weight version and timeline, and the capacity that producers have."""

@@ -35,7 +35,7 @@ from raysvc.actors.server.spec import Role, RolloutSpec, StepInfo, StepOutline, 
 from raysvc.cache.store.claim import Claim
 from raysvc.collate.shard import Shard
 from raysvc.collate.shard_bytes import ColumnBytes
-from raysvc.errors import SourceError, StateMismatch, StepNotReady, StepOutOfOrder
+from raysvc.errors import ConfigError, SourceError, StateMismatch, StepNotReady, StepOutOfOrder
 from raysvc.plan.plan import Plan, StepPlan
 from raysvc.plan.schedule import Schedule
 from raysvc.ragged import offsets_of
@@ -226,7 +226,10 @@ class RolloutStream:
         return 0.0
 
     def repair(self, step: int, roles: Sequence[Role | int]) -> bool:
-        """Quarantine the groups of a step that cannot be collated by themselves; whether there were any."""
+        """Quarantine the groups of a step that cannot be collated by themselves; whether there were any.
+
+        What the plan or a role asks in vain is the mistake of no group: then none is quarantined for it.
+        """
         with self.store.changed:
             known = self.pool.quarantined
             keys = [key for key in self.pool.steps.get(step, ()) if key not in known]
@@ -332,6 +335,8 @@ class RolloutStream:
             self._made(step, self._rows([key], set()), roles)
         except KeyError:
             return "its rows are gone"
+        except ConfigError as error:
+            return None if error.where.startswith("plan.") else f"ConfigError: {error}"
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason
             return f"{type(error).__name__}: {error}"
         return None

@@ -10,8 +10,10 @@ Always true:
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from raysvc.actors.server.spec import Role, as_role
@@ -225,8 +227,9 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         Args:
             version: of the weights.
             state_dict: name -> tensor, on any device; it is copied to the CPU.
-            folder: one that trainer and producers see, or fsspec URL: the weights lie there as safetensors, the newest two, and a
-                server that was killed knows them again. None: in Ray's object store, where they are gone with the server until the next call.
+            folder: one that trainer and producers see, or fsspec URL: the weights lie there as safetensors, the newest two of this run and
+                those that a producer reads, and a server that was killed knows them again. None: in Ray's object store, where they are gone
+                with the server until the next call.
 
         Raises:
             ConfigError: as `set_weight_version`, or a value is no tensor.
@@ -234,16 +237,29 @@ class BatchClient(LeaseClient[_Fetch, Step]):
         import numpy as np
         import ray
 
-        from raysvc.rl.weights import blob_of, write_blob
+        from raysvc.rl.weights import blob_of, remove_older, write_blob
 
         self._refuse_unless_rollouts("publish")
         told = integer("publish(version)", version, 0)
         optional_text("publish(folder)", folder)
         blob = blob_of(mapping("publish(state_dict)", state_dict))
-        where = (
-            write_blob(folder, told, blob) if folder is not None else ray.put(np.frombuffer(blob, np.uint8))
-        )
-        self._connection.after_commits("publish", told, where, self.frontier)
+        if folder is None:
+            ref = ray.put(np.frombuffer(blob, np.uint8))
+            self._connection.after_commits("publish", told, ref, uuid.uuid4().hex, self.frontier)
+            return
+        root, name = write_blob(folder, self._run_name, told, blob)
+        in_use = self._connection.after_commits("publish", told, root, name, self.frontier)
+        if in_use is not None:
+            remove_older(root, self._run_name, in_use)
+
+    @cached_property
+    def _run_name(self) -> str:
+        """What names the files of this run."""
+        from raysvc.actors.server.spec import ServeSpec
+        from raysvc.rl.weights import run_of
+
+        spec_json, _ = self._connection.get(self._connection.control("spec_json"))
+        return run_of(str(ServeSpec.model_validate_json(spec_json).journal))
 
     def forget_below(self, step: int) -> int:
         """Let a rollout server remove what only steps below `step` need; returns how many files went.

@@ -114,6 +114,7 @@ class Rollouts:
         self._lock = threading.Lock()
         self._life = new_holder()  # of this object; its name may have had another one before
         self._asked = 0  # guarded by _lock; questions for prompts
+        self._has: tuple[int, str] | None = None  # version and name of the weights that were brought last
         self._stop: threading.Event | None = None  # guarded by _lock; ends the thread that renews
 
     def put_groups(self, groups: Group | Sequence[Any], *, wait_s: float = 600.0) -> Put:
@@ -231,10 +232,10 @@ class Rollouts:
                 record("producer_wait_seconds", pause_s, server=self.name)
 
     def weights(self, after: int | None = None, *, wait_s: float = 600.0) -> Weights | None:
-        """The weights that the trainer published last (`BatchClient.publish`), if their version is not `after`.
+        """The weights that the trainer published last (`BatchClient.publish`), if they are not those that this producer has.
 
         Args:
-            after: the version that this producer has.
+            after: the version that it has. Others of the same version, published after a rewind, come too where this object brought the first.
             wait_s: for others; 0 only looks.
 
         Returns:
@@ -246,14 +247,18 @@ class Rollouts:
         number("weights(wait_s)", wait_s)
         if after is not None:
             integer("weights(after)", after, 0)
+        self._live()  # a file is kept for a reader that lives
         end_s, pause_s, lost = time.monotonic() + wait_s, 0.01, None
         while True:
-            told = self._call("weights", "put", after)
+            name = self._has[1] if self._has is not None and self._has[0] == after else None
+            read = new_holder()
+            told = self._call("weights", "put", after, name, self.owner, read)
             if told is not None and told != lost:
-                if (found := _loaded(*told)) is not None:
+                if (found := self._loaded(read, *told)) is not None:
                     return found
                 lost = told
             elif told is not None and isinstance(told[1][0], str):  # still the newest, and not there
+                self._call("weights_read", "put", read)
                 what = f"{'/'.join(told[1])} is not seen by this process"
                 raise ServerError(
                     f"weights of server {self.name!r}", what, "publish to a folder that all see"
@@ -262,6 +267,22 @@ class Rollouts:
                 return None
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    def _loaded(self, read: str, version: int, where: list[Any]) -> Weights | None:
+        """The weights; None: they are gone, as where newer ones took their place while they were read."""
+        import ray
+
+        is_file = isinstance(where[0], str)
+        try:
+            blob = read_blob(*where) if is_file else ray.get(where[0])
+        except (FileNotFoundError, ray.exceptions.ObjectLostError) as error:
+            log.warning("weights of version %d are gone, waiting for newer ones: %s", version, error)
+            return None
+        finally:
+            if is_file:
+                self._call("weights_read", "put", read)
+        self._has = version, where[1]
+        return Weights(version, tensors_of(blob))
 
     def status(self, uids: Sequence[str], *, attempt: int = 0) -> dict[str, PromptState]:
         """Say where each of these prompts stands, under one attempt; changes nothing."""
@@ -371,15 +392,3 @@ def _items(values: Any, where: str = "put_groups(groups)") -> list[Any]:
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise ConfigError(where, f"{values!r} is not a list", "give a list")
     return list(values)
-
-
-def _loaded(version: int, where: list[Any]) -> Weights | None:
-    """The weights; None: they are gone, as where newer ones took their place while they were read."""
-    import ray
-
-    try:
-        blob = read_blob(*where) if isinstance(where[0], str) else ray.get(where[0])
-    except (FileNotFoundError, ray.exceptions.ObjectLostError) as error:
-        log.warning("weights of version %d are gone, waiting for newer ones: %s", version, error)
-        return None
-    return Weights(version, tensors_of(blob))

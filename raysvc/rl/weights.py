@@ -2,14 +2,16 @@
 
 Always true:
 - nothing is pickled;
-- a file appears whole or not at all, under a name of its own; the newest two stay.
+- a file appears whole or not at all, under a name of its own;
+- the newest two of a run stay, and those that a producer reads; files of other runs are left alone.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raysvc.errors import ConfigError
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 KEPT = 2  # files: a producer may still read the one before the newest
-_NAME = re.compile(r"weights-\d{9}-v\d+-[0-9a-f]{8}\.safetensors")
+_NAME = r"weights-{run}-\d{{9}}-v\d+-[0-9a-f]{{8}}\.safetensors"
 
 
 class Weights(NamedTuple):
@@ -56,21 +58,36 @@ def tensors_of(blob: Any) -> dict[str, torch.Tensor]:
     return load(bytes(blob))
 
 
-def write_blob(folder: str, version: int, blob: bytes) -> tuple[str, str]:
-    """Write a blob into a folder or fsspec URL, and remove all but the newest two there; returns its folder and name."""
+def run_of(journal: str) -> str:
+    """Eight letters that name a run by its folder, in the names of its files of weights."""
+    return hashlib.sha256(journal.encode()).hexdigest()[:8]
+
+
+def write_blob(folder: str, run: str, version: int, blob: bytes) -> tuple[str, str]:
+    """Write a blob of a run into a folder or fsspec URL; returns its folder and name."""
     from raysvc.cache.store.open import absolute, open_store
 
     root = absolute(folder)
     store = open_store(root)
-    older = sorted(
-        name for name in store.list() if _NAME.fullmatch(name)
-    )  # a rewind makes a lower version newer
-    number = int(older[-1].split("-")[1]) + 1 if older else 0
-    name = f"weights-{number:09d}-v{version}-{uuid.uuid4().hex[:8]}.safetensors"
+    older = _files(store.list(), run)  # a rewind makes a lower version newer, so files are counted
+    number = int(older[-1].split("-")[2]) + 1 if older else 0
+    name = f"weights-{run}-{number:09d}-v{version}-{uuid.uuid4().hex[:8]}.safetensors"
     store.write(name, [memoryview(blob)])
-    for old in older[: 1 - KEPT]:
-        store.delete(old)
     return root, name
+
+
+def remove_older(folder: str, run: str, in_use: Collection[str]) -> None:
+    """Remove the files of weights of a run, but for the newest two and those in use."""
+    from raysvc.cache.store.open import open_store
+
+    store = open_store(folder)
+    for name in _files(store.list(), run)[:-KEPT]:
+        if name not in in_use:
+            store.delete(name)
+
+
+def _files(names: Collection[str], run: str) -> list[str]:
+    return sorted(name for name in names if re.fullmatch(_NAME.format(run=run), name))
 
 
 def read_blob(folder: str, name: str) -> bytes:

@@ -28,7 +28,7 @@ from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.spec import RolloutSpec
 from raysvc.actors.worker.losses import PolicyLoss, Targets
 from raysvc.collate import sequence_weights, token_weights
-from raysvc.errors import SourceError
+from raysvc.errors import ConfigError, SourceError
 from raysvc.job.config import PlanConfig
 from raysvc.rl.advantages import group_advantages
 from raysvc.rl.group import Group
@@ -548,3 +548,25 @@ def test_a_loss_of_one_number_a_row_weighs_trajectories_alike(tmp_path: Path, la
     assert kept < sum(map(len, of_trajectory.values())), "some turns were merged"
     some = sum(1 for targets in of_trajectory.values() if sum(targets))
     assert weights.sum() / 2 == pytest.approx(some / len(of_trajectory))
+
+
+def test_what_a_role_cannot_have_of_turns_quarantines_no_group(tmp_path: Path) -> None:
+    from raysvc.actors.server.spec import Role
+    from raysvc.integrations.skyrl import BatchRules
+
+    turns = [[1, 2, 3], [1, 2, 3, 4, 5]]
+    rows = {"prompt_tokens": [2, 2]}
+    groups = [
+        Group("turns", turns, [[0, 0, 1], [0, 0, 0, 0, 1]], rows=rows),
+        Group("apart", [[6, 7, 8], [9, 8, 7]], [[0, 0, 1]] * 2, rows={"prompt_tokens": [2, 2]}),
+        Group("late", [[6, 7, 8], [9, 8, 7]], [[0, 0, 1]] * 2, rows={"prompt_tokens": [2, 9]}),
+    ]
+    columns = ("input_ids", "attention_mask", "loss_mask", "prompt_tokens")
+    stream = served(tmp_path, groups, columns=columns, layout="padded_left")
+    role = Role(1, batches=BatchRules(reduction="sequence_mean"))
+    assert stream.repair(0, (role,)), "a row that says what cannot be is a mistake of its group"
+    assert [uid for uid, _ in stream.pool.quarantined] == ["late"]
+    with pytest.raises(ConfigError, match="serve with rows='keep'"):
+        stream.make(0, (role,))
+    assert not stream.repair(0, (role,)), "and no other one is given up for what the role asks"
+    assert len(stream.make(0, (1,))[1]) == 1
