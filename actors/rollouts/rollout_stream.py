@@ -39,6 +39,7 @@ from raysvc.errors import ConfigError, SourceError, StateMismatch, StepNotReady,
 from raysvc.plan.plan import Plan, StepPlan
 from raysvc.plan.schedule import Schedule
 from raysvc.ragged import offsets_of
+from raysvc.rl.rollout_facts import RolloutFacts, facts_of
 from raysvc.rl.schema import Schema
 from raysvc.row_batch import RowBatch
 
@@ -55,14 +56,14 @@ class _StepRows:
         row_ids: int64, -1 where a group is missing.
         lengths: of the same rows.
         uids: of the same rows.
-        versions: the oldest and the newest weight version of the rows that were put.
+        facts: of the rows that were put.
     """
 
     batch: RowBatch
     row_ids: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
     uids: list[str]
-    versions: tuple[int, int]
+    facts: RolloutFacts
 
 
 class RolloutStream:
@@ -287,18 +288,19 @@ class RolloutStream:
             if keys is None:
                 raise StepNotReady(self._name, step, len(self.pool.ready), self.pool.batch_size)
             missing = {key for key in keys if key in self.pool.quarantined}
-        return self._rows(keys, missing)
+        return self._rows(step, keys, missing)
 
-    def _rows(self, keys: Sequence[Key], missing: set[Key]) -> _StepRows:
+    def _rows(self, step: int, keys: Sequence[Key], missing: set[Key]) -> _StepRows:
         there = [key for key in keys if tuple(key) not in missing]
         groups = {key: self.store.group(key) for key in there}
         ids = {key: group.row_ids for key, group in groups.items()}
         batch = batch_of(
             pa.concat_tables([self.store.rows_of(key) for key in there]), np.concatenate(list(ids.values()))
         )
-        versions = int(batch.rows["weight_version"].min()), int(batch.rows["weight_version"].max())
+        counts = np.array([len(ids[key]) for key in there])
+        facts = facts_of(batch, np.repeat(np.arange(len(there)), counts), self._trained_by(step))
         if self._merger is not None:
-            bounds = offsets_of(np.array([len(ids[key]) for key in there]))
+            bounds = offsets_of(counts)
             batch, holder = self._merger.merge(batch, there, bounds.tolist())
             kept = np.split(holder == np.arange(len(holder)), bounds[1:-1])
             ids = {key: ids[key][mine] for key, mine in zip(there, kept, strict=True)}
@@ -309,7 +311,14 @@ class RolloutStream:
             batch = taken(batch, row_ids[row_ids >= 0])
         lengths = np.ones(len(row_ids), np.int64)
         lengths[row_ids >= 0] = batch.lengths
-        return _StepRows(batch, row_ids, lengths, uids, versions)
+        return _StepRows(batch, row_ids, lengths, uids, facts)
+
+    def _trained_by(self, step: int) -> int:
+        """The weight version that trains a step, as far as it was told."""
+        with self.store.changed:
+            told = self.pool.told
+            at, version = next((each for each in reversed(told) if each[0] <= step), told[0])
+        return version + max(0, step - at)
 
     def _made(
         self, step: int, rows: _StepRows, roles: Sequence[Role | int]
@@ -318,7 +327,10 @@ class RolloutStream:
         plans = [self._plan(step, rows, role) for role in known]
         recipes = [self._recipe.of(role) for role in known]
         info, shards = make_step(plans, lambda mini: taken(rows.batch, mini.row_ids), recipes)
-        return replace(info, weight_versions=rows.versions), shards
+        versions = rows.facts.columns["weight_version"]
+        return replace(
+            info, weight_versions=(int(versions.min()), int(versions.max())), rollouts=rows.facts
+        ), shards
 
     def _plan(self, step: int, rows: _StepRows, role: Role) -> StepPlan:
         holes = tuple(np.flatnonzero(rows.row_ids < 0).tolist())
@@ -332,7 +344,7 @@ class RolloutStream:
     def _fault(self, step: int, key: Key, roles: Sequence[Role | int]) -> str | None:
         """Why a group alone cannot be collated; None: it can."""
         try:
-            self._made(step, self._rows([key], set()), roles)
+            self._made(step, self._rows(step, [key], set()), roles)
         except KeyError:
             return "its rows are gone"
         except ConfigError as error:

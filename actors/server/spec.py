@@ -9,7 +9,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from raysvc.media.row_pixels import ProcessorSpec
 
 if TYPE_CHECKING:
     from raysvc.cache.entry import Entry
+    from raysvc.rl.rollout_facts import RolloutFacts
 
 Share = Literal["none", "stream"]
 TRAIN = ""  # name of the stream that is trained; others are evals
@@ -294,6 +295,8 @@ class StepInfo:
         build_s: waiting for rows to be tokenized.
         order: as `raysvc.plan.Plan.order_of` of the epoch.
         frontier: of the group when a rank fetched; no part of the step.
+        rollouts: of the rows (rollouts), else None; a rank gets their metrics alone.
+        rollout_metrics: of a rank.
     """
 
     index: int
@@ -307,19 +310,25 @@ class StepInfo:
     build_s: float = 0.0
     order: str | None = None
     frontier: int = 0
+    rollouts: RolloutFacts | None = None
+    rollout_metrics: Mapping[str, float] = field(default_factory=dict)
 
     def for_rank(self, frontier: int) -> list[Any]:
         """What a rank gets, of types that Ray sends without pickling: all but `rows`, which say where the rows of every rank are."""
         minis, versions = [mini.plain for mini in self.mini_batches], self.weight_versions
         times = [self.read_s, self.collate_s, versions and list(versions), self.groups_s, self.build_s]
-        return [self.index, self.epoch, minis, [], *times, self.order, frontier]
+        metrics = {} if self.rollouts is None else self.rollouts.metrics()
+        return [self.index, self.epoch, minis, [], *times, self.order, frontier, metrics]
 
     @classmethod
     def of_rank(cls, made: list[Any]) -> StepInfo:
         """The info of `for_rank`."""
-        index, epoch, minis, _, read_s, collate_s, versions, *others = made
+        index, epoch, minis, _, read_s, collate_s, versions, groups_s, build_s, order, frontier, metrics = (
+            made
+        )
         infos = tuple(info_of_plain(mini) for mini in minis)
-        return cls(index, epoch, infos, (), read_s, collate_s, versions and tuple(versions), *others)
+        times = (read_s, collate_s, versions and tuple(versions), groups_s, build_s)
+        return cls(index, epoch, infos, (), *times, order, frontier, rollout_metrics=metrics)
 
 
 @dataclass(frozen=True, eq=False)

@@ -321,14 +321,15 @@ class BatchClient(LeaseClient[_Fetch, Step]):
             Mini(mini.shards, made, mini.by_role, rows)
             for mini, made, rows in zip(fetch.step.mini_batches, info.mini_batches, info.rows, strict=True)
         )
-        facts = (info.weight_versions, info.read_s, info.collate_s, info.groups_s, info.build_s)
+        times = (info.read_s, info.collate_s, info.groups_s, info.build_s)
+        facts = (info.weight_versions, *times, info.rollouts)
         return Step(fetch.index, fetch.step.epoch, minis, fetch.step.update_epochs, *facts)
 
     def _given(self, step: Step) -> Given:
         infos = [mini.info for mini in step.mini_batches if mini.info is not None]
-        return Given(
-            step.index, infos, step.read_s, step.collate_s, groups_s=step.groups_s, build_s=step.build_s
-        )
+        metrics = {} if step.rollouts is None else step.rollouts.metrics()
+        times = (step.read_s, step.collate_s, 0.0, step.groups_s, step.build_s)
+        return Given(step.index, infos, *times, metrics)
 
 
 @overload

@@ -16,7 +16,7 @@ from __future__ import annotations
 import collections
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raysvc.metrics import LaterRecords
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 ROLE = "trainer"
 RECENT_S = 30.0  # `stall` and the rates of a report are of so long
+NO_METRICS: Mapping[str, float] = {}
 MAX_UNCOMMITTED = 4096  # steps whose shape is kept until they are committed
 
 
@@ -39,6 +40,7 @@ class Given(NamedTuple):
         copy_s: this process copied the arrays.
         groups_s: the server waited for producers of rollouts.
         build_s: the server waited for rows to be tokenized.
+        rollouts: `RolloutFacts.metrics`.
     """
 
     step: int
@@ -48,6 +50,7 @@ class Given(NamedTuple):
     copy_s: float = 0.0
     groups_s: float = 0.0
     build_s: float = 0.0
+    rollouts: Mapping[str, float] = NO_METRICS
 
 
 class _Shape(NamedTuple):
@@ -58,6 +61,7 @@ class _Shape(NamedTuple):
     cut_rows: int
     padding: float
     worst: float
+    rollouts: Mapping[str, float]
 
 
 class Committed(NamedTuple):
@@ -69,6 +73,7 @@ class Committed(NamedTuple):
         padding: share of the cells of its newest step.
         step_s: since the commit before, by step.
         stall_s: of that call's steps together.
+        rollouts: `RolloutFacts.metrics` of its newest step.
     """
 
     tokens: int
@@ -76,6 +81,7 @@ class Committed(NamedTuple):
     padding: float
     step_s: float
     stall_s: float
+    rollouts: Mapping[str, float] = NO_METRICS
 
 
 class _Look(NamedTuple):
@@ -157,8 +163,9 @@ class Meter:
                 self.metrics.record("trained_tokens", tokens, server=self._server)
                 self.metrics.record("cut_rows", sum(shape.cut_rows for shape in shapes), server=self._server)
                 self._show(shapes)
-        padding = shapes[-1].padding if shapes else 0.0
-        return Committed(tokens, sum(shape.input_tokens for shape in shapes), padding, step_s, stall_s)
+        padding, rollouts = (shapes[-1].padding, shapes[-1].rollouts) if shapes else (0.0, NO_METRICS)
+        input_tokens = sum(shape.input_tokens for shape in shapes)
+        return Committed(tokens, input_tokens, padding, step_s, stall_s, rollouts)
 
     def moved(self) -> None:
         """The trainer went to another step: what it was given is not trained."""
@@ -216,7 +223,7 @@ class Meter:
         """Called under `_lock`."""
         while len(self._shapes) >= MAX_UNCOMMITTED:
             self._shapes.pop(min(self._shapes))
-        self._shapes[given.step] = _shape(given.infos)
+        self._shapes[given.step] = _shape(given)
         if self._exports:
             self.metrics.record("fetch_seconds", waited_s, server=self._server)
 
@@ -228,11 +235,12 @@ class Meter:
             self.metrics.record("imbalance_ratio", newest.worst, server=self._server)
 
 
-def _shape(infos: Sequence[MiniBatchInfo]) -> _Shape:
+def _shape(given: Given) -> _Shape:
+    infos = given.infos
     cells = max(sum(info.num_cells for info in infos), 1)
     padding = sum(info.pad_share * info.num_cells for info in infos) / cells
     ratios = [max(info.rank_tokens) * len(info.rank_tokens) / sum(info.rank_tokens) for info in infos]
     tokens = sum(info.denominators.tokens for info in infos)
     input_tokens = sum(round((1.0 - info.pad_share) * info.num_cells) for info in infos)
     cut_rows = sum(info.num_truncated for info in infos)
-    return _Shape(tokens, input_tokens, cut_rows, padding, max(ratios, default=1.0))
+    return _Shape(tokens, input_tokens, cut_rows, padding, max(ratios, default=1.0), given.rollouts)

@@ -155,7 +155,8 @@ class RankClient(LeaseClient[RankFetch, RankStep]):
 
     def _given(self, step: RankStep) -> Given:
         waits = step.groups_s, step.build_s
-        return Given(step.index, step.infos, step.read_s, step.collate_s, step.copy_s, *waits)
+        given = (step.index, step.infos, step.read_s, step.collate_s, step.copy_s, *waits)
+        return Given(*given, step.rollout_metrics)
 
     def _ask_sizes(self, first: int, stop: int) -> Callable[[], list[int | None]]:
         return self._reader.ask_sizes(first, stop)

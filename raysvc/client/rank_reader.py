@@ -71,7 +71,7 @@ class RankReader:
         begin = time.perf_counter()
         own = tuple(read_shard(private(shard)) for shard in shards)
         times = (info.read_s, info.collate_s, time.perf_counter() - begin, info.groups_s, info.build_s)
-        return RankStep(info.index, info.epoch, own, info.mini_batches, *times)
+        return RankStep(info.index, info.epoch, own, info.mini_batches, *times, info.rollout_metrics)
 
     def ask_sizes(self, first: int, stop: int) -> Callable[[], list[int | None]]:
         """Ask for the bytes of this rank's shards; gives a function that waits for them."""

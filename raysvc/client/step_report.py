@@ -39,6 +39,7 @@ class StepReport:
             "step_seconds": told.step_s,
             "stall_seconds": told.stall_s,
             "padding_share": told.padding,
+            **told.rollouts,
         }
         self.reporter.on_step(steps, known | {name: float(value) for name, value in metrics.items()})
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from raysvc.collate.info import MiniBatchInfo
     from raysvc.collate.shard import Denominators, Shard
+    from raysvc.rl.rollout_facts import RolloutFacts
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +75,7 @@ class Step:
         collate_s: the server wrote its arrays.
         groups_s: the server waited for producers of rollouts.
         build_s: the server waited for its rows to be tokenized.
+        rollouts: rewards, lengths and other per-row columns of its rows, also by weight version (rollouts), else None.
     """
 
     index: int
@@ -85,6 +87,7 @@ class Step:
     collate_s: float = 0.0
     groups_s: float = 0.0
     build_s: float = 0.0
+    rollouts: RolloutFacts | None = None
 
     def __repr__(self) -> str:
         return facts_text("step", self._facts())
@@ -124,6 +127,7 @@ class RankStep:
         copy_s: this process copied the shards.
         groups_s: the server waited for producers of rollouts.
         build_s: the server waited for its rows to be tokenized.
+        rollout_metrics: `RolloutFacts.metrics` of its rows over all ranks (rollouts).
     """
 
     index: int
@@ -135,6 +139,7 @@ class RankStep:
     copy_s: float = 0.0
     groups_s: float = 0.0
     build_s: float = 0.0
+    rollout_metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,6 +38,15 @@ def bf16_of(values: Any) -> Any:
     return np.ascontiguousarray(kept).view(BF16).reshape(numbers.shape)
 
 
+def float32_of(values: Any) -> Any:
+    """bfloat16 as the same numbers in float32.
+
+    >>> float32_of(bf16_of([1.0, -0.15625])).tolist()
+    [1.0, -0.15625]
+    """
+    return (values["bfloat16"].astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
 def scalar_of(value: float | int, dtype: np.dtype[Any]) -> Any:
     """One number as [] of a type; text is ''.
 
