@@ -189,7 +189,7 @@ class CausalLMWorker(Worker):
                 self._inputs(tensors, layout),
                 tensors["labels"].long(),
                 tensors["loss_weights"],
-                {name: _column(tensors, name) for name in loss.columns},
+                {name: column_of(tensors, name) for name in loss.columns},
                 loss,
                 rows,
             )
@@ -492,7 +492,7 @@ def refuse_unknown_entries(shard: Shard, vocab_size: int) -> None:
         raise ConfigError("column 'teacher_ids'", what, remedy)
 
 
-def _column(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+def column_of(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """A column per token; one per row is spread over its tokens."""
     found = _known(tensors, name)
     return found[row_index(tensors)] if found.dim() == 1 else found

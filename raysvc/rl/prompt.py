@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from raysvc.errors import SourceError
+from raysvc.rl.engine_values import array_of
 from raysvc.rl.group import Group
 
 
@@ -37,12 +39,36 @@ class Prompt:
         """The row of the source, `source:slice:row`."""
         return self.uid.partition("/")[2]
 
-    def group(self, input_ids: Sequence[Any], loss_mask: Sequence[Any], **fields: Any) -> Group:
-        """The group of its sequences; `fields` as those of `Group`, of which `weight_version` is that of the prompt unless it is given."""
+    def group(self, input_ids: Sequence[Any], loss_mask: Sequence[Any] | None = None, **fields: Any) -> Group:
+        """The group of its sequences.
+
+        Args:
+            input_ids: each begins with the tokens of the prompt, unless there is a `loss_mask`.
+            loss_mask: None: everything behind the prompt was sampled.
+            fields: as those of `Group`; `weight_version` is that of the prompt unless it is given.
+
+        Raises:
+            SourceError: a sequence begins with other tokens, and nothing says what was sampled.
+        """
+        masks = self._after_prompt(input_ids) if loss_mask is None else loss_mask
         return Group(
             self.uid,
             input_ids,
-            loss_mask,
+            masks,
             attempt=self.attempt,
             **{"weight_version": self.weight_version, **fields},
         )
+
+    def _after_prompt(self, input_ids: Sequence[Any]) -> list[npt.NDArray[np.uint8]]:
+        length, masks = len(self.input_ids), []
+        for number, ids in enumerate(input_ids):
+            own = array_of(ids)
+            if not np.array_equal(own[:length], self.input_ids):
+                what = f"has a sequence {number} that does not begin with its prompt"
+                raise SourceError(
+                    f"group {self.uid!r}",
+                    what,
+                    "put prompt and answer, or say what was sampled by a loss_mask",
+                )
+            masks.append((np.arange(len(own)) >= length).astype(np.uint8))
+        return masks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,11 +151,26 @@ def test_a_controller_hands_on_refs_by_mini_batch_and_rank(example: Example) -> 
     assert flat == sorted(set(flat)), "every row of every step once, prompts in order"
 
 
+def test_producer_and_learner_of_a_grpo_loop_are_45_lines() -> None:
+    """Of code: what the page of the example promises."""
+    text = (Path(__file__).parents[2] / "examples" / "grpo_toy.py").read_text()
+    loops = {each.name: each for each in ast.parse(text).body if isinstance(each, ast.FunctionDef)}
+    lines = [loops[name].end_lineno - loops[name].lineno + 1 for name in ("produce", "learn")]  # type: ignore[operator]
+    assert sum(lines) + 1 <= 45, "with the decorator"
+
+
 @pytest.mark.slow
-def test_a_policy_learns_from_groups_that_are_at_most_one_version_old(example: Example) -> None:
-    facts = example("grpo_toy")
+def test_a_policy_learns_from_groups_that_are_at_most_one_version_old(
+    example: Example, tmp_path: Path
+) -> None:
+    tensorboard = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    facts = example("grpo_toy", str(tmp_path / "run"), "15", "tensorboard")
     assert facts["last"] > facts["first"] + 0.2
     assert (facts["oldest"], facts["steps"]) == (1, 15)
+    told = tensorboard.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    told.Reload()
+    rewards = [event.value for event in told.Scalars("train/reward_mean")]
+    assert (len(rewards), rewards[-1]) == (15, pytest.approx(facts["last"]))
 
 
 @pytest.mark.slow
