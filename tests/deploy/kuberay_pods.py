@@ -4,7 +4,8 @@ Written from KubeRay's documented behaviour (1.5, checked against its source of 
 - with the in-tree autoscaler the head's pod gets a second container, which has `autoscalerOptions` and nothing of the head's;
 - head and autoscaler share the volume `ray-logs` at /tmp/ray, each unless it mounts something there itself;
 - a worker's pod gets an init container with the securityContext and the mounts of its first container;
-- a RayJob's submitter is `submitterPodTemplate`, or a bare container with the head's image.
+- a RayJob's submitter is `submitterPodTemplate`, or a bare container with the head's image;
+- where the head's state is in Redis, what removes it from there in the end is the head's pod with its first container alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,14 @@ LOGS = {"mountPath": "/tmp/ray", "name": "ray-logs"}
 ALLOWED_VOLUMES = {
     "configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret",
 }  # fmt: skip
+
+NEVER_SET = (
+    "procMount",
+    "seLinuxOptions",
+    "windowsOptions",
+    "appArmorProfile",
+    "sysctls",
+)  # some values are allowed
 
 
 def pods_of(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -31,7 +40,10 @@ def pods_of(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             ],
         )
     if cluster:
-        yield "head", _head(cluster)
+        head = _head(cluster)
+        yield "head", head
+        if "gcsFaultToleranceOptions" in cluster:
+            yield "redis-cleanup", {**head, "containers": head["containers"][:1]}
         for group in cluster.get("workerGroupSpecs", []):
             yield group["groupName"], _worker(group)
 
@@ -79,6 +91,7 @@ def refusals(pod: dict[str, Any]) -> list[str]:
             "runAsNonRoot": inner.get("runAsNonRoot", outer.get("runAsNonRoot")) is not True,
             "runAsUser": inner.get("runAsUser", outer.get("runAsUser")) == 0,
             "seccompProfile": profile not in ("RuntimeDefault", "Localhost"),
+            "unusual": any(key in inner or key in outer for key in NEVER_SET),
             "hostPort": any(port.get("hostPort") for port in container.get("ports", [])),
         }
         found += [f"{container['name']}: {rule}" for rule, is_broken in broken.items() if is_broken]

@@ -19,6 +19,7 @@ from raysvc.job.job_file import load_job
 
 from .kube_schema import strict
 from .kuberay_pods import folder_behind, pods_of, refusals
+from .kustomize import all_components, rendered
 
 CLUSTERS = ("ray-aws.yaml", "ray-gcp.yaml")
 KUBE = (
@@ -126,6 +127,22 @@ def test_a_namespace_with_restricted_pod_security_takes_every_pod_the_operators_
             assert {"x: capabilities", "x: runAsNonRoot", "x: seccompProfile"} <= set(refused)
 
 
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_a_namespace_with_restricted_pod_security_takes_every_rendered_pod_the_operators_too(
+    deploy: Path, tmp_path: Path
+) -> None:
+    documents = rendered(all_components(deploy, tmp_path))
+    found = {
+        (document["metadata"]["name"], pod_name): refusals(pod)
+        for document in documents
+        if document["apiVersion"].startswith("ray.io/")
+        for pod_name, pod in pods_of(document)
+    }
+    of_cluster = [("raysvc", name) for name in ("head", "redis-cleanup", "data", "gpu")]
+    of_jobs = [("raysvc-tokenize", name) for name in ("submitter", "head", "data")]
+    assert found == {key: [] for key in (*of_cluster, *of_jobs, ("raysvc-train", "submitter"))}
+
+
 @pytest.mark.parametrize("name", KUBE[:2])
 def test_the_autoscaler_writes_where_the_head_reads(deploy: Path, name: str) -> None:
     for document in documents(deploy / "kuberay" / name):
@@ -209,12 +226,6 @@ def test_entrypoints_are_commands_that_exist(deploy: Path) -> None:
         assert command in commands
 
 
-def rendered(folder: Path) -> list[Any]:
-    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return list(yaml.safe_load_all(done.stdout))
-
-
 def check_all(rendered_documents: list[Any], crds: dict[tuple[str, str], dict[str, Any]]) -> None:
     """Every document is what its API takes; those of the Prometheus operator only where its CRDs are there."""
     for document in rendered_documents:
@@ -248,13 +259,7 @@ def test_the_example_as_it_stands_starts_nothing(
 def test_with_every_component_names_and_images_reach_every_pod(
     deploy: Path, crds: dict[tuple[str, str], dict[str, Any]], tmp_path: Path
 ) -> None:
-    shutil.copytree(deploy / "kuberay", tmp_path / "kuberay")
-    overlay = tmp_path / "kuberay" / "overlays" / "example"
-    text = (overlay / "kustomization.yaml").read_text()
-    (overlay / "kustomization.yaml").write_text(
-        text.replace("  # - ../../components", "  - ../../components")
-    )
-    documents = rendered(overlay)
+    documents = rendered(all_components(deploy, tmp_path))
     check_all(documents, crds)
     (config_map,) = [
         document["metadata"]["name"] for document in documents if document["kind"] == "ConfigMap"
