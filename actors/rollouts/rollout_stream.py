@@ -41,6 +41,7 @@ from raysvc.plan.schedule import Schedule
 from raysvc.ragged import offsets_of
 from raysvc.rl.rollout_facts import RolloutFacts, facts_of
 from raysvc.rl.schema import Schema
+from raysvc.rl.turns import Turns
 from raysvc.row_batch import RowBatch
 
 log = logging.getLogger(__name__)
@@ -214,6 +215,26 @@ class RolloutStream:
         """What became of turns, as `TurnMerger.counts`; None: rows travel as they were put."""
         return None if self._merger is None else self._merger.counts()
 
+    def trained_by(self, step: int) -> int:
+        """The weight version that trains a step, as far as it was told."""
+        with self.store.changed:
+            told = self.pool.told
+            at, version = next((each for each in reversed(told) if each[0] <= step), told[0])
+        return version + max(0, step - at)
+
+    def batch_of_group(self, key: Key) -> RowBatch:
+        """The rows of a group as they were put.
+
+        Raises:
+            KeyError: they are gone.
+            pyarrow.ArrowInvalid: the file is damaged.
+        """
+        return batch_of(self.store.rows_of(key), self.store.group(key).row_ids)
+
+    def turns_of(self, key: Key, batch: RowBatch) -> Turns | None:
+        """What becomes of the turns of a group, of these rows; None: rows travel as they were put."""
+        return None if self._merger is None else self._merger.turns_of(key, batch)
+
     def broken_turns(self, step: int) -> list[BrokenTurn]:
         """The turns of a step that was made that do not begin with the turn before."""
         return [] if self._merger is None else self._merger.broken(self.pool.steps[step])
@@ -298,7 +319,7 @@ class RolloutStream:
             pa.concat_tables([self.store.rows_of(key) for key in there]), np.concatenate(list(ids.values()))
         )
         counts = np.array([len(ids[key]) for key in there])
-        facts = facts_of(batch, np.repeat(np.arange(len(there)), counts), self._trained_by(step))
+        facts = facts_of(batch, np.repeat(np.arange(len(there)), counts), self.trained_by(step))
         if self._merger is not None:
             bounds = offsets_of(counts)
             batch, holder = self._merger.merge(batch, there, bounds.tolist())
@@ -312,13 +333,6 @@ class RolloutStream:
         lengths = np.ones(len(row_ids), np.int64)
         lengths[row_ids >= 0] = batch.lengths
         return _StepRows(batch, row_ids, lengths, uids, facts)
-
-    def _trained_by(self, step: int) -> int:
-        """The weight version that trains a step, as far as it was told."""
-        with self.store.changed:
-            told = self.pool.told
-            at, version = next((each for each in reversed(told) if each[0] <= step), told[0])
-        return version + max(0, step - at)
 
     def _made(
         self, step: int, rows: _StepRows, roles: Sequence[Role | int]

@@ -78,6 +78,10 @@ class TurnMerger:
             return batch, holder
         return merged(batch, holder, self._read_of(batch)), holder
 
+    def turns_of(self, key: Key, batch: RowBatch) -> Turns:
+        """What becomes of the rows of one group."""
+        return self._turns(key, batch, 0, len(batch))
+
     def broken(self, keys: Sequence[Key]) -> list[BrokenTurn]:
         """The broken prefixes of groups that were merged."""
         with self._lock:

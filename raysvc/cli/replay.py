@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raysvc.cli.common import AsJson, Overrides, edge, emit
+from raysvc.cli.common import AsJson, Overrides, edge, emit, served_run
 from raysvc.cli.view import print_rows
+
+if TYPE_CHECKING:
+    from raysvc.actors.rollouts.turn_merger import BrokenTurn
 
 StepNumber = Annotated[int, typer.Option(help="The step, counted from 0.", min=0)]
 Rank = Annotated[int | None, typer.Option(help="Only this rank's shards.", min=0)]
 Out = Annotated[Path | None, typer.Option(help="Write the arrays to this .safetensors or .npz file.")]
 OptionalJob = Annotated[str | None, typer.Option("-c", "--config", help="The job file.", metavar="JOB.YAML")]
-Run = Annotated[
-    str | None,
-    typer.Option(help="Replay from this run folder instead of a job; rollout servers have no job."),
-]
 Tokenizer = Annotated[
     str | None, typer.Option(help="Of rollouts: a folder or hub name; shows broken turns as text.")
 ]
@@ -32,7 +31,6 @@ def replay(
     overrides: Overrides = None,
     rank: Rank = None,
     out: Out = None,
-    run: Run = None,
     dp_size: DpSize = None,
     tokenizer: Tokenizer = None,
     as_json: AsJson = False,
@@ -43,12 +41,14 @@ def replay(
     follows that does not begin with the tokens of the turn before, as if its history had been tokenized again.
 
     Example: raysvc replay job.yaml --step 812 --rank 0 --out step812.safetensors
+
+    Example: raysvc replay runs/grpo-1 --step 812 --dp-size 4
     """
     from raysvc.inspect.replay_run import replay_job, replay_run, save
     from raysvc.inspect.row_media import media_of_shards
     from raysvc.job.job_file import load_job
 
-    if run is not None:
+    if (run := served_run(config, overrides)) is not None:
         again = replay_run(run, step, dp_size)
     else:
         again = replay_job(load_job(config or "job.yaml", overrides or ()), step, dp_size)
@@ -65,7 +65,7 @@ def replay(
     if as_json:
         emit({"step": step, "dp_size": again.dp_size, "recorded": again.recorded, "shards": rows,
               "checksum": again.checksum(rank), "out": str(out) if out else None,
-              "broken_turns": [{"group": f"{uid}#{attempt}", **prefix._asdict()} for (uid, attempt), prefix in again.broken]})  # fmt: skip
+              "broken_turns": broken_json(again.broken)})  # fmt: skip
         return
     for row in rows:
         row["sha256"] = row["sha256"][:16]
@@ -77,16 +77,27 @@ def replay(
             sep="\n",
             end="\n" if some else "",
         )
-    decode = _decoder(tokenizer) if again.broken else repr
-    for (uid, attempt), prefix in again.broken:
-        print(
-            f"group {uid}#{attempt}: row {prefix.later} continues row {prefix.earlier} up to token {prefix.at}: "
-            f"sampled {decode(prefix.sampled)}, then found {decode(prefix.found)}"
-        )
+    print_broken(again.broken, tokenizer)
     print(f"checksum: {again.checksum(rank)}" + (f"\nwritten: {out}" if out else ""))
 
 
-def _decoder(tokenizer: str | None) -> Callable[[Sequence[int]], str]:
+def broken_json(broken: Sequence[BrokenTurn]) -> list[dict[str, Any]]:
+    """Broken turns of rollouts as JSON."""
+    return [{"group": f"{uid}#{attempt}", **prefix._asdict()} for (uid, attempt), prefix in broken]
+
+
+def print_broken(broken: Sequence[BrokenTurn], tokenizer: str | None) -> None:
+    """Say of each broken turn where it parts from the turn before, and what stands there."""
+    decode = decoder(tokenizer) if broken else repr
+    for (uid, attempt), prefix in broken:
+        print(
+            f"group {uid}#{attempt}: row {prefix.later} continues row {prefix.earlier} up to token {prefix.at}, "
+            f"where {decode(prefix.sampled[:1])} became {decode(prefix.found[:1])}: "
+            f"sampled {decode(prefix.sampled)}, then found {decode(prefix.found)}"
+        )
+
+
+def decoder(tokenizer: str | None) -> Callable[[Sequence[int]], str]:
     """Shows ids as quoted text, or as they are without a tokenizer."""
     if tokenizer is None:
         return lambda ids: f"ids {list(ids)}"

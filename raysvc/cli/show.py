@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit
+from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit, served_run
 from raysvc.cli.enrich import as_far_as_there
+from raysvc.cli.replay import Tokenizer
+from raysvc.cli.show_rollouts import show_rollouts
 from raysvc.cli.view import View, print_rows, printable
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ def show(
     rank: Rank = None,
     rows: Rows = False,
     html: Html = None,
+    tokenizer: Tokenizer = None,
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
@@ -61,10 +64,21 @@ def show(
     Example: raysvc show job.yaml --step 812 --rank 1
 
     Example: raysvc show job.yaml --step 812 --rows
+
+    Of a run of rollouts, the groups of a step and what became of their turns.
+
+    Example: raysvc show runs/grpo-1 --step 812 --tokenizer Qwen/Qwen3-8B
     """
     from raysvc.errors import ConfigError
     from raysvc.job.job_file import load_job
 
+    if (run := served_run(config, overrides)) is not None:
+        if row != "0" or rows or rank is not None or html is not None:
+            raise ConfigError("--row, --rows, --rank, --out", "are for runs of a job", "leave them out")
+        show_rollouts(run, step, tokenizer, as_json)
+        return
+    if tokenizer is not None:
+        raise ConfigError("--tokenizer", "is for runs of rollouts, and a job names its own", "leave it out")
     job = load_job(config, overrides or ())
     if step is None and (rows or rank is not None):
         raise ConfigError("--rows, --rank", "apply to a step", "add --step")

@@ -111,7 +111,7 @@ def replay_run(
 
     served = read_served(absolute(run_dir), step, storage_options)
     if served is None:
-        raise ConfigError(f"--run {run_dir}", f"has no {FILE}", "give the job file with -c")
+        raise ConfigError(run_dir, f"has no {FILE}", "name its job with -c")
     ranks = dp_size or served.dp_size
     if ranks is None:
         what = "its trainer is not ours, so the number of ranks is not known"
@@ -168,7 +168,7 @@ def _spec_of(job: JobConfig) -> ServeSpec:
 
 
 def _made(spec: ServeSpec, run_dir: str, step: int, dp_size: int, *, recorded: bool) -> ReplayedStep:
-    rollouts = _rollouts(spec, step) if spec.rollouts else None
+    rollouts = open_rollouts(spec, step) if spec.rollouts else None
     stream = rollouts or _rows(spec, run_dir, step)
     try:
         info, shards = stream.make(step, (dp_size,))
@@ -231,7 +231,13 @@ def _rows(spec: ServeSpec, run_dir: str, step: int) -> EntryStream:
     return stream
 
 
-def _rollouts(spec: ServeSpec, step: int) -> RolloutStream:
+def open_rollouts(spec: ServeSpec, step: int | None = None) -> RolloutStream:
+    """The groups and steps of a rollout server, to be read.
+
+    Raises:
+        ConfigError: it has no such step.
+        EntryError: its groups are gone, or a file of them is damaged.
+    """
     import fsspec
 
     from raysvc.actors.rollouts.rollout_stream import RolloutStream
@@ -248,7 +254,13 @@ def _rollouts(spec: ServeSpec, step: int) -> RolloutStream:
         )
     recipe = Recipe(spec.plan, spec.pad_token_id)
     stream = RolloutStream(spec.name, spec.rollouts, recipe, folder, spec.storage_options)
-    if step not in stream.pool.steps:
+    try:
+        stream.store  # noqa: B018 - the first use reads all files
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise EntryError(folder, f"has a damaged file ({error})", "restore that folder") from None
+    if step is not None and step not in stream.pool.steps:
         what = f"{step} is not one of the {len(stream.pool.steps)} steps that were formed"
         raise ConfigError("--step", what, "give one of them")
     return stream

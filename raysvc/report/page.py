@@ -43,7 +43,7 @@ td:first-child{min-width:6em}td.n{text-align:right;font-variant-numeric:tabular-
 """
 
 
-class _Figures:
+class Figures:
     """The charts of a page, in the order of their places."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class _Figures:
 
 def render(facts: Facts) -> str:
     """The whole page."""
-    figures, pictures = _Figures(), gallery(facts.media)
+    figures, pictures = Figures(), gallery(facts.media)
     sections = [
         _entry(facts, figures),
         _row_counts(facts),
@@ -75,15 +75,20 @@ def render(facts: Facts) -> str:
         _whole_run(facts, figures) if facts.steps else "",
         _decisions(facts.decisions) if facts.decisions else "",
     ]
+    return whole_page(facts.title, sections, figures, bool(pictures))
+
+
+def whole_page(title: str, sections: Iterable[str], figures: Figures, has_pictures: bool = False) -> str:
+    """A page of sections, with the charts that stand in them."""
     scripts = (_file("uplot/uPlot.iife.min.js"), _file("draw.js"))
     allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {allowed}"
-    policy += "; img-src data:" if pictures else ""
+    policy += "; img-src data:" if has_pictures else ""
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(facts.title)}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f'<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<style>{_file('uplot/uPlot.min.css')}{STYLE}{MEDIA_STYLE}</style></head><body><h1>{escape(facts.title)}</h1>"
+        f"<style>{_file('uplot/uPlot.min.css')}{STYLE}{MEDIA_STYLE}</style></head><body><h1>{escape(title)}</h1>"
         f"<noscript><p>The charts of this page need JavaScript; it fetches nothing.</p></noscript>{''.join(sections)}"
         f'<script type="application/json" id="charts">{figures.data()}</script>'
         f"{''.join(f'<script>{script}</script>' for script in scripts)}</body></html>\n"
@@ -99,12 +104,12 @@ def _digest(text: str) -> str:
     return base64.b64encode(sha256(text.encode()).digest()).decode()
 
 
-def _entry(facts: Facts, figures: _Figures) -> str:
+def _entry(facts: Facts, figures: Figures) -> str:
     charts = figures.place(
         histogram("Tokens per row", "tokens", facts.lengths),
         histogram("Share of a row's tokens that has loss", "share", facts.trained, bins=20),
     )
-    return f"{_table(facts.overview)}<h2>Lengths</h2><div class='grid2'>{charts}</div>"
+    return f"{table(facts.overview)}<h2>Lengths</h2><div class='grid2'>{charts}</div>"
 
 
 def _row_counts(facts: Facts) -> str:
@@ -119,10 +124,10 @@ def _row_counts(facts: Facts) -> str:
         rows["trained turns without an end"] = endless
     notes = "".join(f"<p>Note: {escape(warning)}.</p>" for warning in warnings_of(row_counts))
     tokens = {name: row_counts[f"tokens_{name}"] for name in ("rendered", "trained", "context", "truncated")}
-    aside = _records(facts.set_aside, ("source_row", "reason", "detail")) if facts.set_aside else ""
+    aside = records(facts.set_aside, ("source_row", "reason", "detail")) if facts.set_aside else ""
     return (
         "<h2>Row counts</h2><p>Rows in = written + dropped + quarantined; tokens rendered = trained + context + truncated."
-        f"</p><div class='grid2'><div class='card'>{_table(rows)}</div><div class='card'>{_table(tokens)}</div></div>"
+        f"</p><div class='grid2'><div class='card'>{table(rows)}</div><div class='card'>{table(tokens)}</div></div>"
         f"{notes}{aside}"
     )
 
@@ -135,16 +140,16 @@ def _masks(facts: Facts) -> str:
     return f"<h2>What is trained</h2><p>Marked text has loss.</p><div class='grid2'>{''.join(cards)}</div>"
 
 
-def _plan(plan: PlanReport, dp_size: int, figures: _Figures) -> str:
+def _plan(plan: PlanReport, dp_size: int, figures: Figures) -> str:
     rows = [(float(start), float(stop), float(count)) for start, stop, count in plan.histogram]
     chart = figures.place(bars("Steps by their tokens", "tokens per step", rows, "steps"))
     return (
-        f"<h2>Plan for {dp_size} {'rank' if dp_size == 1 else 'ranks'}</h2><div class='grid2'><div class='card'>{_table(plan_rows(plan))}</div>"
+        f"<h2>Plan for {dp_size} {'rank' if dp_size == 1 else 'ranks'}</h2><div class='grid2'><div class='card'>{table(plan_rows(plan))}</div>"
         f"{chart}</div>"
     )
 
 
-def _whole_run(facts: Facts, figures: _Figures) -> str:
+def _whole_run(facts: Facts, figures: Figures) -> str:
     """As `_run`.
 
     Raises:
@@ -158,7 +163,7 @@ def _whole_run(facts: Facts, figures: _Figures) -> str:
         raise StateMismatch(where, f"holds what no run writes ({error})", remedy) from error
 
 
-def _run(facts: Facts, figures: _Figures) -> str:
+def _run(facts: Facts, figures: Figures) -> str:
     charts = figures.place(*run_charts(facts.steps, facts.evals))
     how = "Values under the pointer stand below each chart; drag to look closer, click twice to go back."
     return f"<h2>Run</h2>{_headline(facts)}<p>{how}</p><div class='grid2'>{charts}</div>{_verdict(facts)}"
@@ -177,7 +182,7 @@ def _decisions(decisions: Sequence[Mapping[str, Any]]) -> str:
                 "rows left out": f"{len(left_out):,}: {named}" if left_out else "",
             }
         )
-    return f"<h2>Decisions</h2>{_records(rows, tuple(rows[0]))}"
+    return f"<h2>Decisions</h2>{records(rows, tuple(rows[0]))}"
 
 
 def _headline(facts: Facts) -> str:
@@ -203,8 +208,8 @@ def _verdict(facts: Facts) -> str:
     why = {cause: f"{seconds:.2f} s" for cause, seconds in stalls.get("by_cause", {}).items()}
     lines = "".join(f"<p>{escape(line)}</p>" for line in stalls.get("last", ())[-5:])
     return (
-        f"<h2>Longest waits</h2><div class='grid2'><div class='card'>{_records(rows, tuple(rows[0]))}</div>"
-        f"<div class='card'>{_table(why)}{lines}</div></div>"
+        f"<h2>Longest waits</h2><div class='grid2'><div class='card'>{records(rows, tuple(rows[0]))}</div>"
+        f"<div class='card'>{table(why)}{lines}</div></div>"
     )
 
 
@@ -212,7 +217,8 @@ def _spans(spans: Sequence[tuple[str, bool]]) -> str:
     return "".join(f"<b>{escape(text)}</b>" if trained else escape(text) for text, trained in spans)
 
 
-def _table(rows: Mapping[str, Any]) -> str:
+def table(rows: Mapping[str, Any]) -> str:
+    """Names and values."""
     cells = (
         f"<tr><td>{escape(str(name))}</td><td class='n'>{_figure(value)}</td></tr>"
         for name, value in rows.items()
@@ -220,7 +226,8 @@ def _table(rows: Mapping[str, Any]) -> str:
     return f"<table>{''.join(cells)}</table>"
 
 
-def _records(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> str:
+def records(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """Lines of a table."""
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(str(row.get(name, '')))}</td>" for name in names) + "</tr>"

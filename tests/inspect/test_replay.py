@@ -238,7 +238,7 @@ def test_a_step_of_rollouts_comes_again_from_the_spool_until_that_is_gone(
         client.commit(step.index)
     stop_server("again")
 
-    arguments = ["replay", "--run", str(run), "--step", "0"]
+    arguments = ["replay", str(run), "--step", "0"]
     assert runner.invoke(app, arguments).exit_code == 2  # its dp_size was the trainer's alone
     again = run_json(*arguments, "--dp-size", "2")
     assert [shard["sha256"] for shard in again["shards"]] == handed

@@ -457,17 +457,14 @@ def test_a_replayed_step_shows_what_was_sampled_and_what_came_back(tmp_path: Pat
         stop_server(server.name)
     tokenizer = SHARED / "tokenizers" / "qwen2_5"
     texts = ["--tokenizer", str(tokenizer)] if tokenizer.exists() else []
-    told = CliRunner().invoke(
-        app, ["replay", "--run", str(tmp_path), "--step", "0", "--dp-size", "1", *texts]
-    )
+    told = CliRunner().invoke(app, ["replay", str(tmp_path), "--step", "0", "--dp-size", "1", *texts])
     assert told.exit_code == 0, told.output
     want = (
-        "sampled ' aairline', then found"
+        "where ' air' became ' airline': sampled ' airline.', then found ' airline.(('"
         if texts
-        else "sampled ids [220, 64, 1466], then found ids [264, 1466"
+        else "where ids [3720] became ids [32475]: sampled ids [3720, 1056, 13], then found ids [32475, 13, 7, 7]"
     )
-    assert "group g#0: row 1 continues row 0 up to token 2" in told.output
-    print(told.output, want)
+    assert f"group g#0: row 1 continues row 0 up to token 2, {want}" in told.output
 
 
 @pytest.mark.parametrize("oversize", ["truncate", "drop", "alone"])
