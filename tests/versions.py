@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 TORCH = "torch==2.13.0"
 LEFT_OUT = ("nvidia-", "cuda-", "triton", "torch==")  # of the list: what torch brings
-WITH = ("pytest", "pytest-timeout", "hypothesis", "moto", "trl")  # templates of TRL are rows of tests
+WITH = ("pytest", "pytest-timeout", "hypothesis", "moto")
+TEMPLATES = "trl"  # its templates are rows of tests; it comes as it is, or its own bounds would raise the lowest of ours
 CORE = ("tests/plan", "tests/collate", "tests/cache", "tests/chat", "tests/test_ragged.py")
 SMOKE = """
 from pathlib import Path
@@ -84,10 +85,12 @@ def uv() -> str:
 
 
 def interpreter(version: str) -> str | None:
-    """Of this version; None where it cannot be had."""
+    """Of this version; None where it cannot be had, which is said."""
     command = [uv(), "python", "find", "--no-python-downloads", version]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or None
+    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    if not found:
+        print(f"no Python {version} here", file=sys.stderr)
+    return found or None
 
 
 def tried(name: str) -> Row:
@@ -140,7 +143,7 @@ def environment(name: str) -> str:
     )  # fmt: skip
     lines = [line for line in listed.read_text().splitlines() if not line.startswith(LEFT_OUT)]
     listed.write_text("\n".join(lines) + "\n")
-    install = [python, "-m", "pip", "install", "-q", "--no-deps", TORCH, "-r", str(listed)]
+    install = [python, "-m", "pip", "install", "-q", "--no-deps", TORCH, TEMPLATES, "-r", str(listed)]
     subprocess.run(install, check=True)
     (folder / ".installed").touch()
     return python

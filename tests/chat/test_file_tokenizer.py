@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 
 from raysvc.chat.render.chat_environment import chat_environment, json_writer
 from raysvc.chat.tokens import tokenizer as loading
@@ -29,6 +31,11 @@ Pair = tuple[LoadedTokenizer, LoadedTokenizer]
 TOOLS = [
     {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "b": [1, None, "ü"]}}}
 ]
+# from this version on, a message's reasoning has one name for templates, and `namespace` takes no underscores: as here
+AS_NEW = pytest.mark.skipif(
+    Version(metadata.version("transformers")) < Version("5.23"),
+    reason="transformers before 5.23 shows templates other messages",
+)
 TALKS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello <|im_end|> you "}],
     [
@@ -132,6 +139,7 @@ def check_chats(ours: LoadedTokenizer, theirs: LoadedTokenizer) -> None:
                 assert mine == rendered(theirs, messages, tools, **options)
 
 
+@AS_NEW
 def test_facts_templates_and_identity_are_those_of_transformers(pairs: list[Pair]) -> None:
     for ours, theirs in pairs:
         check_facts(ours, theirs)
@@ -140,6 +148,7 @@ def test_facts_templates_and_identity_are_those_of_transformers(pairs: list[Pair
             check_text(ours, theirs, text)
 
 
+@AS_NEW
 def test_a_real_tokenizer_too() -> None:
     ours, theirs = real_pair()
     check_facts(ours, theirs)
@@ -270,8 +279,8 @@ def test_a_model_config_beside_it_changes_what_it_changes_for_transformers(
     [
         "{{ dict(a=1, **{'b': 2}) | tojson }}{{ dict.fromkeys([1]) }}{{ dict.mro }}",
         "{% set n = namespace(x=1, self=2) %}{% set n.x = 5 %}{{ n.x }}{{ n.self }}",
-        "{% set n = namespace(__class__=1) %}",
-        "{% set n = namespace() %}{% set n._x = 1 %}",
+        pytest.param("{% set n = namespace(__class__=1) %}", marks=AS_NEW),
+        pytest.param("{% set n = namespace() %}{% set n._x = 1 %}", marks=AS_NEW),
         "{{ {'ü': '<'} | tojson(indent=2) }}{{ [1, 2] | tojson(separators=(',', ':')) }}",
         "{{ raise_exception('no') }}",
         "{% for x in [1, 2, 3] %}{% if x == 2 %}{% continue %}{% endif %}{{ x }}{% endfor %}",

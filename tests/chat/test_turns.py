@@ -19,7 +19,7 @@ from raysvc.cli.main import app
 from raysvc.job.config import TextSpec, TokenizerConfig
 
 from .conftest import metaspace, save
-from .test_zoo import TEMPLATES, hugging_face
+from .test_zoo import hugging_face, template_named
 from .zoo import Template, say, tokenizer_folder
 from .zoo_judge import faults, runs, truth
 
@@ -151,7 +151,12 @@ KEEPS, NONE = "train_on: each_assistant_turn keeps it", "set tokenizer.chat_temp
 def test_a_remedy_for_lost_reasoning_is_told_only_where_it_helps(
     template: str, row: Any, train_on: str, remedy: str, tmp_path: Path
 ) -> None:
-    own = TEMPLATES.get(template) or Template("own", template, "", ("<|endoftext|>", "<|im_end|>"))
+    is_text = "{" in template
+    own = (
+        Template("own", template, "", ("<|endoftext|>", "<|im_end|>"))
+        if is_text
+        else template_named(template)
+    )
     _, result = made(tokenizer_folder(own, tmp_path), row, chat(1), train_on=train_on)
     counts = result.row_counts.to_json()
     assert (remedy in reasoning_remedy(counts)) if remedy else (reasoning_remedy(counts) == "")
@@ -232,7 +237,7 @@ def test_a_build_that_keeps_the_reasoning_warns_of_nothing(
 )
 def test_a_conversation_may_begin_with_the_assistant(name: str, says: list[str], tmp_path: Path) -> None:
     row = [say(A, "Good day to you."), say(U, "what is 5 + 5?"), say(A, "Ten, I think.")]
-    template = TEMPLATES[name]
+    template = template_named(name)
     hf, result = made(tokenizer_folder(template, tmp_path), row)
     ids, mask = result.table["input_ids"][0].as_py(), result.table["loss_mask"][0].as_py()
     found = truth(hf, {"messages": row}, template.marked)
@@ -259,7 +264,7 @@ def test_a_turn_may_repeat_what_others_said(name: str, field: str, tmp_path: Pat
         say(U, said),
         {**say(A, ""), "tool_calls": [call]} if own == [call] else {**say(A, "Done."), field: own},
     ]
-    hf, result = made(tokenizer_folder(TEMPLATES[name], tmp_path), row)
+    hf, result = made(tokenizer_folder(template_named(name), tmp_path), row)
     assert result.row_counts.quarantined == {}
     trained = [
         hf.decode(result.table["input_ids"][0].as_py()[a:b])
@@ -290,7 +295,7 @@ def calling(name: str, text: str, *results: str, says: str = "") -> list[dict[st
     ],
 )
 def test_what_agents_do_is_trained(name: str, row: list[dict[str, Any]], tmp_path: Path) -> None:
-    template = TEMPLATES[name]
+    template = template_named(name)
     hf, result = made(tokenizer_folder(template, tmp_path), row)
     assert result.examples == ()
     ids, mask = (result.table[column][0].as_py() for column in ("input_ids", "loss_mask"))
@@ -304,7 +309,7 @@ def test_what_agents_do_is_trained(name: str, row: list[dict[str, Any]], tmp_pat
 
 @pytest.mark.parametrize("says", ["I look.", "x"])
 def test_a_text_behind_the_results_of_its_calls_is_refused(says: str, tmp_path: Path) -> None:
-    folder, row = tokenizer_folder(TEMPLATES["gemma4_v5"], tmp_path), calling("cat", "x", "y", says=says)
+    folder, row = tokenizer_folder(template_named("gemma4_v5"), tmp_path), calling("cat", "x", "y", says=says)
     _, result = made(folder, [*row, say(A, "Seen.")])
     assert result.row_counts.quarantined == {"the template writes a text behind the results of its calls": 1}
     _, result = made(folder, [*row, say(A, "Seen.")], train_on="each_assistant_turn")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -40,18 +41,23 @@ def tokenizer(special: list[str], **named: Any) -> PreTrainedTokenizerFast:
 
 def qwen(folder: Path) -> Path:
     """Qwen2-VL without its video processor, which needs torchvision."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
     special = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
     made = tokenizer([*special, "<|video_pad|>"], eos_token="<|im_end|>", pad_token="<|im_end|>")
     template = CHATML.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
     made.chat_template = template.replace("VIDEO", "<|vision_start|><|video_pad|><|vision_end|>")
     made.save_pretrained(folder)
-    images = Qwen2VLImageProcessorPil(min_pixels=28 * 28 * 4, max_pixels=28 * 28 * 30)
+    images = _qwen_images()
     images.save_pretrained(folder)
     config = folder / "preprocessor_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "processor_class": "Qwen2VLProcessor"}))
     return folder
+
+
+def _qwen_images() -> Any:
+    """The processor of images that needs no torchvision: transformers has it from 5.5 on, where Pillow is there."""
+    module = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
+    processor = pytest.importorskip(module, exc_type=ImportError).Qwen2VLImageProcessorPil
+    return processor(min_pixels=28 * 28 * 4, max_pixels=28 * 28 * 30)
 
 
 def qwen_2_5(folder: Path) -> Path:
@@ -174,13 +180,12 @@ def qwen_audio(folder: Path) -> Path:
 def qwen_omni(folder: Path) -> Path:
     """Qwen2.5-Omni, which takes images and audio in one row; without its video processor, which needs torchvision."""
     from transformers import WhisperFeatureExtractor
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     named = {"image": "<|IMAGE|>", "audio": "<|AUDIO|>", "video": "<|VIDEO|>"}
     named |= {f"{kind}_{end}": f"<|{kind}_{end}|>" for kind in ("vision", "audio") for end in ("bos", "eos")}
     template = CHATML.replace("AUDIO", "<|audio_bos|><|AUDIO|><|audio_eos|>")
     _save_tokenizer(folder, named, template.replace("IMAGE", "<|vision_bos|><|IMAGE|><|vision_eos|>"))
-    images = Qwen2VLImageProcessorPil(min_pixels=28 * 28 * 4, max_pixels=28 * 28 * 30).to_dict()
+    images = _qwen_images().to_dict()
     heard = WhisperFeatureExtractor(feature_size=16, chunk_length=2).to_dict()
     both = {**heard, **images, "processor_class": "Qwen2_5OmniProcessor"}
     (folder / "preprocessor_config.json").write_text(json.dumps(both, default=str))
