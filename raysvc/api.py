@@ -152,8 +152,10 @@ def entry_or_build(
         UserMistake: as `enrich`.
     """
     from raysvc.builds.build_beside import find_or_begin
+    from raysvc.evals.eval_entries import check_evals
     from raysvc.scoring.job_columns import wanted_of, with_columns
 
+    check_evals(job)  # before a row is tokenized
     columns = {name: None for _, wanted in wanted_of(job).values() for one in wanted for name in one.columns}
     entry, build = find_or_begin(job, list(columns), address, progress)
     return (entry, build) if build is not None else (with_columns(job, entry, address, progress), None)
@@ -240,12 +242,13 @@ def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
     """The spec of a job's server."""
     from raysvc.actors.server.spec import EvalSpec, ServeSpec, SourceSpec
     from raysvc.builds.mixed_job import mixture_spec
+    from raysvc.evals.eval_entries import eval_entry
     from raysvc.scoring.job_columns import added_columns
 
     computed = added_columns(entry)  # for losses, and an eval counts tokens
     evals = {
         name: EvalSpec(
-            entry_uri=_eval_entry(job, name).uri,
+            entry_uri=eval_entry(job, name).uri,
             batch_size=each.batch_size or job.plan.batch_size,
             without=tuple(sorted(computed)),
         )
@@ -289,11 +292,6 @@ def _processor_of(job: JobConfig, entry: CacheEntry) -> Any:
         revision=job.tokenizer.revision,
         trust_remote_code=job.tokenizer.trust_remote_code,
     )
-
-
-def _eval_entry(job: JobConfig, name: str) -> CacheEntry:
-    """The entry of one of the job's evals, tokenized like the training rows."""
-    return tokenize(job.model_copy(update={"source": job.evals[name].source, "mixture": None}))
 
 
 def cache_root(job: JobConfig) -> str:

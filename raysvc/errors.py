@@ -38,7 +38,8 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from raysvc.redact import redacted
 
@@ -398,3 +399,18 @@ class WorkerFailed(RaysvcError):
     def __str__(self) -> str:
         resume = f"resume from the last checkpoint with: {self.again}" if self.again else _RESUME
         return f"worker of rank {self.rank} failed in {self.call}: {self.cause}; {resume}"
+
+
+@contextmanager
+def keys_under(section: str) -> Iterator[None]:
+    """A mistake in a key of `source` is raised with the key that it has where that source stands.
+
+    Args:
+        section: dotted key of what the source is of, such as `evals.held`.
+    """
+    try:
+        yield
+    except UserMistake as error:
+        if not (error.where == "source" or error.where.startswith(("source.", "source:"))):
+            raise
+        raise type(error)(f"{section}.{error.where}", error.what, error.remedy) from None

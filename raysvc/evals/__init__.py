@@ -1,0 +1,1 @@
+"""What a run is measured on beside its training rows."""

@@ -1,0 +1,51 @@
+"""The rows of a job's evals.
+
+Always true:
+- a mistake in an eval is told under its own key (`evals.NAME.source…`);
+- what is wrong with the source of an eval is found before any row of the job is tokenized, but that of a Ray Dataset.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raysvc.cache.store.open import default_root, open_store
+from raysvc.errors import keys_under
+from raysvc.progress import silent
+
+if TYPE_CHECKING:
+    from raysvc.builds.cache_entry import CacheEntry
+    from raysvc.job.config import JobConfig
+
+
+def eval_entry(job: JobConfig, name: str) -> CacheEntry:
+    """The entry of one of the job's evals, tokenized like the training rows.
+
+    Raises:
+        UserMistake: as `raysvc.tokenize`.
+    """
+    from raysvc.builds.find_or_build import find_or_build
+
+    with keys_under(f"evals.{name}"):
+        return find_or_build(_job_of(job, name), None, silent)
+
+
+def check_evals(job: JobConfig) -> None:
+    """Look at the sources of all evals; nothing is tokenized.
+
+    Raises:
+        UserMistake: one of them cannot be read.
+    """
+    from raysvc.builds.build_plan import plan_build
+
+    if not job.evals:
+        return
+    store = open_store(default_root(job.cache.root), job.cache.storage_options, job.cache.unsafe_store)
+    for name, each in job.evals.items():
+        if each.source.ray is None:  # which is looked at in the cluster
+            with keys_under(f"evals.{name}"):
+                plan_build(_job_of(job, name), store)
+
+
+def _job_of(job: JobConfig, name: str) -> JobConfig:
+    return job.model_copy(update={"source": job.evals[name].source, "mixture": None})
