@@ -102,7 +102,8 @@ def tried(name: str) -> Row:
         done = subprocess.run(smoke, env={**env, "HOME": folder}, capture_output=True, text=True, check=False)
     if done.returncode:
         print(done.stderr[-3000:])
-    core = [python, "-m", "pytest", "-m", "not slow", "-p", "no:cacheprovider", *CORE]
+    options = ("-m", "not slow", "-p", "no:cacheprovider", "--continue-on-collection-errors")
+    core = [python, "-m", "pytest", *options, *CORE]
     began = time.monotonic()
     ran = subprocess.run(core, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     print(ran.stdout[-3000:])

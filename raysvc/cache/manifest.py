@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -231,7 +232,7 @@ def _opened(data: bytes, where: str) -> dict[str, Any]:
     if len(data) > MAX_BYTES:
         raise damaged(where, f"{len(data)} bytes are more than any manifest has")
     try:
-        raw = json.loads(data)
+        raw = json.loads(data, object_pairs_hook=_shared_names)
         seal = raw.pop("sha256", None)
         refused = _newer(raw, where)
         intact = refused or seal == seal_of(raw)
@@ -242,6 +243,11 @@ def _opened(data: bytes, where: str) -> dict[str, Any]:
     if not intact:
         raise damaged(where, "its checksum does not match its content")
     return dict(raw)
+
+
+def _shared_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names are the same strings in every file: a build holds a receipt of each slice."""
+    return {sys.intern(name): value for name, value in pairs}
 
 
 def _newer(raw: Mapping[str, Any], where: str) -> EntryTooNew | None:

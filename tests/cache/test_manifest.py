@@ -145,6 +145,15 @@ def test_a_receipt_cannot_speak_for_another_slice():
         Receipt.from_json(replace(RECEIPT, slice_index=4).to_json(), "x")
 
 
+def test_the_names_of_fields_of_many_receipts_are_the_same_strings() -> None:
+    """A build holds a receipt of each slice, and names are half of one."""
+    read = [Receipt.from_json(RECEIPT.to_json(), "x") for _ in range(2)]
+    for one, other in zip(read[0].meta, read[1].meta, strict=True):
+        assert one is other
+    for one, other in zip(read[0].meta["row_counts"], read[1].meta["row_counts"], strict=True):
+        assert one is other
+
+
 @pytest.mark.parametrize("key", ["", ".", "..", "a/b", "/etc", "a\0", ".hidden", "a" * 200, "a b", "a.1"])
 def test_a_key_cannot_leave_the_root(key):
     with pytest.raises(EntryError, match="is not the key of an entry"):
