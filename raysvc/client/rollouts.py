@@ -306,7 +306,7 @@ class Rollouts:
     def close(self) -> None:
         """Stop sending signs of life; what is reserved and not put is released after `producer_ttl_s`.
 
-        The next reservation, or open group, gives them again.
+        The next reservation, open group or look for weights gives them again.
         """
         with self._lock:
             if self._stop is not None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from raysvc.actors.rollouts.rollout_stream import RolloutStream
 from raysvc.actors.server.kept.served_records import ServedRecords
 from raysvc.actors.server.make_step import Recipe
-from raysvc.actors.server.spec import RolloutSpec, ServeSpec
+from raysvc.actors.server.spec import PromptSpec, RolloutSpec, ServeSpec, SourceSpec
 from raysvc.cli.main import app
 from raysvc.job.config import PlanConfig
 from raysvc.rl.group import Group
@@ -188,3 +188,30 @@ def test_steps_that_were_forgotten_are_not_in_the_report(run: Path, tmp_path: Pa
     stream.forget_below(1)
     told("report", str(run), "--out", str(tmp_path / "report.html"))
     assert '"x": [1]' in (tmp_path / "report.html").read_text()
+
+
+def test_prompts_that_were_lost_are_in_the_report_with_their_reasons(tmp_path: Path) -> None:
+    prompts = PromptSpec(sources=(SourceSpec(uri="/an/entry/that/is/gone"),), plan=PlanConfig(batch_size=1))
+    rollouts = RolloutSpec(max_staleness=2, prompts=prompts)
+    folder = tmp_path / "handed"
+    journal = f"{folder}/server"
+    spec = ServeSpec(
+        name="handed",
+        sources=(),
+        plan=PLAN,
+        pad_token_id=0,
+        journal=journal,
+        storage_options={},
+        rollouts=rollouts,
+    )
+    ServedRecords(journal, {}).keep(0, spec)
+    stream = RolloutStream("handed", rollouts, Recipe(PLAN, 0), f"{journal}/rollouts", {})
+    stream.store.desk.lose(["3/0:0:3", "5/0:0:5"], "dropped")
+    stream.store.desk.lose(["4/0:0:4"], "took <longer> than max_prompt_s")
+    stream.store.set_version(1, 0)  # waits until all is on disk
+    (Path(folder) / "server" / "rollouts" / "groups").mkdir(exist_ok=True)
+    told("report", str(folder), "--out", str(tmp_path / "report.html"))
+    text = (tmp_path / "report.html").read_text()
+    assert "<td>dropped</td><td class='n'>2</td>" in text
+    assert "<td>took &lt;longer&gt; than max_prompt_s</td><td class='n'>1</td>" in text
+    assert "<td>5/0:0:5</td><td>dropped</td>" in text
