@@ -20,6 +20,7 @@ from raysvc.errors import AddressError
 
 log = logging.getLogger(__name__)
 PROBE_TIMEOUT_S = 5.0
+RETRIES = r"Task MapWorker.* retries remaining"  # of Ray Data's workers; what else is repeated in the process is shown
 START_ENDS_S = 15.0  # of a local Ray, where a process wants to end meanwhile
 _connecting = threading.Lock()  # one thread of a process connects it, the others find it connected
 _started: list[str] = []  # addresses of the local Rays that this process has started
@@ -41,6 +42,7 @@ def connect(address: str | None = None, *, need_cpus: float = 0) -> str:
 
 def starts_own(address: str | None = None) -> bool:
     """Whether `connect` would start a Ray of this process."""
+    _import_ray(address or os.environ.get("RAY_ADDRESS"))
     import ray
 
     return (address or os.environ.get("RAY_ADDRESS") or "local") == "local" and not ray.is_initialized()
@@ -74,6 +76,8 @@ def _connect(address: str | None, need_cpus: float) -> str:
 
 
 def _import_ray(address: str | None) -> None:
+    # Ray says once that a node is lost, and would say of every call of a build's workers there that it is repeated
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", RETRIES)
     if not address or address == "local":
         # under `uv run` Ray would copy the folder, and have uv make an environment for each worker
         os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
