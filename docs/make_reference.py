@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from raysvc.job import job_schema
-from raysvc.job.config import JobConfig
+from raysvc.job.config import JobConfig, SourceConfig
 
 INTRO = """# job.yaml
 
@@ -52,6 +52,7 @@ def section(name: str, model: type[BaseModel]) -> list[str]:
         if not named_models(item.annotation)
         and item.default is not PydanticUndefined
         and (held := model_of(item.annotation))
+        and held is not SourceConfig  # it stands at the top
     ]
     return [table(f"## {name}\n\n{summary}", rows), *itertools.chain(*inner)]
 

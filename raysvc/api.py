@@ -9,7 +9,7 @@ Always true:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -238,22 +238,16 @@ def serve_entry(
     )
 
 
-def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
-    """The spec of a job's server."""
-    from raysvc.actors.server.spec import EvalSpec, ServeSpec, SourceSpec
-    from raysvc.builds.mixed_job import mixture_spec
-    from raysvc.evals.eval_entries import eval_entry
-    from raysvc.scoring.job_columns import added_columns
+def serve_spec(job: JobConfig, entry: CacheEntry, evals: Collection[str] | None = None) -> Any:
+    """The spec of a job's server.
 
-    computed = added_columns(entry)  # for losses, and an eval counts tokens
-    evals = {
-        name: EvalSpec(
-            entry_uri=eval_entry(job, name).uri,
-            batch_size=each.batch_size or job.plan.batch_size,
-            without=tuple(sorted(computed)),
-        )
-        for name, each in job.evals.items()
-    }
+    Args:
+        evals: that it serves; what others hold out is not trained either. None: all.
+    """
+    from raysvc.actors.server.spec import ServeSpec, SourceSpec
+    from raysvc.builds.mixed_job import mixture_spec
+    from raysvc.evals.eval_entries import eval_spec
+
     mixture = mixture_spec(job, entry.entries)
     return ServeSpec(
         name=job.server.name,
@@ -265,7 +259,7 @@ def serve_spec(job: JobConfig, entry: CacheEntry) -> Any:
         pad_token_id=int(entry.report["pad_token_id"]),
         journal=f"{absolute(job.run_dir)}/server",
         storage_options=job.cache.storage_options,
-        evals=evals,
+        evals={name: eval_spec(job, name, entry) for name in (job.evals if evals is None else evals)},
         processor=_processor_of(job, entry),
         share=job.server.share,
         share_bytes=job.server.share_mb << 20,

@@ -69,7 +69,7 @@ def load(
         )
     entry = _entry_of(job, address, progress)
     # nothing of a run folder is read or written: decisions are made with a server
-    spec = serve_spec(job.model_copy(update={"evals": {}}), entry).model_copy(update={"journal": ""})
+    spec = serve_spec(job, entry, evals=()).model_copy(update={"journal": ""})
     return Loader(job, entry, streams_of(spec)[TRAIN], rank, dp_size, job.server.look_ahead_steps)
 
 
@@ -210,8 +210,9 @@ class Loader:
         if name not in self.job.evals:
             there = ", ".join(sorted(self.job.evals)) or "none"
             raise ServerError(f"eval {name!r}", "the job has no such eval", f"it has: {there}")
-        only = self.job.model_copy(update={"evals": {name: self.job.evals[name]}})
-        stream = streams_of(serve_spec(only, self.entry).model_copy(update={"journal": ""}))[name]
+        stream = streams_of(
+            serve_spec(self.job, self.entry, evals=(name,)).model_copy(update={"journal": ""})
+        )[name]
         return Loader(self.job, self.entry, stream, self.rank, self.dp_size, self._look_ahead_steps)
 
     def num_micro_batches(self) -> int:

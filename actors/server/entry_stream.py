@@ -320,7 +320,9 @@ def streams_of(spec: ServeSpec) -> dict[str, EntryStream]:
             feedback_log(spec.journal, spec.storage_options) if spec.journal else None,
         )
     for name, evaluation in spec.evals.items():
-        recipe = Recipe(eval_plan(spec.plan, evaluation.batch_size, evaluation.without), spec.pad_token_id)
-        source = SourceSpec(uri=evaluation.entry_uri)
-        streams[name] = EntryStream([source], spec.storage_options, recipe, processor=spec.processor)
+        plan = eval_plan(spec.plan, evaluation.batch_size, evaluation.without, evaluation.rows)
+        recipe = Recipe(plan, spec.pad_token_id)
+        streams[name] = EntryStream(
+            evaluation.sources, spec.storage_options, recipe, processor=spec.processor
+        )
     return streams

@@ -125,10 +125,11 @@ class SourceSpec(BaseModel):
 
 
 class EvalSpec(BaseModel):
-    """An entry that is read beside training."""
+    """Rows that are read beside training."""
 
     model_config = ConfigDict(frozen=True)
-    entry_uri: str
+    sources: tuple[SourceSpec, ...] = Field(description="Finished entries.")
+    rows: tuple[int, ...] | None = Field(default=None, description="Ids of the rows; None: all.")
     batch_size: int
     without: tuple[str, ...] = Field(default=(), description="Columns of the plan that its rows may lack.")
 

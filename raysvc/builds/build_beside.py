@@ -29,6 +29,7 @@ from raysvc.builds.mixed_job import jobs_of
 from raysvc.builds.places import beside
 from raysvc.cache.store.open import default_root
 from raysvc.errors import RaysvcError
+from raysvc.evals.held_rows import held_share
 from raysvc.job.config import JobConfig
 from raysvc.plan.order import CustomOrder, Order
 from raysvc.plan.sliced.window_order import is_windowed
@@ -91,6 +92,8 @@ def known_at_the_end(job: JobConfig, computed: Sequence[str]) -> str:
     """
     if job.mixture is not None and job.mixture.by == "tokens":
         return "mixture.by: tokens needs the tokens of all rows (by: rows does not wait)"
+    if (held := held_share(job)) is not None:
+        return f"evals.{held.name}.share needs the prompts of all rows"
     return f"a model computes {', '.join(computed)} of all rows" if computed else ""
 
 

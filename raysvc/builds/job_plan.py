@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from raysvc.collate.plan_report import PlanReport, plan_report
 from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.collate.text_columns import of_fixed_width, text_widths
 from raysvc.errors import ConfigError
+from raysvc.evals.held_rows import held_counts, trained_rows
 from raysvc.plan.cost import CostModel
 from raysvc.plan.entry_plan import plan_of_entries
 
@@ -50,19 +52,26 @@ def report_of(job: JobConfig, entry: CacheEntry) -> PlanReport:
     column_bytes = ColumnBytes.of(
         of_fixed_width(entry.rows.read(np.array([entry.rows.first_row()])), widths), plan.config
     )
-    return plan_report(plan, job.trainer.dp_size, column_bytes, look_ahead_steps=job.server.look_ahead_steps)
+    report = plan_report(
+        plan, job.trainer.dp_size, column_bytes, look_ahead_steps=job.server.look_ahead_steps
+    )
+    held = held_counts(job, entry.entries)
+    return replace(report, held_rows=held.rows, held_groups=held.groups)
 
 
 def plan_config(job: JobConfig, entry: CacheEntry | None = None) -> PlanConfig:
     """Section `plan` with what follows from the rest: the cost of a row where the model's own `config.json` tells it, the
-    columns that the rows carry, and their pads.
+    columns that the rows carry, their pads, and the rows that an eval holds out.
 
     Raises:
         ConfigError: a column that some sources of a mixture carry and others do not, or carry otherwise; a pad of no column.
+        PlanError: an eval holds out nothing, or all rows of a source.
     """
     plan, carried = job.plan, {} if entry is None else _carried(entry)
     pads = {name: column["pad"] for name, column in carried.items()}
     update: dict[str, Any] = {"pad_values": {**pads, **plan.pad_values}}
+    if entry is not None:
+        update["rows"] = trained_rows(job, entry.entries)
     if "columns" not in plan.model_fields_set:
         update["columns"] = tuple(dict.fromkeys([*plan.columns, *carried]))
     known_names = {*update.get("columns", plan.columns), *carried, *COMPUTED}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from raysvc.cache.key import rows_key
 from raysvc.errors import PlanError
+from raysvc.evals.held_rows import trained_rows
 from raysvc.plan.entry_plan import chosen_entries, count_groups, weighted_counts
 from raysvc.plan.mixture import counts_by_epochs, groups_of_epoch
 from raysvc.plan.plan import schedule_of
@@ -56,7 +57,8 @@ def stages_of(job: JobConfig, entries: Sequence[Entry]) -> Stages:
     if mixture is None:
         return ()
     _refuse_twice(dict(zip(mixture.sources, entries, strict=True)))
-    entries = chosen_entries(job.plan, entries, shuffles_of(job))
+    plan = job.plan.model_copy(update={"rows": trained_rows(job, entries)})
+    entries = chosen_entries(plan, entries, shuffles_of(job))
     stages: list[tuple[int, tuple[int, ...]]] = []
     for step in sorted({each.from_step for each in mixture.sources.values()}):
         first = 0

@@ -95,6 +95,8 @@ def _steps_there(plan: Plan, entry: CacheEntry) -> int:
 
 def _facts(report: dict[str, Any]) -> dict[str, Any]:
     shown = {name: value for name, value in report.items() if name not in ("histogram", "tokens_per_step")}
+    if not report["held_rows"]:
+        del shown["held_rows"], shown["held_groups"]
     for name in ("bytes_per_step", "bytes_look_ahead"):
         shown[name] = f"{report[name] / 1e6:,.2f} MB"
     for name in ("share_padding", "share_dummies", "packing_efficiency"):

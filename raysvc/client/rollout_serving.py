@@ -193,6 +193,7 @@ def _prompts(
     from raysvc.actors.server.spec import PromptSpec, SourceSpec
     from raysvc.api import tokenize
     from raysvc.builds.mixed_job import mixture_spec
+    from raysvc.evals.held_rows import trained_rows
 
     entry = tokenize(job, address=address)
     one_by_one = {"batch_size": 1, "mini_batch_size": None, "update_epochs": 1, "tail": "drop", "layout": "padded_right",
@@ -200,7 +201,7 @@ def _prompts(
     return PromptSpec(
         sources=tuple(SourceSpec(uri=one.uri) for one in entry.entries),
         mixture=mixture_spec(job, entry.entries),
-        plan=job.plan.model_copy(update=one_by_one),
+        plan=job.plan.model_copy(update={**one_by_one, "rows": trained_rows(job, entry.entries)}),
         storage_options=job.cache.storage_options,
         on_stale=on_stale,
         max_prompt_s=max_prompt_s,

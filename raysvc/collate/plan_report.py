@@ -50,6 +50,8 @@ class PlanReport:
         skipped: rows of `skip_rows` in the sampled steps.
         bytes_per_step: mean bytes of all shards of a step.
         bytes_look_ahead: bytes of the largest step, times look-ahead and the step in use.
+        held_rows: rows of the entry that an eval holds out; they are in no other number.
+        held_groups: groups of them.
     """
 
     num_rows: int
@@ -73,6 +75,8 @@ class PlanReport:
     skipped: int
     bytes_per_step: int
     bytes_look_ahead: int
+    held_rows: int = 0
+    held_groups: int = 0
 
 
 class StepRow(NamedTuple):

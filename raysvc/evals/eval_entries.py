@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING
 
 from raysvc.cache.store.open import default_root, open_store
 from raysvc.errors import keys_under
+from raysvc.evals.held_rows import evaluated_rows
 from raysvc.progress import silent
+from raysvc.scoring.job_columns import added_columns
 
 if TYPE_CHECKING:
+    from raysvc.actors.server.spec import EvalSpec
     from raysvc.builds.cache_entry import CacheEntry
     from raysvc.job.config import JobConfig
 
 
-def eval_entry(job: JobConfig, name: str) -> CacheEntry:
+def _eval_entry(job: JobConfig, name: str) -> CacheEntry:
     """The entry of one of the job's evals, tokenized like the training rows.
 
     Raises:
@@ -42,10 +45,32 @@ def check_evals(job: JobConfig) -> None:
         return
     store = open_store(default_root(job.cache.root), job.cache.storage_options, job.cache.unsafe_store)
     for name, each in job.evals.items():
-        if each.source.ray is None:  # which is looked at in the cluster
+        if each.source is not None and each.source.ray is None:  # which is looked at in the cluster
             with keys_under(f"evals.{name}"):
                 plan_build(_job_of(job, name), store)
 
 
 def _job_of(job: JobConfig, name: str) -> JobConfig:
     return job.model_copy(update={"source": job.evals[name].source, "mixture": None})
+
+
+def eval_spec(job: JobConfig, name: str, entry: CacheEntry) -> EvalSpec:
+    """What a server needs of one of the job's evals.
+
+    Args:
+        entry: of the job's own rows, some of which may be held out.
+
+    Raises:
+        UserMistake: as `raysvc.tokenize`; or nothing is held out.
+    """
+    from raysvc.actors.server.spec import EvalSpec, SourceSpec
+
+    its = job.evals[name]
+    held = its.source is None
+    entries = (entry if held else _eval_entry(job, name)).entries
+    return EvalSpec(
+        sources=tuple(SourceSpec(uri=one.uri) for one in entries),
+        rows=evaluated_rows(job, entries) if held else None,
+        batch_size=its.batch_size or job.plan.batch_size,
+        without=tuple(sorted(added_columns(entry))),  # for losses, and an eval counts tokens
+    )

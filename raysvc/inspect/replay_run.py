@@ -155,7 +155,7 @@ def _spec_of(job: JobConfig) -> ServeSpec:
     from raysvc.scoring.job_columns import with_found_columns
 
     if any(one.source.follow for one in jobs_of(job).values()):
-        followed: ServeSpec = serve_spec(job.model_copy(update={"evals": {}}), tokenize(job))
+        followed: ServeSpec = serve_spec(job, tokenize(job), evals=())
         return followed
     jobs = jobs_of(job).values()
     if not all(explain_job(one, cache_root(one))["hit"] for one in jobs):
@@ -163,7 +163,7 @@ def _spec_of(job: JobConfig) -> ServeSpec:
     entry, missing = with_found_columns(job, tokenize(job))
     if missing:
         raise EntryError("the job's entry", f"has no {', '.join(missing)}", "run raysvc enrich first")
-    spec: ServeSpec = serve_spec(job.model_copy(update={"evals": {}}), entry)
+    spec: ServeSpec = serve_spec(job, entry, evals=())
     return spec
 
 

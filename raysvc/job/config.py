@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from raysvc.job.build_config import CacheConfig, PoolConfig
 from raysvc.job.enrich_config import EnrichConfig
 from raysvc.job.mixture_config import AdaptConfig, MixtureConfig, MixtureSourceConfig
-from raysvc.job.plan_config import Layout, Oversize, Packing, PlanConfig, Tail
+from raysvc.job.plan_config import Layout, Oversize, Packing, PlanConfig, RowsConfig, Tail
 from raysvc.job.section import PositiveInt, Section
 from raysvc.job.server_config import NAME, ServerConfig
 from raysvc.job.text_config import (
@@ -49,6 +49,7 @@ __all__ = [
     "PlanConfig",
     "PoolConfig",
     "Reduction",
+    "RowsConfig",
     "ServerConfig",
     "SourceConfig",
     "StagingConfig",
@@ -139,7 +140,16 @@ class JobConfig(Section):
 
     def _refuse_followed(self) -> None:
         """Refuse what a source without an end cannot have."""
-        if followed := [name for name, each in self.evals.items() if each.source.follow]:
+        if len(shares := [name for name, each in self.evals.items() if each.share is not None]) > 1:
+            raise ValueError(
+                f"evals.{shares[1]}.share: evals.{shares[0]} holds out a share already; give one eval a share"
+            )
+        if shares and any(each.follow for each in self._sources):
+            raise ValueError(
+                f"evals.{shares[0]}.share: is of all rows of the sources, and one that is followed has no end; give the eval a source"
+            )
+        evals = {name: each.source for name, each in self.evals.items() if each.source is not None}
+        if followed := [name for name, each in evals.items() if each.follow]:
             raise ValueError(
                 f"evals.{followed[0]}.source.follow: an eval reads all rows of its source, and this one has no end"
             )
@@ -216,13 +226,15 @@ class JobConfig(Section):
         optional = ("follow", "stream", "drop_nulls", "ray", "args", "version")
         unset = {name for name in optional if not getattr(self.source, name)}
         not_deciding = {"storage_options", "media", *unset}
-        decides = {
+        decides: dict[str, Any] = {
             "source": self.source.model_dump(mode="json", exclude=not_deciding),
             "mixture": self.mixture.decides() if self.mixture else None,
             "text": self.text.model_dump(mode="json", exclude={"media", "media_allow", *unset}),
             "plan": self.plan.model_dump(mode="json", include=set(plan)),
             "trainer": self.trainer.model_dump(mode="json", include=set(trainer)),
         }
+        if shares := [each.share for each in self.evals.values() if each.share is not None]:
+            decides["held"] = shares[0]
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
 
 

@@ -62,7 +62,7 @@ def _refuse_credentials(job: JobConfig) -> None:
     """Addresses are printed, logged and kept in manifests; the message does not repeat what it refuses."""
     sources = {
         "source": job.source,
-        **{f"evals.{name}.source": each.source for name, each in job.evals.items()},
+        **{f"evals.{name}.source": each.source for name, each in job.evals.items() if each.source},
     }
     for name, each in (job.mixture.sources if job.mixture else {}).items():
         sources[f"mixture.sources.{name}.source"] = each.source

@@ -14,12 +14,26 @@ Objective = Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward", "proc
 
 
 class EvalConfig(Section):
-    """Rows that are evaluated during training, each once."""
+    """Rows that are evaluated during training, each once: of a source of their own, or held out of the job's."""
 
-    source: SourceConfig = Field(description="Same keys as the section source.")
+    source: SourceConfig | None = Field(default=None, description="Same keys as the section source.")
+    share: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Share of the job's own groups that is held out by a hash of the prompt, and never trained; see docs/workers.md.",
+    )
     batch_size: PositiveInt | None = Field(
         default=None, description="Groups per step; default plan.batch_size."
     )
+
+    @model_validator(mode="after")
+    def _source_or_share(self) -> EvalConfig:
+        if (self.source is None) == (self.share is None):
+            raise ValueError(
+                "needs rows; give a source, or a share of the job's own rows to hold out, and not both"
+            )
+        return self
 
 
 class StagingConfig(Section):

@@ -65,7 +65,7 @@ def ready_to_tokenize(
         name = job.tokenizer.name
         places["tokenizer", name] = partial(SharedModel.open, "tokenizer", name, job.tokenizer.revision)
     for name, each in jobs[0][0].evals.items():  # they are built when all else is
-        if each.source.path and saved_folder(each.source) is None:
+        if each.source and each.source.path and saved_folder(each.source) is None:
             places["evals", name] = partial(_first_file, f"evals.{name}.source.path", each.source)
     need, selector = ({}, _first_that_fits(PLACES)) if pool is None else (pool.needs(), pool.label_selector)
     may_grow = jobs[0][0].trainer.wait_for_nodes

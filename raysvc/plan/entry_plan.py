@@ -19,7 +19,7 @@ import numpy.typing as npt
 from raysvc.cache.key import rows_key
 from raysvc.cache.local.large_array import concatenated
 from raysvc.errors import PlanError
-from raysvc.job.config import PAIRED, PlanConfig
+from raysvc.job.config import PAIRED, PlanConfig, RowsConfig
 from raysvc.media.medium import PATCHES
 from raysvc.plan.groups import Groups
 from raysvc.plan.mixture import Mixture, MixtureSource, Stage, counts_by_weight
@@ -90,7 +90,7 @@ def plan_of_entries(
         mixture = _mixture(config, rows.sources, wanted, stages) if stages else None
         return Plan(config, rows, entry_keys=keys, mixture=mixture)
     starts = [one.slice_starts for one in entries]
-    entries = chosen_entries(config, entries, shuffles)
+    entries = chosen_entries(config, entries, shuffles, may_lack=not stages)
     chosen = None if config.rows is None else _positions(entries, starts)
     held = [FullSource(one, group_bounds(one)) for one in entries]
     mixture = _mixture(config, held, wanted, stages) if stages else None
@@ -132,11 +132,18 @@ class ChosenEntry:
 
 
 def chosen_entries(
-    config: PlanConfig, entries: Sequence[Any], shuffles: Sequence[str | None] = ()
+    config: PlanConfig,
+    entries: Sequence[Any],
+    shuffles: Sequence[str | None] = (),
+    *,
+    may_lack: bool = False,
 ) -> list[Any]:
     """The entries as a plan sees them: with `plan.rows`, those of the chosen rows; a pair is chosen as a whole.
 
     Where rows are numbered by slice they stay as they are, and the other rows leave holes, as rows that were dropped do.
+
+    Args:
+        may_lack: an entry of several may have none of the rows; a mixture has a share of each.
 
     Raises:
         PlanError: a row that is not there, or no row of an entry is left.
@@ -160,7 +167,7 @@ def chosen_entries(
         here = kept[first:stop]
         if entry.recipe.get("format") in PAIRED:
             here = here.reshape(-1, 2).all(axis=1).repeat(2)
-        if not here.any():
+        if not (here.any() or (may_lack and kept.any())):
             what = "no row is left" if len(entries) == 1 else f"no row of source {number} is left"
             raise PlanError("plan.rows", what, "include some, or exclude fewer")
         out.append(ChosenEntry(entry, np.flatnonzero(here).astype(np.int64)))
@@ -249,6 +256,8 @@ def group_bounds(entry: PlannedEntry) -> Int64s | None:
     if entry.recipe.get("train_on") != "each_assistant_turn":
         return None
     source_rows = entry.row_values("source_row")
+    if not len(source_rows):
+        return np.zeros(1, np.int64)
     firsts = np.flatnonzero(source_rows[1:] != source_rows[:-1]) + 1
     return np.concatenate([[0], firsts, [len(source_rows)]]).astype(np.int64)
 
@@ -292,11 +301,17 @@ def _joined(entries: Sequence[PlannedEntry], bounds: Sequence[Int64s | None], pa
     return Groups.of_runs(np.concatenate([*firsts, [offset]]).astype(np.int64), pairs)
 
 
-def eval_plan(config: PlanConfig, batch_size: int, without: Sequence[str] = ()) -> PlanConfig:
+def eval_plan(
+    config: PlanConfig,
+    batch_size: int,
+    without: Sequence[str] = (),
+    rows: Sequence[int] | None = None,
+) -> PlanConfig:
     """The plan of an eval: every row once, in the order of the entry, in the shape of training.
 
     Args:
         without: columns that do not travel.
+        rows: ids of the rows; None: all.
     """
     return config.model_copy(
         update={
@@ -308,7 +323,7 @@ def eval_plan(config: PlanConfig, batch_size: int, without: Sequence[str] = ()) 
             "order": None,
             "tail": "pad",
             "skip_rows": (),
-            "rows": None,
+            "rows": None if rows is None else RowsConfig(include=tuple(rows)),
             "columns": tuple(name for name in config.columns if name not in without),
         }
     )

@@ -106,10 +106,10 @@ def gather(job: JobConfig, entry: CacheEntry) -> Facts:
 
 
 def plan_rows(plan: PlanReport) -> dict[str, Any]:
-    """The plan's figures without its histogram."""
-    return {
-        name: value for name, value in asdict(plan).items() if name not in ("histogram", "tokens_per_step")
-    }
+    """The plan's figures without its histogram, and of held-out rows where there are any."""
+    told = asdict(plan)
+    absent = {"histogram", "tokens_per_step", *(() if plan.held_rows else ("held_rows", "held_groups"))}
+    return {name: value for name, value in told.items() if name not in absent}
 
 
 def worst_stalls(steps: Sequence[Mapping[str, Any]], most: int = 5) -> list[Mapping[str, Any]]:

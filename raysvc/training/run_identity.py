@@ -23,6 +23,7 @@ from raysvc.cache.local.sealed import opened, sealed
 from raysvc.cache.store.disk_failures import named_failures
 from raysvc.cache.store.open import open_store
 from raysvc.errors import StateMismatch
+from raysvc.evals.held_rows import held_share
 
 if TYPE_CHECKING:
     from raysvc.builds.cache_entry import CacheEntry
@@ -40,7 +41,10 @@ def identity_of(job: JobConfig, entry: CacheEntry) -> dict[str, Any]:
     plan = {f"plan.{name}": value for name, value in plan_of(job, entry).identity.items()}
     adapt = job.mixture.adapt if job.mixture else None
     adapts = {} if adapt is None else {"mixture.adapt": adapt.model_dump()}
-    identity: dict[str, Any] = json.loads(json.dumps({**plan, EPOCHS: job.plan.epochs, **trainer, **adapts}))
+    share = held_share(job)
+    held = {} if share is None else {f"evals.{share.name}.share": share.share}
+    decides = {**plan, EPOCHS: job.plan.epochs, **trainer, **adapts, **held}
+    identity: dict[str, Any] = json.loads(json.dumps(decides))
     return identity
 
 

@@ -97,7 +97,8 @@ def _plain(job: JobConfig) -> dict[str, Any]:
             "source": _here(job.source),
             "mixture": mixture,
             "evals": {
-                name: one.model_copy(update={"source": _here(one.source)}) for name, one in evals.items()
+                name: one.model_copy(update={"source": _here(one.source)}) if one.source else one
+                for name, one in evals.items()
             },
             "tokenizer": anchored(job.tokenizer),
             "cache": job.cache.model_copy(update={"root": default_root(job.cache.root)}),

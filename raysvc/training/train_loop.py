@@ -260,7 +260,7 @@ class _Run:
         """Say how the steps from here on are made."""
         from raysvc.actors.server.kept.served_records import served_line
 
-        spec = serve_spec(self.job.model_copy(update={"evals": {}}), self.entry)
+        spec = serve_spec(self.job, self.entry, evals=())
         before = read_served(str(self.folder.path), start - 1)
         if before is not None and before.spec.plan.skip_rows != spec.plan.skip_rows:
             counts = len(before.spec.plan.skip_rows), len(spec.plan.skip_rows)

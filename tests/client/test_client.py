@@ -24,7 +24,7 @@ def server(request: pytest.FixtureRequest, shared: Served, entry: Callable[..., 
     from raysvc.actors.server.spec import EvalSpec
 
     name = f"stream-{request.param}"
-    evals = {"valid": EvalSpec(entry_uri=entry(13, seed=5), batch_size=4)}
+    evals = {"valid": EvalSpec(sources=(entry(13, seed=5),), batch_size=4)}
     shared(name, plan=PLANS[request.param], evals=evals)
     return name
 

@@ -307,7 +307,7 @@ def test_ranks_evaluate_every_row_once_in_the_middle_of_an_epoch_and_training_do
     from raysvc.actors.server.spec import EvalSpec
     from raysvc.errors import ServerError
 
-    evals = {"valid": EvalSpec(entry_uri=entry(13, seed=5), batch_size=4)}
+    evals = {"valid": EvalSpec(sources=(entry(13, seed=5),), batch_size=4)}
     server, threads = serve("rank-eval", evals=evals, plan={"micro_batch_size": 2}), streams.threads()
 
     def train(rank: Any, evaluated: list[list[list[int]]] | None) -> list[str]:

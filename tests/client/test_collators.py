@@ -65,7 +65,7 @@ def test_collators_give_the_bytes_of_the_server_to_roles_ranks_and_evals(
     from raysvc.actors.server.spec import EvalSpec
 
     uri, valid = entry(50), entry(13, seed=5)
-    evals = {"valid": EvalSpec(entry_uri=valid, batch_size=4)}
+    evals = {"valid": EvalSpec(sources=(valid,), batch_size=4)}
     roles = {"actor": 2, "critic": raysvc.Role(3, ("input_ids", "labels"))}
 
     def everything(name: str) -> list[Any]:

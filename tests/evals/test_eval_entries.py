@@ -10,7 +10,7 @@ import pytest
 
 from raysvc.api import entry_or_build
 from raysvc.errors import ConfigError, QuarantineExceeded, SourceError, UserMistake, keys_under
-from raysvc.evals.eval_entries import eval_entry
+from raysvc.evals.eval_entries import _eval_entry
 from raysvc.job.job_file import load_job
 from raysvc.progress import silent
 
@@ -49,7 +49,7 @@ def test_rows_of_an_eval_that_cannot_be_verified_are_told_as_its_own(
     rows = [json.loads(line) for line in Path(sample["rows"]).read_text().splitlines()[:4]]
     path.write_text("\n".join([*map(json.dumps, rows), *['{"messages": 3}'] * 4]) + "\n")
     with pytest.raises(UserMistake) as refused:
-        eval_entry(job_of(tmp_path, sample, path=str(path), format="chat"), "held")
+        _eval_entry(job_of(tmp_path, sample, path=str(path), format="chat"), "held")
     assert refused.value.where.startswith("evals.held")
 
 

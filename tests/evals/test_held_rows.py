@@ -1,0 +1,258 @@
+"""Which rows are held out: by prompt, for ever, and never in two places."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+import raysvc
+from raysvc.api import serve_spec
+from raysvc.builds.build_beside import known_at_the_end
+from raysvc.builds.cache_entry import CacheEntry
+from raysvc.builds.job_plan import plan_of, report_of
+from raysvc.errors import PlanError
+from raysvc.evals.held_rows import evaluated_rows, held_mask
+from raysvc.job.config import JobConfig
+from raysvc.job.job_file import load_job
+from raysvc.training.run_identity import identity_of
+
+SHARE = 0.3
+
+
+def chat(number: int) -> dict[str, Any]:
+    """One of several answers to one of 40 questions."""
+    question, answer = f"What is {number % 40} and one?", f"It is {number % 40 + 1}, as {number} says."
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def pair(number: int) -> dict[str, Any]:
+    answers = {
+        side: [{"role": "assistant", "content": f"{side} {number}"}] for side in ("chosen", "rejected")
+    }
+    return {"prompt": chat(number)["messages"][:1], **answers}
+
+
+def conversation(number: int) -> dict[str, Any]:
+    return {"messages": chat(number)["messages"] + chat(number + 7)["messages"]}
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"path": str(path)}
+
+
+def job_of(folder: Path, sample: dict[str, str], source: dict[str, Any], **more: Any) -> JobConfig:
+    given: dict[str, Any] = {
+        "source": source,
+        "tokenizer": sample["tokenizer"],
+        "cache": {"root": str(folder / "cache")},
+        "plan": {"batch_size": 8},
+        "evals": {"held": {"share": SHARE}},
+    }
+    return load_job({**given, **more})
+
+
+def trained_ids(job: JobConfig, entry: CacheEntry) -> list[int]:
+    plan = plan_of(job, entry)
+    steps = [plan.step(step, 1) for step in range(plan.schedule.num_steps)]
+    return sorted(row for step in steps for mini in step.mini_batches for row in mini.row_ids.tolist())
+
+
+def sides(job: JobConfig) -> dict[int, bool]:
+    """Row of the source -> whether it is held out."""
+    entry = raysvc.tokenize(job)
+    return dict(
+        zip(
+            entry.entries[0].row_values("source_row").tolist(),
+            held_mask(entry.entries[0], SHARE).tolist(),
+            strict=True,
+        )
+    )
+
+
+def test_the_side_of_a_row_is_the_stated_hash_of_its_prompt(tmp_path: Path, sample: dict[str, str]) -> None:
+    entry = raysvc.tokenize(job_of(tmp_path, sample, write(tmp_path / "a.jsonl", [*map(chat, range(120))])))
+    mask = held_mask(entry.entries[0], SHARE)
+    for row_id, held in zip(entry.row_ids().tolist(), mask.tolist(), strict=True):
+        row = entry.row(row_id)
+        prompt = row["input_ids"][: row["loss_mask"].index(1)]
+        assert 1 < len(prompt) < len(row["input_ids"])
+        key = hashlib.sha256(struct.pack(f"<{len(prompt)}i", *prompt)).hexdigest()
+        assert held == (int(key[:16], 16) / 2**64 < SHARE)
+    assert 0 < mask.sum() < len(mask)
+
+
+def test_rows_that_are_appended_and_another_order_leave_every_row_on_its_side(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    rows = [chat(number) for number in range(90)]
+    before = sides(job_of(tmp_path, sample, write(tmp_path / "a.jsonl", rows)))
+    order = np.random.default_rng(0).permutation(130)
+    grown = [([*rows, *map(chat, range(300, 340))])[place] for place in order]
+    after = sides(job_of(tmp_path, sample, write(tmp_path / "b.jsonl", grown)))
+    assert {int(order[place]): held for place, held in after.items() if order[place] < 90} == before
+    by_question: dict[int, set[bool]] = {}
+    for number, held in before.items():
+        by_question.setdefault(number % 40, set()).add(held)
+    assert all(len(found) == 1 for found in by_question.values())
+    assert len({*before.values()}) == 2
+
+
+def test_a_larger_share_holds_out_what_a_smaller_one_does(tmp_path: Path, sample: dict[str, str]) -> None:
+    entry = raysvc.tokenize(job_of(tmp_path, sample, write(tmp_path / "a.jsonl", [*map(chat, range(80))])))
+    some, more = (held_mask(entry.entries[0], share) for share in (0.2, 0.6))
+    assert (some <= more).all()
+    assert some.sum() < more.sum()
+
+
+def test_plain_text_is_held_out_by_the_whole_row(tmp_path: Path, sample: dict[str, str]) -> None:
+    texts = [{"text": f"row {number} of some text"} for number in range(60)]
+    source = {**write(tmp_path / "a.jsonl", texts), "format": "text"}
+    job = job_of(tmp_path, sample, source, train_on="all_tokens")
+    entry = raysvc.tokenize(job)
+    ids = [
+        struct.pack(f"<{len(row)}i", *row)
+        for row in (entry.row(one)["input_ids"] for one in entry.row_ids().tolist())
+    ]
+    told = [int.from_bytes(hashlib.sha256(one).digest()[:8], "big") < SHARE * 2**64 for one in ids]
+    assert held_mask(entry.entries[0], SHARE).tolist() == told
+    assert len({*told}) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "more"),
+    [(pair, {}), (conversation, {"train_on": "each_assistant_turn"})],
+    ids=["pairs", "turns"],
+)
+def test_the_rows_of_a_group_are_on_one_side(
+    tmp_path: Path, sample: dict[str, str], make: Any, more: dict[str, Any]
+) -> None:
+    job = job_of(tmp_path, sample, write(tmp_path / "a.jsonl", [*map(make, range(60))]), **more)
+    entry = raysvc.tokenize(job)
+    mask, rows = held_mask(entry.entries[0], SHARE), entry.entries[0].row_values("source_row")
+    assert len(mask) == 120
+    assert 0 < mask.sum() < 120
+    assert all(len({*mask[rows == number].tolist()}) == 1 for number in range(60))
+    report = report_of(job, entry)
+    assert report.held_rows == mask.sum() == 2 * report.held_groups
+    assert report.num_groups + report.held_groups == 60
+
+
+@pytest.mark.parametrize("plan", [{}, {"shuffle": "window(1)"}, {"layout": "packed", "shuffle": "none"}])
+def test_trained_and_evaluated_rows_are_disjoint_and_all_there_are(
+    tmp_path: Path, sample: dict[str, str], plan: dict[str, Any]
+) -> None:
+    source = write(tmp_path / "a.jsonl", [*map(chat, range(100))])
+    job = job_of(tmp_path, sample, source, plan={"batch_size": 8, "micro_batch_tokens": 512, **plan})
+    entry = raysvc.tokenize(job)
+    evaluated = list(evaluated_rows(job, entry.entries))
+    assert sorted(trained_ids(job, entry) + evaluated) == list(range(100))
+    spec = serve_spec(job, entry)
+    assert sorted(spec.evals["held"].rows) == evaluated
+    assert spec.plan == serve_spec(job, entry, evals=()).plan, "a replay without evals trains the same rows"
+    assert identity_of(job, entry)["evals.held.share"] == SHARE
+
+
+def test_of_a_mixture_one_prompt_is_on_one_side_in_all_sources(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    asked = job_of(tmp_path, sample, write(tmp_path / "q.jsonl", [*map(chat, range(40))]))
+    trained_questions = np.flatnonzero(~held_mask(raysvc.tokenize(asked).entries[0], 0.25)).tolist()
+    names = {"a": range(60), "b": range(40, 100), "c": trained_questions[:3]}
+    sources = {
+        name: {"source": write(tmp_path / f"{name}.jsonl", [*map(chat, rows)]), "epochs": 1}
+        for name, rows in names.items()
+    }
+    job = load_job(
+        mixture={"sources": sources},
+        tokenizer=sample["tokenizer"],
+        cache={"root": str(tmp_path / "cache")},
+        plan={"batch_size": 8},
+        evals={"held": {"share": 0.25}},
+    )
+    entry = raysvc.tokenize(job)
+    evaluated, trained = set(evaluated_rows(job, entry.entries)), set(trained_ids(job, entry))
+    assert not evaluated & trained
+    assert evaluated | trained == set(entry.row_ids().tolist())
+    questions = [{entry.text(row).partition("?")[0] for row in side} for side in (evaluated, trained)]
+    assert not questions[0] & questions[1]
+    lacking = [
+        name
+        for name, mask in zip(names, (held_mask(one, 0.25) for one in entry.entries), strict=True)
+        if not mask.any()
+    ]
+    assert lacking == ["c"], "an eval over a source that holds out nothing is one of the others"
+    from raysvc.actors.server.entry_stream import streams_of
+
+    stream = streams_of(serve_spec(job, entry).model_copy(update={"journal": ""}))["held"]
+    seen = [
+        row
+        for step in range(stream.schedule.num_steps)
+        for row in stream.make(step, (1,))[0].mini_batches[0].row_ids.tolist()
+    ]
+    assert sorted(seen) == sorted(evaluated)
+
+
+def test_rows_that_the_plan_leaves_out_are_not_evaluated_either(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    source = write(tmp_path / "a.jsonl", [*map(chat, range(100))])
+    held = evaluated_rows(job := job_of(tmp_path, sample, source), raysvc.tokenize(job).entries)
+    plan = {"batch_size": 8, "rows": {"include": list(range(90)), "exclude": [held[0]]}}
+    some = job_of(tmp_path, sample, source, plan=plan)
+    assert list(evaluated_rows(some, raysvc.tokenize(some).entries)) == [row for row in held[1:] if row < 90]
+    none = job_of(tmp_path, sample, source, plan={"batch_size": 8, "rows": {"exclude": list(held)}})
+    with pytest.raises(PlanError, match=r"evals\.held\.share: holds out none of the rows of plan\.rows"):
+        evaluated_rows(none, raysvc.tokenize(none).entries)
+
+
+@pytest.mark.parametrize(
+    ("share", "told"), [(1e-9, r"1e-09 holds out none of 40 rows"), (0.99999999, "leaves no row to train")]
+)
+def test_a_share_that_splits_nothing_is_refused_by_name(
+    tmp_path: Path, sample: dict[str, str], share: float, told: str
+) -> None:
+    source = write(tmp_path / "a.jsonl", [*map(chat, range(40))])
+    job = job_of(tmp_path, sample, source, evals={"held": {"share": share}})
+    with pytest.raises(PlanError, match=rf"^evals\.held\.share: .*{told}"):
+        plan_of(job, raysvc.tokenize(job))
+
+
+@pytest.mark.parametrize(
+    ("evals", "more", "told"),
+    [
+        ({"a": {}}, {}, "needs rows; give a source, or a share"),
+        ({"a": {"share": 0.1, "source": {"path": "x"}}}, {}, "and not both"),
+        ({"a": {"share": 1.0}}, {}, "less than 1"),
+        (
+            {"a": {"share": 0.1}, "b": {"share": 0.2}},
+            {},
+            r"evals\.b\.share: evals\.a holds out a share already",
+        ),
+        (
+            {"a": {"share": 0.1}},
+            {"source": {"path": "x", "follow": True}, "plan": {"shuffle": "window"}},
+            r"evals\.a\.share: is of all rows of the sources, and one that is followed has no end",
+        ),
+    ],
+)
+def test_what_no_share_can_be_of_is_refused(evals: dict[str, Any], more: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        JobConfig.model_validate({"source": {"path": "x"}, "tokenizer": "t", "evals": evals, **more})
+
+
+def test_a_share_waits_for_all_rows_and_another_share_is_another_run(
+    sample: dict[str, str], tmp_path: Path
+) -> None:
+    job = job_of(tmp_path, sample, {"path": sample["rows"]})
+    assert known_at_the_end(job, []) == "evals.held.share needs the prompts of all rows"
+    other = job_of(tmp_path, sample, {"path": sample["rows"]}, evals={"held": {"share": 0.1}})
+    assert job.run_dir != other.run_dir
