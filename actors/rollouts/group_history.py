@@ -3,7 +3,8 @@
 Always true:
 - records lie on disk in the order in which they were appended: one that is there was built on nothing that is not;
 - rows, or columns, that come together are one file, so many small puts cost one write;
-- events are small; after `SNAPSHOT_EVERY` of them one says all, and the records before it go;
+- events of one call that follow each other are in one file: a kill leaves all of them, or none;
+- events are small; after `SNAPSHOT_EVERY` of them, and at the end of a call, one says all, and the records before it go;
 - reading an event twice, or one that a snapshot already has, changes nothing.
 """
 
@@ -75,7 +76,7 @@ class History:
         spool: where it lies.
         tables: are told what is on disk.
         events: names of the records that are there.
-        snapshot: all that events said, as one event.
+        snapshot: all that events said, as one event; it shares nothing with what goes on.
     """
 
     def __init__(
@@ -92,13 +93,20 @@ class History:
         return self._commit.last
 
     def append(self, item: Chunk | StepRecord | Event) -> int:
-        """Put a record in line; returns its ticket. Call it under the lock that orders what happens."""
-        ticket = self._commit.append(item)
+        """Add a record to those of the call; returns its ticket. Call it under the lock that orders what happens."""
         self._since_snapshot += isinstance(item, dict)
+        return self._commit.append(item)
+
+    def seal(self) -> None:
+        """End a call, under the same lock: its records may be written from now on."""
         if self._since_snapshot >= SNAPSHOT_EVERY:
-            self._since_snapshot = 0
-            ticket = self._commit.append(self._snapshot())
-        return ticket
+            self.snapshot()
+        self._commit.seal()
+
+    def snapshot(self) -> int:
+        """Say all that events said in one record; returns its ticket. Call it when the call has appended the rest."""
+        self._since_snapshot = 0
+        return self._commit.append(self._snapshot())
 
     def wait(self, ticket: int) -> None:
         """Return when everything up to `ticket` is on disk."""

@@ -1,7 +1,8 @@
 """All groups of a rollout server: decided in memory under a lock, written in order outside of it.
 
 1. A call is checked, and applied to the pool and to the rows, under `changed`.
-2. What it did is appended to the log while the lock is still held, so the log has the order of the pool.
+2. What it did is appended to the log while the lock is still held, so the log has the order of the pool; the records of a call are
+   sealed together when the lock is let go (`_call`), and snapshots are taken between calls.
 3. The lock is let go; the call returns once its record is on disk, together with those of others.
 Always true:
 - what a call acknowledged is on disk, and so is everything it was built on;
@@ -13,9 +14,11 @@ Always true:
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,7 +111,7 @@ class GroupStore:
         if (name := self._drop_constant) is not None and name not in self.schema.late:
             refuse_without(table, name)
         spans = spans_of(table)
-        with self.changed:
+        with self._call():
             self._expire()
             verdicts = {span.key: self._verdict(span, gate or 0) for span in spans}
             asked = list(verdicts)
@@ -151,7 +154,7 @@ class GroupStore:
             SourceError: a group or row that is not there, a column that is not declared late, or of another type.
         """
         table = self.schema.admit_late(table)
-        with self.changed:
+        with self._call():
             refuse_lines(self._groups, self.pool.versions, table, coming={})
             self.schema.fix_late(table)
             fresh = fresh_lines(self._groups, table)
@@ -164,7 +167,7 @@ class GroupStore:
 
     def reserve(self, uids: list[str], frontier: int, owner: str, attempt: int = 0) -> dict[str, str]:
         """A verdict of each uid, as `Pool.reserve`; of one that was put and is lost, how it was lost."""
-        with self.changed:
+        with self._call():
             self._expire()
             now_s = self._now_s()
             verdicts = self.pool.reserve(uids, frontier, owner, self._until_s(), attempt=attempt, now_s=now_s)
@@ -184,7 +187,7 @@ class GroupStore:
             ask: names the question; the same one again gets the same answer.
             is_first: the producer has just started: it gets what its name holds already, if it holds something.
         """
-        with self.changed:
+        with self._call():
             self._expire()
             self.pool.renew(owner, self._until_s())
             found = self.desk.hand_out(owner, ask, count, frontier, is_first, self._until_s(), self._now_s())
@@ -194,7 +197,7 @@ class GroupStore:
 
     def status(self, uids: Iterable[str], frontier: int, attempt: int = 0) -> dict[str, PromptState]:
         """Say where each of these prompts stands."""
-        with self.changed:
+        with self._call():
             self._expire()
             return {uid: self._state((uid, attempt), frontier) for uid in uids}
 
@@ -206,7 +209,7 @@ class GroupStore:
     def release(self, uids: Iterable[str]) -> None:
         """A producer gave up on these prompts."""
         gone = list(uids)
-        with self.changed:
+        with self._call():
             self.pool.release(gone)
             self._event({"released": gone})
             self.desk.give_back([uid for uid in gone if uid in self.desk.book.out], "released")
@@ -215,13 +218,13 @@ class GroupStore:
 
     def renew(self, owner: str) -> None:
         """A sign of life of a producer."""
-        with self.changed:
+        with self._call():
             self._expire()
             self.pool.renew(owner, self._until_s())
 
     def close(self, keys: Iterable[Key]) -> int:
         """No rows of these groups will follow; returns how many were open."""
-        with self.changed:
+        with self._call():
             known = [key for key in keys if key in self._groups and not self._groups[key].closed]
             self._closed.update(known)
             for key in known:
@@ -238,7 +241,7 @@ class GroupStore:
 
     def drop(self, uids: Iterable[str]) -> int:
         """A filter does not want these prompts: their groups that are in no step go; returns how many went."""
-        with self.changed:
+        with self._call():
             gone = self.pool.drop(uids)
             if gone:
                 self._drop(gone)
@@ -251,7 +254,7 @@ class GroupStore:
 
     def form(self, step: int, frontier: int) -> bool:
         """Plan a step when enough groups are there; whether it is planned. Which groups it has is on disk then."""
-        with self.changed:
+        with self._call():
             self._expire()
             before = self.pool.steps.get(step)
             keys = self.pool.form(step, frontier)
@@ -266,7 +269,7 @@ class GroupStore:
             ticket = self._step_tickets.get(step)
         if ticket is not None:
             self._history.wait(ticket)
-            with self.changed:
+            with self._call():
                 self._step_tickets.pop(step, None)
         return True
 
@@ -276,7 +279,7 @@ class GroupStore:
         Raises:
             ValueError: as `Pool.set_version`.
         """
-        with self.changed:
+        with self._call():
             before = self.pool.told[-1]
             self.pool.set_version(version, frontier)
             if self.pool.told[-1] != before:
@@ -287,14 +290,14 @@ class GroupStore:
 
     def publish(self, version: int, where: list[Any]) -> None:
         """Know where producers find weights: folder and name of a file, which a restart knows too, or a reference, which it does not."""
-        with self.changed:
+        with self._call():
             self.published = version, where
             ticket = self._event({"published": self._published_on_disk()})
         self._history.wait(ticket)
 
     def rewind(self, step: int, frontier: int) -> Timeline | None:
         """Go to `step`; the new timeline when that is back."""
-        with self.changed:
+        with self._call():
             timeline = self.pool.rewind(step, frontier)
             if timeline is not None:
                 self._event({"timeline": list(timeline)})
@@ -305,7 +308,7 @@ class GroupStore:
 
     def quarantine(self, bad: Mapping[Key, str]) -> None:
         """These groups cannot be trained."""
-        with self.changed:
+        with self._call():
             self.pool.quarantine(bad)
             self._set_gone(bad)
             self._event({"quarantined": [[*key, reason] for key, reason in bad.items()]})
@@ -347,13 +350,16 @@ class GroupStore:
         """Give up the steps below `step` for good; returns how many files went."""
         self._history.wait(self._history.last)
         with self._forgetting:
-            with self.changed:
+            with self._call():
                 is_new = step > self.pool.kept_from
                 files = self._files_through(step)
                 gone = {*self.pool.groups_below(step)}
                 gone |= {key for key, rows in self._groups.items() if _in(rows, files)}
                 gone -= self.forgotten
                 versions = {key: self.pool.versions[key] for key in sorted(gone)}
+                # what is said of the groups that go is not read from their files any more
+                ticket = self._history.snapshot() if is_new else self._history.last
+            self._history.wait(ticket)
             if is_new:
                 self._spool.forget(
                     Forgotten(step, versions, files)
@@ -372,6 +378,15 @@ class GroupStore:
         """Return when something changed since `rounds`, or after a while."""
         with self.changed:
             self.changed.wait_for(lambda: self.rounds != rounds, timeout_s)
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        """Hold the lock for a call; its records go into the log together when it ends, whatever ends it."""
+        with self.changed:
+            try:
+                yield
+            finally:
+                self._history.seal()
 
     def _state(self, key: Key, frontier: int) -> PromptState:
         return state_of(
@@ -540,9 +555,9 @@ class GroupStore:
         return self.published if self.published and isinstance(self.published[1][0], str) else None
 
     def _snapshot(self) -> Event:
-        """All that events said, as one event."""
+        """All that events said, as one event; copied, for it is written while other calls go on."""
         pool = self.pool
-        return {
+        said = {
             "snapshot": {
                 "told": pool.told, "newest": pool.newest, "timelines": pool.timelines, "reached": pool.reached,
                 "evicted": pool.evicted, "gone": sorted(self._gone), "dropped": sorted(self.dropped),
@@ -553,6 +568,7 @@ class GroupStore:
                 "prompts": self.desk.book.to_json(),
             }
         }  # fmt: skip
+        return copy.deepcopy(said)
 
 
 def _in(rows: GroupRows, files: Mapping[str, int]) -> bool:

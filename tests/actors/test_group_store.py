@@ -302,11 +302,13 @@ def test_appends_that_wait_together_are_written_together_and_in_order() -> None:
 
     commit = GroupCommit(write)
     tickets = [commit.append(number) for number in range(5)]
+    commit.seal()
     first = threading.Thread(target=commit.wait, args=(tickets[0],))
     first.start()
     while commit._pending:
         time.sleep(0.001)
     late = [commit.append(number) for number in range(5, 9)]
+    commit.seal()
     waiting = [threading.Thread(target=commit.wait, args=(ticket,)) for ticket in late]
     for thread in waiting:
         thread.start()
@@ -328,6 +330,7 @@ def test_what_could_not_be_written_stays_first_in_line() -> None:
 
     commit = GroupCommit(write)
     tickets = [commit.append(number) for number in range(4)]
+    commit.seal()
     with pytest.raises(OSError, match="no space"):
         commit.wait(tickets[3])
     commit.wait(tickets[1])

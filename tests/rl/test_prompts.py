@@ -19,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raysvc.actors.rollouts import group_history
 from raysvc.actors.rollouts.group_log import Spool
 from raysvc.actors.rollouts.group_pool import Pool
 from raysvc.actors.rollouts.group_store import GroupStore
@@ -68,6 +69,7 @@ class Bench:
         }
         self.rules = PromptRules(**{**wanted, **rules})
         self.late, self.drop_constant = late, drop_constant
+        self.forgotten: list[str] = []  # trained in steps that were forgotten
         self.asks: dict[str, int] = {}
         self.lives: dict[str, int] = {}
         self.open()
@@ -125,8 +127,14 @@ class Bench:
         self.store.rewind(step, self.frontier)
         self.frontier = step
 
+    def forget(self, step: int) -> None:
+        pool = self.store.pool
+        gone = [uid for number, keys in pool.steps.items() if number < step for uid, _ in keys]
+        self.store.forget_below(step)
+        self.forgotten += gone
+
     def trained(self) -> list[str]:
-        return [uid for keys in self.store.pool.steps.values() for uid, _ in keys]
+        return [*self.forgotten, *(uid for keys in self.store.pool.steps.values() for uid, _ in keys)]
 
     def check(self) -> None:
         """Every prompt that was handed out is in one place."""
@@ -163,17 +171,31 @@ ACTIONS = (
     "restart",
     "rewind",
     "again",
+    "forget",
 )
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    data=st.data(), policy=st.sampled_from(["pace", "reissue", "drop", "train"]), staleness=st.integers(0, 2)
+    data=st.data(),
+    policy=st.sampled_from(["pace", "reissue", "drop", "train"]),
+    staleness=st.integers(0, 2),
+    snapshot_every=st.sampled_from([1, 2, 5, 1000]),
 )
 def test_every_prompt_is_trained_once_or_listed_with_its_reason(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, policy: str, staleness: int
+    tmp_path_factory: pytest.TempPathFactory,
+    data: st.DataObject,
+    policy: str,
+    staleness: int,
+    snapshot_every: int,
 ) -> None:
-    bench = Bench(tmp_path_factory.mktemp("spool"), on_stale=policy, staleness=staleness)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group_history, "SNAPSHOT_EVERY", snapshot_every)
+        live_through(Bench(tmp_path_factory.mktemp("spool"), on_stale=policy, staleness=staleness), data)
+
+
+def live_through(bench: Bench, data: st.DataObject) -> None:
+    """A random history; then a new producer finishes the stream."""
     held: dict[str, list[tuple[str, int, int]]] = {"a": [], "b": []}
     past: list[tuple[str, int]] = []
     for _ in range(data.draw(st.integers(5, 60))):
@@ -218,7 +240,9 @@ def test_every_prompt_is_trained_once_or_listed_with_its_reason(
             if is_written:
                 assert {**bench.book.to_json(), "asks": 0} == {**before, "asks": 0}
         elif action == "rewind" and bench.frontier:
-            bench.rewind(data.draw(st.integers(0, bench.frontier)))
+            bench.rewind(data.draw(st.integers(bench.store.pool.kept_from, bench.frontier)))
+        elif action == "forget":
+            bench.forget(data.draw(st.integers(0, bench.frontier)))
         bench.check()
     # all producers are gone; a new one finishes the stream
     bench.now_s += 10 * LIMIT_S
@@ -291,6 +315,59 @@ def test_nothing_is_handed_out_between_a_commit_and_its_version_that_the_present
     assert bench.ask("a", 3) == []
     bench.store.set_version(1, 1)
     assert len(bench.ask("a", 3)) == 3
+
+
+def test_a_prompt_of_a_step_that_was_forgotten_is_not_handed_out_again_by_a_server_that_starts_again(
+    tmp_path: Path,
+) -> None:
+    bench = Bench(tmp_path)
+    for uid, attempt in bench.ask("a", 3):
+        bench.put(uid, attempt, "a")
+    assert bench.train()
+    bench.forget(1)
+    bench.open()
+    assert bench.trained() == ["0/0:0:0", "1/0:0:1", "2/0:0:2"]
+    assert not bench.book.out
+    assert not bench.store.pool.reserved
+    bench.now_s += TTL_S + 1
+    assert bench.ask("b", 3)[0] == ("4/0:0:4", 0)
+    bench.check()
+
+
+def test_a_snapshot_says_what_was_when_it_was_taken(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, staleness=2)
+    for _ in range(2):
+        for uid, attempt in bench.ask("a", 3):
+            bench.put(uid, attempt, "a")
+        assert bench.train()
+    said = bench.store._snapshot()
+    before = json.dumps(said)
+    bench.rewind(1)
+    bench.ask("a", 3)
+    assert json.dumps(said) == before
+
+
+def test_a_kill_leaves_all_that_a_call_did_or_nothing_of_it(tmp_path: Path) -> None:
+    """A prompt that took too long is evicted and handed out again: two records. Another call may write in between."""
+    bench = Bench(tmp_path)
+    bench.ask("a", 3)
+    bench.now_s += TTL_S + 1
+    written: list[list[Any]] = []
+    history, keep = bench.store._history, bench.store._spool.write_events
+    bench.store._spool.write_events = lambda events: written.append(list(events)) or keep(events)  # type: ignore[method-assign, func-returns-value]
+    append = history.append
+
+    def interrupted(item: Any) -> int:
+        ticket = append(item)
+        other = threading.Thread(target=history.wait, args=(ticket,), daemon=True)
+        other.start()
+        other.join(0.2)
+        return ticket
+
+    history.append = interrupted  # type: ignore[method-assign]
+    bench.store.renew("b")
+    history.wait(history.last)
+    assert [[next(iter(event)) for event in events] for events in written] == [["released", "given_back"]]
 
 
 def lengths_trained(policy: str, tmp_path: Path, seed: int) -> tuple[list[float], list[float], int]:
