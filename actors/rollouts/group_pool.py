@@ -3,7 +3,8 @@
 With b groups per step, and weights that were version v when step f was next: step k is trained by version v + (k - f)
 at the latest (a version per step at most), so a group of version w is v + (k - f) - w old by then.
 Always true:
-- a group is in one step at most, and a step has b slots; groups are taken in the order in which they became complete;
+- a group is in one step at most, and a step has b slots, fewer if no more groups come; groups are taken in the order in which they
+  became complete;
 - k's groups are all at most `max_staleness` versions old when step k is trained; older ones are evicted;
 - (uid, attempt) is taken once, however often it is put; an open group grows, and is taken when it is complete;
 - a step below `kept_from` is never formed, and its groups never come back;
@@ -186,24 +187,28 @@ class Pool:
             return None
         return f"is of weight version {version}, and the newest that can be there is {limit}"
 
-    def form(self, step: int, frontier: int) -> list[Key] | None:
+    def form(self, step: int, frontier: int, *, no_more_come: bool = False) -> list[Key] | None:
         """The groups of `step`, planned now or before; None while there are not enough.
 
         Steps form in order: a step after one that is not formed waits for it.
+
+        Args:
+            no_more_come: a step makes do with what is ready, if that is anything at all.
         """
         keys = self.steps.get(step)
         if keys is not None:
-            return self._filled(step, keys)
+            return self._filled(step, keys, no_more_come)
         assert step >= self.kept_from, "refused where it was asked for"
         if step > frontier and step - 1 not in self.steps:
             return None
         self.evict(self.trained_by(step))
-        if len(self.ready) < self.batch_size or self._would_make_late(step):
+        is_short = no_more_come and 0 < len(self.ready) < self.batch_size
+        if not is_short and (len(self.ready) < self.batch_size or self._would_make_late(step)):
             return None
         self.steps[step] = self._take(self.batch_size)
         self.step_of.update(dict.fromkeys(self.steps[step], step))
         self._top = max(self._top, step)
-        self._planned_ever += self.batch_size
+        self._planned_ever += len(self.steps[step])
         return self.steps[step]
 
     def trained_by(self, step: int) -> int:
@@ -212,7 +217,7 @@ class Pool:
 
     def is_stale(self, version: int, frontier: int) -> bool:
         """Whether a group of this version that comes now would be too old for the next step that can take it."""
-        trained_by = self.trained_by(max(frontier, self._top + 1))
+        trained_by = self.trained_by(self._next_step(frontier))
         return self._bound is not None and trained_by - version > self._bound
 
     def set_version(self, version: int, frontier: int) -> list[Key]:
@@ -236,7 +241,7 @@ class Pool:
         self.told.append((frontier, version))
         self.newest = max(self.newest, version)
         self.reached = max(self.reached, frontier)
-        return self.evict(self.trained_by(max(frontier, self._top + 1)))
+        return self.evict(self.trained_by(self._next_step(frontier)))
 
     def rewind(self, step: int, frontier: int) -> Timeline | None:
         """Go to `step`, all steps below `frontier` being committed; the new timeline when that is back."""
@@ -290,6 +295,23 @@ class Pool:
         """Slots of a step that hold a quarantined group."""
         return [slot for slot, key in enumerate(self.steps.get(step, ())) if key in self.quarantined]
 
+    def _to_fill(self, step: int) -> list[int]:
+        """Slots of a formed step that wait for another group."""
+        holes = self.holes(step)
+        goes_on = self.on_bad_group == "shrink" and len(holes) < len(self.steps.get(step, ()))
+        return [] if goes_on else holes
+
+    def _ahead(self, frontier: int) -> range:
+        """Steps that may be formed and are not committed. Of a server that was killed `frontier` may be behind: what a version was told
+        after is committed too."""
+        return range(max(frontier, self.kept_from, self.reached), self._top + 1)
+
+    def _next_step(self, frontier: int) -> int:
+        """The step that takes the next group: the first one with a slot to fill, or the first that is not formed."""
+        return next(
+            (step for step in self._ahead(frontier) if self._to_fill(step)), max(frontier, self._top + 1)
+        )
+
     def groups_below(self, step: int) -> list[Key]:
         """Groups of the steps below `step`."""
         return [key for number in range(self.kept_from, step) for key in self.steps.get(number, ())]
@@ -306,9 +328,8 @@ class Pool:
             self.step_of.pop(key, None)
 
     def planned(self, frontier: int) -> int:
-        """Groups of steps that are formed and not committed."""
-        ahead = range(max(frontier, self.kept_from), self._top + 1)
-        return sum(len(self.steps.get(step, ())) for step in ahead)
+        """Groups of steps that are formed and not committed; a slot that waits for another group is room for it."""
+        return sum(len(self.steps.get(step, ())) - len(self._to_fill(step)) for step in self._ahead(frontier))
 
     def trained(self, frontier: int) -> int:
         """Groups of committed steps."""
@@ -386,7 +407,8 @@ class Pool:
         if not self.paced or self._bound is None:
             return True
         steps = self.version + self._bound + 1 - self.trained_by(max(frontier, self._top + 1))
-        return len(self.ready) + len(self.waiting) + len(self.reserved) < self.batch_size * steps
+        slots = sum(len(self._to_fill(step)) for step in self._ahead(frontier))
+        return len(self.ready) + len(self.waiting) + len(self.reserved) < self.batch_size * steps + slots
 
     def _would_make_late(self, step: int) -> bool:
         """Whether prompts that are under way would get too old if `step` were made of what is ready."""
@@ -404,14 +426,17 @@ class Pool:
                 return True
         return False
 
-    def _filled(self, step: int, keys: list[Key]) -> list[Key] | None:
-        holes = self.holes(step)
-        if not holes or (self.on_bad_group == "shrink" and len(holes) < len(keys)):
+    def _filled(self, step: int, keys: list[Key], no_more_come: bool) -> list[Key] | None:
+        holes = self._to_fill(step)
+        if not holes:
             return keys
         self.evict(self.trained_by(step))
         if len(self.ready) < len(holes):
-            return None
-        fresh = dict(zip(holes, self._take(len(holes)), strict=True))
+            if not no_more_come or len(self.ready) + len(keys) == len(holes):
+                return None
+            if not self.ready:
+                return keys
+        fresh = dict(zip(holes, self._take(len(holes)), strict=False))
         self.steps[step] = [fresh.get(slot, key) for slot, key in enumerate(keys)]
         self.step_of.update(dict.fromkeys(fresh.values(), step))
         return self.steps[step]

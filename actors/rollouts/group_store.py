@@ -60,6 +60,7 @@ class GroupStore:
         now_s: a clock that never goes back.
         prompts: what is handed out, and by which rules; None: producers bring prompts of their own.
         drop_constant: a per-row column: groups whose trajectories all have one value of it are dropped when they are complete.
+        short_tail: whether the last step of a stream of prompts may have fewer groups than the others.
     """
 
     def __init__(
@@ -71,8 +72,14 @@ class GroupStore:
         now_s: Callable[[], float] = time.monotonic,
         prompts: PromptRules | None = None,
         drop_constant: str | None = None,
+        short_tail: bool = True,
     ) -> None:
-        self.pool, self.schema, self._drop_constant = pool, schema, drop_constant
+        self.pool, self.schema, self._drop_constant, self._short_tail = (
+            pool,
+            schema,
+            drop_constant,
+            short_tail,
+        )
         self.desk = PromptDesk(prompts, pool, self._event)
         self._spool, self._ttl_s, self._now_s = spool, producer_ttl_s, now_s
         self.changed = threading.Condition()  # guards what follows, and the pool; notified when groups come
@@ -257,7 +264,7 @@ class GroupStore:
         with self._call():
             self._expire()
             before = self.pool.steps.get(step)
-            keys = self.pool.form(step, frontier)
+            keys = self.pool.form(step, frontier, no_more_come=self._short_tail and self._has_ended())
             self._tell_evicted()
             if keys is None:
                 return False
@@ -387,6 +394,10 @@ class GroupStore:
                 yield
             finally:
                 self._history.seal()
+
+    def _has_ended(self) -> bool:
+        """Whether no group will ever come."""
+        return self.desk.is_ended and not (self.pool.reserved or self.pool.waiting)
 
     def _state(self, key: Key, frontier: int) -> PromptState:
         return state_of(

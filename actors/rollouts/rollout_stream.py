@@ -116,6 +116,7 @@ class RolloutStream:
                     spec.producer_ttl_s,
                     prompts=self._rules(),
                     drop_constant=spec.drop_constant,
+                    short_tail=plan.tail != "drop",
                 )
             return self._store
 

@@ -129,12 +129,16 @@ class Bench:
 
     def forget(self, step: int) -> None:
         pool = self.store.pool
-        gone = [uid for number, keys in pool.steps.items() if number < step for uid, _ in keys]
+        below = [key for number, keys in pool.steps.items() if number < step for key in keys]
+        gone = [key[0] for key in below if key not in pool.quarantined]
         self.store.forget_below(step)
         self.forgotten += gone
 
     def trained(self) -> list[str]:
-        return [*self.forgotten, *(uid for keys in self.store.pool.steps.values() for uid, _ in keys)]
+        """Prompts of all steps; those of a step that was committed were trained."""
+        pool = self.store.pool
+        there = [key for keys in pool.steps.values() for key in keys if key not in pool.quarantined]
+        return [*self.forgotten, *(uid for uid, _ in there)]
 
     def check(self) -> None:
         """Every prompt that was handed out is in one place."""
@@ -172,6 +176,7 @@ ACTIONS = (
     "rewind",
     "again",
     "forget",
+    "spoil",
 )
 
 
@@ -241,6 +246,12 @@ def live_through(bench: Bench, data: st.DataObject) -> None:
                 assert {**bench.book.to_json(), "asks": 0} == {**before, "asks": 0}
         elif action == "rewind" and bench.frontier:
             bench.rewind(data.draw(st.integers(bench.store.pool.kept_from, bench.frontier)))
+        elif action == "spoil":  # a group of the next step cannot be collated; the others of it can
+            pool = bench.store.pool
+            good = [key for key in pool.steps.get(bench.frontier, ()) if key not in pool.quarantined]
+            bench.store.form(bench.frontier, bench.frontier)
+            if len(good) > 1:
+                bench.store.quarantine({good[-1]: "spoilt"})
         elif action == "forget":
             bench.forget(data.draw(st.integers(0, bench.frontier)))
         bench.check()
@@ -252,9 +263,11 @@ def live_through(bench: Bench, data: st.DataObject) -> None:
         bench.train()
         bench.check()
     assert bench.store.desk.is_ended
-    ends = {*bench.trained(), *bench.book.lost, *(group.key[0] for group in bench.store.pool.ready)}
-    assert ends == {uid for uid in map(uid_at, range(TOTAL)) if uid is not None}
-    assert len(bench.store.pool.ready) < bench.batch_size, "only those that fill no step are left"
+    assert not bench.store.pool.ready, "the last step is short"
+    assert max(bench.store.pool.steps, default=-1) < bench.frontier, "each step was taken"
+    assert {*bench.trained(), *bench.book.lost} == {
+        uid for uid in map(uid_at, range(TOTAL)) if uid is not None
+    }
 
 
 def test_a_prompt_of_a_dead_producer_goes_to_another_and_what_comes_late_is_refused(tmp_path: Path) -> None:
@@ -332,6 +345,53 @@ def test_a_prompt_of_a_step_that_was_forgotten_is_not_handed_out_again_by_a_serv
     bench.now_s += TTL_S + 1
     assert bench.ask("b", 3)[0] == ("4/0:0:4", 0)
     bench.check()
+
+
+@pytest.mark.parametrize("policy", ["pace", "reissue", "drop"])
+def test_another_prompt_comes_in_the_place_of_a_bad_group_though_each_step_is_trained_by_fresh_weights(
+    tmp_path: Path, policy: str
+) -> None:
+    bench = Bench(tmp_path, staleness=0, on_stale=policy)
+    for uid, attempt in bench.ask("a", 3):
+        bench.put(uid, attempt, "a")
+    assert bench.store.form(0, 0)
+    bench.store.quarantine({("1/0:0:1", 0): "bad"})
+    assert not bench.train(), "a slot is empty"
+    [(uid, attempt)] = bench.ask("a", 3)
+    assert bench.put(uid, attempt, "a") == "new"
+    assert bench.train()
+    assert bench.trained() == ["0/0:0:0", uid, "2/0:0:2"]
+    bench.check()
+
+
+def test_a_server_that_was_killed_has_room_though_it_knows_of_fewer_commits(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    for _ in range(2):
+        for uid, attempt in bench.ask("a", 3):
+            bench.put(uid, attempt, "a")
+        assert bench.train()
+    bench.open()
+    bench.frontier = 0  # what it has kept; the trainer is at 2, and said so with its weights
+    assert len(bench.ask("a", 3)) == 3
+
+
+def test_a_step_goes_on_without_a_bad_group_where_no_other_will_come(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, source=Source(6, lambda position: f"{position}/0:0:{position}"))
+    for _ in range(2):
+        for uid, attempt in bench.ask("a", 3):
+            bench.put(uid, attempt, "a")
+        assert bench.store.form(bench.frontier, bench.frontier)
+        bench.store.quarantine({(bench.store.pool.steps[bench.frontier][1][0], 0): "bad"})
+        if bench.frontier == 0:
+            assert not bench.train(), "three more prompts are to come"
+            [(uid, attempt), *more] = bench.ask("b", 3)
+            bench.put(uid, attempt, "b")
+            for each in more:
+                bench.put(*each, "b")
+        assert bench.train()
+    assert bench.store.desk.is_ended
+    assert len(bench.trained()) + len(bench.book.lost) == 6
+    assert not bench.train()
 
 
 def test_a_snapshot_says_what_was_when_it_was_taken(tmp_path: Path) -> None:
@@ -570,17 +630,36 @@ def test_producers_only_loop_over_prompts_and_every_epoch_is_trained(
 
 
 @pytest.mark.ray
-def test_a_trainer_at_the_end_of_the_prompts_hears_so_and_a_server_without_prompts_hands_out_none(
-    prompts_of: Callable[..., Any], started: Callable[..., Any]
+@pytest.mark.parametrize("tail", ["pad", "drop"])
+def test_the_last_step_of_a_stream_is_short_or_left_out_and_a_server_without_prompts_hands_out_none(
+    prompts_of: Callable[..., Any], started: Callable[..., Any], tail: str
 ) -> None:
-    import raysvc
+    import ray
 
-    started("short", prompts=prompts_of(3))
+    import raysvc
+    from raysvc.collate import read_shard
+
+    plan = {"batch_size": 4, "columns": ("input_ids", "labels", "reward"), "tail": tail}
+    started("short", prompts=prompts_of(7), plan=plan)
     producer = raysvc.rollouts("short")
-    for prompt in producer.prompts(at_once=2):
-        producer.put_groups(sampled(prompt))
-    with raysvc.attach("short", dp_size=1, look_ahead_steps=0) as client:
-        assert list(client.steps()) == []
+    rewards: list[list[float]] = []
+    asked = producer.prompts(at_once=2)
+    with raysvc.attach("short", dp_size=2, look_ahead_steps=0) as client:
+        thread = threading.Thread(target=lambda: [producer.put_groups(sampled(prompt)) for prompt in asked])
+        thread.start()
+        for step in client.steps():
+            shards = [read_shard(ray.get(ref)) for mini in step.mini_batches for ref in mini.shards]
+            rewards.append(sorted(float(each) for shard in shards for each in shard.arrays["reward"] if each))
+            client.commit(step.index)
+            client.set_weight_version(step.index + 1)
+        thread.join(30)
+    trained = sorted(reward for step in rewards for reward in step)  # that of prompt 0 is 0
+    if tail == "pad":
+        assert len(rewards) == 2
+        assert trained == [2.0 * n for n in range(1, 7)]
+    else:
+        assert len(rewards) == 1
+        assert len(trained) in (3, 4)
     assert "3 of the 4 groups of step 0 are left" in str(PromptsEnded("short", 0, 3, 4))
     started("plain")
     with pytest.raises(ConfigError, match="hands out no prompts"):
