@@ -74,12 +74,8 @@ class GroupStore:
         drop_constant: str | None = None,
         short_tail: bool = True,
     ) -> None:
-        self.pool, self.schema, self._drop_constant, self._short_tail = (
-            pool,
-            schema,
-            drop_constant,
-            short_tail,
-        )
+        self.pool, self.schema = pool, schema
+        self._drop_constant, self._short_tail = drop_constant, short_tail
         self.desk = PromptDesk(prompts, pool, self._event)
         self._spool, self._ttl_s, self._now_s = spool, producer_ttl_s, now_s
         self.changed = threading.Condition()  # guards what follows, and the pool; notified when groups come

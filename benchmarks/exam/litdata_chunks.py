@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from epochs import Epochs
 
 VERSION = f"litdata {importlib.metadata.version('litdata')}"
 PROMISE = "StreamingDataLoader keeps its state: pause and resume a stream at any time with state_dict and load_state_dict"
@@ -17,31 +18,17 @@ def _number(row: int) -> dict[str, int]:
     return {"row": row}
 
 
-class Loader:
-    def __init__(self, rows: Path, o: dict[str, Any]) -> None:
-        import litdata
+def open_loader(rows: Path, **o: Any) -> Epochs:
+    import litdata
 
-        folder = rows.with_suffix(".lit")
-        if not (folder / "index.json").exists():
-            data = [json.loads(line)["row"] for line in rows.read_text().splitlines()]
-            litdata.optimize(fn=_number, inputs=data, output_dir=str(folder), chunk_size=32, num_workers=1)
-        _be_rank(o["rank"], o["world_size"])
-        data = litdata.StreamingDataset(str(folder), shuffle=o["shuffle"], seed=o["seed"], drop_last=False)
-        self.loader = litdata.StreamingDataLoader(data, batch_size=o["batch_size"], num_workers=o["workers"])
-        self.epoch, self.epochs = 0, o["epochs"]
-
-    def batches(self) -> Iterator[list[int]]:
-        for epoch in range(self.epoch, self.epochs):
-            self.epoch = epoch
-            for batch in self.loader:
-                yield batch["row"].tolist()
-
-    def save(self) -> Any:
-        return {"epoch": self.epoch, "loader": self.loader.state_dict()}
-
-    def load(self, state: Any) -> None:
-        self.epoch = state["epoch"]
-        self.loader.load_state_dict(state["loader"])
+    folder = rows.with_suffix(".lit")
+    if not (folder / "index.json").exists():
+        numbers = [json.loads(line)["row"] for line in rows.read_text().splitlines()]
+        litdata.optimize(fn=_number, inputs=numbers, output_dir=str(folder), chunk_size=32, num_workers=1)
+    _be_rank(o["rank"], o["world_size"])
+    data = litdata.StreamingDataset(str(folder), shuffle=o["shuffle"], seed=o["seed"], drop_last=False)
+    loader = litdata.StreamingDataLoader(data, batch_size=o["batch_size"], num_workers=o["workers"])
+    return Epochs(loader, o["epochs"], lambda batch: batch["row"].tolist())
 
 
 def _be_rank(rank: int, world_size: int) -> None:
@@ -51,7 +38,3 @@ def _be_rank(rank: int, world_size: int) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-
-
-def open_loader(rows: Path, **options: Any) -> Loader:
-    return Loader(rows, options)

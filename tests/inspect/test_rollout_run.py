@@ -35,13 +35,11 @@ GROUPS = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    folder = tmp_path / "grpo"
-    rollouts = RolloutSpec(max_staleness=2)
+def kept_run(folder: Path, rollouts: RolloutSpec) -> RolloutStream:
+    """The groups of a run whose folder says how its steps are made."""
     journal = f"{folder}/server"
     spec = ServeSpec(
-        name="grpo",
+        name=folder.name,
         sources=(),
         plan=PLAN,
         pad_token_id=0,
@@ -50,7 +48,13 @@ def run(tmp_path: Path) -> Path:
         rollouts=rollouts,
     )
     ServedRecords(journal, {}).keep(0, spec)
-    stream = RolloutStream("grpo", rollouts, Recipe(PLAN, 0), f"{journal}/rollouts", {})
+    return RolloutStream(folder.name, rollouts, Recipe(PLAN, 0), f"{journal}/rollouts", {})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "grpo"
+    stream = kept_run(folder, RolloutSpec(max_staleness=2))
     stream.put(table_of(GROUPS[:2]))
     assert stream.form(0, 0)
     stream.store.set_version(1, 1)
@@ -192,20 +196,8 @@ def test_steps_that_were_forgotten_are_not_in_the_report(run: Path, tmp_path: Pa
 
 def test_prompts_that_were_lost_are_in_the_report_with_their_reasons(tmp_path: Path) -> None:
     prompts = PromptSpec(sources=(SourceSpec(uri="/an/entry/that/is/gone"),), plan=PlanConfig(batch_size=1))
-    rollouts = RolloutSpec(max_staleness=2, prompts=prompts)
     folder = tmp_path / "handed"
-    journal = f"{folder}/server"
-    spec = ServeSpec(
-        name="handed",
-        sources=(),
-        plan=PLAN,
-        pad_token_id=0,
-        journal=journal,
-        storage_options={},
-        rollouts=rollouts,
-    )
-    ServedRecords(journal, {}).keep(0, spec)
-    stream = RolloutStream("handed", rollouts, Recipe(PLAN, 0), f"{journal}/rollouts", {})
+    stream = kept_run(folder, RolloutSpec(max_staleness=2, prompts=prompts))
     stream.store.desk.lose(["3/0:0:3", "5/0:0:5"], "dropped")
     stream.store.desk.lose(["4/0:0:4"], "took <longer> than max_prompt_s")
     stream.store.set_version(1, 0)  # waits until all is on disk
