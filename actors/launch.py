@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -20,7 +21,7 @@ from raysvc.actors.server.batch_server import BatchServer
 from raysvc.actors.server.collator import Collator
 from raysvc.actors.server.spec import ServeSpec
 from raysvc.errors import ConfigError, RaysvcError, ServerError
-from raysvc.nodes.room import Resources, amounts, has_free, no_room, refuse_what_never_fits, what_is_missing
+from raysvc.nodes.room import amounts, has_free, no_room, refuse_what_never_fits, what_is_missing
 from raysvc.team import TEAM, own_name, ray_namespace, team_of
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,9 @@ def start_server(
         UserMistake: the entry cannot be opened, or no plan can be made of it.
     """
     if spec.name not in server_names():  # one that runs asks for no room
-        _refuse_without_room(spec, node_id, may_grow)
+        refuse_without_room(spec.num_cpus, node_id, may_grow)
+        if node_id is not None:
+            _refuse_where_it_is_full(spec.num_cpus, node_id)
     cls = BatchServer if spec.rollouts is None else RolloutServer
     threads = {"fetch": FETCH_THREADS, "lease": LEASE_THREADS, "put": PUT_THREADS, "control": 3}
     incarnation_id = uuid.uuid4().hex
@@ -72,7 +75,7 @@ def start_server(
         **_place_of(node_id),
     ).remote(spec.model_dump_json(), incarnation_id)
     what = f"server {spec.name!r} to start"
-    text, theirs = wait_for(handle.spec_json.remote(), what)
+    text, theirs = wait_for(handle.spec_json.remote(), what, lacks=lambda: no_room([{"CPU": spec.num_cpus}]))
     difference = ServeSpec.model_validate_json(text).difference(spec)
     if difference:
         remedy = f"stop it with `raysvc stop {spec.name}`, or choose another server.name"
@@ -114,24 +117,31 @@ def _place_of(node_id: str | None) -> dict[str, Any]:
     return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=True)}
 
 
-def _refuse_without_room(spec: ServeSpec, node_id: str | None, may_grow: bool) -> None:
-    """Refuse a server that no node can hold, or not the one it is to be on."""
-    need = {"CPU": spec.num_cpus}
+def refuse_without_room(num_cpus: float, node_id: str | None, may_grow: bool) -> None:
+    """Refuse a server that no node can ever hold, or not the one it is to be on.
+
+    Raises:
+        ConfigError: so it is.
+    """
+    need = {"CPU": num_cpus}
     if node_id is None:
         refuse_what_never_fits("server.num_cpus", [need], may_grow)
-    elif missing := _lacking(node_id, need):
-        what = f"asks for a node that cannot hold it: {missing}"
-        raise ConfigError("server.placement", what, "lower server.num_cpus, or set server.placement: any")
-
-
-def _lacking(node_id: str, need: Resources) -> str | None:
-    """What a node lacks for an actor; what ended just now may be counted as used for a while."""
+        return
     total = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
     if missing := what_is_missing([need], [total]):
-        return missing.replace("the cluster", "that node")
-    if need["CPU"] and not has_free(node_id, need, SETTLE_S):
-        return f"needs {amounts(need)}, and that node has less than that free"
-    return None
+        raise _cannot_hold(missing.replace("the cluster", "that node"))
+
+
+def _refuse_where_it_is_full(num_cpus: float, node_id: str) -> None:
+    """What ended just now may be counted as used for a while."""
+    need = {"CPU": num_cpus}
+    if num_cpus and not has_free(node_id, need, SETTLE_S):
+        raise _cannot_hold(f"needs {amounts(need)}, and that node has less than that free")
+
+
+def _cannot_hold(missing: str) -> ConfigError:
+    what = f"asks for a node that cannot hold it: {missing}"
+    return ConfigError("server.placement", what, "lower server.num_cpus, or set server.placement: any")
 
 
 def find_server(name: str) -> ActorHandle:
@@ -226,8 +236,13 @@ def served_names() -> list[tuple[str, str]]:
     return sorted((team, name) for team, name in found if team is not None)
 
 
-def wait_for(refs: Any, what: str, timeout_s: float = 600.0) -> Any:
+def wait_for(
+    refs: Any, what: str, timeout_s: float = 600.0, lacks: Callable[[], str | None] = lambda: None
+) -> Any:
     """`ray.get` that says every few seconds what it waits for, and gives up after `timeout_s`.
+
+    Args:
+        lacks: what the cluster lacks for it.
 
     Raises:
         TimeoutError: nothing came in time.
@@ -245,5 +260,10 @@ def wait_for(refs: Any, what: str, timeout_s: float = 600.0) -> Any:
             waited_s = time.monotonic() - begin
             if waited_s > timeout_s:
                 raise TimeoutError(f"waited {waited_s:.0f} s for {what}; is the cluster full?") from None
-            free = {name: n for name, n in ray.available_resources().items() if name in ("CPU", "GPU")}
-            log.warning("waiting for=%r since=%.0fs free=%s", what, waited_s, free)
+            say_waiting(what, waited_s, lacks())
+
+
+def say_waiting(what: str, waited_s: float, missing: str | None) -> None:
+    """Say what a wait lacks, or what is free where nothing lacks."""
+    free = {name: n for name, n in ray.available_resources().items() if name in ("CPU", "GPU")}
+    log.warning("waiting for=%r since=%.0fs: %s", what, waited_s, missing or f"free={free}")

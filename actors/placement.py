@@ -11,11 +11,11 @@ Always true:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from raysvc.errors import ConfigError
-from raysvc.nodes.room import Resources
+from raysvc.nodes.room import Resources, refuse_what_never_fits
 
 
 class GroupNeed(NamedTuple):
@@ -66,6 +66,47 @@ def pick_device(device: str, dp_size: int, num_gpus: float | None = None) -> str
 
     need = dp_size * (1.0 if num_gpus is None else num_gpus)
     return "cuda" if 0 < need <= ray.cluster_resources().get("GPU", 0) else "cpu"
+
+
+def rank_need(
+    dp_size: int, device: str, num_cpus: float, num_gpus: float | None = None
+) -> tuple[str, GroupNeed]:
+    """The device of a trainer's ranks, and what they need.
+
+    Args:
+        num_gpus: of each; None: a whole one on CUDA, else none.
+
+    Raises:
+        ConfigError: two ranks would share a device that they compute on.
+    """
+    device = pick_device(device, dp_size, num_gpus)
+    cuda = device.startswith("cuda")
+    need = GroupNeed(dp_size, num_cpus, (1.0 if cuda else 0.0) if num_gpus is None else num_gpus)
+    if cuda and dp_size > 1 and need.num_gpus < 1:
+        what = f"is {need.num_gpus:g} with {dp_size} ranks on CUDA, and NCCL refuses two ranks on one device"
+        raise ConfigError("trainer.gpus_per_worker", what, "give each rank a whole GPU, or set dp_size: 1")
+    return device, need
+
+
+def refuse_without_places(
+    needs: Mapping[str, GroupNeed],
+    placed: Placement,
+    may_grow: bool,
+    beside: Sequence[Resources] = (),
+) -> None:
+    """Refuse groups that the nodes can never hold.
+
+    Args:
+        needs: of the groups.
+        placed: their bundles.
+        may_grow: an autoscaler may bring nodes: what the cluster lacks now is waited for.
+        beside: what the job starts besides.
+
+    Raises:
+        ConfigError: the error says what is missing.
+    """
+    where = f"groups {', '.join(needs)}{' and the server' if beside else ''}"
+    refuse_what_never_fits(where, [*placed.bundles, *beside], may_grow)
 
 
 def _check(needs: Mapping[str, GroupNeed], shared: list[list[str]]) -> None:

@@ -127,12 +127,12 @@ def serve(
     flag("serve(detached)", detached)
     optional_text("serve(address)", address)
     from raysvc.cluster import connect, starts_own
-    from raysvc.nodes.job_nodes import server_sees
+    from raysvc.nodes.job_nodes import ready_to_serve
 
     job = load_job(config, **overrides)
     if not starts_own(address):
         connect(address)
-        server_sees(job)  # before its rows are tokenized
+        ready_to_serve(job)  # before its rows are tokenized
     entry, build = entry_or_build(job, address, progress)
     if build is None:
         return serve_entry(job, entry, address=address, detached=detached)

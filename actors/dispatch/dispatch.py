@@ -23,7 +23,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from raysvc.actors.dispatch.future import Pending, waiting
 from raysvc.actors.dispatch.residency import Move, Residency
 from raysvc.actors.dispatch.worker_group import RunningStep, WorkerGroup
-from raysvc.actors.dispatch.worker_places import start_groups
+from raysvc.actors.dispatch.worker_places import start_groups, wait_for_places
 from raysvc.actors.placement import GroupNeed
 from raysvc.actors.worker.losses import Loss
 from raysvc.actors.worker.results import Metrics, reduce_metrics
@@ -89,7 +89,13 @@ class WorkerDispatch:
         group, (after, _) = self.groups[name], self._move(self.memory.before_init(name))
         refs = group.start_setup(after)
         self.memory.built(name)
-        return self._pending([name], lambda: group.wait_for_setup(refs))
+
+        def wait() -> None:
+            if self._reserved is not None:
+                wait_for_places(self._reserved)
+            group.wait_for_setup(refs)
+
+        return self._pending([name], wait)
 
     def forward_async(self, name: str, data: Mini) -> Pending[RowValues]:
         """Outputs of a mini-batch's rows (`logprobs`, `entropy`, `values`), in the order of `data.info.row_ids`."""

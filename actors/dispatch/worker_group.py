@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from raysvc.actors.dispatch.worker_places import nodes_of, start_groups
+from raysvc.actors.dispatch.worker_places import nodes_of, start_groups, wait_for_places
 from raysvc.actors.launch import REPORT_EVERY_S
 from raysvc.actors.mesh import Mesh
-from raysvc.actors.placement import GroupNeed, pick_device
+from raysvc.actors.placement import rank_need
 from raysvc.actors.staging.staging import Key, StagingOptions
 from raysvc.actors.worker.results import MiniResult
 from raysvc.actors.worker.torch_worker import ModelSpec
 from raysvc.collate.row_values import RowValues
-from raysvc.errors import ConfigError, RaysvcError, WorkerFailed
+from raysvc.errors import RaysvcError, WorkerFailed
 from raysvc.nodes.room import Resources
 
 if TYPE_CHECKING:
@@ -88,16 +88,7 @@ class WorkerGroup:
         Raises:
             ConfigError: the cluster cannot hold them all, or two ranks would share a device that they compute on.
         """
-        device = pick_device(device, dp_size, num_gpus)
-        cuda = device.startswith("cuda")
-        need = GroupNeed(dp_size, num_cpus, (1.0 if cuda else 0.0) if num_gpus is None else num_gpus)
-        if cuda and dp_size > 1 and need.num_gpus < 1:
-            what = (
-                f"is {need.num_gpus:g} with {dp_size} ranks on CUDA, and NCCL refuses two ranks on one device"
-            )
-            raise ConfigError(
-                "trainer.gpus_per_worker", what, "give each rank a whole GPU, or set dp_size: 1"
-            )
+        device, need = rank_need(dp_size, device, num_cpus, num_gpus)
         placed = start_groups(
             {"trainer": spec}, {"trainer": need}, (), device, may_grow=may_grow, beside=beside
         )
@@ -125,6 +116,8 @@ class WorkerGroup:
 
     def wait_for_setup(self, refs: Setup) -> None:
         """Wait for what `start_setup` asked for."""
+        if self._reserved is not None:
+            wait_for_places(self._reserved)
         self.gather("address", refs[0])
         self.gather("setup", refs[1])
 

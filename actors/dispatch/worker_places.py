@@ -7,6 +7,7 @@ Always true:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,11 +16,13 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raysvc.actors.launch import QUIET, wait_for
-from raysvc.actors.placement import GroupNeed, place_groups
+from raysvc.actors.launch import QUIET, REPORT_EVERY_S, say_waiting
+from raysvc.actors.placement import GroupNeed, place_groups, refuse_without_places
 from raysvc.actors.worker.torch_worker import CausalLMWorker, ModelSpec
 from raysvc.actors.worker.worker import Worker
-from raysvc.nodes.room import Resources, refuse_what_never_fits
+from raysvc.nodes.room import Resources, no_room
+
+LOOK_S = 0.02
 
 
 class PlacedWorkers(NamedTuple):
@@ -52,8 +55,7 @@ def start_groups(
         ConfigError: the cluster cannot hold them all; the error says what is missing. Nothing was started then.
     """
     placed = place_groups(needs, colocated)
-    where = f"groups {', '.join(needs)}{' and the server' if beside else ''}"
-    refuse_what_never_fits(where, [*placed.bundles, *beside], may_grow)
+    refuse_without_places(needs, placed, may_grow, beside)
     reserved = placement_group(placed.bundles, strategy="PACK")
     actor = ray.remote(concurrency_groups={"stage": 1}, **QUIET)(worker)
     workers = {}
@@ -72,6 +74,16 @@ def start_groups(
 
 def nodes_of(reserved: PlacementGroup) -> list[str]:
     """The node of each place, once all are there."""
-    wait_for(reserved.ready(), "the places of the workers")
+    wait_for_places(reserved)
     nodes: dict[int, str] = placement_group_table(reserved)["bundles_to_node_id"]
     return [nodes[place] for place in range(len(nodes))]
+
+
+def wait_for_places(reserved: PlacementGroup) -> None:
+    """Wait until all places are there, or were removed, however long nodes take to come; says every few seconds what is missing."""
+    began = told = time.monotonic()
+    while placement_group_table(reserved).get("state") in ("PENDING", "PREPARED"):
+        time.sleep(LOOK_S)
+        if (now := time.monotonic()) - told > REPORT_EVERY_S:
+            told = now
+            say_waiting("the places of the workers", now - began, no_room(reserved.bundle_specs))

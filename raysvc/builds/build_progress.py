@@ -2,6 +2,7 @@
 
 Always true:
 - a rate is of the work: its clock starts when the first slice does, not when a cluster is asked for;
+- a worker that has brought nothing for twice the longest pause of any worker is not counted, nor is its node: it may be gone;
 - a build whose first rows are nearly all quarantined ends there, with examples; over slices that are too short to tell
   alone.
 """
@@ -9,7 +10,6 @@ Always true:
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from raysvc.cache.manifest import Receipt
     from raysvc.pipelines.sources.slices import Slice
 
+LEAST_PAUSE_S = 5.0
 FIRST_ROWS = 10_000  # of a build; when so many are known it goes on to its end
 
 
@@ -57,7 +58,8 @@ class BuildMeter:
         self._tokens = 0
         self._row_counts = RowCounts()
         self._examples: list[Quarantined] = []
-        self._workers: Counter[tuple[str, int]] = Counter()
+        self._heard: dict[tuple[str, int], float] = {}  # of each worker, when it last brought a slice
+        self._pause = LEAST_PAUSE_S  # the longest between two slices of a worker
         self._slowest: tuple[float, int, str] = (0.0, 0, "")  # seconds, slice, host
 
     def waiting(self, what: str) -> None:
@@ -97,7 +99,9 @@ class BuildMeter:
             return
         began = max(float(worker["began_s"]), self._asked)  # clocks of nodes differ
         self._work_began = min(began, self._work_began or began)
-        self._workers[worker["host"], worker["pid"]] += 1
+        who, now = (worker["host"], worker["pid"]), time.time()
+        self._pause = max(self._pause, worker["seconds"], now - self._heard.get(who, now))
+        self._heard[who] = now
         self._slowest = max(self._slowest, (worker["seconds"], receipt.slice_index, worker["host"]))
 
     def _record(self, receipt: Receipt, row_counts: RowCounts) -> None:
@@ -128,14 +132,15 @@ class BuildMeter:
         return facts
 
     def _where(self) -> dict[str, Any]:
-        """Of a build of several workers: how many, where, and the slice that took longest."""
-        if len(self._workers) < 2 or self._total == 0:
+        """Of a build of several workers: how many are at work, where, and the slice that took longest."""
+        if len(self._heard) < 2 or self._total == 0:
             return {}
+        working = [who for who, heard in self._heard.items() if time.time() - heard <= 2 * self._pause]
         seconds, index, host = self._slowest
         done = self._num_bytes * self._done / self._total
         return {
-            "nodes": len({host for host, _ in self._workers}),
-            "workers": len(self._workers),
+            "nodes": len({host for host, _ in working}),
+            "workers": len(working),
             "slices": f"{self._slices_done}/{len(self._rows)}",
             "MB": f"{done / 1e6:.0f}/{self._num_bytes / 1e6:.0f}",
             "slowest": f"slice {index} ({seconds:.1f} s on {host})",

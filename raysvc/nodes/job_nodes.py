@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from raysvc.cache.store.open import absolute, default_root, open_store
 from raysvc.nodes.place import SharedFile, SharedFolder, SharedModel
 from raysvc.nodes.preflight import Opening, ready_for, workers_see
-from raysvc.nodes.room import Resources, RoomWatch, Selector, living_nodes, nodes_with
+from raysvc.nodes.room import RoomWatch, Selector, living_nodes, nodes_with
 
 if TYPE_CHECKING:
     from raysvc.job.config import JobConfig
@@ -93,37 +93,49 @@ def ready_to_enrich(
     return ready_for("workers", opened, pool.needs(), pool.label_selector, may_grow=may_grow, say=say)
 
 
-def server_sees(job: JobConfig) -> None:
+def ready_to_serve(job: JobConfig) -> None:
     """The nodes where a job's server may start, unless it starts where this process is.
 
     Raises:
+        ConfigError: no node can hold it, and none may come.
         NodeError: one of them does not see what a server needs.
     """
+    _refuse_server_without_room(job)
+    _server_sees(job)
+
+
+def _server_sees(job: JobConfig) -> None:
     placement = job.server.placement
     in_bucket = open_store(default_root(job.cache.root)).local_path("") is None
     if placement == "any" or (placement == "data" and in_bucket):
         workers_see(_of_server(job), {"CPU": job.server.num_cpus}, _first_that_fits(KEPT))
 
 
-def trainer_sees(job: JobConfig) -> None:
+def ready_to_train(job: JobConfig) -> None:
     """The nodes where the ranks of a job may run, and its server with them.
 
     Raises:
+        ConfigError: the nodes cannot hold them all, and none may come.
         NodeError: one of them does not see what it needs.
     """
-    from raysvc.actors.placement import pick_device
+    from raysvc.actors.placement import place_groups, rank_need, refuse_without_places
+    from raysvc.job.config import held_beside
 
     trainer = job.trainer
-    cuda = pick_device(trainer.device, trainer.dp_size, trainer.gpus_per_worker).startswith("cuda")
-    gpus = (1.0 if cuda else 0.0) if trainer.gpus_per_worker is None else trainer.gpus_per_worker
-    need: Resources = {"CPU": trainer.cpus_per_worker, **({"GPU": gpus} if gpus else {})}
+    _, rank = rank_need(trainer.dp_size, trainer.device, trainer.cpus_per_worker, trainer.gpus_per_worker)
+    placed = place_groups({"trainer": rank})
+    if not trainer.wait_for_nodes:
+        refuse_without_places({"trainer": rank}, placed, False, held_beside(job))
+    if job.server.placement != "trainer":
+        _refuse_server_without_room(job)
+    need = placed.bundles[0]
     places = [_folder("trainer.run_dir", absolute(job.run_dir), job)]
     if (model := _model("trainer.model", trainer.model, None)) is not None:
         places.append(model)
     if job.server.placement == "trainer":
         places.append(_folder("cache.root", default_root(job.cache.root), job))
     workers_see(places, need)
-    server_sees(job)
+    _server_sees(job)
 
 
 def rollouts_see(
@@ -138,6 +150,16 @@ def rollouts_see(
     if prompts is not None:
         folders.append(_folder("cache.root", default_root(prompts.cache.root), prompts))
     workers_see(folders, {"CPU": num_cpus}, _first_that_fits(KEPT))
+
+
+def _refuse_server_without_room(job: JobConfig) -> None:
+    from raysvc.actors.launch import refuse_without_room, server_names
+    from raysvc.cluster import node_for
+
+    if job.trainer.wait_for_nodes or job.server.name in server_names():  # one that runs asks for no room
+        return
+    node_id = node_for(job.server.placement, default_root(job.cache.root))
+    refuse_without_room(job.server.num_cpus, node_id, may_grow=False)
 
 
 def _of_server(job: JobConfig) -> list[Opening]:

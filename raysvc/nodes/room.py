@@ -161,7 +161,8 @@ def refuse_what_never_fits(
 
 
 class RoomWatch:
-    """Says every few seconds what a wait lacks, until it is there, and looks at nodes as they come.
+    """Says every few seconds what a wait lacks, until it is there, and looks at nodes as they come; those that had room may
+    also go.
 
     Args:
         where: the key that asks.
@@ -182,11 +183,9 @@ class RoomWatch:
     ) -> None:
         self._where, self._need, self._selector = where, need, selector
         self._say, self._on_room = say, on_room
-        self._began = time.monotonic()
-        self._next = self._began
-        self._seen: Set[str] = (
-            frozenset()
-        )  # ids of the nodes that `on_room` has looked at; empty while there is no room
+        self._since = self._next = time.monotonic()
+        self._seen: Set[str] = frozenset()  # ids of the nodes that `on_room` has looked at
+        self._had_room: Set[str] | None = None  # all nodes, when there was room; None while there is none
 
     def check(self) -> None:
         """Called often; looks at the nodes every `SAY_EVERY_S`."""
@@ -195,16 +194,17 @@ class RoomWatch:
             return
         self._next = now + SAY_EVERY_S
         there = {str(node["NodeID"]) for node in living_nodes()}
-        if self._seen and there <= self._seen:
-            return
-        missing = no_room([self._need], self._selector)
+        missing = None if there == self._had_room else no_room([self._need], self._selector)
+        self._had_room = there if missing is None else None
         if missing is None:
-            self._on_room(self._seen)
-            self._seen = self._seen | there
+            self._since = now
+            if not there <= self._seen:
+                self._on_room(self._seen)
+                self._seen = self._seen | there
             return
         nodes = f" with {_text(self._selector)}" if self._selector else ""
         told = f"{missing} (asked for {amounts(self._need)}{nodes})"
-        log.warning("waiting for more nodes for=%r since=%.0fs: %s", self._where, now - self._began, told)
+        log.warning("waiting for more nodes for=%r since=%.0fs: %s", self._where, now - self._since, told)
         self._say(f"waiting for more nodes: {told}")
 
 
@@ -214,7 +214,7 @@ def amounts(bundle: Resources) -> str:
 
 
 def _amount(amount: float, kind: str, *, named: bool = True) -> str:
-    number = f"{amount / 1e9:.3g} GB" if kind == "memory" else f"{amount:g}"
+    number = f"{float(f'{amount / 1e9:.3g}'):g} GB" if kind == "memory" else f"{amount:g}"
     return f"{number} {kind}" if named else number
 
 

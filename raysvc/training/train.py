@@ -23,7 +23,7 @@ from raysvc.cluster import starting, starts_own
 from raysvc.errors import CheckpointDamaged, ConfigError
 from raysvc.job.config import JobConfig, cpus_held
 from raysvc.job.job_file import load_job
-from raysvc.nodes.job_nodes import trainer_sees
+from raysvc.nodes.job_nodes import ready_to_train
 from raysvc.progress import Progress, silent
 from raysvc.trackers.known_trackers import check_installed
 from raysvc.training.model_entries import check_entries, may_lack_entries
@@ -82,7 +82,7 @@ def train(
                 ray_there = starting(address, need_cpus=cpus_held(job))
                 if joins:
                     ray_there.result()
-                    trainer_sees(job)  # before its rows are tokenized
+                    ready_to_train(job)  # before its rows are tokenized
 
             from raysvc.training.train_loop import run_job
 

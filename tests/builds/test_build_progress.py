@@ -55,7 +55,11 @@ def test_a_build_of_several_nodes_names_nodes_workers_slices_bytes_and_the_slowe
         "slowest": "slice 2 (4.5 s on b)",
         "resumed rows": ROWS,
     }
+    now += 9  # longer than twice the pause of five seconds since `a` brought something, and not of `b`
+    meter.waiting("")
+    assert (ticks[-1].facts["nodes"], ticks[-1].facts["workers"]) == (1, 1), "of two the node may be gone"
     meter.add(receipt(4, "a", 1, began=5, took=1.0))
+    assert (ticks[-1].facts["nodes"], ticks[-1].facts["workers"]) == (2, 3), "workers may pause so long"
     meter.finish()
     assert ticks[-1].final
     assert "ETA" not in ticks[-1].facts

@@ -128,9 +128,9 @@ def main(rows: str, tokenizer: str, folder: str) -> dict[str, Any]:
         )
         told["left"] = sorted(str(path) for path in Path(folder).rglob(".probe-*"))
         from raysvc.job.job_file import load_job
-        from raysvc.nodes.job_nodes import trainer_sees
+        from raysvc.nodes.job_nodes import ready_to_train
 
-        told["warm"] = refusal(trainer_sees, load_job(job()))
+        told["warm"] = refusal(ready_to_train, load_job(job()))
         return told
     finally:
         node.kill()  # and all of its namespace

@@ -84,6 +84,16 @@ def test_a_wait_says_again_what_it_lacks_and_what_was_asked_for(
     nodes.pop()
     watch.check()
     assert len(there) == 2, "a node that goes is no news"
+    missing = iter(["needs 1 CPU, the cluster has 0", "needs 1 CPU, the cluster has 0", None])
+    monkeypatch.setattr(room, "no_room", lambda bundles, selector: next(missing))
+    nodes.pop()
+    for _ in range(4):
+        watch.check()
+    assert (
+        said[2:]
+        == ["waiting for more nodes: needs 1 CPU, the cluster has 0 (asked for 1 CPU with zone=mars)"] * 2
+    ), "unless it leaves no room"
+    assert len(there) == 2
 
 
 def test_a_node_of_ray_is_asked_by_its_own_labels(ray_session: None) -> None:

@@ -1,0 +1,75 @@
+"""What no node can hold is refused before a row is tokenized, and named again while nodes may come."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+
+import raysvc
+from raysvc.actors import launch
+from raysvc.actors.dispatch import worker_places
+from raysvc.errors import ConfigError
+
+LARGE: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "server": (raysvc.serve, {"server": {"num_cpus": 16}}, r"server.num_cpus: needs 16 CPU, the cluster has 4"),
+    "node": (
+        raysvc.serve,
+        {"server": {"num_cpus": 16, "placement": "data"}},
+        r"server.placement: .* needs 16 CPU, that node has 4",
+    ),
+    "ranks": (raysvc.train, {"trainer": {"dp_size": 16}}, r"trainer and the server: needs 8.5 CPU, the cluster has 4"),
+    "GPUs": (raysvc.train, {"trainer": {"device": "cuda"}}, r"trainer and the server: needs 1 GPU, the cluster has 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_no_node_can_hold_is_refused_before_a_row_is_tokenized(
+    name: str, tmp_path: Path, sample: dict[str, str], ray_session: None
+) -> None:
+    call, sections, text = LARGE[name]
+    job = {
+        "source": {"path": sample["rows"]},
+        "tokenizer": sample["tokenizer"],
+        "cache": {"root": str(tmp_path / "cache")},
+        "plan": {"batch_size": 4},
+        **sections,
+    }
+    job["trainer"] = {"run_dir": str(tmp_path / "run"), **sections.get("trainer", {})}
+    with pytest.raises(ConfigError, match=text):
+        call(job)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_wait_names_again_what_the_cluster_lacks(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(launch, "REPORT_EVERY_S", 0.1)
+    monkeypatch.setattr(worker_places, "REPORT_EVERY_S", 0.1)
+    waiting = ray.remote(num_cpus=16)(lambda: None).remote()
+    with pytest.raises(TimeoutError):
+        launch.wait_for(waiting, "it", 0.25, lacks=lambda: "needs 16 CPU")
+    ray.cancel(waiting)
+    assert [message.endswith("s: needs 16 CPU") for message in caplog.messages] == [True, True]
+
+    caplog.clear()
+    reserved = placement_group([{"CPU": 9.0}])
+    thread = threading.Thread(target=worker_places.wait_for_places, args=(reserved,))
+    thread.start()
+    until = time.monotonic() + 20
+    while len(caplog.messages) < 2 and time.monotonic() < until:
+        time.sleep(0.05)
+    remove_placement_group(reserved)
+    thread.join(20)
+    assert not thread.is_alive(), "places that were removed are not waited for"
+    assert [message.endswith("s: needs 9 CPU, the cluster has 4") for message in caplog.messages[:2]] == [
+        True
+    ] * 2
