@@ -19,6 +19,11 @@ EXAMPLES_SHOWN = 3
 NULLS_IN_CALLS = "nulls in arguments of calls"
 NULLS_IN_TOOLS = "nulls in tools"
 NULLS = frozenset({NULLS_IN_CALLS, NULLS_IN_TOOLS})  # noted, and nothing is changed by it
+_OF_TEMPLATES = (
+    "template",
+    "a trained ",
+    "a token spans",
+)  # what reasons say that another template may not have
 NULLS_SHARE = 0.01  # of all rows: most may have neither calls nor tools
 COUNTS = (
     "rows_in",
@@ -201,7 +206,8 @@ def errors_of(name: str) -> Iterator[None]:
         if not name:
             raise
         where = error.where if error.where.startswith("source") else f"source: {error.where}"
-        raise type(error)(f"mixture.sources.{name}.{where}", error.what, error.remedy) from None
+        remedy = error.remedy.replace("--source-row ", f"--source-row {name}:")
+        raise type(error)(f"mixture.sources.{name}.{where}", error.what, remedy) from None
 
 
 def check_quarantine(row_counts: RowCounts, examples: Sequence[Quarantined], max_share: float) -> None:
@@ -225,7 +231,16 @@ def quarantine_exceeded(
     return QuarantineExceeded(
         "source",
         f"{what}: {shown_reasons(quarantined, examples)}",
-        "fix these rows, or raise max_quarantine to go on without them",
+        f"raysvc show JOB.YAML --source-row {examples[0].source_row} shows one; "
+        f"fix {what_to_fix(quarantined)}, or raise max_quarantine to go on without them",
+    )
+
+
+def what_to_fix(quarantined: Mapping[str, int]) -> str:
+    """Names what is to blame for the commonest of these reasons: the rows, or the template where a mask could not be verified."""
+    reason = max(quarantined, key=lambda one: quarantined[one])
+    return (
+        "these rows or the chat template" if any(words in reason for words in _OF_TEMPLATES) else "these rows"
     )
 
 

@@ -134,6 +134,15 @@ class RowSequences:
             flat, origins = self._with_mismatched(flat, origins, counter)
         return RowChunk(counter, flat, origins), num_read
 
+    def rendered(self, row: SourceRow) -> list[Sequence]:
+        """Renders a row that was read before, whatever is wrong with it; the list is empty where nothing can be rendered."""
+        if row.data is None or self.format is None:
+            return []
+        try:
+            return self.renderer.unverified(row.data, self.format)
+        except (RowFault, RowDropped):
+            return []
+
     def _with_mismatched(
         self, flat: list[Sequence], origins: list[SourceRow], counter: RowCounter
     ) -> tuple[list[Sequence], list[SourceRow]]:

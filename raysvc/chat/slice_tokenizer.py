@@ -153,6 +153,10 @@ class SliceTokenizer:
         lines = bytes(data).removeprefix(codecs.BOM_UTF8)  # of any file whose first slice this is
         return self._run(lambda counter: self._made_of_lines(lines, first_row, counter), first_rows)
 
+    def rendered(self, row: SourceRow) -> list[Sequence]:
+        """Renders a row that was tokenized before, for a person who asks why it was left out: see `RowSequences.rendered`."""
+        return self._rows.rendered(row)
+
     def _run(
         self, make: Callable[[RowCounter], Iterator[tuple[Kept, int]]], first_rows: FirstRows | None
     ) -> SliceResult:

@@ -13,23 +13,31 @@ import typer
 from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit, served_run
 from raysvc.cli.enrich import as_far_as_there
 from raysvc.cli.replay import Tokenizer
+from raysvc.cli.row_text import print_picture, token_counts
 from raysvc.cli.show_rollouts import show_rollouts
+from raysvc.cli.show_source_row import show_source_row
 from raysvc.cli.view import View, print_rows, printable
 
 if TYPE_CHECKING:
     from raysvc.builds.cache_entry import CacheEntry
     from raysvc.inspect.row_media import ShownMedium
-    from raysvc.inspect.row_view import Kind, RowPicture
+    from raysvc.inspect.row_view import RowPicture
     from raysvc.job.config import JobConfig
 
 RowNumber = Annotated[str, typer.Option(help="Row of the entry, counted from 0, or an id such as 2:17:451.")]
+SourceRowNumber = Annotated[
+    str | None,
+    typer.Option(
+        help="Row of the source, by its number in messages and logs (in a mixture NAME:NUMBER): also one that is left out, and why.",
+        metavar="NUMBER",
+    ),
+]
 StepNumber = Annotated[
     int | None, typer.Option(help="Show this step instead of a row. Needs no server.", min=0)
 ]
 Rank = Annotated[int | None, typer.Option(help="Only this rank's shards.", min=0)]
 Rows = Annotated[bool, typer.Option("--rows", help="List source and position of each row, without its text.")]
 Html = Annotated[Path | None, typer.Option("--out", help="Write an HTML page here instead.")]
-STYLES: dict[Kind, str] = {"trained": "bold green", "context": "dim", "special": "cyan"}
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,7 @@ def show(
     config: Job = "job.yaml",
     overrides: Overrides = None,
     row: RowNumber = "0",
+    source_row: SourceRowNumber = None,
     step: StepNumber = None,
     rank: Rank = None,
     rows: Rows = False,
@@ -61,6 +70,8 @@ def show(
 
     Example: raysvc show job.yaml --row 17
 
+    Example: raysvc show job.yaml --source-row 61
+
     Example: raysvc show job.yaml --step 812 --rank 1
 
     Example: raysvc show job.yaml --step 812 --rows
@@ -73,13 +84,20 @@ def show(
     from raysvc.job.job_file import load_job
 
     if (run := served_run(config, overrides)) is not None:
-        if row != "0" or rows or rank is not None or html is not None:
-            raise ConfigError("--row, --rows, --rank, --out", "are for runs of a job", "leave them out")
+        if row != "0" or source_row or rows or rank is not None or html is not None:
+            raise ConfigError(
+                "--row, --source-row, --rows, --rank, --out", "are for runs of a job", "leave them out"
+            )
         show_rollouts(run, step, tokenizer, as_json)
         return
     if tokenizer is not None:
         raise ConfigError("--tokenizer", "is for runs of rollouts, and a job names its own", "leave it out")
     job = load_job(config, overrides or ())
+    if source_row is not None:
+        if row != "0" or step is not None or rows or rank is not None or html is not None:
+            raise ConfigError("--source-row", "is shown alone, as text", "leave out the other options")
+        show_source_row(job, source_row, as_json)
+        return
     if step is None and (rows or rank is not None):
         raise ConfigError("--rows, --rank", "apply to a step", "add --step")
     if step is not None:
@@ -123,7 +141,7 @@ def _row(job: JobConfig, row: int, address: str | None) -> tuple[_Shown, dict[st
     picture = row_picture(row, values["input_ids"], values["loss_mask"], entry.tokenizer)
     carried = columns_of_row(values)
     number, (turn,) = values["source_row"], entry.turns([row])
-    head = f"row {written(row)} of {entry.num_rows}, {_origin(number, turn)}, {_tokens(picture)}{_carried(carried)}"
+    head = f"row {written(row)} of {entry.num_rows}, {_origin(number, turn)}, {token_counts(picture)}{_carried(carried)}"
     spans = [list(span) for span in entry.spans(row)]
     removed = _removed(job, entry, number)
     notes = [f"note: {_removed_note(removed, entry)}"] if removed else []
@@ -196,7 +214,7 @@ def _removed(job: JobConfig, entry: CacheEntry, source_row: int) -> int | None:
     if job.mixture is not None:
         return None
     try:
-        return tokenized_again(job, source_row).row_counts.reasoning_removed
+        return tokenized_again(job, source_row).result.row_counts.reasoning_removed
     except RaysvcError:
         return None  # the source is gone, or is another by now
 
@@ -246,18 +264,12 @@ def _head(picture: RowPicture, origin: str) -> str:
         return f"{where} | dummy: {picture.length} tokens without loss, so that all ranks do the same work"
     row = f"row {written(picture.row_id)} ({origin})"
     positions = f"positions {picture.first}–{picture.last}"
-    return f"{where} | {row}, {_tokens(picture)}, {positions}{_carried(picture.columns)}"
+    return f"{where} | {row}, {token_counts(picture)}, {positions}{_carried(picture.columns)}"
 
 
 def _carried(columns: Mapping[str, Any]) -> str:
     there = {name: value for name, value in columns.items() if value is not None and value != ""}
     return "".join(f" | {name}: {str(value)[:60]}" for name, value in there.items())
-
-
-def _tokens(picture: RowPicture) -> str:
-    turns = sum(stretch.kind == "trained" for stretch in picture.stretches)
-    where = f" in {turns} turn{'s' if turns > 1 else ''}" if turns else ""
-    return f"{picture.length} tokens, {picture.trained} trained{where}"
 
 
 def _cells(line: dict[str, Any]) -> dict[str, Any]:
@@ -279,12 +291,6 @@ def _print(shown: _Shown) -> None:
         for note in (fact for fact in shown.facts if fact.startswith("note: ")):
             print(printable(note))
     for head, picture in shown.rows:
-        text = Text()
-        for words, kind in picture.stretches:
-            words = printable(words)
-            text.append(f"»{words}«" if kind == "trained" else words, style=STYLES[kind])
-        console.print(Text(f"\n── {head}", style="bold"), soft_wrap=True)
-        if not picture.is_dummy:
-            console.print(text, soft_wrap=True)
+        print_picture(console, head, picture)
         for number, one in enumerate(shown.media.get(picture.row_id, ()), start=1):
             console.print(Text(f"[{number}] {one}"), soft_wrap=True)

@@ -6,18 +6,38 @@ Always true:
 
 from __future__ import annotations
 
-from itertools import islice
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from raysvc.errors import SourceError
 
 if TYPE_CHECKING:
+    from raysvc.chat.sequence import Sequence
     from raysvc.chat.slice_tokenizer import SliceResult
+    from raysvc.chat.source.json_rows import SourceRow
+    from raysvc.inspect.row_view import RowPicture
     from raysvc.job.config import JobConfig
 
 
-def tokenized_again(job: JobConfig, source_row: int) -> SliceResult:
-    """What a build makes of one row.
+@dataclass(frozen=True)
+class RowAgain:
+    """One source row and what becomes of it.
+
+    Attributes:
+        row: as its file has it.
+        result: a slice of this row alone.
+        pictures: what is written of it, one for each of its sequences; empty where it is left out.
+        texts: what is rendered of it, with spans as far as these are known; empty where nothing can be rendered.
+    """
+
+    row: SourceRow
+    result: SliceResult
+    pictures: list[RowPicture]
+    texts: list[Sequence]
+
+
+def tokenized_again(job: JobConfig, source_row: int) -> RowAgain:
+    """Makes one row as a build makes it.
 
     Args:
         job: of one source.
@@ -30,6 +50,7 @@ def tokenized_again(job: JobConfig, source_row: int) -> SliceResult:
     from raysvc.builds.build_plan import plan_build
     from raysvc.cache.store.open import open_store
     from raysvc.chat.slice_tokenizer import SliceTokenizer
+    from raysvc.inspect.row_view import row_picture
     from raysvc.pipelines.reading.media_files import folder_of
     from raysvc.pipelines.reading.readers import read_rows
     from raysvc.pipelines.tokenize import desk_of
@@ -38,10 +59,18 @@ def tokenized_again(job: JobConfig, source_row: int) -> SliceResult:
     for piece in plan.source.slices:
         if piece.first_row <= source_row < piece.first_row + piece.num_rows:
             rows = read_rows(piece, job.source.storage_options)
-            wanted = islice((row for row in rows if row.source_row == source_row), 1)
+            row = next((row for row in rows if row.source_row == source_row), None)
+            if row is None:
+                break
             desk = None
             if plan.processor is not None:
                 desk = desk_of(plan.spec, None, job.source.storage_options, plan.processor)
                 desk.folder_of = lambda number: folder_of(piece.path_of(number))  # noqa: B023  run at once
-            return SliceTokenizer(plan.spec, tokenizer=plan.tokenizer, desk=desk).run(wanted)
-    raise SourceError("source", f"there is no row {source_row}", "look whether its files were changed")
+            tokenizer = SliceTokenizer(plan.spec, tokenizer=plan.tokenizer, desk=desk)
+            result = tokenizer.run([row])
+            columns = (result.table[name].to_pylist() for name in ("input_ids", "loss_mask"))
+            hf = tokenizer.tokenizer.hf
+            pictures = [row_picture(source_row, ids, mask, hf) for ids, mask in zip(*columns, strict=True)]
+            return RowAgain(row, result, pictures, tokenizer.rendered(row))
+    last = max((piece.first_row + piece.num_rows for piece in plan.source.slices), default=0) - 1
+    raise SourceError("source", f"there is no row {source_row}", f"its rows have the numbers 0 to {last}")

@@ -18,7 +18,10 @@ from raysvc.ragged import Int64s
 from raysvc.row_ids import RowPlaces
 
 Int32s = npt.NDArray[np.int32]
-NO_ROW = "take the id from a row log, or from raysvc plan --step"
+NO_ROW = (
+    "take the id from a row log, or from raysvc plan --step; "
+    "raysvc show --source-row finds a row by its number in the source"
+)
 
 
 class PlanRows(Protocol):

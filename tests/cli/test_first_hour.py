@@ -106,8 +106,8 @@ MISTAKES = [
     ),
     Mistake(
         "tokenize job.yaml source.path=[rows.jsonl,cut.jsonl]",
-        f"source: 1 of 13 {QUARANTINED}broken JSON (1 rows, e.g. row 12: Expecting value at character 48); fix these "
-        "rows, or raise max_quarantine to go on without them",
+        f"source: 1 of 13 {QUARANTINED}broken JSON (1 rows, e.g. row 12: Expecting value at character 48); "
+        "raysvc show JOB.YAML --source-row 12 shows one; fix these rows, or raise max_quarantine to go on without them",
         "tokenize job.yaml source.path=[rows.jsonl,cut.jsonl] max_quarantine=0.1",
     ),
     # columns
@@ -140,7 +140,8 @@ MISTAKES = [
     Mistake(
         "tokenize job.yaml source.path=text.jsonl",
         f"source: 4 of 4 {QUARANTINED}broken JSON in 'messages' (4 rows, e.g. rows 0 and 1 and 2: unexpected character, "
-        "expected a JSON value: line 1 column 1 (char 0)); fix these rows, or raise max_quarantine to go on without them",
+        "expected a JSON value: line 1 column 1 (char 0)); raysvc show JOB.YAML --source-row 0 shows one; fix these rows, or "
+        "raise max_quarantine to go on without them",
         None,
     ),
     Mistake(
@@ -151,7 +152,8 @@ MISTAKES = [
     Mistake(
         "tokenize job.yaml source.path=narrator.jsonl",
         f"source: 4 of 4 {QUARANTINED}no message of the assistant, and unknown roles: narrator (4 rows, e.g. rows 0 and 1 and "
-        "2: map them: source.roles: {narrator: assistant}); fix these rows, or raise max_quarantine to go on without them",
+        "2: map them: source.roles: {narrator: assistant}); raysvc show JOB.YAML --source-row 0 shows one; fix these rows, or "
+        "raise max_quarantine to go on without them",
         "tokenize job.yaml source.path=narrator.jsonl source.roles.narrator=assistant",
     ),
     Mistake(
@@ -259,7 +261,8 @@ MISTAKES = [
     # rows, steps, runs
     Mistake(
         "show job.yaml --row 9999",
-        "row: there is no row 0:0:9999; take the id from a row log, or from raysvc plan --step",
+        "row: there is no row 0:0:9999; take the id from a row log, or from raysvc plan --step; raysvc show --source-row finds a row "
+        "by its number in the source",
         "show job.yaml --row 0:0:11",
     ),
     Mistake(

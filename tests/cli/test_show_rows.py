@@ -94,3 +94,46 @@ def test_a_column_is_shown_where_the_row_has_a_value(tmp_path: Path, sample: dic
     step = runner.invoke(app, ["show", "-c", str(job), "--step", "0"])
     assert step.exit_code == 0, step.stderr
     assert step.stdout.count("domain") == 1
+
+
+SPELLS = STRIPS.replace("message.content", "message.content.replace('8', 'eight')")
+
+
+def show_source_row(job: Path, row: int, *more: str) -> str:
+    result = runner.invoke(app, ["show", str(job), "--source-row", str(row), *more])
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+def test_a_row_that_no_build_accepts_is_shown_as_the_template_writes_it_with_the_reason(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    tokenizer = {"name": sample["tokenizer"], "chat_template": SPELLS}
+    job = job_file(tmp_path, [["a", "plain"], ["b", "it is 18"], ["c"]], tokenizer=tokenizer)
+    refused = runner.invoke(app, ["show", str(job), "--row", "1"])
+    assert "--source-row 1 shows one" in refused.stderr
+    shown = show_source_row(job, 1)
+    assert "source row 1 is quarantined: a trained turn does not hold its message" in shown
+    assert "<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\nit is 1eight<|im_end|>" in shown
+    assert "»plain<|im_end|>«" in show_source_row(job, 0)
+    dropped = show_source_row(job, 2)
+    assert "source row 2 is dropped: no assistant message" in dropped
+    assert '{"messages": [{"role": "user", "content": "c"}]}' in dropped
+    told = json.loads(show_source_row(job, 1, "--json"))
+    assert (told["source_row"], told["written"], told["reason"]) == (
+        1,
+        False,
+        "a trained turn does not hold its message",
+    )
+
+
+def test_a_row_of_a_source_is_found_by_its_own_number_where_rows_before_it_were_left_out(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    job = job_file(tmp_path, [["dropped"], ["a", "first"], ["b", "second"]], tokenizer=sample["tokenizer"])
+    assert "second" in show(job, 1)
+    assert "first" in show_source_row(job, 1)
+    missing = runner.invoke(app, ["show", str(job), "--row", "2"])
+    assert "--source-row" in missing.stderr
+    beyond = runner.invoke(app, ["show", str(job), "--source-row", "3"])
+    assert "its rows have the numbers 0 to 2" in beyond.stderr

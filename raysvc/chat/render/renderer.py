@@ -101,6 +101,26 @@ class Renderer:
             examples = tuple(chain.from_iterable(map(each_turn, examples)))
         return [self.sequence(example) for example in examples]
 
+    def unverified(self, row: Mapping[str, Any], form: Format) -> list[Sequence]:
+        """Renders a row as `sequences` does; a conversation whose turns cannot be verified has no span.
+
+        Raises:
+            RowFault: the row cannot be read or rendered.
+            RowDropped: it has no message that could be trained.
+        """
+        found = []
+        for example in form.normalize(row):
+            try:
+                found.append(self.sequence(example))
+            except (RowFault, RowDropped):
+                if not isinstance(example, ChatExample):
+                    raise
+                template, _ = self._template(example.tools is not None)
+                fitted = self._fitted(example)
+                text = template.render(fitted.messages, fitted.tools, prompt=fitted.prompt).text
+                found.append(Sequence(text, [], example=fitted))
+        return found
+
     def sequence(self, example: Example) -> Sequence:
         """One sequence.
 
