@@ -1,18 +1,18 @@
 """Rollouts on disk: groups, which of them are in which step, and what was forgotten.
 
-    groups/000000000042.g1.<uid>.arrow             rows of one put, or of several that came together
-    columns/000000000043.g1.<uid>.arrow            columns that came after their rows
-    events/000000000044.g1.<uid>.json              what else happened: versions, timelines, reservations, drops, quarantine
-    steps/000000000007.000000000045.g1.<uid>.json  the groups of step 7; the last record of a step counts
-    forgotten/000000000005.000000000046.g1.<uid>.json  steps below 5 are never asked for again; what they had
+    groups/000000000042.g1.<uid>-<digest>.arrow    rows of one put, or of several that came together
+    columns/000000000043.g1.<uid>-<digest>.arrow   columns that came after their rows
+    events/000000000044.g1.<uid>-<digest>.json     what else happened: versions, timelines, reservations, drops, quarantine
+    steps/000000000007.000000000045.g1.<uid>-<digest>.json  the groups of step 7; the last record of a step counts
+    forgotten/000000000005.000000000046.g1.<uid>-<digest>.json  steps below 5 are never asked for again; what they had
     begins/000000000002.json                       from which number on each owner until the second (g2) writes; the last counts
 
 All records are numbered through, and say which owner of the folder wrote them (`raysvc.cache.store.claim`).
 Always true:
 - a record of an earlier owner from a `begins` number on was never acknowledged and does not count: it came out of the network, or from a
   process that slept, after its successor had read the folder;
-- a file is complete when it can be seen, and durable when the call that made it returns; one that something else
-  left torn was never acknowledged, and is passed over;
+- a file is complete when it can be seen, and durable when the call that made it returns;
+- a file that is not what was written is refused by name. Of an earlier version, whose names have no digest, one that is torn is passed over;
 - groups, columns and events are numbered through and found again by listing, in the order in which they came;
   nothing is renamed over;
 - what is removed was named before in a record of `forgotten`: a death in between loses no group and doubles none.
@@ -31,7 +31,10 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from raysvc.actors.rollouts.table_bytes import file_buffers
+from raysvc.cache.local.named_digest import named, read_named
+from raysvc.cache.local.sealed import opened_if_sealed, sealed
 from raysvc.cache.store.claim import Claim, open_owned
+from raysvc.errors import StoreError
 
 log = logging.getLogger(__name__)
 Key = tuple[str, int]
@@ -40,6 +43,7 @@ Event = dict[str, Any]  # one field, whose name says what happened
 NUMBERED: tuple[Folder, ...] = ("groups", "columns", "events")
 BY_STEP = ("steps", "forgotten")  # names begin with a step there
 MOST_FORGOTTEN = 64  # records of what was forgotten
+REMEDY = "restore it; or remove it, and the server goes on without what it says"
 MOST_BEGINS = 64  # a request that is on its way for longer than so many restarts would be believed
 
 
@@ -76,7 +80,9 @@ class Spool:
         self._begins = self._read_begins()
         number, mine = self._next_number(), f"{owner:012d}.json"
         self._begins = {**_telling(self._begins, number), owner: number}
-        self._store.create(f"begins/{mine}", json.dumps(self._begins).encode())
+        self._store.create(
+            f"begins/{mine}", sealed({str(owner): first for owner, first in self._begins.items()})
+        )
         for name in older:
             if name < mine:
                 self._store.delete(f"begins/{name}")
@@ -92,32 +98,35 @@ class Spool:
 
     def put(self, table: pa.Table, folder: Folder = "groups") -> str:
         """Write a table; returns its name. When this returns it is on disk."""
-        name = f"{self._stamp()}.arrow"
-        self._store.write(f"{folder}/{name}", file_buffers(table))
+        data = file_buffers(table)
+        name = named(self._stamp(), "arrow", data)
+        self._store.write(f"{folder}/{name}", data)
         return name
 
     def read(self, name: str, folder: Folder = "groups") -> pa.Table:
         """One table.
 
         Raises:
-            pyarrow.ArrowInvalid: it is torn.
+            StoreError: it is damaged.
+            pyarrow.ArrowInvalid: it is torn, and of an earlier version.
         """
-        return pa.ipc.open_file(pa.BufferReader(self._store.read(f"{folder}/{name}"))).read_all()
+        return pa.ipc.open_file(pa.BufferReader(self._read(f"{folder}/{name}"))).read_all()
 
     def write_events(self, events: list[Event]) -> str:
         """Keep what happened; returns the name of the record."""
-        name = f"{self._stamp()}.json"
-        self._store.write(f"events/{name}", json.dumps(events).encode())
+        data = json.dumps(events).encode()
+        name = named(self._stamp(), "json", data)
+        self._store.write(f"events/{name}", data)
         return name
 
     def read_events(self, name: str) -> list[Event]:
-        """One record; nothing for a torn one."""
-        try:
-            events: list[Event] = json.loads(self._store.read(f"events/{name}"))
-        except (FileNotFoundError, ValueError):
-            log.warning("skipped a torn file: events/%s", name)
-            return []
-        return events
+        """One record; nothing for a torn one of an earlier version.
+
+        Raises:
+            StoreError: it is damaged.
+        """
+        events: list[Event] | None = self._json(f"events/{name}")
+        return events or []
 
     def remove_events(self, names: Iterable[str]) -> None:
         """Remove records that a snapshot replaced."""
@@ -191,23 +200,42 @@ class Spool:
     def _read_begins(self) -> dict[int, int]:
         """owner -> the first number that it could write, as the last owner that began says."""
         for name in sorted(self._store.list("begins"), reverse=True):
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                return {
-                    int(owner): first
-                    for owner, first in json.loads(self._store.read(f"begins/{name}")).items()
-                }
+            with contextlib.suppress(FileNotFoundError):
+                return self._begins_in(f"begins/{name}")
         return {}
 
+    def _begins_in(self, path: str) -> dict[int, int]:
+        data = self._store.read(path)
+        try:
+            return {int(owner): first for owner, first in opened_if_sealed(data).items()}
+        except ValueError as error:
+            raise StoreError(f"{self._store.url}/{path}", str(error), REMEDY) from None
+
     def _write(self, folder: str, number: int, record: Mapping[str, Any]) -> None:
-        self._store.write(f"{folder}/{number:012d}.{self._stamp()}.json", json.dumps(record).encode())
+        data = json.dumps(record).encode()
+        name = named(f"{number:012d}.{self._stamp()}", "json", data)
+        self._store.write(f"{folder}/{name}", data)
+
+    def _read(self, path: str) -> bytes:
+        return read_named(self._store, path, REMEDY)
+
+    def _json(self, path: str) -> Any:
+        """What a record says; None for one that is torn, or gone."""
+        try:
+            data = self._read(path)
+        except FileNotFoundError:
+            return None
+        try:
+            return json.loads(data)
+        except ValueError:
+            log.warning("passed over a torn file: %s", path)
+            return None
 
     def _records(self, folder: str) -> Iterable[dict[str, Any]]:
         """Of steps, or of what was forgotten, in the order in which they were written."""
         for name in sorted(self._listed(folder), key=_written):
-            try:
-                yield json.loads(self._store.read(f"{folder}/{name}"))
-            except (FileNotFoundError, ValueError):
-                log.warning("passed over a torn file: %s/%s", folder, name)
+            if (record := self._json(f"{folder}/{name}")) is not None:
+                yield record
 
 
 def _is_whole(name: str) -> bool:

@@ -324,7 +324,7 @@ class GroupStore:
 
         Raises:
             KeyError: they are gone.
-            pyarrow.ArrowInvalid: the file is damaged.
+            StoreError: the file is damaged.
         """
         with self.changed:
             group = self._groups[key]

@@ -228,7 +228,7 @@ class RolloutStream:
 
         Raises:
             KeyError: they are gone.
-            pyarrow.ArrowInvalid: the file is damaged.
+            StoreError: the file is damaged.
         """
         return batch_of(self.store.rows_of(key), self.store.group(key).row_ids)
 

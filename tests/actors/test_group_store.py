@@ -21,7 +21,7 @@ from raysvc.actors.rollouts.rollout_stream import RolloutStream
 from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.spec import RolloutSpec
 from raysvc.cache.store.posix import PosixStore
-from raysvc.errors import SourceError
+from raysvc.errors import SourceError, StoreError
 from raysvc.job.config import PlanConfig
 from raysvc.rl.group import Group
 from raysvc.rl.group_table import late_table, table_of
@@ -262,12 +262,16 @@ def test_a_group_whose_rows_are_damaged_is_quarantined_and_its_step_goes_on(
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     if restart:
         rollouts = stream(tmp_path, 4, 2, on_bad_group=policy)
-    with pytest.raises(Exception, match=r"."):
+        with pytest.raises(StoreError, match=path.name):
+            rollouts.make(0, (1,))
+        path.unlink()  # as the error says, where nobody has a copy
+    with pytest.raises((KeyError, StoreError), match=r"g1|digest"):
         rollouts.make(0, (1,))
     assert rollouts.repair(0, (1,))
     assert not rollouts.repair(0, (1,)), "the rest is whole"
     assert list(rollouts.pool.quarantined) == [("g1", 0)]
     assert rollouts.form(0, 0)
+    path.unlink(missing_ok=True)
     again = stream(tmp_path, 4, 2, on_bad_group=policy)
     for one in (rollouts, again):
         first, second = ids(one, 0)

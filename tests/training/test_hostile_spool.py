@@ -1,18 +1,34 @@
-"""Every kind of record of a server of rollouts, replaced by what would run, or cut: nothing runs, and the file is named."""
+"""Every kind of record of a server of rollouts, replaced by what would run, cut, or with a changed bit: nothing runs, and the file is named."""
 
 from __future__ import annotations
 
-import logging
+import re
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 from raysvc.actors.rollouts.group_log import Forgotten, Spool
+from raysvc.actors.server.journal import Journal
+from raysvc.cache.store.claim import Claim, Owner
+from raysvc.cache.store.posix import PosixStore
+from raysvc.errors import StoreError
 
 from .test_damaged_checkpoints import harms
 
-SEEN_BY_CHANCE = ("missing", "longer", "bit")  # records carry no digest
+KINDS = ("groups", "columns", "events", "steps", "forgotten", "begins")
+
+
+def written(url: str) -> None:
+    claim = Claim(PosixStore(url), Owner("server", "s"))
+    spool = Spool(url, {}, claim)
+    spool.begin()
+    for folder in ("groups", "columns"):
+        spool.put(pa.table({"n": list(range(100))}), folder)  # type: ignore[arg-type]
+    spool.write_events([{"told": [[0, 1]]}])
+    spool.write_step(1, [("a", 0)])
+    spool.forget(Forgotten(1, {("b", 0): 3}, {}))
+    claim.release()
 
 
 def read_all(url: str) -> None:
@@ -22,31 +38,68 @@ def read_all(url: str) -> None:
     for folder, name in spool.history():
         if folder == "events":
             spool.read_events(name)
-            continue
-        try:
+        else:
             spool.read(name, folder)
-        except pa.ArrowInvalid:  # who reads a spool logs its name: `GroupHistory`
-            logging.getLogger("test").warning("%s/%s", folder, name)
 
 
-@pytest.mark.parametrize("kind", ["groups", "columns", "events", "steps", "forgotten"])
-def test_no_record_of_a_spool_runs_and_one_that_is_not_whole_is_named(
-    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_damage_of_a_record_of_a_spool_is_refused_by_name_and_nothing_runs(
+    tmp_path: Path, kind: str
 ) -> None:
     url, marker = str(tmp_path / "spool"), tmp_path / "it-ran"
-    spool = Spool(url)
-    for folder in ("groups", "columns"):
-        spool.put(pa.table({"n": list(range(100))}), folder)  # type: ignore[arg-type]
-    spool.write_events([{"told": [[0, 1]]}])
-    spool.write_step(1, [("a", 0)])
-    spool.forget(Forgotten(1, {("b", 0): 3}, {}))
+    written(url)
     (path,) = (tmp_path / "spool" / kind).iterdir()
     good = path.read_bytes()
-    for what, bad in harms(good, marker, 2):
-        path.unlink(missing_ok=True)
-        if bad is not None:
-            path.write_bytes(bad)
-        caplog.clear()
-        read_all(url)
+    for what, bad in harms(good, marker, len(good)):
+        if bad is None:
+            continue  # nothing says that a record was there
+        path.unlink()
+        path.write_bytes(bad)
+        with pytest.raises(StoreError) as raised:
+            read_all(url)
+        assert raised.value.where == str(path), what
+        assert "restore it" in raised.value.remedy
         assert not marker.exists(), what
-        assert what.startswith(SEEN_BY_CHANCE) or f"{kind}/{path.name}" in caplog.text, what
+    path.write_bytes(good)
+    read_all(url)
+
+
+def test_records_without_digests_of_an_earlier_version_are_read(tmp_path: Path) -> None:
+    """Such a spool goes on; of its own records those that are not whole are passed over, as before."""
+    url = str(tmp_path / "spool")
+    written(url)
+    with_digest = re.compile(r"-[0-9a-f]{16}(?=\.(arrow|json)$)")
+    for path in list((tmp_path / "spool").rglob("*.*")):
+        if path.is_file():
+            path.rename(path.with_name(with_digest.sub("", path.name)))
+    spool = Spool(url)
+    (name,) = spool.names()
+    assert re.fullmatch(r"\d{12}\.g1\.[0-9a-f]{8}\.arrow", name)
+    assert spool.read(name)["n"].to_pylist() == list(range(100))
+    assert spool.steps() == {1: [("a", 0)]}
+    assert spool.forgotten() == Forgotten(1, {("b", 0): 3}, {})
+
+
+def test_every_damage_of_a_journal_is_refused_by_name_and_a_whole_record_before_it_counts(
+    tmp_path: Path,
+) -> None:
+    url, marker = str(tmp_path / "journal"), tmp_path / "it-ran"
+    Journal(url).save(lambda: {"leases": {"": {"fence": 3, "age_s": 0.25}}, "plan_hash": "ab"})
+    (path,) = Path(url).iterdir()
+    good = path.read_bytes()
+    for what, bad in harms(good, marker, len(good)):
+        if bad is None:
+            continue
+        path.write_bytes(bad)
+        with pytest.raises(StoreError) as raised:
+            Journal(url).load()
+        assert raised.value.where == str(path), what
+        assert not marker.exists(), what
+    path.write_bytes(good)
+    (newer := path.with_name(f"{2:012d}.json")).write_bytes(good[:-9])
+    whole = Journal(url).load()
+    assert whole is not None
+    assert whole["leases"] == {"": {"fence": 3, "age_s": 0.25}}
+    newer.unlink()
+    path.write_text('{"leases": {}}')
+    assert Journal(url).load() == {"leases": {}}, "a record of an earlier version has no checksum"
