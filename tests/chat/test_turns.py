@@ -128,6 +128,16 @@ def test_reasoning_that_the_template_removes_is_counted(tmp_path: Path) -> None:
     assert last.row_counts.reasoning_removed == 0
 
 
+def test_reasoning_that_is_removed_once_and_written_once_is_counted_where_both_say_the_same(
+    tmp_path: Path,
+) -> None:
+    again = [
+        {**one, "reasoning_content": "as ever"} if one["role"] == "assistant" else one for one in THOUGHTS
+    ]
+    _, result = made(thinking(tmp_path), again)
+    assert result.row_counts.reasoning_removed == 1
+
+
 NO_PLACE = """\
 {%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""

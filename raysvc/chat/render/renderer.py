@@ -17,6 +17,7 @@ text, unless the template wrote them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -208,7 +209,7 @@ class Renderer:
         if self._end_id is not None and kind == ENDLESS_TURN and not text[end:].strip():
             spans[-1], suffix = (start, len(text), OPEN_TURN), (self._end_id,)
         trained = "".join([text[start:end] for start, end, _ in spans]) if thoughts else ""
-        removed = sum(thought not in trained for thought in thoughts)
+        removed = sum(max(0, count - trained.count(thought)) for thought, count in Counter(thoughts).items())
         return Sequence(text, spans, suffix=suffix, example=example, removed=removed), render
 
     def _text(self, example: TextExample) -> Sequence:
