@@ -1,8 +1,17 @@
-"""Why one row did not become tokens.
+"""Why one row did not become tokens: a `RowFault` puts it into quarantine, a `RowDropped` leaves it out by a declared policy.
+
+Rooms raise them in the order in which a row passes:
+
+1. `source` raises a fault where a row cannot be read: broken JSON, a missing column, an unknown role, calls that are not JSON;
+   where no message would be trained it is dropped;
+2. `render` and `bounds` where the template raises, writes nothing of a role, or takes more than a render may;
+3. `turns` where the text of a turn cannot be told, or does not say what its message says: `turn_check` has the rules;
+4. `tokens` where a token lies over the edge of a turn, or decodes to another text;
+5. `truncate` and `select` drop what is too long; `carry` and `raysvc.media` raise faults of further columns and of media.
 
 Always true:
-- a `RowFault` sets its row aside (quarantine), a `RowDropped` leaves it out by a declared policy;
-- neither leaves the slice: both are caught at the row and counted.
+- neither leaves the slice: `row_sequences` catches those of texts and `select` those of tokens, each at its row, and
+  `RowCounter.leave_out` counts them.
 """
 
 from __future__ import annotations

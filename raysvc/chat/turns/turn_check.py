@@ -7,7 +7,7 @@ Always true, of a turn that was verified:
 - no text of the message holds a control token, and none stands in the turn but its end and what the template itself
   writes inside a turn.
 
-Reasoning may be missing: templates strip it from earlier turns. `removed_reasoning` says so.
+Reasoning may be missing: templates strip it from earlier turns. `Renderer` counts it (`Sequence.removed`).
 """
 
 from __future__ import annotations
