@@ -258,7 +258,8 @@ def _max_length(found: Look) -> str:
 def _of_layout(found: Look) -> str:
     if found.format in PACKED and found.layout != "packed":
         return "packed would let this model see several rows as one: see docs/models.md"
-    return "or padded_right, padded_left, packed, stream: see docs/concepts.md"
+    others = [name for name in ("padded_right", "padded_left", "packed", "stream") if name != found.layout]
+    return f"or {', '.join(others)}: see docs/concepts.md"
 
 
 def _objective(format_name: str) -> str:
