@@ -55,7 +55,7 @@ Wire = tuple[str, dict[str, Array]]  # header, arrays: what a ref holds
 CutWire = list[Any]
 PLAIN_BYTES = 1 << 14  # arrays up to this size travel as bytes
 PIECE_BYTES = 1 << 20  # the most that Ray copies into its store without starting six threads
-CUT_BELOW = 8 << 20  # larger arrays stay whole: docs/decisions.md
+CUT_BELOW = 8 << 20  # larger arrays stay whole
 WIRE_FORMAT, WIRE_VERSION = "raysvc.shard", 1  # the version grows when an old reader would misread
 BOUNDS = "_bounds"  # ends the name of an array that says where rows begin in another one
 

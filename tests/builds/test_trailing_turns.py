@@ -1,4 +1,4 @@
-"""Turns after the last answer are context: decided in docs/decisions.md, where SkyRL cuts or drops."""
+"""Turns after the last answer are context, where SkyRL cuts or drops them."""
 
 from __future__ import annotations
 
