@@ -64,7 +64,7 @@ def named_models(annotation: Any) -> bool:
 
 def table(head: str, rows: list[str]) -> str:
     """A headed Markdown table."""
-    return "\n".join([head, "", "| key | type | default | |", "| --- | --- | --- | --- |", *rows, ""])
+    return "\n".join([head, "", "| key | type | default | |", "|---|---|---|---|", *rows, ""])
 
 
 def line(name: str, field: Any, schema: dict[str, Any]) -> str:

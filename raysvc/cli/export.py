@@ -11,7 +11,11 @@ from raysvc.cli.common import AsJson, Job, Overrides, edge, emit
 
 Out = Annotated[Path, typer.Option(help="Folder to write; must not exist.", metavar="DIR")]
 Step = Annotated[
-    int | None, typer.Option(help="Export the checkpoint of this step. Default: the newest.", min=0)
+    int | None,
+    typer.Option(
+        help="Export the checkpoint of this step. Default: the best, with trainer.keep_best, else the newest.",
+        min=0,
+    ),
 ]
 
 
@@ -30,10 +34,13 @@ def export(
     Example: raysvc export job.yaml --step 100 --out model-100
     """
     from raysvc.job.job_file import load_job
+    from raysvc.training.export import best_steps
     from raysvc.training.export import export as write
 
-    checkpoint = write(load_job(config, overrides or ()), out, step)
+    job = load_job(config, overrides or ())
+    checkpoint = write(job, out, step)
     if as_json:
         emit({"model": str(out.absolute()), "step": checkpoint.step})
     else:
-        print(f"model of step {checkpoint.step}: {out}")
+        best = ", the best" if checkpoint.step == best_steps(job) else ""
+        print(f"model of step {checkpoint.step}{best}: {out}")

@@ -107,10 +107,15 @@ def _facts(run_dir: str, summary: Mapping[str, Any]) -> Iterator[tuple[str, str]
         ),
     )
     yield "left out", _left_out(summary["left_out"])
-    best = f"{number(summary['loss_best'])} best (step {summary['loss_best_step']})"
-    yield "loss", f"{number(summary['loss_first'])} first, {number(summary['loss_last'])} last, {best}"
+    lowest = f"{number(summary['loss_best'])} best (step {summary['loss_best_step']})"
+    yield "loss", f"{number(summary['loss_first'])} first, {number(summary['loss_last'])} last, {lowest}"
     for name, line in summary["evals"].items():
         yield f"eval {name}", f"loss {number(line['loss'])} on {line['rows']:,} rows"
+    best, stopped = summary.get("best"), summary.get("stopped_early")
+    if stopped:
+        yield "stopped", f"early: {stopped['without']} evals without progress since eval {_lowest(stopped)}"
+    if best:
+        yield "best", f"eval {_lowest(best)}"
     if summary["tokens_per_s"]:
         waited = f"{summary['stall_fraction']:.1%} of the time waiting for data"
         yield "speed", f"{number(summary['tokens_per_s'])} trained tokens/s, {waited}"
@@ -122,8 +127,14 @@ def _facts(run_dir: str, summary: Mapping[str, Any]) -> Iterator[tuple[str, str]
     for name, outcome in summary.get("report_to", {}).items():
         yield f"tracker {name}", str(outcome)
     if summary["model"]:
-        yield "model", summary["model"]
+        of_best = f" (the best: of {best['steps']:,} steps)" if best else ""
+        yield "model", f"{summary['model']}{of_best}"
     yield "next", f"raysvc report {run_dir}"
+
+
+def _lowest(found: Mapping[str, Any]) -> str:
+    value = f"{found['metric']} {number(found['value'])}" if found["value"] is not None else "no number"
+    return f"{found['eval']}: {value} after {found['steps']:,} steps"
 
 
 def _left_out(found: Mapping[str, Any]) -> str:

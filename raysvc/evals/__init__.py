@@ -1,1 +1,1 @@
-"""What a run is measured on beside its training rows."""
+"""What a run is measured on beside its training rows, and what follows from it."""

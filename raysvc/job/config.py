@@ -29,7 +29,15 @@ from raysvc.job.text_config import (
     TrainOn,
     Truncation,
 )
-from raysvc.job.trainer_config import EvalConfig, Objective, Reduction, StagingConfig, TrainerConfig
+from raysvc.job.trainer_config import (
+    EvalConfig,
+    KeepBest,
+    Objective,
+    Reduction,
+    StagingConfig,
+    StopAfter,
+    TrainerConfig,
+)
 
 __all__ = [
     "NAME",
@@ -39,6 +47,7 @@ __all__ = [
     "EvalConfig",
     "Format",
     "JobConfig",
+    "KeepBest",
     "Layout",
     "MediaKind",
     "MixtureConfig",
@@ -53,6 +62,7 @@ __all__ = [
     "ServerConfig",
     "SourceConfig",
     "StagingConfig",
+    "StopAfter",
     "Tail",
     "TextSpec",
     "TokenizerConfig",
@@ -136,7 +146,22 @@ class JobConfig(Section):
             raise ValueError(
                 "trainer.eval_every_steps is given, but there are no evals; add a section evals or leave the key out"
             )
+        self._refuse_evals_that_decide_nothing()
         return self
+
+    def _refuse_evals_that_decide_nothing(self) -> None:
+        """Evals decide only where they are there and run more than once."""
+        for key in ("keep_best", "stop_after"):
+            named: KeepBest | None = getattr(self.trainer, key)
+            if named is None:
+                continue
+            if named.eval not in self.evals:
+                there = f"one of {', '.join(self.evals)}" if self.evals else "a section evals first"
+                raise ValueError(f"trainer.{key}.eval: {named.eval} is no eval of this job; give {there}")
+            if self.trainer.eval_every_steps is None:
+                raise ValueError(
+                    f"trainer.{key} needs evals during the run, and they run only at its end; give trainer.eval_every_steps"
+                )
 
     def _refuse_followed(self) -> None:
         """Refuse what a source without an end cannot have."""

@@ -26,7 +26,6 @@ class KnownKey(NamedTuple):
 _LORA = KnownKey(
     "", "the built-in trainer trains all weights; TRL with PEFT trains an entry, see docs/integrations.md"
 )
-_BEST = KnownKey("", "the built-in trainer's evals decide nothing; HF Trainer and TRL act on theirs")
 _ROWS_OF_STEP = KnownKey("plan.batch_size", "rows of a step over all ranks, however they are split")
 _CUT = KnownKey("plan.micro_batch_tokens", "batch_size rows are cut into micro-batches of so many tokens")
 KNOWN_KEYS: dict[str, KnownKey] = {
@@ -87,9 +86,14 @@ KNOWN_KEYS: dict[str, KnownKey] = {
     "val_size": KnownKey("evals.NAME.share", "held out by prompt, the same rows for ever"),
     "validation_split": KnownKey("evals.NAME.share", "or evals.NAME.source, rows of their own"),
     "eval_dataset": KnownKey("evals.NAME.source"),
-    "load_best_model_at_end": _BEST,
-    "metric_for_best_model": _BEST,
-    "early_stopping_patience": _BEST,
+    "eval_strategy": KnownKey("trainer.eval_every_steps", "without it, evals run at the end"),
+    "load_best_model_at_end": KnownKey("trainer.keep_best", "{eval: NAME, metric: loss}"),
+    "metric_for_best_model": KnownKey(
+        "trainer.keep_best.metric", "loss or bits_per_byte; the lowest is the best"
+    ),
+    "greater_is_better": KnownKey("", "the lowest value of trainer.keep_best.metric is the best"),
+    "early_stopping_patience": KnownKey("trainer.stop_after.patience", "{eval: NAME, patience: 3}"),
+    "early_stopping_threshold": KnownKey("trainer.stop_after.threshold"),
     "logging_steps": KnownKey("", "every step is logged, in metrics.jsonl of the run folder"),
     "run_name": KnownKey("server.name"),
     "resume_from_checkpoint": KnownKey("trainer.resume", "a run resumes by itself"),

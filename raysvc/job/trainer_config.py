@@ -36,6 +36,22 @@ class EvalConfig(Section):
         return self
 
 
+class KeepBest(Section):
+    """The best model is the one with the lowest metric of an eval."""
+
+    eval: str = Field(description="Its name.")
+    metric: Literal["loss", "bits_per_byte"] = Field(default="loss", description="Of the eval.")
+
+
+class StopAfter(KeepBest):
+    """Stops a run where HF's EarlyStoppingCallback would."""
+
+    patience: PositiveInt = Field(description="Evals without progress, after which the run stops.")
+    threshold: float = Field(
+        default=0.0, ge=0, description="Progress falls below the lowest by more than this."
+    )
+
+
 class StagingConfig(Section):
     """How a worker copies shards to its device. Each part can be switched off; no byte changes."""
 
@@ -130,6 +146,11 @@ class TrainerConfig(Section):
     eval_every_steps: PositiveInt | None = Field(
         default=None, description="Steps between evals; None: only at the end."
     )
+    keep_best: KeepBest | None = Field(
+        default=None,
+        description="Keep and export the best model; see docs/workers.md.",
+    )
+    stop_after: StopAfter | None = Field(default=None, description="Stop early; see docs/workers.md.")
     report_to: tuple[Literal["wandb", "tensorboard", "mlflow", "trackio"], ...] = Field(
         default=(), description="Trackers to report to; each needs `pip install 'raysvc[NAME]'`."
     )

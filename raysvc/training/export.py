@@ -25,6 +25,7 @@ from raysvc.cache.store.open import absolute
 from raysvc.chat.garbage import no_collection
 from raysvc.chat.tokens.tokenizer import LoadedTokenizer
 from raysvc.errors import CheckpointDamaged, ConfigError, TokenizerError
+from raysvc.evals.eval_decisions import EvalDecisions
 from raysvc.job.config import JobConfig, TokenizerConfig
 from raysvc.media.media_processor import config_files
 from raysvc.training.run_folder import Checkpoint, RunFolder, read_checkpoint, steps_of
@@ -36,7 +37,7 @@ def export(job: JobConfig, out: str | Path, step: int | None = None) -> Checkpoi
     """Write the model of a checkpoint of the job's run into `out`; returns which one it was.
 
     Args:
-        step: steps trained in it; None: the newest.
+        step: steps trained in it; None: the best, where the job has `trainer.keep_best`, else the newest.
 
     Raises:
         ConfigError: no such checkpoint, or `out` holds something.
@@ -46,10 +47,10 @@ def export(job: JobConfig, out: str | Path, step: int | None = None) -> Checkpoi
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError("--out", f"{target} exists and is not empty", "name a new folder")
     run = RunFolder(absolute(job.run_dir))
-    folder = _chosen(run, step)
+    folder = _chosen(run, step, best_steps(job))
     try:
         checkpoint = read_checkpoint(folder)
-        write_model(job, target, lambda draft: _from_checkpoint(checkpoint, draft))
+        write_model(job, target, lambda draft: from_checkpoint(checkpoint, draft))
     except CheckpointDamaged as error:
         earlier = run.before(folder)
         remedy = (
@@ -80,20 +81,41 @@ def write_model(
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _from_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
+def best_steps(job: JobConfig) -> int | None:
+    """Steps of the best model of a job's run; None where its job keeps none, or before its first eval."""
+    newest = RunFolder(absolute(job.run_dir)).newest() if job.trainer.keep_best else None
+    return None if newest is None else EvalDecisions.of(job.trainer, newest.state).best_steps
+
+
+def from_checkpoint(checkpoint: Checkpoint, folder: Path) -> None:
+    """Write the model of a checkpoint into a folder, as `transformers` reads it."""
     from raysvc.actors.model.hf_model import export_checkpoint
 
     export_checkpoint(checkpoint.folder, folder)
 
 
-def _chosen(run: RunFolder, step: int | None) -> Path:
+def best_checkpoint(run: RunFolder, steps: int) -> Checkpoint:
+    """The best checkpoint, which has so many steps.
+
+    Raises:
+        ConfigError: it is gone.
+        CheckpointDamaged: it is not what was written.
+    """
+    return read_checkpoint(_chosen(run, None, steps))
+
+
+def _chosen(run: RunFolder, step: int | None, best: int | None) -> Path:
+    """The folder of a checkpoint: of a step, else the best, else the newest."""
     there = {steps_of(folder): folder for folder in run.complete()}
     if not there:
         raise ConfigError("trainer.run_dir", f"{run.path} has no checkpoint", "train first: raysvc train")
-    chosen = max(there) if step is None else step
+    steps = ", ".join(map(str, there))
+    if step is None and best is not None and best not in there:
+        what = f"the best checkpoint, {best}, is not in {run.path} any more, but {steps}"
+        raise ConfigError("trainer.keep_best", what, "name one of these: raysvc export --step")
+    chosen = next(one for one in (step, best, max(there)) if one is not None)
     if chosen in there:
         return there[chosen]
-    steps = ", ".join(map(str, there))
     remedy = "name one of these; trainer.keep_checkpoints says how many stay"
     raise ConfigError("--step", f"{run.path} has no checkpoint {step}, but {steps}", remedy)
 

@@ -16,7 +16,7 @@ Always true:
 - a checkpoint without `state.json` does not exist for a reader; one whose `state.json` is not what was written is refused by name;
 - after a resume at step k the logs hold the steps below k and nothing else, so they end up as if the
   run had never stopped;
-- a checkpoint is removed only when enough newer ones are complete;
+- a checkpoint is removed only when enough newer ones are complete, and none that stays names it as the best;
 - one process at a time trains in a folder, on whatever machine; one that slept while another took its place publishes, prunes and exports
   nothing there; nor does one whose folder was moved.
 """
@@ -39,6 +39,7 @@ from raysvc.cache.store.claim import Claim, Owner
 from raysvc.cache.store.disk_failures import named_failures
 from raysvc.cache.store.posix import PosixStore
 from raysvc.errors import CheckpointDamaged, CheckpointTooOld, FolderLost, StateMismatch
+from raysvc.evals.eval_decisions import EvalDecisions, best_of_state
 from raysvc.training.step_log import lines_of
 
 if TYPE_CHECKING:
@@ -161,13 +162,16 @@ class RunFolder:
             self._claim.check()
 
     def prune(self, keep: int) -> None:
-        """Remove all but the newest `keep` checkpoints, and what a killed run left unfinished.
+        """Remove all but the newest `keep` checkpoints and the best of each, and what a killed run left unfinished.
 
         Raises:
             FolderLost: another process trains here now.
         """
         self.check_owner()
-        kept = set(self.complete()[-keep:])
+        complete = self.complete()
+        kept = set(complete[-keep:])
+        best = {_best_of(folder) for folder in kept}
+        kept.update(folder for folder in complete if steps_of(folder) in best)
         for folder in self._folders():
             if folder not in kept:
                 (folder / STATE).unlink(missing_ok=True)  # first stop existing, then go
@@ -261,6 +265,14 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointDamaged.of(path, str(error)) from None
 
 
+def _best_of(folder: Path) -> int | None:
+    """Steps of the best model that a checkpoint names; None for one that nobody can resume from."""
+    try:
+        return best_of_state(read_checkpoint(folder).state)
+    except (CheckpointDamaged, CheckpointTooOld):
+        return None
+
+
 def steps_of(folder: Path) -> int:
     """Steps that are trained in a checkpoint."""
     return int(folder.name.removeprefix("step-").split(".")[0])
@@ -277,3 +289,8 @@ def _sync(path: Path) -> None:
 def goal(job: JobConfig) -> dict[str, Any]:
     """What makes a finished run the one that was asked for."""
     return {"max_steps": job.trainer.max_steps, "epochs": job.plan.epochs}
+
+
+def is_over(state: Mapping[str, Any], job: JobConfig) -> bool:
+    """Whether a checkpoint with this state is the end of a job: it has all steps, or its evals stopped the run there."""
+    return state.get("done_for") == goal(job) or EvalDecisions.of(job.trainer, state).stops

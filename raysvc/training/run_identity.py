@@ -33,6 +33,7 @@ FILE = "run.json"
 FIXED = ("model", "loss", "loss_constant", "precision", "seed")
 CHANGEABLE = ("learning_rate", "lr_schedule", "warmup_steps", "weight_decay", "max_grad_norm", "max_steps")
 EPOCHS = "plan.epochs"
+STOP = "trainer.stop_after"  # only where it is given
 
 
 def identity_of(job: JobConfig, entry: CacheEntry) -> dict[str, Any]:
@@ -41,9 +42,11 @@ def identity_of(job: JobConfig, entry: CacheEntry) -> dict[str, Any]:
     plan = {f"plan.{name}": value for name, value in plan_of(job, entry).identity.items()}
     adapt = job.mixture.adapt if job.mixture else None
     adapts = {} if adapt is None else {"mixture.adapt": adapt.model_dump()}
+    stop = job.trainer.stop_after
+    stops = {} if stop is None else {STOP: stop.model_dump()}
     share = held_share(job)
     held = {} if share is None else {f"evals.{share.name}.share": share.share}
-    decides = {**plan, EPOCHS: job.plan.epochs, **trainer, **adapts, **held}
+    decides = {**plan, EPOCHS: job.plan.epochs, **trainer, **adapts, **stops, **held}
     identity: dict[str, Any] = json.loads(json.dumps(decides))
     return identity
 
@@ -55,7 +58,7 @@ def claim(folder: Path, identity: Mapping[str, Any], *, has_checkpoint: bool, ch
         folder: the run's.
         identity: of the job that wants to run there.
         has_checkpoint: whether there is something to resume.
-        changed: whether fields of `CHANGEABLE` and the number of epochs may differ.
+        changed: whether fields of `CHANGEABLE`, the number of epochs and `trainer.stop_after` may differ.
 
     Raises:
         StateMismatch: the folder belongs to another job, or another process wrote there meanwhile.
@@ -76,7 +79,7 @@ def _refuse_another(
     folder: Path, known: Mapping[str, Any], identity: Mapping[str, Any], changed: bool
 ) -> None:
     differ = [name for name in sorted({*known, *identity}) if known.get(name) != identity.get(name)]
-    changeable = {EPOCHS, *(f"trainer.{name}" for name in CHANGEABLE)}
+    changeable = {EPOCHS, STOP, *(f"trainer.{name}" for name in CHANGEABLE)}
     if not differ or (changed and set(differ) <= changeable):
         return
     fields = "; ".join(f"{name} was {known.get(name)!r} and is {identity.get(name)!r}" for name in differ)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysvc.collate.loss_weights import mean_count
 from raysvc.errors import ConfigError, StateMismatch
+from raysvc.evals.eval_decisions import NOTHING_DECIDED, EvalDecisions
 from raysvc.progress import Progress, Tick
 from raysvc.row_ids import written
 from raysvc.trackers.reporter import Reporter
@@ -118,11 +119,14 @@ class RunLog:
             shown["ETA"] = f"{left * statistics.median(self._step_s):.0f} s"
         self._progress(Tick("train", step.index + 1, self._stop, "steps", shown, final=not left))
 
-    def evals(self, step: int, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Write down what the evals say after `step`."""
+    def evals(self, step: int, lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Write down what the evals say after `step`; returns that."""
+        told = []
         for line in lines:
             self._evals.append({"step": step, **line})
             self._reporter.on_eval(step + 1, eval_metrics(line))
+            told.append(line)
+        return told
 
     def checkpoint(self, steps: int, folder: Path) -> None:
         """A checkpoint of so many steps is complete."""
@@ -233,8 +237,13 @@ def write_summary(
     tokens: int = 0,
     finished: bool = True,
     reporter: Reporter | None = None,
+    decisions: EvalDecisions = NOTHING_DECIDED,
 ) -> dict[str, Any]:
-    """What a run says at its end, also to its trackers; `finished`: it has trained all its steps.
+    """What a run says at its end, also to its trackers.
+
+    Args:
+        finished: it has trained all its steps, or its evals stopped it.
+        decisions: of its evals.
 
     Raises:
         ConfigError: the folder has no metrics.
@@ -256,6 +265,7 @@ def write_summary(
         "stall_fraction": round(stalls.total_s / loop_s, 4) if loop_s and stalls else 0.0,
         "stalls": dict((stalls or StallBook()).summary()),
         "evals": {line["eval"]: line for line in folder.lines(folder.evals)},  # the last of each
+        **decisions.to_summary(),
         "cache": cache_facts(entry),
         "left_out": left_out(entry),
         "resumed_from": resumed_from,

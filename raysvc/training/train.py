@@ -28,7 +28,7 @@ from raysvc.progress import Progress, silent
 from raysvc.trackers.known_trackers import check_installed
 from raysvc.training.model_entries import check_entries, may_lack_entries
 from raysvc.training.model_name import check_layout, check_model
-from raysvc.training.run_folder import RunFolder, goal
+from raysvc.training.run_folder import RunFolder, is_over
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def train(
     while True:
         try:
             checkpoint = folder.newest()
-            complete = checkpoint is not None and checkpoint.state.get("done_for") == goal(job)
+            complete = checkpoint is not None and is_over(checkpoint.state, job)
             if not complete and ray_there is None:
                 check_model(job.trainer.model)
                 joins = not starts_own(address)

@@ -18,6 +18,7 @@ from raysvc.builds.serve_log import read_served
 from raysvc.chat.tokens.token_bytes import count_bytes
 from raysvc.client.batch_client import BatchClient, Step, attach
 from raysvc.errors import LeaseHeld, StateMismatch, TokenizerError
+from raysvc.evals.eval_decisions import EvalDecisions
 from raysvc.job.config import JobConfig, cpus_held, held_beside
 from raysvc.progress import Progress, Tick
 from raysvc.trackers.reporter import NO_TRACKERS, Reporter, open_reporter
@@ -25,7 +26,7 @@ from raysvc.trackers.stalls import StallBook
 from raysvc.trackers.tracker import tracked_run
 from raysvc.training.adapting import MixtureAdapter
 from raysvc.training.evaluation import Evals, HeldBack
-from raysvc.training.export import export, tokenizer_beside, write_model
+from raysvc.training.export import best_checkpoint, export, from_checkpoint, tokenizer_beside, write_model
 from raysvc.training.loss_shares import LossShares
 from raysvc.training.model_entries import check_entries
 from raysvc.training.model_name import check_layout, check_scaling, vision_of, warn_of_scaling
@@ -84,14 +85,14 @@ def run_job(
             return _Run(job, folder, entry, build, checkpoint, progress, begin, should_stop).run(address)
         if build is not None:
             build.stop()
-        progress(
-            Tick("train", checkpoint.step, checkpoint.step, "steps", {"already": "complete"}, final=True)
-        )
+        decisions = EvalDecisions.of(job.trainer, checkpoint.state)
+        already = "stopped early" if decisions.stops else "complete"
+        progress(Tick("train", checkpoint.step, checkpoint.step, "steps", {"already": already}, final=True))
         if not folder.model.exists():
             export(job, folder.model)
         known = folder.summary()
-        if known is None:
-            return write_summary(folder, entry, checkpoint.step, checkpoint.step, 0.0)
+        if known is None or known["steps"] != checkpoint.step:  # it was killed before it wrote another
+            return write_summary(folder, entry, checkpoint.step, checkpoint.step, 0.0, decisions=decisions)
         return {
             **known,
             "cache": cache_facts(entry),
@@ -155,9 +156,14 @@ class _Run:
     last_end: float = 0.0
     reporter: Reporter = NO_TRACKERS
     adapting: MixtureAdapter = field(init=False)  # known once the rows are
+    decisions: EvalDecisions = field(init=False)  # of the evals so far
     save_tokenizer: Callable[[Path], None] | None = (
         None  # loaded since the first step, for the model at the end
     )
+
+    def __post_init__(self) -> None:
+        state = {} if self.checkpoint is None else self.checkpoint.state
+        self.decisions = EvalDecisions.of(self.job.trainer, state)
 
     def run(self, address: str | None) -> dict[str, Any]:
         """Open the trackers, train, and say how it went."""
@@ -241,7 +247,7 @@ class _Run:
             books.close()
         loop_s = time.perf_counter() - loop_begin
         resumed = start if self.checkpoint is not None else None
-        finished = client.frontier == stop
+        finished = client.frontier == stop or self.decisions.stops
         if self.build is not None and client.frontier >= per_epoch:
             self.build.wait()  # all slices are there; what is left is the manifest
         return write_summary(
@@ -254,6 +260,7 @@ class _Run:
             books.tokens,
             finished,
             self.reporter,
+            self.decisions,
         )
 
     def _write_served(self, start: int) -> None:
@@ -290,11 +297,12 @@ class _Run:
                 before = None
             if evaluating:
                 lines = evals.run(client, WorkerDispatch({GROUP: group}), GROUP, self.progress)
-                books.evals(step.index, lines)
+                self.decisions = self.decisions.after(done, books.evals(step.index, lines))
                 stage.go_on(evals.next_after(done))
-            if saving:
+            stops, is_best = self.decisions.stops, self.decisions.best_steps == done
+            if saving or stops or is_best:
                 self._save(client, group, stop, books)
-            if asked:
+            if asked or stops:
                 return
 
     def _evals(self, group: WorkerGroup, stop: int) -> Evals:
@@ -336,15 +344,26 @@ class _Run:
         folder = self.folder.new_checkpoint(state["frontier"])
         group.save_checkpoint(str(folder))
         done = {"done_for": goal(self.job)} if state["frontier"] == stop else {}
-        self.folder.publish(folder, {"data": state, **done})
+        self.folder.publish(folder, {"data": state, **self.decisions.to_state(), **done})
         books.checkpoint(state["frontier"], folder)
         self.folder.prune(self.job.trainer.keep_checkpoints)
-        if done:
-            write_model(self.job, self.folder.model, partial(self._save_model, group), self.save_tokenizer)
+        if done or self.decisions.stops:
+            write_model(
+                self.job,
+                self.folder.model,
+                partial(self._save_model, group, state["frontier"]),
+                self.save_tokenizer,
+            )
 
-    def _save_model(self, group: WorkerGroup, folder: Path) -> None:
-        """Let the workers write the model into a folder that takes the place of an older one, if this run still owns that."""
-        group.save_hf_model(str(folder))
+    def _save_model(self, group: WorkerGroup, steps: int, folder: Path) -> None:
+        """Let the workers write the model, or write the best one, into a folder that takes the place of an older one, if this run
+        still owns that.
+        """
+        best = self.decisions.best_steps
+        if best is None or best == steps:
+            group.save_hf_model(str(folder))
+        else:
+            from_checkpoint(best_checkpoint(self.folder, best), folder)
         self.folder.check_owner()
 
 

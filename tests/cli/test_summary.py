@@ -55,6 +55,16 @@ def test_the_end_of_a_run_says_what_was_trained_what_was_not_and_what_comes_next
     }
 
 
+def test_a_run_whose_evals_decided_says_what_and_since_when(capsys: pytest.CaptureFixture[str]) -> None:
+    best = {"eval": "held", "metric": "loss", "value": 4.9, "steps": 20}
+    told = lines(capsys, best=best, stopped_early={**best, "without": 2, "patience": 2})
+    assert told["stopped"] == "early: 2 evals without progress since eval held: loss 4.9 after 20 steps"
+    assert told["best"] == "eval held: loss 4.9 after 20 steps"
+    assert told["model"] == "/runs/a/model (the best: of 20 steps)"
+    nothing = {**best, "value": None, "steps": 0, "without": 2, "patience": 2}
+    assert "since eval held: no number" in lines(capsys, best=None, stopped_early=nothing)["stopped"]
+
+
 def test_a_run_that_goes_on_an_unfinished_one_and_a_growing_entry_say_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -1,0 +1,145 @@
+"""What a run does on what its evals say: `trainer.keep_best` and `trainer.stop_after`.
+
+1. After an eval its metric is compared with the lowest one before it.
+2. keep_best: where it is lower, the model is the best so far, and a checkpoint of it is written.
+3. stop_after: where it is lower by more than `threshold`, the count of evals without progress starts at 0 again, else it grows;
+   the run stops when the count is `patience`.
+
+Always true:
+- what is known lies in the state of every checkpoint, so a run that was killed decides as one that was not;
+- evals stop a run where HF's EarlyStoppingCallback stops it;
+- a value that is not a number is neither the best nor progress;
+- with another eval or metric in the job, nothing is known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from raysvc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raysvc.job.config import KeepBest, TrainerConfig
+
+
+@dataclass(frozen=True)
+class LowestMetric:
+    """The lowest value that a metric of an eval had.
+
+    Attributes:
+        eval: name of the eval.
+        metric: of it.
+        value: the lowest; None before the first.
+        steps: that were trained then.
+        without: evals since there was progress.
+    """
+
+    eval: str
+    metric: str
+    value: float | None = None
+    steps: int = 0
+    without: int = 0
+
+    @classmethod
+    def of(cls, config: KeepBest, known: Mapping[str, Any] | None) -> LowestMetric:
+        """Returns what is known of the metric that a job names.
+
+        Args:
+            known: of `asdict`, perhaps of another metric.
+        """
+        if known is not None and (known["eval"], known["metric"]) == (config.eval, config.metric):
+            return cls(**known)
+        return cls(config.eval, config.metric)
+
+    def after(self, steps: int, value: float, threshold: float = 0.0) -> LowestMetric:
+        """Returns what is known when an eval after `steps` trained steps said `value`."""
+        if not math.isfinite(value) or not (self.value is None or value < self.value):
+            return replace(self, without=self.without + 1)
+        progress = self.value is None or self.value - value > threshold
+        return replace(self, value=value, steps=steps, without=0 if progress else self.without + 1)
+
+
+@dataclass(frozen=True)
+class EvalDecisions:
+    """What the evals of a run decided up to some step.
+
+    Attributes:
+        best: of `trainer.keep_best`; None without it.
+        progress: of `trainer.stop_after`; None without it.
+        patience: of `trainer.stop_after`.
+        threshold: of `trainer.stop_after`.
+    """
+
+    best: LowestMetric | None = None
+    progress: LowestMetric | None = None
+    patience: int = 0
+    threshold: float = 0.0
+
+    @classmethod
+    def of(cls, trainer: TrainerConfig, state: Mapping[str, Any]) -> EvalDecisions:
+        """Returns what a job decides, from the state of a checkpoint on; an empty one is the start of a run."""
+        known, keep, stop = state.get("evals", {}), trainer.keep_best, trainer.stop_after
+        best = None if keep is None else LowestMetric.of(keep, known.get("best"))
+        if stop is None:
+            return cls(best)
+        return cls(best, LowestMetric.of(stop, known.get("progress")), stop.patience, stop.threshold)
+
+    @property
+    def stops(self) -> bool:
+        """Whether the run is over."""
+        return self.progress is not None and self.progress.without >= self.patience
+
+    @property
+    def best_steps(self) -> int | None:
+        """Steps that were trained when the model was the best; None before the first eval, and without `keep_best`."""
+        return None if self.best is None or self.best.value is None else self.best.steps
+
+    def after(self, steps: int, lines: Iterable[Mapping[str, Any]]) -> EvalDecisions:
+        """Returns what is decided when the evals after `steps` trained steps said these lines.
+
+        Raises:
+            ConfigError: an eval does not have the metric.
+        """
+        told = {line["eval"]: line for line in lines}
+        best, progress = self.best, self.progress
+        if best is not None:
+            best = best.after(steps, _value(told, best, "keep_best"))
+        if progress is not None:
+            progress = progress.after(steps, _value(told, progress, "stop_after"), self.threshold)
+        return replace(self, best=best, progress=progress)
+
+    def to_state(self) -> dict[str, Any]:
+        """The part of a checkpoint's state that `of` reads; empty where nothing is decided."""
+        known = {"best": self.best, "progress": self.progress}
+        there = {name: asdict(one) for name, one in known.items() if one is not None}
+        return {"evals": there} if there else {}
+
+    def to_summary(self) -> dict[str, Any]:
+        """`best` and `stopped_early` of a run's summary; None where there is none."""
+        best = None if self.best_steps is None or self.best is None else asdict(self.best)
+        if best is not None:
+            del best["without"]
+        stopped = (
+            {**asdict(self.progress), "patience": self.patience} if self.stops and self.progress else None
+        )
+        return {"best": best, "stopped_early": stopped}
+
+
+NOTHING_DECIDED = EvalDecisions()
+
+
+def best_of_state(state: Mapping[str, Any]) -> int | None:
+    """Steps of the best model that a checkpoint's state names; None where it names none."""
+    best = state.get("evals", {}).get("best")
+    return None if best is None or best["value"] is None else int(best["steps"])
+
+
+def _value(told: Mapping[str, Mapping[str, Any]], of: LowestMetric, key: str) -> float:
+    value = told[of.eval][of.metric]
+    if value is None:
+        what = f"eval {of.eval} has no {of.metric}: none of its tokens counts for it"
+        raise ConfigError(f"trainer.{key}", what, "give another metric, or another eval")
+    return float(value)
