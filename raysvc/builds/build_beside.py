@@ -5,6 +5,7 @@ Always true:
 - slices are made in the order in which the steps need them, from the next step on, and then the rest; of several sources by one
   builder, a first slice of each before all others, since it tells the columns;
 - an entry is finished when its last slice is made, whatever others need;
+- where weights share tokens, a sample of each source is made before there is a plan;
 - a source that is followed has a thread of its own, which looks for new rows when those that are listed are made;
 - an error of the build reaches the server, whoever waits there, and the caller of `check` or `wait`;
 - what was made before a stop or a kill is there for the next build.
@@ -31,6 +32,7 @@ from raysvc.cache.store.open import default_root
 from raysvc.errors import RaysvcError
 from raysvc.evals.held_rows import held_share
 from raysvc.job.config import JobConfig
+from raysvc.plan.entry_plan import sampled_slices
 from raysvc.plan.order import CustomOrder, Order
 from raysvc.plan.sliced.window_order import is_windowed
 from raysvc.progress import Progress, Tick
@@ -73,6 +75,8 @@ def find_or_begin(
     if len(entries) == len(found):
         return as_one(job, looked, entries), None
     growing = BuildBeside(job, found)
+    if job.mixture is not None and job.mixture.by == "tokens":
+        growing.make_sample(progress)
     return growing.entry, growing
 
 
@@ -90,8 +94,6 @@ def known_at_the_end(job: JobConfig, computed: Sequence[str]) -> str:
     Args:
         computed: columns that a model computes.
     """
-    if job.mixture is not None and job.mixture.by == "tokens":
-        return "mixture.by: tokens needs the tokens of all rows (by: rows does not wait)"
     if (held := held_share(job)) is not None:
         return f"evals.{held.name}.share needs the prompts of all rows"
     return f"a model computes {', '.join(computed)} of all rows" if computed else ""
@@ -126,6 +128,22 @@ class BuildBeside:
         self._stopping = threading.Event()
         self._error: Exception | None = None
         self._threads: list[threading.Thread] = []
+
+    def make_sample(self, progress: Progress) -> None:
+        """Make the slices whose tokens the shares of a mixture follow from, in this process: there is no plan before.
+
+        Raises:
+            RaysvcError: what a slice raises.
+        """
+        sampled = [(one, index) for one in self._builds for index in sampled_slices(one.growing())]
+        try:
+            for done, (one, index) in enumerate(sampled):
+                progress(Tick("sample", done, len(sampled), "slices"))
+                one.make_here(index)
+        except BaseException:
+            self._release()
+            raise
+        progress(Tick("sample", len(sampled), len(sampled), "slices", final=True))
 
     def make_first(self, job: JobConfig, step: int) -> None:
         """Begin with the first slice of each source that the steps from `step` on need, in a thread of this process: a cluster may only

@@ -186,8 +186,8 @@ class JobConfig(Section):
                 return
             where, shuffle = f"mixture.sources.{first[0]}.source", first[1].shuffle or shuffle
             epochs = epochs if self.is_endless else 1  # the other sources have some
-            if first[1].epochs is not None or self.mixture.by == "tokens":
-                raise ValueError(f"{where}.follow has no number of rows; give the sources weights, by: rows")
+            if first[1].epochs is not None:
+                raise ValueError(f"{where}.follow has no number of rows; give the sources weights")
         elif not self.source.follow:
             return
         problem = (

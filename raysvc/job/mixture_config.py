@@ -49,7 +49,8 @@ class MixtureConfig(Section):
         min_length=1, description="Name -> source, with a weight or with epochs; append new ones at the end."
     )
     by: Literal["rows", "tokens"] = Field(
-        default="rows", description="What the weights count; with a window, rows of the source."
+        default="rows",
+        description="What the weights count; with a window, rows of the source, and tokens as a sample of its slices has them.",
     )
     adapt: AdaptConfig | None = Field(
         default=None, description="Starve sources whose loss stays high, while `raysvc train` trains."

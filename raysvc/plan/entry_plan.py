@@ -11,6 +11,7 @@ Always true:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,6 +61,9 @@ class CountedRows(PlannedEntry, Protocol):
     @property
     def num_tokens(self) -> int:
         """The tokens of all rows."""
+
+
+SAMPLED = 4  # slices of a source with a window, whose tokens stand for those of all
 
 
 def plan_of_entries(
@@ -278,15 +282,41 @@ def weighted_counts(
     """Groups of each entry in a period in which they come by `weights`.
 
     Args:
-        by: what weights count, "rows" or "tokens"; with a window, rows of the source.
+        by: what weights count, "rows" or "tokens"; with a window, rows of the source, or the tokens that its sample has.
         shuffles: of each entry.
 
     Raises:
         PlanError: a weight is negative, or none is above 0.
     """
     groups = [count_groups(*each) for each in zip(entries, shuffles, strict=True)]
-    tokens = [entry.num_tokens for entry in entries] if by == "tokens" else None
-    return counts_by_weight(weights, groups, tokens)
+    if by == "rows":
+        return counts_by_weight(weights, groups)
+    return counts_by_weight(
+        weights, groups, [_tokens(*each) for each in zip(entries, shuffles, groups, strict=True)]
+    )
+
+
+def sampled_slices(entry: SlicedEntry) -> list[int]:
+    """The slices whose tokens stand for those of a source with a window: spread evenly over it, or over its first listing, so that
+    they are the same while it grows."""
+    known = len(entry.listings.known[0].slices) if entry.listings else len(entry.source_rows)
+    return sorted({place * (known - 1) // max(SAMPLED - 1, 1) for place in range(SAMPLED)})
+
+
+def _tokens(entry: CountedRows, shuffle: str, num_groups: int) -> Fraction | int:
+    """Tokens of so many groups of an entry; with a window as many as those of its sample have, each.
+
+    Raises:
+        PlanError: no row of the sample is left.
+    """
+    if not is_windowed(shuffle):
+        return entry.num_tokens
+    sampled = sampled_slices(entry)
+    found = sum(int(entry.slice_lengths(index).sum(dtype=np.int64)) for index in sampled)
+    if not found:
+        what = f"of a source with the key {entry.key[:12]} slices {sampled} are counted, and no row of them is left"
+        raise PlanError("mixture.by: tokens", what, "give by: rows, or mend the source")
+    return Fraction(found * num_groups, int(entry.source_rows[sampled].sum()))
 
 
 def _joined(entries: Sequence[PlannedEntry], bounds: Sequence[Int64s | None], pairs: bool) -> Groups | None:

@@ -240,7 +240,7 @@ def counts_by_epochs(epochs: Sequence[float], num_groups: Sequence[int]) -> tupl
 
 
 def counts_by_weight(
-    weights: Sequence[float], num_groups: Sequence[int], tokens: Sequence[int] | None = None
+    weights: Sequence[float], num_groups: Sequence[int], tokens: Sequence[Fraction | int] | None = None
 ) -> tuple[int, ...]:
     """Counts of a stage in which the sources come by `weights`, and the scarcest is passed once; where no source has an end, of
     `ENDLESS_PERIOD` groups.

@@ -159,16 +159,39 @@ def test_a_source_that_joins_later_does_not_move_earlier_steps(
     [
         ({"plan": {"batch_size": 4}}, r"mixture\.sources\.new\.source\.follow needs plan\.shuffle: window"),
         ({"cache": {"enabled": False}}, r"new\.source\.follow keeps its rows"),
-        ({"by": "tokens"}, r"new\.source\.follow has no number of rows; give the sources weights, by: rows"),
     ],
 )
 def test_what_cannot_be_is_refused_by_the_name_of_the_source(
     tmp_path: Path, sample: dict[str, str], change: dict[str, Any], what: str
 ) -> None:
     job = mixed(tmp_path, sample).model_dump(mode="json", exclude_unset=True)
-    job["mixture"].update({"by": change.pop("by", "rows")})
     with pytest.raises(RaysvcError, match=what):
         load_job({**job, **change})
+
+
+def test_epochs_of_a_source_without_an_end_are_refused_and_shares_of_tokens_are_not(
+    tmp_path: Path, sample: dict[str, str]
+) -> None:
+    """The first listing of each tells what a row has; later ones change no step."""
+    job = mixed(tmp_path, sample).model_dump(mode="json", exclude_unset=True)
+    passed = {name: {"source": one["source"], "epochs": 1} for name, one in job["mixture"]["sources"].items()}
+    with pytest.raises(
+        RaysvcError, match=r"new\.source\.follow has no number of rows; give the sources weights"
+    ):
+        load_job({**job, "mixture": {"sources": passed}})
+    job["mixture"]["by"] = "tokens"
+    shared = load_job(job)
+    entry, build = entry_or_build(shared, None, silent)
+    assert build is not None
+    plan = plan_of(shared, entry)
+    build.stop()
+    finished = raysvc.tokenize(shared)
+    assert plan_of(shared, finished).hash == plan.hash
+    before = steps_of(shared, finished)
+    (tmp_path / "new" / "b.jsonl").write_text(lines(*range(2000, 2040)))
+    after = steps_of(shared)
+    assert len(after) > len(before) > 0
+    assert after[: len(before)] == before
 
 
 def test_all_followed_sources_have_one_epoch(tmp_path: Path, sample: dict[str, str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import random
@@ -28,9 +30,11 @@ from raysvc.builds.build_beside import BuildBeside
 from raysvc.builds.job_plan import plan_of
 from raysvc.cache.growing.growing_entry import GrowingEntry
 from raysvc.errors import QuarantineExceeded, SourceError
+from raysvc.feedback.decision import Request, decision_of
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
 from raysvc.pipelines.tokenize import receipts_here
+from raysvc.plan.entry_plan import sampled_slices
 from raysvc.progress import Tick, silent
 from raysvc.row_ids import written
 
@@ -203,6 +207,31 @@ def test_private_entries_have_the_plan_of_shared_ones_also_while_they_grow(
         assert groups[0] == groups[1]
 
 
+def test_a_private_entry_that_was_killed_is_built_anew_and_its_steps_go_on(
+    tmp_path: Path, sample: dict[str, str], builder: Builder
+) -> None:
+    job = load_job(
+        windowed(tmp_path, sample, "own", "own-cache", cache={"root": str(tmp_path / "c"), "enabled": False})
+    )
+    made: list[tuple[str, Any, list[list[str]]]] = []
+    for dies_after in (5, 10**9):
+        entry, build = entry_or_build(job, None, silent)
+        assert build is not None
+        builder.dies_after, builder.made = dies_after, []
+        with contextlib.suppress(KeyboardInterrupt):
+            build_now(build, job, 0)
+        build.stop()
+        stream = streams_of(serve_spec(job, entry))[TRAIN]
+        there = itertools.takewhile(stream.is_there, range(stream.schedule.num_steps))
+        digests = [[shard.digest() for shard in stream.make(step, (2,))[1]] for step in there]
+        made.append((entry.uri, plan_of(job, entry).identity, digests))
+    (dead, was, before), (alive, now, after) = made
+    assert dead != alive, "nobody finds what is private"
+    assert was == now
+    assert 0 < len(before) < len(after)
+    assert after[: len(before)] == before
+
+
 def waits(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the log says since it was asked last of sources that the first step waits for."""
     said = [text for text in caplog.messages if text.startswith("the first step waits")]
@@ -211,7 +240,7 @@ def waits(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("by", ["tokens", "epochs"])
-def test_shares_of_tokens_wait_for_the_entries_and_say_so_and_epochs_do_not(
+def test_shares_of_tokens_and_epochs_wait_for_no_source_with_a_window(
     tmp_path: Path, sample: dict[str, str], by: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = mixed(tmp_path, sample, by, f"{by}-cache")
@@ -222,16 +251,92 @@ def test_shares_of_tokens_wait_for_the_entries_and_say_so_and_epochs_do_not(
         for each in data["mixture"]["sources"].values():
             each["epochs"] = each.pop("weight")
     _, build = entry_or_build(load_job(data), None, silent)
-    assert (build is None) == (by == "tokens")
-    said = waits(caplog)
-    if build is not None:
-        build.stop()
-        assert said == ["the first step waits until all of source 'song' is tokenized: it has no window"]
-        return
-    for text, name in zip(said, ROWS, strict=True):
-        assert text.startswith(f"the first step waits until all of source {name!r} is tokenized: mixture.by")
-    entry_or_build(load_job(data), None, silent)
-    assert not waits(caplog), "all is there"
+    assert build is not None
+    build.stop()
+    assert waits(caplog) == ["the first step waits until all of source 'song' is tokenized: it has no window"]
+
+
+def test_shares_of_tokens_follow_from_a_sample_and_steps_are_those_of_finished_entries(
+    tmp_path: Path, sample: dict[str, str], builder: Builder
+) -> None:
+    data = yaml.safe_load(mixed(tmp_path, sample, "tokens", "tokens-cache").read_text())
+    data["mixture"]["by"] = "tokens"
+    job = load_job(data)
+    entry, build = entry_or_build(job, None, silent)
+    assert build is not None
+    talk, tale, song = entry.entries
+    assert len(talk.source_rows) > len(sampled_slices(talk)) == 4 == len(sampled_slices(tale))
+    assert [talk.has([index]) for index in range(len(talk.source_rows))].count(True) == 4, "the sample alone"
+    spec = serve_spec(job, entry)
+    build_now(build, job, 0)
+    finished = raysvc.tokenize(job)
+    assert finished.hit
+    ahead = serve_spec(job, finished)
+    assert spec.mixture == ahead.mixture
+    growing, whole = (streams_of(one)[TRAIN] for one in (spec, ahead))
+    for step in range(growing.schedule.num_steps):
+        made = [[shard.digest() for shard in one.make(step, (2,))[1]] for one in (growing, whole)]
+        assert made[0] == made[1]
+    assert spec.mixture is not None
+    [(_, counts)] = spec.mixture.stages
+    tokens_of_a_group = [
+        one.num_tokens / groups for one, groups in zip(finished.entries, (60, 40, song.num_rows), strict=True)
+    ]
+    shares = [count * each for count, each in zip(counts, tokens_of_a_group, strict=True)]
+    assert shares[0] / shares[1] == pytest.approx(2, rel=0.15)
+    assert shares[2] / shares[1] == pytest.approx(1, rel=0.15)
+
+
+@pytest.mark.parametrize("by", ["rows", "tokens"])
+def test_a_decision_on_entries_that_grow_is_that_on_finished_ones(
+    tmp_path: Path, sample: dict[str, str], builder: Builder, by: str
+) -> None:
+    """A driver's, and that of `mixture.adapt`: the sources get other weights, and rows are left out that nobody has tokenized yet."""
+    data = yaml.safe_load(mixed(tmp_path, sample, "decides", "decides-cache").read_text())
+    data["mixture"]["by"] = by
+    job = load_job(data)
+    entry, build = entry_or_build(job, None, silent)
+    assert build is not None
+    for one in build._builds:
+        one.make_here(0)  # it tells the columns
+    spec = serve_spec(job, entry)
+    growing = streams_of(spec)[TRAIN]
+    late = next(index for index in range(7) if not entry.entries[0].has([index]))
+    asked = Request("x", 3, {"talk": 1, "tale": 3, "song": 0}, (row_ids.parse(f"0:{late}:1"),))
+    decision = decision_of(asked, 3, *growing.decides())
+    growing.follow([decision])
+    build_now(build, job, 0)
+    finished = streams_of(serve_spec(job, raysvc.tokenize(job)))[TRAIN]
+    undecided = [[shard.digest() for shard in finished.make(step, (2,))[1]] for step in range(6)]
+    again = decision_of(asked, 3, *finished.decides())
+    assert again == decision
+    finished.follow([again])
+    made = [
+        [[shard.digest() for shard in one.make(step, (2,))[1]] for step in range(6)]
+        for one in (growing, finished)
+    ]
+    assert made[0] == made[1]
+    assert made[1][:3] == undecided[:3]
+    assert made[1][3:] != undecided[3:]
+
+
+def test_a_sample_is_made_once_and_what_is_wrong_with_it_names_the_source(
+    tmp_path: Path, sample: dict[str, str], builder: Builder
+) -> None:
+    data = yaml.safe_load(mixed(tmp_path, sample, "again", "again-cache").read_text())
+    data["mixture"]["by"] = "tokens"
+    _, build = entry_or_build(load_job(data), None, silent)
+    assert build is not None
+    build.stop()
+    made = sorted((tmp_path / "again-cache").glob("*/part-*"))
+    _, build = entry_or_build(load_job(data), None, silent)
+    assert build is not None
+    build.stop()
+    assert sorted((tmp_path / "again-cache").glob("*/part-*")) == made
+    del data["mixture"]["sources"]["song"]
+    bad = load_job({**data, "max_length": 8, "truncation": "error"})
+    with pytest.raises(SourceError, match=r"^mixture\.sources\.(talk|tale)\.source:[0-9]+: "):
+        entry_or_build(bad, None, silent)
 
 
 def test_columns_that_a_model_computes_wait_for_the_entry_and_say_so(
