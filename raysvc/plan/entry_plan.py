@@ -315,7 +315,7 @@ def _tokens(entry: CountedRows, shuffle: str, num_groups: int) -> Fraction | int
     found = sum(int(entry.slice_lengths(index).sum(dtype=np.int64)) for index in sampled)
     if not found:
         what = f"of a source with the key {entry.key[:12]} slices {sampled} are counted, and no row of them is left"
-        raise PlanError("mixture.by: tokens", what, "give by: rows, or mend the source")
+        raise PlanError("mixture.by: tokens", what, "give by: rows, or fix the source")
     return Fraction(found * num_groups, int(entry.source_rows[sampled].sum()))
 
 
