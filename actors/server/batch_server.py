@@ -43,8 +43,7 @@ from raysvc.cache.store.claim import Claim
 from raysvc.collate.reused_memory import keep_freed_memory
 from raysvc.collate.shard import Shard, Wire, cut
 from raysvc.errors import ConfigError, LeaseHeld, StepOutOfOrder
-from raysvc.feedback.decision import Request
-from raysvc.feedback.feedback_log import RowOutcomes
+from raysvc.feedback.request import Request, RowOutcomes
 from raysvc.media.medium import COLUMN
 from raysvc.metrics import record, speak_for_server_of
 

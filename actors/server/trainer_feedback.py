@@ -15,8 +15,9 @@ from raysvc.actors.server.entry_stream import EntryStream, feedback_log
 from raysvc.actors.server.spec import ServeSpec
 from raysvc.cache.store.claim import Claim
 from raysvc.errors import ServerError, StepOutOfOrder
-from raysvc.feedback.decision import Decision, Request, decision_of
-from raysvc.feedback.feedback_log import FeedbackLog, RowOutcomes
+from raysvc.feedback.decision import Decision, decision_of
+from raysvc.feedback.feedback_log import FeedbackLog
+from raysvc.feedback.request import Request, RowOutcomes
 
 log = logging.getLogger(__name__)
 

@@ -348,7 +348,7 @@ class Entry:
         return first
 
     def verify(self) -> list[Problem]:
-        """Read every byte and compare checksums; empty when all is well."""
+        """Read every byte of the rows and compare checksums, not of their media; empty when all is well."""
         return verify_folder(self.store, self.folder)
 
     def hold(self, owner: str) -> Hold:

@@ -7,7 +7,7 @@
    mark has that long to finish. With a grace period of 0 it is removed in the same visit.
 5. List again what is due. Whoever used it meanwhile left a marker: then it stays.
 6. Delete: the manifest first, the mark last.
-7. Remove media that no entry or build refers to (`raysvc.media.media_gc`).
+7. Remove what lies beside the entries and none of them refers to, as the caller says (`raysvc.media.media_gc`).
 
 A look (`dry_run`) only lists. It writes nothing, so it works on a full disk and on a root that is read-only.
 
@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from raysvc.cache import index, names
 from raysvc.cache.manifest import Manifest
@@ -31,7 +32,6 @@ from raysvc.cache.part_table import PartTable
 from raysvc.cache.store.store import Found, Store
 from raysvc.cache.use_marker import USE_TTL_S, store_now
 from raysvc.errors import EntryError, StoreError
-from raysvc.media import media_gc, media_index, media_store
 
 GRACE_S = 86400.0
 SCANS_KEPT_S = 90 * 86400.0
@@ -60,8 +60,8 @@ class Removal:
 
 
 @dataclass(frozen=True)
-class _Folder:
-    """One folder as a visit sees it."""
+class GcFolder:
+    """One folder of an entry or build as a visit sees it."""
 
     name: str
     found: tuple[Found, ...]
@@ -121,6 +121,7 @@ def collect_garbage(
     in_use: Collection[str] = (),
     grace_s: float = GRACE_S,
     dry_run: bool = False,
+    beside: Callable[[GcVisit], list[Removal]] | None = None,
 ) -> list[Removal]:
     """Remove what nobody needs.
 
@@ -134,8 +135,9 @@ def collect_garbage(
         in_use: keys, folders or URIs that must stay.
         grace_s: how long a reader or a slow builder may take; 0 marks and removes in one visit.
         dry_run: tell what would happen and write nothing; ages are then by this machine's clock.
+        beside: removes what lies beside the entries.
     """
-    visit = _Visit(store, grace_s, dry_run)
+    visit = GcVisit(store, grace_s, dry_run)
     kept = {item.rstrip("/").rpartition("/")[2] for item in in_use}
     free = [
         one
@@ -148,15 +150,21 @@ def collect_garbage(
         *visit.leftovers(),
         *(removal for one in due if (removal := visit.remove(one)) is not None),
         *visit.mark([one for one in free if one not in due], older_than_s, max_bytes),
-        *visit.media(),
+        *(beside(visit) if beside else ()),
     ]
     if visit.records and not dry_run:
         store.delete(names.INDEX)  # the folder, where it is empty
     return removals
 
 
-class _Visit:
-    """One run over a root."""
+class GcVisit:
+    """One run over a root.
+
+    Attributes:
+        root: what is in it.
+        folders: every entry and build, as they were listed first.
+        skipped: those that could not be read.
+    """
 
     def __init__(self, store: Store, grace_s: float, dry_run: bool) -> None:
         self.store, self.grace_s, self.dry_run = store, grace_s, dry_run
@@ -167,23 +175,23 @@ class _Visit:
         self.folders = [one for one in listed if one is not None]
         self.records = _records(store, self.root)
 
-    def is_due(self, folder: _Folder) -> bool:
+    def is_due(self, folder: GcFolder) -> bool:
         """Marked long enough ago, or a build that stopped long ago."""
         if names.DELETING in folder.there:
             return folder.age_s(names.DELETING) >= self.grace_s
         return not (folder.is_finished or folder.is_followed) and folder.age_s() >= self.grace_s
 
-    def is_shared(self, folder: _Folder) -> bool:
+    def is_shared(self, folder: GcFolder) -> bool:
         """Whether an entry that adds columns to its rows, or a build of one, is there now."""
         return any(self._is_there(name) for name in folder.sharers)
 
     def _is_there(self, name: str) -> bool:
         found = self.store.scan(name)  # fresh: it may be younger than the first listing
-        now = _Folder(name, tuple(found), 0.0, self.now_s)
+        now = GcFolder(name, tuple(found), 0.0, self.now_s)
         return names.MANIFEST in now.there or now.is_held or (bool(found) and now.age_s() < self.grace_s)
 
     def mark(
-        self, free: Sequence[_Folder], older_than_s: float | None, max_bytes: int | None
+        self, free: Sequence[GcFolder], older_than_s: float | None, max_bytes: int | None
     ) -> list[Removal]:
         """Take out of service what nobody needs; with no grace period remove it too."""
         total = sum(one.num_bytes for one in self.folders if one.is_finished or one.is_followed)
@@ -204,7 +212,7 @@ class _Visit:
                 removals.append(mark)
         return removals
 
-    def remove(self, folder: _Folder) -> Removal | None:
+    def remove(self, folder: GcFolder) -> Removal | None:
         """Mark, list again, delete; None when it is used after all."""
         reason = "it was marked before" if names.MANIFEST in folder.there else "its build did not go on"
         files = sorted(folder.there | {names.DELETING}, key=_order)
@@ -220,10 +228,10 @@ class _Visit:
         self.store.delete(folder.name)
         return removal
 
-    def _marked(self, folder: _Folder) -> bool:
+    def _marked(self, folder: GcFolder) -> bool:
         """Mark, and list again; False, without a new mark, when it is used after all."""
         marked = self.store.create(f"{folder.name}/{names.DELETING}", b"")
-        again = _Folder(folder.name, tuple(self.store.scan(folder.name)), 0.0, self.now_s)
+        again = GcFolder(folder.name, tuple(self.store.scan(folder.name)), 0.0, self.now_s)
         changed = again.there - folder.there - {names.DELETING}
         if not (again.is_held or changed or self.is_shared(again)):
             return True
@@ -232,45 +240,12 @@ class _Visit:
             self.store.delete(f"{folder.name}/{names.DELETING}")
         return False
 
-    def media(self) -> list[Removal]:
-        """Media that nobody refers to."""
-        if not media_gc.has_media(self.root):
-            return []
-        if self.dry_run:
-            return self._media_of(self.folders, remove=False)
-        if not media_gc.begin_removal(self.store, self.now_s):
-            return []
-        try:
-            listed = (
-                self._look(one) for one in self.store.scan() if one.is_folder and names.split_folder(one.name)
-            )
-            return self._media_of([one for one in listed if one is not None], remove=True)
-        finally:
-            media_gc.end_removal(self.store)
-
-    def _may_take_media(self, folder: _Folder) -> bool:
-        """Whether it is of a build that may refer to more media; the mark of a source that is followed tells whether its rows have any."""
-        if names.MANIFEST in folder.there:
-            return False
-        return not folder.is_followed or self.store.read(f"{folder.name}/{names.FOLLOWED}") != b"{}"
-
-    def _media_of(self, folders: Sequence[_Folder], remove: bool) -> list[Removal]:
-        builds = [one.name for one in folders if one.is_held and self._may_take_media(one)]
-        if builds:
-            reason = f"{builds[0]} is being built, and may refer to any"
-            return [Removal(media_store.FOLDER, "skipped", reason, 0)]
-        there = {one.name: one.found for one in folders}
-        found = None if self.skipped else media_gc.unneeded_media(self.store, there, self.now_s, self.grace_s)
-        if found is None:
-            return [
-                Removal(media_store.FOLDER, "skipped", "an entry cannot be read, and may refer to any", 0)
-            ]
-        if remove:
-            media_gc.remove(self.store, found)
-        total, files = sum(item.size for _, item in found), tuple(item.name for _, item in found)
-        return (
-            [Removal(media_store.FOLDER, "removed", "no entry refers to them", total, files)] if found else []
+    def listed(self) -> list[GcFolder]:
+        """Every entry and build, listed now."""
+        found = (
+            self._look(one) for one in self.store.scan() if one.is_folder and names.split_folder(one.name)
         )
+        return [one for one in found if one is not None]
 
     def leftovers(self) -> list[Removal]:
         """Files that nothing needs, in the root and in finished entries."""
@@ -280,14 +255,14 @@ class _Visit:
                 found += self._of_entry(folder)
         return found
 
-    def _look(self, item: Found) -> _Folder | None:
+    def _look(self, item: Found) -> GcFolder | None:
         try:
-            return _Folder(item.name, tuple(self.store.scan(item.name)), item.modified_s, self.now_s)
+            return GcFolder(item.name, tuple(self.store.scan(item.name)), item.modified_s, self.now_s)
         except (StoreError, OSError) as error:
             self.skipped.append(Removal(item.name, "skipped", f"it cannot be read ({error})", 0))
             return None
 
-    def _of_entry(self, folder: _Folder) -> list[Removal]:
+    def _of_entry(self, folder: GcFolder) -> list[Removal]:
         """Losers' parts, receipts, temporary files and dead markers; the newest sign of use stays.
 
         While somebody holds the entry only markers go: a second builder may still be writing there.
@@ -302,7 +277,7 @@ class _Visit:
         needed |= {names.MANIFEST, names.STATE, names.DATASET_INFO, names.TOKENIZER}
         if isinstance(manifest.parts, PartTable):
             needed.add(manifest.parts.info.name)
-        needed |= {names.DAMAGED, names.DELETING, media_index.name_in(manifest.report) or ""}
+        needed |= {names.DAMAGED, names.DELETING, *_named_in(manifest.report)}
         needed |= {names.shared_with(one) for one in folder.sharers if self._is_there(one)}
         old = [i for i in folder.found if i.name not in needed and self._is_leftover(i)]
         if folder.is_held:
@@ -345,6 +320,17 @@ class _Visit:
         return [Removal(folder, "removed", "nothing needs them", total, tuple(item.name for item in files))]
 
 
+def _named_in(report: Mapping[str, Any]) -> set[str]:
+    """Names of files that a report has, with whatever else it says in the same places."""
+    return {
+        text
+        for told in report.values()
+        if isinstance(told, dict)
+        for text in told.values()
+        if isinstance(text, str)
+    }
+
+
 def _records(store: Store, root: Sequence[Found]) -> dict[str, list[str]]:
     """Folder of an entry -> its records in the index."""
     records: dict[str, list[str]] = {}
@@ -369,7 +355,7 @@ def _names_of(folder: str) -> set[str]:
     return {folder, split[0]} if split else {folder}
 
 
-def _reason(folder: _Folder, folders: Sequence[_Folder], older_than_s: float | None) -> str | None:
+def _reason(folder: GcFolder, folders: Sequence[GcFolder], older_than_s: float | None) -> str | None:
     if names.DAMAGED in folder.there:
         return "it is damaged"
     key, generation = names.split_folder(folder.name) or (folder.name, 0)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from typing import Any
 
 from raysvc.errors import EntryError
 
@@ -43,6 +44,11 @@ RECEIPT = re.compile(r"receipt-([0-9]{5,9})-[0-9a-f]{16}\.json")
 USE = re.compile(r"use-[0-9a-f]{16}\.json")
 USED = re.compile(r"used-[0-9a-f]{16}\.json")
 SHARED = re.compile(rf"shared-({FOLDER.pattern})\.json")
+MAY_LACK: dict[str, Any] = {
+    "media": None,
+    "media_tokens": 0,
+    "media_patches": 0,
+}  # per-row columns -> a row of an entry without
 MANY = ("part-", "receipt-")  # how names begin of which a folder may have very many
 
 

@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from raysvc.cache.key import cache_key
 from raysvc.cache.local.large_array import concatenated
+from raysvc.cache.names import MAY_LACK
 from raysvc.errors import EntryError
-from raysvc.media.medium import COLUMN, PATCHES, TOKENS
 from raysvc.row_batch import Array, RowBatch, WideRows
 from raysvc.row_ids import source_base, split, written
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from raysvc.cache.entry import Entry
 
 Ids = npt.NDArray[np.int64]
-NO_MEDIA: dict[str, Any] = {COLUMN: None, TOKENS: 0, PATCHES: 0}
 
 
 class Rows:
@@ -169,7 +168,7 @@ class _Kinds:
 
 def _with_no_media(sample: RowBatch, samples: Sequence[RowBatch]) -> dict[str, Array]:
     """The per-row columns of an entry, with those of media where another entry has them."""
-    some = {name: one.rows[name] for one in samples for name in NO_MEDIA if name in one.rows}
+    some = {name: one.rows[name] for one in samples for name in MAY_LACK if name in one.rows}
     return {**{name: values[:0] for name, values in some.items()}, **sample.rows}
 
 
@@ -199,4 +198,4 @@ def _put(
     for name, column in tokens.items():
         column[cells] = batch.tokens[name]
     for name, column in rows.items():
-        column[where] = batch.rows[name] if name in batch.rows else NO_MEDIA[name]
+        column[where] = batch.rows[name] if name in batch.rows else MAY_LACK[name]

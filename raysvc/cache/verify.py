@@ -9,7 +9,7 @@ Always true:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 
@@ -21,10 +21,9 @@ from raysvc.cache.part_info import PartInfo
 from raysvc.cache.part_table import PartTable, table_problems
 from raysvc.cache.store.store import Found, Store
 from raysvc.errors import EntryError, EntryTooNew
-from raysvc.media.media_index import name_in, read_digests
-from raysvc.media.media_store import FOLDER, medium_path, read_medium
 
 THREADS = 4
+More = Callable[[Store, str, Manifest], "list[Problem]"]
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,16 @@ class Problem:
         return f"{self.name}: {self.detail}"
 
 
-def verify_folder(store: Store, folder: str) -> list[Problem]:
+def nothing_more(store: Store, folder: str, manifest: Manifest) -> list[Problem]:
+    """No problem."""
+    return []
+
+
+def verify_folder(store: Store, folder: str, more: More = nothing_more) -> list[Problem]:
     """Every problem of an entry, by file name.
+
+    Args:
+        more: checks what its rows refer to in the root, see `raysvc.media.media_index.media_problems`.
 
     Raises:
         EntryError: there is no complete entry, or it is from a newer version.
@@ -75,31 +82,13 @@ def verify_folder(store: Store, folder: str) -> list[Problem]:
     with ThreadPoolExecutor(THREADS) as pool:
         parts = list(pool.map(lambda part: _check(store, folder, part, found.get(part.name)), manifest.parts))
     own = [one for one in [*parts, *_small_files(store, folder, manifest, found)] if one is not None]
-    media = _media(store, folder, manifest) if "media" in manifest.report else []
-    return [*own, *media, *(_of_base(store, manifest.base) if manifest.base else ())]
+    of_base = _of_base(store, manifest.base, more) if manifest.base else []
+    return [*own, *more(store, folder, manifest), *of_base]
 
 
-def _media(store: Store, folder: str, manifest: Manifest) -> list[Problem]:
-    """Media that the entry refers to, and that are not there or not themselves."""
+def _of_base(store: Store, base: str, more: More) -> list[Problem]:
     try:
-        digests = read_digests(store, folder, manifest.report)
-    except EntryError as error:
-        return [Problem(name_in(manifest.report) or names.MANIFEST, "missing", error.what)]
-    with ThreadPoolExecutor(THREADS) as pool:
-        return [one for one in pool.map(lambda digest: _medium(store, digest), digests) if one is not None]
-
-
-def _medium(store: Store, sha256: str) -> Problem | None:
-    try:
-        read_medium(store, sha256)
-    except EntryError as error:
-        return Problem(medium_path(sha256), "missing" if "missing" in error.what else "content", error.what)
-    return None
-
-
-def _of_base(store: Store, base: str) -> list[Problem]:
-    try:
-        problems = verify_folder(store, base)
+        problems = verify_folder(store, base, more)
     except EntryTooNew:
         raise
     except EntryError as error:
@@ -126,13 +115,14 @@ def repair(store: Store, folder: str, problems: Sequence[Problem]) -> None:
 def mark_damaged(store: Store, folder: str, problems: Sequence[Problem]) -> None:
     """Take an entry out of service, and its base where that has the problem: the next build replaces them.
 
-    A medium that is not its digest any more is removed: nobody can read it, and a build that needs it writes it again.
+    A file outside of entries, a medium that is not its digest any more, is removed: nobody can read it, and a build that needs it
+    writes it again.
     """
     report = json.dumps([asdict(problem) for problem in problems], indent=2)
-    media = {one.name for one in problems if one.name.startswith(f"{FOLDER}/")}
-    for name in sorted(media):
+    folders = {one.name: one.name.rpartition("/")[0] for one in problems if "/" in one.name}
+    for name in sorted(name for name, its in folders.items() if names.split_folder(its) is None):
         store.delete(name)
-    bases = {one.name.rpartition("/")[0] for one in problems if "/" in one.name and one.name not in media}
+    bases = {its for its in folders.values() if names.split_folder(its) is not None}
     for each in sorted({folder, *bases}):
         if store.list(each):
             store.create(f"{each}/{names.DAMAGED}", report.encode())

@@ -154,10 +154,11 @@ def verify(
     Example: raysvc cache verify 3f2a
     """
     from raysvc.cache.verify import mark_damaged, repair, verify_folder
+    from raysvc.media.media_index import media_problems
 
     store = _store(root, config, storage_option)
     folder = _folder(store, key)
-    problems = verify_folder(store, folder)
+    problems = verify_folder(store, folder, media_problems)
     if mark:
         repair(store, folder, problems)
         if not all(problem.can_be_repaired for problem in problems):
@@ -192,6 +193,7 @@ def gc(
     Example: raysvc cache gc --days 30 --dry-run
     """
     from raysvc.cache.gc import collect_garbage
+    from raysvc.media.media_gc import remove_media
 
     removals = collect_garbage(
         _store(root, config, storage_option),
@@ -199,6 +201,7 @@ def gc(
         max_bytes=None if max_gb is None else int(max_gb * 1e9),
         grace_s=grace_hours * 3600,
         dry_run=dry_run,
+        beside=remove_media,
     )
     if as_json:
         emit({"dry_run": dry_run, "removals": [asdict(removal) for removal in removals]})

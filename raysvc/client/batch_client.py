@@ -22,6 +22,7 @@ from raysvc.client.arguments import (
     integer,
     mapping,
     meet,
+    number,
     optional_integer,
     optional_text,
     refuse_takeover_of_foreign,
@@ -38,7 +39,7 @@ from raysvc.client.steps import Mini as Mini
 from raysvc.client.steps import Step as Step
 from raysvc.errors import ConfigError, ServerError, StepOutOfOrder
 from raysvc.feedback.driver_feedback import DriverFeedback, Numbers
-from raysvc.feedback.feedback_log import RowOutcomes
+from raysvc.feedback.request import RowOutcomes
 
 if TYPE_CHECKING:
     from raysvc.actors.server.spec import Lease, StepInfo
@@ -142,7 +143,12 @@ class BatchClient(LeaseClient[_Fetch, Step]):
             ServerError: several readers, or rollouts, are served.
         """
         self._refuse_rollouts("set_mixture_weights")
-        return self._from(self._feedback.set_weights(weights, from_step))
+        known = {
+            name: number(f"set_mixture_weights(weights[{name!r}])", weight)
+            for name, weight in mapping("set_mixture_weights(weights)", weights).items()
+        }
+        step = optional_integer("set_mixture_weights(from_step)", from_step, 0)
+        return self._from(self._feedback.set_weights(known, step))
 
     def skip_rows(self, row_ids: Numbers, *, from_step: int | None = None) -> int:
         """Leave rows out from a step on, for good; returns that step. They leave holes: no other row moves.
@@ -157,7 +163,8 @@ class BatchClient(LeaseClient[_Fetch, Step]):
             ServerError: as `set_mixture_weights`.
         """
         self._refuse_rollouts("skip_rows")
-        return self._from(self._feedback.skip_rows(row_ids, from_step))
+        step = optional_integer("skip_rows(from_step)", from_step, 0)
+        return self._from(self._feedback.skip_rows(row_ids, step))
 
     def decisions(self) -> list[dict[str, Any]]:
         """`from_step`, `weights` (or None) and `skip_rows` of what was decided so far, in its order."""
@@ -178,7 +185,8 @@ class BatchClient(LeaseClient[_Fetch, Step]):
             ServerError: as `set_mixture_weights`.
         """
         self._refuse_rollouts("report_rows")
-        self._feedback.report(step, row_ids, columns)
+        known = integer("report_rows(step)", step, 0, max(self._feedback.asked, 1))
+        self._feedback.report(known, row_ids, columns)
 
     def row_outcomes(self, first: int, stop: int) -> RowOutcomes:
         """What was reported of the rows of the steps `first` to `stop - 1`; also before a restart.
@@ -187,7 +195,10 @@ class BatchClient(LeaseClient[_Fetch, Step]):
             ServerError: as `set_mixture_weights`.
         """
         self._refuse_rollouts("row_outcomes")
-        return self._feedback.outcomes(first, stop)
+        begin, end = (
+            integer(f"row_outcomes({name})", at, 0) for name, at in (("first", first), ("stop", stop))
+        )
+        return self._feedback.outcomes(begin, end)
 
     def state_dict(self) -> dict[str, Any]:
         """The committed frontier, as small JSON, and which decisions the steps below it followed; safe with fetches in flight."""

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raysvc.errors import PlanError, StateMismatch
+from raysvc.feedback.request import Request
 from raysvc.plan.entry_plan import CountedRows, weighted_counts
 from raysvc.plan.mixture import Mixture, Stage
 from raysvc.plan.plan import Plan
@@ -31,22 +32,6 @@ from raysvc.row_ids import parse, written
 
 RECORD_VERSION = 2  # rows by their addresses
 MOST_ROWS = 100_000  # that one decision may leave out: it is read again at every start
-
-
-class Request(NamedTuple):
-    """What a driver asks for.
-
-    Attributes:
-        call: differs between two calls, and is the same when one is repeated.
-        from_step: None: the first step that was not handed out.
-        weights: source -> weight; None: those of the mixture stay.
-        skip_rows: rows to leave out.
-    """
-
-    call: str
-    from_step: int | None
-    weights: Mapping[str, float] | None = None
-    skip_rows: tuple[int, ...] = ()
 
 
 class Sources(NamedTuple):

@@ -11,16 +11,13 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from raysvc.client.arguments import integer, mapping, number, optional_integer
-from raysvc.client.connection import Connection
 from raysvc.errors import ConfigError
-from raysvc.feedback.decision import Request
-from raysvc.feedback.feedback_log import RowOutcomes
+from raysvc.feedback.request import Request, RowOutcomes
 from raysvc.ragged import Int64s
 from raysvc.row_ids import parsed
 
@@ -29,17 +26,25 @@ _OWN = ("step", "row_id")
 Numbers = Sequence[int] | Sequence[str] | Sequence[float] | npt.NDArray[Any]
 
 
+class Sender(Protocol):
+    """What brings calls of a driver to its server."""
+
+    def after_commits(self, method: str, *args: Any) -> Any:
+        """What the server answers, when it has every commit that was made before."""
+        ...
+
+
 class DriverFeedback:
-    """See the module.
+    """See the module; arguments are what `BatchClient` has checked.
 
     Args:
-        connection: of the driver.
+        sender: of the driver.
         frontier: its next step.
         decided: (from step, digest) of what was decided so far; what is decided here is added.
     """
 
-    def __init__(self, connection: Connection, frontier: int, decided: list[tuple[int, str]]) -> None:
-        self._connection = connection
+    def __init__(self, sender: Sender, frontier: int, decided: list[tuple[int, str]]) -> None:
+        self._sender = sender
         self._asking = threading.Lock()
         self._asked = frontier  # guarded by _asking; the steps below were asked for
         self._decided = decided
@@ -57,33 +62,28 @@ class DriverFeedback:
             self._asked = frontier
         self._unsent = {step: rows for step, rows in self._unsent.items() if step < frontier}
 
-    def set_weights(self, weights: Mapping[str, float], from_step: int | None) -> int:
+    @property
+    def asked(self) -> int:
+        """The steps below it were asked for."""
+        return self._asked
+
+    def set_weights(self, weights: dict[str, float], from_step: int | None) -> int:
         """See `BatchClient.set_mixture_weights`, also for what it raises."""
-        where = "set_mixture_weights({})"
-        known = {
-            name: number(where.format(f"weights[{name!r}]"), weight)
-            for name, weight in mapping(where.format("weights"), weights).items()
-        }
-        if not any(known.values()):
-            raise ConfigError(
-                where.format("weights"), f"{known} has none above 0", "give one source some weight"
-            )
-        step = optional_integer(where.format("from_step"), from_step, 0)
-        return self._decide(Request(uuid.uuid4().hex, step, known))
+        if not any(weights.values()):
+            what = f"{weights} has none above 0"
+            raise ConfigError("set_mixture_weights(weights)", what, "give one source some weight")
+        return self._decide(Request(uuid.uuid4().hex, from_step, weights))
 
     def skip_rows(self, row_ids: Numbers, from_step: int | None) -> int:
         """See `BatchClient.skip_rows`, also for what it raises."""
         rows = _row_ids("skip_rows(row_ids)", row_ids).reshape(-1)
         if not len(rows):
             raise ConfigError("skip_rows(row_ids)", "names no row", "give one at least")
-        step = optional_integer("skip_rows(from_step)", from_step, 0)
-        return self._decide(Request(uuid.uuid4().hex, step, None, tuple(rows.tolist())))
+        return self._decide(Request(uuid.uuid4().hex, from_step, None, tuple(rows.tolist())))
 
     def report(self, step: int, row_ids: Numbers, columns: Mapping[str, Numbers]) -> None:
         """See `BatchClient.report_rows`, also for what it raises."""
-        self._connection.check()
         rows = _row_ids("report_rows(row_ids)", row_ids)
-        integer("report_rows(step)", step, 0, max(self._asked, 1))
         if step in self._unsent:
             what = f"step {step} was reported already"
             raise ConfigError("report_rows(step)", what, "report all columns of a step in one call")
@@ -97,7 +97,7 @@ class DriverFeedback:
                 raise ConfigError(f"report_rows({name})", what, "give one number a row")
         if not len(rows):
             return  # all rows of the step were left out
-        self._unsent[int(step)] = (rows, known)
+        self._unsent[step] = (rows, known)
         if sum(len(rows) for rows, _ in self._unsent.values()) >= SEND_AT_ROWS:
             self.flush()
 
@@ -112,19 +112,17 @@ class DriverFeedback:
             columns = {name: np.concatenate([unsent[step][1][name] for step in steps]) for name in names}
             of_rows = np.repeat(np.array(steps, np.int64), [len(each) for each in rows])
             outcomes = RowOutcomes(of_rows, np.concatenate(rows), columns)
-            self._connection.after_commits("report_rows", outcomes)
+            self._sender.after_commits("report_rows", outcomes)
 
     def outcomes(self, first: int, stop: int) -> RowOutcomes:
         """See `BatchClient.row_outcomes`."""
-        first = integer("row_outcomes(first)", first, 0)
         self.flush()
-        found = self._connection.after_commits("row_outcomes", first, integer("row_outcomes(stop)", stop, 0))
-        return RowOutcomes(*found)
+        return RowOutcomes(*self._sender.after_commits("row_outcomes", first, stop))
 
     def _decide(self, request: Request) -> int:
         self.flush()
         with self._asking:
-            step, digest = self._connection.after_commits("decide", request, self._asked)
+            step, digest = self._sender.after_commits("decide", request, self._asked)
             if (step, digest) not in self._decided:
                 self._decided.append((step, digest))
         return int(step)

@@ -21,32 +21,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from raysvc.cache.store.claim import Claim, open_owned
 from raysvc.errors import EntryError
 from raysvc.feedback.decision import Decision
-from raysvc.ragged import Int64s
+from raysvc.feedback.request import RowOutcomes
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 MOST_BYTES = 1 << 30
 MOST_RECORDS = 4096
-
-
-class RowOutcomes(NamedTuple):
-    """What was reported of rows.
-
-    Attributes:
-        steps: int64 [N], ascending.
-        row_ids: int64 [N].
-        columns: name -> float32 [N], NaN where the report of a step had no such column.
-    """
-
-    steps: Int64s
-    row_ids: Int64s
-    columns: dict[str, npt.NDArray[np.float32]]
 
 
 class _Record(NamedTuple):

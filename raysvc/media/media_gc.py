@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from raysvc.cache import names
+from raysvc.cache.gc import GcFolder, GcVisit, Removal
 from raysvc.cache.manifest import Manifest, Receipt
 from raysvc.cache.store.store import Found, Store
 from raysvc.errors import EntryError, StoreError
@@ -57,6 +58,41 @@ def wait_for_removal(store: Store, timeout_s: float = STALE_S) -> None:
 def has_media(root: Iterable[Found]) -> bool:
     """Whether a root holds any."""
     return any(item.is_folder and item.name == FOLDER for item in root)
+
+
+def remove_media(visit: GcVisit) -> list[Removal]:
+    """Remove media that nobody refers to; for `raysvc.cache.gc.collect_garbage`."""
+    if not has_media(visit.root):
+        return []
+    if visit.dry_run:
+        return _removed(visit, visit.folders, remove_them=False)
+    if not begin_removal(visit.store, visit.now_s):
+        return []
+    try:
+        return _removed(visit, visit.listed(), remove_them=True)
+    finally:
+        end_removal(visit.store)
+
+
+def _removed(visit: GcVisit, folders: Sequence[GcFolder], remove_them: bool) -> list[Removal]:
+    builds = [one.name for one in folders if one.is_held and _may_take_more(visit.store, one)]
+    if builds:
+        return [Removal(FOLDER, "skipped", f"{builds[0]} is being built, and may refer to any", 0)]
+    there = {one.name: one.found for one in folders}
+    found = None if visit.skipped else unneeded_media(visit.store, there, visit.now_s, visit.grace_s)
+    if found is None:
+        return [Removal(FOLDER, "skipped", "an entry cannot be read, and may refer to any", 0)]
+    if remove_them:
+        remove(visit.store, found)
+    total, files = sum(item.size for _, item in found), tuple(item.name for _, item in found)
+    return [Removal(FOLDER, "removed", "no entry refers to them", total, files)] if found else []
+
+
+def _may_take_more(store: Store, folder: GcFolder) -> bool:
+    """Whether it is of a build that may refer to more media; the mark of a source that is followed tells whether its rows have any."""
+    if names.MANIFEST in folder.there:
+        return False
+    return not folder.is_followed or store.read(f"{folder.name}/{names.FOLLOWED}") != b"{}"
 
 
 def unneeded_media(

@@ -12,10 +12,15 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from raysvc.cache import names
+from raysvc.cache.manifest import Manifest
 from raysvc.cache.store.store import Store
+from raysvc.cache.verify import THREADS, Problem
 from raysvc.errors import EntryError
+from raysvc.media.media_store import medium_path, read_medium
 
 NAME = re.compile(r"media-[0-9a-f]{16}\.bin")
 BYTES = 32  # of a digest
@@ -57,3 +62,21 @@ def read_digests(store: Store, folder: str, report: Mapping[str, Any]) -> list[s
     if len(data) % BYTES or name != f"media-{hashlib.sha256(data).hexdigest()[:16]}.bin":
         raise EntryError(where, "the list of its media is damaged", REMEDY)
     return [data[at : at + BYTES].hex() for at in range(0, len(data), BYTES)]
+
+
+def media_problems(store: Store, folder: str, manifest: Manifest) -> list[Problem]:
+    """Media that an entry refers to, and that are not there or not themselves; for `raysvc.cache.verify`."""
+    try:
+        digests = read_digests(store, folder, manifest.report)
+    except EntryError as error:
+        return [Problem(name_in(manifest.report) or names.MANIFEST, "missing", error.what)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        return [one for one in pool.map(lambda digest: _problem(store, digest), digests) if one is not None]
+
+
+def _problem(store: Store, sha256: str) -> Problem | None:
+    try:
+        read_medium(store, sha256)
+    except EntryError as error:
+        return Problem(medium_path(sha256), "missing" if "missing" in error.what else "content", error.what)
+    return None

@@ -17,15 +17,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from raysvc.cache.names import MAY_LACK
 from raysvc.errors import EntryError
 
 if TYPE_CHECKING:
     from raysvc.media.kinds import Kind  # imports numpy, which a listing does not need
 
-COLUMN = "media"
-TOKENS = "media_tokens"
-PATCHES = "media_patches"
-COLUMNS = (COLUMN, TOKENS, PATCHES)
+COLUMNS = COLUMN, TOKENS, PATCHES = tuple(MAY_LACK)
 SIZES: dict[Kind, tuple[str, ...]] = {
     "image": ("width", "height"),
     "audio": ("samples", "rate"),

@@ -23,7 +23,8 @@ from raysvc.cache.store.claim import Claim, Owner
 from raysvc.cache.store.open import open_store
 from raysvc.errors import FolderLost
 from raysvc.feedback.decision import Decision
-from raysvc.feedback.feedback_log import FeedbackLog, RowOutcomes
+from raysvc.feedback.feedback_log import FeedbackLog
+from raysvc.feedback.request import RowOutcomes
 from raysvc.job.config import PlanConfig
 
 DECISION = Decision("x", 3, None, (), (1, 2), {})

@@ -30,7 +30,8 @@ from raysvc.builds.build_beside import BuildBeside
 from raysvc.builds.job_plan import plan_of
 from raysvc.cache.growing.growing_entry import GrowingEntry
 from raysvc.errors import QuarantineExceeded, SourceError
-from raysvc.feedback.decision import Request, decision_of
+from raysvc.feedback.decision import decision_of
+from raysvc.feedback.request import Request
 from raysvc.job.config import JobConfig
 from raysvc.job.job_file import load_job
 from raysvc.pipelines.tokenize import receipts_here

@@ -12,7 +12,7 @@ from raysvc import row_ids
 from raysvc.actors.server.batch_server import BatchServer
 from raysvc.actors.server.spec import MixtureSpec, Role, ServeSpec
 from raysvc.client.data_state import state_of
-from raysvc.feedback.decision import Request
+from raysvc.feedback.request import Request
 from raysvc.job.config import PlanConfig
 from raysvc.plan.schedule import Schedule
 

@@ -27,8 +27,8 @@ from raysvc.errors import (
     StateMismatch,
     StepOutOfOrder,
 )
-from raysvc.feedback.decision import Request
 from raysvc.feedback.feedback_log import FeedbackLog
+from raysvc.feedback.request import Request
 from raysvc.plan.entry_plan import plan_of_entries
 from raysvc.plan.mixture import counts_by_weight
 

@@ -10,7 +10,8 @@ import pytest
 
 from raysvc.feedback import feedback_log
 from raysvc.feedback.decision import Decision
-from raysvc.feedback.feedback_log import FeedbackLog, RowOutcomes
+from raysvc.feedback.feedback_log import FeedbackLog
+from raysvc.feedback.request import RowOutcomes
 
 
 def of(first: int, stop: int, value: float, name: str = "loss") -> RowOutcomes:

@@ -20,7 +20,8 @@ from raysvc.cache.verify import mark_damaged, verify_folder
 from raysvc.cache.writer import EntryWriter
 from raysvc.errors import StoreError
 from raysvc.media import media_gc
-from raysvc.media.media_index import read_digests
+from raysvc.media.media_gc import remove_media
+from raysvc.media.media_index import media_problems, read_digests
 from raysvc.media.media_store import FOLDER, medium_path, write_medium
 from raysvc.media.medium import media_of
 
@@ -63,7 +64,7 @@ def kept(root: Path) -> set[str]:
 
 
 def collect(root: Path, **options: Any) -> list[Removal]:
-    found = collect_garbage(open_store(str(root)), **{"grace_s": 0.0, **options})
+    found = collect_garbage(open_store(str(root)), **{"grace_s": 0.0, "beside": remove_media, **options})
     return [one for one in found if one.folder == FOLDER]
 
 
@@ -167,13 +168,13 @@ def test_verify_names_a_broken_medium_and_a_build_makes_it_again(
     root: Path, built: tuple[Path, list[str]], folder: Path, tmp_path: Path
 ) -> None:
     store, key = open_store(str(root)), built[1][0]
-    assert verify_folder(store, key) == []
+    assert verify_folder(store, key, media_problems) == []
     path = root / medium_path(digest(BOTH))
     data = bytearray(path.read_bytes())
     data[100] ^= 1
     path.chmod(0o644)
     path.write_bytes(data)
-    (problem,) = verify_folder(store, key)
+    (problem,) = verify_folder(store, key, media_problems)
     assert (problem.name, problem.kind) == (medium_path(digest(BOTH)), "content")
     mark_damaged(store, key, [problem])
     assert not path.exists()
@@ -181,9 +182,9 @@ def test_verify_names_a_broken_medium_and_a_build_makes_it_again(
     again = build(tmp_path, folder, [openai([data_url(FIRST), data_url(BOTH)])])
     assert again.key == key
     assert path.read_bytes() == BOTH
-    assert verify_folder(store, again.entries[0].folder) == []
+    assert verify_folder(store, again.entries[0].folder, media_problems) == []
     path.unlink()
-    (problem,) = verify_folder(store, again.entries[0].folder)
+    (problem,) = verify_folder(store, again.entries[0].folder, media_problems)
     assert problem.kind == "missing"
 
 

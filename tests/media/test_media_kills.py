@@ -17,6 +17,8 @@ import pytest
 from raysvc.cache.gc import collect_garbage
 from raysvc.cache.store.open import open_store
 from raysvc.cache.verify import verify_folder
+from raysvc.media.media_gc import remove_media
+from raysvc.media.media_index import media_problems
 from raysvc.media.media_store import FOLDER, write_medium
 from raysvc.media.medium import digests_of
 
@@ -72,14 +74,16 @@ def test_kills_and_gc_lose_no_medium_and_leave_no_orphan(tmp_path: Path) -> None
             and time.monotonic() < end
         ):
             if any(root.glob("*/use-*.json")):
-                collect_garbage(store, grace_s=0.0)  # it must leave a build alone that runs
+                collect_garbage(
+                    store, beside=remove_media, grace_s=0.0
+                )  # it must leave a build alone that runs
             time.sleep(0.02)
         assert process.poll() is None, "the build ended before it was killed"
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         assert orphan in media_in(root), "a build was running whenever gc looked"
         named = as_if_hours_had_passed(root)
-        collect_garbage(store, grace_s=3600.0)
+        collect_garbage(store, beside=remove_media, grace_s=3600.0)
         assert media_in(root).keys() == named, "what receipts name stays, and nothing else"
         assert named
         orphan = write_medium(store, b"of no row either")
@@ -88,10 +92,10 @@ def test_kills_and_gc_lose_no_medium_and_leave_no_orphan(tmp_path: Path) -> None
     uri = done.stdout.strip().splitlines()[-1]
     entry_folder = uri.rpartition("/")[2]
     as_if_hours_had_passed(root)
-    collect_garbage(store, grace_s=3600.0)
+    collect_garbage(store, beside=remove_media, grace_s=3600.0)
     digests = {hashlib.sha256(one).hexdigest() for one in images}
     assert media_in(root).keys() == digests, "no medium is lost, and no other is left"
-    assert verify_folder(store, entry_folder) == []
+    assert verify_folder(store, entry_folder, media_problems) == []
     import raysvc
 
     entry = raysvc.open_cache(uri)

@@ -157,6 +157,7 @@ def test_a_source_that_is_followed_takes_media_which_gc_keeps(tmp_path: Path) ->
     from raysvc.builds.lookup import look
     from raysvc.cache.gc import collect_garbage
     from raysvc.cache.store.open import open_store
+    from raysvc.media.media_gc import remove_media
 
     sections = load_job(write_image_job(tmp_path, 24)).model_dump(mode="json", exclude_unset=True)
     rows = tmp_path / "rows.jsonl"
@@ -191,7 +192,7 @@ def test_a_source_that_is_followed_takes_media_which_gc_keeps(tmp_path: Path) ->
     def removed_media(held: bool = False) -> list[str]:
         for marker in () if held else (tmp_path / "cache").glob("*/use-*"):
             marker.unlink()  # of this process, which reads what it wrote
-        found = collect_garbage(open_store(str(tmp_path / "cache")), grace_s=0.0)
+        found = collect_garbage(open_store(str(tmp_path / "cache")), beside=remove_media, grace_s=0.0)
         return [one.action for one in found if one.folder == ".media"]
 
     rows.write_text("".join(text[:8]))
