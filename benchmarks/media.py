@@ -159,7 +159,7 @@ def spec_of(name: str, uri: str, processor_at: Path, collators: int) -> Any:
     """What is served of that entry."""
     from raysvc.actors.server.spec import ServeSpec
     from raysvc.job.config import PlanConfig
-    from raysvc.media.row_pixels import ProcessorSpec
+    from raysvc.media.processor_spec import ProcessorSpec
 
     plan = PlanConfig(batch_size=BATCH, layout="packed", micro_batch_tokens=8192, epochs=1000)
     return ServeSpec(

@@ -36,7 +36,7 @@ from raysvc import row_ids
 from raysvc.actors.server.entry_stream import EntryStream
 from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.spec import SourceSpec
-from raysvc.cache.growing.growing_entry import GrowingSpec
+from raysvc.cache.growing.coming import GrowingSpec
 from raysvc.cache.key import cache_key
 from raysvc.cache.manifest import Manifest, Receipt
 from raysvc.cache.names import new_part

@@ -275,7 +275,7 @@ def serve_spec(job: JobConfig, entry: CacheEntry, evals: Collection[str] | None 
 def _processor_of(job: JobConfig, entry: CacheEntry) -> Any:
     """Where the processor of the rows' media is loaded from; None: they have none."""
     from raysvc.cache.store.open import absolute
-    from raysvc.media.row_pixels import ProcessorSpec
+    from raysvc.media.processor_spec import ProcessorSpec
     from raysvc.plan.sliced.sliced_rows import has_media
 
     if not any(has_media(one) for one in entry.entries):

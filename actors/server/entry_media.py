@@ -22,7 +22,8 @@ from raysvc.collate.with_media import with_media
 from raysvc.errors import EntryError
 from raysvc.media.media_store import read_medium
 from raysvc.media.medium import COLUMN, media_of
-from raysvc.media.row_pixels import ProcessorSpec, RowPixels
+from raysvc.media.processor_spec import ProcessorSpec
+from raysvc.media.row_pixels import RowPixels
 from raysvc.plan.plan import MiniBatchPlan, Plan
 from raysvc.plan.plan_rows import PlanRows
 from raysvc.row_batch import RowBatch

@@ -39,7 +39,7 @@ from raysvc.collate.shard_bytes import ColumnBytes
 from raysvc.collate.text_columns import of_fixed_width, text_names, text_widths, widest_of
 from raysvc.feedback.decision import Decision, Sources, check_decided, decided_plan
 from raysvc.feedback.feedback_log import FeedbackLog
-from raysvc.media.row_pixels import ProcessorSpec
+from raysvc.media.processor_spec import ProcessorSpec
 from raysvc.plan.entry_plan import chosen_entries, eval_plan, plan_of_entries
 from raysvc.plan.plan import MiniBatchPlan, Plan
 from raysvc.plan.schedule import Schedule

@@ -16,15 +16,14 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from raysvc.cache.growing.followed_entry import FollowedSpec
-from raysvc.cache.growing.growing_entry import GrowingSpec
-from raysvc.collate.collate import Collate
+from raysvc.cache.growing.coming import FollowedSpec, GrowingSpec
 from raysvc.collate.info import MiniBatchInfo, info_of_plain
 from raysvc.job.config import PlanConfig
-from raysvc.media.row_pixels import ProcessorSpec
+from raysvc.media.processor_spec import ProcessorSpec
 
 if TYPE_CHECKING:
     from raysvc.cache.entry import Entry
+    from raysvc.collate.collate import Collate
     from raysvc.rl.rollout_facts import RolloutFacts
 
 Share = Literal["none", "stream"]
@@ -111,12 +110,13 @@ class SourceSpec(BaseModel):
             EntryError: it is gone, damaged or another one.
         """
         from raysvc.cache.find import open_entry
+        from raysvc.cache.growing.coming_entry import entry_to_come
         from raysvc.cache.store.open import open_store
 
         if self.coming is None:
             return open_entry(self.uri, storage_options)
         root, _, folder = self.uri.rpartition("/")
-        return self.coming.opened(open_store(root, storage_options), folder)
+        return entry_to_come(self.coming, open_store(root, storage_options), folder)
 
     def lasting(self) -> SourceSpec:
         """What holds of it when the build has ended."""

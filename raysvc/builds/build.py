@@ -20,7 +20,8 @@ from raysvc.builds.lookup import Lookup
 from raysvc.cache import names
 from raysvc.cache.entry import Entry
 from raysvc.cache.find import open_entry
-from raysvc.cache.growing.growing_entry import GrowingEntry, GrowingSpec
+from raysvc.cache.growing.coming import GrowingSpec
+from raysvc.cache.growing.growing_entry import GrowingEntry
 from raysvc.cache.names import folder_of
 from raysvc.cache.store.store import Store
 from raysvc.cache.use_marker import Hold, builder

@@ -17,7 +17,8 @@ from raysvc.builds.build_progress import BuildMeter
 from raysvc.builds.build_report import check_share, known_before, make_report
 from raysvc.builds.lookup import Lookup
 from raysvc.cache import names
-from raysvc.cache.growing.followed_entry import FollowedEntry, FollowedSpec
+from raysvc.cache.growing.coming import FollowedSpec
+from raysvc.cache.growing.followed_entry import FollowedEntry
 from raysvc.chat.row_counts import RowCounts, errors_of
 from raysvc.errors import SourceError
 from raysvc.pipelines.sources.followed import FollowedSource

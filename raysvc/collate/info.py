@@ -13,13 +13,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from raysvc.collate.shard import Denominators, Shard, plain, whole
-from raysvc.plan.plan import MiniBatchPlan
+
+if TYPE_CHECKING:
+    from raysvc.plan.plan import MiniBatchPlan
 
 
 @dataclass(frozen=True, eq=False)

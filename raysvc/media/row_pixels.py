@@ -11,24 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict
 
 from raysvc.errors import TokenizerError
 from raysvc.media.decoding import all_decoded
 from raysvc.media.kinds import Kind
 from raysvc.media.media_processor import MediaProcessor, kinds_in
 from raysvc.media.medium import media_of
+from raysvc.media.processor_spec import ProcessorSpec
 
 Arrays = Mapping[str, npt.NDArray[Any]]
-
-
-class ProcessorSpec(BaseModel):
-    """Says where a process loads the processor from."""
-
-    model_config = ConfigDict(frozen=True)
-    name: str
-    revision: str | None = None
-    trust_remote_code: bool = False
 
 
 class RowPixels:

@@ -22,7 +22,8 @@ from raysvc.actors.server.step_maker import StepMaker
 from raysvc.cache import names
 from raysvc.cache.find import open_entry
 from raysvc.cache.growing import slice_receipts
-from raysvc.cache.growing.growing_entry import GrowingEntry, GrowingSpec
+from raysvc.cache.growing.coming import GrowingSpec
+from raysvc.cache.growing.growing_entry import GrowingEntry
 from raysvc.cache.growing.slice_receipts import SliceReceipts
 from raysvc.cache.key import cache_key
 from raysvc.cache.store.open import open_store

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from raysvc.cache import manifest, names, part_table
 from raysvc.cache.entry import Entry
 from raysvc.cache.find import collect_garbage, find_entry, open_entry
-from raysvc.cache.growing.growing_entry import GrowingEntry, GrowingSpec
+from raysvc.cache.growing.coming import GrowingSpec
+from raysvc.cache.growing.growing_entry import GrowingEntry
 from raysvc.cache.key import ADDED, cache_key
 from raysvc.cache.local.checksum import checksum_of
 from raysvc.cache.manifest import Manifest

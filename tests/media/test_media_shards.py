@@ -19,7 +19,7 @@ from raysvc.collate.with_media import with_media
 from raysvc.errors import ConfigError, EntryError, TokenizerError
 from raysvc.job.config import PlanConfig
 from raysvc.media.media_store import medium_path
-from raysvc.media.row_pixels import ProcessorSpec
+from raysvc.media.processor_spec import ProcessorSpec
 
 from .vision_models import ALL_FAMILIES, LAYOUTS, build_rows, conversations, given, hf_of
 

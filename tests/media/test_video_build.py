@@ -24,7 +24,7 @@ from raysvc.job.config import PlanConfig
 from raysvc.media.media_processor import MediaProcessor
 from raysvc.media.medium import media_of
 from raysvc.media.pixels import rgb
-from raysvc.media.row_pixels import ProcessorSpec
+from raysvc.media.processor_spec import ProcessorSpec
 
 from .families import llava, qwen
 from .rows import data_url, jpeg, openai

@@ -18,7 +18,7 @@ from raysvc.actors.server.make_step import Recipe
 from raysvc.actors.server.spec import SourceSpec
 from raysvc.actors.worker.losses import SftLoss
 from raysvc.job.config import PlanConfig
-from raysvc.media.row_pixels import ProcessorSpec
+from raysvc.media.processor_spec import ProcessorSpec
 from tests.actors.ranks import DoubleWorker, Ranks, gradients_of, tiny_spec
 from tests.actors.reference import distance
 

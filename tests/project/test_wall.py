@@ -21,7 +21,19 @@ SERVICE = (
     *(f"raysvc/{room}" for room in ("cache", "chat", "client", "collate", "feedback", "job", "media")),
     *(f"raysvc/{room}" for room in ("plan", "rl", "trackers")),
 )
-MOST_TO_ATTACH = 120  # modules of ours that a trainer loads before it calls `attach`
+ATTACHED = {  # room -> modules of ours that a trainer loads before it calls `attach`; all of the room where it is "*"
+    "": "errors metrics ragged redact row_ids team",
+    "actors": "server server.spec versions",
+    "cache": "growing growing.coming",
+    "client": "*",
+    "collate": "info shard",
+    "feedback": "driver_feedback request",
+    "job": "*",
+    "media": "processor_spec",
+    "plan": "fact_table schedule",
+    "trackers": "stalls",
+}
+UPPER = {"cache": ("media",), "feedback": ("client",)}  # room -> rooms that it imports nothing of
 
 
 def files_of(place: str) -> list[Path]:
@@ -76,11 +88,29 @@ def test_the_service_loads_without_the_trainer() -> None:
     assert of_the_trainer(loaded) == []
 
 
-def test_who_attaches_loads_few_modules_and_neither_ray_nor_torch() -> None:
+def test_who_attaches_loads_the_modules_that_are_listed_and_neither_ray_nor_torch() -> None:
     loaded = loaded_after("import raysvc; raysvc.attach")
-    assert len([name for name in loaded if name.partition(".")[0] == "raysvc"]) <= MOST_TO_ATTACH
-    assert of_the_trainer(loaded) == []
+    found: dict[str, set[str]] = {}
+    for name in (one.removeprefix("raysvc.") for one in loaded if one.startswith("raysvc.")):
+        is_room = (ROOT / "raysvc" / name.partition(".")[0]).is_dir()
+        room, _, module = name.partition(".") if is_room else ("", "", name)
+        found.setdefault(room, set()).update([module] if module else [])
+    assert found.keys() == ATTACHED.keys()
+    for room, modules in found.items():
+        assert ATTACHED[room] == "*" or modules == set(ATTACHED[room].split()), room
     assert not loaded & {"ray", "torch", "transformers", "datasets"}
+
+
+@pytest.mark.parametrize("room", UPPER)
+def test_a_lower_room_is_handed_what_it_needs_of_an_upper_one(room: str) -> None:
+    upper = tuple(f"raysvc.{one}" for one in UPPER[room])
+    files = files_of(f"raysvc/{room}")
+    assert files
+    assert {
+        path.name: names
+        for path in files
+        if (names := [one for one in imported_by(path) if one.startswith(upper)])
+    } == {}
 
 
 KINDS_OF_ENTRIES = {"Entry", "GrowingEntry", "FollowedEntry", "Rows"}

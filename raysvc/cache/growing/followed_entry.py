@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict
 
 from raysvc.cache.entry import Entry
+from raysvc.cache.growing.coming import FollowedSpec
 from raysvc.cache.growing.growing_entry import GrowingEntry, Parts
 from raysvc.cache.growing.listings import REMEDY, Listings
 from raysvc.cache.growing.slice_receipts import MOST_LOOK_S, SliceReceipts
@@ -29,34 +29,6 @@ from raysvc.cache.store.store import Store
 from raysvc.errors import EntryError
 from raysvc.ragged import Int64s
 from raysvc.row_ids import MOST_SLICES, slice_base
-
-
-class FollowedSpec(BaseModel):
-    """What is known of it before its source is looked at again.
-
-    Attributes:
-        key: of the recipe, which names the first listing.
-        recipe: as an entry has it.
-        report: what a builder knows before it begins.
-        listings: name of the folder of listings.
-        uid: of the first listing.
-    """
-
-    model_config = ConfigDict(frozen=True)
-    key: str
-    recipe: dict[str, Any]
-    report: dict[str, Any]
-    listings: str
-    uid: str
-
-    @property
-    def has_end(self) -> bool:
-        """Never."""
-        return False
-
-    def opened(self, store: Store, folder: str) -> Entry:
-        """The entry, to be read while its source is followed."""
-        return FollowedEntry(store, folder, self)
 
 
 class FollowedEntry(GrowingEntry):

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict
 
 from raysvc.cache import names
 from raysvc.cache.entry import Entry
+from raysvc.cache.growing.coming import GrowingSpec
 from raysvc.cache.growing.slice_receipts import SliceReceipts
 from raysvc.cache.local.part_cache import PartCopies
 from raysvc.cache.local.part_reader import PartReader
@@ -26,41 +25,6 @@ from raysvc.cache.manifest import Manifest
 from raysvc.cache.part_info import LazyParts, PartInfo
 from raysvc.cache.store.store import Store
 from raysvc.row_ids import slice_base
-
-
-class GrowingSpec(BaseModel):
-    """What is known of an entry before it is built.
-
-    Attributes:
-        key: of the recipe.
-        recipe: without the files of the source.
-        report: as far as the builder knows it before it begins, `source_rows` with it.
-        contents: digest of what each slice holds.
-    """
-
-    model_config = ConfigDict(frozen=True)
-    key: str
-    recipe: dict[str, Any]
-    report: dict[str, Any]
-    contents: tuple[str, ...]
-
-    @property
-    def has_end(self) -> bool:
-        """Always."""
-        return True
-
-    def opened(self, store: Store, folder: str) -> Entry:
-        """The entry, to be read while somebody builds it; the finished one where it is finished by now.
-
-        Raises:
-            EntryError: it was finished from another cut of the source.
-        """
-        entry = GrowingEntry(store, folder, self)
-        if not entry.is_finished():
-            return entry
-        finished = Entry.open(store, folder)
-        entry.receipts.refuse_another_cut(finished.manifest, finished.uri)
-        return finished
 
 
 class GrowingEntry(Entry):

@@ -1,0 +1,53 @@
+"""What is known of an entry while slices of it are to come: what travels to whoever reads it meanwhile, and loads no reader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+
+class GrowingSpec(BaseModel):
+    """What is known of an entry before it is built.
+
+    Attributes:
+        key: of the recipe.
+        recipe: without the files of the source.
+        report: as far as the builder knows it before it begins, `source_rows` with it.
+        contents: digest of what each slice holds.
+    """
+
+    model_config = ConfigDict(frozen=True)
+    key: str
+    recipe: dict[str, Any]
+    report: dict[str, Any]
+    contents: tuple[str, ...]
+
+    @property
+    def has_end(self) -> bool:
+        """Always."""
+        return True
+
+
+class FollowedSpec(BaseModel):
+    """What is known of it before its source is looked at again.
+
+    Attributes:
+        key: of the recipe, which names the first listing.
+        recipe: as an entry has it.
+        report: what a builder knows before it begins.
+        listings: name of the folder of listings.
+        uid: of the first listing.
+    """
+
+    model_config = ConfigDict(frozen=True)
+    key: str
+    recipe: dict[str, Any]
+    report: dict[str, Any]
+    listings: str
+    uid: str
+
+    @property
+    def has_end(self) -> bool:
+        """Never."""
+        return False
