@@ -10,7 +10,7 @@ Always true:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from raysvc.chat.first_rows import FirstRows
 from raysvc.chat.row_counts import Quarantined, RowCounts
@@ -27,10 +27,16 @@ class RowCounter:
     Attributes:
         dataset: label for the examples.
         first_rows: of the build; None: the slice is read to its end.
+        on_left_out: told of every row that is not written.
     """
 
-    def __init__(self, dataset: str, first_rows: FirstRows | None = None) -> None:
-        self.dataset = dataset
+    def __init__(
+        self,
+        dataset: str,
+        first_rows: FirstRows | None = None,
+        on_left_out: Callable[[int, RowFault | RowDropped], None] | None = None,
+    ) -> None:
+        self.dataset, self._on_left_out = dataset, on_left_out
         self._first_rows, self._read = first_rows, 0
         self._dropped: Counter[str] = Counter()
         self._quarantined: Counter[str] = Counter()
@@ -61,6 +67,8 @@ class RowCounter:
 
     def leave_out(self, source_row: int, why: RowFault | RowDropped) -> None:
         """Count a row that is not written."""
+        if self._on_left_out is not None:
+            self._on_left_out(source_row, why)
         if isinstance(why, RowDropped):
             self._dropped[why.reason] += 1
             return

@@ -78,6 +78,28 @@ class RowChunk:
         return RowChunk(self.counter, [self.flat[n] for n in left], [self.origins[n] for n in left])
 
 
+@dataclass
+class RowWatch:
+    """The rows of a slice beside what became of them, for whoever looks at more than its tokens.
+
+    Attributes:
+        chunks: rows that were tokenized, some of which may not be written.
+        left_out: number of a row that is not written, and why.
+    """
+
+    chunks: list[RowChunk] = field(default_factory=list)
+    left_out: list[tuple[int, RowFault | RowDropped]] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Forget all: a slice begins, or begins again because an encoder differed."""
+        self.chunks.clear()
+        self.left_out.clear()
+
+    def leave_out(self, source_row: int, why: RowFault | RowDropped) -> None:
+        """Note a row that is not written."""
+        self.left_out.append((source_row, why))
+
+
 def texts_of(flat: list[Sequence]) -> Batch | None:
     """Their texts in columns; None of rows that came as tokens."""
     return batch_of(flat) if flat and flat[0].tokens is None else None

@@ -36,7 +36,7 @@ from raysvc.chat.render.renderer import Renderer
 from raysvc.chat.row_counter import RowCounter
 from raysvc.chat.row_counts import Quarantined, RowCounts
 from raysvc.chat.row_errors import RowDropped, RowFault
-from raysvc.chat.row_sequences import RowChunk, RowSequences, texts_of
+from raysvc.chat.row_sequences import RowChunk, RowSequences, RowWatch, texts_of
 from raysvc.chat.select import Kept, keep
 from raysvc.chat.sequence import Sequence
 from raysvc.chat.source.examples import ChatExample
@@ -92,6 +92,7 @@ class SliceTokenizer:
         dataset_label: names the source in messages about rows.
         tokenizer: that of the spec, where it is loaded already.
         desk: takes the media of rows, where the spec says that there may be some.
+        watch: is shown the rows of each slice and what became of them.
 
     Raises:
         TokenizerError: no tokenizer, no template, or a broken one.
@@ -103,10 +104,11 @@ class SliceTokenizer:
         dataset_label: str = "",
         tokenizer: LoadedTokenizer | None = None,
         desk: MediaDesk | None = None,
+        watch: RowWatch | None = None,
     ) -> None:
         assert spec.media == (desk.processor.kinds if desk else ())
         self.tokenizer = tokenizer or LoadedTokenizer(spec.tokenizer)
-        self.desk = desk
+        self.desk, self._watch = desk, watch
         self._label = dataset_label
         self._reference, self._encoder, self._switched = encoders_of(self.tokenizer)
         self._appends_end = spec.train_end == "append"
@@ -162,7 +164,10 @@ class SliceTokenizer:
     ) -> SliceResult:
         with no_collection():
             while True:
-                counter = RowCounter(self._label, first_rows)
+                watch = self._watch
+                counter = RowCounter(self._label, first_rows, watch.leave_out if watch else None)
+                if watch is not None:
+                    watch.begin()
                 self._rows.names.clear()
                 self._digests.clear()
                 try:
@@ -206,6 +211,8 @@ class SliceTokenizer:
         ):
             stage(chunk)
         assert chunk.kept is not None
+        if self._watch is not None:
+            self._watch.chunks.append(chunk)
         return chunk.kept, chunk.compared
 
     def _encode(self, chunk: RowChunk) -> None:

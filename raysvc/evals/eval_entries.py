@@ -30,7 +30,7 @@ def _eval_entry(job: JobConfig, name: str) -> CacheEntry:
     from raysvc.builds.find_or_build import find_or_build
 
     with keys_under(f"evals.{name}"):
-        return find_or_build(_job_of(job, name), None, silent)
+        return find_or_build(job_of_eval(job, name), None, silent)
 
 
 def check_evals(job: JobConfig) -> None:
@@ -47,10 +47,11 @@ def check_evals(job: JobConfig) -> None:
     for name, each in job.evals.items():
         if each.source is not None and each.source.ray is None:  # which is looked at in the cluster
             with keys_under(f"evals.{name}"):
-                plan_build(_job_of(job, name), store)
+                plan_build(job_of_eval(job, name), store)
 
 
-def _job_of(job: JobConfig, name: str) -> JobConfig:
+def job_of_eval(job: JobConfig, name: str) -> JobConfig:
+    """The job that tokenizes the source of one of the evals."""
     return job.model_copy(update={"source": job.evals[name].source, "mixture": None})
 
 

@@ -88,7 +88,7 @@ class LoadedTokenizer:
     @cached_property
     def stop_tokens(self) -> tuple[str, ...]:
         """Tokens that the model stops at, as its `generation_config.json` says; empty when it has none."""
-        path = _generation_config(self.config)
+        path = file_beside(self.config, "generation_config.json")
         if path is None:
             return ()
         ids = stop_ids(path, len(self.hf))
@@ -261,8 +261,8 @@ def _bounded() -> Iterator[None]:
         theirs.ImmutableSandboxedEnvironment = own
 
 
-def _generation_config(config: TokenizerConfig) -> Path | None:
-    name = "generation_config.json"
+def file_beside(config: TokenizerConfig, name: str) -> Path | None:
+    """A file of the folder, or of the hub's repository, that the tokenizer is of; None where it has none."""
     if os.path.isdir(config.name):
         path = Path(config.name) / name
         return path if path.is_file() else None
