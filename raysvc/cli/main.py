@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from raysvc.cli.audit import audit
 from raysvc.cli.cache import app as cache
 from raysvc.cli.common import before_the_command
 from raysvc.cli.demo import demo
@@ -30,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(audit)
 app.command()(demo)
 app.command()(doctor)
 app.command()(enrich)

@@ -1,0 +1,1 @@
+"""What is wrong with the rows of a job, found without training: `raysvc audit`."""

@@ -1,0 +1,84 @@
+"""Tool calls against the schemas of their tools (`jsonschema`, an extra).
+
+Always true:
+- nothing is fetched: a reference that leaves the schema is no finding;
+- a schema is looked at once, however many rows repeat it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+from raysvc.audit.audited_row import shown
+from raysvc.audit.message_checks import declared_name
+from raysvc.chat.source.examples import ChatExample
+
+
+def can_check_arguments() -> bool:
+    """Whether the library is installed."""
+    try:
+        import jsonschema  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def check_calls(example: ChatExample, has_library: bool) -> Iterator[tuple[str, str]]:
+    """Defects of the calls of a conversation that declares its tools."""
+    if not example.tools:
+        return
+    tools = {name: tool for tool in example.tools if (name := declared_name(tool))}
+    for message in example.messages:
+        for call in message.get("tool_calls") or ():
+            name, arguments = call["function"]["name"], call["function"].get("arguments")
+            if name not in tools:
+                if tools:
+                    yield "undeclared_tool", f"{name}; declared are {', '.join(tools)}"[:120]
+            elif has_library:
+                yield from _against(tools[name], name, _parsed(arguments))
+
+
+def _parsed(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def _against(tool: Mapping[str, Any], name: str, arguments: Any) -> Iterator[tuple[str, str]]:
+    schema = tool.get("function", tool).get("parameters")
+    if not isinstance(schema, dict) or not schema:
+        return
+    validator, broken = _validator(json.dumps(schema, sort_keys=True))
+    if broken:
+        yield "broken_schema", f"{name}: {broken}"
+        return
+    from referencing.exceptions import Unresolvable
+
+    try:
+        error = next(validator.iter_errors(arguments), None)
+    except Unresolvable:
+        return
+    if error is not None:
+        place = "".join(f"{part}: " for part in error.absolute_path if isinstance(part, str))
+        yield "arguments_against_schema", f"{name}: {place}{shown(error.message)}"
+
+
+@lru_cache(maxsize=1024)
+def _validator(text: str) -> tuple[Any, str]:
+    """(validator, why there is none)."""
+    import jsonschema
+    from referencing import Registry
+
+    schema = json.loads(text)
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    try:
+        kind.check_schema(schema)
+    except jsonschema.SchemaError as error:
+        return None, shown(error.message)
+    return kind(schema, registry=Registry()), ""
