@@ -60,7 +60,7 @@ class AuditedRow:
 
     @property
     def own(self) -> int:
-        """How many of the S sequences are the row's own: a row of `kto` has another one's answer beside it."""
+        """Counts the row's own sequences, the first of the S: a row of `kto` has another one's answer beside it."""
         return 1 if self.form.name == "kto" else len(self.sequences)
 
     @cached_property
@@ -108,7 +108,7 @@ class AuditedRow:
         return self.answer
 
     def digest(self, number: int | None = None) -> bytes:
-        """Of the tokens of one sequence, or of all its own."""
+        """Returns the digest of the tokens of one sequence, or of all its own."""
         chosen = self.tokens[: self.own] if number is None else self.tokens[number : number + 1]
         hashed = hashlib.blake2b(digest_size=16)
         for ids, mask in chosen:
@@ -117,7 +117,7 @@ class AuditedRow:
 
 
 def place_of(source: str, source_row: int, row_id: int | None) -> str:
-    """How the place of a row is shown."""
+    """Writes where a row is, as it is shown."""
     return f"{source}{written(row_id)}" if row_id is not None else f"{source}source row {source_row}"
 
 
