@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysvc.actors.model.tiny_vision import TinyVision, tiny_vision_model
+from raysvc.cache.local.model_digests import CONFIG, check_digests
 from raysvc.chat.garbage import no_collection
 from raysvc.errors import ConfigError
 
@@ -52,7 +53,8 @@ def load_lm(
         vision: of `tiny-vision`.
 
     Raises:
-        ConfigError: the folder of the model is not on this node, or its configuration or weights cannot be read.
+        ConfigError: the folder of the model is not on this node, or its configuration or weights cannot be read, or are not what
+            raysvc exported.
     """
     if name == "tiny":
         return tiny_model(vocab_size, critic)
@@ -62,6 +64,7 @@ def load_lm(
     if folder.is_absolute() and not folder.is_dir():
         what = f"there is no folder {name} on {platform.node()}"
         raise ConfigError(where, what, "give one that every node sees, a hub name, or tiny")
+    check_digests(folder)
     with no_collection():
         from transformers import AutoModelForTokenClassification
 
@@ -89,6 +92,7 @@ def read_config(name: str, where: str = "trainer.model", revision: str | None = 
     """
     from transformers import AutoConfig
 
+    check_digests(Path(name).expanduser(), CONFIG)
     try:
         return AutoConfig.from_pretrained(str(Path(name).expanduser()), revision=revision)
     except Exception as error:  # noqa: BLE001  it is about the file, in as many types as there are rules for its fields

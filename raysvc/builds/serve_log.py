@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysvc.cache.local.sealed import SEAL, seal_of
 from raysvc.cache.store.open import open_store
-from raysvc.errors import ConfigError
+from raysvc.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
     from raysvc.actors.server.spec import ServeSpec
@@ -45,7 +45,7 @@ def read_served(run_dir: str, step: int, storage_options: Mapping[str, Any] | No
     """Returns how `step` was made; None if no run wrote it down.
 
     Raises:
-        ConfigError: the file is damaged.
+        ConfigError, StoreError: a file is damaged.
     """
     from raysvc.actors.server.kept.served_records import ServedRecords
     from raysvc.actors.server.spec import ServeSpec
@@ -63,6 +63,8 @@ def read_served(run_dir: str, step: int, storage_options: Mapping[str, Any] | No
         last = fitting[-1]
         spec = ServeSpec.model_validate({**last["spec"], "storage_options": dict(storage_options or {})})
         return Served(last["step"], last["dp_size"], spec)
+    except StoreError:
+        raise
     except (ValueError, KeyError, TypeError) as error:
         what = f"cannot be understood ({type(error).__name__})"
         raise ConfigError(path, what, "delete it, and the plan of the job file is used") from None

@@ -1,13 +1,13 @@
 """What a trainer said back, on disk beside its leases.
 
     decisions/000000000003.json                       one decision, see `raysvc.feedback.decision`
-    outcomes/000000000042.3.120-139.<uid>.arrow       outcomes of the rows of steps 120 to 139, when 3 decisions were known
+    outcomes/000000000042.3.120-139.<uid>-<digest>.arrow  outcomes of the rows of steps 120 to 139, when 3 decisions were known
 
 A table of outcomes has `step` (int64), `row_id` (int64), and a float32 for each column that was reported: 20 bytes for a row with
 one column.
 Always true:
 - a record is complete when it can be seen, and durable when the call that wrote it returns; none is ever changed;
-- decisions are numbered from 0 without a gap; one that is missing or damaged is an error that names it;
+- decisions are numbered from 0 without a gap; one that is missing or damaged is an error that names it, and so are damaged outcomes;
 - of several reports of a step the first one counts that was made since the last decision that changed the step: a step
   that is trained again after a death changes no outcome;
 - outcomes take at most `MOST_BYTES` and `MOST_RECORDS`: the oldest records go first. Decisions stay.
@@ -15,13 +15,14 @@ Always true:
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from raysvc.cache.local.named_digest import named, read_named
+from raysvc.cache.local.sealed import opened_if_sealed, sealed
 from raysvc.cache.store.claim import Claim, open_owned
 from raysvc.errors import EntryError
 from raysvc.feedback.decision import Decision
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 1 << 30
 MOST_RECORDS = 4096
+LOST = "restore it; or remove it, and the outcomes of its steps are lost"
 
 
 class _Record(NamedTuple):
@@ -63,7 +65,7 @@ class FeedbackLog:
 
     def add(self, number: int, decision: Decision) -> bool:
         """Keep a decision as number so many; False: that number is taken."""
-        return self._store.create(f"decisions/{number:012d}.json", json.dumps(decision.to_json()).encode())
+        return self._store.create(f"decisions/{number:012d}.json", sealed(decision.to_json()))
 
     def report(self, outcomes: RowOutcomes, known: int) -> None:
         """Keep outcomes of whole steps.
@@ -81,19 +83,24 @@ class FeedbackLog:
             self._next = max((_number(one.name) for one in self._records()), default=-1) + 1
         number, self._next = self._next, self._next + 1
         steps = f"{outcomes.steps.min()}-{outcomes.steps.max()}"
-        name = f"outcomes/{number:012d}.{known}.{steps}.{uuid.uuid4().hex[:8]}.arrow"
-        self._store.write(name, memoryview(sink.getvalue()))
+        data = memoryview(sink.getvalue())
+        name = named(f"{number:012d}.{known}.{steps}.{uuid.uuid4().hex[:8]}", "arrow", data)
+        self._store.write(f"outcomes/{name}", data)
         self._remove_oldest()
 
     def outcomes(self, first: int, stop: int, decisions: Sequence[Decision]) -> RowOutcomes:
-        """What counts of the steps `first` to `stop - 1`."""
+        """What counts of the steps `first` to `stop - 1`.
+
+        Raises:
+            StoreError: a report is damaged.
+        """
         import pyarrow as pa
 
         taken: dict[int, pa.Table] = {}
         for record in self._records():
             if record.last < first or record.first >= stop:
                 continue
-            data = self._store.read(f"outcomes/{record.name}")
+            data = read_named(self._store, f"outcomes/{record.name}", LOST)
             table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
             steps = table["step"].to_numpy()
             changed = min((one.from_step for one in decisions[record.known :]), default=stop)
@@ -113,7 +120,7 @@ class FeedbackLog:
     def _decision(self, number: int) -> Decision:
         name = f"decisions/{number:012d}.json"
         try:
-            return Decision.from_json(json.loads(self._store.read(name)))
+            return Decision.from_json(opened_if_sealed(self._store.read(name)))
         except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
             what = f"decision {number} of this run is missing or damaged ({type(error).__name__})"
             remedy = "restore the file: without it the steps after it cannot be made again"

@@ -3,21 +3,28 @@
 Always true:
 - the file is the last checkpoint, whole, whenever the loop is killed;
 - what is restored is of one moment: modules and data belong together;
-- nothing of it is unpickled but tensors and plain values.
+- nothing of it is unpickled but tensors and plain values;
+- it ends with a digest of what is before (XXH3-128): a file that is not what was written is refused by name. `torch.load` reads it too.
 """
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+import xxhash
+
+from raysvc.cache.local.mmap import map_file
 from raysvc.errors import StateMismatch
 
 if TYPE_CHECKING:
     from raysvc.client.batch_client import BatchClient
 
 DATA = "data"
+MARK = b"raysvc-xxh3:"  # before the digest
+ENDING = len(MARK) + 32
+END_OF_ZIP = b"PK\x05\x06"  # 22 bytes before the end of what `torch.save` writes
 
 
 class LoopCheckpoint:
@@ -40,7 +47,9 @@ class LoopCheckpoint:
         state = {name: part.state_dict() for name, part in self._parts.items()}
         draft = self.path.with_name(f".{self.path.name}.new")
         with draft.open("wb") as file:
-            torch.save({**state, DATA: self._client.state_dict()}, file)
+            hashed = _Hashed(file)
+            torch.save({**state, DATA: self._client.state_dict()}, hashed)
+            file.write(MARK + hashed.digest.hexdigest().encode())
             file.flush()
             os.fsync(file.fileno())
         draft.replace(self.path)
@@ -49,14 +58,18 @@ class LoopCheckpoint:
         """Load the checkpoint, and go to its step; without one go to step 0, whatever was committed. Returns the next step to train.
 
         Raises:
-            StateMismatch: it is of other parts, or of other data.
+            StateMismatch: it is of other parts, of other data, or damaged.
         """
         import torch
 
         if not self.path.exists():
             self._client.rewind(0)
             return 0
-        saved = torch.load(self.path, map_location="cpu", weights_only=True)
+        _check(self.path)
+        try:
+            saved = torch.load(self.path, map_location="cpu", weights_only=True)
+        except Exception as error:  # noqa: BLE001  of an earlier version, without a digest: torch says it in many types
+            raise _damaged(self.path, type(error).__name__) from None
         if saved.keys() != {*self._parts, DATA}:
             there = ", ".join(sorted(saved.keys() - {DATA}))
             raise StateMismatch(
@@ -68,3 +81,32 @@ class LoopCheckpoint:
         for name, part in self._parts.items():
             part.load_state_dict(saved[name])
         return self._client.frontier
+
+
+class _Hashed:
+    """A file that is written, as `torch.save` wants it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.digest = file, xxhash.xxh3_128()
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Writes and hashes."""
+        self.digest.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        """Hands on what is held back."""
+        self._file.flush()
+
+
+def _check(path: Path) -> None:
+    data = memoryview(map_file(path))
+    if data[-len(END_OF_ZIP) - 18 : -18] == END_OF_ZIP:
+        return  # an earlier version wrote it
+    ending = bytes(data[-ENDING:])
+    if ending != MARK + xxhash.xxh3_128_hexdigest(data[:-ENDING]).encode():
+        raise _damaged(path, "its digest does not match")
+
+
+def _damaged(path: Path, why: str) -> StateMismatch:
+    return StateMismatch(str(path), f"is damaged ({why})", "restore it, or remove it and start again")

@@ -1,6 +1,7 @@
 """A trained model in the format of Hugging Face, with its tokenizer: what a run leaves to others.
 
     <folder>/config.json, generation_config.json, *.safetensors     the model
+    <folder>/raysvc-digests.json    of its configuration and weights, compared where raysvc reads it
     <folder>/tokenizer.json, tokenizer_config.json, chat_template.jinja    the tokenizer, with the job's template
     <folder>/preprocessor_config.json, ...                          the processor of images, where the tokenizer has one beside it
 
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
+from raysvc.cache.local.model_digests import write_digests
 from raysvc.cache.store.disk_failures import named_failures
 from raysvc.cache.store.open import absolute
 from raysvc.chat.garbage import no_collection
@@ -73,6 +75,7 @@ def write_model(
         with named_failures(target):
             draft.mkdir(parents=True)
             write(draft)
+            write_digests(draft)
         (save or tokenizer_of(job.tokenizer))(draft)
         if target.exists():
             shutil.rmtree(target)

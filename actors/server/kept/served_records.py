@@ -18,6 +18,7 @@ from typing import Any
 from raysvc.actors.server.spec import ServeSpec
 from raysvc.cache.local.sealed import SEAL, seal_of
 from raysvc.cache.store.claim import Claim, open_owned
+from raysvc.errors import StoreError
 
 # credentials, and what decides no step
 NOT_KEPT: Any = {"storage_options": True, "evals": True, "rollouts": {"prompts": {"storage_options"}}}
@@ -37,9 +38,26 @@ class ServedRecords:
         self._store = open_owned(f"{journal}/served", storage_options, claim)
 
     def lines(self) -> list[dict[str, Any]]:
-        """All of them, in the order in which they were made."""
-        names = sorted(name for name in self._store.list() if name.endswith(".json"))
-        return [json.loads(self._store.read(name)) for name in names]
+        """All of them, in the order in which they were made.
+
+        Raises:
+            StoreError: one is damaged.
+        """
+        return [self._line(name) for name in sorted(self._store.list()) if name.endswith(".json")]
+
+    def _line(self, name: str) -> dict[str, Any]:
+        data = self._store.read(name)
+        try:
+            line: dict[str, Any] = json.loads(data)
+            if (
+                line[SEAL] == seal_of({key: line[key] for key in line if key != SEAL})
+                and _bytes_of(line) == data
+            ):
+                return line
+        except (ValueError, TypeError, KeyError, RecursionError):
+            pass
+        remedy = "restore it; or remove it, and no step from it on is replayed"
+        raise StoreError(f"{self._store.url}/{name}", "is not what was written", remedy)
 
     def keep(self, step: int, spec: ServeSpec) -> None:
         """Say how the steps from here on are made."""
@@ -47,5 +65,9 @@ class ServedRecords:
         if lines and lines[-1]["spec"] == line["spec"]:
             return
         number = len(lines)
-        while not self._store.create(f"{number:012d}.json", json.dumps(line).encode()):
+        while not self._store.create(f"{number:012d}.json", _bytes_of(line)):
             number += 1  # an earlier owner came that far
+
+
+def _bytes_of(line: Mapping[str, Any]) -> bytes:
+    return json.dumps(line).encode()

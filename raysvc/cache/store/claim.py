@@ -23,7 +23,6 @@ Always true:
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
@@ -36,6 +35,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from raysvc.cache.local.sealed import opened_if_sealed, sealed
 from raysvc.cache.store.store import Data, Found, Store
 from raysvc.errors import FolderHeld, FolderLost, StoreError
 
@@ -205,7 +205,7 @@ class Claim:
             signs = _Signs(self._store.list(FOLDER))
             self._await_end_of(signs)
             number = signs.newest + 1
-            record = json.dumps({**asdict(self.owner), "nonce": self._nonce}).encode()
+            record = sealed({**asdict(self.owner), "nonce": self._nonce})
             sign = f"{FOLDER}/{number:012d}.{self._nonce}.{0:012d}"
             self._store.write(sign, b"")
             if self._store.create(f"{FOLDER}/{number:012d}.json", record):
@@ -252,9 +252,9 @@ class Claim:
         return False, None
 
     def _read(self, number: int) -> tuple[Owner | None, str]:
-        """An owner and what its signs bear; (None, "") for a record that is not there, or of another version."""
+        """An owner and what its signs bear; (None, "") for a record that is not there, damaged, or of another version."""
         try:
-            found = json.loads(self._store.read(f"{FOLDER}/{number:012d}.json"))
+            found = opened_if_sealed(self._store.read(f"{FOLDER}/{number:012d}.json"))
             return Owner(**{name: found[name] for name in Owner.__dataclass_fields__}), found["nonce"]
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None, ""
