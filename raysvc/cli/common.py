@@ -166,6 +166,12 @@ def _with_job_named(arguments: dict[str, Any], default: str | None, of_served_ru
     return {**arguments, "config": words[0], "overrides": words[1:]}
 
 
+def further_runs(words: Sequence[str] | None) -> list[str]:
+    """The folders of runs that stand after the first one, before dotted overrides."""
+    found = [_run_folder(word) for word in words or ()]
+    return [folder for folder in found if folder is not None]
+
+
 def _as_mistake(error: OSError) -> UserMistake:
     """What a file system refused, as a line that says what to do."""
     remedy = FILE_SYSTEM[error.errno or 0]

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit, served_run
+from raysvc.cli.common import Address, AsJson, Job, Overrides, edge, emit, further_runs, served_run
 from raysvc.cli.enrich import as_far_as_there
 from raysvc.cli.replay import Tokenizer, decoder
-from raysvc.cli.view import View
+from raysvc.cli.view import View, print_rows
 
 if TYPE_CHECKING:
     from raysvc.job.config import JobConfig
@@ -34,6 +34,41 @@ def _as_it_ran(job: JobConfig) -> JobConfig:
     return with_credentials(ran, job)
 
 
+def _compare(config: object, others: list[str], words: list[str] | None, html: Path, as_json: bool) -> None:
+    """Several runs on one page, and their figures in the terminal.
+
+    Raises:
+        ConfigError: the first is not a run that trained, or a key is given too.
+    """
+    from raysvc.errors import ConfigError
+    from raysvc.job.config import JobConfig
+    from raysvc.report.compare import (
+        fields_that_differ,
+        figures_of,
+        read_runs,
+        render_comparison,
+        rows_in_words,
+    )
+
+    if not isinstance(config, JobConfig):
+        what = "is compared with what is not a run of raysvc train"
+        raise ConfigError(others[0], what, "name the folders of two such runs")
+    if words is not None and len(words) > len(others):
+        key = next(word for word in words if "=" in word)
+        raise ConfigError(key, "changes a job, and runs are compared as they ran", "leave it out")
+    runs = read_runs([config.run_dir, *others])
+    html.parent.mkdir(parents=True, exist_ok=True)
+    html.write_text(render_comparison(runs))
+    figures, fields = figures_of(runs), fields_that_differ(runs)
+    if as_json:
+        emit({"html": str(html), "figures": figures, "fields": fields, "rows": rows_in_words(runs)})
+        return
+    print_rows("Runs", figures)
+    print_rows("Fields that differ", fields)
+    print(rows_in_words(runs))
+    print(f"report: {html}")
+
+
 @edge
 def report(
     config: Job = "job.yaml",
@@ -45,12 +80,14 @@ def report(
 ) -> None:
     """Write a report of data, plan and run as one HTML page.
 
-    Lengths, masks, row counts and plan; after a run, its curves too; of a run of rollouts, rewards, staleness and turns. The page needs no
-    other file.
+    Lengths, masks, row counts and plan; after a run, its curves too; of a run of rollouts, rewards, staleness and turns. Of two runs or more
+    it compares losses, rows, waits and jobs. The page needs no other file.
 
     Example: raysvc report job.yaml --out report.html
 
     Example: raysvc report runs/grpo-1
+
+    Example: raysvc report runs/sft-1 runs/sft-2 --out both.html
     """
     from raysvc import api
     from raysvc.errors import ConfigError
@@ -58,6 +95,9 @@ def report(
     from raysvc.report.facts import gather
     from raysvc.report.page import render
 
+    if others := further_runs(overrides):
+        _compare(config, others, overrides, html, as_json)
+        return
     run = served_run(config, overrides)
     if run is None and tokenizer is not None:
         raise ConfigError("--tokenizer", "is for runs of rollouts, and a job names its own", "leave it out")

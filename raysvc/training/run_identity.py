@@ -75,6 +75,11 @@ def claim(folder: Path, identity: Mapping[str, Any], *, has_checkpoint: bool, ch
         _write(folder, identity, found)
 
 
+def identity_in(folder: Path) -> dict[str, Any] | None:
+    """The identity of the run in a folder; None where it is missing or damaged."""
+    return _known(_found(folder))
+
+
 def _refuse_another(
     folder: Path, known: Mapping[str, Any], identity: Mapping[str, Any], changed: bool
 ) -> None:
